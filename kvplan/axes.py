@@ -1,0 +1,166 @@
+"""Axes: one dimension of a view, and the canonical form of all digits of one name.
+
+An axis says which part ``[start, stop)`` of a global size a worker holds, and how many bytes lie between
+neighbours. The same name may stand twice, outer digit first: ``token`` as 33 kernel blocks of 16 slots is
+``Axis("token", 0, 33, 33, outer)`` and ``Axis("token", 0, 16, 16, inner)``, together 528 slots.
+
+:func:`segments` turns the digits of a name into the one form the planner uses: intervals of the global
+coordinate on which the byte offset grows by a constant stride.
+
+>>> kernel = (Axis("token", 0, 3, 3, 8192), Axis("token", 0, 16, 16, 256))
+>>> print(segments(kernel))
+[0, 16) at 0 step 256, [16, 32) at 8192 step 256, [32, 48) at 16384 step 256
+>>> dense = (Axis("token", 0, 3, 3, 4096), Axis("token", 0, 16, 16, 256))
+>>> print(segments(dense))
+[0, 48) at 0 step 256
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan.errors import KVPlanError
+
+Ints = npt.NDArray[np.int64]
+
+INT64_END: Final = 1 << 63
+MAX_SEGMENTS: Final = 1 << 20
+"""A name's digits may make at most this many segments, so that a description cannot inflate memory."""
+
+
+def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
+    """``value`` as an exact ``int`` in ``[low, high)``; bools and floats are not integers.
+
+    >>> integer(np.uint64(7), "count")
+    7
+    """
+    if isinstance(value, bool | np.bool_):
+        raise KVPlanError("TYPE", f"read {what}", expected="an integer", got=f"{value!r}", value=value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise KVPlanError("TYPE", f"read {what}", expected="an integer", got=f"{value!r}", value=value) from None
+    if not low <= number < high:
+        raise KVPlanError("RANGE", f"read {what}", expected=f"an integer in [{low}, {high})", got=f"{number}", value=number)
+    return number
+
+
+def name(value: Any, what: str) -> str:
+    """``value`` as a non-empty ``str``."""
+    if not isinstance(value, str):
+        raise KVPlanError("TYPE", f"read {what}", expected="a string", got=f"{value!r}", value=value)
+    if not value:
+        raise KVPlanError("NAME", f"read {what}", expected="a non-empty string", got="''", value=value)
+    return value
+
+
+def _size(what: str) -> Any:
+    return lambda value: integer(value, what)
+
+
+@attrs.frozen
+class Axis:
+    """One dimension of a view: the part ``[start, stop)`` of ``size``, ``stride_bytes`` between neighbours.
+
+    All are integers in ``[0, 2**63)`` with ``start < stop <= size``. The stride of an axis that holds a
+    single coordinate has no meaning and is stored as 0.
+
+    >>> print(Axis("head", 4, 8, 8, 4096))
+    head [4, 8) of 8 step 4096
+    """
+
+    name: str = attrs.field(converter=lambda v: name(v, "the name of an axis"))
+    start: int = attrs.field(converter=_size("start of an axis"))
+    stop: int = attrs.field(converter=_size("stop of an axis"))
+    size: int = attrs.field(converter=_size("size of an axis"))
+    stride_bytes: int = attrs.field(converter=_size("stride_bytes of an axis"))
+
+    def __attrs_post_init__(self) -> None:
+        if not self.start < self.stop <= self.size:
+            raise KVPlanError(
+                "RANGE",
+                f"describe axis {self.name!r}",
+                expected="0 <= start < stop <= size",
+                got=f"[{self.start}, {self.stop}) of {self.size}",
+                start=self.start,
+                stop=self.stop,
+                size=self.size,
+            )
+        if self.extent == 1:
+            object.__setattr__(self, "stride_bytes", 0)
+
+    @property
+    def extent(self) -> int:
+        """How many coordinates are held: ``stop - start``."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.start}, {self.stop}) of {self.size} step {self.stride_bytes}"
+
+
+@attrs.frozen(eq=False)
+class Segments:
+    """Intervals of a coordinate, ascending, each with the byte offset of its first element and its stride.
+
+    Four int64 arrays of one length.
+    """
+
+    start: Ints
+    length: Ints
+    offset: Ints
+    stride: Ints
+
+    @property
+    def stop(self) -> Ints:
+        """Where each interval ends."""
+        return self.start + self.length
+
+    def __str__(self) -> str:
+        rows = zip(self.start, self.stop, self.offset, self.stride, strict=True)
+        return ", ".join(f"[{a}, {b}) at {offset} step {stride}" for a, b, offset, stride in rows)
+
+
+def segments(digits: Sequence[Axis]) -> Segments:
+    """The canonical form of the digits of one name, outer digit first: as few segments as there can be.
+
+    Raises ``RANGE`` where there would be more than :data:`MAX_SEGMENTS`.
+    """
+    width, start, offset = 1, np.zeros(1, np.int64), np.zeros(1, np.int64)
+    length, stride = 1, 0
+    for digit in reversed(digits):
+        whole = start.size == 1 and length == width
+        if digit.extent == 1 or not whole or (width > 1 and digit.stride_bytes != length * stride):
+            if digit.extent * start.size > MAX_SEGMENTS:
+                raise KVPlanError(
+                    "RANGE",
+                    f"describe axis {digit.name!r}",
+                    expected=f"at most {MAX_SEGMENTS} pieces",
+                    got=f"{digit.extent * start.size}",
+                    value=digit.extent * start.size,
+                )
+            steps = np.arange(digit.extent, dtype=np.int64)[:, None]
+            start = ((digit.start + steps) * width + start).reshape(-1)
+            offset = (steps * digit.stride_bytes + offset).reshape(-1)
+        else:
+            start = start + digit.start * width
+            stride = digit.stride_bytes if width == 1 else stride
+            length *= digit.extent
+        width *= digit.size
+    count = np.ones_like(start)
+    return Segments(start=start, length=length * count, offset=offset, stride=stride * count)
+
+
+def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
+    """The global size of each name, in order of appearance: the product of its digits' sizes.
+
+    >>> global_sizes((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
+    {'token': 528, 'dim': 128}
+    """
+    return {key: math.prod(axis.size for axis in axes if axis.name == key) for key in dict.fromkeys(a.name for a in axes)}

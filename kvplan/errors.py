@@ -1,0 +1,66 @@
+"""One error class with a closed set of codes and one message grammar.
+
+    cannot <do what>: expected <rule>, got <value> (<hint>)
+
+>>> raise KVPlanError("SIZE", "pair axis 'head' of tensor 'layers.0.attn'",
+...                   expected="size 8 (destination)", got="4 (source)", axis="head", destination=8, source=4)
+Traceback (most recent call last):
+...
+kvplan.errors.KVPlanError: SIZE: cannot pair axis 'head' of tensor 'layers.0.attn': expected size 8 (destination), got 4 (source)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+CODES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "TYPE": "a value has the wrong type",
+        "RANGE": "an integer lies outside its range",
+        "NAME": "a name is empty, unknown or used twice",
+        "DTYPE": "an element type is unknown, or differs between the two sides",
+        "AXES": "a view lacks an axis, or has one too many",
+        "SIZE": "a size differs from what it must equal",
+        "STRIDE": "elements of one view share bytes",
+        "BOUNDS": "bytes lie outside their region, or an address wraps",
+        "OVERLAP": "two views of one group share bytes",
+        "GROUP": "a token group is paired with a state group",
+        "WORKER": "the workers given do not form one engine, or one is given twice",
+        "TENSOR": "a tensor that the destination needs is offered by no source",
+        "COVER": "part of a tensor that the destination needs is held by no source",
+        "BLOCKS": "a block table is missing, too short, repeats a block or leaves the pool",
+        "TOKENS": "a token range is malformed or leaves the block tables",
+        "INT": "a descriptor id does not fit 31 bits",
+        "LAYOUT": "a layout or one of its options is unknown or impossible",
+        "CONFIG": "a model configuration lacks a key, or a value is unusable",
+        "MEMORY": "memory cannot be had, or a copy leaves it",
+    }
+)
+"""Every code a :class:`KVPlanError` can carry, with its meaning."""
+
+
+class KVPlanError(ValueError):
+    """A description, pair or request that was refused, before anything moved.
+
+    ``code`` is one of :data:`CODES`; ``details`` holds the values that disagreed, by field.
+    ``str(error)`` is one line.
+    """
+
+    code: str
+    details: Mapping[str, Any]
+
+    def __init__(self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any) -> None:
+        assert code in CODES, code
+        super().__init__(f"{code}: cannot {action}: expected {expected}, got {got}" + (f" ({hint})" if hint else ""))
+        self.code = code
+        self.details = MappingProxyType(details)
+        self._state = (code, action, expected, got, hint, details)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._state
+
+
+def _rebuild(code: str, action: str, expected: str, got: str, hint: str, details: dict[str, Any]) -> KVPlanError:
+    return KVPlanError(code, action, expected=expected, got=got, hint=hint, **details)
