@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
-from kvplan.axes import Axis, global_sizes, integer, name
+from kvplan.axes import Axis, Segments, global_sizes, integer, name, segments
 from kvplan.errors import KVPlanError
 
 TOKEN: Final = "token"
@@ -239,3 +240,30 @@ class View:
     def sizes(self) -> dict[str, int]:
         """The logical tensor's global size by axis name."""
         return global_sizes(self.axes)
+
+
+@attrs.frozen
+class Geometry:
+    """What a view is, apart from its name and its place: all that planning needs to know, shared by equal layers."""
+
+    axes: tuple[Axis, ...]
+    dtype: str
+    group: Group
+    num_blocks: int
+    block_stride_bytes: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.dtype]
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The logical tensor's global size by axis name."""
+        return MappingProxyType(global_sizes(self.axes))
+
+    @cached_property
+    def segments(self) -> Mapping[str, Segments]:
+        """Each axis name's digits in canonical form. A state group has a token axis of one slot."""
+        names = dict.fromkeys((TOKEN, *self.sizes))
+        return MappingProxyType({key: segments([a for a in self.axes if a.name == key]) for key in names})

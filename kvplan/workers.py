@@ -10,15 +10,17 @@ Validate (V), on construction of each worker:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import attrs
 
 from kvplan.axes import integer, name
 from kvplan.errors import KVPlanError
 from kvplan.overlap import overlaps
-from kvplan.views import TOKEN, Group, Region, View
+from kvplan.views import TOKEN, Geometry, Group, Region, View
 
 
 def _tuple_of(kind: type) -> Any:
@@ -32,6 +34,14 @@ def _tuple_of(kind: type) -> Any:
         return items
 
     return convert
+
+
+class Place(NamedTuple):
+    """Where a view stands: indices into its worker's geometries and regions, and the offset in the region."""
+
+    geometry: int
+    region: int
+    offset_bytes: int
 
 
 @attrs.frozen
@@ -118,6 +128,33 @@ class Worker:
                     first=first.name,
                     second=second.name,
                 )
+
+    @cached_property
+    def _placed(self) -> tuple[tuple[Geometry, ...], Mapping[str, tuple[Place, ...]]]:
+        groups = {group.name: group for group in self.groups}
+        regions = {region.name: i for i, region in enumerate(self.regions)}
+        geometries: dict[Geometry, int] = {}
+        known: dict[tuple[int, str, str, int, int], int] = {}  # by identity of the axes, which equal layers often share
+        places: dict[str, tuple[Place, ...]] = {}
+        for view in self.views:
+            key = (id(view.axes), view.dtype, view.group, view.num_blocks, view.block_stride_bytes)
+            index = known.get(key)
+            if index is None:
+                what = Geometry(view.axes, view.dtype, groups[view.group], view.num_blocks, view.block_stride_bytes)
+                index = known[key] = geometries.setdefault(what, len(geometries))
+            place = Place(index, regions[view.region], view.offset_bytes)
+            places[view.name] = (*places.get(view.name, ()), place)
+        return tuple(geometries), MappingProxyType(places)
+
+    @property
+    def geometries(self) -> tuple[Geometry, ...]:
+        """The different geometries among the views, in order of first appearance."""
+        return self._placed[0]
+
+    @property
+    def places(self) -> Mapping[str, tuple[Place, ...]]:
+        """Each tensor's views, by name, in order."""
+        return self._placed[1]
 
     @property
     def label(self) -> str:

@@ -1,0 +1,246 @@
+"""Plans: the whole pipeline for a worker and its remotes, from either side, and for whole engines.
+
+The stages below know a destination and its sources. Here these become local and remote. A worker that reads is the
+destination. A worker that writes is a source: for each remote it plans with its siblings, the other workers of its
+engine, so that all of them agree, without talking, who sends what several hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from kvplan.axes import Ints, integer
+from kvplan.bind import MAX_POSITION, Blocks, Range, ReadSpec, bind_section, check_blocks, held_range
+from kvplan.cells import Cell, cells
+from kvplan.errors import KVPlanError
+from kvplan.match import match
+from kvplan.runs import sections
+from kvplan.tables import Layout, Table, layouts, read_only
+from kvplan.views import Group
+from kvplan.workers import Worker
+
+Tokens = Range | Mapping[str, Range] | None
+
+
+@attrs.frozen(eq=False, repr=False)
+class Pair:
+    """The tables of the local worker and one remote worker; empty where nothing moves between them.
+
+    Descriptor ids index the tables in step: the nth local id and the nth remote id are one copy.
+    """
+
+    engine_id: str
+    rank: int
+    local_table: Table
+    remote_table: Table
+    layouts: tuple[Layout, ...]
+
+    def __repr__(self) -> str:
+        return f"<Pair with {self.engine_id}/{self.rank}: {len(self.local_table.rows)} local rows>"
+
+
+@attrs.frozen(eq=False, repr=False)
+class TransferPlan:
+    """All that a local worker moves from (``READ``) or to (``WRITE``) its remote workers, for any request."""
+
+    operation: str
+    local: Worker
+    remotes: tuple[Worker, ...]
+    siblings: tuple[Worker, ...]
+    not_transferred: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+
+    def bind(
+        self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None
+    ) -> tuple[ReadSpec, ...]:
+        """What one request moves: a spec for each pair, in order, also where it moves nothing.
+
+        ``local`` and ``remote`` are block tables by group name. ``tokens`` is a range of positions for every token
+        group, or one per local group; a state group's range counts states. A group without a range moves
+        all that the destination's blocks list.
+
+        Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
+        """
+        reads = self.operation == "READ"
+        used = [layout for pair in self.pairs for layout in pair.layouts]
+        for side, tables in enumerate((local, remote) if reads else (remote, local)):
+            workers = (self.local,) if tables is local else self.remotes
+            _check_names({group.name for worker in workers for group in worker.groups}, tables, "block table")
+            pools: dict[str, int] = {}
+            for layout in used:
+                name = layout.groups[side].name
+                pools[name] = min(layout.num_blocks[side], pools.get(name, layout.num_blocks[side]))
+            for name, pool in pools.items():
+                check_blocks(name, tables.get(name), pool, is_destination=side == 0)
+        if isinstance(tokens, Mapping):
+            _check_names({group.name for group in self.local.groups}, tokens, "token range")
+
+        specs = []
+        for pair in self.pairs:
+            sides = (pair.local_table, pair.remote_table)
+            ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+            for layout in pair.layouts:
+                names = [group.name for group in layout.groups]
+                ours, theirs = (local, remote) if reads else (remote, local)
+                blocks = (ours[names[0]], theirs[names[1]])
+                wanted = _range(tokens, layout.groups[0 if reads else 1])
+                if wanted is None:
+                    wanted = held_range(layout.groups[0], blocks[0])
+                found = bind_section(layout, blocks, wanted, [t.num_ids for t in (sides if reads else sides[::-1])])
+                for out, made in zip(ids, found if reads else found[::-1], strict=True):
+                    out.append(made)
+            specs.append(
+                ReadSpec(
+                    operation=self.operation,
+                    local=(self.local.engine_id, self.local.rank),
+                    remote=(pair.engine_id, pair.rank),
+                    local_table=pair.local_table,
+                    remote_table=pair.remote_table,
+                    local_ids=_flat(ids[0]),
+                    remote_ids=_flat(ids[1]),
+                )
+            )
+        return tuple(specs)
+
+    def __repr__(self) -> str:
+        rows = sum(len(pair.local_table.rows) for pair in self.pairs)
+        return f"<TransferPlan {self.operation} {self.local.label}: {len(self.pairs)} remotes, {rows} local rows>"
+
+
+@attrs.frozen(eq=False, repr=False)
+class MeshPlan:
+    """A read plan for each destination worker, and how many completions each source waits for."""
+
+    plans: tuple[TransferPlan, ...]
+
+    @property
+    def completions(self) -> Mapping[tuple[str, int], int]:
+        """For each source worker, (engine id, rank): how many destinations move bytes from it."""
+        count = Counter({(pair.engine_id, pair.rank): 0 for plan in self.plans for pair in plan.pairs})
+        count.update((pair.engine_id, pair.rank) for plan in self.plans for pair in plan.pairs if pair.layouts)
+        return dict(count)
+
+    def __repr__(self) -> str:
+        return f"<MeshPlan: {len(self.plans)} destinations, {len(self.completions)} sources>"
+
+
+def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Iterable[str] = ()) -> TransferPlan:
+    """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
+
+    ``not_transferred`` names tensors that ``local`` has and does not want moved. Where several remotes hold the
+    same bytes, one is chosen, the same whichever side plans.
+    """
+    sources = _workers("remotes", remotes, local)
+    skipped = _names(not_transferred)
+    found = _from_sources(local, sources, skipped)
+    pairs = [_pair(worker, layout, (local, worker), 0) for worker, layout in zip(sources, found, strict=True)]
+    return TransferPlan("READ", local, sources, (), skipped, tuple(pairs))
+
+
+def plan_writes(
+    local: Worker, remotes: Iterable[Worker], siblings: Iterable[Worker] = (), *, not_transferred: Iterable[str] = ()
+) -> TransferPlan:
+    """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
+
+    ``siblings`` are the other workers of the local engine; together they hold all that the remotes need.
+    """
+    destinations = _workers("remotes", remotes, local)
+    others = _workers("siblings", siblings, local)
+    skipped = _names(not_transferred)
+    pairs = []
+    for worker in destinations:
+        layout = _from_sources(worker, (local, *others), skipped)[0]
+        pairs.append(_pair(worker, layout, (worker, local), 1))
+    return TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs))
+
+
+def plan_mesh(
+    destinations: Iterable[Worker], sources: Iterable[Worker], *, not_transferred: Iterable[str] = ()
+) -> MeshPlan:
+    """The read plans of whole engines: every destination worker with every source worker."""
+    sources, skipped = tuple(sources), _names(not_transferred)
+    return MeshPlan(tuple(plan_reads(worker, sources, not_transferred=skipped) for worker in destinations))
+
+
+_Sides = tuple[tuple[Layout, ...], tuple[Ints, Ints]]
+
+
+def _from_sources(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[_Sides]:
+    """Match to tables for one destination: layouts and rows by source. Sources are seen in order of their labels."""
+    order = sorted(range(len(sources)), key=lambda i: (sources[i].engine_id, sources[i].rank))
+    ordered = [sources[i] for i in order]
+    served: list[list[Cell]] = [[] for _ in sources]
+    for cell in cells(match(destination, ordered, skipped), destination, ordered):
+        served[order[cell.match.sources[cell.source][0]]].append(cell)
+    return [layouts(sections(part)) for part in served]
+
+
+def _pair(remote: Worker, found: _Sides, sides: tuple[Worker, Worker], local: int) -> Pair:
+    tables = [_table(worker, rows) for worker, rows in zip(sides, found[1], strict=True)]
+    return Pair(remote.engine_id, remote.rank, tables[local], tables[1 - local], found[0])
+
+
+def _table(worker: Worker, rows: Ints) -> Table:
+    """Rows with offsets become rows with addresses."""
+    region, offset, stride, length, count = rows.T
+    base = np.array([r.address for r in worker.regions], np.uint64)
+    device = np.array([r.device_id for r in worker.regions], np.uint64)
+    columns = (base[region] + offset.astype(np.uint64), length, device[region], stride, count)
+    made = np.stack([column.astype(np.uint64) for column in columns], axis=1)
+    return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))
+
+
+def _workers(what: str, values: Iterable[Worker], local: Worker) -> tuple[Worker, ...]:
+    workers = tuple(values)
+    for worker in workers:
+        if not isinstance(worker, Worker):
+            raise KVPlanError("TYPE", "plan", expected=f"{what} of type Worker", got=repr(worker))
+    times = Counter(worker.label for worker in (local, *workers))
+    for label, count in times.items():
+        if count > 1:
+            raise KVPlanError(
+                "WORKER", "plan", expected=f"local and {what} all different", got=f"{label} {count} times", worker=label
+            )
+    return workers
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise KVPlanError("TYPE", "plan", expected="a sequence of names as not_transferred", got=repr(values))
+    return tuple(values)
+
+
+def _check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise KVPlanError(
+                "NAME",
+                f"bind a {what}",
+                expected=f"a group of {', '.join(map(repr, sorted(known))) or 'none'}",
+                got=repr(name),
+                group=name,
+            )
+
+
+def _range(tokens: Tokens, group: Group) -> Range | None:
+    """The range that a request names for a local group, checked."""
+    if isinstance(tokens, Mapping):
+        given = tokens.get(group.name)
+    else:
+        given = None if group.tokens_per_block is None else tokens
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or len(given) != 2:
+        raise KVPlanError("TYPE", "bind tokens", expected="(start, stop)", got=repr(given), tokens=given)
+    start, stop = (integer(value, "a token range", high=MAX_POSITION) for value in given)
+    if start > stop:
+        raise KVPlanError("TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop))
+    return start, stop
+
+
+def _flat(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return read_only(parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts]))
