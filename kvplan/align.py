@@ -19,6 +19,7 @@ from typing import Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvplan.axes import Ints, Segments
 from kvplan.views import Group
@@ -39,6 +40,10 @@ class Pieces:
 def align(destination: Segments, source: Segments) -> Pieces:
     """The common intervals of two ascending lists of segments, cut as rule A1 says."""
     sides = (destination, source)
+    if destination.start.size == source.start.size == 1:
+        begin, end = max(s.start[0] for s in sides), min(s.stop[0] for s in sides)
+        found = 1 if begin < end else 0
+        return Pieces(np.full(found, begin), np.full(found, end - begin), np.zeros((2, found), np.int64))
     bounds = np.unique(np.concatenate([part for side in sides for part in (side.start, side.stop)]))
     low, high = bounds[:-1], bounds[1:]
     segment = np.stack([np.searchsorted(side.start, low, "right") - 1 for side in sides])
@@ -63,10 +68,21 @@ def period(group: Group) -> int:
     return context.size * math.lcm(slots(group), context.interleave_tokens)
 
 
+def cycle_of(group: Group) -> int:
+    """After how many positions it is the same worker's turn again."""
+    return group.context.size * group.context.interleave_tokens
+
+
+def holds(group: Group, position: Ints) -> npt.NDArray[np.bool_]:
+    """Whether a worker holds each position."""
+    held: npt.NDArray[np.bool_] = position // group.context.interleave_tokens % group.context.size == group.context.rank
+    return held
+
+
 def local_index(group: Group, position: Ints) -> Ints:
     """Which of its own tokens a worker counts each of its positions as."""
-    cycle = group.context.size * group.context.interleave_tokens
-    return position // cycle * group.context.interleave_tokens + position % group.context.interleave_tokens
+    run = group.context.interleave_tokens
+    return position // cycle_of(group) * run + position % run
 
 
 def position_of(group: Group, local: Ints) -> Ints:

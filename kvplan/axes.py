@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import attrs
@@ -117,10 +118,17 @@ class Segments:
     offset: Ints
     stride: Ints
 
-    @property
+    @cached_property
     def stop(self) -> Ints:
         """Where each interval ends."""
         return self.start + self.length
+
+    @cached_property
+    def covered(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of the coordinate that are covered, touching ones joined."""
+        first = heads(self.start[1:] == self.stop[:-1])
+        last = np.append(first[1:], self.start.size) - 1
+        return tuple(zip(self.start[first].tolist(), self.stop[last].tolist(), strict=True))
 
     def __str__(self) -> str:
         rows = zip(self.start, self.stop, self.offset, self.stride, strict=True)
@@ -155,6 +163,28 @@ def segments(digits: Sequence[Axis]) -> Segments:
         width *= digit.size
     count = np.ones_like(start)
     return Segments(start=start, length=length * count, offset=offset, stride=stride * count)
+
+
+def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
+    """Where chains begin, given for each element but the first whether it goes on from the one before.
+
+    >>> heads(np.array([True, False, True]))
+    array([0, 2])
+    """
+    begins = np.ones(goes_on.size + 1, bool)
+    np.logical_not(goes_on, out=begins[1:])
+    return np.flatnonzero(begins)
+
+
+def numbered(first: Ints, size: int) -> Ints:
+    """Which chain each of ``size`` elements belongs to, given where the chains begin.
+
+    >>> numbered(np.array([0, 2]), 4)
+    array([0, 0, 1, 1])
+    """
+    number = np.zeros(size, np.int64)
+    number[first[1:]] = 1
+    return np.cumsum(number, out=number)
 
 
 def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:

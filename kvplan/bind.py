@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -76,17 +76,47 @@ def held_range(group: Group, blocks: Blocks) -> Range:
     return low, high + 1
 
 
-def bind_section(layout: Layout, blocks: Sequence[Blocks], tokens: Range, total: Sequence[int]) -> tuple[Ids, Ids]:
-    """The paired ids of one section, destination first; ``total`` is how many ids each side's table has."""
+Terms = tuple[Ints, Ints]
+"""Ids as a sum: one term for each strand, one for each run or token of the request."""
+
+
+def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[tuple[Terms, Terms]]:
+    """The ids of one section, each side's, destination first."""
     start, stop = tokens
     low, high = _cut(layout, start, stop)
-    ids: tuple[list[Ids], list[Ids]] = ([], [])
     for family in layout.families:
-        _add(ids, family.base, *_pieces(layout, family, blocks, (low, high)), total)
+        yield _terms(family.base, _pieces(layout, family, blocks, (low, high)))
     for single in layout.token_families:
         ends = [(start, low), (high, stop)] if single.joined else [(start, stop)]
-        _add(ids, single.base, *_tokens(layout, single, blocks, ends), total)
-    return _flat(ids[0]), _flat(ids[1])
+        yield _terms(single.base, _tokens(layout, single, blocks, ends))
+
+
+def _terms(base: Ints, variable: Sequence[Ints]) -> tuple[Terms, Terms]:
+    return (base[0], variable[0]), (base[1], variable[1])
+
+
+def add(parts: Sequence[Terms]) -> Ids:
+    """Rule B3: all ids of one side, one broadcast add per family. Raises ``INT``."""
+    ids = np.empty(sum(strand.size * variable.size for strand, variable in parts), np.int32)
+    done = 0
+    for strand, variable in parts:
+        size = strand.size * variable.size
+        if not size:
+            continue
+        if (last := int(strand.max()) + int(variable.max())) >= ID_END:
+            raise KVPlanError(
+                "INT",
+                "number the descriptors of a request",
+                expected=f"ids below {ID_END}",
+                got=f"{last}",
+                hint="a smaller pool, or fewer tensors per plan, has fewer ids",
+                id=last,
+            )
+        out = ids[done : done + size].reshape(strand.size, variable.size)
+        np.add.outer(strand.astype(np.int32), variable.astype(np.int32), out=out)
+        done += size
+    ids.flags.writeable = False
+    return ids
 
 
 def _cut(layout: Layout, start: int, stop: int) -> Range:
@@ -159,27 +189,10 @@ def _variable(
     return sides[0], sides[1]
 
 
-def _add(ids: tuple[list[Ids], list[Ids]], base: Ints, ours: Ints, theirs: Ints, total: Sequence[int]) -> None:
-    """Rule B3, one broadcast add per side."""
-    for out, strand, block, end in zip(ids, base, (ours, theirs), total, strict=True):
-        if end > ID_END and block.size and int(strand.max()) + int(block.max()) >= ID_END:
-            raise KVPlanError(
-                "INT",
-                "number the descriptors",
-                expected=f"ids below {ID_END}",
-                got=f"{int(strand.max()) + int(block.max())}",
-                hint="fewer blocks, or fewer tensors per plan",
-                id=int(strand.max()) + int(block.max()),
-            )
-        out.append(np.add.outer(strand.astype(np.int32), block.astype(np.int32)).reshape(-1))
-
-
-def _flat(parts: Sequence[Ids]) -> Ids:
-    return np.concatenate([np.zeros(0, np.int32), *parts])
-
-
 def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool) -> None:
     """One group's block table against the smallest pool that it indexes. A destination block may stand once."""
+    if blocks is None:
+        raise KVPlanError("BLOCKS", f"bind group {key!r}", expected="a block table", got="none", group=key)
     if not isinstance(blocks, Blocks):
         raise KVPlanError("TYPE", f"bind group {key!r}", expected="Blocks", got=f"{blocks!r}", group=key)
     ids = blocks.ids

@@ -19,7 +19,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.axes import MAX_SEGMENTS, Ints, Segments
+from kvplan.align import cycle_of, holds
+from kvplan.axes import MAX_SEGMENTS, Ints, Segments, heads
 from kvplan.errors import KVPlanError
 from kvplan.match import Match
 from kvplan.views import TOKEN, Group
@@ -62,8 +63,8 @@ def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worke
     held: list[Bools] = []
     missing: list[str] = []
     for found in matches:
-        for i, geometry in enumerate(found.destination):
-            axes = parts(found, i)
+        for i in range(len(found.destination)):
+            axes, cycle = parts(found, i), _cycle(found, i)
             for product in itertools.product(*axes.values()):
                 holders = np.logical_and.reduce([part.held for part in product])
                 products.append((found, i, product))
@@ -71,7 +72,7 @@ def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worke
                 by_worker[[worker for worker, _ in itertools.compress(found.sources, holders)]] = True
                 held.append(by_worker)
                 if not holders.any():
-                    missing.append(_describe(found, geometry.group, dict(zip(axes, product, strict=True))))
+                    missing.append(_describe(found, i, dict(zip(axes, product, strict=True)), cycle))
     if missing:
         raise KVPlanError(
             "COVER",
@@ -99,8 +100,23 @@ def parts(found: Match, destination: int) -> dict[str, list[Part]]:
         for axis in geometry.sizes
         if axis != TOKEN
     }
-    result[TOKEN] = _grouped(*_held_positions(geometry.group, [g.group for _, g in found.sources]))
+    result[TOKEN] = _grouped(*_held_positions(geometry.group, [g.group for _, g in found.sources], _cycle(found, destination)))
     return result
+
+
+def _cycle(found: Match, destination: int) -> int:
+    """After how many positions it is the same workers' turn again, on all sides."""
+    groups = {found.destination[destination].group, *(geometry.group for _, geometry in found.sources)}
+    cycle = math.lcm(*map(cycle_of, groups))
+    if cycle > MAX_SEGMENTS:
+        raise KVPlanError(
+            "RANGE",
+            "align the contexts of two engines",
+            expected=f"a common cycle of at most {MAX_SEGMENTS} positions",
+            got=f"{cycle}",
+            cycle=cycle,
+        )
+    return cycle
 
 
 def choose(held: Bools, weight: npt.NDArray[np.float64], rank: int) -> Ints:
@@ -127,46 +143,38 @@ def _by_turn(candidates: Ints, rank: int) -> int:
     return int(candidates[rank % len(candidates)])
 
 
-def _covered(segments: Segments) -> tuple[Ints, Ints]:
-    """The intervals that segments cover, touching ones joined."""
-    first = np.flatnonzero(np.r_[True, segments.start[1:] != segments.stop[:-1]])
-    return segments.start[first], segments.stop[np.r_[first[1:] - 1, len(segments.start) - 1]]
-
-
 def _held_intervals(ours: Segments, theirs: Sequence[Segments]) -> tuple[Ints, Bools]:
-    spans = [_covered(side) for side in (ours, *theirs)]
-    bounds = np.unique(np.concatenate([np.concatenate(span) for span in spans]))
-    intervals = np.stack([bounds[:-1], bounds[1:]], axis=1)
-    inside = []
-    for start, stop in spans:
-        i = np.searchsorted(start, bounds[:-1], "right") - 1
-        inside.append((i >= 0) & (bounds[:-1] < stop[i]))
-    wanted, held = inside[0], np.array(inside[1:]).reshape(len(theirs), -1)
-    return intervals[wanted], held[:, wanted].T
+    """Intervals of the destination's part of an axis, cut where any side begins or ends, and who holds them."""
+    spans = [ours.covered, *(side.covered for side in theirs)]
+    if all(span == spans[0] for span in spans):
+        return np.array(ours.covered, np.int64), np.ones((len(ours.covered), len(theirs)), bool)
+    bounds = np.array(sorted({bound for span in set(spans) for interval in span for bound in interval}), np.int64)
+    low = bounds[:-1]
+    inside = {}
+    for span in set(spans):
+        start, stop = np.array(span, np.int64).T
+        i = np.searchsorted(start, low, "right") - 1
+        inside[span] = (i >= 0) & (low < stop[i])
+    wanted = inside[ours.covered]
+    intervals = np.stack([low, bounds[1:]], axis=1)[wanted]
+    return intervals, np.stack([inside[span][wanted] for span in spans[1:]], axis=1)
 
 
-def _held_positions(ours: Group, theirs: Sequence[Group]) -> tuple[Ints, Bools]:
-    cycles = [group.context.size * group.context.interleave_tokens for group in (ours, *theirs)]
-    cycle = math.lcm(*cycles)
-    if cycle > MAX_SEGMENTS:
-        raise KVPlanError(
-            "RANGE",
-            "align the contexts of two engines",
-            expected=f"a common cycle of at most {MAX_SEGMENTS} positions",
-            got=f"{cycle}",
-            cycle=cycle,
-        )
-    positions = np.arange(cycle, dtype=np.int64)
-    inside = [positions // g.context.interleave_tokens % g.context.size == g.context.rank for g in (ours, *theirs)]
-    wanted, held = inside[0], np.array(inside[1:]).reshape(len(theirs), -1)
-    return np.stack([positions, positions + 1], axis=1)[wanted], held[:, wanted].T
+def _held_positions(ours: Group, theirs: Sequence[Group], cycle: int) -> tuple[Ints, Bools]:
+    """The destination's positions in one cycle of all contexts, and who holds them."""
+    position = np.arange(cycle, dtype=np.int64)
+    inside = {group.context: holds(group, position) for group in (ours, *theirs)}
+    wanted = inside[ours.context]
+    held = np.stack([inside[group.context][wanted] for group in theirs], axis=1)
+    return np.stack([position, position + 1], axis=1)[wanted], held
 
 
 def _grouped(intervals: Ints, held: Bools) -> list[Part]:
     """The parts of rule C1: intervals with the same holders, together."""
-    patterns, which = np.unique(held, axis=0, return_inverse=True)
-    which = which.reshape(-1)
-    return [Part(intervals=intervals[which == i], held=pattern) for i, pattern in enumerate(patterns)]
+    alike: dict[bytes, list[int]] = {}
+    for i, pattern in enumerate(held):
+        alike.setdefault(pattern.tobytes(), []).append(i)
+    return [Part(intervals=intervals[which], held=held[which[0]]) for which in alike.values()]
 
 
 def _join(products: Sequence[tuple[Match, int, tuple[Part, ...]]], owners: Ints) -> list[Cell]:
@@ -180,8 +188,7 @@ def _join(products: Sequence[tuple[Match, int, tuple[Part, ...]]], owners: Ints)
     result = []
     for found, i, source, parts_, turns in joined.values():
         names = [axis for axis in found.destination[i].sizes if axis != TOKEN]
-        groups = [found.destination[i].group, *(geometry.group for _, geometry in found.sources)]
-        turn = np.zeros(math.lcm(*(g.context.size * g.context.interleave_tokens for g in groups)), bool)
+        turn = np.zeros(_cycle(found, i), bool)
         for part in turns:
             turn[part.intervals[:, 0]] = True
         box_of = {axis: part.intervals for axis, part in zip(names, parts_, strict=True)}
@@ -189,14 +196,19 @@ def _join(products: Sequence[tuple[Match, int, tuple[Part, ...]]], owners: Ints)
     return result
 
 
-def _describe(found: Match, group: Group, product: Mapping[str, Part]) -> str:
+def _joined(intervals: Ints) -> list[tuple[int, int]]:
+    first = heads(intervals[1:, 0] == intervals[:-1, 1])
+    last = np.append(first[1:], len(intervals)) - 1
+    return list(zip(intervals[first, 0].tolist(), intervals[last, 1].tolist(), strict=True))
+
+
+def _describe(found: Match, destination: int, product: Mapping[str, Part], cycle: int) -> str:
+    """What a cell is, without the axes that it has whole."""
     shown = []
     for axis, part in product.items():
-        cycle = group.context.size * group.context.interleave_tokens if axis == TOKEN else 0
-        if axis != TOKEN:
-            size = found.destination[0].sizes[axis]
-            shown.append(f"{axis} " + " ".join(f"[{a}, {b})" for a, b in part.intervals.tolist()) + f" of {size}")
-        elif cycle > 1 or len(part.intervals) > 1:
-            shown.append("positions " + " ".join(str(a) for a in part.intervals[:, 0].tolist()) + ", ...")
+        size = cycle if axis == TOKEN else found.destination[destination].sizes[axis]
+        if part.size < size:
+            intervals = " ".join(f"[{a}, {b})" for a, b in _joined(part.intervals))
+            shown.append(f"positions {intervals} of every {size}" if axis == TOKEN else f"{axis} {intervals} of {size}")
     names = found.names[0] if len(found.names) == 1 else f"{found.names[0]} and {len(found.names) - 1} like it"
     return f"{names}: {', '.join(shown) or 'all of it'}"

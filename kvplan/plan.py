@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from kvplan.axes import Ints, integer
-from kvplan.bind import MAX_POSITION, Blocks, Range, ReadSpec, bind_section, check_blocks, held_range
+from kvplan.bind import MAX_POSITION, Blocks, Range, ReadSpec, Terms, add, check_blocks, held_range, terms
 from kvplan.cells import Cell, cells
 from kvplan.errors import KVPlanError
 from kvplan.match import match
@@ -67,32 +67,29 @@ class TransferPlan:
         """
         reads = self.operation == "READ"
         used = [layout for pair in self.pairs for layout in pair.layouts]
-        for side, tables in enumerate((local, remote) if reads else (remote, local)):
-            workers = (self.local,) if tables is local else self.remotes
-            _check_names({group.name for worker in workers for group in worker.groups}, tables, "block table")
+        tables = (local, remote) if reads else (remote, local)
+        _check_names([self.local], local, "block table")
+        _check_names(self.remotes, remote, "block table")
+        if isinstance(tokens, Mapping):
+            _check_names([self.local], tokens, "token range")
+        for side, given in enumerate(tables):
             pools: dict[str, int] = {}
             for layout in used:
                 name = layout.groups[side].name
                 pools[name] = min(layout.num_blocks[side], pools.get(name, layout.num_blocks[side]))
             for name, pool in pools.items():
-                check_blocks(name, tables.get(name), pool, is_destination=side == 0)
-        if isinstance(tokens, Mapping):
-            _check_names({group.name for group in self.local.groups}, tokens, "token range")
+                check_blocks(name, given.get(name), pool, is_destination=side == 0)
 
         specs = []
         for pair in self.pairs:
-            sides = (pair.local_table, pair.remote_table)
-            ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+            ours: list[Terms] = []
+            theirs: list[Terms] = []
             for layout in pair.layouts:
-                names = [group.name for group in layout.groups]
-                ours, theirs = (local, remote) if reads else (remote, local)
-                blocks = (ours[names[0]], theirs[names[1]])
-                wanted = _range(tokens, layout.groups[0 if reads else 1])
-                if wanted is None:
-                    wanted = held_range(layout.groups[0], blocks[0])
-                found = bind_section(layout, blocks, wanted, [t.num_ids for t in (sides if reads else sides[::-1])])
-                for out, made in zip(ids, found if reads else found[::-1], strict=True):
-                    out.append(made)
+                blocks = [side[group.name] for side, group in zip(tables, layout.groups, strict=True)]
+                wanted = _range(tokens, layout.groups[0 if reads else 1]) or held_range(layout.groups[0], blocks[0])
+                for destination, source in terms(layout, blocks, wanted):
+                    ours.append(destination if reads else source)
+                    theirs.append(source if reads else destination)
             specs.append(
                 ReadSpec(
                     operation=self.operation,
@@ -100,8 +97,8 @@ class TransferPlan:
                     remote=(pair.engine_id, pair.rank),
                     local_table=pair.local_table,
                     remote_table=pair.remote_table,
-                    local_ids=_flat(ids[0]),
-                    remote_ids=_flat(ids[1]),
+                    local_ids=add(ours),
+                    remote_ids=add(theirs),
                 )
             )
         return tuple(specs)
@@ -214,7 +211,8 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
+def _check_names(workers: Iterable[Worker], given: Iterable[str], what: str) -> None:
+    known = {group.name for worker in workers for group in worker.groups}
     for name in given:
         if name not in known:
             raise KVPlanError(
@@ -241,6 +239,3 @@ def _range(tokens: Tokens, group: Group) -> Range | None:
         raise KVPlanError("TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop))
     return start, stop
 
-
-def _flat(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return read_only(parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts]))

@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from kvplan.align import align, offsets, paged, period
-from kvplan.axes import Ints, Segments
+from kvplan.axes import Ints, Segments, heads, numbered
 from kvplan.cells import Bools, Cell
 from kvplan.views import TOKEN, Geometry, Group
 
@@ -117,7 +117,7 @@ def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
     goes_on = (offset[:, :-1] + length[:-1] == offset[:, 1:]).all(0)
     for key in same:
         goes_on &= key[order][:-1] == key[order][1:]
-    return order, np.flatnonzero(np.r_[True, ~goes_on])
+    return order, heads(goes_on)
 
 
 def _strands(cells: Sequence[Cell]) -> Spans:
@@ -134,11 +134,11 @@ def _strands(cells: Sequence[Cell]) -> Spans:
         length.append(np.tile(lengths, tensors))
     regions, offset_, lengths = np.concatenate(region, axis=1), np.concatenate(offset, axis=1), np.concatenate(length)
     order, first = join([regions[0], regions[1]], offset_, lengths)
-    heads = order[first]
-    ones = np.ones((2, len(heads)), np.int64)
+    leads = order[first]
+    ones = np.ones((2, len(leads)), np.int64)
     return Spans(
-        region=regions[:, heads],
-        offset=offset_[:, heads],
+        region=regions[:, leads],
+        offset=offset_[:, leads],
         block_stride=ones * np.array([[side.block_stride_bytes] for side in _sides(cells[0])]),
         num_blocks=ones * np.array([[side.num_blocks] for side in _sides(cells[0])]),
         length=np.add.reduceat(lengths[order], first),
@@ -164,10 +164,11 @@ def _units(groups: tuple[Group, Group], positions: int, lane: Lane, first_strand
         return None
     pieces = align(ours.positions, theirs.positions)
     start, tokens, segment = pieces.start, pieces.length, pieces.segment
-    carried = np.flatnonzero(np.diff(np.r_[False, np.tile(lane.turn, positions // lane.turn.size), False]))
-    turns = Segments(carried[::2], carried[1::2] - carried[::2], carried[::2], carried[::2])
-    cut = align(Segments(start, tokens, start, start), turns)
-    start, tokens, segment = cut.start, cut.length, segment[:, cut.segment[0]]
+    if not lane.turn.all():
+        carried = np.flatnonzero(np.diff(np.tile(lane.turn, positions // lane.turn.size), prepend=False, append=False))
+        turns = Segments(carried[::2], carried[1::2] - carried[::2], carried[::2], carried[::2])
+        cut = align(Segments(start, tokens, start, start), turns)
+        start, tokens, segment = cut.start, cut.length, segment[:, cut.segment[0]]
     sides = list(zip((ours, theirs), segment, strict=True))
     stride = np.stack([side.positions.stride[i] for side, i in sides])
     offset = np.stack([offsets(side.positions, i, start) for side, i in sides])
@@ -216,7 +217,7 @@ def _joined(units: Sequence[_Units], joined: Bools) -> tuple[Spans, Ints, Ints, 
     """Rules R3 and R4: the runs of all lanes; marks in ``joined`` the strands that gained by it."""
     if not units:
         none = np.zeros((2, 0), np.int64)
-        return Spans(none, none, none, none, none[0]), none, none[0], none.T
+        return Spans(none, none, none, none, none[0]), none, none[0], _spans_of(none[0], none[0])
     spans = Spans(
         *(
             np.concatenate([getattr(unit.spans, field.name) for unit in units], axis=-1)
@@ -230,15 +231,20 @@ def _joined(units: Sequence[_Units], joined: Bools) -> tuple[Spans, Ints, Ints, 
     same = [row for array in (block, spans.region, spans.block_stride, spans.num_blocks) for row in array]
     order, first = join(same, spans.offset, spans.length)
     longer = np.add.reduceat(tokens[order], first) > 1
-    joined[strand[order][np.repeat(longer, np.diff(np.r_[first, len(order)]))]] = True
+    joined[strand[order][longer[numbered(first, order.size)]]] = True
     kept = joined[strand[order[first]]]
     low = np.minimum.reduceat(position[order], first)[kept]
     high = np.maximum.reduceat((position + tokens)[order], first)[kept]
     length = np.add.reduceat(spans.length[order], first)[kept]
-    heads = order[first][kept]
-    runs = attrs.evolve(spans.take(heads), length=length)
-    by_position = np.argsort(low, kind="stable")
-    reach = np.maximum.accumulate(high[by_position]) if low.size else high
-    begins = np.flatnonzero(np.r_[True, low[by_position][1:] >= reach[:-1]]) if low.size else low
-    cuts = np.stack([low[by_position][begins], reach[np.r_[begins[1:] - 1, len(reach) - 1][: len(begins)]]], axis=1)
-    return runs, block[:, heads], low, cuts
+    leads = order[first][kept]
+    return attrs.evolve(spans.take(leads), length=length), block[:, leads], low, _spans_of(low, high)
+
+
+def _spans_of(low: Ints, high: Ints) -> Ints:
+    """The union of intervals, (n, 2), ascending; intervals that merely touch stay apart."""
+    if not low.size:
+        return np.zeros((0, 2), np.int64)
+    order = np.argsort(low, kind="stable")
+    low, reach = low[order], np.maximum.accumulate(high[order])
+    first = heads(low[1:] < reach[:-1])
+    return np.stack([low[first], reach[np.append(first[1:], low.size) - 1]], axis=1)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.align import slots
-from kvplan.axes import Ints, Segments
+from kvplan.axes import Ints, heads, numbered
 from kvplan.cells import Bools
 from kvplan.errors import KVPlanError
 from kvplan.runs import Lane, Section, Spans
@@ -29,12 +29,16 @@ from kvplan.views import Group, Region
 
 Addresses = npt.NDArray[np.uint64]
 MAX_ROWS: Final = 1 << 24
+"""A group's strands times its slots, on one side of a pair, may be at most this."""
 
 
 def read_only(array: Any) -> Any:
     """The array, which nobody can write to from now on."""
     array.flags.writeable = False
     return array
+
+
+_NO_ROWS: Final = read_only(np.zeros((0, 5), np.int64))
 
 
 @attrs.frozen(eq=False)
@@ -109,6 +113,8 @@ class Layout:
 
 def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints, Ints]]:
     """The ids of all sections of a pair, and each side's rows: (r, 5) region, offset, stride, length, count."""
+    if not sections:
+        return (), (_NO_ROWS, _NO_ROWS)
     lanes = [(section, lane) for section in sections for lane in section.lanes]
     rows, run_ids, token_ids = [], [], []
     for side in (0, 1):
@@ -148,11 +154,12 @@ def place(jobs: Sequence[Ints]) -> tuple[Ints, list[Ints]]:
     """
     columns = np.concatenate([*jobs, np.zeros((5, 0), np.int64)], axis=1)
     order = np.lexsort(columns[::-1])
-    region, stride, blocks, length, offset = columns[:, order]
     if not order.size:
-        return np.zeros((0, 5), np.int64), [np.zeros((2, 0), np.int64) for _ in jobs]
-    head = np.r_[True, (columns[:4, order[1:]] != columns[:4, order[:-1]]).any(0)]
-    group, start = np.cumsum(head) - 1, np.flatnonzero(head)
+        return _NO_ROWS, [np.zeros((2, 0), np.int64) for _ in jobs]
+    region, stride, blocks, length, offset = columns = columns[:, order]
+    alike = (columns[:4, 1:] == columns[:4, :-1]).all(0)
+    start = heads(alike)
+    group = numbered(start, order.size)
     block_step = np.where(blocks > 1, stride, 0)[start]
     step = np.gcd(np.gcd.reduceat(offset - offset[start][group], start), block_step)
     step = np.where(step == 0, length[start], step)
@@ -160,8 +167,8 @@ def place(jobs: Sequence[Ints]) -> tuple[Ints, list[Ints]]:
     step = np.where(one_row, step, np.where(block_step > 0, block_step, length[start]))
     per_block = np.where(one_row, block_step // step, 1)
 
-    begins = head | (~one_row[group] & np.r_[True, offset[1:] != offset[:-1]])
-    row, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
+    first = heads(alike & (one_row[group][1:] | (offset[1:] == offset[:-1])))
+    row = numbered(first, order.size)
     sub = (offset - offset[first][row]) // step[group]
     count = (blocks[first] - 1) * per_block[group][first] + np.maximum.reduceat(sub, first) + 1
     ids = np.empty((2, order.size), np.int64)
@@ -198,11 +205,12 @@ def _families(section: Section, ids: tuple[Ints, Ints]) -> list[Family]:
     """The runs of a section by their pieces: one family where every piece has the same strands, else one a piece."""
     base, step = np.stack([ids[0][0], ids[1][0]]), np.stack([ids[0][1], ids[1][1]])
     families: list[Family] = []
-    for kind in np.unique(step, axis=1).T:
+    for kind in sorted(set(zip(*step.tolist(), strict=True))):
+        kind = np.array(kind)
         runs = np.flatnonzero((step == kind[:, None]).all(0))
         runs = runs[np.lexsort((base[0, runs], *section.block[:, runs], section.position[runs]))]
         piece = np.stack([section.position[runs], *section.block[:, runs]])
-        first = np.flatnonzero(np.r_[True, (piece[:, 1:] != piece[:, :-1]).any(0)])
+        first = heads((piece[:, 1:] == piece[:, :-1]).all(0))
         sets = [base[:, runs]] if first.size == 1 else np.split(base[:, runs], first[1:], axis=1)
         pieces = piece[:, first]
         if all(part.shape == sets[0].shape for part in sets):

@@ -1,0 +1,191 @@
+"""Bind (B)."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from kvplan import Blocks, KVPlanError, plan_reads, plan_writes
+from tests.small import HEAD_BYTES, engine
+
+
+def copies(plan, ours, theirs, tokens, layer=0):
+    """{(destination block, slot): (source block, slot)} of one layer whose pages are dense and token-major."""
+    moved = {}
+    (spec,) = plan.bind(local={"attn": ours}, remote={"attn": theirs}, tokens=tokens)
+    token = 4 * HEAD_BYTES
+    local, remote = plan.local.regions[layer], plan.remotes[0].regions[layer]
+    sizes = [side.groups[0].tokens_per_block for side in (plan.local, plan.remotes[0])]
+    for (to, length, _), (at, _, _) in zip(*(d.tolist() for d in spec.descriptors()), strict=True):
+        if not local.address <= to < local.address + local.size_bytes:
+            continue
+        for i in range(0, length, token):
+            key = divmod((to + i - local.address) // token, sizes[0])
+            assert key not in moved
+            moved[key] = divmod((at + i - remote.address) // token, sizes[1])
+    return moved
+
+
+def paired(ours, theirs, tokens, sizes):
+    """The same, straight from rule B1."""
+    return {
+        (ours.ids[p // sizes[0] - ours.first], p % sizes[0]): (theirs.ids[p // sizes[1] - theirs.first], p % sizes[1])
+        for p in range(*tokens)
+    }
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 1), (1, 4), (6, 4), (4, 6), (3, 5)])
+@pytest.mark.parametrize("tokens", [(0, 24), (0, 23), (5, 24), (7, 8), (11, 11), (0, 1), (13, 22)])
+def test_b1_blocks_pair_by_position(sizes, tokens):
+    """B1, B2: any block sizes, any range: exactly its positions move, each to its own slot."""
+    (mine,), (other,) = engine("d", tokens=sizes[0], order="NH", blocks=40), engine("p", tokens=sizes[1], order="NH", blocks=40)
+    rng = np.random.default_rng(1)
+    ours, theirs = (Blocks(rng.permutation(40)[: -(-24 // size)]) for size in sizes)
+    assert copies(plan_reads(mine, [other]), ours, theirs, tokens) == paired(ours, theirs, tokens, sizes)
+
+
+def test_b1_a_prefix_hit_pairs_by_ordinal():
+    """B1: the destination lists only its blocks from the third on; the source lists all."""
+    (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH")
+    ours, theirs = Blocks([9, 5], first=2), Blocks([0, 1, 2, 3])
+    moved = copies(plan_reads(mine, [other]), ours, theirs, (8, 16))
+    assert moved == {(b, s): (a, s) for b, a in ((9, 2), (5, 3)) for s in range(4)}
+
+
+def test_b2_two_ranges_make_one():
+    """B2: a chunked request moves what the whole one moves, wherever it is cut."""
+    (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH", tokens=3)
+    plan = plan_reads(mine, [other])
+    ours, theirs = Blocks([9, 5, 7]), Blocks([0, 4, 2, 3])
+    whole = copies(plan, ours, theirs, (0, 12))
+    for cut in range(13):
+        head, tail = copies(plan, ours, theirs, (0, cut)), copies(plan, ours, theirs, (cut, 12))
+        assert {**head, **tail} == whole
+        assert not head.keys() & tail.keys()
+
+
+def test_b2_no_range_means_all_that_the_destination_lists():
+    """B2: without tokens, the destination's blocks say what moves."""
+    (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH")
+    ours, theirs = Blocks([9, 5], first=1), Blocks([0, 1, 2, 3])
+    assert copies(plan_reads(mine, [other]), ours, theirs, None) == paired(ours, theirs, (4, 12), (4, 4))
+
+
+def test_b3_neighbouring_blocks_are_neighbouring_ids():
+    """B3: consecutive blocks on both sides give consecutive ids in every strand."""
+    (mine,), (other,) = engine("d", tokens=4), engine("p", tokens=4)
+    plan = plan_reads(mine, [other])
+    (spec,) = plan.bind(local={"attn": Blocks([3, 4, 5])}, remote={"attn": Blocks([6, 7, 8])}, tokens=(0, 12))
+    assert spec.local_ids.reshape(2, 3).tolist() == [[3, 4, 5], [13, 14, 15]]
+    assert spec.remote_ids.reshape(2, 3).tolist() == [[6, 7, 8], [16, 17, 18]]
+    assert spec.num_descriptors == 2
+
+
+def test_b3_pieces_of_a_large_block_are_neighbouring_ids():
+    """B3, T2: one-token blocks from a dense block of four: the source's ids run through the block."""
+    (mine,), (other,) = engine("d", tokens=1, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
+    plan = plan_reads(mine, [other])
+    (spec,) = plan.bind(local={"attn": Blocks([7, 6, 5, 4])}, remote={"attn": Blocks([2])}, tokens=(0, 4))
+    assert spec.remote_ids.tolist() == [8, 9, 10, 11]
+    assert spec.local_ids.tolist() == [7, 6, 5, 4]
+
+
+def test_specs_are_int32_equal_long_and_read_only():
+    """A spec's ids are what NIXL takes, and nobody's to change."""
+    (mine,), (other,) = engine("d"), engine("p")
+    (spec,) = plan_reads(mine, [other]).bind(local={"attn": Blocks([1])}, remote={"attn": Blocks([2])})
+    assert spec.local_ids.dtype == spec.remote_ids.dtype == np.int32
+    assert spec.local_ids.shape == spec.remote_ids.shape
+    with pytest.raises(ValueError, match="read-only"):
+        spec.local_ids[0] = 0
+
+
+def test_blocks_stay_read_only_through_pickling():
+    """Blocks owns its ids: neither the caller's array nor a pickle makes them writeable."""
+    given = np.array([3, 1, 2])
+    blocks = pickle.loads(pickle.dumps(Blocks(given, first=4)))
+    given[0] = 9
+    assert repr(blocks) == "Blocks([3, 1, 2], first=4)"
+    assert not blocks.ids.flags.writeable
+
+
+def test_writes_move_what_reads_move():
+    """One planner: what the sources write is, byte for byte, what the destination reads."""
+    destinations, sources = engine("d", tp=3, heads=12), engine("p", tp=2, heads=12)
+    tables = {"attn": Blocks([9, 5, 7])}, {"attn": Blocks([0, 4, 2])}
+
+    def moved(specs, local_is_destination):
+        result = set()
+        for spec in specs:
+            ends = (spec.local, spec.remote) if local_is_destination else (spec.remote, spec.local)
+            sides = spec.descriptors() if local_is_destination else spec.descriptors()[::-1]
+            result |= {(*ends, *map(tuple, pair)) for pair in zip(*(s.tolist() for s in sides), strict=True)}
+        return result
+
+    reads, writes = set(), set()
+    for mine in destinations:
+        reads |= moved(plan_reads(mine, sources).bind(local=tables[0], remote=tables[1], tokens=(1, 10)), True)
+    for i, mine in enumerate(sources):
+        plan = plan_writes(mine, destinations, sources[:i] + sources[i + 1 :])
+        writes |= moved(plan.bind(local=tables[1], remote=tables[0], tokens=(1, 10)), False)
+    assert reads == writes
+
+
+@pytest.mark.parametrize(
+    ("code", "local", "remote", "tokens"),
+    [
+        ("BLOCKS", {"attn": Blocks([1, 2, 3])}, {"attn": Blocks([1, 2])}, (0, 12)),
+        ("BLOCKS", {"attn": Blocks([1, 2])}, {"attn": Blocks([1, 2, 3])}, (0, 12)),
+        ("BLOCKS", {"attn": Blocks([1, 2], first=1)}, {"attn": Blocks([1, 2, 3])}, (0, 12)),
+        ("BLOCKS", {"attn": Blocks([1, 10])}, {"attn": Blocks([1, 2])}, (0, 8)),
+        ("BLOCKS", {"attn": Blocks([1, 2])}, {"attn": Blocks([10, 2])}, (0, 8)),
+        ("BLOCKS", {"attn": Blocks([2, 2])}, {"attn": Blocks([1, 2])}, (0, 8)),
+        ("BLOCKS", {}, {"attn": Blocks([1])}, (0, 4)),
+        ("BLOCKS", {"attn": Blocks([1])}, {}, (0, 4)),
+        ("TYPE", {"attn": [1]}, {"attn": Blocks([1])}, (0, 4)),
+        ("NAME", {"attn": Blocks([1]), "other": Blocks([1])}, {"attn": Blocks([1])}, (0, 4)),
+        ("NAME", {"attn": Blocks([1])}, {"attn": Blocks([1])}, {"other": (0, 4)}),
+        ("TOKENS", {"attn": Blocks([1])}, {"attn": Blocks([1])}, (3, 1)),
+        ("RANGE", {"attn": Blocks([1])}, {"attn": Blocks([1])}, (-1, 1)),
+        ("TYPE", {"attn": Blocks([1])}, {"attn": Blocks([1])}, (0.0, 1)),
+        ("TYPE", {"attn": Blocks([1])}, {"attn": Blocks([1])}, 4),
+        ("TYPE", {"attn": Blocks([1])}, {"attn": Blocks([1])}, (0, 1, 2)),
+        ("TYPE", {"attn": Blocks([1])}, {"attn": Blocks([1])}, {"attn": (True, 2)}),
+    ],
+)
+def test_b4_a_bad_request_is_refused_before_any_id(code, local, remote, tokens):
+    """B4: each fault has its code."""
+    (mine,), (other,) = engine("d"), engine("p")
+    with pytest.raises(KVPlanError) as caught:
+        plan_reads(mine, [other]).bind(local=local, remote=remote, tokens=tokens)
+    assert caught.value.code == code, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "ids", "first"),
+    [
+        ("TYPE", [1.5], 0),
+        ("TYPE", [[1]], 0),
+        ("TYPE", [True], 0),
+        ("BLOCKS", [-1], 0),
+        ("BLOCKS", [2**31], 0),
+        ("RANGE", [1], -1),
+        ("TYPE", [1], 0.5),
+    ],
+)
+def test_b4_bad_blocks_are_refused(code, ids, first):
+    """B4: a block table holds integers that can be block ids."""
+    with pytest.raises(KVPlanError) as caught:
+        Blocks(ids, first)
+    assert caught.value.code == code
+
+
+def test_b4_ids_that_do_not_fit_are_refused():
+    """INT: the largest id is checked before any is narrowed."""
+    (mine,), (other,) = engine("d", blocks=1 << 28, layers=1), engine("p", blocks=1 << 28, layers=1)
+    plan = plan_reads(mine, [other])
+    fits = plan.bind(local={"attn": Blocks([5])}, remote={"attn": Blocks([5])}, tokens=(0, 4))
+    assert fits[0].num_bytes == 16 * HEAD_BYTES
+    high = Blocks([(1 << 28) - 1])
+    with pytest.raises(KVPlanError, match=r"^INT: .* expected ids below 2147483648, got \d+"):
+        plan.bind(local={"attn": high}, remote={"attn": high}, tokens=(0, 3))

@@ -1,0 +1,111 @@
+"""Runs (R)."""
+
+import numpy as np
+import pytest
+
+from kvplan.cells import cells
+from kvplan.match import match
+from kvplan.runs import join, sections
+from tests.small import HEAD_BYTES, engine
+
+
+def section(ours, theirs):
+    (found,) = sections(cells(match(ours, [theirs]), ours, [theirs]))
+    return found
+
+
+def test_r1_equal_geometry_is_one_run_per_block():
+    """R1, R3: the same page on both sides is one run of the whole page, for each layer."""
+    (ours,), (theirs,) = engine("d"), engine("p")
+    found = section(ours, theirs)
+    assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES] * 2
+    assert found.cuts.tolist() == [[0, 4]]
+
+
+def test_r1_a_shard_of_a_head_major_page_is_one_run():
+    """R3: heads outside, so half of the heads is half of the page in one piece."""
+    ours = engine("d", tp=2)[1]
+    (theirs,) = engine("p")
+    found = section(ours, theirs)
+    assert found.runs.length.tolist() == [2 * 4 * HEAD_BYTES] * 2
+    assert found.runs.offset.tolist() == [[0, 0], [128, 128]]
+
+
+def test_r1_a_shard_of_a_token_major_page_is_one_run_per_token():
+    """R4: tokens outside, so half of the heads is a strand of each token, which nothing joins."""
+    ours = engine("d", tp=2, order="NH")[1]
+    (theirs,) = engine("p", order="NH")
+    found = section(ours, theirs)
+    assert found.runs.length.size == 0
+    (lane,) = found.lanes
+    assert not lane.joined
+    assert lane.strands.length.tolist() == [2 * HEAD_BYTES] * 2
+
+
+def test_r2_head_major_to_token_major_is_one_strand_per_head():
+    """R2: only one head of one token is contiguous on both sides."""
+    (ours,), (theirs,) = engine("d", order="HN"), engine("p", order="NH")
+    (lane,) = section(ours, theirs).lanes
+    assert lane.strands.length.tolist() == [HEAD_BYTES] * 8
+
+
+def test_r3_pieces_of_unequal_blocks():
+    """R3: blocks of 6 from blocks of 4, token-major: the period of 12 has runs of 4, 2, 2 and 4 tokens."""
+    (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
+    found = section(ours, theirs)
+    order = np.argsort(found.position)
+    assert found.period == 12
+    assert (found.runs.length[order] // (4 * HEAD_BYTES)).tolist() == [4, 2, 2, 4]
+    assert found.block[:, order].tolist() == [[0, 0, 1, 1], [0, 1, 1, 2]]
+    assert found.cuts.tolist() == [[0, 4], [4, 6], [6, 8], [8, 12]]
+
+
+def test_r3_equal_context_parallel_is_one_run_per_block():
+    """R3: both sides keep every other position in order, so slots join though positions are apart."""
+    ours, theirs = engine("d", layers=1, contexts=(2, 1))[1], engine("p", layers=1, contexts=(2, 1))[1]
+    found = section(ours, theirs)
+    assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES]
+    assert found.cuts.tolist() == [[1, 8]]
+
+
+def test_r4_a_joined_run_and_its_strands_are_both_kept():
+    """R4: where a request ends inside a run, its tokens move one by one, so a joined lane keeps its strands."""
+    (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
+    (lane,) = section(ours, theirs).lanes
+    assert lane.joined
+    assert lane.strands.length.tolist() == [HEAD_BYTES] * 4
+
+
+def brute_force(offset, length):
+    """How many runs are left when spans that continue each other on both sides are joined, pair by pair."""
+    spans = {(int(a), int(b), int(n)) for a, b, n in zip(*offset, length, strict=True)}
+    while True:
+        pair = next(
+            ((x, y) for x in spans for y in spans if (x[0] + x[2], x[1] + x[2]) == (y[0], y[1])),
+            None,
+        )
+        if pair is None:
+            return len(spans)
+        (x, y) = pair
+        spans = spans - {x, y} | {(x[0], x[1], x[2] + y[2])}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_r2_joining_leaves_as_few_spans_as_can_be(seed):
+    """R2: one pass over sorted spans equals joining any two that fit until none do."""
+    rng = np.random.default_rng(seed)
+    size = 12
+    length = rng.integers(1, 4, size)
+    ours = np.cumsum(length + rng.integers(0, 2, size)) - length
+    theirs = ours + np.repeat(rng.integers(0, 2, 4) * 100, 3)
+    mixed = rng.permutation(size)
+    offset = np.stack([ours, theirs])[:, mixed]
+    _, first = join([], offset, length[mixed])
+    assert len(first) == brute_force(offset, length[mixed])
+
+
+def test_r2_spans_of_different_regions_are_not_joined():
+    """R2: a descriptor lies in one region, so equal keys are asked for."""
+    offset, length = np.array([[0, 8], [0, 8]]), np.array([8, 8])
+    assert len(join([np.array([0, 0])], offset, length)[1]) == 1
+    assert len(join([np.array([0, 1])], offset, length)[1]) == 2

@@ -1,0 +1,96 @@
+"""Tables (T)."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from kvplan import plan_reads
+from kvplan.tables import place
+from tests.small import HEAD_BYTES, engine
+
+
+def job(offsets, length=64, stride=256, blocks=10, region=0):
+    return np.array([[region] * len(offsets), [stride] * len(offsets), [blocks] * len(offsets), [length] * len(offsets), offsets])
+
+
+def expanded(rows):
+    """Offset of every id."""
+    return [offset + i * stride for _, offset, stride, _, count in rows.tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 64, 128, 192], [64, 192], [0, 64], [192, 0, 64], [8, 72, 136]])
+@pytest.mark.parametrize("stride", [256, 320, 300])
+def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
+    """T2, T3: ``id + step * block`` is, for every block, the id of the same offset in that block."""
+    rows, (ids,) = place([job(offsets, stride=stride)])
+    where = expanded(rows)
+    for offset, first, step in zip(offsets, *ids.tolist(), strict=True):
+        assert [where[first + step * block] for block in range(10)] == [offset + stride * block for block in range(10)]
+
+
+def test_t2_dense_pieces_are_one_row():
+    """T2: four pieces that fill a block are one row with four counts per block."""
+    rows, _ = place([job([0, 64, 128, 192])])
+    assert rows.tolist() == [[0, 0, 64, 64, 40]]
+
+
+def test_t2_a_step_shorter_than_the_bytes_is_never_taken():
+    """T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
+    rows, _ = place([job([0, 100])])
+    assert rows.tolist() == [[0, 0, 256, 64, 10], [0, 100, 256, 64, 10]]
+
+
+def test_t2_a_row_ends_with_the_last_byte_it_needs():
+    """T2: offsets 0 and 64 of a block of 256 leave the last block's second half out of the count."""
+    rows, _ = place([job([0, 64], stride=256, blocks=3)])
+    assert rows.tolist() == [[0, 0, 64, 64, 10]]
+
+
+def test_t2_equal_bytes_share_an_id():
+    """T2: two strands that read the same bytes of a source use the same row."""
+    rows, (a, b) = place([job([0, 128]), job([128])])
+    assert b[:, 0].tolist() == a[:, 1].tolist()
+
+
+def test_t1_one_block_needs_no_stride():
+    """T2: a pool of one block is rows of one descriptor each, whatever its block stride."""
+    rows, (ids,) = place([job([0, 100], stride=0, blocks=1)])
+    assert expanded(rows) == [0, 100]
+    assert ids[0].tolist() == [0, 1]
+
+
+def test_t4_pools_may_differ():
+    """T4: each side's rows count its own blocks."""
+    (ours,), (theirs,) = engine("d", blocks=7, layers=1), engine("p", blocks=12, layers=1)
+    (pair,) = plan_reads(ours, [theirs]).pairs
+    page = 16 * HEAD_BYTES
+    assert pair.local_table.rows[0].tolist() == [ours.regions[0].address, page, 0, page, 7]
+    assert pair.remote_table.rows[0].tolist() == [theirs.regions[0].address, page, 0, page, 12]
+
+
+def test_t1_tables_are_read_only_and_small():
+    """T1: a plan's size does not grow with the number of blocks."""
+    small, large = (
+        plan_reads(engine("d", blocks=n)[0], engine("p", blocks=n)).pairs[0].local_table for n in (10, 10_000)
+    )
+    assert small.rows.shape == large.rows.shape
+    with pytest.raises(ValueError, match="read-only"):
+        small.rows[0, 0] = 1
+
+
+def test_t1_addresses_up_to_the_end_of_memory_are_exact():
+    """T1: rows near 2**64 keep every bit."""
+    import attrs
+
+    (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
+    top = attrs.evolve(ours, regions=(attrs.evolve(ours.regions[0], address=2**64 - ours.regions[0].size_bytes),))
+    rows = plan_reads(top, [theirs]).pairs[0].local_table.rows
+    assert int(rows[0, 0]) == 2**64 - ours.regions[0].size_bytes
+
+
+def test_plans_survive_pickling():
+    """A plan is plain data."""
+    plan = plan_reads(engine("d")[0], engine("p"))
+    again = pickle.loads(pickle.dumps(plan))
+    assert (again.pairs[0].local_table.rows == plan.pairs[0].local_table.rows).all()
