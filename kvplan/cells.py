@@ -1,7 +1,7 @@
 """Cells (C): which source serves which part of a destination.
 
 - C1: along each axis, coordinates that the same source views hold form one *part*. For the token axis these are
-  the position classes that the contexts make; block sizes play no role in who holds what.
+  the positions of a cycle of the contexts; block sizes play no role in who holds what.
 - C2: a cell is a product of parts. What no source holds is one error that lists every missing interval.
 - C3: fewest peers first. Sources that alone hold some cell are needed anyway; to them are added, one by one,
   the source that holds the most bytes still without one.
@@ -19,19 +19,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import cycle_of, holds
+from kvplan.align import Bools, cycle, holds
 from kvplan.axes import MAX_SEGMENTS, Ints, Segments, heads
 from kvplan.errors import KVPlanError
 from kvplan.match import Match
-from kvplan.views import TOKEN, Group
+from kvplan.views import TOKEN
 from kvplan.workers import Worker
-
-Bools = npt.NDArray[np.bool_]
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """Intervals of one axis, (n, 2), and which source views hold all of them."""
+    """Intervals of one axis, (n, 2) and ascending, and which source views hold all of them."""
 
     intervals: Ints
     held: Bools
@@ -41,38 +39,43 @@ class Part:
         """How many coordinates."""
         return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
 
+    def __str__(self) -> str:
+        first = heads(self.intervals[1:, 0] == self.intervals[:-1, 1])
+        last = np.append(first[1:], len(self.intervals)) - 1
+        ends = zip(self.intervals[first, 0], self.intervals[last, 1], strict=True)
+        return " ".join(f"[{start}, {stop})" for start, stop in ends)
+
 
 @attrs.frozen(eq=False)
 class Cell:
-    """What one source view sends to one destination view: a box, for every tensor of a match.
+    """What one source view sends to one destination view, for every tensor of a match.
 
-    ``box`` has the intervals of every axis but the token axis; ``turn`` tells for each position in
-    a cycle of the contexts whether it belongs to this cell.
+    ``destination`` and ``source`` index the match's views; ``parts`` has every axis, the token axis last and in
+    positions of a cycle of all contexts.
     """
 
     match: Match
     destination: int
     source: int
-    box: Mapping[str, Ints]
-    turn: Bools
+    parts: Mapping[str, Part]
 
 
 def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worker]) -> tuple[Cell, ...]:
     """Every cell of a destination, each with exactly one source. Raises ``COVER``."""
-    products: list[tuple[Match, int, tuple[Part, ...]]] = []
+    found: list[Cell] = []
     held: list[Bools] = []
     missing: list[str] = []
-    for found in matches:
-        for i in range(len(found.destination)):
-            axes, cycle = parts(found, i), _cycle(found, i)
+    for one in matches:
+        worker = np.array([i for i, _ in one.sources])
+        for i in range(len(one.destination)):
+            axes = parts(one, i)
             for product in itertools.product(*axes.values()):
                 holders = np.logical_and.reduce([part.held for part in product])
-                products.append((found, i, product))
-                by_worker = np.zeros(len(sources), bool)
-                by_worker[[worker for worker, _ in itertools.compress(found.sources, holders)]] = True
-                held.append(by_worker)
+                cell = Cell(match=one, destination=i, source=-1, parts=dict(zip(axes, product, strict=True)))
+                found.append(cell)
+                held.append(np.isin(np.arange(len(sources)), worker[holders]))
                 if not holders.any():
-                    missing.append(_describe(found, i, dict(zip(axes, product, strict=True)), cycle))
+                    missing.append(_describe(cell))
     if missing:
         raise KVPlanError(
             "COVER",
@@ -82,41 +85,56 @@ def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worke
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
         )
-    if not products:
+    if not found:
         return ()
-    weight = [
-        len(found.names) * found.destination[i].itemsize * math.prod(part.size for part in product)
-        for found, i, product in products
-    ]
-    owners = choose(np.array(held), np.array(weight, float), destination.rank)
-    return tuple(_join(products, owners))
+    owners = choose(np.array(held), np.array([_bytes(cell) for cell in found], float), destination.rank)
+    return tuple(attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(found, owners, strict=True))
 
 
 def parts(found: Match, destination: int) -> dict[str, list[Part]]:
     """The parts of each axis of one destination view, the token axis last."""
-    geometry = found.destination[destination]
+    ours, theirs = found.destination[destination], [geometry for _, geometry in found.sources]
     result = {
-        axis: _grouped(*_held_intervals(geometry.segments[axis], [g.segments[axis] for _, g in found.sources]))
-        for axis in geometry.sizes
+        axis: _parts(ours.segments[axis], [side.segments[axis] for side in theirs])
+        for axis in ours.sizes
         if axis != TOKEN
     }
-    result[TOKEN] = _grouped(*_held_positions(geometry.group, [g.group for _, g in found.sources], _cycle(found, destination)))
+    every = cycle(ours.group, *(side.group for side in theirs))
+    if every > MAX_SEGMENTS:
+        raise KVPlanError(
+            "RANGE",
+            f"align the contexts of tensor {found.names[0]!r}",
+            expected=f"a common cycle of at most {MAX_SEGMENTS} positions",
+            got=f"{every}",
+            cycle=every,
+        )
+    position = np.arange(every, dtype=np.int64)
+    mine = position[holds(ours.group, position)]
+    held = np.stack([holds(side.group, mine) for side in theirs], axis=1)
+    result[TOKEN] = _alike(np.stack([mine, mine + 1], axis=1), held)
     return result
 
 
-def _cycle(found: Match, destination: int) -> int:
-    """After how many positions it is the same workers' turn again, on all sides."""
-    groups = {found.destination[destination].group, *(geometry.group for _, geometry in found.sources)}
-    cycle = math.lcm(*map(cycle_of, groups))
-    if cycle > MAX_SEGMENTS:
-        raise KVPlanError(
-            "RANGE",
-            "align the contexts of two engines",
-            expected=f"a common cycle of at most {MAX_SEGMENTS} positions",
-            got=f"{cycle}",
-            cycle=cycle,
-        )
-    return cycle
+def _parts(ours: Segments, theirs: Sequence[Segments]) -> list[Part]:
+    """The parts of one axis: its coordinates, cut where any side begins or ends, by who holds them."""
+    spans = {side.covered for side in (ours, *theirs)}
+    bounds = np.array(sorted({bound for span in spans for interval in span for bound in interval}), np.int64)
+    low, inside = bounds[:-1], {}
+    for span in spans:
+        start, stop = np.array(span, np.int64).T
+        i = np.searchsorted(start, low, "right") - 1
+        inside[span] = (i >= 0) & (low < stop[i])
+    wanted = inside[ours.covered]
+    held = np.stack([inside[side.covered][wanted] for side in theirs], axis=1)
+    return _alike(np.stack([low, bounds[1:]], axis=1)[wanted], held)
+
+
+def _alike(intervals: Ints, held: Bools) -> list[Part]:
+    """Intervals by their holders, which are (intervals, source views)."""
+    by_holders: dict[bytes, list[int]] = {}
+    for i, holders in enumerate(held):
+        by_holders.setdefault(holders.tobytes(), []).append(i)
+    return [Part(intervals=intervals[which], held=held[which[0]]) for which in by_holders.values()]
 
 
 def choose(held: Bools, weight: npt.NDArray[np.float64], rank: int) -> Ints:
@@ -128,7 +146,7 @@ def choose(held: Bools, weight: npt.NDArray[np.float64], rank: int) -> Ints:
     """
     needed = held[held.sum(1) == 1].any(0)
     while not (served := (held & needed).any(1)).all():
-        gain = np.where(needed, 0.0, weight[~served] @ held[~served])
+        gain = weight[~served] @ held[~served]
         needed[_by_turn(np.flatnonzero(gain == gain.max()), rank)] = True
     load = np.zeros(held.shape[1])
     owner = np.zeros(len(held), np.int64)
@@ -143,72 +161,26 @@ def _by_turn(candidates: Ints, rank: int) -> int:
     return int(candidates[rank % len(candidates)])
 
 
-def _held_intervals(ours: Segments, theirs: Sequence[Segments]) -> tuple[Ints, Bools]:
-    """Intervals of the destination's part of an axis, cut where any side begins or ends, and who holds them."""
-    spans = [ours.covered, *(side.covered for side in theirs)]
-    if all(span == spans[0] for span in spans):
-        return np.array(ours.covered, np.int64), np.ones((len(ours.covered), len(theirs)), bool)
-    bounds = np.array(sorted({bound for span in set(spans) for interval in span for bound in interval}), np.int64)
-    low = bounds[:-1]
-    inside = {}
-    for span in set(spans):
-        start, stop = np.array(span, np.int64).T
-        i = np.searchsorted(start, low, "right") - 1
-        inside[span] = (i >= 0) & (low < stop[i])
-    wanted = inside[ours.covered]
-    intervals = np.stack([low, bounds[1:]], axis=1)[wanted]
-    return intervals, np.stack([inside[span][wanted] for span in spans[1:]], axis=1)
+def _bytes(cell: Cell) -> int:
+    size = math.prod(part.size for part in cell.parts.values())
+    return len(cell.match.names) * cell.match.destination[cell.destination].itemsize * size
 
 
-def _held_positions(ours: Group, theirs: Sequence[Group], cycle: int) -> tuple[Ints, Bools]:
-    """The destination's positions in one cycle of all contexts, and who holds them."""
-    position = np.arange(cycle, dtype=np.int64)
-    inside = {group.context: holds(group, position) for group in (ours, *theirs)}
-    wanted = inside[ours.context]
-    held = np.stack([inside[group.context][wanted] for group in theirs], axis=1)
-    return np.stack([position, position + 1], axis=1)[wanted], held
+def _view(cell: Cell, owner: int) -> int:
+    """The first of the owner's views that holds a cell."""
+    holders = np.logical_and.reduce([part.held for part in cell.parts.values()])
+    return next(i for i in np.flatnonzero(holders).tolist() if cell.match.sources[i][0] == owner)
 
 
-def _grouped(intervals: Ints, held: Bools) -> list[Part]:
-    """The parts of rule C1: intervals with the same holders, together."""
-    alike: dict[bytes, list[int]] = {}
-    for i, pattern in enumerate(held):
-        alike.setdefault(pattern.tobytes(), []).append(i)
-    return [Part(intervals=intervals[which], held=held[which[0]]) for which in alike.values()]
-
-
-def _join(products: Sequence[tuple[Match, int, tuple[Part, ...]]], owners: Ints) -> list[Cell]:
-    """Cells of one view pair that differ in positions alone are one cell."""
-    joined: dict[tuple[object, ...], tuple[Match, int, int, tuple[Part, ...], list[Part]]] = {}
-    for (found, i, (*box, positions)), owner in zip(products, owners.tolist(), strict=True):
-        holders = np.logical_and.reduce([part.held for part in (*box, positions)])
-        source = next(j for j in np.flatnonzero(holders).tolist() if found.sources[j][0] == owner)
-        key = (id(found), i, source, *map(id, box))
-        joined.setdefault(key, (found, i, source, tuple(box), []))[-1].append(positions)
-    result = []
-    for found, i, source, parts_, turns in joined.values():
-        names = [axis for axis in found.destination[i].sizes if axis != TOKEN]
-        turn = np.zeros(_cycle(found, i), bool)
-        for part in turns:
-            turn[part.intervals[:, 0]] = True
-        box_of = {axis: part.intervals for axis, part in zip(names, parts_, strict=True)}
-        result.append(Cell(match=found, destination=i, source=source, box=box_of, turn=turn))
-    return result
-
-
-def _joined(intervals: Ints) -> list[tuple[int, int]]:
-    first = heads(intervals[1:, 0] == intervals[:-1, 1])
-    last = np.append(first[1:], len(intervals)) - 1
-    return list(zip(intervals[first, 0].tolist(), intervals[last, 1].tolist(), strict=True))
-
-
-def _describe(found: Match, destination: int, product: Mapping[str, Part], cycle: int) -> str:
+def _describe(cell: Cell) -> str:
     """What a cell is, without the axes that it has whole."""
-    shown = []
-    for axis, part in product.items():
-        size = cycle if axis == TOKEN else found.destination[destination].sizes[axis]
-        if part.size < size:
-            intervals = " ".join(f"[{a}, {b})" for a, b in _joined(part.intervals))
-            shown.append(f"positions {intervals} of every {size}" if axis == TOKEN else f"{axis} {intervals} of {size}")
-    names = found.names[0] if len(found.names) == 1 else f"{found.names[0]} and {len(found.names) - 1} like it"
-    return f"{names}: {', '.join(shown) or 'all of it'}"
+    ours, names = cell.match.destination[cell.destination], cell.match.names
+    every = cycle(ours.group, *(geometry.group for _, geometry in cell.match.sources))
+    sizes = {**ours.sizes, TOKEN: every}
+    shown = [
+        f"positions {part} of every {every}" if axis == TOKEN else f"{axis} {part} of {sizes[axis]}"
+        for axis, part in cell.parts.items()
+        if part.size < sizes[axis]
+    ]
+    alike = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} like it"
+    return f"{alike}: {', '.join(shown) or 'all of it'}"

@@ -35,14 +35,20 @@ class Match:
     places: Ints
 
 
-def match(destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
-    """The matches of ``destination`` with ``sources``. Raises ``TENSOR``, ``AXES``, ``SIZE``, ``DTYPE`` or ``GROUP``."""
-    alike: dict[tuple[tuple[int, int], ...], list[tuple[str, list[tuple[int, Place]]]]] = {}
+def match(
+    destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()
+) -> tuple[Match, ...]:
+    """The matches of a destination with sources. Raises ``TENSOR``, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
+    alike: dict[tuple[tuple[int, int], ...], list[tuple[str, list[Place]]]] = {}
+    offered = [worker.places for worker in sources]
     for name, wanted in destination.places.items():
         if name in not_transferred:
             continue
-        views = [(-1, place) for place in wanted]
-        views += [(i, place) for i, worker in enumerate(sources) for place in worker.places.get(name, ())]
+        which, views = [(-1, place.geometry) for place in wanted], list(wanted)
+        for i, places_of in enumerate(offered):
+            for place in places_of.get(name, ()):
+                which.append((i, place.geometry))
+                views.append(place)
         if len(views) == len(wanted):
             raise KVPlanError(
                 "TENSOR",
@@ -52,11 +58,11 @@ def match(destination: Worker, sources: Sequence[Worker], not_transferred: Colle
                 hint="name it in not_transferred if it need not move",
                 tensor=name,
             )
-        alike.setdefault(tuple((i, place.geometry) for i, place in views), []).append((name, views))
+        alike.setdefault(tuple(which), []).append((name, views))
     matches = []
     for key, tensors in alike.items():
         names = tuple(name for name, _ in tensors)
-        places = np.array([[place[1:] for _, place in views] for _, views in tensors], np.int64)
+        places = np.array([views for _, views in tensors], np.int64)[:, :, 1:]
         ours = tuple(destination.geometries[g] for i, g in key if i < 0)
         theirs = tuple((i, sources[i].geometries[g]) for i, g in key if i >= 0)
         for mine in ours:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 import attrs
 import numpy as np
 
+from kvplan.align import reach
 from kvplan.axes import Ints, integer
-from kvplan.bind import MAX_POSITION, Blocks, Range, ReadSpec, Terms, add, check_blocks, held_range, terms
+from kvplan.bind import POSITION_END, Blocks, Range, Terms, add, check_blocks, terms
 from kvplan.cells import Cell, cells
 from kvplan.errors import KVPlanError
 from kvplan.match import match
 from kvplan.runs import sections
+from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts, read_only
 from kvplan.views import Group
 from kvplan.workers import Worker
@@ -86,7 +89,8 @@ class TransferPlan:
             theirs: list[Terms] = []
             for layout in pair.layouts:
                 blocks = [side[group.name] for side, group in zip(tables, layout.groups, strict=True)]
-                wanted = _range(tokens, layout.groups[0 if reads else 1]) or held_range(layout.groups[0], blocks[0])
+                listed = reach(layout.groups[0], blocks[0].first, blocks[0].ids.size)
+                wanted = _range(tokens, layout.groups[0 if reads else 1]) or listed
                 for destination, source in terms(layout, blocks, wanted):
                     ours.append(destination if reads else source)
                     theirs.append(source if reads else destination)
@@ -164,6 +168,7 @@ def plan_mesh(
 
 
 _Sides = tuple[tuple[Layout, ...], tuple[Ints, Ints]]
+_NOTHING: Final[_Sides] = layouts(())
 
 
 def _from_sources(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[_Sides]:
@@ -173,7 +178,7 @@ def _from_sources(destination: Worker, sources: Sequence[Worker], skipped: Colle
     served: list[list[Cell]] = [[] for _ in sources]
     for cell in cells(match(destination, ordered, skipped), destination, ordered):
         served[order[cell.match.sources[cell.source][0]]].append(cell)
-    return [layouts(sections(part)) for part in served]
+    return [layouts(sections(part)) if part else _NOTHING for part in served]
 
 
 def _pair(remote: Worker, found: _Sides, sides: tuple[Worker, Worker], local: int) -> Pair:
@@ -183,7 +188,7 @@ def _pair(remote: Worker, found: _Sides, sides: tuple[Worker, Worker], local: in
 
 def _table(worker: Worker, rows: Ints) -> Table:
     """Rows with offsets become rows with addresses."""
-    region, offset, stride, length, count = rows.T
+    region, offset, length, stride, count = rows.T
     base = np.array([r.address for r in worker.regions], np.uint64)
     device = np.array([r.device_id for r in worker.regions], np.uint64)
     columns = (base[region] + offset.astype(np.uint64), length, device[region], stride, count)
@@ -234,8 +239,9 @@ def _range(tokens: Tokens, group: Group) -> Range | None:
         return None
     if not isinstance(given, Sequence) or len(given) != 2:
         raise KVPlanError("TYPE", "bind tokens", expected="(start, stop)", got=repr(given), tokens=given)
-    start, stop = (integer(value, "a token range", high=MAX_POSITION) for value in given)
+    start, stop = (integer(value, "a token range", high=POSITION_END) for value in given)
     if start > stop:
-        raise KVPlanError("TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop))
+        raise KVPlanError(
+            "TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop)
+        )
     return start, stop
-

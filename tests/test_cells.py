@@ -15,7 +15,11 @@ def served(ours, sources):
     """(source rank, axis box) of every cell of a one-layer destination."""
     found = cells(match(ours, sources), ours, sources)
     return [
-        (sources[cell.match.sources[cell.source][0]].rank, cell.box["head"].tolist(), np.flatnonzero(cell.turn).tolist())
+        (
+            sources[cell.match.sources[cell.source][0]].rank,
+            cell.parts["head"].intervals.tolist(),
+            cell.parts["token"].intervals[:, 0].tolist(),
+        )
         for cell in found
     ]
 

@@ -56,7 +56,7 @@ def test_r3_pieces_of_unequal_blocks():
     order = np.argsort(found.position)
     assert found.period == 12
     assert (found.runs.length[order] // (4 * HEAD_BYTES)).tolist() == [4, 2, 2, 4]
-    assert found.block[:, order].tolist() == [[0, 0, 1, 1], [0, 1, 1, 2]]
+    assert found.position[order].tolist() == [0, 4, 6, 8]
     assert found.cuts.tolist() == [[0, 4], [4, 6], [6, 8], [8, 12]]
 
 

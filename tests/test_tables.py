@@ -11,12 +11,13 @@ from tests.small import HEAD_BYTES, engine
 
 
 def job(offsets, length=64, stride=256, blocks=10, region=0):
-    return np.array([[region] * len(offsets), [stride] * len(offsets), [blocks] * len(offsets), [length] * len(offsets), offsets])
+    """Bytes at these offsets of a block, in the order that place takes."""
+    return np.array([[value] * len(offsets) for value in (0, region, stride, blocks, length)] + [offsets])
 
 
 def expanded(rows):
     """Offset of every id."""
-    return [offset + i * stride for _, offset, stride, _, count in rows.tolist() for i in range(count)]
+    return [offset + i * stride for _, offset, _, stride, count in rows.tolist() for i in range(count)]
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 64, 128, 192], [64, 192], [0, 64], [192, 0, 64], [8, 72, 136]])
@@ -38,7 +39,7 @@ def test_t2_dense_pieces_are_one_row():
 def test_t2_a_step_shorter_than_the_bytes_is_never_taken():
     """T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
     rows, _ = place([job([0, 100])])
-    assert rows.tolist() == [[0, 0, 256, 64, 10], [0, 100, 256, 64, 10]]
+    assert rows.tolist() == [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]
 
 
 def test_t2_a_row_ends_with_the_last_byte_it_needs():

@@ -1,0 +1,135 @@
+"""A second oracle, one byte at a time in plain Python: what every address means, and what copies do to it.
+
+It shares no code with the planner or with kvplan.verify, and is as slow as it is simple.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvplan import Blocks, Group, ReadSpec, Region, View, Worker
+
+Place = tuple[int, int]
+"""Device and address of a byte."""
+
+Meaning = tuple[str, int, tuple[tuple[str, int], ...], int]
+"""Tensor, position, coordinates and byte of the element."""
+
+Copy = tuple[tuple[int, int], Place, Place]
+"""One byte's way: the source worker, its place there, its place at the destination."""
+
+Span = tuple[int, int] | None
+
+
+def positions_of(group: Group, count: int) -> list[int]:
+    """The first ``count`` positions that the group's context holds, found by trying them all."""
+    context = group.context
+    every = itertools.count()
+    return list(
+        itertools.islice((p for p in every if p // context.interleave_tokens % context.size == context.rank), count)
+    )
+
+
+def elements(view: View) -> Iterator[tuple[int, int, tuple[tuple[str, int], ...]]]:
+    """Slot, byte offset in block 0 and coordinates of every element of one block."""
+    for point in itertools.product(*(range(axis.start, axis.stop) for axis in view.axes)):
+        offset, coordinates = view.offset_bytes, dict[str, int]()
+        for axis, coordinate in zip(view.axes, point, strict=True):
+            offset += (coordinate - axis.start) * axis.stride_bytes
+            coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + coordinate
+        slot = coordinates.pop("token", 0)
+        yield slot, offset, tuple(sorted(coordinates.items()))
+
+
+def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, Span]) -> dict[Place, Meaning]:
+    """What each byte of a request's blocks means, at the positions in ``spans`` (by tensor; None: at all)."""
+    found: dict[Place, Meaning] = {}
+    for view in worker.views:
+        group = next(group for group in worker.groups if group.name == view.group)
+        region = next(region for region in worker.regions if region.name == view.region)
+        if view.name not in spans or view.group not in tables:
+            continue
+        span, slots = spans[view.name], group.tokens_per_block or 1
+        blocks = tables[view.group]
+        held = positions_of(group, (blocks.first + len(blocks.ids)) * slots)
+        for ordinal, block in enumerate(blocks.ids.tolist(), blocks.first):
+            for slot, offset, coordinates in elements(view):
+                position = held[ordinal * slots + slot]
+                if span is None or span[0] <= position < span[1]:
+                    for byte in range(view.itemsize):
+                        place = (region.device_id, region.address + offset + block * view.block_stride_bytes + byte)
+                        assert place not in found, f"two meanings of {place} of {worker}"
+                        found[place] = (view.name, position, coordinates, byte)
+    return found
+
+
+def copies_of(spec: ReadSpec) -> list[Copy]:
+    """Byte by byte, what the coalesced descriptors of a spec copy, in order."""
+    local, remote = (side.tolist() for side in spec.descriptors())
+    reads, writes, source = (remote, local, spec.remote) if spec.operation == "READ" else (local, remote, spec.local)
+    return [
+        (source, (read[2], read[0] + byte), (write[2], write[0] + byte))  # type: ignore[misc]
+        for read, write in zip(reads, writes, strict=True)
+        for byte in range(read[1])
+    ]
+
+
+def copies_by_id(spec: ReadSpec) -> list[Copy]:
+    """Byte by byte, what the ids of a spec copy: each id is the next element of the rows."""
+    sides = []
+    for table, ids in ((spec.local_table, spec.local_ids), (spec.remote_table, spec.remote_ids)):
+        ranges = [
+            (address + element * stride, length, device)
+            for address, length, device, stride, count in table.rows.tolist()
+            for element in range(count)
+        ]
+        sides.append([ranges[i] for i in ids.tolist()])
+    local, remote = sides
+    reads, writes, source = (remote, local, spec.remote) if spec.operation == "READ" else (local, remote, spec.local)
+    copies: list[Any] = []
+    for read, write in zip(reads, writes, strict=True):
+        assert read[1] == write[1], "paired ids of different lengths"
+        copies += [(source, (read[2], read[0] + byte), (write[2], write[0] + byte)) for byte in range(read[1])]
+    return copies
+
+
+def problems(
+    needed: Mapping[Place, Meaning], held: Mapping[tuple[str, int], Mapping[Place, Meaning]], copies: Iterable[Any]
+) -> list[str]:
+    """What is wrong with copies to one worker that needs ``needed``, from sources that hold ``held``."""
+    wrong, written = [], set()
+    for source, read, write in copies:
+        if write in written:
+            wrong.append(f"{write} written twice")
+        written.add(write)
+        if write not in needed:
+            wrong.append(f"{write} written, not needed")
+        elif held[source].get(read) != needed[write]:
+            wrong.append(f"{write} needs {needed[write]}, got {held[source].get(read)}")
+    wrong += [f"{place} not written: {meaning}" for place, meaning in needed.items() if place not in written]
+    return wrong
+
+
+def region_of(worker: Worker, place: Place) -> Region:
+    """The one region that a byte lies in."""
+    device, address = place
+    (region,) = (
+        region
+        for region in worker.regions
+        if region.device_id == device and region.address <= address < region.address + region.size_bytes
+    )
+    return region
+
+
+def fewest_descriptors(destination: Worker, source: Worker, copies: Sequence[Any]) -> int:
+    """How many maximal runs, contiguous on both sides inside one region each, the copied bytes form."""
+    runs, last = 0, None
+    for _, read, write in sorted(copies, key=lambda copy: copy[2]):
+        regions = (region_of(source, read), region_of(destination, write))
+        here = (*regions, read[1], write[1])
+        if last is None or here != (last[0], last[1], last[2] + 1, last[3] + 1):
+            runs += 1
+        last = here
+    return runs
