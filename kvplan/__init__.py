@@ -3,10 +3,15 @@
 from kvplan.axes import Axis
 from kvplan.bind import Blocks
 from kvplan.errors import CODES, KVPlanError
+from kvplan.explain import explain
+from kvplan.memory import FakeMemory
+from kvplan.models import Model
 from kvplan.plan import MeshPlan, Pair, TransferPlan, plan_mesh, plan_reads, plan_writes
+from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
 from kvplan.tensors import view_of
+from kvplan.verify import verify
 from kvplan.views import Context, Group, Region, View
 from kvplan.workers import Worker
 
@@ -15,18 +20,23 @@ __all__ = [
     "Axis",
     "Blocks",
     "Context",
+    "FakeMemory",
     "Group",
     "KVPlanError",
     "MeshPlan",
+    "Model",
     "Pair",
     "ReadSpec",
     "Region",
+    "Report",
     "Table",
     "TransferPlan",
     "View",
     "Worker",
+    "explain",
     "plan_mesh",
     "plan_reads",
     "plan_writes",
+    "verify",
     "view_of",
 ]

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import numpy as np
@@ -30,10 +30,27 @@ import numpy.typing as npt
 from kvplan.errors import KVPlanError
 
 Ints = npt.NDArray[np.int64]
+Kind = TypeVar("Kind")
 
 INT64_END: Final = 1 << 63
 MAX_SEGMENTS: Final = 1 << 20
 """A name's digits may make at most this many segments, so that a description cannot inflate memory."""
+
+
+def shown(value: Any) -> str:
+    """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
+
+    >>> print(shown(None), shown(np.float64(2)), shown(np.arange(3)))
+    None 2.0 a value of type ndarray
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:80]}..."
+    return f"a value of type {type(value).__name__}"
 
 
 def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
@@ -42,28 +59,60 @@ def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
     >>> integer(np.uint64(7), "count")
     7
     """
-    if isinstance(value, bool | np.bool_):
-        raise KVPlanError("TYPE", f"read {what}", expected="an integer", got=f"{value!r}", value=value)
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise wrong_type(what, "an integer", value)
     try:
         number = operator.index(value)
     except TypeError:
-        raise KVPlanError("TYPE", f"read {what}", expected="an integer", got=f"{value!r}", value=value) from None
+        raise wrong_type(what, "an integer", value) from None
     if not low <= number < high:
-        raise KVPlanError("RANGE", f"read {what}", expected=f"an integer in [{low}, {high})", got=f"{number}", value=number)
+        raise KVPlanError(
+            "RANGE", f"read {what}", expected=f"an integer in [{low}, {high})", got=shown(number), value=number
+        )
     return number
 
 
 def name(value: Any, what: str) -> str:
-    """``value`` as a non-empty ``str``."""
+    """``value`` as a ``str`` that is not empty and can be printed on one line.
+
+    >>> name("layers.0.attn", "name of a view")
+    'layers.0.attn'
+    """
     if not isinstance(value, str):
-        raise KVPlanError("TYPE", f"read {what}", expected="a string", got=f"{value!r}", value=value)
-    if not value:
-        raise KVPlanError("NAME", f"read {what}", expected="a non-empty string", got="''", value=value)
-    return value
+        raise wrong_type(what, "a string", value)
+    if not value or not value.isprintable():
+        raise KVPlanError(
+            "NAME", f"read {what}", expected="a non-empty string of printable characters", got=shown(value), value=value
+        )
+    return str.__str__(value)
 
 
-def _size(what: str) -> Any:
-    return lambda value: integer(value, what)
+def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
+    """``values`` as a tuple, all of type ``kind``.
+
+    >>> members(int, [1, 2], "sizes")
+    (1, 2)
+    """
+    try:
+        items = iter(values)
+    except TypeError:
+        raise wrong_type(what, f"values of type {kind.__name__}", values) from None
+    made = tuple(items)
+    for item in made:
+        if not isinstance(item, kind):
+            raise wrong_type(what, f"values of type {kind.__name__}", item)
+    return made
+
+
+def wrong_type(what: str, expected: str, got: Any) -> KVPlanError:
+    """The error for a value of a wrong type; it holds the text shown, not the value, which may be anything."""
+    return KVPlanError("TYPE", f"read {what}", expected=expected, got=shown(got), value=shown(got))
+
+
+def settle(owner: Any, kind: str, check: Callable[..., Any], *fields: str, **limits: int) -> None:
+    """Puts fields of a frozen value under construction in canonical form, by :func:`integer` or :func:`name`."""
+    for field in fields:
+        object.__setattr__(owner, field, check(getattr(owner, field), f"{field} of {kind}", **limits))
 
 
 @attrs.frozen
@@ -77,13 +126,15 @@ class Axis:
     head [4, 8) of 8 step 4096
     """
 
-    name: str = attrs.field(converter=lambda v: name(v, "the name of an axis"))
-    start: int = attrs.field(converter=_size("start of an axis"))
-    stop: int = attrs.field(converter=_size("stop of an axis"))
-    size: int = attrs.field(converter=_size("size of an axis"))
-    stride_bytes: int = attrs.field(converter=_size("stride_bytes of an axis"))
+    name: str
+    start: int
+    stop: int
+    size: int
+    stride_bytes: int
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "an axis", name, "name")
+        settle(self, "an axis", integer, "start", "stop", "size", "stride_bytes")
         if not self.start < self.stop <= self.size:
             raise KVPlanError(
                 "RANGE",
@@ -130,6 +181,12 @@ class Segments:
         last = np.append(first[1:], self.start.size) - 1
         return tuple(zip(self.start[first].tolist(), self.stop[last].tolist(), strict=True))
 
+    def at(self, coordinate: Ints) -> Ints:
+        """The byte offset of each coordinate, which must be covered."""
+        i = np.searchsorted(self.start, coordinate, "right") - 1
+        offset: Ints = self.offset[i] + (coordinate - self.start[i]) * self.stride[i]
+        return offset
+
     def __str__(self) -> str:
         rows = zip(self.start, self.stop, self.offset, self.stride, strict=True)
         return ", ".join(f"[{a}, {b}) at {offset} step {stride}" for a, b, offset, stride in rows)
@@ -161,8 +218,9 @@ def segments(digits: Sequence[Axis]) -> Segments:
             stride = digit.stride_bytes if width == 1 else stride
             length *= digit.extent
         width *= digit.size
-    count = np.ones_like(start)
-    return Segments(start=start, length=length * count, offset=offset, stride=stride * count)
+    first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
+    pieces = np.diff(first, append=start.size)
+    return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=np.full_like(first, stride))
 
 
 def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:

@@ -18,7 +18,7 @@ import numpy as np
 from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
 from kvplan.views import TOKEN, Geometry
-from kvplan.workers import Place, Worker
+from kvplan.workers import Worker
 
 
 @attrs.frozen(eq=False)
@@ -39,16 +39,17 @@ def match(
     destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()
 ) -> tuple[Match, ...]:
     """The matches of a destination with sources. Raises ``TENSOR``, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
-    alike: dict[tuple[tuple[int, int], ...], list[tuple[str, list[Place]]]] = {}
-    offered = [worker.places for worker in sources]
-    for name, wanted in destination.places.items():
+    workers = (destination, *sources)
+    offers = [(worker.tensors, worker.geometry_of) for worker in workers]
+    alike: dict[tuple[tuple[int, int], ...], list[tuple[str, list[int]]]] = {}
+    for name, wanted in destination.tensors.items():
         if name in not_transferred:
             continue
-        which, views = [(-1, place.geometry) for place in wanted], list(wanted)
-        for i, places_of in enumerate(offered):
-            for place in places_of.get(name, ()):
-                which.append((i, place.geometry))
-                views.append(place)
+        key, views = [], []
+        for i, (tensors, geometry_of) in enumerate(offers):
+            for view in tensors.get(name, ()):
+                key.append((i, geometry_of[view]))
+                views.append(view)
         if len(views) == len(wanted):
             raise KVPlanError(
                 "TENSOR",
@@ -58,13 +59,13 @@ def match(
                 hint="name it in not_transferred if it need not move",
                 tensor=name,
             )
-        alike.setdefault(tuple(which), []).append((name, views))
+        alike.setdefault(tuple(key), []).append((name, views))
     matches = []
-    for key, tensors in alike.items():
-        names = tuple(name for name, _ in tensors)
-        places = np.array([views for _, views in tensors], np.int64)[:, :, 1:]
-        ours = tuple(destination.geometries[g] for i, g in key if i < 0)
-        theirs = tuple((i, sources[i].geometries[g]) for i, g in key if i >= 0)
+    for found, members in alike.items():
+        names, indices = tuple(name for name, _ in members), np.array([views for _, views in members])
+        places = np.stack([workers[i].places[indices[:, n]] for n, (i, _) in enumerate(found)], axis=1)
+        ours = tuple(destination.geometries[g] for i, g in found if i == 0)
+        theirs = tuple((i - 1, sources[i - 1].geometries[g]) for i, g in found if i > 0)
         for mine in ours:
             for i, other in theirs:
                 _check(names[0], destination, mine, sources[i], other)

@@ -168,6 +168,7 @@ def plan_mesh(
 
 
 _Sides = tuple[tuple[Layout, ...], tuple[Ints, Ints]]
+_EMPTY: Final = Table((), read_only(np.zeros(0, np.int64)), read_only(np.zeros((0, 5), np.uint64)), np.zeros(0, np.int64))
 _NOTHING: Final[_Sides] = layouts(())
 
 
@@ -188,6 +189,8 @@ def _pair(remote: Worker, found: _Sides, sides: tuple[Worker, Worker], local: in
 
 def _table(worker: Worker, rows: Ints) -> Table:
     """Rows with offsets become rows with addresses."""
+    if not len(rows):
+        return _EMPTY
     region, offset, length, stride, count = rows.T
     base = np.array([r.address for r in worker.regions], np.uint64)
     device = np.array([r.device_id for r in worker.regions], np.uint64)

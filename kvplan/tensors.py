@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvplan.axes import Axis, integer
+from kvplan.axes import Axis, integer, shown, wrong_type
 from kvplan.errors import KVPlanError
 from kvplan.views import ITEMSIZE, Group, Region, View
 
@@ -41,6 +41,10 @@ def view_of(
     >>> print(*view.axes, sep="; ")
     kv [0, 2) of 2 step 16384; head [4, 8) of 8 step 4096; token [0, 16) of 16 step 256; dim [0, 128) of 128 step 2
     """
+    if not isinstance(region, Region):
+        raise wrong_type(f"the region of view {name!r}", "a Region", region)
+    if not isinstance(pattern, str):
+        raise wrong_type(f"the pattern of view {name!r}", "a string", pattern)
     shape, strides, dtype, address = _read(tensor)
     names = pattern.split()
     if len(names) != len(shape) or names.count(BLOCK) != 1:
@@ -52,26 +56,18 @@ def view_of(
             shape=shape,
             pattern=pattern,
         )
-    parts = dict(parts or {})
-    for key in parts:
-        if names.count(key) != 1 or key == BLOCK:
-            raise KVPlanError(
-                "AXES",
-                f"read a tensor as view {name!r}",
-                expected=f"parts of axes that stand once in {pattern!r}",
-                got=f"{key!r}",
-                axis=key,
-            )
+    held = _parts(name, names, {} if parts is None else parts)
     axes = []
+    num_blocks = block_stride_bytes = 0
     for key, length, stride in zip(names, shape, strides, strict=True):
-        if stride < 0:
+        if stride < 0 and length > 1:
             raise KVPlanError(
                 "STRIDE", f"read a tensor as view {name!r}", expected="strides >= 0", got=f"{stride} on {key!r}", axis=key
             )
         if key == BLOCK:
-            num_blocks, block_stride_bytes = length, stride
+            num_blocks, block_stride_bytes = length, max(stride, 0)
             continue
-        start, stop, size = parts.get(key, (0, length, length))
+        start, stop, size = held.get(key, (0, length, length))
         if stop - start != length:
             raise KVPlanError(
                 "SIZE",
@@ -81,7 +77,7 @@ def view_of(
                 axis=key,
                 length=length,
             )
-        axes.append(Axis(key, start, stop, size, stride))
+        axes.append(Axis(key, start, stop, size, max(stride, 0)))
     if address < region.address:
         raise KVPlanError(
             "BOUNDS",
@@ -93,18 +89,40 @@ def view_of(
     return View(name, group, region, dtype, axes, num_blocks, block_stride_bytes, address - region.address)
 
 
+def _parts(view: str, names: list[str], parts: Any) -> dict[str, tuple[int, int, int]]:
+    """``parts`` as exact ints, each of an axis that stands once."""
+    if not isinstance(parts, Mapping):
+        raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
+    held = {}
+    for key, part in parts.items():
+        if names.count(key) != 1 or key == BLOCK:
+            raise KVPlanError(
+                "AXES",
+                f"read the parts of view {view!r}",
+                expected=f"axes that stand once in {' '.join(names)!r}",
+                got=shown(key),
+                axis=shown(key),
+            )
+        if not isinstance(part, Sequence) or len(part) != 3:
+            raise wrong_type(f"the part of axis {key!r} of view {view!r}", "(start, stop, size)", part)
+        start, stop, size = (integer(bound, f"the part of axis {key!r} of view {view!r}") for bound in part)
+        held[key] = (start, stop, size)
+    return held
+
+
 def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     """Shape, strides in bytes, dtype name and address."""
-    dtype = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
+    is_torch = hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
+    if not (is_torch or hasattr(tensor, "__array_interface__")) or not hasattr(tensor, "dtype"):
+        raise wrong_type("a tensor", "data_ptr() and stride(), or __array_interface__", tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
-        raise KVPlanError("DTYPE", "read a tensor", expected=f"a dtype of {', '.join(ITEMSIZE)}", got=dtype, dtype=dtype)
+        raise KVPlanError(
+            "DTYPE", "read a tensor", expected=f"a dtype of {', '.join(ITEMSIZE)}", got=shown(dtype), dtype=dtype
+        )
     shape = tuple(integer(n, "a dimension of a tensor") for n in tensor.shape)
     if not math.prod(shape):
         raise KVPlanError("SIZE", "read a tensor", expected="at least one element", got=f"shape {shape}", shape=shape)
-    if hasattr(tensor, "data_ptr"):
+    if is_torch:
         return shape, tuple(s * ITEMSIZE[dtype] for s in tensor.stride()), dtype, int(tensor.data_ptr())
-    if hasattr(tensor, "__array_interface__"):
-        return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])
-    raise KVPlanError(
-        "TYPE", "read a tensor", expected="data_ptr() and stride(), or __array_interface__", got=type(tensor).__name__
-    )
+    return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])

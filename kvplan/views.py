@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from kvplan.axes import Axis, Segments, global_sizes, integer, name, segments
+from kvplan.axes import Axis, Segments, global_sizes, integer, members, name, segments, settle, wrong_type
 from kvplan.errors import KVPlanError
 
 TOKEN: Final = "token"
@@ -50,13 +50,17 @@ class Region:
     kv.0: 4096 bytes at 0x7f0000000000, DRAM 0
     """
 
-    name: str = attrs.field(converter=lambda v: name(v, "the name of a region"))
-    address: int = attrs.field(converter=lambda v: integer(v, "address of a region", high=ADDRESS_END))
-    size_bytes: int = attrs.field(converter=lambda v: integer(v, "size_bytes of a region", low=1))
+    name: str
+    address: int
+    size_bytes: int
     memory: str = "DRAM"
-    device_id: int = attrs.field(default=0, converter=lambda v: integer(v, "device_id of a region"))
+    device_id: int = 0
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "a region", name, "name", "memory")
+        settle(self, "a region", integer, "address", high=ADDRESS_END)
+        settle(self, "a region", integer, "size_bytes", low=1)
+        settle(self, "a region", integer, "device_id")
         if self.memory not in MEMORY_KINDS:
             raise KVPlanError(
                 "NAME",
@@ -90,13 +94,13 @@ class Context:
     [3, 4, 5, 9, 10, 11]
     """
 
-    rank: int = attrs.field(default=0, converter=lambda v: integer(v, "rank of a context"))
-    size: int = attrs.field(default=1, converter=lambda v: integer(v, "size of a context", low=1))
-    interleave_tokens: int = attrs.field(
-        default=1, converter=lambda v: integer(v, "interleave_tokens of a context", low=1)
-    )
+    rank: int = 0
+    size: int = 1
+    interleave_tokens: int = 1
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "a context", integer, "rank")
+        settle(self, "a context", integer, "size", "interleave_tokens", low=1)
         if self.rank >= self.size:
             raise KVPlanError(
                 "RANGE",
@@ -117,18 +121,16 @@ class Context:
 class Group:
     """A block table: ``tokens_per_block`` slots a block, or ``None`` for a state group (one state a block)."""
 
-    name: str = attrs.field(converter=lambda v: name(v, "the name of a group"))
-    tokens_per_block: int | None = attrs.field(
-        default=None,
-        converter=lambda v: v if v is None else integer(v, "tokens_per_block of a group", low=1, high=1 << 31),
-    )
+    name: str
+    tokens_per_block: int | None = None
     context: Context = Context()
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "a group", name, "name")
+        if self.tokens_per_block is not None:
+            settle(self, "a group", integer, "tokens_per_block", low=1, high=1 << 31)
         if not isinstance(self.context, Context):
-            raise KVPlanError(
-                "TYPE", f"describe group {self.name!r}", expected="a Context", got=repr(self.context), value=self.context
-            )
+            raise wrong_type(f"context of group {self.name!r}", "a Context", self.context)
         if self.tokens_per_block is None and self.context.size > 1:
             raise KVPlanError(
                 "GROUP",
@@ -139,16 +141,16 @@ class Group:
             )
 
 
-def _name_of(value: Any) -> Any:
-    return value.name if isinstance(value, Region | Group) else value
+def _group(value: Group | str) -> str:
+    return value.name if isinstance(value, Group) else value
+
+
+def _region(value: Region | str) -> str:
+    return value.name if isinstance(value, Region) else value
 
 
 def _axes(value: Iterable[Axis]) -> tuple[Axis, ...]:
-    axes = tuple(value)
-    for axis in axes:
-        if not isinstance(axis, Axis):
-            raise KVPlanError("TYPE", "describe a view", expected="axes of type Axis", got=repr(axis), value=axis)
-    return axes
+    return members(Axis, value, "axes of a view")
 
 
 @attrs.frozen
@@ -166,16 +168,21 @@ class View:
     (16384, 1638400)
     """
 
-    name: str = attrs.field(converter=lambda v: name(v, "the name of a view"))
-    group: str = attrs.field(converter=lambda v: name(_name_of(v), "group of a view"))
-    region: str = attrs.field(converter=lambda v: name(_name_of(v), "region of a view"))
-    dtype: str = attrs.field()
+    name: str
+    group: str = attrs.field(converter=_group)
+    region: str = attrs.field(converter=_region)
+    dtype: str
     axes: tuple[Axis, ...] = attrs.field(converter=_axes)
-    num_blocks: int = attrs.field(converter=lambda v: integer(v, "num_blocks of a view", low=1, high=1 << 40))
-    block_stride_bytes: int = attrs.field(converter=lambda v: integer(v, "block_stride_bytes of a view"))
-    offset_bytes: int = attrs.field(default=0, converter=lambda v: integer(v, "offset_bytes of a view"))
+    num_blocks: int
+    block_stride_bytes: int
+    offset_bytes: int = 0
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "a view", name, "name", "group", "region", "dtype")
+        settle(self, "a view", integer, "num_blocks", low=1, high=1 << 40)
+        settle(self, "a view", integer, "block_stride_bytes", "offset_bytes")
+        for axis_name, size in self.sizes.items():
+            integer(size, f"the global size of axis {axis_name!r} of view {self.name!r}")
         if self.dtype not in ITEMSIZE:
             raise KVPlanError(
                 "DTYPE",

@@ -13,35 +13,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
+import numpy as np
 
-from kvplan.axes import integer, name
+from kvplan.axes import Ints, integer, name
 from kvplan.errors import KVPlanError
 from kvplan.overlap import overlaps
 from kvplan.views import TOKEN, Geometry, Group, Region, View
 
 
-def _tuple_of(kind: type) -> Any:
-    def convert(values: Iterable[Any]) -> tuple[Any, ...]:
-        items = tuple(values)
-        for item in items:
-            if not isinstance(item, kind):
-                raise KVPlanError(
-                    "TYPE", "describe a worker", expected=f"a {kind.__name__}", got=repr(item), value=item
-                )
-        return items
-
-    return convert
+def _regions(values: Iterable[Region]) -> tuple[Region, ...]:
+    return members(Region, values, "regions of a worker")
 
 
-class Place(NamedTuple):
-    """Where a view stands: indices into its worker's geometries and regions, and the offset in the region."""
+def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
+    return members(Group, values, "groups of a worker")
 
-    geometry: int
-    region: int
-    offset_bytes: int
+
+def _views(values: Iterable[View]) -> tuple[View, ...]:
+    return members(View, values, "views of a worker")
+
+
+def _token_axis(slots: int | None) -> str:
+    return "no token axis" if slots is None else f"a token axis of {slots} slots"
 
 
 @attrs.frozen
@@ -57,13 +53,15 @@ class Worker:
     decode/0: 1 view of 1 tensor in 1 region, 1 group
     """
 
-    engine_id: str = attrs.field(converter=lambda v: name(v, "engine_id of a worker"))
-    rank: int = attrs.field(converter=lambda v: integer(v, "rank of a worker"))
-    regions: tuple[Region, ...] = attrs.field(converter=_tuple_of(Region))
-    groups: tuple[Group, ...] = attrs.field(converter=_tuple_of(Group))
-    views: tuple[View, ...] = attrs.field(converter=_tuple_of(View), repr=False)
+    engine_id: str
+    rank: int
+    regions: tuple[Region, ...] = attrs.field(converter=_regions)
+    groups: tuple[Group, ...] = attrs.field(converter=_groups)
+    views: tuple[View, ...] = attrs.field(converter=_views, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "a worker", name, "engine_id")
+        settle(self, "a worker", integer, "rank")
         regions = self._by_name("region", self.regions)
         groups = self._by_name("group", self.groups)
         for view in self.views:
@@ -72,7 +70,7 @@ class Worker:
             if view.end_bytes > region.size_bytes:
                 raise KVPlanError(
                     "BOUNDS",
-                    f"place view {view.name!r} of {self}",
+                    f"place view {view.name!r} of worker {self.label}",
                     expected=f"bytes within [0, {region.size_bytes}) of region {region.name!r}",
                     got=f"[{view.offset_bytes}, {view.end_bytes})",
                     size_bytes=region.size_bytes,
@@ -82,32 +80,33 @@ class Worker:
             if slots != group.tokens_per_block:
                 raise KVPlanError(
                     "SIZE",
-                    f"page view {view.name!r} of {self}",
-                    expected=f"a token axis of {group.tokens_per_block} slots, as group {group.name!r} has",
-                    got=f"{slots}",
+                    f"page view {view.name!r} of worker {self.label}",
+                    expected=f"{_token_axis(group.tokens_per_block)}, as group {group.name!r} has",
+                    got=_token_axis(slots),
                     tokens_per_block=group.tokens_per_block,
                     token_axis=slots,
                 )
         self._check_apart()
 
     def _by_name(self, what: str, values: tuple[Any, ...]) -> dict[str, Any]:
-        by_name = {value.name: value for value in values}
+        by_name: dict[str, Any] = {}
         for value in values:
-            if by_name[value.name] is not value:
+            if value.name in by_name:
                 raise KVPlanError(
                     "NAME",
-                    f"describe worker {self.engine_id}/{self.rank}",
+                    f"describe worker {self.label}",
                     expected=f"each {what} name once",
                     got=f"{value.name!r} twice",
                     name=value.name,
                 )
+            by_name[value.name] = value
         return by_name
 
     def _named(self, view: View, what: str, key: str, values: dict[str, Any]) -> Any:
         if key not in values:
             raise KVPlanError(
                 "NAME",
-                f"place view {view.name!r} of worker {self.engine_id}/{self.rank}",
+                f"place view {view.name!r} of worker {self.label}",
                 expected=f"a {what} of {', '.join(map(repr, values)) or 'an empty list'}",
                 got=f"{key!r}",
                 name=key,
@@ -122,7 +121,7 @@ class Worker:
             for first, second in overlaps(views):
                 raise KVPlanError(
                     "OVERLAP",
-                    f"place view {second.name!r} of {self}",
+                    f"place view {second.name!r} of worker {self.label}",
                     expected=f"bytes of its own in region {region!r} for group {group!r}",
                     got=f"bytes of view {first.name!r}",
                     first=first.name,
@@ -130,31 +129,42 @@ class Worker:
                 )
 
     @cached_property
-    def _placed(self) -> tuple[tuple[Geometry, ...], Mapping[str, tuple[Place, ...]]]:
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Each tensor's views, by name: indices into ``views``."""
+        found: dict[str, list[int]] = {}
+        for i, view in enumerate(self.views):
+            found.setdefault(view.name, []).append(i)
+        return MappingProxyType({key: tuple(indices) for key, indices in found.items()})
+
+    @cached_property
+    def _geometry(self) -> tuple[tuple[Geometry, ...], tuple[int, ...]]:
         groups = {group.name: group for group in self.groups}
-        regions = {region.name: i for i, region in enumerate(self.regions)}
-        geometries: dict[Geometry, int] = {}
+        unique: dict[Geometry, int] = {}
+        indices: list[int] = []
         known: dict[tuple[int, str, str, int, int], int] = {}  # by identity of the axes, which equal layers often share
-        places: dict[str, tuple[Place, ...]] = {}
         for view in self.views:
             key = (id(view.axes), view.dtype, view.group, view.num_blocks, view.block_stride_bytes)
-            index = known.get(key)
-            if index is None:
+            if key not in known:
                 what = Geometry(view.axes, view.dtype, groups[view.group], view.num_blocks, view.block_stride_bytes)
-                index = known[key] = geometries.setdefault(what, len(geometries))
-            place = Place(index, regions[view.region], view.offset_bytes)
-            places[view.name] = (*places.get(view.name, ()), place)
-        return tuple(geometries), MappingProxyType(places)
+                known[key] = unique.setdefault(what, len(unique))
+            indices.append(known[key])
+        return tuple(unique), tuple(indices)
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:
         """The different geometries among the views, in order of first appearance."""
-        return self._placed[0]
+        return self._geometry[0]
 
     @property
-    def places(self) -> Mapping[str, tuple[Place, ...]]:
-        """Each tensor's views, by name, in order."""
-        return self._placed[1]
+    def geometry_of(self) -> tuple[int, ...]:
+        """Which of :attr:`geometries` each view has."""
+        return self._geometry[1]
+
+    @cached_property
+    def places(self) -> Ints:
+        """Where each view stands, (views, 2) int64: the index of its region, and its offset there in bytes."""
+        regions = {region.name: i for i, region in enumerate(self.regions)}
+        return np.array([(regions[view.region], view.offset_bytes) for view in self.views], np.int64).reshape(-1, 2)
 
     @property
     def label(self) -> str:

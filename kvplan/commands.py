@@ -1,0 +1,211 @@
+"""The commands of the command line. Needs the ``cli`` extra; :mod:`kvplan.cli` says so where it is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvplan import demo
+from kvplan.errors import KVPlanError
+from kvplan.explain import explain, intervals, size
+from kvplan.models import Model
+from kvplan.plan import plan_mesh
+from kvplan.sides import Side, token_range
+from kvplan.trials import Request, Trial, lengths_of
+
+WIDTH: Final = 120
+"""Columns of a table that is written to a pipe or a file."""
+
+POOL: Final = 4096
+"""Blocks of an engine that is only explained, where a side doesn't say."""
+
+INTRODUCTION: Final = """\
+kvplan moves one request of {tokens} tokens from a prefill engine to a decode engine of another shape, for
+each line below: it plans the pair, binds scattered blocks, and copies real byte ranges in fake memory.
+Verified means that every byte of every decode worker's blocks was checked by its coordinates: each byte of
+the request is the one that belongs there, was written exactly once, and no other byte was written.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status: 0 done, 1 bytes differ, 2 refused."""
+    try:
+        return kvplan.main(list(arguments), prog_name="kvplan", standalone_mode=False) or 0
+    except KVPlanError as error:
+        return _refuse(error, arguments)
+    except click.ClickException as error:
+        said = " ".join(error.format_message().split()).rstrip(".")
+        return _refuse(
+            KVPlanError("NAME", "read the command line", expected="what 'kvplan --help' shows", got=said), arguments
+        )
+    except MemoryError:
+        return _refuse(
+            KVPlanError("MEMORY", "carry out the transfer", expected="memory for it", got="none left"), arguments
+        )
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+
+
+def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
+    click.echo(" ".join(str(error).splitlines()), err=True)
+    if "--json" in arguments:
+        message = str(error).partition(": ")[2]
+        _echo_json({"code": error.code, "message": message, "details": dict(error.details)})
+    return 2
+
+
+def _echo_json(document: Mapping[str, Any]) -> None:
+    click.echo(json.dumps(document, indent=2, default=str))
+
+
+def load(model: str) -> Model:
+    """A shipped model by its name, or the model of a config.json by its path. Raises ``CONFIG``."""
+    if model in Model.names():
+        return Model.shipped(model)
+    path = Path(model)
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        got = repr(model) if isinstance(error, FileNotFoundError) else f"{model!r}: {_reason(error)}"
+        expected = f"the path of a config.json, or a name of {', '.join(Model.names())}"
+        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=model) from None
+    return Model.from_config(config)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvplan")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.version_option(_version())
+@click.pass_context
+def kvplan(context: click.Context) -> int:
+    """Plans that move a request's KV cache between engines of any layout, verified byte for byte."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    return 0
+
+
+SIDE: Final = (
+    "a comma list of tp, pp, dcp, pcp, interleave, block, blocks, pad (numbers), layout (LBHNC, LBNHC, LHBNC, BLHNC, "
+    "BLNHC, BHLNC) and kv (content, axis, split). Left out: tp=1,block=16,layout=LBHNC"
+)
+model_argument = click.argument("model")
+src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")
+dst_option = click.option("--dst", default="", metavar="SIDE", help="The engine that needs it, in the same words.")
+
+
+@kvplan.command("verify", short_help="Plan a transfer, move it in fake memory, check every byte.")
+@model_argument
+@src_option
+@dst_option
+@click.option("--tokens", default="1000", metavar="[START:]STOP", show_default=True, help="The positions that move.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def verify_command(model: str, src: str, dst: str, tokens: str, as_json: bool) -> int:
+    """Plan MODEL's cache from one engine to another, move it in fake memory, check every byte.
+
+    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
+    Exit status: 0 verified, 1 bytes differ, 2 refused.
+    """
+    source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
+    start, stop = token_range(tokens, "--tokens")
+    trial = Trial.of(Request.of(load(model), source, destination, (start, stop)))
+    if as_json:
+        _echo_json({"model": model, "tokens": [start, stop], **trial.to_json()})
+    else:
+        _print_trial(f"{model}, {source} -> {destination}, positions [{start}, {stop})", trial)
+    return 0 if trial.report.ok else 1
+
+
+def _print_trial(title: str, trial: Trial) -> None:
+    """A title, a line for each destination worker, and the report."""
+    console = _console()
+    console.print(title)
+    for worker in trial.request.destinations:
+        pairs = [pair for pair in trial.pairs if pair.destination == worker.label and pair.num_bytes]
+        ranks = intervals(int(pair.source.rpartition("/")[2]) for pair in pairs)
+        moved, number = sum(pair.num_bytes for pair in pairs), sum(pair.num_descriptors for pair in pairs)
+        told = f"{size(moved)} from src/{ranks}, {number:,} descriptors of {lengths_of(pairs)}" if pairs else "nothing"
+        console.print(f"  {worker.label} reads {told}")
+    console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
+
+
+def _console(**options: Any) -> Console:
+    """Text as it stands: no markup, no wrapping. Rich leaves colour out where NO_COLOR says so, and in a pipe."""
+    return Console(markup=False, highlight=False, soft_wrap=True, **options)
+
+
+@kvplan.command("explain", short_help="Tell what both engines keep where, and what a plan registers.")
+@model_argument
+@src_option
+@dst_option
+def explain_command(model: str, src: str, dst: str) -> int:
+    """Tell what both engines keep where, and which rows a plan registers.
+
+    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
+    """
+    sides = {"src": Side.parse(src, "--src"), "dst": Side.parse(dst, "--dst")}
+    geometry = load(model)
+    engines = {key: side.engine(geometry, key, side.blocks or POOL) for key, side in sides.items()}
+    for key, side in sides.items():
+        number = len(engines[key])
+        click.echo(f"{key}, {side}: {number} worker{'s' * (number > 1)}, the first is")
+        click.echo(explain(engines[key][0]) + "\n")
+    click.echo(explain(plan_mesh(engines["dst"], engines["src"])))
+    return 0
+
+
+@kvplan.command("demo", short_help="Move a request between engines that differ, and check every byte.")
+def demo_command() -> int:
+    """Move one request between pairs of engines that differ, on real model geometry, and check every byte."""
+    start, stop = demo.TOKENS
+    terminal = Console().is_terminal
+    console = Console() if terminal else Console(width=WIDTH)
+    console.print(INTRODUCTION.format(tokens=f"{stop - start:,}"), soft_wrap=True)
+    table = Table("model", "prefill", "decode", header_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("workers", "descriptors", "of bytes", "moved", "verified"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    all_ok = True
+    with Live(table, console=console, auto_refresh=False) as live:
+        for case, trial in demo.trials():
+            table.add_row(*_row(case, trial))
+            all_ok = all_ok and trial.report.ok
+            live.refresh()
+    return 0 if all_ok else 1
+
+
+def _words(side: str) -> str:
+    """A side in fewer letters, for a column of a table."""
+    return side.replace("layout=", "").replace(",", " ")
+
+
+def _row(case: demo.Case, trial: Trial) -> tuple[str | Text, ...]:
+    report = trial.report
+    lengths = sorted({length for pair in trial.pairs for length in pair.lengths})
+    return (
+        case.model,
+        _words(case.src),
+        _words(case.dst),
+        f"{len(trial.request.sources)} -> {len(trial.request.destinations)}",
+        f"{report.num_descriptors:,}",
+        " - ".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
+        size(report.num_bytes),
+        Text("yes", style="green") if report.ok else Text(f"NO: {report.failures[0][0]}", style="bold red"),
+    )

@@ -1,0 +1,232 @@
+"""Labels: a number for each byte of each element of each position that a destination worker needs.
+
+What a view keeps where follows here from the formula of a view and from these rules alone, so that plans can be
+checked by something that knows nothing of how they are made:
+
+- Q1: a destination worker needs the elements of its views whose tensor some source has, at the positions of the
+  range that its context holds; in a state group, at the block ordinals of the range.
+- Q2: position ``p`` of context (rank ``r``, size ``n``, interleave ``i``) is held where ``p // i % n == r``, as local
+  slot ``p // (n * i) * i + p % i``; that divided by tokens_per_block is block ordinal and slot in the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan.arenas import Cells
+from kvplan.memory import FakeMemory
+from kvplan.views import TOKEN, Group, View
+from kvplan.workers import Worker
+
+Ints = npt.NDArray[np.int64]
+Span = tuple[int, int]
+
+CHUNK_CELLS: Final = 1 << 22
+"""Labels are made for at most this many cells at a time, or for one position."""
+
+
+def table_of(blocks: Any) -> tuple[Ints, int]:
+    """The ids of a block table and its first ordinal; a group without one lists nothing."""
+    return (np.empty(0, np.int64), 0) if blocks is None else (np.asarray(blocks.ids, np.int64), int(blocks.first))
+
+
+def needed(group: Group, blocks: Any, span: Span | None) -> Ints:
+    """The positions of ``span`` that the group's context holds, or all that ``blocks`` hold (rule Q1), ascending.
+
+    >>> from kvplan import Blocks, Context
+    >>> group = Group("attn", 4, Context(rank=1, size=2, interleave_tokens=2))
+    >>> needed(group, Blocks([7, 8]), (3, 9)).tolist()
+    [3, 6, 7]
+    >>> needed(group, Blocks([7, 8]), None).tolist()
+    [2, 3, 6, 7, 10, 11, 14, 15]
+    """
+    run, size, rank = group.context.interleave_tokens, group.context.size, group.context.rank
+    if span is not None:
+        positions = np.arange(*span, dtype=np.int64)
+        return np.asarray(positions[positions // run % size == rank])
+    slots, (ids, first) = group.tokens_per_block or 1, table_of(blocks)
+    local = np.arange(first * slots, (first + ids.size) * slots, dtype=np.int64)
+    return local // run * (size * run) + rank * run + local % run
+
+
+def local_slots(group: Group, positions: Ints) -> Ints:
+    """Where the group's context keeps positions that it holds, counted in slots of the request (rule Q2)."""
+    run, size = group.context.interleave_tokens, group.context.size
+    return positions // (size * run) * run + positions % run
+
+
+@attrs.frozen(eq=False)
+class Tensor:
+    """The labels of one tensor: consecutive numbers by position, then axis after axis, then by byte."""
+
+    name: str
+    base: int
+    positions: Ints
+    sizes: tuple[tuple[str, int], ...]
+    itemsize: int
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Labels between neighbouring positions."""
+        return self.itemsize * math.prod(size for _, size in self.sizes)
+
+    @property
+    def end(self) -> int:
+        """The label after the last one."""
+        spread = int(self.positions[-1] - self.positions[0]) + 1 if self.positions.size else 0
+        return self.base + spread * self.bytes_per_position
+
+    def starts(self, positions: Ints) -> Ints:
+        """The first label of each position."""
+        return np.asarray(self.base + (positions - self.positions[0]) * self.bytes_per_position)
+
+    def weights(self, view: View) -> list[int]:
+        """By how much a label grows along each axis of ``view``; 0 along the token axis."""
+        weight, known = self.itemsize, {TOKEN: 0}
+        for name, size in reversed(self.sizes):
+            known[name] = weight
+            weight *= size
+        weights = []
+        for axis in reversed(view.axes):
+            weights.append(known[axis.name])
+            known[axis.name] *= axis.size
+        return weights[::-1]
+
+    def describe(self, label: int) -> str:
+        """The byte that a label of this tensor stands for, by coordinates."""
+        position, rest = divmod(label - self.base, self.bytes_per_position)
+        element, byte = divmod(rest, self.itemsize)
+        words = [f"byte {byte}"]
+        for name, size in reversed(self.sizes):
+            element, coordinate = divmod(element, size)
+            words.append(f"{name} {coordinate}")
+        return f"{self.name} {' '.join(words[::-1])} of position {position + int(self.positions[0])}"
+
+
+def number(views: Iterable[tuple[View, Ints]]) -> dict[str, Tensor]:
+    """Labels from 1 on, by tensor, for the positions that are given with each view.
+
+    >>> from kvplan import Axis
+    >>> view = View("layers.0", "attn", "kv", "float16", (Axis("token", 0, 4, 4, 4), Axis("dim", 0, 2, 2, 2)), 9, 16)
+    >>> tensor = number([(view, np.arange(100, 104))])["layers.0"]
+    >>> tensor.base, tensor.end, tensor.describe(7)
+    (1, 17, 'layers.0 dim 1 byte 0 of position 101')
+    """
+    tensors: dict[str, Tensor] = {}
+    for view, wanted in views:
+        if view.name in tensors:
+            wanted = np.union1d(tensors[view.name].positions, wanted)
+        sizes = tuple((name, size) for name, size in sorted(view.sizes.items()) if name != TOKEN)
+        tensors[view.name] = Tensor(view.name, 0, wanted, sizes, view.itemsize)
+    base = 1
+    for name, tensor in tensors.items():
+        tensors[name] = attrs.evolve(tensor, base=base)
+        base = tensors[name].end
+    return tensors
+
+
+@attrs.frozen(eq=False)
+class Window:
+    """A view's cells for some positions: ``cells[index]`` has a row for each, of the shape of ``inner``."""
+
+    tensor: Tensor
+    cells: Cells
+    index: tuple[Ints, ...]
+    positions: Ints
+    inner: Ints
+    """The label of each cell of a row, less the first label of its position."""
+
+    def chunks(self) -> Iterator[tuple[tuple[Ints, ...], Cells]]:
+        """Index and labels, some positions at a time."""
+        step = max(1, CHUNK_CELLS // max(self.inner.size, 1))
+        inner = self.inner.astype(self.cells.dtype)
+        for low in range(0, self.positions.size, step):
+            starts = self.tensor.starts(self.positions[low : low + step]).astype(self.cells.dtype)
+            yield tuple(digit[low : low + step] for digit in self.index), np.add.outer(starts, inner)
+
+    def offset_bytes(self, where: Iterable[int]) -> int:
+        """How far the cell ``where``, an index of ``cells``, lies from their first one."""
+        return sum(i * stride for i, stride in zip(where, self.cells.strides, strict=True)) // self.cells.itemsize
+
+
+def window(
+    memory: FakeMemory, worker: Worker, view: View, tensor: Tensor, blocks: Any, only: Mapping[str, Span] | None = None
+) -> Window:
+    """The cells of a view for all positions of its tensor that the worker holds in its blocks.
+
+    ``only`` narrows axes, where they are not made of digits, to a span of coordinates.
+    """
+    group = next(group for group in worker.groups if group.name == view.group)
+    slots, (ids, first) = group.tokens_per_block or 1, table_of(blocks)
+    held = np.isin(tensor.positions, needed(group, blocks, None), assume_unique=True)
+    local = local_slots(group, tensor.positions[held])
+    slot, digits = local % slots, []
+    for axis in reversed([axis for axis in view.axes if axis.name == TOKEN]):
+        slot, digit = np.divmod(slot, axis.size)
+        digits.append(digit)
+    names = [axis.name for axis in view.axes]
+    spans: list[Any] = [...]
+    inner: Ints = np.zeros((), np.int64)
+    for axis, weight in zip(view.axes, tensor.weights(view), strict=True):
+        if axis.name != TOKEN:
+            low, high = axis.start, axis.stop
+            if only and axis.name in only and names.count(axis.name) == 1:
+                low, high = max(low, only[axis.name][0]), min(high, only[axis.name][1])
+            spans.append(slice(low - axis.start, max(high, low) - axis.start))
+            inner = np.add.outer(inner, np.arange(low, high) * weight)
+    tokens = [i for i, name in enumerate(names, 1) if name == TOKEN]
+    rest = [i for i, name in enumerate(names, 1) if name != TOKEN]
+    cells = memory.array(worker, view).transpose([0, *tokens, *rest, len(names) + 1])
+    return Window(
+        tensor=tensor,
+        cells=cells[(*spans, slice(None))],
+        index=(ids[local // slots - first], *reversed(digits)),
+        positions=tensor.positions[held],
+        inner=np.add.outer(inner, np.arange(view.itemsize)),
+    )
+
+
+def locate(worker: Worker, address: int, device_id: int) -> str:
+    """What a worker keeps at an address, by block, slot and coordinates: the views' formula, inverted.
+
+    >>> from kvplan import Axis, Region
+    >>> view = View("mla", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 8), Axis("dim", 0, 6, 6, 1)), 10, 32)
+    >>> worker = Worker("decode", 0, (Region("kv", 4096, 320),), (Group("attn", 4),), (view,))
+    >>> print(locate(worker, 4096 + 3 * 32 + 2 * 8 + 5, 0))
+    mla dim 5 byte 0 in group attn block 3 slot 2, address 0x1075 of decode/0
+    >>> print(locate(worker, 4096 + 7, 0))
+    padding of region kv, address 0x1007 of decode/0
+    """
+    where, place = f"address {address:#x} of {worker.label}", "no region"
+    for region in worker.regions:
+        offset = address - region.address
+        if region.device_id == device_id and 0 <= offset < region.size_bytes:
+            place = f"padding of region {region.name}"
+            for view in worker.views:
+                if view.region == region.name and (found := _invert(view, offset - view.offset_bytes)):
+                    return f"{found}, {where}"
+    return f"{place}, {where}"
+
+
+def _invert(view: View, offset: int) -> str | None:
+    """The element of a view at an offset from its first one, if there is one there."""
+    dims = [(view.block_stride_bytes if view.num_blocks > 1 else 0, view.num_blocks, -1)]
+    dims += [(axis.stride_bytes, axis.extent, i) for i, axis in enumerate(view.axes)]
+    at = {}
+    for stride, extent, i in sorted(dims, reverse=True):
+        at[i] = min(max(offset, 0) // stride, extent - 1) if extent > 1 else 0
+        offset -= at[i] * stride
+    if not 0 <= offset < view.itemsize:
+        return None
+    coordinates: dict[str, int] = {}
+    for i, axis in enumerate(view.axes):
+        coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + axis.start + at[i]
+    slot = f" slot {coordinates.pop(TOKEN)}" if TOKEN in coordinates else ""
+    words = "".join(f" {name} {value}" for name, value in sorted(coordinates.items()))
+    return f"{view.name}{words} byte {offset} in group {view.group} block {at[-1]}{slot}"

@@ -1,0 +1,189 @@
+"""Trials: a request placed on two engines, planned, moved in fake memory and verified.
+
+Each engine gets blocks that hold the request scattered over its pool, never in order, and in another order on the
+other side, so that blocks paired by anything but position show as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from kvplan.axes import Ints
+from kvplan.bind import Blocks
+from kvplan.errors import KVPlanError
+from kvplan.explain import sizes
+from kvplan.models import Model
+from kvplan.plan import MeshPlan, plan_mesh
+from kvplan.report import Report
+from kvplan.sides import Side
+from kvplan.verify import verify
+from kvplan.views import Group
+from kvplan.workers import Worker
+
+SOURCE_SPREAD: Final = (math.sqrt(5) - 1) / 2
+DESTINATION_SPREAD: Final = math.sqrt(2) - 1
+
+
+@attrs.frozen
+class Request:
+    """Positions ``[start, stop)`` of a request that both engines hold, ready for ``plan_mesh`` and ``verify``.
+
+    ``local`` and ``remote`` are the destination's and the source's block tables by group. The sides have the number
+    of blocks that their pools have.
+    """
+
+    src: Side
+    dst: Side
+    sources: tuple[Worker, ...]
+    destinations: tuple[Worker, ...]
+    local: Mapping[str, Blocks]
+    remote: Mapping[str, Blocks]
+    tokens: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, model: Model, src: Side, dst: Side, tokens: tuple[int, int]) -> Request:
+        """The request on both engines. Raises ``BLOCKS`` where a side's ``blocks`` are too few for it."""
+        src, sources, remote = _place(model, src, "src", tokens[1], SOURCE_SPREAD)
+        dst, destinations, local = _place(model, dst, "dst", tokens[1], DESTINATION_SPREAD)
+        paged = [group.name for group in destinations[0].groups if group.tokens_per_block is not None]
+        return cls(src, dst, sources, destinations, local, remote, dict.fromkeys(paged, tokens))
+
+
+def _place(
+    model: Model, side: Side, engine_id: str, stop: int, spread: float
+) -> tuple[Side, tuple[Worker, ...], dict[str, Blocks]]:
+    needed = blocks_needed(side.engine(model, engine_id, 1), stop)
+    most = max(needed.values(), default=1)
+    pool = most + most // 2 + 7 if side.blocks is None else side.blocks
+    if pool < most:
+        raise KVPlanError(
+            "BLOCKS",
+            f"place a request of {stop} tokens on --{engine_id}",
+            expected=f"at least {most} blocks",
+            got=f"{pool}",
+            needed=most,
+            blocks=pool,
+        )
+    tables = {group: Blocks(scattered(number, pool, spread)) for group, number in needed.items()}
+    return attrs.evolve(side, blocks=pool), side.engine(model, engine_id, pool), tables
+
+
+def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
+    """By group, the most blocks that one worker keeps of positions ``[0, stop)``; one for a state group."""
+    needed: dict[str, int] = {}
+    for group in (group for worker in workers for group in worker.groups):
+        needed[group.name] = max(needed.get(group.name, 0), _blocks_of(group, stop))
+    return needed
+
+
+def _blocks_of(group: Group, stop: int) -> int:
+    if group.tokens_per_block is None:
+        return 1
+    run = group.context.interleave_tokens
+    rounds, rest = divmod(stop, group.context.size * run)
+    held = rounds * run + min(max(rest - group.context.rank * run, 0), run)
+    return -(-held // group.tokens_per_block)
+
+
+def scattered(number: int, pool: int, spread: float) -> Ints:
+    """``number`` different block ids of a pool, far apart: each ``spread`` of the pool, about, after the one before.
+
+    >>> scattered(6, 100, SOURCE_SPREAD).tolist(), scattered(6, 100, DESTINATION_SPREAD).tolist()
+    ([61, 22, 83, 44, 5, 66], [41, 82, 23, 64, 5, 46])
+    """
+    step = max(int(pool * spread), 1)
+    while math.gcd(step, pool) != 1:
+        step += 1
+    return np.arange(1, number + 1, dtype=np.int64) * step % pool
+
+
+def lengths_of(pairs: Iterable[Moved]) -> str:
+    """The lengths of all descriptors of some pairs, for a person."""
+    lengths = [length for pair in pairs for length in pair.lengths]
+    return sizes(min(lengths), max(lengths)) if lengths else "no length"
+
+
+@attrs.frozen
+class Moved:
+    """What one pair of workers moves: rows registered on each side, ids bound, and coalesced descriptors by length."""
+
+    destination: str
+    source: str
+    local_rows: int
+    remote_rows: int
+    ids: int
+    lengths: Mapping[int, int]
+
+    @property
+    def num_descriptors(self) -> int:
+        """How many descriptors the pair moves."""
+        return sum(self.lengths.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the pair moves."""
+        return sum(length * times for length, times in self.lengths.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "dst": self.destination,
+            "src": self.source,
+            "rows": {"local": self.local_rows, "remote": self.remote_rows},
+            "ids": self.ids,
+            "descriptors": self.num_descriptors,
+            "bytes": self.num_bytes,
+            "lengths": {str(length): times for length, times in sorted(self.lengths.items())},
+        }
+
+
+@attrs.frozen(eq=False)
+class Trial:
+    """A request's transfer and what verification found."""
+
+    request: Request
+    pairs: tuple[Moved, ...]
+    report: Report
+
+    @classmethod
+    def of(cls, request: Request) -> Trial:
+        """Plan the whole mesh, bind the request, carry it out in fake memory and verify every destination worker."""
+        mesh = plan_mesh(request.destinations, request.sources)
+        report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens)
+        return cls(request, tuple(_moved(mesh, request)), report)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, the pairs that move nothing included."""
+        report, request = self.report, self.request
+        return {
+            "src": attrs.asdict(request.src),
+            "dst": attrs.asdict(request.dst),
+            "workers": {"src": len(request.sources), "dst": len(request.destinations)},
+            "verified": report.ok,
+            "bytes": report.num_bytes,
+            "descriptors": report.num_descriptors,
+            "tail_slots": report.num_tail_slots,
+            "promises": report.promises,
+            "failures": [{"code": code, "text": text} for code, text in report.failures],
+            "pairs": [pair.to_json() for pair in self.pairs],
+        }
+
+
+def _moved(mesh: MeshPlan, request: Request) -> Iterator[Moved]:
+    for plan in mesh.plans:
+        specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)
+        for pair, spec in zip(plan.pairs, specs, strict=True):
+            lengths, times = np.unique(spec.descriptors()[0][:, 1], return_counts=True)
+            yield Moved(
+                destination=plan.local.label,
+                source=f"{pair.engine_id}/{pair.rank}",
+                local_rows=len(pair.local_table.rows),
+                remote_rows=len(pair.remote_table.rows),
+                ids=int(spec.local_ids.size),
+                lengths=dict(zip(lengths.tolist(), times.tolist(), strict=True)),
+            )

@@ -1,0 +1,347 @@
+"""verify: carry plans out in fake memory and check every byte by coordinates.
+
+Sources are filled with the labels of :mod:`kvplan.labels` where their views hold the positions of the request, the
+plans' copies are carried out, and each destination view is compared with the labels that it calls for. Nothing here
+knows how a plan is made.
+
+- O1: bytes written apart from each other, as many as are needed, and all needed ones right, leave none elsewhere.
+- O2: where some writers of an engine are not among the plans, bytes may be missing, but none may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan.arenas import Words
+from kvplan.axes import INT64_END
+from kvplan.errors import KVPlanError
+from kvplan.labels import Ints, Span, Window, local_slots, locate, needed, number, window
+from kvplan.memory import FakeMemory, Key, expand
+from kvplan.report import PROMISES, Report, Tail, count
+from kvplan.views import View
+from kvplan.workers import Worker
+
+if TYPE_CHECKING:
+    from kvplan.bind import Blocks
+    from kvplan.plan import MeshPlan, TransferPlan
+    from kvplan.specs import ReadSpec
+
+__all__ = ["PROMISES", "Report", "Tail", "verify"]
+
+Tokens = tuple[int, int] | Mapping[str, tuple[int, int]] | None
+
+
+def verify(
+    plan: TransferPlan | MeshPlan | Iterable[TransferPlan],
+    *,
+    local: Mapping[str, Blocks],
+    remote: Mapping[str, Blocks],
+    tokens: Tokens = None,
+) -> Report:
+    """Carry out ``plan``, or several plans together, in fake memory, and check every byte of every destination.
+
+    ``local``, ``remote`` and ``tokens`` are those of ``bind``. Give the write plans of all sources of an engine
+    together: a single one cannot tell whether its siblings write the rest. It takes some twenty bytes of memory for
+    each byte that one destination worker needs, and gives them back before the next worker.
+
+    A request that bind refuses raises as bind does; ``WORKER`` is raised where two destinations differ under one
+    name, and ``MEMORY`` where a region is too large to map. Everything else is in the report.
+    """
+    reports = [_Check(job, tokens).run() for job in _jobs(_plans(plan), local, remote, tokens)]
+    checked = [code for code in PROMISES if all(code in report.checked for report in reports)]
+    return Report(
+        num_bytes=sum(report.num_bytes for report in reports),
+        num_descriptors=sum(report.num_descriptors for report in reports),
+        num_workers=len(reports),
+        checked=tuple(checked),
+        failures=tuple(failure for report in reports for failure in report.failures),
+        tails=tuple(tail for report in reports for tail in report.tails),
+    )
+
+
+def _plans(plan: Any) -> tuple[TransferPlan, ...]:
+    return tuple(getattr(plan, "plans", (plan,) if hasattr(plan, "bind") else plan))
+
+
+@attrs.frozen(eq=False)
+class _Job:
+    """All that is to reach one destination worker.
+
+    ``offered`` are the tensors that some source has; where the source is the local worker, each with its group
+    there, by which token ranges are given.
+    """
+
+    worker: Worker
+    blocks: Mapping[str, Blocks]
+    source_blocks: Mapping[str, Blocks]
+    moves: list[tuple[Worker, ReadSpec]] = attrs.field(factory=list)
+    offered: dict[str, str | None] = attrs.field(factory=dict)
+    writers: set[Key] = attrs.field(factory=set)
+    writers_given: set[Key] = attrs.field(factory=set)
+
+
+def _key(worker: Worker) -> Key:
+    return (worker.engine_id, worker.rank)
+
+
+def _groups(workers: Iterable[Worker]) -> set[str]:
+    return {group.name for worker in workers for group in worker.groups}
+
+
+def _jobs(
+    plans: Sequence[TransferPlan], local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
+) -> list[_Job]:
+    """Bind all plans; gather by destination worker what each moves."""
+    jobs: dict[Key, _Job] = {}
+    locals_known = _groups(plan.local for plan in plans)
+    remotes_known = _groups(worker for plan in plans for worker in plan.remotes)
+    for plan in plans:
+        own, theirs = _groups([plan.local]), _groups(plan.remotes)
+        specs = plan.bind(
+            local=_only(local, own, locals_known),
+            remote=_only(remote, theirs, remotes_known),
+            tokens=_only(tokens, own, locals_known) if isinstance(tokens, Mapping) else tokens,
+        )
+        for other, spec in zip(plan.remotes, specs, strict=True):
+            if plan.operation == "WRITE":
+                job, offering = _job(jobs, other, remote, local), (plan.local, *plan.siblings)
+                job.writers.update(map(_key, offering))
+                job.writers_given.add(_key(plan.local))
+            else:
+                job, offering = _job(jobs, plan.local, local, remote), (other,)
+            for view in (view for worker in offering for view in worker.views):
+                if view.name not in plan.not_transferred:
+                    job.offered.setdefault(view.name, view.group if plan.operation == "WRITE" else None)
+            job.moves.append((offering[0], spec))
+    return list(jobs.values())
+
+
+def _only(given: Mapping[str, Any], own: set[str], known: set[str]) -> dict[str, Any]:
+    """What of a mapping by group concerns one plan; a name that no plan knows stays, for bind to refuse."""
+    return {name: value for name, value in given.items() if name in own or name not in known}
+
+
+def _job(jobs: dict[Key, _Job], worker: Worker, blocks: Mapping[str, Blocks], sources: Mapping[str, Blocks]) -> _Job:
+    job = jobs.setdefault(_key(worker), _Job(worker, blocks, sources))
+    if job.worker is not worker and job.worker != worker:
+        raise KVPlanError(
+            "WORKER",
+            "verify plans together",
+            expected="one description of each destination worker",
+            got=f"two of {worker.label}",
+            worker=worker.label,
+        )
+    return job
+
+
+class _Check:
+    """One destination worker: what it needs, what was written, and what failed."""
+
+    def __init__(self, job: _Job, tokens: Tokens) -> None:
+        self.job = job
+        self.failures: list[tuple[str, str]] = []
+        self.done: list[tuple[Worker, Words, Words]] = []
+        self.num_bytes = self.num_descriptors = self.num_needed = 0
+        self.num_wrong = Counter[str]()
+        self.first_wrong: dict[str, str] = {}
+        self.complete = job.writers <= job.writers_given
+        self.views = [view for view in job.worker.views if view.name in job.offered]
+        self.positions = [self.wanted(view, tokens) for view in self.views]
+        self.tensors = number(zip(self.views, self.positions, strict=True))
+        end = max((tensor.end for tensor in self.tensors.values()), default=1)
+        self.label_bytes = 4 if end < 1 << 32 else 8
+        self.poison = (1 << 8 * self.label_bytes) - 1
+
+    def wanted(self, view: View, tokens: Tokens) -> Ints:
+        """The positions of a view that the request needs."""
+        group = next(group for group in self.job.worker.groups if group.name == view.group)
+        if isinstance(tokens, Mapping):
+            span = tokens.get(self.job.offered[view.name] or view.group)
+        else:
+            span = None if group.tokens_per_block is None else tokens
+        return needed(group, self.job.blocks.get(view.group), span)
+
+    def run(self) -> Report:
+        """Fill, copy, compare."""
+        workers = {_key(worker): worker for worker in (self.job.worker, *(source for source, _ in self.job.moves))}
+        sources = {_key(source): source for source, spec in self.job.moves if len(spec.local_ids)}
+        with FakeMemory(workers.values(), label_bytes=self.label_bytes, poison=self.poison) as memory:
+            self.fill(memory, sources.values())
+            for source, spec in self.job.moves:
+                self.copy(memory, source, spec)
+            for view in self.views:
+                self.compare(memory, view)
+            self.settle_bytes()
+            self.settle_writes(memory)
+        checked = [code for code in PROMISES if self.complete or code != "COVER"]
+        return Report(
+            num_bytes=self.num_bytes,
+            num_descriptors=self.num_descriptors,
+            num_workers=1,
+            checked=tuple(checked),
+            failures=tuple(self.failures),
+            tails=tuple(self.tails()),
+        )
+
+    def fill(self, memory: FakeMemory, sources: Iterable[Worker]) -> None:
+        """Label what the sources hold of the coordinates that the destination needs."""
+        only = _spans(self.views)
+        for source in sources:
+            for view in source.views:
+                if view.name in self.tensors:
+                    blocks = self.job.source_blocks.get(view.group)
+                    held = window(memory, source, view, self.tensors[view.name], blocks, only[view.name])
+                    for index, labels in held.chunks():
+                        held.cells[index] = labels
+
+    def copy(self, memory: FakeMemory, source: Worker, spec: ReadSpec) -> None:
+        """Carry out one spec by its descriptors, and hold its ids against them."""
+        ranges = spec.descriptors()
+        self.num_bytes += int(ranges[0][:, 1].sum())
+        self.num_descriptors += len(ranges[0])
+        try:
+            single = (expand(spec.local_table.rows, spec.local_ids), expand(spec.remote_table.rows, spec.remote_ids))
+            if not np.array_equal(_joined(*ranges), _joined(*single)):
+                got = f"{count(len(spec.local_ids), 'id')} and {count(len(ranges[0]), 'descriptor')}"
+                self.fail("IDS", f"{got} of the copy from {source.label} name different bytes")
+            memory.execute(spec)
+        except KVPlanError as error:
+            if error.code == "MEMORY":
+                raise
+            self.fail("IDS" if error.code == "RANGE" else "BOUNDS", str(error))
+        else:
+            reads, writes = ranges if spec.operation == "WRITE" else ranges[::-1]
+            self.done.append((source, reads, writes))
+
+    def compare(self, memory: FakeMemory, view: View) -> None:
+        """Hold one view's cells against the labels that they should have."""
+        held = window(memory, self.job.worker, view, self.tensors[view.name], self.job.blocks.get(view.group))
+        for index, labels in held.chunks():
+            found = held.cells[index]
+            self.num_needed += found.size
+            if np.array_equal(found, labels):
+                continue
+            missing = found == 0
+            for code, mask in (("COVER", missing), ("VALUE", (found != labels) & ~missing)):
+                self.num_wrong[code] += int(mask.sum())
+                if code not in self.first_wrong and mask.any():
+                    row, *rest = (int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
+                    where = (*(int(digit[row]) for digit in index), *rest)
+                    label, got = int(labels[row, *rest]), int(found[row, *rest])
+                    self.first_wrong[code] = self.explain(view, held, where, label, got)
+
+    def explain(self, view: View, held: Window, where: Sequence[int], label: int, found: int) -> str:
+        """One byte by coordinates: what it should be, where it is, what is there and where that came from."""
+        region = next(region for region in self.job.worker.regions if region.name == view.region)
+        address = region.address + view.offset_bytes + held.offset_bytes(where)
+        place = f"{held.tensor.describe(label)} ({locate(self.job.worker, address, region.device_id)})"
+        if not found:
+            return f"{place} was never written"
+        got = "what is no part of the request"
+        for tensor in self.tensors.values():
+            got = tensor.describe(found) if tensor.base <= found < tensor.end else got
+        return f"{place} holds {got}{self.origin(address, region.device_id)}"
+
+    def origin(self, address: int, device_id: int) -> str:
+        """Where the byte at a destination address was copied from last."""
+        for source, reads, writes in reversed(self.done):
+            hit = np.flatnonzero(
+                (writes[:, 2] == device_id) & (writes[:, 0] <= address) & (address <= writes[:, 0] + (writes[:, 1] - 1))
+            )
+            if hit.size:
+                start, _, device = reads[hit[-1]].tolist()
+                return f", copied from {locate(source, start + address - int(writes[hit[-1], 0]), device)}"
+        return ""
+
+    def settle_bytes(self) -> None:
+        """Report needed bytes that are wrong; missing ones unless a writer was left out (rule O2)."""
+        for code, wrong in (("VALUE", "wrong"), ("COVER", "missing")):
+            if self.num_wrong[code] and (self.complete or code != "COVER"):
+                self.fail(code, f"{count(self.num_wrong[code], 'byte')} {wrong}, first: {self.first_wrong[code]}")
+
+    def settle_writes(self, memory: FakeMemory) -> None:
+        """Report what was written twice, and by rule O1 what was written outside the request."""
+        worker = self.job.worker
+        writes = memory.writes(worker)
+        writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]
+        again = _again(writes)
+        if again.any():
+            first = int(np.flatnonzero(again)[0])
+            where = locate(worker, int(writes[first, 0]), int(writes[first, 2]))
+            self.fail("DISJOINT", f"{count(int(again.sum()), 'byte')} written again, first: {where}")
+        foreign = int(writes[:, 1].sum()) - int(again.sum()) - (self.num_needed - self.num_wrong["COVER"])
+        if foreign:
+            stray = self.stray(memory, writes)
+            self.fail("OWN", f"{count(foreign, 'byte')} written outside the request, first: {stray}")
+
+    def stray(self, memory: FakeMemory, writes: Words) -> str:
+        """The first byte written that the destination does not need."""
+        for view in self.views:
+            held = window(memory, self.job.worker, view, self.tensors[view.name], self.job.blocks.get(view.group))
+            for index, _ in held.chunks():
+                held.cells[index] = 0
+        for address, length, device in writes.tolist():
+            left = np.flatnonzero(memory.read(self.job.worker, address, length, device))
+            if left.size:
+                return locate(self.job.worker, address + int(left[0]), device)
+        raise AssertionError("a byte more was written than is needed, and is nowhere")
+
+    def tails(self) -> Iterator[Tail]:
+        """The slots of the request's blocks that no view needs, in spans."""
+        for group in self.job.worker.groups:
+            used = [at for view, at in zip(self.views, self.positions, strict=True) if view.group == group.name]
+            if used and (blocks := self.job.blocks.get(group.name)) is not None:
+                slots = group.tokens_per_block or 1
+                low = blocks.first * slots
+                free = np.ones(len(blocks.ids) * slots + 2, np.int8)
+                free[[0, -1]] = 0
+                for positions in used:
+                    free[local_slots(group, positions) - low + 1] = 0
+                ends = np.flatnonzero(np.diff(free)).reshape(-1, 2) + low
+                yield from (Tail(self.job.worker.label, group.name, start, stop) for start, stop in ends.tolist())
+
+    def fail(self, code: str, text: str) -> None:
+        self.failures.append((code, f"at {self.job.worker.label}: {text}"))
+
+
+def _again(writes: Words) -> npt.NDArray[np.uint64]:
+    """How many bytes of each range, in order of device and address, an earlier one has."""
+    again = np.zeros(len(writes), np.uint64)
+    for device in np.unique(writes[:, 2]):
+        here = np.flatnonzero(writes[:, 2] == device)
+        start, last = writes[here, 0], writes[here, 0] + (writes[here, 1] - np.uint64(1))
+        reach = np.maximum.accumulate(last)[:-1]
+        over = start[1:] <= reach
+        again[here[1:][over]] = (np.minimum(last[1:], reach) - start[1:])[over] + np.uint64(1)
+    return again
+
+
+def _spans(views: Iterable[View]) -> dict[str, dict[str, Span]]:
+    """By tensor and axis, the coordinates that views hold; an axis made of digits counts as whole."""
+    found: dict[str, dict[str, Span]] = {}
+    for view in views:
+        known = found.setdefault(view.name, {})
+        names = [axis.name for axis in view.axes]
+        for axis in view.axes:
+            low, high = known.get(axis.name, (axis.start, axis.stop))
+            digits = names.count(axis.name) > 1
+            known[axis.name] = (0, INT64_END) if digits else (min(low, axis.start), max(high, axis.stop))
+    return found
+
+
+def _joined(local: Words, remote: Words) -> Words:
+    """Paired ranges in order of local address, joined where they continue each other on both sides."""
+    pairs = np.concatenate([local, remote], axis=1)[np.lexsort((local[:, 0], local[:, 2]))]
+    ends = pairs[:, [0, 3]] + pairs[:, [1, 4]]
+    goes_on = (pairs[1:, [0, 3]] == ends[:-1]).all(1) & (pairs[1:, [2, 5]] == pairs[:-1, [2, 5]]).all(1)
+    first = np.flatnonzero(np.r_[np.ones(min(len(pairs), 1), bool), ~goes_on])
+    joined = pairs[first]
+    if first.size:
+        joined[:, [1, 4]] = np.add.reduceat(pairs[:, [1, 4]], first)
+    return joined
