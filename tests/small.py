@@ -32,7 +32,9 @@ def engine(
 ) -> tuple[Worker, ...]:
     """One worker per tensor-parallel rank and context rank; ``contexts`` is (size, interleave_tokens)."""
     return tuple(
-        worker(name, rank * contexts[0] + turn, rank, tp, heads, tokens, order, layers, blocks, Context(turn, *contexts))
+        worker(
+            name, rank * contexts[0] + turn, rank, tp, heads, tokens, order, layers, blocks, Context(turn, *contexts)
+        )
         for rank in range(tp)
         for turn in range(contexts[0])
     )

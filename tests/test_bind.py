@@ -38,7 +38,10 @@ def paired(ours, theirs, tokens, sizes):
 @pytest.mark.parametrize("tokens", [(0, 24), (0, 23), (5, 24), (7, 8), (11, 11), (0, 1), (13, 22)])
 def test_b1_blocks_pair_by_position(sizes, tokens):
     """B1, B2: any block sizes, any range: exactly its positions move, each to its own slot."""
-    (mine,), (other,) = engine("d", tokens=sizes[0], order="NH", blocks=40), engine("p", tokens=sizes[1], order="NH", blocks=40)
+    (mine,), (other,) = (
+        engine("d", tokens=sizes[0], order="NH", blocks=40),
+        engine("p", tokens=sizes[1], order="NH", blocks=40),
+    )
     rng = np.random.default_rng(1)
     ours, theirs = (Blocks(rng.permutation(40)[: -(-24 // size)]) for size in sizes)
     assert copies(plan_reads(mine, [other]), ours, theirs, tokens) == paired(ours, theirs, tokens, sizes)

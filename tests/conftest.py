@@ -1,0 +1,35 @@
+"""What tests share: the command line, run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+
+from kvplan.cli import main
+
+
+@attrs.frozen
+class Outcome:
+    """How one run of the command line ended, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line as a function of its arguments."""
+
+    def run(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return Outcome(status, out, err)
+
+    return run

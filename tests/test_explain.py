@@ -1,0 +1,172 @@
+"""explain: short, true, and equal layers told once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplan import (
+    Axis,
+    Blocks,
+    Context,
+    Group,
+    KVPlanError,
+    Region,
+    View,
+    Worker,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+)
+from kvplan.explain import explain, fold, intervals, size, sizes
+from kvplan.models import Model
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODEL = Model.from_config(CONFIG)
+PREFILL = MODEL.engine("prefill", tp=4, num_blocks=8)
+DECODE = MODEL.engine("decode", tp=2, num_blocks=8)
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (10239, "10239 bytes"),
+        (10240, "10 KiB"),
+        (1 << 20, "1 MiB"),
+        ((1 << 30) * 3 // 2, "1.5 GiB"),
+        (1 << 62, "4096 PiB"),
+    ],
+)
+def test_sizes_are_exact_or_in_binary_units(number: int, text: str) -> None:
+    """Small sizes are told to the byte, large ones in the unit that suits."""
+    assert size(number) == text
+
+
+def test_a_range_of_one_size_is_that_size() -> None:
+    """Two equal ends are told once."""
+    assert sizes(5, 5) == "5 bytes"
+    assert sizes(5, 6) == "5 bytes to 6 bytes"
+
+
+def test_names_fold_by_their_first_number() -> None:
+    """Names that differ in their first number fold; others stand alone, in order of appearance."""
+    assert fold(["a.2.k", "b", "a.0.k", "a.1.k", "a.1.v"]) == "a.0-2.k, b, a.1.v"
+
+
+def test_leading_zeros_are_kept() -> None:
+    """A number that is not written plainly is part of the name."""
+    assert fold(["layer.07", "layer.08"]) == "layer.07, layer.08"
+
+
+def test_names_of_other_scripts_do_not_fold() -> None:
+    """Digits of other scripts are letters of a name."""
+    assert fold(["layer.٣", "layer.²"]) == "layer.٣, layer.²"
+
+
+def test_intervals_are_in_order() -> None:
+    """Numbers are sorted, and repeats told once."""
+    assert intervals([5, 1, 0, 1]) == "0-1,5"
+
+
+def test_a_worker_tells_equal_layers_once() -> None:
+    """A worker has a line for each group, and one for all regions and views of one geometry."""
+    lines = explain(PREFILL[1]).splitlines()
+    assert lines[0] == str(PREFILL[1])
+    assert lines[1] == "  group attn: 16 tokens a block"
+    assert sum("region" in line for line in lines[1:]) == 1
+    assert [line for line in lines if "view" in line][1].startswith("  views layers.0-2.attn in group attn: bfloat16, ")
+    assert "    head [0, 1) of 2 step 0" in lines
+
+
+def test_views_that_differ_are_told_apart() -> None:
+    """K and V in views of their own are two lines of views."""
+    split = MODEL.engine("split", kv="split", num_blocks=8)[0]
+    assert explain(split).count("views layers.0-2.attn in group attn") == 2
+
+
+def test_a_read_plan_lists_the_workers_that_it_reads_from() -> None:
+    """A plan names the remote workers that move bytes, and no others."""
+    lines = explain(plan_reads(DECODE[1], PREFILL)).splitlines()
+    assert lines[0] == "decode/1 reads from 4 workers"
+    assert all(line.startswith("  <- prefill/") for line in lines[1:])
+    assert not any("prefill/0" in line or "prefill/1" in line for line in lines)
+
+
+def test_a_write_plan_points_the_other_way() -> None:
+    """A plan that writes says so."""
+    lines = explain(plan_writes(PREFILL[0], DECODE, PREFILL[1:])).splitlines()
+    assert lines[0] == "prefill/0 writes to 2 workers"
+    assert all(line.startswith("  -> decode/") for line in lines[1:])
+
+
+def test_a_mesh_counts_completions() -> None:
+    """A mesh tells each plan, and how many completions each source awaits."""
+    mesh = plan_mesh(DECODE, PREFILL)
+    text = explain(mesh)
+    assert text.startswith("2 destinations, 4 sources\n  decode/0 reads from 4 workers\n")
+    awaited = sum(mesh.completions.values())
+    moving = sum(bool(len(pair.local_table.rows)) for plan in mesh.plans for pair in plan.pairs)
+    assert awaited == moving
+    assert text.count(" <- ") == moving
+
+
+def test_a_spec_tells_what_moves() -> None:
+    """A spec tells bytes, descriptors and their lengths; one that moves nothing says so."""
+    blocks = {"attn": Blocks([3, 5])}
+    specs = plan_reads(DECODE[0], PREFILL).bind(local=blocks, remote=blocks, tokens=(0, 20))
+    texts = [explain(spec) for spec in specs]
+    moving = [(spec, text) for spec, text in zip(specs, texts, strict=True) if spec.num_bytes]
+    assert moving
+    for spec, text in moving:
+        assert text.startswith(f"decode/0 <- {spec.remote[0]}/{spec.remote[1]}: {size(spec.num_bytes)} in ")
+        assert f" {spec.num_descriptors} descriptors of " in text
+    assert "decode/0 <- prefill/3: nothing" in texts
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (Axis("head", 4, 8, 8, 4096), "axis head [4, 8) of 8 step 4096"),
+        (Region("kv", 4096, 512), "region kv: 512 bytes at 0x1000, DRAM 0"),
+        (Group("state"), "group state: one state a block"),
+        (Group("attn", 1), "group attn: 1 token a block"),
+        (Context(), "context: one worker"),
+        (Context(1, 2), "context: worker 1 of 2 in turns of 1 position"),
+        (Blocks([4, 9], first=3), "blocks [3, 5) of a request: ids 4, 9"),
+        (Blocks(range(100)), "blocks [0, 100) of a request: ids 0, 1, 2, 3, 4, 5, 6, 7, ... 99"),
+        (KVPlanError("INT", "count", expected="1", got="2"), "INT: cannot count: expected 1, got 2"),
+        (
+            View("k", "attn", "kv", "uint8", [Axis("token", 0, 4, 4, 1)], 1, 0),
+            "view k in group attn: uint8, 4 bytes in each of 1 block, step 0\n  token [0, 4) of 4 step 1",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_small_value_is_a_line(value: object, text: str) -> None:
+    """Each value class has a short form."""
+    assert explain(value) == text
+
+
+def test_tables_and_pairs_tell_their_rows() -> None:
+    """A pair tells whom it is with, and both sides' rows are counted by length."""
+    pair = plan_reads(DECODE[0], PREFILL).pairs[0]
+    assert explain(pair).startswith("pair with prefill/0: ")
+    assert explain(pair.local_table).startswith(f"table: {pair.local_table.num_ids} ids in ")
+
+
+def test_other_values_are_refused() -> None:
+    """What is no value of kvplan is refused by its type."""
+    with pytest.raises(KVPlanError, match="TYPE: cannot explain a value: expected a value of kvplan, got dict"):
+        explain({})
+
+
+def test_a_worker_without_views_is_explained() -> None:
+    """A worker that keeps nothing is a line."""
+    assert explain(Worker("e", 0, [], [], [])) == "e/0: 0 views of 0 tensors in 0 regions, 0 groups"

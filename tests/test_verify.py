@@ -1,0 +1,314 @@
+"""verify: a right plan passes; every kind of fault is found, and named by coordinates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import (
+    Axis,
+    Blocks,
+    Group,
+    KVPlanError,
+    ReadSpec,
+    Region,
+    TransferPlan,
+    View,
+    Worker,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+    verify,
+)
+from tests.edits import Ranges, edited, edited_specs
+from tests.small import engine
+
+REQUEST: dict[str, Any] = {
+    "local": {"attn": Blocks([7, 3, 5])},
+    "remote": {"attn": Blocks([2, 9, 4])},
+    "tokens": (1, 11),
+}
+NUM_BYTES = 10 * 2 * 4 * 16  # positions, layers, heads, bytes of a head
+
+
+def reads(tp: int = 2) -> TransferPlan:
+    """One worker that reads all heads, token-major, from an engine of two head-major workers."""
+    (destination,) = engine("decode", order="NH")
+    return plan_reads(destination, engine("prefill", tp))
+
+
+def report_of(plan: TransferPlan, **changed: Any) -> Any:
+    return verify(plan, **{**REQUEST, **changed})
+
+
+def codes(report: Any) -> list[str]:
+    return [code for code, _ in report.failures]
+
+
+def test_a_right_plan_is_verified() -> None:
+    """All promises hold, the bytes are counted, and the slots left alone are listed."""
+    report = report_of(reads())
+    assert report.ok
+    assert report.num_bytes == NUM_BYTES
+    assert report.promises == dict.fromkeys(("VALUE", "COVER", "DISJOINT", "BOUNDS", "OWN", "IDS"), True)
+    assert [str(tail) for tail in report.tails] == ["decode/0 attn [0, 1)", "decode/0 attn [11, 12)"]
+
+
+def test_an_empty_request_is_verified() -> None:
+    """Nothing to move is moved."""
+    report = report_of(reads(), tokens=(3, 3))
+    assert report.ok
+    assert (report.num_bytes, report.num_tail_slots) == (0, 12)
+
+
+def test_a_wrong_head_is_named_on_both_sides() -> None:
+    """Bytes of head 1 in the place of head 0: what should be there, what is, and where it came from."""
+
+    def swap(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        remote[[0, 1]] = remote[[1, 0]]
+        return local, remote
+
+    report = report_of(edited(reads(), swap, REQUEST))
+    assert codes(report) == ["IDS", "VALUE"]
+    ours, theirs = 1 << 40, 1 << 40
+    destination, source = ours + 3 * 256 + 0 * 64, theirs + 9 * 128 + 1 * 64
+    assert report.failures[1][1] == (
+        "at decode/0: 32 bytes wrong, first: "
+        "layers.0 dim 0 head 0 kv 0 byte 0 of position 4 "
+        f"(layers.0 dim 0 head 0 kv 0 byte 0 in group attn block 3 slot 0, address {destination:#x} of decode/0) "
+        "holds layers.0 dim 0 head 1 kv 0 byte 0 of position 4, copied from "
+        f"layers.0 dim 0 head 1 kv 0 byte 0 in group attn block 9 slot 0, address {source:#x} of prefill/0"
+    )
+
+
+def test_a_dropped_descriptor_is_found() -> None:
+    """A byte that nobody writes breaks COVER, and is named."""
+    plan = edited(reads(), lambda local, remote: (local[1:], remote[1:]), REQUEST)
+    report = report_of(plan)
+    assert codes(report) == ["IDS", "COVER"]
+    assert "16 bytes missing, first: layers.0 dim 0 head 0 kv 0 byte 0 of position 4 " in report.failures[1][1]
+    assert report.failures[1][1].endswith("of decode/0) was never written")
+
+
+def test_a_byte_written_twice_is_found() -> None:
+    """The same right bytes written again break DISJOINT and nothing else."""
+    plan = edited(
+        reads(), lambda local, remote: (local[[0, *range(len(local))]], remote[[0, *range(len(local))]]), REQUEST
+    )
+    report = report_of(plan)
+    assert codes(report) == ["IDS", "DISJOINT"]
+    assert "16 bytes written again, first: layers.0 dim 0 head 0 kv 0 byte 0 in group attn" in report.failures[1][1]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_range_outside_its_region_is_found(side: int) -> None:
+    """The copy of that pair is not carried out: BOUNDS, and its bytes are missing."""
+
+    def leave(*ranges: Ranges) -> tuple[Ranges, Ranges]:
+        ranges[side][0, 0] -= np.uint64(1 << 39)
+        return ranges[0], ranges[1]
+
+    report = report_of(edited(reads(), leave, REQUEST))
+    assert codes(report) == ["IDS", "BOUNDS", "COVER"]
+    assert f"{NUM_BYTES // 2} bytes missing" in report.failures[2][1]
+
+
+def test_a_write_outside_the_requests_blocks_is_found() -> None:
+    """Right bytes, one copy too many, in a block of another request: OWN."""
+
+    def stray(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        extra = local[:1] + np.array([(256, 0, 0)], np.uint64)
+        return np.concatenate([local, extra]), np.concatenate([remote, remote[:1]])
+
+    report = report_of(edited(reads(), stray, REQUEST))
+    assert codes(report) == ["IDS", "OWN"]
+    assert "16 bytes written outside the request, first: layers.0 dim 0 head 0 kv 0" in report.failures[1][1]
+    assert "block 4 slot 0" in report.failures[1][1]
+
+
+def test_a_write_to_a_slot_out_of_the_range_is_found() -> None:
+    """A slot of a visible block, but not of the token range, is not the request's to write."""
+    whole = reads().bind(**{**REQUEST, "tokens": (0, 11)})
+    report = report_of(edited_specs(reads(), *whole))
+    assert codes(report) == ["OWN"]
+    assert f"{2 * 4 * 16} bytes written outside the request" in report.failures[0][1]
+    assert "block 7 slot 0" in report.failures[0][1]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_shift_by_one_byte_is_found(side: int) -> None:
+    """One byte off in source or destination is wrong."""
+
+    def shift(*ranges: Ranges) -> tuple[Ranges, Ranges]:
+        ranges[side][0, 0] += np.uint64(1)
+        return ranges[0], ranges[1]
+
+    report = report_of(edited(reads(), shift, REQUEST))
+    assert "VALUE" in codes(report)
+
+
+def test_bytes_of_no_needed_position_are_told_from_missing_ones() -> None:
+    """What was copied from a slot outside the range is wrong, not missing, and where it came from is said."""
+
+    def from_slot_0(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        first = np.flatnonzero(remote[:, 0] == (1 << 40) + 2 * 128 + 16)
+        remote[first, 0] -= np.uint64(16)
+        return local, remote
+
+    report = report_of(edited(reads(), from_slot_0, REQUEST))
+    assert codes(report) == ["IDS", "VALUE"]
+    assert "16 bytes wrong" in report.failures[1][1]
+    assert "of position 1 (" in report.failures[1][1]
+    assert "holds what is no part of the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
+    assert "block 2 slot 0" in report.failures[1][1]
+
+
+def test_blocks_paired_by_list_head_are_found() -> None:
+    """A destination that has a prefix already must not get the prefix's bytes again."""
+    request = {**REQUEST, "local": {"attn": Blocks([3, 5], first=1)}, "tokens": (4, 11)}
+    unaware = reads().bind(**{**REQUEST, "local": {"attn": Blocks([3, 5])}, "tokens": (0, 7)})
+    report = verify(edited_specs(reads(), *unaware), **request)
+    assert codes(report) == ["VALUE"]
+    assert "of position 4 (" in report.failures[0][1]
+    assert "holds what is no part of the request" in report.failures[0][1]
+
+
+def test_tensors_paired_by_place_are_found() -> None:
+    """Layer 1 in the place of layer 0 is wrong, although the geometry is the same."""
+    renamed = attrs.evolve(
+        engine("prefill")[0],
+        views=[attrs.evolve(view, name=f"layers.{1 - i}") for i, view in enumerate(engine("prefill")[0].views)],
+    )
+    (destination,) = engine("decode")
+    specs = plan_reads(destination, [renamed]).bind(**REQUEST)
+    report = report_of(edited_specs(plan_reads(destination, engine("prefill")), *specs))
+    assert codes(report) == ["VALUE"]
+    assert "first: layers.0 dim 0 head 0 kv 0 byte 0 of position 1 (" in report.failures[0][1]
+    assert "holds layers.1 dim 0 head 0 kv 0 byte 0 of position 1," in report.failures[0][1]
+
+
+def test_ids_that_disagree_with_the_descriptors_are_found() -> None:
+    """Right descriptors do not hide wrong ids: those are what a transfer library gets."""
+    plan = reads()
+    specs = list(plan.bind(**REQUEST))
+    whole = edited(plan, lambda local, remote: (local, remote), REQUEST)
+    wrong = attrs.evolve(whole.bind()[0], remote_ids=specs[0].remote_ids[::-1])
+    report = report_of(edited_specs(plan, wrong, specs[1]))
+    assert codes(report) == ["IDS"]
+    outside = attrs.evolve(whole.bind()[0], local_ids=specs[0].local_ids + np.int32(10_000))
+    assert "IDS" in codes(report_of(edited_specs(plan, outside, specs[1])))
+
+
+def test_a_spec_that_names_another_worker_is_found() -> None:
+    """A copy goes where its spec says, not where the plan lists it."""
+    plan = reads()
+    first, second = plan.bind(**REQUEST)
+    moved = ReadSpec(**{f.name: getattr(first, f.name) for f in attrs.fields(ReadSpec)} | {"remote": ("prefill", 9)})
+    report = report_of(edited_specs(plan, moved, second))
+    assert codes(report) == ["BOUNDS", "COVER"]
+    assert "prefill/9" in report.failures[0][1]
+
+
+def test_writes_are_verified_together() -> None:
+    """The writes of both sources cover what the destination needs."""
+    destinations, sources = engine("decode", order="NH"), engine("prefill", 2)
+    plans = [plan_writes(w, destinations, [s for s in sources if s is not w]) for w in sources]
+    report = verify(plans, local=REQUEST["remote"], remote=REQUEST["local"], tokens=REQUEST["tokens"])
+    assert report.ok
+    assert report.num_bytes == NUM_BYTES
+    assert "COVER" in report.checked
+
+
+def test_one_of_two_writers_is_verified_without_cover() -> None:
+    """Half of the bytes are right, and nobody says that the rest is missing."""
+    sources = engine("prefill", 2)
+    plan = plan_writes(sources[0], engine("decode"), sources[1:])
+    report = verify(plan, local=REQUEST["remote"], remote=REQUEST["local"], tokens=REQUEST["tokens"])
+    assert report.ok
+    assert report.num_bytes == NUM_BYTES // 2
+    assert "COVER" not in report.checked
+
+
+def test_one_of_two_writers_must_not_stray() -> None:
+    """OWN and VALUE are checked for a part of the writers too."""
+    sources = engine("prefill", 2)
+    request = {"local": REQUEST["remote"], "remote": REQUEST["local"], "tokens": REQUEST["tokens"]}
+    plan = plan_writes(sources[0], engine("decode"), sources[1:])
+
+    def shift(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        remote[0, 0] += np.uint64(256)
+        return local, remote
+
+    report = verify(edited(plan, shift, request), **request)
+    assert "OWN" in codes(report)
+    assert "COVER" not in codes(report)
+
+
+def test_the_same_bytes_from_two_plans_are_written_twice() -> None:
+    """Plans verified together share their destinations."""
+    report = verify([reads(), reads()], **REQUEST)
+    assert codes(report) == ["DISJOINT"]
+    assert f"{NUM_BYTES} bytes written again" in report.failures[0][1]
+
+
+def test_a_mesh_is_verified_worker_by_worker() -> None:
+    """Failures and tails name the destination worker."""
+    mesh = plan_mesh(engine("decode", 4, order="NH"), engine("prefill", 2, tokens=3))
+    report = verify(mesh, local=REQUEST["local"], remote={"attn": Blocks([2, 9, 4, 0])}, tokens=(1, 11))
+    assert report.ok
+    assert (report.num_workers, report.num_bytes) == (4, NUM_BYTES)
+    assert {tail.worker for tail in report.tails} == {f"decode/{rank}" for rank in range(4)}
+
+
+def test_tensors_not_transferred_are_not_needed() -> None:
+    """What the caller excludes is neither needed nor covered."""
+    (destination,) = engine("decode")
+    plan = plan_reads(destination, engine("prefill"), not_transferred=["layers.1"])
+    report = report_of(plan)
+    assert report.ok
+    assert report.num_bytes == NUM_BYTES // 2
+
+
+def state_worker(engine_id: str) -> Worker:
+    axes = (Axis("dim", 0, 3, 3, 4),)
+    paged = View("layers.0", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 1),), 9, 4)
+    return Worker(
+        engine_id,
+        0,
+        [Region("ssm", 1 << 41, 9 * 12), Region("kv", 1 << 42, 36)],
+        [Group("state"), Group("attn", 4)],
+        [View("layers.1", "state", "ssm", "float32", axes, 9, 12), paged],
+    )
+
+
+@pytest.mark.parametrize(("tokens", "states"), [((0, 7), 3), (None, 3), ({"attn": (0, 7), "state": (1, 2)}, 1)])
+def test_states_count_by_block(tokens: Any, states: int) -> None:
+    """One range is for tokens alone; a range of a state group counts states."""
+    plan = plan_reads(state_worker("decode"), [state_worker("prefill")])
+    local = {"attn": Blocks([3, 1]), "state": Blocks([8, 0, 2])}
+    remote = {"attn": Blocks([0, 8]), "state": Blocks([4, 5, 6])}
+    report = verify(plan, local=local, remote=remote, tokens=tokens)
+    assert report.ok, str(report)
+    assert report.num_bytes == states * 12 + (8 if tokens is None else 7)
+    assert sum(tail.stop - tail.start for tail in report.tails if tail.group == "state") == 3 - states
+
+
+def test_a_request_that_bind_refuses_is_refused() -> None:
+    """Verification begins where binding ends; a group that no worker has is refused as bind does."""
+    with pytest.raises(KVPlanError) as caught:
+        report_of(reads(), tokens=(0, 99))
+    assert caught.value.code == "BLOCKS"
+    with pytest.raises(KVPlanError) as caught:
+        report_of(reads(), local={"attn": Blocks([7, 3, 5]), "atn": Blocks([1])})
+    assert caught.value.code == "NAME"
+
+
+def test_two_destinations_of_one_name_are_refused() -> None:
+    """Plans verified together must mean the same worker by the same label."""
+    other = plan_reads(engine("decode", blocks=11)[0], engine("prefill"))
+    with pytest.raises(KVPlanError) as caught:
+        verify([reads(), other], **REQUEST)
+    assert caught.value.code == "WORKER"
