@@ -40,8 +40,8 @@ MAX_SEGMENTS: Final = 1 << 20
 def shown(value: Any) -> str:
     """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
 
-    >>> print(shown(None), shown(np.float64(2)), shown(np.arange(3)))
-    None 2.0 a value of type ndarray
+    >>> print(shown(None), shown(np.float64(2)), shown((1, 2)), shown(np.arange(3)), sep=", ")
+    None, 2.0, a tuple of 2, a value of type ndarray
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -50,6 +50,10 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:80]}..."
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
+    if isinstance(value, tuple | list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
     return f"a value of type {type(value).__name__}"
 
 
@@ -96,11 +100,11 @@ def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
     try:
         items = iter(values)
     except TypeError:
-        raise wrong_type(what, f"values of type {kind.__name__}", values) from None
+        raise wrong_type(what, f"a sequence of {kind.__name__} values", values) from None
     made = tuple(items)
     for item in made:
         if not isinstance(item, kind):
-            raise wrong_type(what, f"values of type {kind.__name__}", item)
+            raise wrong_type(what, f"{kind.__name__} values only", item)
     return made
 
 
@@ -181,6 +185,11 @@ class Segments:
         last = np.append(first[1:], self.start.size) - 1
         return tuple(zip(self.start[first].tolist(), self.stop[last].tolist(), strict=True))
 
+    def steps(self, start: int, stop: int, step: int) -> bool:
+        """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""
+        i = int(np.searchsorted(self.start, start, "right")) - 1
+        return stop - start == 1 or (stop <= self.stop[i] and self.stride[i] == step)
+
     def at(self, coordinate: Ints) -> Ints:
         """The byte offset of each coordinate, which must be covered."""
         i = np.searchsorted(self.start, coordinate, "right") - 1
@@ -220,7 +229,9 @@ def segments(digits: Sequence[Axis]) -> Segments:
         width *= digit.size
     first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
     pieces = np.diff(first, append=start.size)
-    return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=np.full_like(first, stride))
+    return Segments(
+        start=start[first], length=length * pieces, offset=offset[first], stride=np.full_like(first, stride)
+    )
 
 
 def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
@@ -251,4 +262,6 @@ def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
     >>> global_sizes((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
     {'token': 528, 'dim': 128}
     """
-    return {key: math.prod(axis.size for axis in axes if axis.name == key) for key in dict.fromkeys(a.name for a in axes)}
+    return {
+        key: math.prod(axis.size for axis in axes if axis.name == key) for key in dict.fromkeys(a.name for a in axes)
+    }

@@ -51,13 +51,14 @@ class Cell:
     """What one source view sends to one destination view, for every tensor of a match.
 
     ``destination`` and ``source`` index the match's views; ``parts`` has every axis, the token axis last and in
-    positions of a cycle of all contexts.
+    positions of a cycle of all contexts, ``every`` positions long.
     """
 
     match: Match
     destination: int
     source: int
     parts: Mapping[str, Part]
+    every: int
 
 
 def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worker]) -> tuple[Cell, ...]:
@@ -68,10 +69,10 @@ def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worke
     for one in matches:
         worker = np.array([i for i, _ in one.sources])
         for i in range(len(one.destination)):
-            axes = parts(one, i)
+            axes, every = parts(one, i), _cycle(one, i)
             for product in itertools.product(*axes.values()):
                 holders = np.logical_and.reduce([part.held for part in product])
-                cell = Cell(match=one, destination=i, source=-1, parts=dict(zip(axes, product, strict=True)))
+                cell = Cell(one, i, -1, dict(zip(axes, product, strict=True)), every)
                 found.append(cell)
                 held.append(np.isin(np.arange(len(sources)), worker[holders]))
                 if not holders.any():
@@ -99,7 +100,16 @@ def parts(found: Match, destination: int) -> dict[str, list[Part]]:
         for axis in ours.sizes
         if axis != TOKEN
     }
-    every = cycle(ours.group, *(side.group for side in theirs))
+    position = np.arange(_cycle(found, destination), dtype=np.int64)
+    mine = position[holds(ours.group, position)]
+    held = np.stack([holds(side.group, mine) for side in theirs], axis=1)
+    result[TOKEN] = _alike(np.stack([mine, mine + 1], axis=1), held)
+    return result
+
+
+def _cycle(found: Match, destination: int) -> int:
+    """After how many positions it is the same workers' turn again, of all that a match concerns."""
+    every = cycle(found.destination[destination].group, *(geometry.group for _, geometry in found.sources))
     if every > MAX_SEGMENTS:
         raise KVPlanError(
             "RANGE",
@@ -108,11 +118,7 @@ def parts(found: Match, destination: int) -> dict[str, list[Part]]:
             got=f"{every}",
             cycle=every,
         )
-    position = np.arange(every, dtype=np.int64)
-    mine = position[holds(ours.group, position)]
-    held = np.stack([holds(side.group, mine) for side in theirs], axis=1)
-    result[TOKEN] = _alike(np.stack([mine, mine + 1], axis=1), held)
-    return result
+    return every
 
 
 def _parts(ours: Segments, theirs: Sequence[Segments]) -> list[Part]:
@@ -175,10 +181,9 @@ def _view(cell: Cell, owner: int) -> int:
 def _describe(cell: Cell) -> str:
     """What a cell is, without the axes that it has whole."""
     ours, names = cell.match.destination[cell.destination], cell.match.names
-    every = cycle(ours.group, *(geometry.group for _, geometry in cell.match.sources))
-    sizes = {**ours.sizes, TOKEN: every}
+    sizes = {**ours.sizes, TOKEN: cell.every}
     shown = [
-        f"positions {part} of every {every}" if axis == TOKEN else f"{axis} {part} of {sizes[axis]}"
+        f"positions {part} of every {cell.every}" if axis == TOKEN else f"{axis} {part} of {sizes[axis]}"
         for axis, part in cell.parts.items()
         if part.size < sizes[axis]
     ]

@@ -19,14 +19,15 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan.align import cycle, period, repeated, stand
+from kvplan.align import period, repeated, stand
 from kvplan.axes import Ints, Segments, heads
 from kvplan.cells import Cell
 from kvplan.errors import KVPlanError
 from kvplan.views import TOKEN, Geometry, Group
 
-MAX_LISTED: Final = 1 << 22
-"""Runs of one token that are listed at once; strands with more runs in a period move token by token."""
+MAX_LISTED: Final = 1 << 20
+"""At most so many runs of one token are listed, and so many positions or runs of one period. Strands of a longer
+period move token by token."""
 
 
 @attrs.frozen(eq=False)
@@ -85,7 +86,7 @@ def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
         ours, theirs = _sides(cell)
         token = [tuple(a for a in side.axes if a.name == TOKEN) for side in (ours, theirs)]
         blocks = [(side.block_stride_bytes, side.num_blocks) for side in (ours, theirs)]
-        alike = (*token, *blocks, cell.parts[TOKEN].intervals.tobytes())
+        alike = (*token, *blocks, cell.every, cell.parts[TOKEN].intervals.tobytes())
         by_groups.setdefault((ours.group, theirs.group), {}).setdefault(alike, []).append(cell)
     return tuple(_section(groups, [_lane(cells) for cells in lanes.values()]) for groups, lanes in by_groups.items())
 
@@ -101,7 +102,12 @@ def content(cell: Cell) -> tuple[Ints, int]:
     axes = [axis for axis in cell.parts if axis != TOKEN]
     for axis in sorted(axes, key=lambda axis: int(ours.segments[axis].stride[0])):
         part, sides = cell.parts[axis], (ours.segments[axis], theirs.segments[axis])
-        if listed.shape[1] * part.size > MAX_LISTED:
+        (start, stop), *more = part.intervals.tolist()
+        if not more and all(side.steps(start, stop, length) for side in sides):
+            length, coordinate = length * part.size, np.array([start])
+        elif listed.shape[1] * part.size <= MAX_LISTED:
+            coordinate = np.concatenate([np.arange(*interval) for interval in part.intervals])
+        else:
             raise KVPlanError(
                 "RANGE",
                 f"list the runs of tensor {cell.match.names[0]!r}",
@@ -109,17 +115,7 @@ def content(cell: Cell) -> tuple[Ints, int]:
                 got=f"{listed.shape[1] * part.size} or more",
                 axis=axis,
             )
-        ends = part.intervals[0] - [0, 1]
-        at = np.stack([side.at(ends) for side in sides])
-        steady = all(
-            np.searchsorted(side.start, ends[1], "right") == np.searchsorted(side.start, ends[0], "right")
-            for side in sides
-        )
-        if len(part.intervals) == 1 and steady and (at[:, 1] - at[:, 0] == (part.size - 1) * length).all():
-            length, at = length * part.size, at[:, :1]
-        else:
-            coordinate = np.concatenate([np.arange(start, stop) for start, stop in part.intervals])
-            at = np.stack([side.at(coordinate) for side in sides])
+        at = np.stack([side.at(coordinate) for side in sides])
         listed = (listed[:, :, None] + at[:, None, :]).reshape(2, -1)
     return listed, length
 
@@ -161,11 +157,10 @@ def _lane(cells: Sequence[Cell]) -> Lane:
         )
     spans = _all(found)
     order, first = join([*spans.region], spans.offset, spans.length)
-    groups = [sides[0].group, *(geometry.group for _, geometry in cells[0].match.sources)]
     return Lane(
         token=(sides[0].segments[TOKEN], sides[1].segments[TOKEN]),
         carried=cells[0].parts[TOKEN].intervals[:, 0],
-        every=cycle(*groups),
+        every=cells[0].every,
         strands=spans.take(order[first], length=np.add.reduceat(spans.length[order], first)),
         joined=False,
     )

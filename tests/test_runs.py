@@ -1,8 +1,10 @@
 """Runs (R)."""
 
+import attrs
 import numpy as np
 import pytest
 
+from kvplan import Blocks, plan_reads
 from kvplan.cells import cells
 from kvplan.match import match
 from kvplan.runs import join, sections
@@ -109,3 +111,15 @@ def test_r2_spans_of_different_regions_are_not_joined():
     offset, length = np.array([[0, 8], [0, 8]]), np.array([8, 8])
     assert len(join([np.array([0, 0])], offset, length)[1]) == 1
     assert len(join([np.array([0, 1])], offset, length)[1]) == 2
+
+
+def test_r4_positions_of_different_cycles_are_different_lanes() -> None:
+    """Tensors of one pair of groups may have sources of other contexts: what "position 0" recurs with then differs."""
+    (ours,) = engine("d", layers=2)
+    whole, *halves = engine("p", layers=2)[0], *engine("q", layers=2, contexts=(2, 1))
+    first = attrs.evolve(whole, views=whole.views[:1])
+    second = [attrs.evolve(half, views=half.views[1:]) for half in halves]
+    plan = plan_reads(ours, [first, *second])
+    table = {"attn": Blocks([3, 1])}
+    specs = plan.bind(local=table, remote=table, tokens=(0, 8))
+    assert [spec.num_bytes for spec in specs] == [8 * 4 * HEAD_BYTES, 4 * 4 * HEAD_BYTES, 4 * 4 * HEAD_BYTES]
