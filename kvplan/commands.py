@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -21,19 +23,24 @@ from kvplan.explain import explain, intervals, size
 from kvplan.models import Model
 from kvplan.plan import plan_mesh
 from kvplan.sides import Side, token_range
-from kvplan.trials import Request, Trial, lengths_of
+from kvplan.trials import Request, Trial, lengths_of, memory_needed
 
-WIDTH: Final = 120
-"""Columns of a table that is written to a pipe or a file."""
+WIDE: Final = 120
+"""Columns that the demo's whole table takes. A narrower terminal gets less of it, a pipe or a file all."""
+
+COLUMNS: Final = ("model", "prefill", "decode", "workers", "descriptors", "of bytes", "moved", "verified")
 
 POOL: Final = 4096
 """Blocks of an engine that is only explained, where a side doesn't say."""
 
 INTRODUCTION: Final = """\
-kvplan moves one request of {tokens} tokens from a prefill engine to a decode engine of another shape, for
-each line below: it plans the pair, binds scattered blocks, and copies real byte ranges in fake memory.
-Verified means that every byte of every decode worker's blocks was checked by its coordinates: each byte of
-the request is the one that belongs there, was written exactly once, and no other byte was written.
+One request of {tokens} tokens moves from a prefill engine to a decode engine of
+another shape, on each line below: kvplan plans the pair, binds scattered blocks,
+and copies the byte ranges in fake memory.
+
+Verified means that every byte of the decode workers' blocks was checked by its
+coordinates. Each byte of the request is the one that belongs there and was
+written once, and no other byte was written.
 """
 
 
@@ -126,12 +133,28 @@ def verify_command(model: str, src: str, dst: str, tokens: str, as_json: bool) -
     """
     source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
     start, stop = token_range(tokens, "--tokens")
-    trial = Trial.of(Request.of(load(model), source, destination, (start, stop)))
+    request = Request.of(load(model), source, destination, (start, stop))
+    _check_memory(request)
+    trial = Trial.of(request)
     if as_json:
         _echo_json({"model": model, "tokens": [start, stop], **trial.to_json()})
     else:
         _print_trial(f"{model}, {source} -> {destination}, positions [{start}, {stop})", trial)
     return 0 if trial.report.ok else 1
+
+
+def _check_memory(request: Request) -> None:
+    """Refuse what this machine can't hold, before it stalls."""
+    needed, there = memory_needed(request), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise KVPlanError(
+            "MEMORY",
+            "carry out the transfer",
+            expected=f"at most {there} bytes of memory for its labels, what this machine has",
+            got=f"{needed}",
+            hint="fewer tokens, or more destination workers",
+            needed=needed,
+        )
 
 
 def _print_trial(title: str, trial: Trial) -> None:
@@ -177,35 +200,42 @@ def demo_command() -> int:
     """Move one request between pairs of engines that differ, on real model geometry, and check every byte."""
     start, stop = demo.TOKENS
     terminal = Console().is_terminal
-    console = Console() if terminal else Console(width=WIDTH)
+    console = Console() if terminal else Console(width=WIDE)
     console.print(INTRODUCTION.format(tokens=f"{stop - start:,}"), soft_wrap=True)
-    table = Table("model", "prefill", "decode", header_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("workers", "descriptors", "of bytes", "moved", "verified"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = COLUMNS if console.width >= WIDE else [key for key in COLUMNS if key not in ("workers", "moved")]
+    table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
+    for key in columns:
+        sides = key in ("prefill", "decode")
+        table.add_column(key, justify="left" if sides or key == "model" else "right", no_wrap=not sides)
     all_ok = True
-    with Live(table, console=console, auto_refresh=False) as live:
+    with Live(table, console=console, auto_refresh=False) if terminal else nullcontext() as live:
         for case, trial in demo.trials():
-            table.add_row(*_row(case, trial))
+            row = _row(case, trial)
+            table.add_row(*(row[key] for key in columns))
             all_ok = all_ok and trial.report.ok
-            live.refresh()
+            if live:
+                live.refresh()
+    if not terminal:
+        console.print(table)
     return 0 if all_ok else 1
+
+
+def _row(case: demo.Case, trial: Trial) -> dict[str, str | Text]:
+    """One line of the demo, by column."""
+    report = trial.report
+    lengths = sorted({length for pair in trial.pairs for length in pair.lengths})
+    return {
+        "model": case.model,
+        "prefill": _words(case.src),
+        "decode": _words(case.dst),
+        "workers": f"{len(trial.request.sources)} -> {len(trial.request.destinations)}",
+        "descriptors": f"{report.num_descriptors:,}",
+        "of bytes": "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
+        "moved": size(report.num_bytes),
+        "verified": Text("yes", style="green") if report.ok else Text(f"NO: {report.failures[0][0]}", style="bold red"),
+    }
 
 
 def _words(side: str) -> str:
     """A side in fewer letters, for a column of a table."""
     return side.replace("layout=", "").replace(",", " ")
-
-
-def _row(case: demo.Case, trial: Trial) -> tuple[str | Text, ...]:
-    report = trial.report
-    lengths = sorted({length for pair in trial.pairs for length in pair.lengths})
-    return (
-        case.model,
-        _words(case.src),
-        _words(case.dst),
-        f"{len(trial.request.sources)} -> {len(trial.request.destinations)}",
-        f"{report.num_descriptors:,}",
-        " - ".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
-        size(report.num_bytes),
-        Text("yes", style="green") if report.ok else Text(f"NO: {report.failures[0][0]}", style="bold red"),
-    )

@@ -11,7 +11,7 @@ from kvplan.models import Model
 from kvplan.sides import Side
 from kvplan.trials import Request, Trial
 
-TOKENS: Final = (0, 200)
+TOKENS: Final = (0, 150)
 
 TWELVE_HEADS: Final = "12 KV heads"
 """A geometry and no model: what 2 and 3 workers share without either count dividing the other."""
@@ -28,8 +28,8 @@ class Case:
 
 CASES: Final = (
     Case("llama-3.1-8b", "tp=2", "tp=8"),
-    Case("llama-3.1-8b", "tp=8,block=16", "tp=8,block=64"),
-    Case("llama-3.1-8b", "tp=8,block=64", "tp=8,block=16"),
+    Case("llama-3.1-8b", "tp=2,block=16", "tp=2,block=64"),
+    Case("llama-3.1-8b", "tp=2,block=64", "tp=2,block=16"),
     Case("llama-3.1-70b", "tp=16", "tp=4"),
     Case("qwen3-0.6b", "tp=1,layout=LBNHC", "tp=2,layout=LBHNC"),
     Case("qwen3-32b", "pp=2,tp=4,layout=LBNHC", "tp=8,block=64,layout=BLHNC"),

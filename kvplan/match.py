@@ -35,9 +35,7 @@ class Match:
     places: Ints
 
 
-def match(
-    destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()
-) -> tuple[Match, ...]:
+def match(destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
     """The matches of a destination with sources. Raises ``TENSOR``, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
     workers = (destination, *sources)
     offers = [(worker.tensors, worker.geometry_of) for worker in workers]

@@ -168,7 +168,9 @@ def plan_mesh(
 
 
 _Sides = tuple[tuple[Layout, ...], tuple[Ints, Ints]]
-_EMPTY: Final = Table((), read_only(np.zeros(0, np.int64)), read_only(np.zeros((0, 5), np.uint64)), np.zeros(0, np.int64))
+_EMPTY: Final = Table(
+    (), read_only(np.zeros(0, np.int64)), read_only(np.zeros((0, 5), np.uint64)), np.zeros(0, np.int64)
+)
 _NOTHING: Final[_Sides] = layouts(())
 
 

@@ -52,7 +52,7 @@ def token_range(text: str, what: str) -> tuple[int, int]:
     ((0, 1000), (37, 1000))
     """
     start, colon, stop = text.rpartition(":")
-    first = count(start, what, 0, MAX_TOKENS) if colon else 0
+    first = count(start, what, 0, MAX_TOKENS + 1) if colon else 0
     return first, count(stop, what, first, MAX_TOKENS + 1)
 
 

@@ -41,10 +41,9 @@ def view_of(
     >>> print(*view.axes, sep="; ")
     kv [0, 2) of 2 step 16384; head [4, 8) of 8 step 4096; token [0, 16) of 16 step 256; dim [0, 128) of 128 step 2
     """
-    if not isinstance(region, Region):
-        raise wrong_type(f"the region of view {name!r}", "a Region", region)
-    if not isinstance(pattern, str):
-        raise wrong_type(f"the pattern of view {name!r}", "a string", pattern)
+    for what, value, kind in (("name", name, str), ("region", region, Region), ("pattern", pattern, str)):
+        if not isinstance(value, kind):
+            raise wrong_type(f"the {what} of a tensor's view", f"a value of type {kind.__name__}", value)
     shape, strides, dtype, address = _read(tensor)
     names = pattern.split()
     if len(names) != len(shape) or names.count(BLOCK) != 1:
@@ -52,32 +51,20 @@ def view_of(
             "AXES",
             f"read a tensor as view {name!r}",
             expected=f"one name for each of its {len(shape)} dimensions, 'block' once",
-            got=f"{pattern!r}",
+            got=shown(pattern),
             shape=shape,
-            pattern=pattern,
+            pattern=" ".join(names),
         )
-    held = _parts(name, names, {} if parts is None else parts)
-    axes = []
-    num_blocks = block_stride_bytes = 0
     for key, length, stride in zip(names, shape, strides, strict=True):
         if stride < 0 and length > 1:
             raise KVPlanError(
-                "STRIDE", f"read a tensor as view {name!r}", expected="strides >= 0", got=f"{stride} on {key!r}", axis=key
-            )
-        if key == BLOCK:
-            num_blocks, block_stride_bytes = length, max(stride, 0)
-            continue
-        start, stop, size = held.get(key, (0, length, length))
-        if stop - start != length:
-            raise KVPlanError(
-                "SIZE",
+                "STRIDE",
                 f"read a tensor as view {name!r}",
-                expected=f"a part of {length} coordinates on axis {key!r}",
-                got=f"[{start}, {stop}) of {size}",
+                expected="strides >= 0",
+                got=f"{stride} on {key!r}",
                 axis=key,
-                length=length,
+                stride_bytes=stride,
             )
-        axes.append(Axis(key, start, stop, size, max(stride, 0)))
     if address < region.address:
         raise KVPlanError(
             "BOUNDS",
@@ -86,11 +73,19 @@ def view_of(
             got=f"{address:#x}",
             address=address,
         )
-    return View(name, group, region, dtype, axes, num_blocks, block_stride_bytes, address - region.address)
+    steps = [max(stride, 0) for stride in strides]  # below 0 only where a dimension has one coordinate
+    held = _parts(name, dict(zip(names, shape, strict=True)), names, {} if parts is None else parts)
+    block = names.index(BLOCK)
+    axes = [
+        Axis(key, *held.get(key, (0, length, length)), step)
+        for key, length, step in zip(names, shape, steps, strict=True)
+        if key != BLOCK
+    ]
+    return View(name, group, region, dtype, axes, shape[block], steps[block], address - region.address)
 
 
-def _parts(view: str, names: list[str], parts: Any) -> dict[str, tuple[int, int, int]]:
-    """``parts`` as exact ints, each of an axis that stands once."""
+def _parts(view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any) -> dict[str, tuple[int, int, int]]:
+    """``parts`` as exact ints, each of an axis that stands once and as long as its dimension."""
     if not isinstance(parts, Mapping):
         raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
     held = {}
@@ -103,9 +98,19 @@ def _parts(view: str, names: list[str], parts: Any) -> dict[str, tuple[int, int,
                 got=shown(key),
                 axis=shown(key),
             )
+        what = f"the part of axis {key!r} of view {view!r}"
         if not isinstance(part, Sequence) or len(part) != 3:
-            raise wrong_type(f"the part of axis {key!r} of view {view!r}", "(start, stop, size)", part)
-        start, stop, size = (integer(bound, f"the part of axis {key!r} of view {view!r}") for bound in part)
+            raise wrong_type(what, "(start, stop, size)", part)
+        start, stop, size = (integer(bound, what) for bound in part)
+        if stop - start != lengths[key]:
+            raise KVPlanError(
+                "SIZE",
+                f"read {what}",
+                expected=f"{lengths[key]} coordinates, as the tensor has",
+                got=f"[{start}, {stop}) of {size}",
+                axis=key,
+                length=lengths[key],
+            )
         held[key] = (start, stop, size)
     return held
 

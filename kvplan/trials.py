@@ -22,7 +22,7 @@ from kvplan.plan import MeshPlan, plan_mesh
 from kvplan.report import Report
 from kvplan.sides import Side
 from kvplan.verify import verify
-from kvplan.views import Group
+from kvplan.views import Group, View
 from kvplan.workers import Worker
 
 SOURCE_SPREAD: Final = (math.sqrt(5) - 1) / 2
@@ -57,10 +57,13 @@ class Request:
 def _place(
     model: Model, side: Side, engine_id: str, stop: int, spread: float
 ) -> tuple[Side, tuple[Worker, ...], dict[str, Blocks]]:
-    needed = blocks_needed(side.engine(model, engine_id, 1), stop)
-    most = max(needed.values(), default=1)
-    pool = most + most // 2 + 7 if side.blocks is None else side.blocks
-    if pool < most:
+    pool = _ample(-(-stop // side.block)) if side.blocks is None else side.blocks
+    workers = side.engine(model, engine_id, pool)
+    needed = blocks_needed(workers, stop)
+    most = max(needed.values(), default=0)
+    if most > pool and side.blocks is None:
+        return _place(model, attrs.evolve(side, blocks=_ample(most)), engine_id, stop, spread)
+    if most > pool:
         raise KVPlanError(
             "BLOCKS",
             f"place a request of {stop} tokens on --{engine_id}",
@@ -70,7 +73,31 @@ def _place(
             blocks=pool,
         )
     tables = {group: Blocks(scattered(number, pool, spread)) for group, number in needed.items()}
-    return attrs.evolve(side, blocks=pool), side.engine(model, engine_id, pool), tables
+    return attrs.evolve(side, blocks=pool), workers, tables
+
+
+def _ample(number: int) -> int:
+    """A pool with room to scatter so many blocks in."""
+    return number + number // 2 + 7
+
+
+def memory_needed(request: Request) -> int:
+    """About how many bytes of memory verification takes: a label for each byte, here and there, of one worker."""
+    held = [
+        sum(view.block_bytes * _blocks_moved(request, worker, view) for view in worker.views)
+        for worker in request.destinations
+    ]
+    most = max(held, default=0)
+    return int(2 * most * (4 if most < 1 << 32 else 8))
+
+
+def _blocks_moved(request: Request, worker: Worker, view: View) -> float:
+    """How many blocks' worth of a view a request moves."""
+    group = next(group for group in worker.groups if group.name == view.group)
+    if group.tokens_per_block is None:
+        return 1
+    start, stop = request.tokens[group.name]
+    return (stop - start) / group.context.size / group.tokens_per_block
 
 
 def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvplan.axes import Ints, integer, name
+from kvplan.axes import Ints, integer, members, name, settle
 from kvplan.errors import KVPlanError
 from kvplan.overlap import overlaps
 from kvplan.views import TOKEN, Geometry, Group, Region, View
@@ -81,7 +81,7 @@ class Worker:
                 raise KVPlanError(
                     "SIZE",
                     f"page view {view.name!r} of worker {self.label}",
-                    expected=f"{_token_axis(group.tokens_per_block)}, as group {group.name!r} has",
+                    expected=f"{_token_axis(group.tokens_per_block)} for group {group.name!r}",
                     got=_token_axis(slots),
                     tokens_per_block=group.tokens_per_block,
                     token_axis=slots,
@@ -107,7 +107,7 @@ class Worker:
             raise KVPlanError(
                 "NAME",
                 f"place view {view.name!r} of worker {self.label}",
-                expected=f"a {what} of {', '.join(map(repr, values)) or 'an empty list'}",
+                expected=f"one of the {what}s {', '.join(map(repr, values))}" if values else f"a {what} of its worker",
                 got=f"{key!r}",
                 name=key,
             )
@@ -177,4 +177,6 @@ class Worker:
 
         tensors = count(len({view.name for view in self.views}), "tensor")
         views, regions, groups = len(self.views), len(self.regions), len(self.groups)
-        return f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
+        return (
+            f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
+        )

@@ -9,23 +9,26 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping
+from typing import TypedDict
 
 import attrs
-import numpy as np
 from hypothesis import strategies as st
 
-from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
+from kvplan import Axis, Blocks, Context, Group, Region, TransferPlan, View, Worker
 
 Span = tuple[int, int]
 Spans = dict[str, Span | None]
+Part = tuple[str, int, int, int]
+"""Name, start, stop and size of an axis."""
 
-SHAPES = sorted(
-    (s for s in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2)) if math.prod(s) <= 6),
-    key=lambda s: (math.prod(s), s),
+SHAPES = (
+    *((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1)),
+    *((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (3, 2, 1), (2, 3, 1)),
 )
 """Tensor, context and pipeline parallel sizes."""
 
 DTYPES = ("uint8", "bfloat16", "uint8", "float32")
+ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4}
 
 
 @attrs.frozen
@@ -65,6 +68,14 @@ class Side:
         return Context(rank, self.cp, self.interleave)
 
 
+class Request(TypedDict):
+    """The arguments of bind."""
+
+    local: dict[str, Blocks]
+    remote: dict[str, Blocks]
+    tokens: Span | dict[str, Span] | None
+
+
 @attrs.frozen
 class Case:
     """Two engines and a request. ``spans`` has a range, or None for all, for each kind of group: paged, or states."""
@@ -84,6 +95,19 @@ class Case:
             return self.spans[True]
         return {self.names[side][paged]: span for paged, span in self.spans.items() if span is not None}
 
+    def request(self, plan: TransferPlan) -> Request:
+        """What ``plan`` binds: of the block tables and ranges, those of the groups that its workers have."""
+        side = 0 if plan.operation == "READ" else 1
+        given, tokens = (self.local, self.remote), self.tokens(side)
+        own, theirs = _groups([plan.local]), _groups(plan.remotes)
+        if isinstance(tokens, dict):
+            tokens = {name: span for name, span in tokens.items() if name in own}
+        return {
+            "local": {name: blocks for name, blocks in given[side].items() if name in own},
+            "remote": {name: blocks for name, blocks in given[1 - side].items() if name in theirs},
+            "tokens": tokens,
+        }
+
     @property
     def by_tensor(self) -> Spans:
         """The range of each tensor."""
@@ -95,17 +119,8 @@ def key(worker: Worker) -> tuple[str, int]:
     return (worker.engine_id, worker.rank)
 
 
-def only(given: Mapping[str, Blocks], workers: Iterable[Worker]) -> dict[str, Blocks]:
-    """The block tables of the groups that some of the workers have."""
-    known = {group.name for worker in workers for group in worker.groups}
-    return {name: blocks for name, blocks in given.items() if name in known}
-
-
-def ranges_of(tokens: Span | dict[str, Span] | None, worker: Worker) -> Span | dict[str, Span] | None:
-    """The token ranges of the groups that a worker has."""
-    if isinstance(tokens, dict):
-        return {name: span for name, span in tokens.items() if name in {group.name for group in worker.groups}}
-    return tokens
+def _groups(workers: Iterable[Worker]) -> set[str]:
+    return {group.name for worker in workers for group in worker.groups}
 
 
 @st.composite
@@ -145,38 +160,53 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+def _digits_of(number: int, *radices: int) -> list[int]:
+    """A number as mixed-radix digits, lowest first: several small choices in one draw."""
+    digits = []
+    for radix in radices:
+        number, digit = divmod(number, radix)
+        digits.append(digit)
+    return digits
+
+
+def _choices(*radices: int) -> st.SearchStrategy[list[int]]:
+    return st.integers(0, math.prod(radices) - 1).map(lambda number: _digits_of(number, *radices))
+
+
 @st.composite
 def _logical(draw: st.DrawFn, index: int) -> Logical:
-    sizes = {"dim": draw(st.sampled_from((1, 2, 4, 3)))}
-    if draw(st.booleans()):
-        sizes["head"] = draw(st.integers(1, 6))
-    if draw(st.booleans()):
+    dim, heads, kv, dtype, state = draw(_choices(4, 8, 2, 4, 5))
+    sizes = {"dim": (1, 2, 4, 3)[dim]}
+    if heads:
+        sizes["head"] = max(heads - 1, 1)
+    if kv:
         sizes["kv"] = 2
-    return Logical(f"layers.{index}", draw(st.integers(0, 4)) < 4, sizes, draw(st.sampled_from(DTYPES)))
+    return Logical(f"layers.{index}", state < 4, sizes, DTYPES[dtype])
 
 
 @st.composite
 def _side(draw: st.DrawFn, engine_id: str, tensors: int) -> Side:
     tp, cp, pp = SHAPES[draw(st.integers(0, len(SHAPES) - 1))]
-    few = st.integers(0, 3)
+    interleave, slots, digits, packing, split = draw(_choices(3, 6, 2, 3, 3))
+    renamed, gap, base, devices, extra_blocks, first_stage = draw(_choices(2, 2, 4, 2, 4, 2))
     return Side(
         engine_id=engine_id,
-        group_names=draw(st.sampled_from(({True: "attn", False: "state"}, {True: f"{engine_id}.kv", False: "ssm"}))),
+        group_names={True: f"{engine_id}.kv", False: "ssm"} if renamed else {True: "attn", False: "state"},
         tp=tp,
         cp=cp,
         pp=pp,
-        interleave=draw(st.integers(1, 3)) if cp > 1 else 1,
-        slots=draw(st.integers(1, 6)),
-        digits=draw(st.booleans()),
-        packing=draw(st.integers(0, 2)),
-        split=draw(st.integers(0, 2)),
+        interleave=interleave + 1 if cp > 1 else 1,
+        slots=slots + 1,
+        digits=bool(digits),
+        packing=packing,
+        split=split,
         orders=tuple(draw(st.integers(0, 719)) for _ in range(tensors)),
         pads=tuple(draw(st.integers(0, 80)) for _ in range(tensors)),
-        gap=draw(st.integers(0, 1)),
-        base=draw(few),
-        devices=draw(st.integers(0, 1)),
-        extra_blocks=draw(few),
-        first_stage=draw(st.integers(0, 1)),
+        gap=gap,
+        base=base,
+        devices=devices,
+        extra_blocks=extra_blocks,
+        first_stage=first_stage,
     )
 
 
@@ -240,48 +270,48 @@ def _worker(
     return Worker(side.engine_id, number, _regions(side, ends, number), used.values(), views)
 
 
-def _parts(side: Side, tensor: Logical, rank: int) -> list[list[Axis]]:
-    """The box of a tensor that a rank holds, in one view or split in two; strides are yet to come."""
-    axes = [Axis(name, 0, size, size, 0) for name, size in tensor.sizes.items() if name != "head"]
+def _parts(side: Side, tensor: Logical, rank: int) -> list[list[Part]]:
+    """The box of a tensor that a rank holds, in one view or split in two."""
+    axes: list[Part] = [(name, 0, size, size) for name, size in tensor.sizes.items() if name != "head"]
     if "head" in tensor.sizes:
         heads = tensor.sizes["head"]
-        axes.append(Axis("head", rank * heads // side.tp, -(-(rank + 1) * heads // side.tp), heads, 0))
+        axes.append(("head", rank * heads // side.tp, -(-(rank + 1) * heads // side.tp), heads))
     along = ("", "kv", "head")[side.split]
-    for i, axis in enumerate(axes):
-        if axis.name == along and axis.extent > 1:
-            middle = axis.start + 1
-            cuts = [(axis.start, middle), (middle, axis.stop)]
-            return [[*axes[:i], attrs.evolve(axis, start=a, stop=b), *axes[i + 1 :]] for a, b in cuts]
+    for i, (name, start, stop, size) in enumerate(axes):
+        if name == along and stop - start > 1:
+            cuts = [(start, start + 1), (start + 1, stop)]
+            return [[*axes[:i], (name, *cut, size), *axes[i + 1 :]] for cut in cuts]
     return [axes]
 
 
-def _strides(side: Side, index: int, tensor: Logical, axes: Iterable[Axis], blocks: int) -> tuple[list[Axis], int, int]:
+def _strides(side: Side, index: int, tensor: Logical, axes: Iterable[Part], blocks: int) -> tuple[list[Axis], int, int]:
     """Axes with strides nested in an order and with pads of choice, the block's stride, and the bytes of it all.
 
     Where views interleave within a block, the block's stride is yet to come, and the bytes are those of one block.
     """
-    digits = [digit for axis in axes for digit in _digits(axis.name, axis, side.digits)]
+    digits = [digit for axis in axes for digit in _split_digits(side, axis)]
     if tensor.paged:
-        digits += _digits("token", Axis("token", 0, side.slots, side.slots, 0), side.digits)
-    sizes = [digit.extent for digit in digits] + ([] if side.packing == 2 else [blocks])
-    order = list(range(len(sizes)))
+        digits += _split_digits(side, ("token", 0, side.slots, side.slots))
+    extents = [stop - start for _, start, stop, _ in digits] + ([] if side.packing == 2 else [blocks])
+    order = list(range(len(extents)))
     choice, pads, stride = side.orders[index], side.pads[index], [0] * (len(digits) + 1)
-    span = np.dtype({"bfloat16": "u2"}.get(tensor.dtype, tensor.dtype)).itemsize
+    span = ITEMSIZE[tensor.dtype]
     while order:
         choice, at = divmod(choice, len(order))
         pads, pad = divmod(pads, 3)
         dim = order.pop(at)
-        if sizes[dim] > 1:
+        if extents[dim] > 1:
             stride[dim] = span + pad
-            span += (sizes[dim] - 1) * stride[dim]
-    return [attrs.evolve(digit, stride_bytes=s) for digit, s in zip(digits, stride, strict=False)], stride[-1], span
+            span += (extents[dim] - 1) * stride[dim]
+    return [Axis(*digit, step) for digit, step in zip(digits, stride, strict=False)], stride[-1], span
 
 
-def _digits(name: str, axis: Axis, wanted: bool) -> list[Axis]:
-    """A whole axis of even size as two digits, where wanted."""
-    if not wanted or axis.extent != axis.size or axis.size < 4 or axis.size % 2:
+def _split_digits(side: Side, axis: Part) -> list[Part]:
+    """A whole axis of even size as two digits, where the side has it so."""
+    name, start, stop, size = axis
+    if not side.digits or stop - start < size or size < 4 or size % 2:
         return [axis]
-    return [Axis(name, 0, axis.size // 2, axis.size // 2, 0), Axis(name, 0, 2, 2, 0)]
+    return [(name, 0, size // 2, size // 2), (name, 0, 2, 2)]
 
 
 def _regions(side: Side, ends: Mapping[str, int], rank: int) -> list[Region]:

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from kvplan import plan_reads
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
-from property_tests.strategies import Case, cases, key, only, ranges_of
+from property_tests.strategies import Case, cases, key
 
 
 @given(cases())
@@ -14,12 +14,8 @@ def test_descriptors_are_the_fewest_and_name_the_bytes_of_the_ids(case: Case) ->
     """Coalesced descriptors copy what the ids copy, in as many runs as brute force finds in the bytes."""
     sources = {key(source): source for source in case.sources}
     for worker in case.destinations:
-        specs = plan_reads(worker, case.sources).bind(
-            local=only(case.local, [worker]),
-            remote=only(case.remote, case.sources),
-            tokens=ranges_of(case.tokens(0), worker),
-        )
-        for spec in specs:
+        plan = plan_reads(worker, case.sources)
+        for spec in plan.bind(**case.request(plan)):
             copies = copies_of(spec)
             assert sorted(copies) == sorted(copies_by_id(spec))
             assert spec.num_bytes == len(copies)

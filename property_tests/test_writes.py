@@ -4,51 +4,32 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from kvplan import plan_reads, plan_writes
+from kvplan import TransferPlan, Worker, plan_reads, plan_writes
 from kvplan.verify import verify
-from property_tests.oracle import contents, copies_of, problems
-from property_tests.strategies import Case, cases, key, only, ranges_of
+from property_tests.oracle import Copy, contents, copies_of, problems
+from property_tests.strategies import Case, cases, key
+
+
+def writes_of(case: Case, source: Worker) -> TransferPlan:
+    """The plan by which one source writes its share."""
+    return plan_writes(source, case.destinations, [other for other in case.sources if other is not source])
 
 
 @given(cases())
 def test_writes_of_all_sources_are_the_reads_of_all_destinations(case: Case) -> None:
-    """Whichever side plans, the same source serves the same byte; so all writes together are right."""
-    reads = {
-        key(worker): {
-            copy
-            for spec in plan_reads(worker, case.sources).bind(
-                local=only(case.local, [worker]),
-                remote=only(case.remote, case.sources),
-                tokens=ranges_of(case.tokens(0), worker),
-            )
-            for copy in copies_of(spec)
-        }
-        for worker in case.destinations
-    }
+    """Whichever side plans, the same source serves the same byte, in the eyes of both oracles."""
     held = {key(source): contents(source, case.remote, dict.fromkeys(case.tensors)) for source in case.sources}
-    writes: dict[tuple[str, int], list[object]] = {destination: [] for destination in reads}
-    for source in case.sources:
-        plan = plan_writes(source, case.destinations, [other for other in case.sources if other is not source])
-        specs = plan.bind(
-            local=only(case.remote, [source]),
-            remote=only(case.local, case.destinations),
-            tokens=ranges_of(case.tokens(1), source),
-        )
-        for spec in specs:
+    plans = [writes_of(case, source) for source in case.sources]
+    written: dict[tuple[str, int], list[Copy]] = {key(worker): [] for worker in case.destinations}
+    for plan in plans:
+        for spec in plan.bind(**case.request(plan)):
             assert spec.operation == "WRITE"
-            writes[spec.remote] += copies_of(spec)
+            written[spec.remote] += copies_of(spec)
     for worker in case.destinations:
-        assert problems(contents(worker, case.local, case.by_tensor), held, writes[key(worker)]) == []
-        assert set(writes[key(worker)]) == reads[key(worker)]
-
-
-@given(cases())
-def test_verify_agrees_that_writes_are_right(case: Case) -> None:
-    """Verified together, the write plans of all sources leave nothing out and nothing wrong."""
-    plans = [
-        plan_writes(source, case.destinations, [other for other in case.sources if other is not source])
-        for source in case.sources
-    ]
+        reads = plan_reads(worker, case.sources)
+        copies = [copy for spec in reads.bind(**case.request(reads)) for copy in copies_of(spec)]
+        assert problems(contents(worker, case.local, case.by_tensor), held, written[key(worker)]) == []
+        assert sorted(written[key(worker)]) == sorted(copies)
     report = verify(plans, local=case.remote, remote=case.local, tokens=case.tokens(1))
     assert report.ok, str(report)
     assert "COVER" in report.checked
@@ -57,13 +38,8 @@ def test_verify_agrees_that_writes_are_right(case: Case) -> None:
 @given(cases())
 def test_one_source_alone_writes_nothing_wrong(case: Case) -> None:
     """A single write plan of an engine is right in what it writes, whatever its siblings do."""
-    source, *siblings = case.sources
-    plan = plan_writes(source, case.destinations, siblings)
-    report = verify(
-        plan,
-        local=only(case.remote, [source]),
-        remote=case.local,
-        tokens=ranges_of(case.tokens(1), source),
-    )
+    plan = writes_of(case, case.sources[0])
+    request = case.request(plan)
+    report = verify(plan, local=request["local"], remote=request["remote"], tokens=request["tokens"])
     assert report.ok, str(report)
-    assert ("COVER" in report.checked) == (not siblings)
+    assert ("COVER" in report.checked) == (len(case.sources) == 1)

@@ -76,11 +76,11 @@ def head_pair(ours: Axis, theirs: Sequence[Axis]) -> object:
     return plan_reads(holder("d", 0, ours), [holder("p", rank, part) for rank, part in enumerate(theirs)])
 
 
-def group_pair(ours: Group, theirs: Group, digits: tuple[Axis, ...] = (TOKEN,)) -> object:
+def group_pair(ours: Group, theirs: Group, *digits: Axis) -> object:
     """A plan between two groups."""
 
     def holder(engine_id: str, group: Group) -> Worker:
-        axes = (DIM,) if group.tokens_per_block is None else (*digits, DIM)
+        axes = (DIM,) if group.tokens_per_block is None else (*(digits or [TOKEN]), DIM)
         return worker(
             engine_id=engine_id,
             groups=[group],
@@ -103,244 +103,257 @@ def bind_large() -> object:
     return plan_reads(mine, [other]).bind(local=last, remote=last, tokens=(0, 3))
 
 
-REFUSALS: tuple[tuple[str, Callable[[], object]], ...] = (
+@attrs.frozen
+class Row:
+    """A call that is refused, and the message."""
+
+    message: str
+    call: Callable[[], object]
+
+    @property
+    def code(self) -> str:
+        """The message's code."""
+        return self.message.split(":")[0]
+
+
+REFUSALS: tuple[Row, ...] = (
     # regions
-    (
+    Row(
         "TYPE: cannot read name of a region: expected a string, got None",
         lambda: region(name=None),
     ),
-    (
+    Row(
         "NAME: cannot read name of a region: expected a non-empty string of printable characters, got ''",
         lambda: region(name=""),
     ),
-    (
+    Row(
         "NAME: cannot read name of a region: expected a non-empty string of printable characters, got 'kv\\n0'",
         lambda: region(name="kv\n0"),
     ),
-    (
+    Row(
         "RANGE: cannot read address of a region: expected an integer in [0, 18446744073709551616), got -1",
         lambda: region(address=-1),
     ),
-    (
+    Row(
         "RANGE: cannot read address of a region: expected an integer in [0, 18446744073709551616), got "
         "18446744073709551616",
         lambda: region(address=1 << 64),
     ),
-    (
+    Row(
         "TYPE: cannot read address of a region: expected an integer, got 4096.0",
         lambda: region(address=np.float64(4096)),
     ),
-    (
+    Row(
         "RANGE: cannot read size_bytes of a region: expected an integer in [1, 9223372036854775808), got 0",
         lambda: region(size_bytes=0),
     ),
-    (
+    Row(
         "BOUNDS: cannot describe region 'kv': expected address + size_bytes <= 2**64, got 0xfffffffffffffff8 + 9",
         lambda: region(address=(1 << 64) - 8, size_bytes=9),
     ),
-    (
+    Row(
         "NAME: cannot describe region 'kv': expected memory in DRAM, VRAM, FILE, got 'HBM'",
         lambda: region(memory="HBM"),
     ),
-    (
+    Row(
         "TYPE: cannot read memory of a region: expected a string, got 1",
         lambda: region(memory=1),
     ),
-    (
+    Row(
         "TYPE: cannot read device_id of a region: expected an integer, got True",
         lambda: region(device_id=np.True_),
     ),
     # axes
-    (
+    Row(
         "TYPE: cannot read name of an axis: expected a string, got a value of type bytes",
         lambda: axis(name=b"head"),
     ),
-    (
+    Row(
         "TYPE: cannot read start of an axis: expected an integer, got None",
         lambda: axis(start=None),
     ),
-    (
+    Row(
         "TYPE: cannot read start of an axis: expected an integer, got '0'",
         lambda: axis(start="0"),
     ),
-    (
+    Row(
         "RANGE: cannot describe axis 'head': expected 0 <= start < stop <= size, got [4, 4) of 8",
         lambda: axis(start=4, stop=4),
     ),
-    (
+    Row(
         "RANGE: cannot describe axis 'head': expected 0 <= start < stop <= size, got [0, 9) of 8",
         lambda: axis(stop=9),
     ),
-    (
+    Row(
         "RANGE: cannot read stride_bytes of an axis: expected an integer in [0, 9223372036854775808), got -2",
         lambda: axis(stride_bytes=-2),
     ),
-    (
+    Row(
         "RANGE: cannot read size of an axis: expected an integer in [0, 9223372036854775808), got an "
         "integer of 20001 bits",
         lambda: axis(size=1 << 20000),
     ),
     # contexts and groups
-    (
+    Row(
         "RANGE: cannot describe a context: expected rank < size 2, got rank 2",
         lambda: Context(rank=2, size=2),
     ),
-    (
+    Row(
         "RANGE: cannot read size of a context: expected an integer in [1, 9223372036854775808), got 0",
         lambda: Context(size=0),
     ),
-    (
+    Row(
         "RANGE: cannot read interleave_tokens of a context: expected an integer in [1, 9223372036854775808), got 0",
         lambda: Context(0, 2, interleave_tokens=0),
     ),
-    (
+    Row(
         "RANGE: cannot read tokens_per_block of a group: expected an integer in [1, 2147483648), got 0",
         lambda: Group("attn", 0),
     ),
-    (
+    Row(
         "RANGE: cannot read tokens_per_block of a group: expected an integer in [1, 2147483648), got 2147483648",
         lambda: Group("attn", 1 << 31),
     ),
-    (
+    Row(
         "TYPE: cannot read tokens_per_block of a group: expected an integer, got 16.0",
         lambda: Group("attn", 16.0),  # type: ignore[arg-type]
     ),
-    (
+    Row(
         "TYPE: cannot read context of group 'attn': expected a Context, got a tuple of 3",
         lambda: Group("attn", 16, (0, 2, 1)),  # type: ignore[arg-type]
     ),
-    (
+    Row(
         "GROUP: cannot describe group 'ssm': expected no context for a state group, got size 2",
         lambda: Group("ssm", None, Context(0, 2)),
     ),
     # views
-    (
+    Row(
         "TYPE: cannot read axes of a view: expected a sequence of Axis values, got None",
         lambda: view(axes=None),
     ),
-    (
+    Row(
         "TYPE: cannot read axes of a view: expected a sequence of Axis values, got a value of type Axis",
         lambda: view(axes=DIM),
     ),
-    (
+    Row(
         "TYPE: cannot read axes of a view: expected Axis values only, got a tuple of 5",
         lambda: view(axes=[TOKEN, ("dim", 0, 8, 8, 2)]),
     ),
-    (
+    Row(
         "DTYPE: cannot describe view 'layers.0': expected a dtype of bool, int8, uint8, float8_e4m3fn, "
         "float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu, int16, uint16, float16, "
         "bfloat16, int32, uint32, float32, int64, uint64, float64, got 'bf16'",
         lambda: view(dtype="bf16"),
     ),
-    (
+    Row(
         "TYPE: cannot read dtype of a view: expected a string, got the type float16",
         lambda: view(dtype=np.float16),
     ),
-    (
+    Row(
         "TYPE: cannot read group of a view: expected a string, got None",
         lambda: view(group=None),
     ),
-    (
+    Row(
         "TYPE: cannot read region of a view: expected a string, got a value of type Group",
         lambda: view(region=Group("kv")),
     ),
-    (
+    Row(
         "RANGE: cannot read num_blocks of a view: expected an integer in [1, 1099511627776), got 0",
         lambda: view(num_blocks=0),
     ),
-    (
+    Row(
         "STRIDE: cannot describe view 'layers.0': expected axis 'block' to step over the 64 bytes that "
         "the finer axes span, got stride 63",
         lambda: view(block_stride_bytes=63),
     ),
-    (
+    Row(
         "STRIDE: cannot describe view 'layers.0': expected axis 'token' to step over the 2 bytes that "
         "the finer axes span, got stride 0",
         lambda: view(axes=[attrs.evolve(TOKEN, stride_bytes=0), DIM]),
     ),
-    (
+    Row(
         "STRIDE: cannot describe view 'layers.0': expected axis 'dim' to step over the 2 bytes that the "
         "finer axes span, got stride 1",
         lambda: view(axes=[attrs.evolve(DIM, stride_bytes=1)]),
     ),
-    (
+    Row(
         "SIZE: cannot describe view 'layers.0': expected all 4 slots of the token axis, got [0, 2) (a "
         "Context spreads positions over workers)",
         lambda: view(axes=[Axis("token", 0, 2, 4, 16), DIM]),
     ),
-    (
+    Row(
         "RANGE: cannot read the global size of axis 'dim' of view 'layers.0': expected an integer in [0, "
         "9223372036854775808), got 1208925819614629174706176",
         lambda: view(axes=[Axis("dim", 0, 1, 1 << 40, 0), Axis("dim", 0, 1, 1 << 40, 0)]),
     ),
     # workers
-    (
+    Row(
         "TYPE: cannot read engine_id of a worker: expected a string, got 7",
         lambda: worker(engine_id=7),
     ),
-    (
+    Row(
         "TYPE: cannot read rank of a worker: expected an integer, got None",
         lambda: worker(rank=None),
     ),
-    (
+    Row(
         "TYPE: cannot read regions of a worker: expected a sequence of Region values, got None",
         lambda: worker(regions=None),
     ),
-    (
+    Row(
         "TYPE: cannot read groups of a worker: expected Group values only, got None",
         lambda: worker(groups=[None]),
     ),
-    (
+    Row(
         "TYPE: cannot read views of a worker: expected a sequence of View values, got a value of type View",
         lambda: worker(views=view()),
     ),
-    (
+    Row(
         "NAME: cannot describe worker p/0: expected each region name once, got 'kv' twice",
         lambda: worker(regions=[region(), region()]),
     ),
-    (
+    Row(
         "NAME: cannot describe worker p/0: expected each group name once, got 'attn' twice",
         lambda: worker(groups=[Group("attn", 4), Group("attn")]),
     ),
-    (
+    Row(
         "NAME: cannot place view 'layers.0' of worker p/0: expected one of the regions 'kv', got 'kv.1'",
         lambda: worker(views=[view(region="kv.1")]),
     ),
-    (
+    Row(
         "NAME: cannot place view 'layers.0' of worker p/0: expected a group of its worker, got 'attn'",
         lambda: worker(groups=[]),
     ),
-    (
+    Row(
         "BOUNDS: cannot place view 'layers.0' of worker p/0: expected bytes within [0, 640) of region "
         "'kv', got [0, 704)",
         lambda: worker(views=[view(num_blocks=11)]),
     ),
-    (
+    Row(
         "BOUNDS: cannot place view 'layers.0' of worker p/0: expected bytes within [0, 640) of region "
         "'kv', got [1, 641)",
         lambda: worker(views=[view(offset_bytes=1)]),
     ),
-    (
+    Row(
         "SIZE: cannot page view 'layers.0' of worker p/0: expected a token axis of 8 slots for group "
         "'attn', got a token axis of 4 slots",
         lambda: worker(groups=[Group("attn", 8)]),
     ),
-    (
+    Row(
         "SIZE: cannot page view 'layers.0' of worker p/0: expected a token axis of 4 slots for group "
         "'attn', got no token axis",
         lambda: worker(views=[view(axes=[DIM])]),
     ),
-    (
+    Row(
         "SIZE: cannot page view 'layers.0' of worker p/0: expected no token axis for group 'attn', got a "
         "token axis of 4 slots",
         lambda: worker(groups=[Group("attn")]),
     ),
-    (
+    Row(
         "OVERLAP: cannot place view 'layers.1' of worker p/0: expected bytes of its own in region 'kv' "
         "for group 'attn', got bytes of view 'layers.0'",
         lambda: worker(views=[view(num_blocks=8), view(name="layers.1", num_blocks=8, offset_bytes=48)]),
     ),
-    (
+    Row(
         "RANGE: cannot place view 'v.0': expected at most 1048576 runs in a block in region 'kv', got 2097152",
         lambda: worker(
             regions=[region(size_bytes=1 << 30)],
@@ -356,226 +369,229 @@ REFUSALS: tuple[tuple[str, Callable[[], object]], ...] = (
         ),
     ),
     # tensors
-    (
+    Row(
         "TYPE: cannot read a tensor: expected data_ptr() and stride(), or __array_interface__, got a list of 3",
         lambda: read_view([1, 2, 3]),
     ),
-    (
+    Row(
         "TYPE: cannot read the pattern of a tensor's view: expected a value of type str, got None",
         lambda: read_view(pattern=None),
     ),
-    (
+    Row(
         "TYPE: cannot read the name of a tensor's view: expected a value of type str, got None",
         lambda: read_view(name=None),
     ),
-    (
+    Row(
         "TYPE: cannot read the region of a tensor's view: expected a value of type Region, got 'kv'",
         lambda: read_view(region="kv"),
     ),
-    (
+    Row(
         "DTYPE: cannot read a tensor: expected a dtype of bool, int8, uint8, float8_e4m3fn, "
         "float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu, int16, uint16, float16, "
         "bfloat16, int32, uint32, float32, int64, uint64, float64, got 'complex64'",
         lambda: read_view(StandIn((10, 4, 8), dtype="torch.complex64")),
     ),
-    (
+    Row(
         "SIZE: cannot read a tensor: expected at least one element, got shape (10, 4, 0)",
         lambda: read_view(StandIn((10, 4, 0))),
     ),
-    (
+    Row(
         "AXES: cannot read a tensor as view 'layers.0': expected one name for each of its 3 dimensions, "
         "'block' once, got 'block token head dim'",
         lambda: read_view(pattern="block token head dim"),
     ),
-    (
+    Row(
         "AXES: cannot read a tensor as view 'layers.0': expected one name for each of its 3 dimensions, "
         "'block' once, got 'page token dim'",
         lambda: read_view(pattern="page token dim"),
     ),
-    (
+    Row(
         "STRIDE: cannot read a tensor as view 'layers.0': expected strides >= 0, got -2 on 'dim'",
         lambda: read_view(StandIn((10, 4, 8), (32, 8, -1))),
     ),
-    (
+    Row(
         "BOUNDS: cannot read a tensor as view 'layers.0': expected an address in region 'kv' from 0x1000 on, got 0xffe",
         lambda: read_view(StandIn((10, 4, 8), address=4094)),
     ),
-    (
+    Row(
         "TYPE: cannot read the parts of view 'layers.0': expected a mapping of axis names, got a list of 1",
         lambda: read_view(parts=["dim"]),
     ),
-    (
+    Row(
         "AXES: cannot read the parts of view 'layers.0': expected axes that stand once in 'block token "
         "dim', got 'head'",
         lambda: read_view(parts={"head": (0, 4, 8)}),
     ),
-    (
+    Row(
         "AXES: cannot read the parts of view 'layers.0': expected axes that stand once in 'block dim dim', got 'dim'",
         lambda: read_view(pattern="block dim dim", parts={"dim": (0, 4, 8)}),
     ),
-    (
+    Row(
         "TYPE: cannot read the part of axis 'dim' of view 'layers.0': expected (start, stop, size), got a tuple of 2",
         lambda: read_view(parts={"dim": (0, 8)}),
     ),
-    (
+    Row(
         "TYPE: cannot read the part of axis 'dim' of view 'layers.0': expected an integer, got 0.0",
         lambda: read_view(parts={"dim": (0.0, 8, 16)}),
     ),
-    (
+    Row(
         "SIZE: cannot read the part of axis 'dim' of view 'layers.0': expected 8 coordinates, as the "
         "tensor has, got [0, 4) of 8",
         lambda: read_view(parts={"dim": (0, 4, 8)}),
     ),
-    (
+    Row(
         "RANGE: cannot describe axis 'dim': expected 0 <= start < stop <= size, got [4, 12) of 8",
         lambda: read_view(parts={"dim": (4, 12, 8)}),
     ),
     # block tables
-    (
+    Row(
         "TYPE: cannot read a block table: expected a flat sequence of integers, got float64 of (1,)",
-        lambda: Blocks([0.5]),  # type: ignore[arg-type]
+        lambda: Blocks([0.5]),
     ),
-    (
+    Row(
         "TYPE: cannot read a block table: expected a flat sequence of integers, got int64 of (1, 2)",
-        lambda: Blocks([[1, 2]]),  # type: ignore[arg-type]
+        lambda: Blocks([[1, 2]]),
     ),
-    (
+    Row(
         "TYPE: cannot read a block table: expected a flat sequence of integers, got object of ()",
-        lambda: Blocks(None),  # type: ignore[arg-type]
+        lambda: Blocks(None),
     ),
-    (
+    Row(
         "BLOCKS: cannot read a block table: expected ids in [0, 2147483648), got -1",
-        lambda: Blocks([3, -1]),  # type: ignore[arg-type]
+        lambda: Blocks([3, -1]),
     ),
-    (
+    Row(
         "BLOCKS: cannot read a block table: expected ids in [0, 2147483648), got 2147483648",
         lambda: Blocks(np.array([1 << 31])),
     ),
-    (
+    Row(
         "RANGE: cannot read first of Blocks: expected an integer in [0, 281474976710656), got -1",
-        lambda: Blocks([1], first=-1),  # type: ignore[arg-type]
+        lambda: Blocks([1], first=-1),
     ),
     # pairs
-    (
+    Row(
         "TYPE: cannot plan: expected remotes of type Worker, got None",
         lambda: plan_reads(worker(), [None]),  # type: ignore[list-item]
     ),
-    (
+    Row(
         "WORKER: cannot plan: expected local and remotes all different, got p/0 2 times",
         lambda: plan_reads(worker(), [worker()]),
     ),
-    (
+    Row(
         "WORKER: cannot plan: expected local and siblings all different, got p/0 2 times",
         lambda: plan_writes(worker(), [worker(engine_id="d")], [worker()]),
     ),
-    (
+    Row(
         "WORKER: cannot plan: expected local and remotes all different, got p/0 2 times",
         lambda: plan_mesh([worker(engine_id="d")], [worker(), worker()]),
     ),
-    (
+    Row(
         "TYPE: cannot plan: expected a sequence of names as not_transferred, got 'layers.0'",
         lambda: plan_reads(worker(), [worker(engine_id="d")], not_transferred="layers.0"),
     ),
-    (
+    Row(
         "TENSOR: cannot plan tensor 'layers.0' for d/0: expected a source among none, got none that "
         "offers it (name it in not_transferred if it need not move)",
         lambda: plan_reads(worker(engine_id="d"), []),
     ),
-    (
+    Row(
         "TENSOR: cannot plan tensor 'layers.1' for d/0: expected a source among p/0, got none that "
         "offers it (name it in not_transferred if it need not move)",
         lambda: pair(name="layers.1"),
     ),
-    (
+    Row(
         "DTYPE: cannot pair the dtype of tensor 'layers.0': expected float16 (destination d/0), got "
         "bfloat16 (source p/0)",
         lambda: pair(dtype="float16"),
     ),
-    (
+    Row(
         "AXES: cannot pair the axes of tensor 'layers.0': expected width (destination d/0), got dim (source p/0)",
         lambda: pair(axes=[TOKEN, attrs.evolve(DIM, name="width")]),
     ),
-    (
+    Row(
         "SIZE: cannot pair the size of axis 'dim' of tensor 'layers.0': expected 4 (destination d/0), "
         "got 8 (source p/0)",
         lambda: pair(axes=[TOKEN, Axis("dim", 0, 4, 4, 2)]),
     ),
-    (
+    Row(
         "GROUP: cannot pair the group of tensor 'layers.0': expected a token group (destination d/0), "
         "got a state group (source p/0)",
         lambda: group_pair(Group("attn", 4), Group("attn")),
     ),
-    (
+    Row(
         "COVER: cannot plan for d/0: expected every part of its tensors to be held by a source, got "
         "layers.0: head [2, 3) [7, 8) of 8",
         lambda: head_pair(Axis("head", 0, 8, 8, 64), [Axis("head", 0, 2, 8, 64), Axis("head", 3, 7, 8, 64)]),
     ),
-    (
+    Row(
         "COVER: cannot plan for d/0: expected every part of its tensors to be held by a source, got "
         "layers.0: positions [0, 1) of every 3",
         lambda: group_pair(Group("attn", 4, Context(0, 3)), Group("attn", 4, Context(2, 3))),
     ),
-    (
+    Row(
         "RANGE: cannot align the contexts of tensor 'layers.0': expected a common cycle of at most "
         "1048576 positions, got 1099503239183",
         lambda: group_pair(Group("attn", 4, Context(0, 1048573)), Group("attn", 4, Context(0, 1048571))),
     ),
-    (
+    Row(
         "RANGE: cannot describe axis 'token': expected at most 1048576 pieces, got 1048577",
         lambda: group_pair(
-            *[Group("attn", 2 * PIECES)] * 2, (Axis("token", 0, PIECES, PIECES, 48), Axis("token", 0, 2, 2, 16))
+            Group("attn", 2 * PIECES),
+            Group("attn", 2 * PIECES),
+            Axis("token", 0, PIECES, PIECES, 48),
+            Axis("token", 0, 2, 2, 16),
         ),
     ),
     # requests
-    (
+    Row(
         "BLOCKS: cannot bind group 'attn': expected a block table, got none",
         lambda: bind(local={}),
     ),
-    (
+    Row(
         "TYPE: cannot bind group 'attn': expected Blocks, got [3, 1, 2]",
         lambda: bind(remote={"attn": [3, 1, 2]}),
     ),
-    (
+    Row(
         "NAME: cannot bind a block table: expected a group of 'attn', got 'ssm'",
-        lambda: bind(local={"attn": Blocks([3, 1, 2]), "ssm": Blocks([0])}),  # type: ignore[arg-type]
+        lambda: bind(local={"attn": Blocks([3, 1, 2]), "ssm": Blocks([0])}),
     ),
-    (
+    Row(
         "BLOCKS: cannot bind group 'attn': expected each destination block once, got block 3 twice",
-        lambda: bind(local={"attn": Blocks([3, 1, 3])}),  # type: ignore[arg-type]
+        lambda: bind(local={"attn": Blocks([3, 1, 3])}),
     ),
-    (
+    Row(
         "BLOCKS: cannot bind group 'attn': expected block ids below 10, the pool's size, got 10",
-        lambda: bind(remote={"attn": Blocks([3, 1, 10])}),  # type: ignore[arg-type]
+        lambda: bind(remote={"attn": Blocks([3, 1, 10])}),
     ),
-    (
+    Row(
         "BLOCKS: cannot bind group 'attn': expected blocks [3, 4) of the request to be listed, got [0, 3)",
         lambda: bind(tokens=(0, 13)),
     ),
-    (
+    Row(
         "BLOCKS: cannot bind group 'attn': expected blocks [0, 3) of the request to be listed, got [1, 3)",
-        lambda: bind(local={"attn": Blocks([1, 2], first=1)}),  # type: ignore[arg-type]
+        lambda: bind(local={"attn": Blocks([1, 2], first=1)}),
     ),
-    (
+    Row(
         "TOKENS: cannot bind tokens: expected start <= stop, got [5, 3)",
         lambda: bind(tokens=(5, 3)),
     ),
-    (
+    Row(
         "RANGE: cannot read a token range: expected an integer in [0, 281474976710656), got -1",
         lambda: bind(tokens=(-1, 3)),
     ),
-    (
+    Row(
         "TYPE: cannot read a token range: expected an integer, got 3.0",
         lambda: bind(tokens=(0, np.float32(3))),
     ),
-    (
+    Row(
         "TYPE: cannot bind tokens: expected (start, stop), got 12",
         lambda: bind(tokens=12),
     ),
-    (
+    Row(
         "NAME: cannot bind a token range: expected a group of 'attn', got 'ssm'",
         lambda: bind(tokens={"ssm": (0, 1)}),
     ),
-    (
+    Row(
         "INT: cannot number the descriptors of a request: expected ids below 2147483648, got 18253611006 "
         "(a smaller pool, or fewer tensors per plan, has fewer ids)",
         bind_large,
@@ -590,18 +606,21 @@ def refused(call: Callable[[], object]) -> KVPlanError:
     return caught.value
 
 
-@pytest.mark.parametrize(("message", "call"), REFUSALS, ids=[message.split(":")[0] for message, _ in REFUSALS])
-def test_a_refusal_says_exactly_this(message: str, call: Callable[[], object]) -> None:
-    """The code and the text of each refusal are what the table says, and the code is one of the closed set."""
-    error = refused(call)
-    assert str(error) == message
-    assert message.startswith(f"{error.code}: ")
-    assert error.code in CODES
+every_row = pytest.mark.parametrize("row", REFUSALS, ids=[row.code for row in REFUSALS])
+
+
+@every_row
+def test_a_refusal_says_exactly_this(row: Row) -> None:
+    """The text of each refusal is what the table says, and its code is the error's and one of the closed set."""
+    error = refused(row.call)
+    assert str(error) == row.message
+    assert error.code == row.code
+    assert row.code in CODES
 
 
 def test_the_table_has_every_code_of_the_core() -> None:
     """No code that values, pairs and requests can be refused with is missing from the table."""
-    assert {message.split(":")[0] for message, _ in REFUSALS} == set(CODES) - NOT_CORE
+    assert {row.code for row in REFUSALS} == set(CODES) - NOT_CORE
 
 
 GRAMMAR = re.compile(r"[A-Z]+: cannot .+: expected .+, got .+?( \(.+\))?")
@@ -613,10 +632,10 @@ def in_grammar(text: str) -> bool:
     return text.isprintable() and GRAMMAR.fullmatch(text) is not None and FOREIGN.search(text) is None
 
 
-@pytest.mark.parametrize("text", [message for message, _ in REFUSALS])
-def test_every_message_follows_the_grammar(text: str) -> None:
+@every_row
+def test_every_message_follows_the_grammar(row: Row) -> None:
     """One line: what cannot be done, the rule, the value, and a hint in brackets where there is one."""
-    assert in_grammar(text)
+    assert in_grammar(row.message)
 
 
 @pytest.mark.parametrize(
@@ -642,19 +661,19 @@ def plain(value: object) -> bool:
     return type(value) in (int, str, bool, float, type(None))
 
 
-@pytest.mark.parametrize("call", [call for _, call in REFUSALS])
-def test_an_error_survives_pickling(call: Callable[[], object]) -> None:
+@every_row
+def test_an_error_survives_pickling(row: Row) -> None:
     """Code, text and details are the same after a round trip, so a worker process can report to its parent."""
-    error = refused(call)
+    error = refused(row.call)
     for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
         assert type(other) is KVPlanError
         assert (other.code, str(other), dict(other.details)) == (error.code, str(error), dict(error.details))
 
 
-@pytest.mark.parametrize("call", [call for _, call in REFUSALS])
-def test_details_are_plain_values(call: Callable[[], object]) -> None:
+@every_row
+def test_details_are_plain_values(row: Row) -> None:
     """Details hold numbers, strings and tuples, never an array, a numpy scalar or the object that was refused."""
-    details = refused(call).details
+    details = refused(row.call).details
     assert all(map(plain, details.values())), dict(details)
 
 
@@ -695,15 +714,16 @@ MAKERS: Mapping[Callable[..., object], tuple[str, ...]] = {
 @pytest.mark.parametrize(("make", "field"), [(make, field) for make, fields in MAKERS.items() for field in fields])
 def test_a_value_of_any_type_is_taken_or_refused_in_the_grammar(make: Callable[..., object], field: str) -> None:
     """No wrong type in any field ends in another exception, or in a message that shows how Python prints it."""
-    refusals = 0
+    errors = []
     for wrong in WRONG:
         try:
             make(**{field: wrong})
-        except KVPlanError as error:
-            refusals += 1
-            assert in_grammar(str(error))
-            assert all(map(plain, error.details.values()))
-    assert refusals > len(WRONG) // 2
+        except KVPlanError as caught:
+            errors.append(caught)
+    assert len(errors) > len(WRONG) // 2
+    for error in errors:
+        assert in_grammar(str(error))
+        assert all(map(plain, error.details.values()))
 
 
 def test_shown_is_short() -> None:

@@ -4,7 +4,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, plan_reads
+from kvplan import Blocks, plan_reads, verify
 from kvplan.cells import cells
 from kvplan.match import match
 from kvplan.runs import join, sections
@@ -114,12 +114,18 @@ def test_r2_spans_of_different_regions_are_not_joined():
 
 
 def test_r4_positions_of_different_cycles_are_different_lanes() -> None:
-    """Tensors of one pair of groups may have sources of other contexts: what "position 0" recurs with then differs."""
-    (ours,) = engine("d", layers=2)
-    whole, *halves = engine("p", layers=2)[0], *engine("q", layers=2, contexts=(2, 1))
-    first = attrs.evolve(whole, views=whole.views[:1])
-    second = [attrs.evolve(half, views=half.views[1:]) for half in halves]
-    plan = plan_reads(ours, [first, *second])
+    """Tensors of one pair of workers may recur differently: q/0 sends every second position of one, every fourth of
+    the other, whose position 2 of 4 the less loaded r/2 sends.
+    """
+    (ours,) = engine("d", layers=3)
+    halves = [attrs.evolve(q, views=q.views[:2]) for q in engine("q", layers=3, contexts=(2, 1))]
+    quarters = [
+        attrs.evolve(r, views=r.views[1 if r.rank == 2 else 2 :]) for r in engine("r", layers=3, contexts=(4, 1))
+    ]
+    plan = plan_reads(ours, [*halves, *quarters])
     table = {"attn": Blocks([3, 1])}
     specs = plan.bind(local=table, remote=table, tokens=(0, 8))
-    assert [spec.num_bytes for spec in specs] == [8 * 4 * HEAD_BYTES, 4 * 4 * HEAD_BYTES, 4 * 4 * HEAD_BYTES]
+    tokens = [spec.num_bytes // (4 * HEAD_BYTES) for spec in specs]
+    assert tokens == [4 + 2, 4 + 4, 2, 2, 2 + 2, 2]
+    report = verify(plan, local=table, remote=table, tokens=(0, 8))
+    assert report.ok, str(report)

@@ -1,0 +1,83 @@
+"""What is wrong is found: whatever is done to a plan's descriptors, both oracles judge it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from kvplan import plan_reads
+from kvplan.verify import verify
+from property_tests.oracle import contents, copies_of, problems
+from property_tests.strategies import Case, cases, key
+from tests.edits import Edit, Ranges, edited
+
+Fault = Callable[[int, int], Edit]
+"""An edit of descriptor ``i`` by some bytes or places."""
+
+
+def _drop(i: int, by: int) -> Edit:
+    return lambda local, remote: (np.delete(local, i, 0), np.delete(remote, i, 0))
+
+
+def _repeat(i: int, by: int) -> Edit:
+    return lambda local, remote: (np.insert(local, i, local[i], 0), np.insert(remote, i, remote[i], 0))
+
+
+def _shorten(i: int, by: int) -> Edit:
+    def shorten(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        for ranges in (local, remote):
+            ranges[i, 1] = max(1, int(ranges[i, 1]) - abs(by))
+        return local, remote
+
+    return shorten
+
+
+def _swap(i: int, by: int) -> Edit:
+    def swap(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        j = (i + by) % len(remote)
+        if remote[i, 1] == remote[j, 1]:
+            remote[[i, j]] = remote[[j, i]]
+        return local, remote
+
+    return swap
+
+
+def _shift_local(i: int, by: int) -> Edit:
+    def shift(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        local[i, 0] = (int(local[i, 0]) + by) % (1 << 64)
+        return local, remote
+
+    return shift
+
+
+def _shift_remote(i: int, by: int) -> Edit:
+    def shift(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        remote[i, 0] = (int(remote[i, 0]) + by) % (1 << 64)
+        return local, remote
+
+    return shift
+
+
+FAULTS = (_drop, _repeat, _shift_local, _shift_remote, _shorten, _swap)
+
+
+@given(cases(), st.sampled_from(FAULTS), st.integers(0, 99), st.integers(-20, 20))
+def test_both_oracles_judge_a_faulty_plan_alike(case: Case, fault: Fault, at: int, by: int) -> None:
+    """Verify finds fault with descriptors exactly where the oracle in plain Python does."""
+    worker = case.destinations[at % len(case.destinations)]
+    right = plan_reads(worker, case.sources)
+    request = case.request(right)
+    counts = [spec.num_descriptors for spec in right.bind(**request)]
+    assume(any(counts))
+    which = max(range(len(counts)), key=counts.__getitem__)
+    plan = edited(right, fault(at % counts[which], by), request, which)
+    held = {key(source): contents(source, case.remote, dict.fromkeys(case.tensors)) for source in case.sources}
+    copies = [copy for spec in plan.bind() for copy in copies_of(spec)]
+    wrong = problems(contents(worker, case.local, case.by_tensor), held, copies)
+    event(f"{fault.__name__} {'does harm' if wrong else 'does none'}")
+    report = verify(plan, local=request["local"], remote=request["remote"], tokens=request["tokens"])
+    found = [code for code, _ in report.failures if code != "IDS"]
+    assert bool(found) == bool(wrong), f"{report}; {wrong}"
