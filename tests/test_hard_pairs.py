@@ -1,4 +1,4 @@
-"""Pairs of engines that existing connectors refuse or get wrong, on the geometry of real models, verified byte for byte."""
+"""Pairs that existing connectors refuse or get wrong, on the geometry of real models, verified byte for byte."""
 
 from __future__ import annotations
 

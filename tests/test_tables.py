@@ -50,7 +50,7 @@ def test_t2_a_row_ends_with_the_last_byte_it_needs():
 
 def test_t2_equal_bytes_share_an_id():
     """T2: two strands that read the same bytes of a source use the same row."""
-    rows, (a, b) = place([job([0, 128]), job([128])])
+    _, (a, b) = place([job([0, 128]), job([128])])
     assert b[:, 0].tolist() == a[:, 1].tolist()
 
 
