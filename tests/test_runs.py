@@ -70,6 +70,15 @@ def test_r3_equal_context_parallel_is_one_run_per_block():
     assert found.cuts.tolist() == [[1, 8]]
 
 
+def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
+    """R3: every third position of a source's blocks of two is slot 0, 1, 0, 1, ... of blocks 0, 1, 3, 4, ..., so
+    slots that follow each other say nothing; the blocks must be the same.
+    """
+    ours = engine("d", layers=1, order="NH", contexts=(3, 1))[0]
+    (theirs,) = engine("p", layers=1, order="NH", tokens=2)
+    assert section(ours, theirs).runs.length.size == 0
+
+
 def test_r4_a_joined_run_and_its_strands_are_both_kept():
     """R4: where a request ends inside a run, its tokens move one by one, so a joined lane keeps its strands."""
     (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
