@@ -48,6 +48,12 @@ def holds(group: Group, position: Ints) -> Bools:
     return held
 
 
+def local_index(group: Group, position: int) -> int:
+    """How many positions before a held one the worker holds, rule A1."""
+    run = group.context.interleave_tokens
+    return position // cycle(group) * run + position % run if group.context.size > 1 else position
+
+
 def stand(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
     """The block of the request and the slot of each position that all groups hold: two arrays (groups, positions)."""
     block, slot = np.empty((2, len(groups), position.size), np.int64)

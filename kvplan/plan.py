@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 import attrs
@@ -69,28 +70,15 @@ class TransferPlan:
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
         """
         reads = self.operation == "READ"
-        used = [layout for pair in self.pairs for layout in pair.layouts]
-        tables = (local, remote) if reads else (remote, local)
-        _check_names([self.local], local, "block table")
-        _check_names(self.remotes, remote, "block table")
-        if isinstance(tokens, Mapping):
-            _check_names([self.local], tokens, "token range")
-        for side, given in enumerate(tables):
-            pools: dict[str, int] = {}
-            for layout in used:
-                name = layout.groups[side].name
-                pools[name] = min(layout.num_blocks[side], pools.get(name, layout.num_blocks[side]))
-            for name, pool in pools.items():
-                check_blocks(name, given.get(name), pool, is_destination=side == 0)
-
+        self._check_request(local, remote, tokens)
         specs = []
         for pair in self.pairs:
             ours: list[Terms] = []
             theirs: list[Terms] = []
             for layout in pair.layouts:
-                blocks = [side[group.name] for side, group in zip(tables, layout.groups, strict=True)]
-                listed = reach(layout.groups[0], blocks[0].first, blocks[0].ids.size)
-                wanted = _range(tokens, layout.groups[0 if reads else 1]) or listed
+                near, far = layout.groups if reads else layout.groups[::-1]
+                blocks = (local[near.name], remote[far.name]) if reads else (remote[far.name], local[near.name])
+                wanted = _range(tokens, near) or reach(layout.groups[0], blocks[0].first, blocks[0].ids.size)
                 for destination, source in terms(layout, blocks, wanted):
                     ours.append(destination if reads else source)
                     theirs.append(source if reads else destination)
@@ -106,6 +94,31 @@ class TransferPlan:
                 )
             )
         return tuple(specs)
+
+    @cached_property
+    def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The groups that bytes move from or to, local and remote, and the fewest blocks that one's pool has."""
+        pools: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        for layout in (layout for pair in self.pairs for layout in pair.layouts):
+            for i, group in enumerate(layout.groups):
+                side = pools[i if self.operation == "READ" else 1 - i]
+                side[group.name] = min(layout.num_blocks[i], side.get(group.name, layout.num_blocks[i]))
+        return pools
+
+    @cached_property
+    def _group_names(self) -> tuple[frozenset[str], frozenset[str]]:
+        """All groups of the local worker, and of the remotes."""
+        sides = ((self.local,), self.remotes)
+        ours, theirs = (frozenset(group.name for worker in side for group in worker.groups) for side in sides)
+        return ours, theirs
+
+    def _check_request(self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens) -> None:
+        for side, tables in enumerate((local, remote)):
+            _check_names(self._group_names[side], tables, "block table")
+            for name, pool in self._pools[side].items():
+                check_blocks(name, tables.get(name), pool, is_destination=side == (self.operation == "WRITE"))
+        if isinstance(tokens, Mapping):
+            _check_names(self._group_names[0], tokens, "token range")
 
     def __repr__(self) -> str:
         rows = sum(len(pair.local_table.rows) for pair in self.pairs)
@@ -221,8 +234,7 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _check_names(workers: Iterable[Worker], given: Iterable[str], what: str) -> None:
-    known = {group.name for worker in workers for group in worker.groups}
+def _check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
     for name in given:
         if name not in known:
             raise KVPlanError(

@@ -14,6 +14,7 @@ Rows are made with offsets in regions, and become addresses at the end: equal ge
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -21,7 +22,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import slots, stand
+from kvplan.align import period, slots, stand
 from kvplan.axes import Ints, heads, numbered
 from kvplan.errors import KVPlanError
 from kvplan.runs import Lane, Section, Spans
@@ -29,6 +30,9 @@ from kvplan.views import Group, Region
 
 MAX_ROWS: Final = 1 << 24
 """The strands of one side of a pair times their slots may be at most this."""
+
+ID_END: Final = 1 << 31
+"""Ids are below this, so that they fit int32."""
 
 _NO_ROWS: Final = np.zeros((0, 5), np.int64)
 
@@ -60,19 +64,23 @@ class Table:
 
 @attrs.frozen(eq=False)
 class Family:
-    """The ids of strands that begin runs, or lie in slots, alike. Arrays of two rows: destination, source.
+    """The ids of strands that begin runs, or lie in slots, alike: for each side, destination first.
 
-    At position ``p`` the id of strand ``j`` is ``base[:, j] + step * block id + sub[slot of p]``, where ``p`` is any
+    At position ``p`` the id of strand ``j`` is ``base[j] + step * block id + sub[slot of p]``, where ``p`` is any
     position that equals one of ``starts`` modulo ``every``. ``share`` says which of a request's positions:
     ``runs``, those between its cuts; ``ends``, those outside them; ``all``.
+
+    ``base`` is a column, of int32 where every id of its table fits. ``advance``, where there is one start and its
+    slots are always the same, is by how many blocks one turn goes on.
     """
 
-    base: Ints
-    step: Ints
+    base: tuple[Ints, Ints]
+    step: tuple[int, int]
     sub: tuple[Ints, Ints]
     starts: Ints
     every: int
     share: Literal["runs", "ends", "all"]
+    advance: tuple[int, int] | None
 
 
 @attrs.frozen(eq=False)
@@ -82,7 +90,7 @@ class Layout:
     groups: tuple[Group, Group]
     num_blocks: tuple[int, int]
     period: int
-    cuts: Ints
+    cuts: tuple[tuple[int, int], ...]
     families: tuple[Family, ...]
 
 
@@ -96,14 +104,16 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
         side_rows, side_ids = place([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
-    run_ids, slot_ids = zip(*ids, strict=True), iter(list(zip(*ids, strict=True))[len(sections) :])
-    made = []
-    for section, found in zip(sections, run_ids, strict=False):
-        families = _run_families(section, np.stack(found))
+    kinds = [np.int32 if side_rows[:, 4].sum() <= ID_END else np.int64 for side_rows in rows]
+    every = list(zip(*ids, strict=True))
+    slot_ids, made = iter(every[len(sections) :]), []
+    for section, found in zip(sections, every, strict=False):
+        families = _run_families(section, np.stack(found), kinds)
         for lane in section.lanes:
-            families += _lane_families(lane, next(slot_ids))
+            families += _lane_families(section.groups, lane, next(slot_ids), kinds)
         pools = np.min([lane.strands.num_blocks.min(axis=1) for lane in section.lanes], axis=0).tolist()
-        made.append(Layout(section.groups, (pools[0], pools[1]), section.period, section.cuts, tuple(families)))
+        cuts = tuple((low, high) for low, high in section.cuts.tolist())
+        made.append(Layout(section.groups, (pools[0], pools[1]), section.period, cuts, tuple(families)))
     return tuple(made), (rows[0], rows[1])
 
 
@@ -166,55 +176,75 @@ def _slot_columns(group: Group, lane: Lane, side: int) -> Ints:
     return columns
 
 
-def _run_families(section: Section, ids: Ints) -> list[Family]:
+def _family(
+    groups: tuple[Group, Group],
+    kinds: Sequence[type],
+    base: Ints,
+    step: Sequence[int],
+    sub: Sequence[Ints],
+    starts: Ints,
+    every: int,
+    share: Literal["runs", "ends", "all"],
+) -> Family:
+    """A family of ``base`` (2, strands)."""
+    columns = [side.astype(kind)[:, None] for side, kind in zip(base, kinds, strict=True)]
+    advance = None
+    if starts.size == 1 and every % period(*groups) == 0:
+        blocks = [every // (group.context.size * slots(group)) for group in groups]
+        advance = (blocks[0], blocks[1])
+    steps = (int(step[0]), int(step[1]))
+    return Family((columns[0], columns[1]), steps, (sub[0], sub[1]), starts, every, share, advance)
+
+
+def _run_families(section: Section, ids: Ints, kinds: Sequence[type]) -> list[Family]:
     """The runs of a section, ``ids`` (sides, 2, n): one family if their strands are alike, else one a position."""
     base, step = ids[:, 0], ids[:, 1]
     families: list[Family] = []
+    made = functools.partial(_family, section.groups, kinds, every=section.period, share="runs")
     for kind in sorted(set(zip(*step.tolist(), strict=True))):
         runs = np.flatnonzero((step[0] == kind[0]) & (step[1] == kind[1]))
         runs = runs[np.lexsort((base[0, runs], section.position[runs]))]
         first = heads(section.position[runs][1:] == section.position[runs][:-1])
-        starts, per_start = section.position[runs[first]], runs.size // first.size
-        if first.size * per_start == runs.size and (first == np.arange(0, runs.size, per_start)).all():
-            family = _family(section, starts, base[:, runs].reshape(2, first.size, per_start), np.array(kind))
-            if family is not None:
-                families.append(family)
+        starts, strands = section.position[runs[first]], runs.size // first.size
+        if (first == np.arange(first.size) * strands).all() and first.size * strands == runs.size:
+            together = base[:, runs].reshape(2, first.size, strands)
+            sub = _by_slot(section, starts, together)
+            if sub is not None:
+                families.append(made(together[:, 0], kind, sub, starts))
                 continue
         for start, same in zip(starts, np.split(runs, first[1:]), strict=True):
-            family = _family(section, start[None], base[:, None, same], np.array(kind))
-            assert family is not None
-            families.append(family)
+            none = [np.zeros(slots(group), np.int64) for group in section.groups]
+            families.append(made(base[:, same], kind, none, start[None]))
     return families
 
 
-def _family(section: Section, starts: Ints, ids: Ints, step: Ints) -> Family | None:
-    """A family of the runs with ``ids`` (sides, starts, strands), if these are a sum of a term for each."""
-    base = ids[:, 0]
+def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
+    """What the slot of a start adds to ``ids`` (sides, starts, strands), if that is the same for all strands."""
     _, slot = stand(section.groups, starts)
-    sub = tuple(np.zeros(slots(group), np.int64) for group in section.groups)
-    for by_slot, where, found in zip(sub, slot, ids, strict=True):
-        by_slot[where] = found[:, 0] - found[0, 0]
-    for by_slot, where, found, bases in zip(sub, slot, ids, base, strict=True):
-        if (found != bases + by_slot[where][:, None]).any():
+    found = []
+    for group, where, side in zip(section.groups, slot, ids, strict=True):
+        sub = np.zeros(slots(group), np.int64)
+        sub[where] = side[:, 0] - side[0, 0]
+        if (side != side[0] + sub[where][:, None]).any():
             return None
-    return Family(base, step, (sub[0], sub[1]), starts, section.period, "runs")
+        found.append(sub)
+    return found
 
 
-def _lane_families(lane: Lane, ids: Sequence[Ints]) -> list[Family]:
+def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], kinds: Sequence[type]) -> list[Family]:
     """The strands of a lane token by token, ``ids`` (2, strands times slots) for each side."""
     strands = lane.strands.length.size
     by_slot = [found.reshape(2, strands, -1) for found in ids]
     base = np.stack([found[0, :, 0] for found in by_slot])
     sub = [found[0] - found[0, :, :1] for found in by_slot]
     alike = np.concatenate([*(found[1, :, :1] for found in by_slot), *sub], axis=1)
-    kinds = [np.arange(strands)]
+    which = np.zeros(strands, np.int64)
     if (alike != alike[0]).any():
-        _, which = np.unique(alike, axis=0, return_inverse=True)
-        kinds = [np.flatnonzero(which.reshape(-1) == kind) for kind in range(int(which.max()) + 1)]
-    share: Literal["ends", "all"] = "ends" if lane.joined else "all"
+        which = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
+    made = functools.partial(_family, groups, kinds, starts=lane.carried, every=lane.every)
     return [
-        Family(base[:, kind], alike[kind[0], :2], (sub[0][kind[0]], sub[1][kind[0]]), lane.carried, lane.every, share)
-        for kind in kinds
+        made(base[:, same], alike[same[0], :2].tolist(), [side[same[0]] for side in sub], share="ends" if lane.joined else "all")
+        for same in (np.flatnonzero(which == kind) for kind in range(int(which.max()) + 1))
     ]
 
 
