@@ -150,8 +150,8 @@ def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Ite
     """
     sources = _workers("remotes", remotes, local)
     skipped = _names(not_transferred)
-    found = _from_sources(local, sources, skipped)
-    pairs = [_pair(worker, layout, (local, worker), 0) for worker, layout in zip(sources, found, strict=True)]
+    served = _served(local, sources, skipped)
+    pairs = [_pair(part, (local, worker), 0) for worker, part in zip(sources, served, strict=True)]
     return TransferPlan("READ", local, sources, (), skipped, tuple(pairs))
 
 
@@ -165,10 +165,7 @@ def plan_writes(
     destinations = _workers("remotes", remotes, local)
     others = _workers("siblings", siblings, local)
     skipped = _names(not_transferred)
-    pairs = []
-    for worker in destinations:
-        layout = _from_sources(worker, (local, *others), skipped)[0]
-        pairs.append(_pair(worker, layout, (worker, local), 1))
+    pairs = [_pair(_served(worker, (local, *others), skipped)[0], (worker, local), 1) for worker in destinations]
     return TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs))
 
 
@@ -180,26 +177,27 @@ def plan_mesh(
     return MeshPlan(tuple(plan_reads(worker, sources, not_transferred=skipped) for worker in destinations))
 
 
-_Sides = tuple[tuple[Layout, ...], tuple[Ints, Ints]]
-_EMPTY: Final = Table(
-    (), read_only(np.zeros(0, np.int64)), read_only(np.zeros((0, 5), np.uint64)), np.zeros(0, np.int64)
-)
-_NOTHING: Final[_Sides] = layouts(())
-
-
-def _from_sources(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[_Sides]:
-    """Match to tables for one destination: layouts and rows by source. Sources are seen in order of their labels."""
+def _served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[list[Cell]]:
+    """What each source serves of a destination. The sources are weighed in order of their labels."""
     order = sorted(range(len(sources)), key=lambda i: (sources[i].engine_id, sources[i].rank))
     ordered = [sources[i] for i in order]
     served: list[list[Cell]] = [[] for _ in sources]
     for cell in cells(match(destination, ordered, skipped), destination, ordered):
         served[order[cell.match.sources[cell.source][0]]].append(cell)
-    return [layouts(sections(part)) if part else _NOTHING for part in served]
+    return served
 
 
-def _pair(remote: Worker, found: _Sides, sides: tuple[Worker, Worker], local: int) -> Pair:
-    tables = [_table(worker, rows) for worker, rows in zip(sides, found[1], strict=True)]
-    return Pair(remote.engine_id, remote.rank, tables[local], tables[1 - local], found[0])
+def _pair(served: Sequence[Cell], sides: tuple[Worker, Worker], local: int) -> Pair:
+    """The pair of a destination and a source, ``sides``, of which one is local."""
+    made, rows = layouts(sections(served))
+    tables = [_table(worker, part) for worker, part in zip(sides, rows, strict=True)]
+    remote = sides[1 - local]
+    return Pair(remote.engine_id, remote.rank, tables[local], tables[1 - local], made)
+
+
+_EMPTY: Final = Table(
+    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
+)
 
 
 def _table(worker: Worker, rows: Ints) -> Table:

@@ -96,6 +96,8 @@ class Layout:
 
 def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints, Ints]]:
     """The ids of all sections of a pair, and each side's rows: (n, 5) region, offset, length, stride, count."""
+    if not sections:
+        return (), (_NO_ROWS, _NO_ROWS)
     lanes = [(section.groups, lane) for section in sections for lane in section.lanes]
     rows, ids = [], []
     for side in (0, 1):

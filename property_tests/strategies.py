@@ -27,6 +27,9 @@ SHAPES = (
 )
 """Tensor, context and pipeline parallel sizes."""
 
+INTERLEAVED, POOL = 2, 3
+"""Packings beside 0, a region for each view, and 1, one for each group: views share blocks, by group or all of them."""
+
 DTYPES = ("uint8", "bfloat16", "uint8", "float32")
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4}
 
@@ -143,6 +146,8 @@ def cases(draw: st.DrawFn) -> Case:
             if i == 0 and draw(st.integers(0, 3)) == 3:
                 spans[paged] = None
                 span = _reach(side, paged, blocks)
+    for side, table in zip(sides, tables, strict=True):
+        _part_pool(side, table)
     as_one_range = spans.get(False) is None and draw(st.booleans())
     workers = [
         tuple(_worker(side, tensors, table, *at) for at in itertools.product(*map(range, (side.pp, side.cp, side.tp))))
@@ -175,19 +180,19 @@ def _choices(*radices: int) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def _logical(draw: st.DrawFn, index: int) -> Logical:
-    dim, heads, kv, dtype, state = draw(_choices(4, 8, 2, 4, 5))
+    dim, heads, kv, dtype, state = draw(_choices(4, 8, 2, 4, 4))
     sizes = {"dim": (1, 2, 4, 3)[dim]}
     if heads:
         sizes["head"] = max(heads - 1, 1)
     if kv:
         sizes["kv"] = 2
-    return Logical(f"layers.{index}", state < 4, sizes, DTYPES[dtype])
+    return Logical(f"layers.{index}", state < 3, sizes, DTYPES[dtype])
 
 
 @st.composite
 def _side(draw: st.DrawFn, engine_id: str, tensors: int) -> Side:
     tp, cp, pp = SHAPES[draw(st.integers(0, len(SHAPES) - 1))]
-    interleave, slots, digits, packing, split = draw(_choices(3, 6, 2, 3, 3))
+    interleave, slots, digits, packing, split = draw(_choices(3, 6, 2, 4, 3))
     renamed, gap, base, devices, extra_blocks, first_stage = draw(_choices(2, 2, 4, 2, 4, 2))
     return Side(
         engine_id=engine_id,
@@ -239,12 +244,20 @@ def _reach(side: Side, paged: bool, blocks: Blocks) -> Span:
     return (min(reached), max(reached) + 1) if reached else (0, 0)
 
 
+def _part_pool(side: Side, tables: dict[str, Blocks]) -> None:
+    """Where all groups of a side share one pool, no block is listed by two of them."""
+    if side.packing == POOL and len(tables) == 2:
+        paged, states = (side.group_names[kind] for kind in (True, False))
+        beyond = int(tables[paged].ids.max(initial=-1)) + 1
+        tables[states] = Blocks(tables[states].ids + beyond, tables[states].first)
+
+
 def _worker(
     side: Side, tensors: Iterable[Logical], tables: Mapping[str, Blocks], stage: int, context: int, rank: int
 ) -> Worker:
     """One worker: its parts of the tensors of its stage, each view in its own order, packed into regions."""
     number = (stage * side.cp + context) * side.tp + rank
-    ends: dict[str, int] = {}
+    ends: dict[tuple[str, str], int] = {}
     placed: list[tuple[Logical, str, str, list[Axis], int, int, int]] = []
     used: dict[str, Group] = {}
     for index, tensor in enumerate(tensors):
@@ -253,21 +266,20 @@ def _worker(
         group = side.group_names[tensor.paged]
         slots = side.slots if tensor.paged else None
         used[group] = Group(group, slots, side.context(context) if tensor.paged else Context())
-        ids = tables[group].ids.tolist()
-        blocks = max(ids, default=0) + 1 + side.extra_blocks * (1 + number % 2)
+        listed = tables.values() if side.packing == POOL else [tables[group]]
+        blocks = max(int(table.ids.max(initial=0)) for table in listed) + 1 + side.extra_blocks * (1 + number % 2)
         for part, axes in enumerate(_parts(side, tensor, rank)):
             made, step, length = _strides(side, index, tensor, axes, blocks)
-            region = f"{group}.{index}.{part}" if side.packing == 0 else group
-            placed.append((tensor, group, region, made, blocks, step, ends.get(region, 0)))
-            ends[region] = ends.get(region, 0) + length + side.gap * 3
-    views = [
-        View(
-            tensor.name, group, region, tensor.dtype, axes, blocks, ends[region] if side.packing == 2 else step, offset
-        )
-        for tensor, group, region, axes, blocks, step, offset in placed
-    ]
-    ends = {view.region: max(other.end_bytes for other in views if other.region == view.region) for view in views}
-    return Worker(side.engine_id, number, _regions(side, ends, number), used.values(), views)
+            region = (f"{group}.{index}.{part}", group, group, "pool")[side.packing]
+            placed.append((tensor, group, region, made, blocks, step, ends.get((region, group), 0)))
+            ends[region, group] = ends.get((region, group), 0) + length + side.gap * 3
+    views = []
+    for tensor, group, region, made, blocks, step, offset in placed:
+        if side.packing in (INTERLEAVED, POOL):
+            step = max(end for (name, _), end in ends.items() if name == region)
+        views.append(View(tensor.name, group, region, tensor.dtype, made, blocks, step, offset))
+    sizes = {view.region: max(other.end_bytes for other in views if other.region == view.region) for view in views}
+    return Worker(side.engine_id, number, _regions(side, sizes, number), used.values(), views)
 
 
 def _parts(side: Side, tensor: Logical, rank: int) -> list[list[Part]]:
@@ -292,7 +304,7 @@ def _strides(side: Side, index: int, tensor: Logical, axes: Iterable[Part], bloc
     digits = [digit for axis in axes for digit in _split_digits(side, axis)]
     if tensor.paged:
         digits += _split_digits(side, ("token", 0, side.slots, side.slots))
-    extents = [stop - start for _, start, stop, _ in digits] + ([] if side.packing == 2 else [blocks])
+    extents = [stop - start for _, start, stop, _ in digits] + ([] if side.packing in (INTERLEAVED, POOL) else [blocks])
     order = list(range(len(extents)))
     choice, pads, stride = side.orders[index], side.pads[index], [0] * (len(digits) + 1)
     span = ITEMSIZE[tensor.dtype]
@@ -314,9 +326,9 @@ def _split_digits(side: Side, axis: Part) -> list[Part]:
     return [(name, 0, size // 2, size // 2), (name, 0, 2, 2)]
 
 
-def _regions(side: Side, ends: Mapping[str, int], rank: int) -> list[Region]:
+def _regions(side: Side, used: Mapping[str, int], rank: int) -> list[Region]:
     """Regions of the bytes used, one after another: at the bottom of memory, around 2**63, or up to 2**64."""
-    sizes = {name: end + side.gap * 5 for name, end in ends.items()}
+    sizes = {name: size + side.gap * 5 for name, size in used.items()}
     total = sum(sizes.values())
     at = (4096, (1 << 44) + rank * 4096, (1 << 63) - total // 2, (1 << 64) - total)[side.base]
     regions = []
