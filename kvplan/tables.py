@@ -244,7 +244,7 @@ def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints],
     if (alike != alike[0]).any():
         which = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
     made = functools.partial(_family, groups, kinds, starts=lane.carried, every=lane.every)
-    share = "ends" if lane.joined else "all"
+    share: Literal["ends", "all"] = "ends" if lane.joined else "all"
     return [
         made(base[:, same], alike[same[0], :2].tolist(), [side[same[0]] for side in sub], share=share)
         for same in (np.flatnonzero(which == kind) for kind in range(int(which.max()) + 1))
