@@ -129,5 +129,5 @@ def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     if not math.prod(shape):
         raise KVPlanError("SIZE", "read a tensor", expected="at least one element", got=f"shape {shape}", shape=shape)
     if is_torch:
-        return shape, tuple(s * ITEMSIZE[dtype] for s in tensor.stride()), dtype, int(tensor.data_ptr())
+        return shape, tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()), dtype, int(tensor.data_ptr())
     return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])

@@ -548,7 +548,7 @@ REFUSALS: tuple[Row, ...] = (
         lambda: bind(local={}),
     ),
     Row(
-        "TYPE: cannot bind group 'attn': expected Blocks, got [3, 1, 2]",
+        "TYPE: cannot bind group 'attn': expected Blocks, got a list of 3",
         lambda: bind(remote={"attn": [3, 1, 2]}),
     ),
     Row(

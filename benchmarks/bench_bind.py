@@ -1,0 +1,91 @@
+"""Binding: from one request's block tables to the ids of its descriptors.
+
+The model has 80 layers, the request 512 blocks, both engines the same TP: one run for each block of each layer, 40960
+ids a side. The floor is the least that numpy can do for the same ids: one broadcast add a side of what is known
+beforehand, once into new arrays as bind has to, once into arrays that are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvplan import Blocks, Model, TransferPlan, plan_reads
+
+BLOCKS, LAYERS, ROUNDS, WARMUP = 512, 80, 400, 40
+TOKENS = (0, 16 * BLOCKS)
+BLOCK_BYTES = 16 * 2 * 128 * 2  # one head of 16 tokens, K and V, bfloat16
+MODEL = Model.shipped("llama-3.1-70b")
+
+Record = Callable[[str, Any], None]
+Ids = npt.NDArray[np.int32]
+
+
+@pytest.fixture(scope="module")
+def plan() -> TransferPlan:
+    """A worker's plan with the one that has its heads."""
+    (source, *_), (local, *_) = (MODEL.engine(name, tp=8, num_blocks=4096) for name in ("prefill", "decode"))
+    return plan_reads(local, [source])
+
+
+@pytest.fixture(scope="module")
+def tables() -> tuple[Blocks, Blocks]:
+    """The request's blocks on both sides, scattered over the pools."""
+    rng = np.random.default_rng(1)
+    ours, theirs = (Blocks(rng.permutation(4096)[:BLOCKS]) for _ in range(2))
+    return ours, theirs
+
+
+def terms(plan: TransferPlan, tables: tuple[Blocks, Blocks]) -> list[tuple[Ids, Ids]]:
+    """What the floor adds for each side: the first id of each layer's whole blocks, and the block ids."""
+    (pair,) = plan.pairs
+    first = [table.first[table.rows[:, 1] == BLOCK_BYTES] for table in (pair.local_table, pair.remote_table)]
+    sides = zip(first, tables, strict=True)
+    return [(base.astype(np.int32)[:, None], blocks.ids.astype(np.int32)[None, :]) for base, blocks in sides]
+
+
+def test_bind(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record) -> None:
+    """``plan.bind`` for the whole request, its checks included."""
+    ours, theirs = tables
+
+    def bind() -> Any:
+        return plan.bind(local={"attn": ours}, remote={"attn": theirs}, tokens=TOKENS)
+
+    (spec,) = benchmark.pedantic(bind, rounds=ROUNDS, warmup_rounds=WARMUP)
+    (ours_base, ours_ids), (theirs_base, theirs_ids) = terms(plan, tables)
+    assert np.array_equal(spec.local_ids, (ours_base + ours_ids).reshape(-1))
+    assert np.array_equal(spec.remote_ids, (theirs_base + theirs_ids).reshape(-1))
+    assert spec.local_ids.size == BLOCKS * LAYERS
+    record("bind", benchmark)
+
+
+def test_floor(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record) -> None:
+    """One broadcast add a side, into new arrays."""
+    sides = terms(plan, tables)
+
+    def add() -> list[Ids]:
+        return [np.add(base, ids) for base, ids in sides]
+
+    made = benchmark.pedantic(add, rounds=ROUNDS, warmup_rounds=WARMUP)
+    assert [(ids.dtype, ids.shape) for ids in made] == [(np.int32, (LAYERS, BLOCKS))] * 2
+    record("floor", benchmark)
+
+
+def test_floor_into_reused_buffers(
+    plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record
+) -> None:
+    """The same into arrays that are there already: no allocation at all."""
+    sides = terms(plan, tables)
+    buffers = [np.empty((LAYERS, BLOCKS), np.int32) for _ in sides]
+
+    def add() -> None:
+        for (base, ids), out in zip(sides, buffers, strict=True):
+            np.add(base, ids, out=out)
+
+    benchmark.pedantic(add, rounds=ROUNDS, warmup_rounds=WARMUP)
+    assert np.array_equal(buffers[0], sides[0][0] + sides[0][1])
+    record("floor into reused buffers", benchmark)

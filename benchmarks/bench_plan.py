@@ -1,0 +1,57 @@
+"""Planning, cold: everything between two engines' descriptions and the tables that are registered once.
+
+The model has 80 layers with 8 KV heads of 128, blocks of 16 tokens; a decode worker (TP 4) reads from prefill workers
+(TP 8), two of which have its heads. Each round has workers that were just made, so that nothing they remember helps.
+It is compared with checking those nine workers as they are made, which receiving their descriptions costs anyway.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvplan import Model, TransferPlan, Worker, plan_reads
+
+LAYOUTS = ("LBHNC", "LBNHC")
+MODEL = Model.shipped("llama-3.1-70b")
+
+Record = Callable[[str, Any], None]
+
+
+@pytest.fixture
+def fresh(layout: str) -> Callable[[], tuple[Worker, ...]]:
+    """Makes a decode worker, and the prefill workers that it reads from, as they come out of a message."""
+    sources = MODEL.engine("prefill", tp=8, layout=layout, num_blocks=4096)
+    message = pickle.dumps((MODEL.engine("decode", tp=4, layout=layout, num_blocks=4096)[1], *sources))
+    return lambda: pickle.loads(message)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plan(fresh: Callable[[], tuple[Worker, ...]], benchmark: Any, layout: str, record: Record) -> None:
+    """One decode worker's plan with all prefill workers."""
+
+    def setup() -> tuple[tuple[Worker, list[Worker]], dict[str, Any]]:
+        local, *remotes = fresh()
+        return (local, remotes), {}
+
+    plan: TransferPlan = benchmark.pedantic(plan_reads, setup=setup, rounds=100, warmup_rounds=5)
+    assert [len(pair.local_table.rows) > 0 for pair in plan.pairs] == [rank in (2, 3) for rank in range(8)]
+    record(f"plan {layout}", benchmark)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_describe(fresh: Callable[[], tuple[Worker, ...]], benchmark: Any, layout: str, record: Record) -> None:
+    """The nine workers that are planned with, each checked as a whole."""
+
+    def check(workers: list[tuple[Any, ...]]) -> list[Worker]:
+        return [Worker(*fields) for fields in workers]
+
+    def setup() -> tuple[tuple[list[tuple[Any, ...]]], dict[str, Any]]:
+        return ([(w.engine_id, w.rank, w.regions, w.groups, w.views) for w in fresh()],), {}
+
+    workers = benchmark.pedantic(check, setup=setup, rounds=100, warmup_rounds=5)
+    assert [len(worker.views) for worker in workers] == [80] * 9
+    record(f"describe {layout}", benchmark)

@@ -1,0 +1,143 @@
+"""Which views share bytes, against sets of bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import attrs
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from kvplan import Axis, KVPlanError, View, overlap
+from kvplan.overlap import overlaps
+from tests.bytes_of import element_bytes, small_views
+
+Pairs = set[frozenset[str]]
+
+
+def named(views: list[View]) -> list[View]:
+    """The views, each with a name of its own."""
+    return [attrs.evolve(view, name=f"v{i}") for i, view in enumerate(views)]
+
+
+def found(views: list[View]) -> Pairs:
+    """The pairs that ``overlaps`` gives, by name."""
+    return {frozenset((a.name, b.name)) for a, b in overlaps(views)}
+
+
+def sharing(views: list[View]) -> Pairs:
+    """The pairs whose sets of bytes have a byte in common."""
+    held = {view.name: set(element_bytes(view)) for view in views}
+    return {frozenset(pair) for pair in itertools.combinations(held, 2) if held[pair[0]] & held[pair[1]]}
+
+
+@given(st.lists(small_views(), min_size=2, max_size=4).map(named))
+def test_pairs_are_those_that_share_a_byte(views: list[View]) -> None:
+    """Of any views, with any strides and numbers of blocks, exactly those with a byte in common are found."""
+    expected = sharing(views)
+    event(f"{len(expected)} pairs share")
+    assert found(views) == expected
+
+
+@given(st.lists(small_views(), min_size=2, max_size=4), st.integers(40, 90), st.integers(2, 4))
+def test_views_of_one_pool_are_compared_within_it(views: list[View], step: int, blocks: int) -> None:
+    """The same for views that step alike, as those of one pool do."""
+    pool = [attrs.evolve(view, num_blocks=blocks, block_stride_bytes=step + 100) for view in named(views)]
+    assert found(pool) == sharing(pool)
+
+
+def intervals(view: View) -> list[tuple[int, int]]:
+    """The bytes of each element of each block, as an interval."""
+    starts = [view.offset_bytes + block * view.block_stride_bytes for block in range(view.num_blocks)]
+    for axis in view.axes:
+        starts = [start + i * axis.stride_bytes for start in starts for i in range(axis.extent)]
+    return [(start, start + view.itemsize) for start in starts]
+
+
+def large(view_end: int = 1 << 63) -> st.SearchStrategy[View]:
+    """Views of a few elements whose offsets and strides are near powers of two up to 2**62, ending below 2**63."""
+    near = st.builds(lambda power, more: max(0, (1 << power) + more), st.integers(59, 62), st.integers(-9, 9))
+    offset = st.one_of(st.integers(0, 9), near, st.builds(lambda a, b: a + b, near, near))
+    axis = st.builds(lambda extent, stride: (Axis("a", 0, extent, extent, stride),), st.integers(1, 3), near)
+
+    def view(blocks: int, step: int, offset: int, axes: tuple[Axis, ...], dtype: str) -> View | None:
+        try:
+            return View("v", "g", "r", dtype, axes, blocks, step, offset)
+        except KVPlanError:
+            return None
+
+    dtypes = st.sampled_from(["uint8", "float64"])
+    made = st.builds(view, st.integers(1, 4), near, offset, st.one_of(st.just(()), axis), dtypes)
+    return made.filter(lambda v: v is not None and v.end_bytes < view_end)  # type: ignore[return-value]
+
+
+@given(st.lists(large(), min_size=2, max_size=3).map(named))
+def test_large_offsets_are_exact(views: list[View]) -> None:
+    """Strides and offsets as large as a region can have them neither wrap nor lose a bit."""
+    pairs = {
+        frozenset((a.name, b.name))
+        for a, b in itertools.combinations(views, 2)
+        if any(i < stop and start < j for i, j in intervals(a) for start, stop in intervals(b))
+    }
+    event(f"{len(pairs)} pairs share")
+    assert found(views) == pairs
+
+
+def test_twice_a_residue_is_exact() -> None:
+    """A last byte that meets the first of the next block is found where their sum is more than 63 bits hold."""
+    step = (1 << 62) + (1 << 61)
+    pool, one = View("a", "g", "r", "uint8", (), 2, step), View("b", "g", "r", "float64", (), 1, 0, step - 7)
+    assert found([pool, one]) == {frozenset("ab")}
+    assert found([pool, attrs.evolve(one, offset_bytes=step - 8)]) == set()
+
+
+def test_interleaved_views_are_apart() -> None:
+    """K and V side by side in every block share no byte, however many blocks there are."""
+    k = View("k", "g", "r", "uint8", (Axis("dim", 0, 8, 8, 1),), 1 << 39, 16)
+    v = attrs.evolve(k, name="v", offset_bytes=8)
+    assert found([k, v]) == set()
+    assert found([k, attrs.evolve(v, offset_bytes=7)]) == {frozenset("kv")}
+
+
+def test_the_far_end_of_a_pool_is_looked_at() -> None:
+    """Two views that meet in the last of many blocks only are found."""
+    pool = View("a", "g", "r", "uint8", (), 1 << 39, 2)
+    last = View("b", "g", "r", "uint8", (), 1, 0, pool.end_bytes - 1)
+    assert found([pool, last]) == {frozenset("ab")}
+    assert found([pool, attrs.evolve(last, offset_bytes=last.offset_bytes - 1)]) == set()
+
+
+def test_one_view_is_never_compared() -> None:
+    """A single view has nothing to overlap with, and no limit of runs."""
+    axes = (Axis("a", 0, 1 << 21, 1 << 21, 2),)
+    assert found([View("v", "g", "r", "uint8", axes, 1, 0)]) == set()
+    assert found([]) == set()
+
+
+def test_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of all views of a region count together, before any list of them is made."""
+    view = View("v", "g", "r", "uint8", (Axis("a", 0, 8, 8, 4),), 1, 0)
+    views = [attrs.evolve(view, name=f"v{i}", offset_bytes=i) for i in range(4)]
+    monkeypatch.setattr(overlap, "MAX_SEGMENTS", 24)
+    assert found(views[:3]) == set()
+    with pytest.raises(KVPlanError, match=r"^RANGE: .*'v3': expected at most 24 runs in a block in region 'r', got 32"):
+        found(views)
+
+
+def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views that step unlike are compared pair by pair, up to a limit."""
+    views = [View(f"v{i}", "g", "r", "uint8", (), 2, 1000 + i, 2 * i) for i in range(6)]
+    assert found(views) == set()
+    monkeypatch.setattr(overlap, "MAX_PAIRS", 14)
+    with pytest.raises(KVPlanError, match=r"^RANGE: .* expected at most 14 pairs of runs to compare .* got 15"):
+        found(views)
+
+
+def test_long_pools_that_step_unlike_are_taken_to_meet() -> None:
+    """Where both pools are long and step unlike, a meeting that cannot be ruled out at once counts as one."""
+    blocks = overlap.MAX_UNLIKE_BLOCKS + 1
+    first = View("a", "g", "r", "uint8", (), blocks, 3)
+    second = View("b", "g", "r", "uint8", (), blocks, 5, first.end_bytes - 2)
+    assert found([first, attrs.evolve(second, num_blocks=2)]) == set()
+    assert found([first, second]) == {frozenset("ab")}
