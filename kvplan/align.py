@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -78,17 +79,26 @@ def reach(group: Group, first: int, count: int) -> tuple[int, int]:
     return (low, last + 1) if count else (0, 0)
 
 
+def ends(starts: Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:
+    """The first and last position in ``[low, high)`` that equals one of ``starts``, ascending, modulo ``every``.
+
+    >>> ends([0, 3], 4, 1, 9), ends([0, 3], 4, 1, 3)
+    ((3, 8), None)
+    """
+    turn, rest = divmod(low, every)
+    more, i = divmod(bisect_left(starts, rest), len(starts))
+    first = (turn + more) * every + starts[i]
+    turn, rest = divmod(high, every)
+    more, i = divmod(bisect_left(starts, rest) - 1, len(starts))
+    last = (turn + more) * every + starts[i]
+    return (int(first), int(last)) if first <= last else None
+
+
 def repeated(starts: Ints, every: int, low: int, high: int) -> Ints:
-    """The positions in ``[low, high)`` that equal one of ``starts``, ascending and below ``every``, modulo ``every``.
+    """The positions in ``[low, high)`` that equal one of ``starts``, ascending, modulo ``every``.
 
     >>> repeated(np.array([0, 3]), 4, 3, 9).tolist()
     [3, 4, 7, 8]
     """
-
-    def before(position: int) -> int:
-        whole, rest = divmod(position, every)
-        return whole * starts.size + int(np.searchsorted(starts, rest))
-
-    turn, which = np.divmod(np.arange(before(low), before(high)), starts.size)
-    position: Ints = turn * every + starts[which]
-    return position
+    position: Ints = np.add.outer(np.arange(low - low % every, high, every), starts).reshape(-1)
+    return position[(position >= low) & (position < high)]

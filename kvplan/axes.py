@@ -98,10 +98,9 @@ def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
     (1, 2)
     """
     try:
-        items = iter(values)
+        made = tuple(values)  # a tuple stays itself, so that equal layers can share one
     except TypeError:
         raise wrong_type(what, f"a sequence of {kind.__name__} values", values) from None
-    made = tuple(items)
     for item in made:
         if not isinstance(item, kind):
             raise wrong_type(what, f"{kind.__name__} values only", item)
@@ -228,10 +227,8 @@ def segments(digits: Sequence[Axis]) -> Segments:
             length *= digit.extent
         width *= digit.size
     first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
-    pieces = np.diff(first, append=start.size)
-    return Segments(
-        start=start[first], length=length * pieces, offset=offset[first], stride=np.full_like(first, stride)
-    )
+    pieces = np.append(first[1:], start.size) - first
+    return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride)
 
 
 def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import local_index, repeated, slots, stand
+from kvplan.align import ends, local_index, repeated, slots, stand
 from kvplan.axes import Ints, integer, shown
 from kvplan.errors import KVPlanError
 from kvplan.tables import ID_END, Family, Layout, read_only
@@ -32,10 +32,16 @@ POSITION_END: Final = 1 << 48
 
 
 def _block_ids(values: Any) -> Ints:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        array = np.array(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise KVPlanError(
-            "TYPE", "read a block table", expected="a flat sequence of integers", got=f"{array.dtype} of {array.shape}"
+            "TYPE",
+            "read a block table",
+            expected="a flat sequence of integers",
+            got=f"{array.dtype} in {array.ndim} dimensions",
         )
     for wrong in (array.min(), array.max()) if array.size else ():
         if not 0 <= wrong < ID_END:
@@ -118,8 +124,8 @@ def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[t
     ranges = {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
     for family in layout.families:
         for begin, end in ranges[family.share]:
-            if begin < end:
-                ours, theirs = _rows(layout.groups, family, blocks, begin, end)
+            if (reach := ends(family.starts, family.every, begin, end)) is not None:
+                ours, theirs = _rows(layout.groups, family, blocks, *reach)
                 yield (family.base[0], ours), (family.base[1], theirs)
 
 
@@ -143,44 +149,40 @@ def _span(layout: Layout, position: int) -> Range | None:
     return turn * layout.period + begin, turn * layout.period + end
 
 
-def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int) -> list[Ints]:
-    """``step * block id + sub`` of each position in ``[begin, end)`` that is the family's, each side.
+def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], first: int, last: int) -> list[Ints]:
+    """``step * block id + sub`` of each position of a family from ``first`` to ``last``, each side.
 
     A family with one run per period takes every nth block: a slice of the table, and one slot. That is the common
-    case, and where it is not taken at once a request of 512 blocks takes twice as long.
+    case, and taking the table by index instead costs a third more time for a request of 512 blocks.
     """
-    found = []
+    spans = [_listed(group, table, first, last) for group, table in zip(groups, blocks, strict=True)]
     if family.advance:
-        first = begin + (int(family.starts[0]) - begin) % family.every
-        count = -((first - end) // family.every)
-        for side, (group, table) in enumerate(zip(groups, blocks, strict=True)):
-            block, slot = divmod(local_index(group, first), slots(group))
-            last = block + (count - 1) * family.advance[side]
-            _check_listed(group, table, block, last)
-            ids = table.ids[block - table.first : last - table.first + 1 : family.advance[side]]
-            found.append(ids * family.step[side] + family.sub[side][slot])
-        return found
-    position = repeated(family.starts, family.every, begin, end)
-    ordinals, slot_of = stand(groups, position)
-    for side, (group, table) in enumerate(zip(groups, blocks, strict=True)):
-        if position.size:
-            _check_listed(group, table, int(ordinals[side][0]), int(ordinals[side][-1]))
-        found.append(table.ids[ordinals[side] - table.first] * family.step[side] + family.sub[side][slot_of[side]])
-    return found
+        rows = [
+            table.ids[low : high + 1 : n] for table, (low, high), n in zip(blocks, spans, family.advance, strict=True)
+        ]
+        slot_of = [local_index(group, first) % slots(group) for group in groups]
+    else:
+        block, slot = stand(groups, repeated(family.starts, family.every, first, last + 1))
+        rows = [table.ids[at - table.first] for table, at in zip(blocks, block, strict=True)]
+        slot_of = list(slot)
+    parts = zip(rows, family.step, family.sub, slot_of, strict=True)
+    return [ids * step + sub[slot] for ids, step, sub, slot in parts]
 
 
-def _check_listed(group: Group, table: Blocks, first: int, last: int) -> None:
-    """That a block table lists the request's blocks from ``first`` to ``last``."""
-    if first < table.first or last >= table.first + table.ids.size:
+def _listed(group: Group, table: Blocks, first: int, last: int) -> Range:
+    """Where a block table lists the blocks of two positions, which it must."""
+    low, high = (local_index(group, position) // slots(group) for position in (first, last))
+    if low < table.first or high >= table.first + table.ids.size:
         raise KVPlanError(
             "BLOCKS",
             f"bind group {group.name!r}",
-            expected=f"blocks [{first}, {last + 1}) of the request to be listed",
+            expected=f"blocks [{low}, {high + 1}) of the request to be listed",
             got=f"[{table.first}, {table.first + table.ids.size})",
             group=group.name,
-            needed=(first, last + 1),
+            needed=(low, high + 1),
             listed=(table.first, table.first + table.ids.size),
         )
+    return low - table.first, high - table.first
 
 
 def add(parts: Sequence[Terms]) -> Ids:

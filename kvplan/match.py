@@ -52,8 +52,8 @@ def match(destination: Worker, sources: Sequence[Worker], not_transferred: Colle
             raise KVPlanError(
                 "TENSOR",
                 f"plan tensor {name!r} for {destination.label}",
-                expected=f"a source among {', '.join(worker.label for worker in sources) or 'none'}",
-                got="none that offers it",
+                expected="a source that offers it",
+                got=f"none among {', '.join(worker.label for worker in sources) or 'no sources'}",
                 hint="name it in not_transferred if it need not move",
                 tensor=name,
             )

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from kvplan.align import reach
-from kvplan.axes import Ints, integer
+from kvplan.axes import Ints, integer, members, shown, wrong_type
 from kvplan.bind import POSITION_END, Blocks, Range, Terms, add, check_blocks, terms
 from kvplan.cells import Cell, cells
 from kvplan.errors import KVPlanError
@@ -114,6 +114,8 @@ class TransferPlan:
 
     def _check_request(self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens) -> None:
         for side, tables in enumerate((local, remote)):
+            if not isinstance(tables, Mapping):
+                raise wrong_type("block tables", "a mapping of groups to Blocks", tables)
             _check_names(self._group_names[side], tables, "block table")
             for name, pool in self._pools[side].items():
                 check_blocks(name, tables.get(name), pool, is_destination=side == (self.operation == "WRITE"))
@@ -173,8 +175,9 @@ def plan_mesh(
     destinations: Iterable[Worker], sources: Iterable[Worker], *, not_transferred: Iterable[str] = ()
 ) -> MeshPlan:
     """The read plans of whole engines: every destination worker with every source worker."""
-    sources, skipped = tuple(sources), _names(not_transferred)
-    return MeshPlan(tuple(plan_reads(worker, sources, not_transferred=skipped) for worker in destinations))
+    needy = _workers("destinations", destinations)
+    holders, skipped = _workers("sources", sources, *needy), _names(not_transferred)
+    return MeshPlan(tuple(plan_reads(worker, holders, not_transferred=skipped) for worker in needy))
 
 
 def _served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[list[Cell]]:
@@ -212,24 +215,22 @@ def _table(worker: Worker, rows: Ints) -> Table:
     return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))
 
 
-def _workers(what: str, values: Iterable[Worker], local: Worker) -> tuple[Worker, ...]:
-    workers = tuple(values)
-    for worker in workers:
-        if not isinstance(worker, Worker):
-            raise KVPlanError("TYPE", "plan", expected=f"{what} of type Worker", got=repr(worker))
-    times = Counter(worker.label for worker in (local, *workers))
-    for label, count in times.items():
-        if count > 1:
-            raise KVPlanError(
-                "WORKER", "plan", expected=f"local and {what} all different", got=f"{label} {count} times", worker=label
-            )
+def _workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
+    """``values``, after making sure that they and the others are workers, and all different."""
+    workers = members(Worker, values, what)
+    times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
+    label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise KVPlanError(
+            "WORKER", f"plan with {what}", expected="each worker once", got=f"{label} {count} times", worker=label
+        )
     return workers
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str):
-        raise KVPlanError("TYPE", "plan", expected="a sequence of names as not_transferred", got=repr(values))
-    return tuple(values)
+        raise wrong_type("not_transferred", "a sequence of names", values)
+    return members(str, values, "not_transferred")
 
 
 def _check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
@@ -239,7 +240,7 @@ def _check_names(known: Collection[str], given: Iterable[str], what: str) -> Non
                 "NAME",
                 f"bind a {what}",
                 expected=f"a group of {', '.join(map(repr, sorted(known))) or 'none'}",
-                got=repr(name),
+                got=shown(name),
                 group=name,
             )
 
@@ -253,7 +254,7 @@ def _range(tokens: Tokens, group: Group) -> Range | None:
     if given is None:
         return None
     if not isinstance(given, Sequence) or len(given) != 2:
-        raise KVPlanError("TYPE", "bind tokens", expected="(start, stop)", got=repr(given), tokens=given)
+        raise wrong_type("a token range", "(start, stop)", given)
     start, stop = (integer(value, "a token range", high=POSITION_END) for value in given)
     if start > stop:
         raise KVPlanError(

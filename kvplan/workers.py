@@ -139,16 +139,21 @@ class Worker:
     @cached_property
     def _geometry(self) -> tuple[tuple[Geometry, ...], tuple[int, ...]]:
         groups = {group.name: group for group in self.groups}
-        unique: dict[Geometry, int] = {}
-        indices: list[int] = []
+        unique: dict[tuple[Any, ...], int] = {}
         known: dict[tuple[int, str, str, int, int], int] = {}  # by identity of the axes, which equal layers often share
+        made: list[Geometry] = []
+        indices: list[int] = []
         for view in self.views:
-            key = (id(view.axes), view.dtype, view.group, view.num_blocks, view.block_stride_bytes)
-            if key not in known:
-                what = Geometry(view.axes, view.dtype, groups[view.group], view.num_blocks, view.block_stride_bytes)
-                known[key] = unique.setdefault(what, len(unique))
-            indices.append(known[key])
-        return tuple(unique), tuple(indices)
+            rest = (view.dtype, view.group, view.num_blocks, view.block_stride_bytes)
+            index = known.get((id(view.axes), *rest))
+            if index is None:
+                digits = ((a.name, a.start, a.stop, a.size, a.stride_bytes) for a in view.axes)
+                index = known[(id(view.axes), *rest)] = unique.setdefault((*rest, *digits), len(unique))
+                if index == len(made):
+                    group = groups[view.group]
+                    made.append(Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes))
+            indices.append(index)
+        return tuple(made), tuple(indices)
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:

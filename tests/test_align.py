@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvplan import Context, Group
-from kvplan.align import cycle, holds, period, reach, repeated, stand
+from kvplan.align import cycle, ends, holds, period, reach, repeated, stand
 
 GROUPS = [
     Group("g", tokens, Context(rank, size, interleave))
@@ -64,3 +64,4 @@ def test_repeated_positions_are_those_of_every_turn(starts):
         for high in range(low, 20):
             expected = [p for p in range(low, high) if p % 5 in starts]
             assert repeated(np.array(starts), 5, low, high).tolist() == expected
+            assert ends(starts, 5, low, high) == ((expected[0], expected[-1]) if expected else None)

@@ -24,7 +24,9 @@ def test_m1_tensors_pair_by_name_whatever_their_order():
 def test_m2_a_tensor_that_no_source_offers_is_named():
     """M2: the error names the tensor and every source that was asked."""
     (ours,), (theirs,) = engine("decode", layers=3), engine("prefill", layers=2)
-    with pytest.raises(KVPlanError, match=r"^TENSOR: .*'layers\.2'.* a source among prefill/0, got none") as caught:
+    with pytest.raises(
+        KVPlanError, match=r"^TENSOR: .*'layers\.2'.* a source that offers it, got none among prefill/0"
+    ) as caught:
         match(ours, [theirs])
     assert caught.value.details["tensor"] == "layers.2"
 
