@@ -79,7 +79,7 @@ def reach(group: Group, first: int, count: int) -> tuple[int, int]:
     return (low, last + 1) if count else (0, 0)
 
 
-def ends(starts: Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:
+def ends(starts: Ints | Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:
     """The first and last position in ``[low, high)`` that equals one of ``starts``, ascending, modulo ``every``.
 
     >>> ends([0, 3], 4, 1, 9), ends([0, 3], 4, 1, 3)

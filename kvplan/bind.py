@@ -37,18 +37,12 @@ def _block_ids(values: Any) -> Ints:
     except ValueError:
         array = np.array(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise KVPlanError(
-            "TYPE",
-            "read a block table",
-            expected="a flat sequence of integers",
-            got=f"{array.dtype} in {array.ndim} dimensions",
-        )
-    for wrong in (array.min(), array.max()) if array.size else ():
-        if not 0 <= wrong < ID_END:
-            raise KVPlanError(
-                "BLOCKS", "read a block table", expected=f"ids in [0, {ID_END})", got=f"{wrong}", id=int(wrong)
-            )
-    owned: Ints = read_only(np.array(array, np.int64))
+        got = f"{array.dtype} in {array.ndim} dimensions"
+        raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
+    owned: Ints = read_only(array.astype(np.int64))
+    if array.size and owned.view(np.uint64).max() >= ID_END:
+        wrong = int(next(id_ for id_ in array if not 0 <= id_ < ID_END))
+        raise KVPlanError("BLOCKS", "read a block table", expected=f"ids in [0, {ID_END})", got=f"{wrong}", id=wrong)
     return owned
 
 
@@ -76,8 +70,8 @@ class Blocks:
     def twice(self) -> int | None:
         """An id that stands more than once, if there is one."""
         ordered = np.sort(self.ids)
-        same = np.flatnonzero(ordered[1:] == ordered[:-1])
-        return int(ordered[same[0]]) if same.size else None
+        same = ordered[1:] == ordered[:-1]
+        return int(ordered[same.argmax()]) if same.any() else None
 
     def __repr__(self) -> str:
         return f"Blocks({self.ids.tolist()}, first={self.first})"
@@ -124,7 +118,7 @@ def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[t
     ranges = {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
     for family in layout.families:
         for begin, end in ranges[family.share]:
-            if (reach := ends(family.starts, family.every, begin, end)) is not None:
+            if begin < end and (reach := ends(family.starts, family.every, begin, end)) is not None:
                 ours, theirs = _rows(layout.groups, family, blocks, *reach)
                 yield (family.base[0], ours), (family.base[1], theirs)
 
@@ -157,16 +151,14 @@ def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], fir
     """
     spans = [_listed(group, table, first, last) for group, table in zip(groups, blocks, strict=True)]
     if family.advance:
-        rows = [
-            table.ids[low : high + 1 : n] for table, (low, high), n in zip(blocks, spans, family.advance, strict=True)
-        ]
-        slot_of = [local_index(group, first) % slots(group) for group in groups]
-    else:
-        block, slot = stand(groups, repeated(family.starts, family.every, first, last + 1))
-        rows = [table.ids[at - table.first] for table, at in zip(blocks, block, strict=True)]
-        slot_of = list(slot)
-    parts = zip(rows, family.step, family.sub, slot_of, strict=True)
-    return [ids * step + sub[slot] for ids, step, sub, slot in parts]
+        taken = zip(blocks, spans, family.advance, strict=True)
+        rows = [table.ids[low : high + 1 : n] for table, (low, high), n in taken]
+        return [ids if step == 1 else ids * step for ids, step in zip(rows, family.step, strict=True)]
+    block, slot = stand(groups, repeated(family.starts, family.every, first, last + 1))
+    return [
+        table.ids[at - table.first] * step + sub[where]
+        for table, at, step, sub, where in zip(blocks, block, family.step, family.sub, slot, strict=True)
+    ]
 
 
 def _listed(group: Group, table: Blocks, first: int, last: int) -> Range:
@@ -187,9 +179,9 @@ def _listed(group: Group, table: Blocks, first: int, last: int) -> Range:
 
 def add(parts: Sequence[Terms]) -> Ids:
     """All ids of one side, one broadcast add for each of the terms. Raises ``INT`` if an id does not fit 31 bits."""
-    ids = np.empty(sum(strand.size * row.size for strand, row in parts), np.int32)
-    done = 0
-    for strand, row in parts:
+    sizes = [strand.size * row.size for strand, row in parts]
+    ids, done = np.empty(sum(sizes), np.int32), 0
+    for (strand, row), size in zip(parts, sizes, strict=True):
         if strand.dtype != np.int32 and row.size and (last := int(strand.max()) + int(row.max())) >= ID_END:
             raise KVPlanError(
                 "INT",
@@ -199,9 +191,8 @@ def add(parts: Sequence[Terms]) -> Ids:
                 hint="a smaller pool, or fewer tensors per plan, has fewer ids",
                 id=last,
             )
-        end = done + strand.size * row.size
-        out = ids[done:end].reshape(strand.size, row.size)
+        out = ids[done : done + size].reshape(strand.size, row.size)
         np.add(strand, row.astype(np.int32), out=out, casting="same_kind")
-        done = end
+        done += size
     ids.flags.writeable = False
     return ids

@@ -73,15 +73,13 @@ class TransferPlan:
         self._check_request(local, remote, tokens)
         specs = []
         for pair in self.pairs:
-            ours: list[Terms] = []
-            theirs: list[Terms] = []
+            sums: list[tuple[Terms, Terms]] = []
             for layout in pair.layouts:
                 near, far = layout.groups if reads else layout.groups[::-1]
                 blocks = (local[near.name], remote[far.name]) if reads else (remote[far.name], local[near.name])
                 wanted = _range(tokens, near) or reach(layout.groups[0], blocks[0].first, blocks[0].ids.size)
-                for destination, source in terms(layout, blocks, wanted):
-                    ours.append(destination if reads else source)
-                    theirs.append(source if reads else destination)
+                sums += terms(layout, blocks, wanted)
+            ids = add([ours for ours, _ in sums]), add([theirs for _, theirs in sums])
             specs.append(
                 ReadSpec(
                     operation=self.operation,
@@ -89,8 +87,8 @@ class TransferPlan:
                     remote=(pair.engine_id, pair.rank),
                     local_table=pair.local_table,
                     remote_table=pair.remote_table,
-                    local_ids=add(ours),
-                    remote_ids=add(theirs),
+                    local_ids=ids[0 if reads else 1],
+                    remote_ids=ids[1 if reads else 0],
                 )
             )
         return tuple(specs)

@@ -70,8 +70,8 @@ class Family:
     position that equals one of ``starts`` modulo ``every``. ``share`` says which of a request's positions:
     ``runs``, those between its cuts; ``ends``, those outside them; ``all``.
 
-    ``base`` is a column, of int32 where every id of its table fits. ``advance``, where there is one start and its
-    slots are always the same, is by how many blocks one turn goes on.
+    ``base`` is a column, of int32 where every id of its table fits. Where there is one start and its slots are always
+    the same, ``advance`` is by how many blocks one turn goes on, and ``base`` has the slots' ``sub`` in it.
     """
 
     base: tuple[Ints, Ints]
@@ -189,11 +189,13 @@ def _family(
     share: Literal["runs", "ends", "all"],
 ) -> Family:
     """A family of ``base`` (2, strands)."""
-    columns = [side.astype(kind)[:, None] for side, kind in zip(base, kinds, strict=True)]
     advance = None
     if starts.size == 1 and every % period(*groups) == 0:
         blocks = [every // (group.context.size * slots(group)) for group in groups]
         advance = (blocks[0], blocks[1])
+        _, slot = stand(groups, starts)
+        base = base + [side[where] for side, where in zip(sub, slot, strict=True)]
+    columns = [side.astype(kind)[:, None] for side, kind in zip(base, kinds, strict=True)]
     steps = (int(step[0]), int(step[1]))
     return Family((columns[0], columns[1]), steps, (sub[0], sub[1]), starts, every, share, advance)
 
