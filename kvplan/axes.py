@@ -180,9 +180,13 @@ class Segments:
     @cached_property
     def covered(self) -> tuple[tuple[int, int], ...]:
         """The intervals of the coordinate that are covered, touching ones joined."""
-        first = heads(self.start[1:] == self.stop[:-1])
-        last = np.append(first[1:], self.start.size) - 1
-        return tuple(zip(self.start[first].tolist(), self.stop[last].tolist(), strict=True))
+        joined: list[tuple[int, int]] = []
+        for start, stop in zip(self.start.tolist(), self.stop.tolist(), strict=True):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return tuple(joined)
 
     def steps(self, start: int, stop: int, step: int) -> bool:
         """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""
@@ -205,6 +209,9 @@ def segments(digits: Sequence[Axis]) -> Segments:
 
     Raises ``RANGE`` where there would be more than :data:`MAX_SEGMENTS`.
     """
+    if len(digits) == 1:
+        (one,) = digits
+        return Segments(*(np.array([value], np.int64) for value in (one.start, one.extent, 0, one.stride_bytes)))
     width, start, offset = 1, np.zeros(1, np.int64), np.zeros(1, np.int64)
     length, stride = 1, 0
     for digit in reversed(digits):

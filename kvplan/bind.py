@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.align import ends, local_index, repeated, slots, stand
-from kvplan.axes import Ints, integer, shown
+from kvplan.axes import Ints, integer, shown, wrong_type
 from kvplan.errors import KVPlanError
 from kvplan.tables import ID_END, Family, Layout, read_only
 from kvplan.views import Group
@@ -35,9 +35,9 @@ def _block_ids(values: Any) -> Ints:
     try:
         array = np.asarray(values)
     except ValueError:
-        array = np.array(None)
+        raise wrong_type("a block table", "a flat sequence of integers", values) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        got = f"{array.dtype} in {array.ndim} dimensions"
+        got = f"{array.dtype} of shape {array.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
     owned: Ints = read_only(array.astype(np.int64))
     if array.size and owned.view(np.uint64).max() >= ID_END:

@@ -10,10 +10,11 @@ Validate (V), on construction of each worker:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -38,6 +39,10 @@ def _views(values: Iterable[View]) -> tuple[View, ...]:
 
 def _token_axis(slots: int | None) -> str:
     return "no token axis" if slots is None else f"a token axis of {slots} slots"
+
+
+_DIGIT: Final = operator.attrgetter("name", "start", "stop", "size", "stride_bytes")
+_BESIDES: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
 
 
 @attrs.frozen
@@ -140,15 +145,14 @@ class Worker:
     def _geometry(self) -> tuple[tuple[Geometry, ...], tuple[int, ...]]:
         groups = {group.name: group for group in self.groups}
         unique: dict[tuple[Any, ...], int] = {}
-        known: dict[tuple[int, str, str, int, int], int] = {}  # by identity of the axes, which equal layers often share
+        known: dict[tuple[Any, ...], int] = {}  # by identity of the axes, which equal layers often share
         made: list[Geometry] = []
         indices: list[int] = []
         for view in self.views:
-            rest = (view.dtype, view.group, view.num_blocks, view.block_stride_bytes)
-            index = known.get((id(view.axes), *rest))
+            key = (id(view.axes), *_BESIDES(view))
+            index = known.get(key)
             if index is None:
-                digits = ((a.name, a.start, a.stop, a.size, a.stride_bytes) for a in view.axes)
-                index = known[(id(view.axes), *rest)] = unique.setdefault((*rest, *digits), len(unique))
+                index = known[key] = unique.setdefault((*map(_DIGIT, view.axes), *_BESIDES(view)), len(unique))
                 if index == len(made):
                     group = groups[view.group]
                     made.append(Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes))
