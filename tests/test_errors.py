@@ -445,15 +445,15 @@ REFUSALS: tuple[Row, ...] = (
     ),
     # block tables
     Row(
-        "TYPE: cannot read a block table: expected a flat sequence of integers, got float64 of (1,)",
+        "TYPE: cannot read a block table: expected a flat sequence of integers, got float64 of shape (1,)",
         lambda: Blocks([0.5]),
     ),
     Row(
-        "TYPE: cannot read a block table: expected a flat sequence of integers, got int64 of (1, 2)",
+        "TYPE: cannot read a block table: expected a flat sequence of integers, got int64 of shape (1, 2)",
         lambda: Blocks([[1, 2]]),
     ),
     Row(
-        "TYPE: cannot read a block table: expected a flat sequence of integers, got object of ()",
+        "TYPE: cannot read a block table: expected a flat sequence of integers, got object of shape ()",
         lambda: Blocks(None),
     ),
     Row(
@@ -470,33 +470,33 @@ REFUSALS: tuple[Row, ...] = (
     ),
     # pairs
     Row(
-        "TYPE: cannot plan: expected remotes of type Worker, got None",
+        "TYPE: cannot read remotes: expected Worker values only, got None",
         lambda: plan_reads(worker(), [None]),  # type: ignore[list-item]
     ),
     Row(
-        "WORKER: cannot plan: expected local and remotes all different, got p/0 2 times",
+        "WORKER: cannot plan with remotes: expected each worker once, got p/0 2 times",
         lambda: plan_reads(worker(), [worker()]),
     ),
     Row(
-        "WORKER: cannot plan: expected local and siblings all different, got p/0 2 times",
+        "WORKER: cannot plan with siblings: expected each worker once, got p/0 2 times",
         lambda: plan_writes(worker(), [worker(engine_id="d")], [worker()]),
     ),
     Row(
-        "WORKER: cannot plan: expected local and remotes all different, got p/0 2 times",
+        "WORKER: cannot plan with sources: expected each worker once, got p/0 2 times",
         lambda: plan_mesh([worker(engine_id="d")], [worker(), worker()]),
     ),
     Row(
-        "TYPE: cannot plan: expected a sequence of names as not_transferred, got 'layers.0'",
+        "TYPE: cannot read not_transferred: expected a sequence of names, got 'layers.0'",
         lambda: plan_reads(worker(), [worker(engine_id="d")], not_transferred="layers.0"),
     ),
     Row(
-        "TENSOR: cannot plan tensor 'layers.0' for d/0: expected a source among none, got none that "
-        "offers it (name it in not_transferred if it need not move)",
+        "TENSOR: cannot plan tensor 'layers.0' for d/0: expected a source that offers it, "
+        "got none among no sources (name it in not_transferred if it need not move)",
         lambda: plan_reads(worker(engine_id="d"), []),
     ),
     Row(
-        "TENSOR: cannot plan tensor 'layers.1' for d/0: expected a source among p/0, got none that "
-        "offers it (name it in not_transferred if it need not move)",
+        "TENSOR: cannot plan tensor 'layers.1' for d/0: expected a source that offers it, "
+        "got none among p/0 (name it in not_transferred if it need not move)",
         lambda: pair(name="layers.1"),
     ),
     Row(
@@ -584,7 +584,7 @@ REFUSALS: tuple[Row, ...] = (
         lambda: bind(tokens=(0, np.float32(3))),
     ),
     Row(
-        "TYPE: cannot bind tokens: expected (start, stop), got 12",
+        "TYPE: cannot read a range of tokens: expected (start, stop), got 12",
         lambda: bind(tokens=12),
     ),
     Row(
