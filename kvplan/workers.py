@@ -2,7 +2,8 @@
 
 Validate (V), on construction of each worker:
 
-- V1: names of regions and of groups are unique; a view names a region and a group of its worker.
+- V1: names of regions and of groups are unique, and so are the bytes of regions on one device; a view names a region
+  and a group of its worker.
 - V2: each view's bytes, over all its blocks, lie inside its region.
 - V3: in a token group the ``token`` axis counts exactly ``tokens_per_block``; in a state group there is none.
 - V4: views of one group share no byte.
@@ -10,6 +11,7 @@ Validate (V), on construction of each worker:
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -69,6 +71,7 @@ class Worker:
         settle(self, "a worker", integer, "rank")
         regions = self._by_name("region", self.regions)
         groups = self._by_name("group", self.groups)
+        self._check_regions_apart()
         for view in self.views:
             region = self._named(view, "region", view.region, regions)
             group = self._named(view, "group", view.group, groups)
@@ -92,6 +95,22 @@ class Worker:
                     token_axis=slots,
                 )
         self._check_apart()
+
+    def _check_regions_apart(self) -> None:
+        ordered = sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address))
+        for first, second in itertools.pairwise(ordered):
+            same = (first.memory, first.device_id) == (second.memory, second.device_id)
+            if same and second.address < first.address + first.size_bytes:
+                raise KVPlanError(
+                    "OVERLAP",
+                    f"describe worker {self.label}",
+                    expected=f"region {second.name!r} after the end of {first.name!r} at "
+                    f"{first.address + first.size_bytes:#x}",
+                    got=f"{second.address:#x}",
+                    hint="views may share one region",
+                    first=first.name,
+                    second=second.name,
+                )
 
     def _by_name(self, what: str, values: tuple[Any, ...]) -> dict[str, Any]:
         by_name: dict[str, Any] = {}

@@ -202,3 +202,17 @@ def test_context_belongs_to_the_group() -> None:
     """Two groups of a worker may spread their positions differently."""
     groups = (Group("attn", 4, Context(1, 2, 4)), Group("ssm"))
     assert [group.context.size for group in Worker(**{**FIELDS, "groups": groups}).groups] == [2, 1]
+
+
+@pytest.mark.parametrize("address", [4096, 4096 + 1023, 4096 - 1023])
+def test_regions_that_share_bytes_are_refused(address: int) -> None:
+    """V1: two regions of one device overlap nowhere; where two would, they are one region with more views."""
+    regions = [Region("a", 4096, 1024), Region("b", address, 1024)]
+    with pytest.raises(KVPlanError, match=r"^OVERLAP: .* \(views may share one region\)$"):
+        Worker("engine", 0, regions, [], [])
+
+
+def test_regions_that_touch_or_lie_on_different_devices_stand() -> None:
+    """V1: the end of one may be the start of the next, and two devices have addresses of their own."""
+    regions = [Region("a", 4096, 1024), Region("b", 5120, 1024), Region("c", 4096, 1024, "VRAM", 1)]
+    assert len(Worker("engine", 0, [*regions, Region("d", 4096, 1024, "VRAM", 2)], [], []).regions) == 4
