@@ -138,3 +138,15 @@ def test_r4_positions_of_different_cycles_are_different_lanes() -> None:
     assert tokens == [4 + 2, 4 + 4, 2, 2, 2 + 2, 2]
     report = verify(plan, local=table, remote=table, tokens=(0, 8))
     assert report.ok, str(report)
+
+
+def test_r4_a_period_too_long_to_list_moves_token_by_token() -> None:
+    """R4: blocks of 1021 and 1031 tokens repeat after more than a million positions; ids are many, runs still whole."""
+    (ours,), (theirs,) = engine("d", tokens=1021, heads=1, layers=1), engine("p", tokens=1031, heads=1, layers=1)
+    assert section(ours, theirs).runs.length.size == 0
+    plan = plan_reads(ours, [theirs])
+    request = {"local": {"attn": Blocks([7, 2])}, "remote": {"attn": Blocks([1, 4])}, "tokens": (5, 2042)}
+    (spec,) = plan.bind(**request)
+    assert spec.local_ids.size == 2037
+    assert spec.descriptors()[0][:, 1].tolist() == [10 * HEAD_BYTES, 1011 * HEAD_BYTES, 1016 * HEAD_BYTES]
+    assert verify(plan, **request).ok
