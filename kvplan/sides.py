@@ -30,7 +30,7 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
 )
 """The keys of a side that take a number, each with the half-open interval it must lie in."""
 
-WORDS: Final = ("layout", "kv")
+WORDS: Final = ("layout", "kv", "conv")
 """The keys of a side that take a word."""
 
 
@@ -61,7 +61,8 @@ class Side:
     """One engine as the command line describes it. ``blocks=None``: as many as the request needs, and some.
 
     >>> Side.parse("tp=4,layout=LBNHC", "--src")
-    Side(tp=4, pp=1, dcp=1, pcp=1, interleave=1, block=16, layout='LBNHC', kv='content', pad=0, blocks=None)
+    Side(tp=4, pp=1, dcp=1, pcp=1, interleave=1, block=16, layout='LBNHC', kv='content', pad=0, blocks=None,
+         conv='DS')
     """
 
     tp: int = 1
@@ -74,6 +75,7 @@ class Side:
     kv: str = "content"
     pad: int = 0
     blocks: int | None = None
+    conv: str = "DS"
 
     @classmethod
     def parse(cls, text: str, what: str) -> Side:
@@ -112,4 +114,5 @@ class Side:
             interleave=self.interleave,
             kv=self.kv,
             pad=self.pad,
+            conv_order=self.conv,
         )

@@ -3,7 +3,8 @@
 - T1: a row is (address, length, device, stride, count). Ids number a table's descriptors row after row.
 - T2: bytes of one length, at offsets of a block whose differences and block stride are multiples of one step no
   shorter than they, are one row of that step: four 16-token pieces of a dense 64-token block, or the tokens of
-  all heads of a page. Otherwise each offset is a row, one descriptor per block.
+  all heads of a page. Where that would leave most ids unused, or there is no such step, each offset is a row, one
+  descriptor per block.
 - T3: so every id is ``base + step * block id + sub``: ``base`` tells strands apart, ``sub`` the slot of the block
   where a run begins. Both sides list the same strands and positions in the same order, so paired ids are equally
   many.
@@ -30,6 +31,9 @@ from kvplan.views import Group, Region
 
 MAX_ROWS: Final = 1 << 24
 """The strands of one side of a pair times their slots may be at most this."""
+
+MAX_IDS_PER_USED: Final = 16
+"""A row of more ids than this for each that can be used is split by offset, so that ids last for large pools."""
 
 ID_END: Final = 1 << 31
 """Ids are below this, so that they fit int32."""
@@ -140,7 +144,8 @@ def place(jobs: Sequence[Ints]) -> tuple[Ints, list[Ints]]:
     block_step = np.where(blocks > 1, stride, 0)[start]
     step = np.gcd(np.gcd.reduceat(offset - offset[start][group], start), block_step)
     step = np.where(step == 0, length[start], step)
-    one_row = step >= length[start]
+    used = np.bincount(group[heads(alike & (offset[1:] == offset[:-1]))])
+    one_row = (step >= length[start]) & (block_step <= step * used * MAX_IDS_PER_USED)
     step = np.where(one_row, step, np.maximum(block_step, length[start]))
     per_block = np.where(one_row, block_step // step, 1)
 

@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.configs import FAMILIES, Tensor, read
+from kvplan.caches import Tensor
+from kvplan.configs import read
+from kvplan.families import FAMILIES
+
+STATES = [
+    *("mamba", "falcon_mamba", "mamba2", "jamba", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+]
+LATENTS = ["deepseek_v2", "deepseek_v3", "deepseek_v32"]
+ATTENTION = sorted({*FAMILIES} - {*STATES, *LATENTS})
 
 
 def config(model_type: str, **keys: Any) -> dict[str, Any]:
@@ -15,7 +24,7 @@ def config(model_type: str, **keys: Any) -> dict[str, Any]:
 
 def geometry(keys: dict[str, Any]) -> tuple[int, int]:
     """KV heads and head_dim of the first layer."""
-    axes = dict(read(keys)[1][0][0].axes)
+    axes = dict(read({"num_kv_shared_layers": 0, **keys})[1][0][0].axes)
     return axes["head"], axes["dim"]
 
 
@@ -46,7 +55,7 @@ def test_what_a_file_leaves_out_is_the_family_default(model_type: str, heads: in
     assert geometry(config(model_type)) == (heads, head_dim)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"deepseek_v2", "deepseek_v3"}))
+@pytest.mark.parametrize("model_type", ATTENTION)
 def test_what_a_file_states_counts(model_type: str) -> None:
     """Stated heads and head_dim are taken, whatever hidden_size would give."""
     assert geometry(config(model_type, num_key_value_heads=2, head_dim=80)) == (2, 80)
@@ -188,7 +197,7 @@ def test_an_unusable_value_is_named(key: str, value: object) -> None:
     assert str(caught.value).count(repr(value)) == 1
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "mamba2", "mllama_text_model", None, 7])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "rwkv", "mllama_text_model", None, 7])
 def test_an_unknown_model_type_points_to_views(model_type: object) -> None:
     """A model whose caches are not modelled is refused, not approximated, and the message says what to do."""
     keys = {**config("llama"), "model_type": model_type}

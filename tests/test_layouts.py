@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker, view_of
-from kvplan.layouts import KV_FORMS, ORDERS, Held, Layout, place
+from kvplan.layouts import KV_FORMS, ORDERS, Held, Layout, Page
+from kvplan.pools import place
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 7, 4, 6, 5
 EXTENT = {"layer": LAYERS, "block": BLOCKS, "head": HEADS, "token": TOKENS, "kv": 2, "dim": DIM}
@@ -21,8 +22,8 @@ ATTENTION = (
 LATENT = (Axis("token", 0, TOKENS, TOKENS, 0), Axis("dim", 0, DIM, DIM, 0))
 
 
-def held(axes: tuple[Axis, ...] = ATTENTION, layers: int = LAYERS, dtype: str = "float16") -> list[Held]:
-    return [Held(f"layers.{i}.attn", "attn", dtype, axes) for i in range(layers)]
+def held(axes: tuple[Axis, ...] = ATTENTION, layers: int = LAYERS, dtype: str = "float16") -> list[Page]:
+    return [Page.of(Held(f"layers.{i}.attn", "attn", dtype, axes)) for i in range(layers)]
 
 
 def pattern(order: str, kv: str) -> list[str]:
@@ -151,7 +152,7 @@ def test_pad_of_a_block_that_holds_all_layers_comes_once() -> None:
 def test_regions_hold_one_layer_or_all(order: str) -> None:
     """Orders with the layer slowest register a region per layer, the others one for the pool."""
     _, sizes = place(Layout(order), "pool", held(), BLOCKS)
-    assert list(sizes) == ([tensor.name for tensor in held()] if order[0] == "L" else ["pool"])
+    assert list(sizes) == ([page.name for page in held()] if order[0] == "L" else ["pool"])
 
 
 @pytest.mark.parametrize("kernel", [None, 3])
@@ -169,7 +170,7 @@ def test_views_fill_their_regions_and_share_no_byte(order: str, kv: str, kernel:
 def test_a_state_has_no_token_slots() -> None:
     """A tensor of a state group keeps its content axes in their order, slowest first."""
     axes = (Axis("step", 0, 3, 3, 0), Axis("channel", 8, 16, 32, 0))
-    (view,), sizes = place(Layout("LBHNC"), "pool", [Held("layers.0.conv", "state", "bfloat16", axes)], BLOCKS)
+    (view,), sizes = place(Layout("LBHNC"), "pool", [Page.of(Held("layers.0.conv", "state", "bfloat16", axes))], BLOCKS)
     assert view.axes == (Axis("step", 0, 3, 3, 16), Axis("channel", 8, 16, 32, 2))
     assert sizes == {"layers.0.conv": BLOCKS * 48}
 
@@ -182,7 +183,7 @@ def test_a_pool_of_one_block_keeps_its_stride() -> None:
 
 def test_layers_of_one_pool_have_one_shape() -> None:
     """Tensors that would make rows of unequal length in one region are refused by name."""
-    other = Held("layers.9.attn", "attn", "float16", LATENT)
+    other = Page.of(Held("layers.9.attn", "attn", "float16", LATENT))
     with pytest.raises(KVPlanError, match=r"'layers\.9\.attn'") as caught:
         place(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
     assert caught.value.code == "LAYOUT"
@@ -190,7 +191,7 @@ def test_layers_of_one_pool_have_one_shape() -> None:
 
 def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
     """With the layer slowest nothing is shared, so nothing needs to be equal."""
-    other = Held("layers.9.attn", "attn", "float16", LATENT)
+    other = Page.of(Held("layers.9.attn", "attn", "float16", LATENT))
     assert len(place(Layout("LBHNC"), "pool", [*held(), other], BLOCKS)[0]) == LAYERS + 1
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError, Worker
-from kvplan.configs import Tensor
+from kvplan.caches import Tensor
+from kvplan.engines import ALIGNMENT_BYTES, stages
 from kvplan.layouts import KV_FORMS, ORDERS
-from kvplan.models import ALIGNMENT_BYTES, Model, stages
+from kvplan.models import Model
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -92,6 +93,97 @@ def test_page_bytes_of_deepseek_v3_at_block_64() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "states"),
+    [
+        pytest.param("nemotron-h-8b", {1: (61440, 4194304), 8: (7680, 524288), 16: (4608, 262144)}, id="nemotron-h-8b"),
+        pytest.param(
+            "nemotron-3-nano-30b-a3b",
+            {1: (36864, 2097152), 4: (9216, 524288), 8: (4608, 262144)},
+            id="nemotron-3-nano-30b-a3b",
+        ),
+        pytest.param("qwen3-next-80b", {1: (49152, 2097152), 8: (6144, 262144)}, id="qwen3-next-80b"),
+        pytest.param("granite-4.0-h-tiny", {1: (19968, 1572864), 2: (10752, 786432)}, id="granite-4.0-h-tiny"),
+        pytest.param("jamba-v0.1", {1: (49152, 524288), 2: (24576, 262144)}, id="jamba-v0.1"),
+        pytest.param("falcon-mamba-7b", {1: (49152, 524288), 2: (24576, 262144)}, id="falcon-mamba-7b"),
+    ],
+)
+def test_bytes_of_a_state(model: str, states: dict[int, tuple[int, int]]) -> None:
+    """Convolution (three steps of bfloat16) and SSM (fp32) of each state layer and rank, by tensor-parallel size."""
+    shipped = Model.shipped(model)
+    for tp, sizes in states.items():
+        for rank in range(tp):
+            layers = [layer for layer in shipped.tensor_bytes(tp, rank=rank) if "ssm" in layer]
+            found = {
+                (sum(n for kind, n in layer.items() if kind.startswith("conv.")), layer["ssm"]) for layer in layers
+            }
+            assert found == {sizes}
+
+
+@pytest.mark.parametrize(
+    ("model", "attending", "stateful"),
+    [
+        pytest.param("nemotron-h-8b", 4, 24, id="nemotron-h-8b"),
+        pytest.param("nemotron-3-nano-30b-a3b", 6, 23, id="nemotron-3-nano-30b-a3b"),
+        pytest.param("qwen3-next-80b", 12, 36, id="qwen3-next-80b"),
+        pytest.param("granite-4.0-h-tiny", 4, 36, id="granite-4.0-h-tiny"),
+        pytest.param("jamba-v0.1", 4, 28, id="jamba-v0.1"),
+        pytest.param("falcon-mamba-7b", 0, 64, id="falcon-mamba-7b"),
+    ],
+)
+def test_layers_of_hybrids(model: str, attending: int, stateful: int) -> None:
+    """How many layers attend, and how many keep a state."""
+    kinds = [kind for layer in Model.shipped(model).layers for kind in {tensor.pool for tensor in layer}]
+    assert (kinds.count("attn"), kinds.count("state")) == (attending, stateful)
+
+
+@pytest.mark.parametrize(("tp", "full"), [(1, 32), (2, 32), (4, 32), (8, 16)])
+def test_pages_of_gemma_4_31b_are_made_equal(tp: int, full: int) -> None:
+    """50 layers of 16 heads of 256 and 10 of 4 heads of 512 have equal pages when full blocks are longer."""
+    model = Model.shipped("gemma-4-31b")
+    assert model.blocks(tp) == {"swa": 16, "attn": full}
+    assert len(set(model.block_bytes(tp))) == 1
+    assert [tensor.group for (tensor,) in model.layers].count("swa") == 50
+    (worker, *_) = model.engine("e", tp=tp, num_blocks=2)
+    assert {group.name: group.tokens_per_block for group in worker.groups} == {"swa": 16, "attn": full}
+
+
+def test_blocks_by_group_are_taken_as_they_are() -> None:
+    """A mapping names every token group, and its blocks are not made equal."""
+    model = Model.shipped("gemma-4-31b")
+    assert model.blocks(4, {"swa": 48, "attn": 16}) == {"swa": 48, "attn": 16}
+    with pytest.raises(KVPlanError, match="tokens_per_block of swa, attn, got swa") as caught:
+        model.blocks(4, {"swa": 16})
+    assert caught.value.code == "NAME"
+
+
+def test_windows_are_kept_as_information() -> None:
+    """A sliding group knows how far back it attends."""
+    assert Model.shipped("gemma-4-31b").windows == {"swa": 1024, "attn": None}
+
+
+def test_bytes_of_sparse_latents() -> None:
+    """DeepSeek-V3.2 keeps 656 bytes a token and 132 of its indexer, whose pages hold all keys before the scales."""
+    layers = Model.shipped("deepseek-v3.2").tensor_bytes(8, 64)
+    assert layers == ({"attn": 41984, "index": 8192, "index.scale": 256},) * 61
+    (worker, *_) = Model.shipped("deepseek-v3.2").engine("e", tp=8, tokens_per_block=64, num_blocks=2)
+    assert [(v.offset_bytes, v.block_stride_bytes) for v in worker.views[:61:60]] == [(0, 41984)] * 2
+    keys, scales = (next(v for v in worker.views if v.name == f"layers.0.{kind}") for kind in ("index", "index.scale"))
+    assert (keys.region, keys.offset_bytes, keys.block_stride_bytes) == ("layers.0.index", 0, 8448)
+    assert (scales.region, scales.offset_bytes, scales.block_stride_bytes) == ("layers.0.index", 8192, 8448)
+
+
+@pytest.mark.parametrize(("tp", "ratio"), [(1, 261), (2, 261), (4, 131)])
+def test_kernel_blocks_of_nemotron_3_nano_30b(tp: int, ratio: int) -> None:
+    """How many 16-token blocks of K cover a state, as vLLM's tests of its NIXL connector have it."""
+    assert Model.shipped("nemotron-3-nano-30b-a3b").kernel_blocks(tp, kv="split") == ratio
+
+
+def test_kernel_blocks_need_both_kinds() -> None:
+    """Where there is no state to cover, or nothing to cover it with, a block is one kernel block."""
+    assert [Model.shipped(name).kernel_blocks() for name in ("llama-3.1-8b", "falcon-mamba-7b")] == [1, 1]
+
+
+@pytest.mark.parametrize(
     ("model", "layers", "heads", "head_dim"),
     [
         pytest.param("qwen3-0.6b", 28, 8, 128, id="qwen3-0.6b"),
@@ -135,7 +227,10 @@ def test_every_shipped_model_makes_an_engine(model: str) -> None:
     """Each shipped configuration is readable, and its workers are valid at tp 2 and pp 2."""
     shipped = Model.shipped(model)
     workers = shipped.engine("e", tp=2, pp=2, num_blocks=2)
-    assert sorted(layers_of(workers[0]) + layers_of(workers[2])) == list(range(len(shipped.layers)))
+    expected = {i for i, layer in enumerate(shipped.layers) if layer}
+    assert [*map(set, (layers_of(workers[0]), layers_of(workers[2])))] == [
+        {i for i in expected if i in stage} for stage in stages(len(shipped.layers), 2)
+    ]
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
@@ -198,6 +293,36 @@ def test_more_stages_than_layers_is_refused() -> None:
     with pytest.raises(KVPlanError, match="pp <= 3, the number of layers, got 4") as caught:
         tiny(2).engine("e", pp=4)
     assert caught.value.code == "LAYOUT"
+
+
+def test_stages_may_be_given() -> None:
+    """layers_per_stage says how many layers each stage has, and so how many stages there are."""
+    workers = tiny(2, layers=5).engine("e", layers_per_stage=(1, 3, 1), num_blocks=2)
+    assert [layers_of(worker) for worker in workers] == [[0], [1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize(("pp", "given"), [(1, (2, 2)), (2, (1, 1, 1)), (1, (3, 0)), (1, ())])
+def test_given_stages_hold_every_layer(pp: int, given: tuple[int, ...]) -> None:
+    """Stages that leave layers out, hold none, or contradict pp are refused."""
+    with pytest.raises(KVPlanError) as caught:
+        tiny(2).engine("e", pp=pp, layers_per_stage=given)
+    assert caught.value.code in ("LAYOUT", "RANGE")
+
+
+def test_a_draft_stands_on_the_last_stage() -> None:
+    """Draft layers have names, heads and pools of their own, and no stage but the last holds them."""
+    workers = latent().with_draft(tiny(2, layers=2)).engine("e", pp=3, tp=2, num_blocks=2)
+    drafts = [[view.name for view in worker.views if view.name.startswith("draft.")] for worker in workers]
+    assert drafts == [[], [], [], [], *[["draft.0.attn", "draft.1.attn"]] * 2]
+    assert [axis.size for axis in workers[5].views[-1].axes if axis.name == "head"] == [2]
+
+
+def test_draft_layers_of_a_file_are_off_unless_asked_for() -> None:
+    """num_nextn_predict_layers counts only with with_draft_layers."""
+    keys = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+    config = {**keys, "num_nextn_predict_layers": 1}
+    assert Model.from_config(config).drafts == ()
+    assert Model.from_config(config, with_draft_layers=True).drafts == Model.from_config(config).layers[:1]
 
 
 def test_context_ranks_reuse_tensor_ranks() -> None:

@@ -145,8 +145,8 @@ def test_r4_a_period_too_long_to_list_moves_token_by_token() -> None:
     (ours,), (theirs,) = engine("d", tokens=1021, heads=1, layers=1), engine("p", tokens=1031, heads=1, layers=1)
     assert section(ours, theirs).runs.length.size == 0
     plan = plan_reads(ours, [theirs])
-    request = {"local": {"attn": Blocks([7, 2])}, "remote": {"attn": Blocks([1, 4])}, "tokens": (5, 2042)}
-    (spec,) = plan.bind(**request)
+    local, remote, tokens = {"attn": Blocks([7, 2])}, {"attn": Blocks([1, 4])}, (5, 2042)
+    (spec,) = plan.bind(local=local, remote=remote, tokens=tokens)
     assert spec.local_ids.size == 2037
     assert spec.descriptors()[0][:, 1].tolist() == [10 * HEAD_BYTES, 1011 * HEAD_BYTES, 1016 * HEAD_BYTES]
-    assert verify(plan, **request).ok
+    assert verify(plan, local=local, remote=remote, tokens=tokens).ok

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Model
 from kvplan.sides import MAX_TOKENS, Side, token_range
 
 
@@ -23,8 +23,9 @@ def refusal(read: Callable[[str, str], object], text: str) -> str | None:
 
 def test_every_key_is_read() -> None:
     """Each key of a side sets its own value."""
-    side = Side.parse("tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,pad=8,blocks=9,layout=BLHNC,kv=axis", "--src")
-    assert side == Side(4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9)
+    text = "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,pad=8,blocks=9,layout=BLHNC,kv=axis,conv=SD"
+    side = Side.parse(text, "--src")
+    assert side == Side(4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD")
 
 
 def test_an_empty_side_is_the_default() -> None:
@@ -69,3 +70,12 @@ def test_only_decimal_digits_are_a_number(text: str) -> None:
     """What Python's int() would forgive is refused."""
     with pytest.raises(KVPlanError, match="TYPE: cannot read tp of --src"):
         Side.parse(text, "--src")
+
+
+def test_conv_reaches_the_engine() -> None:
+    """conv=SD makes the steps of a convolution the slower dimension, and an unknown word is refused."""
+    model = Model.shipped("falcon-mamba-7b")
+    (worker,) = Side.parse("conv=SD", "--src").engine(model, "e", 2)
+    assert {axis.name: axis.stride_bytes for axis in worker.views[0].axes} == {"step": 2 * 8192, "channel": 2}
+    with pytest.raises(KVPlanError, match="cannot read conv: expected one of DS, SD, got 'X'"):
+        Side.parse("conv=X", "--src").engine(model, "e", 2)

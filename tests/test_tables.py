@@ -95,3 +95,10 @@ def test_plans_survive_pickling():
     plan = plan_reads(engine("d")[0], engine("p"))
     again = pickle.loads(pickle.dumps(plan))
     assert (again.pairs[0].local_table.rows == plan.pairs[0].local_table.rows).all()
+
+
+def test_t2_a_row_of_mostly_unused_ids_is_split():
+    """T2: two values at the start of a block of a mebibyte are two rows of a hundred ids, not one of fifty million."""
+    rows, (ids,) = place([job([0, 2], length=2, stride=1 << 20, blocks=100)])
+    assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
+    assert ids.tolist() == [[0, 100], [1, 1]]
