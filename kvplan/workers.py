@@ -2,16 +2,14 @@
 
 Validate (V), on construction of each worker:
 
-- V1: names of regions and of groups are unique, and so are the bytes of regions on one device; a view names a region
-  and a group of its worker.
+- V1: names of regions and of groups are unique; a view names a region and a group of its worker.
 - V2: each view's bytes, over all its blocks, lie inside its region.
 - V3: in a token group the ``token`` axis counts exactly ``tokens_per_block``; in a state group there is none.
-- V4: views of one group share no byte.
+- V4: views of one group share no byte, in one region or in regions that overlap.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -71,7 +69,6 @@ class Worker:
         settle(self, "a worker", integer, "rank")
         regions = self._by_name("region", self.regions)
         groups = self._by_name("group", self.groups)
-        self._check_regions_apart()
         for view in self.views:
             region = self._named(view, "region", view.region, regions)
             group = self._named(view, "group", view.group, groups)
@@ -95,22 +92,6 @@ class Worker:
                     token_axis=slots,
                 )
         self._check_apart()
-
-    def _check_regions_apart(self) -> None:
-        ordered = sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address))
-        for first, second in itertools.pairwise(ordered):
-            same = (first.memory, first.device_id) == (second.memory, second.device_id)
-            if same and second.address < first.address + first.size_bytes:
-                raise KVPlanError(
-                    "OVERLAP",
-                    f"describe worker {self.label}",
-                    expected=f"region {second.name!r} after the end of {first.name!r} at "
-                    f"{first.address + first.size_bytes:#x}",
-                    got=f"{second.address:#x}",
-                    hint="views may share one region",
-                    first=first.name,
-                    second=second.name,
-                )
 
     def _by_name(self, what: str, values: tuple[Any, ...]) -> dict[str, Any]:
         by_name: dict[str, Any] = {}
@@ -139,8 +120,11 @@ class Worker:
 
     def _check_apart(self) -> None:
         shared: dict[tuple[str, str], list[View]] = {}
+        joined = self._joined_regions()
         for view in self.views:
-            shared.setdefault((view.region, view.group), []).append(view)
+            first_region, apart = joined[view.region]
+            moved = attrs.evolve(view, offset_bytes=view.offset_bytes + apart) if apart else view
+            shared.setdefault((first_region, view.group), []).append(moved)
         for (region, group), views in shared.items():
             for first, second in overlaps(views):
                 raise KVPlanError(
@@ -151,6 +135,17 @@ class Worker:
                     first=first.name,
                     second=second.name,
                 )
+
+    def _joined_regions(self) -> dict[str, tuple[str, int]]:
+        """For each region, the first of those it overlaps with, in a chain, and how many bytes after it it starts."""
+        joined: dict[str, tuple[str, int]] = {}
+        first, end, device = None, 0, ("", 0)
+        for region in sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address)):
+            if first is None or region.address >= end or device != (region.memory, region.device_id):
+                first, end, device = region, 0, (region.memory, region.device_id)
+            end = max(end, region.address + region.size_bytes)
+            joined[region.name] = (first.name, region.address - first.address)
+        return joined
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:

@@ -204,15 +204,22 @@ def test_context_belongs_to_the_group() -> None:
     assert [group.context.size for group in Worker(**{**FIELDS, "groups": groups}).groups] == [2, 1]
 
 
-@pytest.mark.parametrize("address", [4096, 4096 + 1023, 4096 - 1023])
-def test_regions_that_share_bytes_are_refused(address: int) -> None:
-    """V1: two regions of one device overlap nowhere; where two would, they are one region with more views."""
-    regions = [Region("a", 4096, 1024), Region("b", address, 1024)]
-    with pytest.raises(KVPlanError, match=r"^OVERLAP: .* \(views may share one region\)$"):
-        Worker("engine", 0, regions, [], [])
+@pytest.mark.parametrize("apart", [0, 160, 639])
+def test_views_of_one_group_share_no_byte_across_regions_that_overlap(apart: int) -> None:
+    """V4: what counts is the memory, not under which region's name it is described."""
+    regions = [Region("kv", 4096, 640), Region("again", 4096 + apart, 640)]
+    views = [VIEW, attrs.evolve(VIEW, name="layers.1", region="again")]
+    with pytest.raises(KVPlanError, match=r"^OVERLAP: cannot place view 'layers\.1'"):
+        Worker("engine", 0, regions, [Group("attn", 4)], views)
 
 
-def test_regions_that_touch_or_lie_on_different_devices_stand() -> None:
-    """V1: the end of one may be the start of the next, and two devices have addresses of their own."""
-    regions = [Region("a", 4096, 1024), Region("b", 5120, 1024), Region("c", 4096, 1024, "VRAM", 1)]
-    assert len(Worker("engine", 0, [*regions, Region("d", 4096, 1024, "VRAM", 2)], [], []).regions) == 4
+def test_views_stand_in_regions_that_overlap_where_they_do_not() -> None:
+    """V4: views of two groups may share memory, and so may regions that touch, or lie on different devices."""
+    groups = [Group("attn", 4), Group("swa", 4)]
+    other = attrs.evolve(VIEW, name="layers.1", region="again")
+    for region, view in (
+        (Region("again", 4096, 640), attrs.evolve(other, group="swa")),
+        (Region("again", 4096 + 640, 640), other),
+        (Region("again", 4096, 640, "VRAM", 1), other),
+    ):
+        assert len(Worker("engine", 0, [Region("kv", 4096, 640), region], groups, [VIEW, view]).views) == 2
