@@ -18,104 +18,21 @@ coordinate on which the byte offset grows by a constant stride.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer, name, settle
 
 Ints = npt.NDArray[np.int64]
-Kind = TypeVar("Kind")
 
-INT64_END: Final = 1 << 63
 MAX_SEGMENTS: Final = 1 << 20
 """A name's digits may make at most this many segments, so that a description cannot inflate memory."""
-
-
-def shown(value: Any) -> str:
-    """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
-
-    >>> print(shown(None), shown(np.float64(2)), shown((1, 2)), shown(np.arange(3)), sep=", ")
-    None, 2.0, a tuple of 2, a value of type ndarray
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    if value is None or isinstance(value, bool | int | float | str):
-        text = repr(value)
-        return text if len(text) <= 80 else f"{text[:80]}..."
-    if isinstance(value, type):
-        return f"the type {value.__name__}"
-    if isinstance(value, tuple | list | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a value of type {type(value).__name__}"
-
-
-def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
-    """``value`` as an exact ``int`` in ``[low, high)``; bools and floats are not integers.
-
-    >>> integer(np.uint64(7), "count")
-    7
-    """
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise wrong_type(what, "an integer", value)
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise wrong_type(what, "an integer", value) from None
-    if not low <= number < high:
-        raise KVPlanError(
-            "RANGE", f"read {what}", expected=f"an integer in [{low}, {high})", got=shown(number), value=number
-        )
-    return number
-
-
-def name(value: Any, what: str) -> str:
-    """``value`` as a ``str`` that is not empty and can be printed on one line.
-
-    >>> name("layers.0.attn", "name of a view")
-    'layers.0.attn'
-    """
-    if not isinstance(value, str):
-        raise wrong_type(what, "a string", value)
-    if not value or not value.isprintable():
-        raise KVPlanError(
-            "NAME", f"read {what}", expected="a non-empty string of printable characters", got=shown(value), value=value
-        )
-    return str.__str__(value)
-
-
-def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
-    """``values`` as a tuple, all of type ``kind``.
-
-    >>> members(int, [1, 2], "sizes")
-    (1, 2)
-    """
-    try:
-        made = tuple(values)  # a tuple stays itself, so that equal layers can share one
-    except TypeError:
-        raise wrong_type(what, f"a sequence of {kind.__name__} values", values) from None
-    for item in made:
-        if not isinstance(item, kind):
-            raise wrong_type(what, f"{kind.__name__} values only", item)
-    return made
-
-
-def wrong_type(what: str, expected: str, got: Any) -> KVPlanError:
-    """The error for a value of a wrong type; it holds the text shown, not the value, which may be anything."""
-    return KVPlanError("TYPE", f"read {what}", expected=expected, got=shown(got), value=shown(got))
-
-
-def settle(owner: Any, kind: str, check: Callable[..., Any], *fields: str, **limits: int) -> None:
-    """Puts fields of a frozen value under construction in canonical form, by :func:`integer` or :func:`name`."""
-    for field in fields:
-        object.__setattr__(owner, field, check(getattr(owner, field), f"{field} of {kind}", **limits))
 
 
 @attrs.frozen

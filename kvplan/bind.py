@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.align import ends, local_index, repeated, slots, stand
-from kvplan.axes import Ints, integer, shown, wrong_type
+from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer, shown, wrong_type
 from kvplan.tables import ID_END, Family, Layout, read_only
 from kvplan.views import Group
 

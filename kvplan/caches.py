@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.axes import Axis, integer, name
+from kvplan.axes import Axis
 from kvplan.errors import KVPlanError
 from kvplan.layouts import HEAD, KV
+from kvplan.reading import integer, name
 from kvplan.views import ITEMSIZE
 
 FULL: Final = "attn"

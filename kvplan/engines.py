@@ -14,10 +14,10 @@ from typing import Final
 
 import attrs
 
-from kvplan.axes import integer
 from kvplan.errors import KVPlanError
 from kvplan.layouts import KV, Layout, Page
 from kvplan.pools import page_bytes, place
+from kvplan.reading import integer
 from kvplan.views import TOKEN, Region, View
 
 ALIGNMENT_BYTES: Final = 1 << 21

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvplan.axes import integer
 from kvplan.caches import MAX_COUNT
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer
 from kvplan.views import ITEMSIZE
 
 MAX_LAYERS: Final = 1 << 14

@@ -33,8 +33,9 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.axes import Axis, integer
+from kvplan.axes import Axis
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer
 from kvplan.views import ITEMSIZE
 
 ORDERS: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

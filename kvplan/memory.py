@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.arenas import Arenas, Cells, Ints, Words
-from kvplan.axes import integer
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer
 from kvplan.views import View
 from kvplan.workers import Worker
 

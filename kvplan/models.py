@@ -34,13 +34,14 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.axes import Axis, integer, name
+from kvplan.axes import Axis
 from kvplan.caches import Layer, Layers, Tensor, quantized
 from kvplan.configs import draft, read
 from kvplan.engines import Addresses, place_apart, place_shared, stages_of
 from kvplan.errors import KVPlanError
 from kvplan.layouts import Held, Layout, Page
 from kvplan.pools import page_bytes
+from kvplan.reading import integer, name
 from kvplan.views import TOKEN, Context, Group
 from kvplan.workers import Worker
 

@@ -16,11 +16,12 @@ import attrs
 import numpy as np
 
 from kvplan.align import reach
-from kvplan.axes import Ints, integer, members, shown, wrong_type
+from kvplan.axes import Ints
 from kvplan.bind import POSITION_END, Blocks, Range, Terms, add, check_blocks, terms
 from kvplan.cells import Cell, cells
 from kvplan.errors import KVPlanError
 from kvplan.match import match
+from kvplan.reading import integer, members, shown, wrong_type
 from kvplan.runs import sections
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts, read_only

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvplan.axes import Axis, integer
+from kvplan.axes import Axis
 from kvplan.errors import KVPlanError
 from kvplan.layouts import BLOCK, HEAD, KV, LAYER, STEP, Held, Layout, Page
+from kvplan.reading import integer
 from kvplan.views import ITEMSIZE, TOKEN, View
 
 Dims = list[tuple[str, Axis]]

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.axes import integer
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
+from kvplan.reading import integer
 from kvplan.workers import Worker
 
 MAX_WORKERS: Final = 4096

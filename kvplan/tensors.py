@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvplan.axes import Axis, integer, shown, wrong_type
+from kvplan.axes import Axis
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer, shown, wrong_type
 from kvplan.views import ITEMSIZE, Group, Region, View
 
 BLOCK = "block"

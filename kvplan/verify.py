@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.arenas import Words
-from kvplan.axes import INT64_END
 from kvplan.errors import KVPlanError
 from kvplan.labels import Ints, Span, Window, local_slots, locate, needed, number, window
 from kvplan.memory import FakeMemory, Key, expand
+from kvplan.reading import INT64_END
 from kvplan.report import PROMISES, Report, Tail, count
 from kvplan.views import View
 from kvplan.workers import Worker

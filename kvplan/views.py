@@ -18,8 +18,9 @@ from typing import Final
 
 import attrs
 
-from kvplan.axes import Axis, Segments, global_sizes, integer, members, name, segments, settle, wrong_type
+from kvplan.axes import Axis, Segments, global_sizes, segments
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer, members, name, settle, wrong_type
 
 TOKEN: Final = "token"
 """The axis name that a token group pages: its global size is the group's ``tokens_per_block``."""

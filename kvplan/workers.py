@@ -19,9 +19,10 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan.axes import Ints, integer, members, name, settle
+from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
 from kvplan.overlap import overlaps
+from kvplan.reading import integer, members, name, settle
 from kvplan.views import TOKEN, Geometry, Group, Region, View
 
 

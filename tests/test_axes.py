@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplan import Axis, KVPlanError
-from kvplan.axes import MAX_SEGMENTS, Segments, global_sizes, heads, integer, segments
+from kvplan.axes import MAX_SEGMENTS, Segments, global_sizes, heads, segments
+from kvplan.reading import integer
 
 
 @st.composite

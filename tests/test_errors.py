@@ -27,7 +27,8 @@ from kvplan import (
     plan_writes,
     view_of,
 )
-from kvplan.axes import MAX_SEGMENTS, shown
+from kvplan.axes import MAX_SEGMENTS
+from kvplan.reading import shown
 from tests.small import engine
 from tests.stand_in import StandIn
 

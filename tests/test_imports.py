@@ -14,7 +14,7 @@ import kvplan
 
 PACKAGE = Path(kvplan.__file__).parent
 
-DESCRIPTIONS = ("errors", "axes", "views", "overlap", "workers", "tensors")
+DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors")
 PIPELINE = ("match", "align", "cells", "runs", "tables", "bind", "specs", "plan")
 ORACLE = ("arenas", "memory", "labels", "report", "verify")
 MODELS = ("layouts", "pools", "caches", "states", "keys", "kinds", "families", "configs", "engines", "models")
