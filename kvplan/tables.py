@@ -110,13 +110,13 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
         side_rows, side_ids = place([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
-    kinds = [np.int32 if side_rows[:, 4].sum() <= ID_END else np.int64 for side_rows in rows]
+    dtypes = [np.int32 if side_rows[:, 4].sum() <= ID_END else np.int64 for side_rows in rows]
     every = list(zip(*ids, strict=True))
     slot_ids, made = iter(every[len(sections) :]), []
     for section, found in zip(sections, every, strict=False):
-        families = _run_families(section, np.stack(found), kinds)
+        families = _run_families(section, np.stack(found), dtypes)
         for lane in section.lanes:
-            families += _lane_families(section.groups, lane, next(slot_ids), kinds)
+            families += _lane_families(section.groups, lane, next(slot_ids), dtypes)
         pools = np.min([lane.strands.num_blocks.min(axis=1) for lane in section.lanes], axis=0).tolist()
         cuts = tuple((low, high) for low, high in section.cuts.tolist())
         made.append(Layout(section.groups, (pools[0], pools[1]), section.period, cuts, tuple(families)))
@@ -126,7 +126,7 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
 def place(jobs: Sequence[Ints]) -> tuple[Ints, list[Ints]]:
     """Rows by rule T2 for bytes given as (6, n): kind, region, block stride, number of blocks, length, offset.
 
-    Bytes of different kinds share no row. Returns the rows, (r, 5): region, offset, length, stride, count; and for
+    Bytes of different dtypes share no row. Returns the rows, (r, 5): region, offset, length, stride, count; and for
     each job (2, n): the id of each of its bytes in block 0, and the step of that id from block to block.
 
     >>> rows, (ids,) = place([np.array([[0] * 4, [0] * 4, [16384] * 4, [100] * 4, [4096] * 4, [0, 4096, 8192, 12288]])])
@@ -185,7 +185,7 @@ def _slot_columns(group: Group, lane: Lane, side: int) -> Ints:
 
 def _family(
     groups: tuple[Group, Group],
-    kinds: Sequence[type],
+    dtypes: Sequence[type],
     base: Ints,
     step: Sequence[int],
     sub: Sequence[Ints],
@@ -200,18 +200,18 @@ def _family(
         advance = (blocks[0], blocks[1])
         _, slot = stand(groups, starts)
         base = base + [side[where] for side, where in zip(sub, slot, strict=True)]
-    columns = [side.astype(kind)[:, None] for side, kind in zip(base, kinds, strict=True)]
+    columns = [side.astype(dtype)[:, None] for side, dtype in zip(base, dtypes, strict=True)]
     steps = (int(step[0]), int(step[1]))
     return Family((columns[0], columns[1]), steps, (sub[0], sub[1]), starts, every, share, advance)
 
 
-def _run_families(section: Section, ids: Ints, kinds: Sequence[type]) -> list[Family]:
+def _run_families(section: Section, ids: Ints, dtypes: Sequence[type]) -> list[Family]:
     """The runs of a section, ``ids`` (sides, 2, n): one family if their strands are alike, else one a position."""
     base, step = ids[:, 0], ids[:, 1]
     families: list[Family] = []
-    made = functools.partial(_family, section.groups, kinds, every=section.period, share="runs")
-    for kind in sorted(set(zip(*step.tolist(), strict=True))):
-        runs = np.flatnonzero((step[0] == kind[0]) & (step[1] == kind[1]))
+    made = functools.partial(_family, section.groups, dtypes, every=section.period, share="runs")
+    for steps in sorted(set(zip(*step.tolist(), strict=True))):
+        runs = np.flatnonzero((step[0] == steps[0]) & (step[1] == steps[1]))
         runs = runs[np.lexsort((base[0, runs], section.position[runs]))]
         first = heads(section.position[runs][1:] == section.position[runs][:-1])
         starts, strands = section.position[runs[first]], runs.size // first.size
@@ -219,11 +219,11 @@ def _run_families(section: Section, ids: Ints, kinds: Sequence[type]) -> list[Fa
             together = base[:, runs].reshape(2, first.size, strands)
             sub = _by_slot(section, starts, together)
             if sub is not None:
-                families.append(made(together[:, 0], kind, sub, starts))
+                families.append(made(together[:, 0], steps, sub, starts))
                 continue
         for start, same in zip(starts, np.split(runs, first[1:]), strict=True):
             none = [np.zeros(slots(group), np.int64) for group in section.groups]
-            families.append(made(base[:, same], kind, none, start[None]))
+            families.append(made(base[:, same], steps, none, start[None]))
     return families
 
 
@@ -240,7 +240,9 @@ def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
     return found
 
 
-def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], kinds: Sequence[type]) -> list[Family]:
+def _lane_families(
+    groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], dtypes: Sequence[type]
+) -> list[Family]:
     """The strands of a lane token by token, ``ids`` (2, strands times slots) for each side."""
     strands = lane.strands.length.size
     by_slot = [found.reshape(2, strands, -1) for found in ids]
@@ -250,11 +252,11 @@ def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints],
     which = np.zeros(strands, np.int64)
     if (alike != alike[0]).any():
         which = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
-    made = functools.partial(_family, groups, kinds, starts=lane.carried, every=lane.every)
+    made = functools.partial(_family, groups, dtypes, starts=lane.carried, every=lane.every)
     share: Literal["ends", "all"] = "ends" if lane.joined else "all"
     return [
         made(base[:, same], alike[same[0], :2].tolist(), [side[same[0]] for side in sub], share=share)
-        for same in (np.flatnonzero(which == kind) for kind in range(int(which.max()) + 1))
+        for same in (np.flatnonzero(which == n) for n in range(int(which.max()) + 1))
     ]
 
 
