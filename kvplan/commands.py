@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvplan import demo
+from kvplan import demo, matrix
 from kvplan.errors import KVPlanError
 from kvplan.explain import explain, intervals, size
 from kvplan.models import Model
@@ -112,7 +112,7 @@ def kvplan(context: click.Context) -> int:
 
 SIDE: Final = (
     "a comma list of tp, pp, dcp, pcp, interleave, block, blocks, pad (numbers), layout (LBHNC, LBNHC, LHBNC, BLHNC, "
-    "BLNHC, BHLNC) and kv (content, axis, split). Left out: tp=1,block=16,layout=LBHNC"
+    "BLNHC, BHLNC), kv (content, axis, split) and conv (DS, SD). Left out: tp=1,block=16,layout=LBHNC"
 )
 model_argument = click.argument("model")
 src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")
@@ -193,6 +193,31 @@ def explain_command(model: str, src: str, dst: str) -> int:
         click.echo(explain(engines[key][0]) + "\n")
     click.echo(explain(plan_mesh(engines["dst"], engines["src"])))
     return 0
+
+
+@kvplan.command("matrix", short_help="Tell which differences between engines a model's cache moves across.")
+@model_argument
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def matrix_command(model: str, as_json: bool) -> int:
+    """Tell which differences between engines MODEL's cache moves across, each decided by verifying it.
+
+    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json. A few of its layers
+    of each kind move, between engines that differ in one thing. The table is Markdown.
+    Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
+    """
+    whole = load(model)
+    few = matrix.shortened(whole)
+    cells = list(matrix.cells(few, _check_memory))
+    if as_json:
+        layers = {"moved": len(few.layers), "of": len(whole.layers)}
+        decided = [cell.to_json() for cell in cells]
+        _echo_json({"model": model, "layers": layers, "tokens": list(matrix.TOKENS), "cells": decided})
+    else:
+        start, stop = matrix.TOKENS
+        layers_told = f"{len(few.layers)} of {len(whole.layers)} layers"
+        click.echo(f"{model}, {layers_told}, positions [{start}, {stop}):\n")
+        click.echo("\n".join(matrix.markdown(cells)))
+    return 1 if any(cell.verdict == "wrong" for cell in cells) else 0
 
 
 @kvplan.command("demo", short_help="Move a request between engines that differ, and check every byte.")

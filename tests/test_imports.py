@@ -18,7 +18,7 @@ DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "ten
 PIPELINE = ("match", "align", "cells", "runs", "tables", "bind", "specs", "plan")
 ORACLE = ("arenas", "memory", "labels", "report", "verify")
 MODELS = ("layouts", "pools", "caches", "states", "keys", "kinds", "families", "configs", "engines", "models")
-COMMAND_LINE = ("sides", "trials", "demo", "commands", "cli")
+COMMAND_LINE = ("sides", "trials", "demo", "matrix", "commands", "cli")
 ORDER = (*DESCRIPTIONS, *PIPELINE, *ORACLE, "explain", *MODELS, *COMMAND_LINE)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 

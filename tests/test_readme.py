@@ -17,6 +17,7 @@ from tests.conftest import Cli
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 FENCES = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+MATRICES = re.findall(r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$", README, re.DOTALL | re.MULTILINE)
 CONSOLES = [text for kind, text in FENCES if kind == "console"]
 
 
@@ -66,6 +67,19 @@ def test_a_command_does_what_the_readme_says(cli: Cli, command: str, output: str
 def test_the_readme_has_commands_of_both_kinds() -> None:
     """The console blocks show a success and a refusal, so that the test above has both to check."""
     assert {status for console in CONSOLES for _, _, status in commands(console)} >= {0, 2}
+
+
+@pytest.mark.parametrize("model, printed", MATRICES)
+def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -> None:
+    """Each generated table of the README is what ``kvplan matrix`` prints today, character by character."""
+    run = cli("matrix", model)
+    assert (run.status, run.err) == (0, "")
+    assert printed == run.out
+
+
+def test_the_readme_has_tables_of_both_kinds() -> None:
+    """One generated table is of attention alone, and one of a model with states."""
+    assert {"state" in Model.shipped(model).groups for model, _ in MATRICES} == {True, False}
 
 
 def test_the_readme_names_every_shipped_model() -> None:
