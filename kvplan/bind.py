@@ -40,7 +40,7 @@ def _block_ids(values: Any) -> Ints:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = f"{array.dtype} of shape {array.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
-    owned: Ints = read_only(array.astype(np.int64))
+    owned = read_only(array.astype(np.int64))
     if array.size and owned.view(np.uint64).max() >= ID_END:
         wrong = int(next(id_ for id_ in array if not 0 <= id_ < ID_END))
         raise KVPlanError("BLOCKS", "read a block table", expected=f"ids in [0, {ID_END})", got=f"{wrong}", id=wrong)
@@ -180,20 +180,26 @@ def _listed(group: Group, table: Blocks, first: int, last: int) -> Range:
 
 def add(parts: Sequence[Terms]) -> Ids:
     """All ids of one side, one broadcast add for each of the terms. Raises ``INT`` if an id does not fit 31 bits."""
+    if len(parts) == 1:
+        return read_only(_sum(*parts[0]).reshape(-1))
     sizes = [strand.size * row.size for strand, row in parts]
     ids, done = np.empty(sum(sizes), np.int32), 0
     for (strand, row), size in zip(parts, sizes, strict=True):
-        if strand.dtype != np.int32 and row.size and (last := int(strand.max()) + int(row.max())) >= ID_END:
-            raise KVPlanError(
-                "INT",
-                "number the descriptors of a request",
-                expected=f"ids below {ID_END}",
-                got=f"{last}",
-                hint="a smaller pool, or fewer tensors per plan, has fewer ids",
-                id=last,
-            )
-        out = ids[done : done + size].reshape(strand.size, row.size)
-        np.add(strand, row.astype(np.int32), out=out, casting="same_kind")
+        _sum(strand, row, ids[done : done + size].reshape(strand.size, row.size))
         done += size
-    ids.flags.writeable = False
+    return read_only(ids)
+
+
+def _sum(strand: Ints, row: Ints, out: Ids | None = None) -> Ids:
+    narrow: Ids = strand.astype(np.int32, copy=False)
+    if narrow is not strand and (last := int(strand.max()) + int(row.max())) >= ID_END:
+        raise KVPlanError(
+            "INT",
+            "number the descriptors of a request",
+            expected=f"ids below {ID_END}",
+            got=f"{last}",
+            hint="a smaller pool, or fewer tensors per plan, has fewer ids",
+            id=last,
+        )
+    ids: Ids = np.add(narrow, row.astype(np.int32), out)
     return ids

@@ -252,7 +252,7 @@ def _range(tokens: Tokens, group: Group) -> Range | None:
         given = None if group.tokens_per_block is None else tokens
     if given is None:
         return None
-    if not isinstance(given, Sequence) or len(given) != 2:
+    if not isinstance(given, tuple | list) or len(given) != 2:
         raise wrong_type("a range of tokens", "(start, stop)", given)
     start, stop = (integer(value, "a token range", high=POSITION_END) for value in given)
     if start > stop:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import attrs
 import numpy as np
@@ -28,6 +28,8 @@ from kvplan.axes import Ints, heads, numbered
 from kvplan.errors import KVPlanError
 from kvplan.runs import Lane, Section, Spans
 from kvplan.views import Group, Region
+
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 MAX_ROWS: Final = 1 << 24
 """The strands of one side of a pair times their slots may be at most this."""
@@ -260,7 +262,7 @@ def _lane_families(
     ]
 
 
-def read_only(array: Any) -> Any:
+def read_only(array: Array) -> Array:
     """The array, which nobody can write to from now on."""
     array.flags.writeable = False
     return array
