@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from kvplan.axes import Ints
 from kvplan.views import Group
 
 Bools = npt.NDArray[np.bool_]
+Position = TypeVar("Position", int, Ints)
 
 
 def slots(group: Group) -> int:
@@ -49,8 +51,8 @@ def holds(group: Group, position: Ints) -> Bools:
     return held
 
 
-def local_index(group: Group, position: int) -> int:
-    """How many positions before a held one the worker holds, rule A1."""
+def local_index(group: Group, position: Position) -> Position:
+    """How many positions before a held one the worker holds, rule A1; of one position, or of each in an array."""
     run = group.context.interleave_tokens
     return position // cycle(group) * run + position % run if group.context.size > 1 else position
 
@@ -59,9 +61,7 @@ def stand(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
     """The block of the request and the slot of each position that all groups hold: two arrays (groups, positions)."""
     block, slot = np.empty((2, len(groups), position.size), np.int64)
     for i, group in enumerate(groups):
-        run = group.context.interleave_tokens
-        local = position // cycle(group) * run + position % run if group.context.size > 1 else position
-        np.divmod(local, slots(group), out=(block[i], slot[i]))
+        np.divmod(local_index(group, position), slots(group), out=(block[i], slot[i]))
     return block, slot
 
 

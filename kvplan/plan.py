@@ -148,6 +148,9 @@ def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Ite
 
     ``not_transferred`` names tensors that ``local`` has and does not want moved. Where several remotes hold the
     same bytes, one is chosen, the same whichever side plans.
+
+    Raises ``TENSOR`` or ``COVER`` for what no remote holds, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE`` where a tensor
+    differs between the sides, ``WORKER`` for a worker given twice, ``RANGE`` for what is too large to list.
     """
     sources = _workers("remotes", remotes, local)
     skipped = _names(not_transferred)
@@ -161,7 +164,8 @@ def plan_writes(
 ) -> TransferPlan:
     """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
 
-    ``siblings`` are the other workers of the local engine; together they hold all that the remotes need.
+    ``siblings`` are the other workers of the local engine; together they hold all that the remotes need. Raises what
+    :func:`plan_reads` does.
     """
     destinations = _workers("remotes", remotes, local)
     others = _workers("siblings", siblings, local)
