@@ -1,7 +1,7 @@
 """kvplan: plans that move a request's cache between engines of any layout, verified byte for byte."""
 
 from kvplan.axes import Axis
-from kvplan.bind import Blocks
+from kvplan.blocks import Blocks
 from kvplan.errors import CODES, KVPlanError
 from kvplan.explain import explain
 from kvplan.memory import FakeMemory

@@ -57,6 +57,24 @@ def local_index(group: Group, position: Position) -> Position:
     return position // cycle(group) * run + position % run if group.context.size > 1 else position
 
 
+def position_of(group: Group, local: Position) -> Position:
+    """The position of local index ``local``."""
+    run, context = group.context.interleave_tokens, group.context
+    return (local // run * context.size + context.rank) * run + local % run
+
+
+def before(group: Group, position: int) -> int:
+    """How many positions below ``position`` the worker holds.
+
+    >>> from kvplan import Context
+    >>> [before(Group("attn", 16, Context(1, 2, 4)), position) for position in (4, 5, 8, 13)]
+    [0, 1, 4, 5]
+    """
+    run, context = group.context.interleave_tokens, group.context
+    turn, rest = divmod(position, cycle(group))
+    return turn * run + min(max(rest - context.rank * run, 0), run)
+
+
 def stand(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
     """The block of the request and the slot of each position that all groups hold: two arrays (groups, positions)."""
     block, slot = np.empty((2, len(groups), position.size), np.int64)
@@ -71,12 +89,9 @@ def reach(group: Group, first: int, count: int) -> tuple[int, int]:
     >>> reach(Group("attn", 16), 3, 2)
     (48, 80)
     """
-    run, context = group.context.interleave_tokens, group.context
-    low, last = (
-        (local // run * context.size + context.rank) * run + local % run
-        for local in (first * slots(group), (first + count) * slots(group) - 1)
-    )
-    return (low, last + 1) if count else (0, 0)
+    if not count:
+        return 0, 0
+    return position_of(group, first * slots(group)), position_of(group, (first + count) * slots(group) - 1) + 1
 
 
 def ends(starts: Ints | Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:

@@ -13,103 +13,35 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, Final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import ends, local_index, repeated, slots, stand
+from kvplan.align import before, ends, local_index, position_of, reach, repeated, slots, stand
 from kvplan.axes import Ints
+from kvplan.blocks import Blocks, check_listed, places
 from kvplan.errors import KVPlanError
-from kvplan.reading import integer, shown, wrong_type
 from kvplan.tables import ID_END, Family, Layout, read_only
 from kvplan.views import Group
 
 Ids = npt.NDArray[np.int32]
 Range = tuple[int, int]
-POSITION_END: Final = 1 << 48
-
-
-def _block_ids(values: Any) -> Ints:
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise wrong_type("a block table", "a flat sequence of integers", values) from None
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        got = f"{array.dtype} of shape {array.shape}"
-        raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
-    owned = read_only(array.astype(np.int64))
-    if array.size and owned.view(np.uint64).max() >= ID_END:
-        wrong = int(next(id_ for id_ in array if not 0 <= id_ < ID_END))
-        raise KVPlanError("BLOCKS", "read a block table", expected=f"ids in [0, {ID_END})", got=f"{wrong}", id=wrong)
-    return owned
-
-
-def _first(value: Any) -> int:
-    return integer(value, "first of Blocks", high=POSITION_END)
-
-
-@attrs.frozen(eq=False)
-class Blocks:
-    """The ids of consecutive blocks of a request in one group; ``first`` is the first one's ordinal.
-
-    >>> Blocks([7, 3, 9], first=2)
-    Blocks([7, 3, 9], first=2)
-    """
-
-    ids: Ints = attrs.field(converter=_block_ids)
-    first: int = attrs.field(default=0, converter=_first)
-
-    @cached_property
-    def highest(self) -> int:
-        """The highest id, -1 where there is none."""
-        return int(self.ids.max()) if self.ids.size else -1
-
-    @cached_property
-    def twice(self) -> int | None:
-        """An id that stands more than once, if there is one."""
-        ordered = np.sort(self.ids)
-        same = ordered[1:] == ordered[:-1]
-        return int(ordered[same.argmax()]) if same.any() else None
-
-    def __repr__(self) -> str:
-        return f"Blocks({self.ids.tolist()}, first={self.first})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Blocks, (self.ids.tolist(), self.first)
-
-
-def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool) -> None:
-    """One group's block table against the smallest pool that it indexes. A destination block may stand once."""
-    if blocks is None:
-        raise KVPlanError("BLOCKS", f"bind group {key!r}", expected="a block table", got="none", group=key)
-    if not isinstance(blocks, Blocks):
-        raise KVPlanError("TYPE", f"bind group {key!r}", expected="Blocks", got=shown(blocks), group=key)
-    if blocks.highest >= num_blocks:
-        raise KVPlanError(
-            "BLOCKS",
-            f"bind group {key!r}",
-            expected=f"block ids below {num_blocks}, the pool's size",
-            got=f"{blocks.highest}",
-            group=key,
-            num_blocks=num_blocks,
-            id=blocks.highest,
-        )
-    if is_destination and blocks.twice is not None:
-        raise KVPlanError(
-            "BLOCKS",
-            f"bind group {key!r}",
-            expected="each destination block once",
-            got=f"block {blocks.twice} twice",
-            group=key,
-            id=blocks.twice,
-        )
-
 
 Terms = tuple[Ints, Ints]
 """Ids as sums: a column of strands, and a row of what each run or token of the request adds to them."""
+
+
+def wanted(group: Group, table: Blocks, given: Range | None) -> Range:
+    """The positions of a range that a destination wants: those of its blocks, where there is no range, or a gap."""
+    low, high = reach(group, table.first, table.stop - table.first)
+    if given is None:
+        return low, high
+    if not table.has_gaps:
+        return given
+    start, stop = (before(group, position) for position in given)
+    if start < stop:
+        check_listed(group.name, (start // slots(group), -(-stop // slots(group))), table.listed)
+    return max(low, given[0]), min(high, given[1])
 
 
 def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[tuple[Terms, Terms]]:
@@ -119,9 +51,10 @@ def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[t
     ranges = {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
     for family in layout.families:
         for begin, end in ranges[family.share]:
-            if begin < end and (reach := ends(family.starts, family.every, begin, end)) is not None:
-                ours, theirs = _rows(layout.groups, family, blocks, *reach)
-                yield (family.base[0], ours), (family.base[1], theirs)
+            if begin < end and (found := ends(family.starts, family.every, begin, end)) is not None:
+                ours, theirs = _rows(layout.groups, family, blocks, *found)
+                if ours.size:
+                    yield (family.base[0], ours), (family.base[1], theirs)
 
 
 def _whole(layout: Layout, start: int, stop: int) -> Range:
@@ -149,32 +82,30 @@ def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], fir
 
     A family that always begins in the same slot takes every nth block: a slice of the table, no arithmetic on slots.
     """
-    spans = [_listed(group, table, first, last) for group, table in zip(groups, blocks, strict=True)]
-    if family.advance:
-        taken = zip(blocks, spans, family.advance, strict=True)
-        rows = [table.ids[low : high + 1 : n] for table, (low, high), n in taken]
-        return [ids if step == 1 else ids * step for ids, step in zip(rows, family.step, strict=True)]
-    block, slot = stand(groups, repeated(family.starts, family.every, first, last + 1))
+    if family.advance and all(table.scattered is None for table in blocks):
+        rows = []
+        for group, table, n, step in zip(groups, blocks, family.advance, family.step, strict=True):
+            low, high = (local_index(group, position) // slots(group) for position in (first, last))
+            check_listed(group.name, (low, high + 1), (table.first, table.stop))
+            ids = table.ids[low - table.first : high - table.first + 1 : n]
+            rows.append(ids if step == 1 else ids * step)
+        return rows
+    block, slot = stand(groups, _positions(groups[0], family, blocks[0], first, last))
     return [
-        table.ids[at - table.first] * step + sub[where]
-        for table, at, step, sub, where in zip(blocks, block, family.step, family.sub, slot, strict=True)
+        table.ids[places(group.name, table, at)] * step + sub[where]
+        for group, table, at, step, sub, where in zip(groups, blocks, block, family.step, family.sub, slot, strict=True)
     ]
 
 
-def _listed(group: Group, table: Blocks, first: int, last: int) -> Range:
-    """Where a block table lists the blocks of two positions, which it must."""
-    low, high = (local_index(group, position) // slots(group) for position in (first, last))
-    if low < table.first or high >= table.first + table.ids.size:
-        raise KVPlanError(
-            "BLOCKS",
-            f"bind group {group.name!r}",
-            expected=f"blocks [{low}, {high + 1}) of the request to be listed",
-            got=f"[{table.first}, {table.first + table.ids.size})",
-            group=group.name,
-            needed=(low, high + 1),
-            listed=(table.first, table.first + table.ids.size),
-        )
-    return low - table.first, high - table.first
+def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:
+    """The positions of a family from ``first`` to ``last`` that a destination has blocks for."""
+    if table.scattered is None:
+        return repeated(family.starts, family.every, first, last + 1)
+    size = slots(group)
+    low, high = np.searchsorted(table.scattered, [local_index(group, at) // size for at in (first, last)])
+    position = position_of(group, np.add.outer(table.scattered[low : high + 1] * size, np.arange(size)).reshape(-1))
+    position = position[(first <= position) & (position <= last)]
+    return position[np.isin(position % family.every, family.starts)]
 
 
 def add(parts: Sequence[Terms]) -> Ids:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvplan.axes import Axis, Ints
-from kvplan.bind import Blocks
+from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.plan import MeshPlan, Pair, TransferPlan
 from kvplan.report import Report

@@ -4,7 +4,8 @@ What a view keeps where follows here from the formula of a view and from these r
 checked by something that knows nothing of how they are made:
 
 - Q1: a destination worker needs the elements of its views whose tensor some source has, at the positions of the
-  range that its context holds; in a state group, at the block ordinals of the range.
+  range that its context holds; in a state group, at the block ordinals of the range. Where its block table says that
+  there is no block, it needs nothing.
 - Q2: position ``p`` of context (rank ``r``, size ``n``, interleave ``i``) is held where ``p // i % n == r``, as local
   slot ``p // (n * i) * i + p % i``; that divided by tokens_per_block is block ordinal and slot in the block.
 """
@@ -31,13 +32,22 @@ CHUNK_CELLS: Final = 1 << 22
 """Labels are made for at most this many cells at a time, or for one position."""
 
 
-def table_of(blocks: Any) -> tuple[Ints, int]:
-    """The ids of a block table and its first ordinal; a group without one lists nothing."""
-    return (np.empty(0, np.int64), 0) if blocks is None else (np.asarray(blocks.ids, np.int64), int(blocks.first))
+def table_of(blocks: Any) -> tuple[Ints, Ints]:
+    """The ids of a block table and their ordinals; a group without one lists nothing."""
+    none = np.empty(0, np.int64)
+    return (none, none) if blocks is None else (blocks.ids, blocks.ordinals)
+
+
+def listed_slots(group: Group, blocks: Any) -> Ints:
+    """The slots of the request that a block table has, ascending: ``tokens_per_block`` of each block."""
+    slots = group.tokens_per_block or 1
+    return np.add.outer(table_of(blocks)[1] * slots, np.arange(slots)).reshape(-1)
 
 
 def needed(group: Group, blocks: Any, span: Span | None) -> Ints:
     """The positions of ``span`` that the group's context holds, or all that ``blocks`` hold (rule Q1), ascending.
+
+    Where ``blocks`` says that there are none in some places, nothing is needed there.
 
     >>> from kvplan import Blocks, Context
     >>> group = Group("attn", 4, Context(rank=1, size=2, interleave_tokens=2))
@@ -45,13 +55,17 @@ def needed(group: Group, blocks: Any, span: Span | None) -> Ints:
     [3, 6, 7]
     >>> needed(group, Blocks([7, 8]), None).tolist()
     [2, 3, 6, 7, 10, 11, 14, 15]
+    >>> needed(group, Blocks([0, 8], null=0), (3, 13)).tolist()
+    [10, 11]
     """
     run, size, rank = group.context.interleave_tokens, group.context.size, group.context.rank
     if span is not None:
         positions = np.arange(*span, dtype=np.int64)
-        return np.asarray(positions[positions // run % size == rank])
-    slots, (ids, first) = group.tokens_per_block or 1, table_of(blocks)
-    local = np.arange(first * slots, (first + ids.size) * slots, dtype=np.int64)
+        held = positions // run % size == rank
+        if blocks is not None and blocks.has_gaps:
+            held &= np.isin(local_slots(group, positions), listed_slots(group, blocks))
+        return np.asarray(positions[held])
+    local = listed_slots(group, blocks)
     return local // run * (size * run) + rank * run + local % run
 
 
@@ -163,7 +177,7 @@ def window(
     ``only`` narrows axes, where they are not made of digits, to a span of coordinates.
     """
     group = next(group for group in worker.groups if group.name == view.group)
-    slots, (ids, first) = group.tokens_per_block or 1, table_of(blocks)
+    slots, (ids, ordinals) = group.tokens_per_block or 1, table_of(blocks)
     held = np.isin(tensor.positions, needed(group, blocks, None), assume_unique=True)
     local = local_slots(group, tensor.positions[held])
     slot, digits = local % slots, []
@@ -186,7 +200,7 @@ def window(
     return Window(
         tensor=tensor,
         cells=cells[(*spans, slice(None))],
-        index=(ids[local // slots - first], *reversed(digits)),
+        index=(ids[np.searchsorted(ordinals, local // slots)], *reversed(digits)),
         positions=tensor.positions[held],
         inner=np.add.outer(inner, np.arange(view.itemsize)),
     )

@@ -15,9 +15,9 @@ from typing import Final
 import attrs
 import numpy as np
 
-from kvplan.align import reach
 from kvplan.axes import Ints
-from kvplan.bind import POSITION_END, Blocks, Range, Terms, add, check_blocks, terms
+from kvplan.bind import Range, Terms, add, terms, wanted
+from kvplan.blocks import POSITION_END, Blocks, check_blocks
 from kvplan.cells import Cell, cells
 from kvplan.errors import KVPlanError
 from kvplan.match import match
@@ -78,8 +78,8 @@ class TransferPlan:
             for layout in pair.layouts:
                 near, far = layout.groups if reads else layout.groups[::-1]
                 blocks = (local[near.name], remote[far.name]) if reads else (remote[far.name], local[near.name])
-                wanted = _range(tokens, near) or reach(layout.groups[0], blocks[0].first, blocks[0].ids.size)
-                sums += terms(layout, blocks, wanted)
+                span = wanted(layout.groups[0], blocks[0], _range(tokens, near))
+                sums += terms(layout, blocks, span)
             ids = add([ours for ours, _ in sums]), add([theirs for _, theirs in sums])
             specs.append(
                 ReadSpec(

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from kvplan.axes import Ints
-from kvplan.bind import Blocks
+from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.explain import sizes
 from kvplan.models import Model

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvplan.arenas import Words
 from kvplan.errors import KVPlanError
-from kvplan.labels import Ints, Span, Window, local_slots, locate, needed, number, window
+from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
 from kvplan.memory import FakeMemory, Key, expand
 from kvplan.reading import INT64_END
 from kvplan.report import PROMISES, Report, Tail, count
@@ -28,7 +28,7 @@ from kvplan.views import View
 from kvplan.workers import Worker
 
 if TYPE_CHECKING:
-    from kvplan.bind import Blocks
+    from kvplan.blocks import Blocks
     from kvplan.plan import MeshPlan, TransferPlan
     from kvplan.specs import ReadSpec
 
@@ -297,14 +297,12 @@ class _Check:
         for group in self.job.worker.groups:
             used = [at for view, at in zip(self.views, self.positions, strict=True) if view.group == group.name]
             if used and (blocks := self.job.blocks.get(group.name)) is not None:
-                slots = group.tokens_per_block or 1
-                low = blocks.first * slots
-                free = np.ones(len(blocks.ids) * slots + 2, np.int8)
-                free[[0, -1]] = 0
-                for positions in used:
-                    free[local_slots(group, positions) - low + 1] = 0
-                ends = np.flatnonzero(np.diff(free)).reshape(-1, 2) + low
-                yield from (Tail(self.job.worker.label, group.name, start, stop) for start, stop in ends.tolist())
+                slots = listed_slots(group, blocks)
+                kept = np.unique(np.concatenate([local_slots(group, positions) for positions in used]))
+                free = slots[~np.isin(slots, kept)]
+                for span in np.split(free, np.flatnonzero(np.diff(free) > 1) + 1):
+                    if span.size:
+                        yield Tail(self.job.worker.label, group.name, int(span[0]), int(span[-1]) + 1)
 
     def fail(self, code: str, text: str) -> None:
         self.failures.append((code, f"at {self.job.worker.label}: {text}"))
