@@ -10,6 +10,7 @@ from kvplan.plan import MeshPlan, Pair, TransferPlan, plan_mesh, plan_reads, pla
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
+from kvplan.tails import tails
 from kvplan.tensors import view_of
 from kvplan.verify import verify
 from kvplan.views import Context, Group, Region, View
@@ -37,6 +38,7 @@ __all__ = [
     "plan_mesh",
     "plan_reads",
     "plan_writes",
+    "tails",
     "verify",
     "view_of",
 ]

@@ -12,23 +12,55 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplan.align import before, ends, local_index, position_of, reach, repeated, slots, stand
 from kvplan.axes import Ints
-from kvplan.blocks import Blocks, check_listed, places
+from kvplan.blocks import POSITION_END, Blocks, check_listed, places
 from kvplan.errors import KVPlanError
+from kvplan.reading import integer, shown, wrong_type
 from kvplan.tables import ID_END, Family, Layout, read_only
 from kvplan.views import Group
 
 Ids = npt.NDArray[np.int32]
 Range = tuple[int, int]
+Tokens = Range | Mapping[str, Range] | None
 
 Terms = tuple[Ints, Ints]
 """Ids as sums: a column of strands, and a row of what each run or token of the request adds to them."""
+
+
+def check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise KVPlanError(
+                "NAME",
+                f"bind a {what}",
+                expected=f"a group of {', '.join(map(repr, sorted(known))) or 'none'}",
+                got=shown(name),
+                group=name,
+            )
+
+
+def range_of(tokens: Tokens, group: Group) -> Range | None:
+    """The range that a request names for a local group, checked."""
+    if isinstance(tokens, Mapping):
+        given = tokens.get(group.name)
+    else:
+        given = None if group.tokens_per_block is None else tokens
+    if given is None:
+        return None
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise wrong_type("a range of tokens", "(start, stop)", given)
+    start, stop = (integer(value, "a token range", high=POSITION_END) for value in given)
+    if start > stop:
+        raise KVPlanError(
+            "TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop)
+        )
+    return start, stop
 
 
 def wanted(group: Group, table: Blocks, given: Range | None) -> Range:

@@ -16,19 +16,16 @@ import attrs
 import numpy as np
 
 from kvplan.axes import Ints
-from kvplan.bind import Range, Terms, add, terms, wanted
-from kvplan.blocks import POSITION_END, Blocks, check_blocks
+from kvplan.bind import Terms, Tokens, add, check_names, range_of, terms, wanted
+from kvplan.blocks import Blocks, check_blocks
 from kvplan.cells import Cell, cells
 from kvplan.errors import KVPlanError
 from kvplan.match import match
-from kvplan.reading import integer, members, shown, wrong_type
+from kvplan.reading import members, wrong_type
 from kvplan.runs import sections
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts, read_only
-from kvplan.views import Group
 from kvplan.workers import Worker
-
-Tokens = Range | Mapping[str, Range] | None
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -78,7 +75,7 @@ class TransferPlan:
             for layout in pair.layouts:
                 near, far = layout.groups if reads else layout.groups[::-1]
                 blocks = (local[near.name], remote[far.name]) if reads else (remote[far.name], local[near.name])
-                span = wanted(layout.groups[0], blocks[0], _range(tokens, near))
+                span = wanted(layout.groups[0], blocks[0], range_of(tokens, near))
                 sums += terms(layout, blocks, span)
             ids = add([ours for ours, _ in sums]), add([theirs for _, theirs in sums])
             specs.append(
@@ -115,11 +112,11 @@ class TransferPlan:
         for side, tables in enumerate((local, remote)):
             if not isinstance(tables, Mapping):
                 raise wrong_type("block tables", "a mapping of groups to Blocks", tables)
-            _check_names(self._group_names[side], tables, "block table")
+            check_names(self._group_names[side], tables, "block table")
             for name, pool in self._pools[side].items():
                 check_blocks(name, tables.get(name), pool, is_destination=side == (self.operation == "WRITE"))
         if isinstance(tokens, Mapping):
-            _check_names(self._group_names[0], tokens, "token range")
+            check_names(self._group_names[0], tokens, "token range")
 
     def __repr__(self) -> str:
         rows = sum(len(pair.local_table.rows) for pair in self.pairs)
@@ -234,33 +231,3 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str):
         raise wrong_type("not_transferred", "a sequence of names", values)
     return members(str, values, "not_transferred")
-
-
-def _check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
-    for name in given:
-        if name not in known:
-            raise KVPlanError(
-                "NAME",
-                f"bind a {what}",
-                expected=f"a group of {', '.join(map(repr, sorted(known))) or 'none'}",
-                got=shown(name),
-                group=name,
-            )
-
-
-def _range(tokens: Tokens, group: Group) -> Range | None:
-    """The range that a request names for a local group, checked."""
-    if isinstance(tokens, Mapping):
-        given = tokens.get(group.name)
-    else:
-        given = None if group.tokens_per_block is None else tokens
-    if given is None:
-        return None
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise wrong_type("a range of tokens", "(start, stop)", given)
-    start, stop = (integer(value, "a token range", high=POSITION_END) for value in given)
-    if start > stop:
-        raise KVPlanError(
-            "TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop)
-        )
-    return start, stop
