@@ -5,8 +5,9 @@ from kvplan.blocks import Blocks
 from kvplan.errors import CODES, KVPlanError
 from kvplan.explain import explain
 from kvplan.memory import FakeMemory
+from kvplan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
 from kvplan.models import Model
-from kvplan.plan import MeshPlan, Pair, TransferPlan, plan_mesh, plan_reads, plan_writes
+from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
@@ -20,6 +21,7 @@ __all__ = [
     "CODES",
     "Axis",
     "Blocks",
+    "Completions",
     "Context",
     "FakeMemory",
     "Group",
@@ -34,6 +36,8 @@ __all__ = [
     "TransferPlan",
     "View",
     "Worker",
+    "completions",
+    "contacts",
     "explain",
     "plan_mesh",
     "plan_reads",

@@ -3,9 +3,10 @@
 - C1: along each axis, coordinates that the same source views hold form one *part*. For the token axis these are
   the positions of a cycle of the contexts; block sizes play no role in who holds what.
 - C2: a cell is a product of parts. What no source holds is one error that lists every missing interval.
-- C3: fewest peers first. Sources that alone hold some cell are needed anyway; to them are added, one by one,
-  the source that holds the most bytes still without one.
-- C4: a cell goes to the needed holder with the fewest bytes so far. Ties, here and in C3, are broken by turns: the
+- C3: cells that the same sources hold are one *lot*, so that who serves whom does not depend on layouts. Fewest peers
+  first: sources that alone hold some lot are needed anyway; to them are added, one by one, the source that holds the
+  most bytes still without one.
+- C4: a lot goes to the needed holder with the fewest bytes so far. Ties, here and in C3, are broken by turns: the
   destination's rank says whose turn it is, so every worker comes to the same answer alone.
 """
 
@@ -62,7 +63,7 @@ class Cell:
 
 
 def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worker]) -> tuple[Cell, ...]:
-    """Every cell of a destination, each with exactly one source. Raises ``COVER``."""
+    """Every cell of a destination, each with exactly one source. Raises ``TENSOR`` or ``COVER`` with what lacks one."""
     found: list[Cell] = []
     held: list[Bools] = []
     missing: list[str] = []
@@ -78,17 +79,21 @@ def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worke
                 if not holders.any():
                     missing.append(_describe(cell))
     if missing:
+        unknown = [one.names[0] for one in matches if not one.sources]
         raise KVPlanError(
-            "COVER",
+            "TENSOR" if unknown else "COVER",
             f"plan for {destination.label}",
             expected="every part of its tensors to be held by a source",
             got="; ".join(missing),
+            hint="name tensors in not_transferred if they need not move" if unknown else "",
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
         )
     if not found:
         return ()
-    owners = choose(np.array(held), np.array([_bytes(cell) for cell in found], float), destination.rank)
+    holders, alike = np.unique(np.array(held), axis=0, return_inverse=True)
+    weight = np.bincount(alike.reshape(-1), [_bytes(cell) for cell in found]).astype(np.float64)
+    owners = choose(holders, weight, destination.rank)[alike.reshape(-1)]
     return tuple(attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(found, owners, strict=True))
 
 
@@ -102,7 +107,7 @@ def parts(found: Match, destination: int) -> dict[str, list[Part]]:
     }
     position = np.arange(_cycle(found, destination), dtype=np.int64)
     mine = position[holds(ours.group, position)]
-    held = np.stack([holds(side.group, mine) for side in theirs], axis=1)
+    held = _columns([holds(side.group, mine) for side in theirs], mine.size)
     result[TOKEN] = _alike(np.stack([mine, mine + 1], axis=1), held)
     return result
 
@@ -131,8 +136,13 @@ def _parts(ours: Segments, theirs: Sequence[Segments]) -> list[Part]:
         i = np.searchsorted(start, low, "right") - 1
         inside[span] = (i >= 0) & (low < stop[i])
     wanted = inside[ours.covered]
-    held = np.stack([inside[side.covered][wanted] for side in theirs], axis=1)
+    held = _columns([inside[side.covered][wanted] for side in theirs], int(wanted.sum()))
     return _alike(np.stack([low, bounds[1:]], axis=1)[wanted], held)
+
+
+def _columns(held: Sequence[Bools], size: int) -> Bools:
+    """(intervals, source views), also where there are none of these."""
+    return np.array(held, bool).reshape(-1, size).T
 
 
 def _alike(intervals: Ints, held: Bools) -> list[Part]:
@@ -144,7 +154,7 @@ def _alike(intervals: Ints, held: Bools) -> list[Part]:
 
 
 def choose(held: Bools, weight: npt.NDArray[np.float64], rank: int) -> Ints:
-    """The source of each cell by rules C3 and C4. ``held`` is (cells, sources), ``weight`` the cells' bytes.
+    """The source of each lot by rules C3 and C4. ``held`` is (lots, sources), ``weight`` the lots' bytes.
 
     >>> replicas = np.ones((1, 4), bool)
     >>> [int(choose(replicas, np.ones(1), rank)[0]) for rank in range(5)]
@@ -156,10 +166,10 @@ def choose(held: Bools, weight: npt.NDArray[np.float64], rank: int) -> Ints:
         needed[_by_turn(np.flatnonzero(gain == gain.max()), rank)] = True
     load = np.zeros(held.shape[1])
     owner = np.zeros(len(held), np.int64)
-    for cell in np.lexsort((-weight, (held & needed).sum(1))).tolist():
-        holders = np.flatnonzero(held[cell] & needed)
-        owner[cell] = _by_turn(holders[load[holders] == load[holders].min()], rank)
-        load[owner[cell]] += weight[cell]
+    for lot in np.lexsort((-weight, (held & needed).sum(1))).tolist():
+        holders = np.flatnonzero(held[lot] & needed)
+        owner[lot] = _by_turn(holders[load[holders] == load[holders].min()], rank)
+        load[owner[lot]] += weight[lot]
     return owner
 
 

@@ -21,7 +21,7 @@ from kvplan import demo, matrix
 from kvplan.errors import KVPlanError
 from kvplan.explain import explain, intervals, size
 from kvplan.models import Model
-from kvplan.plan import plan_mesh
+from kvplan.mesh import plan_mesh
 from kvplan.sides import Side, token_range
 from kvplan.trials import Request, Trial, lengths_of, memory_needed
 

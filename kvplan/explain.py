@@ -15,7 +15,8 @@ import numpy as np
 from kvplan.axes import Axis, Ints
 from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
-from kvplan.plan import MeshPlan, Pair, TransferPlan
+from kvplan.mesh import MeshPlan
+from kvplan.plan import Pair, TransferPlan
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
@@ -212,10 +213,12 @@ def _plan(plan: TransferPlan) -> Iterator[str]:
 
 
 def _mesh(mesh: MeshPlan) -> Iterator[str]:
-    yield f"{_count(len(mesh.plans), 'destination')}, {_count(len(mesh.completions), 'source')}"
+    yield f"{_count(len(mesh.plans), 'plan')} of {_count(len(mesh.completions), 'worker')}"
     for plan in mesh.plans:
         yield from (f"  {line}" for line in _plan(plan))
-    for waits in _alike(mesh.completions.items(), lambda item: (item[0][0], item[1])):
+    known = {(plan.local.engine_id, plan.local.rank) for plan in mesh.plans}
+    waiting = [(key, len(each.awaits)) for key, each in mesh.completions.items() if key not in known]
+    for waits in _alike(waiting, lambda item: (item[0][0], item[1])):
         (engine, _), times = waits[0]
         yield f"  {engine}/{intervals(rank for (_, rank), _ in waits)} awaits {_count(times, 'completion')}"
 

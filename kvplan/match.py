@@ -1,8 +1,8 @@
 """Match (M): which views of the sources hold the tensors that a destination needs.
 
 - M1: tensors pair by name alone.
-- M2: a tensor that the destination needs and no source offers is an error, unless the caller says it is not
-  transferred. What only sources have is left alone.
+- M2: a tensor that the destination needs and no source offers matches no source, unless the caller says that it is
+  not transferred. What only sources have is left alone.
 - M3: both sides of a tensor have the same axis names, global sizes and dtype. Token groups pair with token
   groups, state groups with state groups.
 - M4: tensors whose views have the same geometries on the same workers are one *match*, planned once.
@@ -36,11 +36,11 @@ class Match:
 
 
 def match(destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
-    """The matches of a destination with sources. Raises ``TENSOR``, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
+    """The matches of a destination with sources. Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
     workers = (destination, *sources)
     offers = [(worker.tensors, worker.geometry_of) for worker in workers]
     alike: dict[tuple[tuple[int, int], ...], list[tuple[str, list[int]]]] = {}
-    for name, wanted in destination.tensors.items():
+    for name in destination.tensors:
         if name in not_transferred:
             continue
         key, views = [], []
@@ -48,15 +48,6 @@ def match(destination: Worker, sources: Sequence[Worker], not_transferred: Colle
             for view in tensors.get(name, ()):
                 key.append((i, geometry_of[view]))
                 views.append(view)
-        if len(views) == len(wanted):
-            raise KVPlanError(
-                "TENSOR",
-                f"plan tensor {name!r} for {destination.label}",
-                expected="a source that offers it",
-                got=f"none among {', '.join(worker.label for worker in sources) or 'no sources'}",
-                hint="name it in not_transferred if it need not move",
-                tensor=name,
-            )
         alike.setdefault(tuple(key), []).append((name, views))
     matches = []
     for found, members in alike.items():

@@ -1,4 +1,4 @@
-"""Plans: the whole pipeline for a worker and its remotes, from either side, and for whole engines.
+"""Plans: the whole pipeline for a worker and its remotes, from either side.
 
 The stages below know a destination and its sources. Here these become local and remote. A worker that reads is the
 destination. A worker that writes is a source: for each remote it plans with its siblings, the other workers of its
@@ -123,23 +123,6 @@ class TransferPlan:
         return f"<TransferPlan {self.operation} {self.local.label}: {len(self.pairs)} remotes, {rows} local rows>"
 
 
-@attrs.frozen(eq=False, repr=False)
-class MeshPlan:
-    """A read plan for each destination worker, and how many completions each source waits for."""
-
-    plans: tuple[TransferPlan, ...]
-
-    @property
-    def completions(self) -> Mapping[tuple[str, int], int]:
-        """For each source worker, (engine id, rank): how many destinations move bytes from it."""
-        count = Counter({(pair.engine_id, pair.rank): 0 for plan in self.plans for pair in plan.pairs})
-        count.update((pair.engine_id, pair.rank) for plan in self.plans for pair in plan.pairs if pair.layouts)
-        return dict(count)
-
-    def __repr__(self) -> str:
-        return f"<MeshPlan: {len(self.plans)} destinations, {len(self.completions)} sources>"
-
-
 def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Iterable[str] = ()) -> TransferPlan:
     """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
 
@@ -149,10 +132,10 @@ def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Ite
     Raises ``TENSOR`` or ``COVER`` for what no remote holds, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE`` where a tensor
     differs between the sides, ``WORKER`` for a worker given twice, ``RANGE`` for what is too large to list.
     """
-    sources = _workers("remotes", remotes, local)
-    skipped = _names(not_transferred)
-    served = _served(local, sources, skipped)
-    pairs = [_pair(part, (local, worker), 0) for worker, part in zip(sources, served, strict=True)]
+    sources = checked_workers("remotes", remotes, local)
+    skipped = checked_names(not_transferred)
+    shares = served(local, sources, skipped)
+    pairs = [pair_of(share, (local, worker), 0) for worker, share in zip(sources, shares, strict=True)]
     return TransferPlan("READ", local, sources, (), skipped, tuple(pairs))
 
 
@@ -164,35 +147,26 @@ def plan_writes(
     ``siblings`` are the other workers of the local engine; together they hold all that the remotes need. Raises what
     :func:`plan_reads` does.
     """
-    destinations = _workers("remotes", remotes, local)
-    others = _workers("siblings", siblings, local)
-    skipped = _names(not_transferred)
-    pairs = [_pair(_served(worker, (local, *others), skipped)[0], (worker, local), 1) for worker in destinations]
+    destinations = checked_workers("remotes", remotes, local)
+    others = checked_workers("siblings", siblings, local)
+    skipped = checked_names(not_transferred)
+    pairs = [pair_of(served(worker, (local, *others), skipped)[0], (worker, local), 1) for worker in destinations]
     return TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs))
 
 
-def plan_mesh(
-    destinations: Iterable[Worker], sources: Iterable[Worker], *, not_transferred: Iterable[str] = ()
-) -> MeshPlan:
-    """The read plans of whole engines: every destination worker with every source worker."""
-    needy = _workers("destinations", destinations)
-    holders, skipped = _workers("sources", sources, *needy), _names(not_transferred)
-    return MeshPlan(tuple(plan_reads(worker, holders, not_transferred=skipped) for worker in needy))
-
-
-def _served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[list[Cell]]:
+def served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[list[Cell]]:
     """What each source serves of a destination. The sources are weighed in order of their labels."""
     order = sorted(range(len(sources)), key=lambda i: (sources[i].engine_id, sources[i].rank))
     ordered = [sources[i] for i in order]
-    served: list[list[Cell]] = [[] for _ in sources]
+    shares: list[list[Cell]] = [[] for _ in sources]
     for cell in cells(match(destination, ordered, skipped), destination, ordered):
-        served[order[cell.match.sources[cell.source][0]]].append(cell)
-    return served
+        shares[order[cell.match.sources[cell.source][0]]].append(cell)
+    return shares
 
 
-def _pair(served: Sequence[Cell], sides: tuple[Worker, Worker], local: int) -> Pair:
+def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int) -> Pair:
     """The pair of a destination and a source, ``sides``, of which one is local."""
-    made, rows = layouts(sections(served))
+    made, rows = layouts(sections(share))
     tables = [_table(worker, part) for worker, part in zip(sides, rows, strict=True)]
     remote = sides[1 - local]
     return Pair(remote.engine_id, remote.rank, tables[local], tables[1 - local], made)
@@ -215,7 +189,7 @@ def _table(worker: Worker, rows: Ints) -> Table:
     return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))
 
 
-def _workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
+def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
     """``values``, after making sure that they and the others are workers, and all different."""
     workers = members(Worker, values, what)
     times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
@@ -227,7 +201,7 @@ def _workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Work
     return workers
 
 
-def _names(values: Iterable[str]) -> tuple[str, ...]:
+def checked_names(values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str):
         raise wrong_type("not_transferred", "a sequence of names", values)
     return members(str, values, "not_transferred")

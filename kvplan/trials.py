@@ -17,8 +17,8 @@ from kvplan.axes import Ints
 from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.explain import sizes
+from kvplan.mesh import MeshPlan, plan_mesh
 from kvplan.models import Model
-from kvplan.plan import MeshPlan, plan_mesh
 from kvplan.report import Report
 from kvplan.sides import Side
 from kvplan.verify import verify

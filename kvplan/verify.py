@@ -29,7 +29,8 @@ from kvplan.workers import Worker
 
 if TYPE_CHECKING:
     from kvplan.blocks import Blocks
-    from kvplan.plan import MeshPlan, TransferPlan
+    from kvplan.mesh import MeshPlan
+    from kvplan.plan import TransferPlan
     from kvplan.specs import ReadSpec
 
 __all__ = ["PROMISES", "Report", "Tail", "verify"]

@@ -355,7 +355,8 @@ REFUSALS: tuple[Row, ...] = (
         lambda: worker(views=[view(num_blocks=8), view(name="layers.1", num_blocks=8, offset_bytes=48)]),
     ),
     Row(
-        "RANGE: cannot place view 'v.0': expected at most 1048576 runs in a block in region 'kv', got 2097152",
+        "RANGE: cannot place view 'v.0': expected at most 262144 runs in the blocks of views that share regions, "
+        "got 2097152",
         lambda: worker(
             regions=[region(size_bytes=1 << 30)],
             views=[
@@ -491,13 +492,13 @@ REFUSALS: tuple[Row, ...] = (
         lambda: plan_reads(worker(), [worker(engine_id="d")], not_transferred="layers.0"),
     ),
     Row(
-        "TENSOR: cannot plan tensor 'layers.0' for d/0: expected a source that offers it, "
-        "got none among no sources (name it in not_transferred if it need not move)",
+        "TENSOR: cannot plan for d/0: expected every part of its tensors to be held by a source, got "
+        "layers.0: all of it (name tensors in not_transferred if they need not move)",
         lambda: plan_reads(worker(engine_id="d"), []),
     ),
     Row(
-        "TENSOR: cannot plan tensor 'layers.1' for d/0: expected a source that offers it, "
-        "got none among p/0 (name it in not_transferred if it need not move)",
+        "TENSOR: cannot plan for d/0: expected every part of its tensors to be held by a source, got "
+        "layers.1: all of it (name tensors in not_transferred if they need not move)",
         lambda: pair(name="layers.1"),
     ),
     Row(

@@ -110,8 +110,8 @@ def test_a_mesh_counts_completions() -> None:
     """A mesh tells each plan, and how many completions each source awaits."""
     mesh = plan_mesh(DECODE, PREFILL)
     text = explain(mesh)
-    assert text.startswith("2 destinations, 4 sources\n  decode/0 reads from 4 workers\n")
-    awaited = sum(mesh.completions.values())
+    assert text.startswith("2 plans of 6 workers\n  decode/0 reads from 4 workers\n")
+    awaited = sum(len(each.awaits) for each in mesh.completions.values())
     moving = sum(bool(len(pair.local_table.rows)) for plan in mesh.plans for pair in plan.pairs)
     assert awaited == moving
     assert text.count(" <- ") == moving

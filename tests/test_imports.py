@@ -15,7 +15,7 @@ import kvplan
 PACKAGE = Path(kvplan.__file__).parent
 
 DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors")
-PIPELINE = ("match", "align", "cells", "runs", "tables", "blocks", "bind", "specs", "tails", "plan")
+PIPELINE = ("match", "align", "cells", "runs", "tables", "blocks", "bind", "specs", "tails", "plan", "mesh")
 ORACLE = ("arenas", "memory", "labels", "report", "verify")
 MODELS = ("layouts", "pools", "caches", "states", "keys", "kinds", "families", "configs", "engines", "models")
 COMMAND_LINE = ("sides", "trials", "demo", "matrix", "commands", "cli")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvplan import Blocks, plan_mesh, plan_reads, plan_writes
+from kvplan import Blocks, plan_reads, plan_writes
 from tests.small import engine
 
 
@@ -25,19 +25,6 @@ def test_the_order_of_remotes_changes_nothing_else() -> None:
     assert chosen[0] == chosen[1]
 
 
-def test_a_mesh_has_a_read_plan_for_each_destination() -> None:
-    """A mesh is its destinations' plans, and counts for each source the destinations that read from it."""
-    mesh = plan_mesh(engine("decode", tp=2, heads=4), engine("prefill", tp=4, heads=4))
-    assert [plan.local.label for plan in mesh.plans] == ["decode/0", "decode/1"]
-    assert mesh.completions == {("prefill", rank): 1 for rank in range(4)}
-
-
-def test_a_replica_that_serves_nobody_awaits_nothing() -> None:
-    """Of four replicas and two destinations, two serve one each; the others are listed with 0."""
-    mesh = plan_mesh(engine("decode", tp=2, heads=1), engine("prefill", tp=4, heads=1))
-    assert mesh.completions == {("prefill", 0): 1, ("prefill", 1): 1, ("prefill", 2): 0, ("prefill", 3): 0}
-
-
 def test_replicas_write_each_byte_once() -> None:
     """Every source plans alone, with its siblings in view; for each destination one replica writes."""
     destinations, sources = engine("decode", tp=3, heads=1), engine("prefill", tp=4, heads=1)
@@ -54,7 +41,6 @@ def test_a_plan_is_one_short_line() -> None:
     plan = plan_reads(mine, sources)
     assert repr(plan) == "<TransferPlan READ decode/0: 2 remotes, 8 local rows>"
     assert repr(plan.pairs[0]) == "<Pair with prefill/0: 4 local rows>"
-    assert repr(plan_mesh([mine], sources)) == "<MeshPlan: 1 destinations, 2 sources>"
     (spec, _) = plan.bind(local={"attn": Blocks([1])}, remote={"attn": Blocks([2])})
     assert repr(spec) == "<ReadSpec decode/0 <- prefill/0: 2 ids>"
 

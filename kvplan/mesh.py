@@ -1,0 +1,125 @@
+"""Meshes: whole engines planned at once, and what their workers have to tell each other.
+
+Whoever moves bytes, a reader or a writer, tells the other worker when it is done: one *completion* for each pair of
+workers that its plan has bytes for, in each request, also in one that moves none of them. Who must tell whom is read
+off the plans; nothing computes it a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
+
+import attrs
+
+from kvplan.errors import KVPlanError
+from kvplan.plan import TransferPlan, checked_names, checked_workers, pair_of, served
+from kvplan.reading import shown
+from kvplan.workers import Worker
+
+Key = tuple[str, int]
+"""A worker: engine id and rank."""
+
+OPERATIONS: Final = ("READ", "WRITE")
+
+
+@attrs.frozen
+class Completions:
+    """Whom a worker tells that a request is done, and whom it hears that from: (engine id, rank) of each.
+
+    A worker that awaits nobody may free or use a request's blocks at once. Such are the replicas that serve nobody.
+    """
+
+    sends: tuple[Key, ...]
+    awaits: tuple[Key, ...]
+
+
+def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
+    """The completions of every worker that the plans know, local ones and remote ones.
+
+    Give the plans of a whole mesh, reads or writes: a worker awaits what all others send.
+    """
+    sends: dict[Key, list[Key]] = {}
+    awaits: dict[Key, list[Key]] = {}
+    for plan in plans:
+        local = (plan.local.engine_id, plan.local.rank)
+        sends.setdefault(local, [])
+        for pair in plan.pairs:
+            remote = (pair.engine_id, pair.rank)
+            awaits.setdefault(remote, [])
+            if pair.layouts:
+                sends[local].append(remote)
+                awaits[remote].append(local)
+    return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in {**sends, **awaits}}
+
+
+@attrs.frozen(eq=False, repr=False)
+class MeshPlan:
+    """The plans of all workers of one engine with all workers of another."""
+
+    plans: tuple[TransferPlan, ...]
+
+    @property
+    def completions(self) -> Mapping[Key, Completions]:
+        """For each worker of both engines, whom it tells that a request is done, and whom it awaits."""
+        return completions(self.plans)
+
+    def __repr__(self) -> str:
+        return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
+
+
+def plan_mesh(
+    destinations: Iterable[Worker],
+    sources: Iterable[Worker],
+    operation: Literal["READ", "WRITE"] = "READ",
+    *,
+    not_transferred: Iterable[str] = (),
+) -> MeshPlan:
+    """The plans of whole engines: what every destination worker reads, or what every source worker writes.
+
+    Raises what :func:`kvplan.plan_reads` does.
+    """
+    if operation not in OPERATIONS:
+        raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
+    needy = checked_workers("destinations", destinations)
+    holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
+    shares = [served(worker, holders, skipped) for worker in needy]
+    plans = []
+    if operation == "READ":
+        for worker, share in zip(needy, shares, strict=True):
+            pairs = [pair_of(part, (worker, holder), 0) for part, holder in zip(share, holders, strict=True)]
+            plans.append(TransferPlan("READ", worker, holders, (), skipped, tuple(pairs)))
+    else:
+        for i, holder in enumerate(holders):
+            pairs = [pair_of(share[i], (worker, holder), 1) for share, worker in zip(shares, needy, strict=True)]
+            others = holders[:i] + holders[i + 1 :]
+            plans.append(TransferPlan("WRITE", holder, needy, others, skipped, tuple(pairs)))
+    return MeshPlan(tuple(plans))
+
+
+def contacts(
+    destinations: Iterable[Worker], sources: Iterable[Worker], *, not_transferred: Iterable[str] = ()
+) -> Mapping[Key, tuple[Key, ...]]:
+    """For each worker of both engines, the workers of the other one that it exchanges bytes with.
+
+    Which these are depends on who holds what alone, not on layouts, block sizes, pools or addresses. So before any
+    offer has arrived, a worker finds out whom to shake hands with from the other engine's parallel sizes:
+
+    >>> from kvplan import Model
+    >>> model = Model.shipped("qwen3-235b-a22b")  # 4 KV heads
+    >>> decode, prefill = (model.engine(name, tp=tp, num_blocks=1) for name, tp in (("decode", 2), ("prefill", 8)))
+    >>> contacts(decode, prefill)["decode", 1]
+    (('prefill', 5), ('prefill', 7))
+
+    Raises what :func:`kvplan.plan_reads` does.
+    """
+    needy = checked_workers("destinations", destinations)
+    holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
+    found: dict[Key, list[Key]] = {(worker.engine_id, worker.rank): [] for worker in (*needy, *holders)}
+    for worker in needy:
+        for holder, share in zip(holders, served(worker, holders, skipped), strict=True):
+            if share:
+                ends = (worker.engine_id, worker.rank), (holder.engine_id, holder.rank)
+                found[ends[0]].append(ends[1])
+                found[ends[1]].append(ends[0])
+    return {key: tuple(others) for key, others in found.items()}

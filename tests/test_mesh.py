@@ -1,0 +1,145 @@
+"""Meshes: the plans of whole engines, completions, contacts, and what a lost worker leaves."""
+
+import attrs
+import pytest
+
+from kvplan import Blocks, Completions, KVPlanError, Model, completions, contacts, plan_mesh, plan_writes, verify
+from tests.small import engine
+
+MODELS = {
+    "llama-3.1-8b": (
+        ({"tp": 4}, {"tp": 16}),
+        ({"tp": 3, "pp": 2}, {"tp": 2, "pp": 3}),
+        ({"tp": 8}, {"tp": 16, "dcp": 2}),
+    ),
+    "nemotron-h-8b": (({"tp": 16}, {"tp": 4}), ({"tp": 2}, {"tp": 8, "pp": 2})),
+    "deepseek-v3": (({"tp": 8}, {"tp": 16}), ({"tp": 8, "dcp": 8}, {"tp": 2, "pp": 4})),
+    "gemma-4-31b": (({"tp": 8}, {"tp": 4}),),
+}
+"""Pairs of destination and source sizes."""
+
+
+def awaited(mesh):
+    """For each worker, how many completions it sends and awaits."""
+    return {f"{name}/{rank}": (len(c.sends), len(c.awaits)) for (name, rank), c in mesh.completions.items()}
+
+
+def test_a_mesh_of_reads_has_a_plan_for_each_destination():
+    """Each destination tells the sources that it reads from."""
+    mesh = plan_mesh(engine("d", tp=2, heads=4), engine("p", tp=4, heads=4))
+    assert [plan.local.label for plan in mesh.plans] == ["d/0", "d/1"]
+    assert mesh.completions["d", 0] == Completions(sends=(("p", 0), ("p", 1)), awaits=())
+    assert mesh.completions["p", 3] == Completions(sends=(), awaits=(("d", 1),))
+    assert repr(mesh) == "<MeshPlan: 2 plans, 6 workers>"
+
+
+def test_a_mesh_of_writes_turns_completions_round():
+    """The same pairs of workers; whoever moves the bytes sends."""
+    engines = engine("d", tp=2, heads=4), engine("p", tp=4, heads=4)
+    reads, writes = plan_mesh(*engines), plan_mesh(*engines, "WRITE")
+    assert [plan.local.label for plan in writes.plans] == ["p/0", "p/1", "p/2", "p/3"]
+    for key, each in reads.completions.items():
+        assert writes.completions[key] == Completions(sends=each.awaits, awaits=each.sends)
+
+
+def test_a_mesh_of_writes_is_the_plans_of_its_workers():
+    """Planned together or apart, each source writes the same ids; together they are verified."""
+    destinations, sources = engine("d", tp=3, tokens=6), engine("p", tp=4)
+    mesh = plan_mesh(destinations, sources, "WRITE")
+    request = {"local": {"attn": Blocks([1, 3])}, "remote": {"attn": Blocks([4, 2])}, "tokens": (1, 7)}
+    assert verify(mesh, **request).ok
+    for i, (worker, together) in enumerate(zip(sources, mesh.plans, strict=True)):
+        apart = plan_writes(worker, destinations, sources[:i] + sources[i + 1 :])
+        for one, other in zip(together.bind(**request), apart.bind(**request), strict=True):
+            assert one.local_ids.tolist() == other.local_ids.tolist()
+            assert one.remote_ids.tolist() == other.remote_ids.tolist()
+
+
+def test_replicas_that_serve_nobody_are_told_so():
+    """Of four replicas and two destinations, two serve one each; the others wait for nobody."""
+    mesh = plan_mesh(engine("d", tp=2, heads=1), engine("p", tp=4, heads=1))
+    assert awaited(mesh) == {"d/0": (1, 0), "d/1": (1, 0), "p/0": (0, 1), "p/1": (0, 1), "p/2": (0, 0), "p/3": (0, 0)}
+
+
+@pytest.mark.parametrize("operation", ["READ", "WRITE"])
+def test_completions_count_pairs_of_workers_also_where_a_request_moves_nothing(operation):
+    """A context-parallel destination without a position of a short request completes it like the others."""
+    destinations, sources = engine("d", contexts=(4, 1)), engine("p", tp=2)
+    mesh = plan_mesh(destinations, sources, operation)
+    tables = [{"attn": Blocks([1])}, {"attn": Blocks([2])}]
+    local, remote = tables if operation == "READ" else tables[::-1]
+    specs = [spec for plan in mesh.plans for spec in plan.bind(local=local, remote=remote, tokens=(0, 2))]
+    assert sum(spec.num_bytes > 0 for spec in specs) == 4
+    assert sum(len(each.sends) for each in mesh.completions.values()) == 8 == len(specs)
+    sent = sorted((to, key) for key, each in mesh.completions.items() for to in each.sends)
+    assert sent == sorted((key, by) for key, each in mesh.completions.items() for by in each.awaits)
+
+
+def test_workers_that_share_nothing_complete_at_once():
+    """Stages with different layers exchange nothing, and are listed with nobody to tell and nobody to await."""
+    (mine,), (other,) = engine("d", layers=1), engine("p", layers=2)
+    stages = [attrs.evolve(other, rank=i, views=[view]) for i, view in enumerate(other.views)]
+    assert awaited(plan_mesh([mine], stages)) == {"d/0": (1, 0), "p/0": (0, 1), "p/1": (0, 0)}
+
+
+def test_completions_of_any_plans():
+    """A worker alone knows what it sends; what the others await takes the plans of all."""
+    destinations, sources = engine("d", tp=2, heads=4), engine("p", tp=2, heads=4)
+    (one,) = plan_mesh(destinations[:1], sources).plans
+    assert completions([one])["d", 0].sends == (("p", 0),)
+    assert completions([one])["p", 1].awaits == ()
+
+
+@pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name, pairs in MODELS.items() for sizes in pairs])
+def test_contacts_from_parallel_sizes_are_those_of_the_full_plan(name, sizes):
+    """Engines of one block, in the default layout, tell who needs whom in any layout and with any blocks."""
+    model = Model.shipped(name)
+    small = [model.engine(label, num_blocks=1, **size) for label, size in zip("dp", sizes, strict=True)]
+    found = contacts(*small)
+    options = {"layout": "BLHNC", "kv": "split"}, {"layout": "LBNHC", "tokens_per_block": 48}
+    real = [
+        model.engine(label, num_blocks=7, **size, **option)
+        for label, size, option in zip("dp", sizes, options, strict=True)
+    ]
+    for operation in ("READ", "WRITE"):
+        for key, each in plan_mesh(*real, operation).completions.items():
+            assert sorted(found[key]) == sorted(each.sends + each.awaits)
+
+
+def test_a_mesh_reads_or_writes():
+    """Any other word is refused."""
+    with pytest.raises(KVPlanError, match=r"NAME: cannot plan a mesh: expected READ or WRITE, got 'read'"):
+        plan_mesh(engine("d"), engine("p"), "read")
+
+
+def test_replicas_take_over_from_a_lost_worker():
+    """Planned again without the source that serves a destination, another one that holds the same serves it."""
+    destinations, sources = engine("d", heads=2), engine("p", tp=4, heads=2)
+    before = contacts(destinations, sources)["d", 0]
+    left = [worker for worker in sources if ("p", worker.rank) != before[0]]
+    after = contacts(destinations, left)["d", 0]
+    assert before[0] not in after
+    mesh = plan_mesh(destinations, left)
+    assert verify(mesh, local={"attn": Blocks([1, 2])}, remote={"attn": Blocks([3, 4])}, tokens=(0, 7)).ok
+
+
+def test_what_nobody_holds_any_more_is_listed_in_full():
+    """Heads of a lost rank, whole layers of a lost stage: one error has them all."""
+    (mine,) = engine("d", heads=4, layers=3)
+    first, second = engine("p", tp=2, heads=4, layers=2)
+    with pytest.raises(KVPlanError) as refused:
+        plan_mesh([mine], [second])
+    missing = refused.value.details["missing"]
+    assert missing == ("layers.0 and 1 like it: head [0, 2) of 4", "layers.2: all of it")
+    assert refused.value.code == "TENSOR"
+    with pytest.raises(KVPlanError) as refused:
+        plan_mesh([mine], [first], not_transferred=["layers.2"])
+    assert refused.value.code == "COVER"
+    assert refused.value.details["missing"] == ("layers.0 and 1 like it: head [2, 4) of 4",)
+
+
+def test_without_sources_everything_is_missing():
+    """An engine of which no worker is left is no special case."""
+    with pytest.raises(KVPlanError, match=r"TENSOR: .* got layers.0 and 1 like it: all of it"):
+        plan_mesh(engine("d"), [])
+    assert plan_mesh(engine("d"), [], not_transferred=["layers.0", "layers.1"]).plans[0].pairs == ()
