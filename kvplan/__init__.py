@@ -13,7 +13,7 @@ from kvplan.specs import ReadSpec
 from kvplan.tables import Table
 from kvplan.tails import tails
 from kvplan.tensors import view_of
-from kvplan.verify import verify
+from kvplan.verify import verify, verify_together
 from kvplan.views import Context, Group, Region, View
 from kvplan.workers import Worker
 
@@ -44,5 +44,6 @@ __all__ = [
     "plan_writes",
     "tails",
     "verify",
+    "verify_together",
     "view_of",
 ]

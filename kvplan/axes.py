@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import numpy as np
@@ -30,6 +30,7 @@ from kvplan.errors import KVPlanError
 from kvplan.reading import integer, name, settle
 
 Ints = npt.NDArray[np.int64]
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 MAX_SEGMENTS: Final = 1 << 20
 """A name's digits may make at most this many segments, so that a description cannot inflate memory."""
@@ -186,3 +187,9 @@ def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
     return {
         key: math.prod(axis.size for axis in axes if axis.name == key) for key in dict.fromkeys(a.name for a in axes)
     }
+
+
+def read_only(array: Array) -> Array:
+    """The array, which nobody can write to from now on."""
+    array.flags.writeable = False
+    return array

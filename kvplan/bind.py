@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.align import before, ends, local_index, position_of, reach, repeated, slots, stand
-from kvplan.axes import Ints
+from kvplan.axes import Ints, read_only
 from kvplan.blocks import POSITION_END, Blocks, check_listed, places
 from kvplan.errors import KVPlanError
-from kvplan.reading import integer, shown, wrong_type
-from kvplan.tables import ID_END, Family, Layout, read_only
+from kvplan.reading import ID_END, integer, shown, wrong_type
+from kvplan.tables import Family, Layout
 from kvplan.views import Group
 
 Ids = npt.NDArray[np.int32]

@@ -12,10 +12,9 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan.axes import Ints
+from kvplan.axes import Ints, read_only
 from kvplan.errors import KVPlanError
-from kvplan.reading import integer, shown, wrong_type
-from kvplan.tables import ID_END, read_only
+from kvplan.reading import ID_END, integer, shown, wrong_type
 
 POSITION_END: Final = 1 << 48
 """Positions and block ordinals are below this."""

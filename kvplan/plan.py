@@ -15,7 +15,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from kvplan.axes import Ints
+from kvplan.axes import Ints, read_only
 from kvplan.bind import Terms, Tokens, add, check_names, range_of, terms, wanted
 from kvplan.blocks import Blocks, check_blocks
 from kvplan.cells import Cell, cells
@@ -24,7 +24,7 @@ from kvplan.match import match
 from kvplan.reading import members, wrong_type
 from kvplan.runs import sections
 from kvplan.specs import ReadSpec
-from kvplan.tables import Layout, Table, layouts, read_only
+from kvplan.tables import Layout, Table, layouts
 from kvplan.workers import Worker
 
 

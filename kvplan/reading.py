@@ -14,6 +14,9 @@ Kind = TypeVar("Kind")
 
 INT64_END: Final = 1 << 63
 
+ID_END: Final = 1 << 31
+"""Block ids and descriptor ids are below this, so that they fit int32."""
+
 
 def shown(value: Any) -> str:
     """A value of the wrong type, the way messages show it: short, on one line, a number as a number.

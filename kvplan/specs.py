@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.axes import heads
+from kvplan.axes import heads, read_only
 from kvplan.bind import Ids
-from kvplan.tables import Table, read_only
+from kvplan.tables import Table
 
 Descriptors = npt.NDArray[np.uint64]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal
 
 import attrs
 import numpy as np
@@ -26,19 +26,15 @@ import numpy.typing as npt
 from kvplan.align import period, slots, stand
 from kvplan.axes import Ints, heads, numbered
 from kvplan.errors import KVPlanError
+from kvplan.reading import ID_END
 from kvplan.runs import Lane, Section, Spans
 from kvplan.views import Group, Region
-
-Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 MAX_ROWS: Final = 1 << 24
 """The strands of one side of a pair times their slots may be at most this."""
 
 MAX_IDS_PER_USED: Final = 16
 """A row of more ids than this for each that can be used is split by offset, so that ids last for large pools."""
-
-ID_END: Final = 1 << 31
-"""Ids are below this, so that they fit int32."""
 
 _NO_ROWS: Final = np.zeros((0, 5), np.int64)
 
@@ -260,9 +256,3 @@ def _lane_families(
         made(base[:, same], alike[same[0], :2].tolist(), [side[same[0]] for side in sub], share=share)
         for same in (np.flatnonzero(which == n) for n in range(int(which.max()) + 1))
     ]
-
-
-def read_only(array: Array) -> Array:
-    """The array, which nobody can write to from now on."""
-    array.flags.writeable = False
-    return array

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvplan.arenas import Words
 from kvplan.errors import KVPlanError
+from kvplan.jobs import Job, Tokens, jobs, key, span_of
 from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
-from kvplan.memory import FakeMemory, Key, expand
+from kvplan.memory import FakeMemory, expand
 from kvplan.reading import INT64_END
 from kvplan.report import PROMISES, Report, Tail, count
 from kvplan.views import View
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
     from kvplan.specs import ReadSpec
 
-__all__ = ["PROMISES", "Report", "Tail", "verify"]
-
-Tokens = tuple[int, int] | Mapping[str, tuple[int, int]] | None
+__all__ = ["PROMISES", "Report", "Tail", "verify", "verify_together"]
 
 
 def verify(
@@ -54,7 +52,28 @@ def verify(
     A request that bind refuses raises as bind does; ``WORKER`` is raised where two destinations differ under one
     name, and ``MEMORY`` where a region is too large to map. Everything else is in the report.
     """
-    reports = [_Check(job, tokens).run() for job in _jobs(_plans(plan), local, remote, tokens)]
+    return verify_together([(plan, {"local": local, "remote": remote, "tokens": tokens})])
+
+
+def verify_together(
+    parts: Iterable[tuple[TransferPlan | MeshPlan | Iterable[TransferPlan], Mapping[str, Any]]], tokens: Tokens = None
+) -> Report:
+    """:func:`verify` of one request that is moved in parts: each a plan, or several, with its arguments of ``bind``.
+
+    The parts may be chunks of one plan, or plans with different engines. ``tokens`` is the range, by groups of the
+    destination, that they are to cover together; where it is not given, what they cover is all that is needed.
+
+    >>> from kvplan import Blocks, Model, plan_mesh
+    >>> decode, old, new = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in ("d", "p0", "p1"))
+    >>> parts = [
+    ...     (plan_mesh(decode, source), {"local": {"attn": Blocks([7, 3])}, "remote": {"attn": table}, "tokens": span})
+    ...     for source, table, span in ((old, Blocks([8]), (0, 10)), (new, Blocks([5, 6]), (10, 20)))
+    ... ]
+    >>> report = verify_together(parts, tokens=(0, 20))
+    >>> report.ok, report.num_bytes
+    (True, 573440)
+    """
+    reports = [_Check(job, tokens).run() for job in jobs((_plans(plan), request) for plan, request in parts)]
     checked = [code for code in PROMISES if all(code in report.checked for report in reports)]
     return Report(
         num_bytes=sum(report.num_bytes for report in reports),
@@ -70,89 +89,20 @@ def _plans(plan: Any) -> tuple[TransferPlan, ...]:
     return tuple(getattr(plan, "plans", (plan,) if hasattr(plan, "bind") else plan))
 
 
-@attrs.frozen(eq=False)
-class _Job:
-    """All that is to reach one destination worker.
-
-    ``offered`` are the tensors that some source has; where the source is the local worker, each with its group
-    there, by which token ranges are given.
-    """
-
-    worker: Worker
-    blocks: Mapping[str, Blocks]
-    source_blocks: Mapping[str, Blocks]
-    moves: list[tuple[Worker, ReadSpec]] = attrs.field(factory=list)
-    offered: dict[str, str | None] = attrs.field(factory=dict)
-    writers: set[Key] = attrs.field(factory=set)
-    writers_given: set[Key] = attrs.field(factory=set)
-
-
-def _key(worker: Worker) -> Key:
-    return (worker.engine_id, worker.rank)
-
-
-def _groups(workers: Iterable[Worker]) -> set[str]:
-    return {group.name for worker in workers for group in worker.groups}
-
-
-def _jobs(
-    plans: Sequence[TransferPlan], local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
-) -> list[_Job]:
-    """Bind all plans; gather by destination worker what each moves."""
-    jobs: dict[Key, _Job] = {}
-    locals_known = _groups(plan.local for plan in plans)
-    remotes_known = _groups(worker for plan in plans for worker in plan.remotes)
-    for plan in plans:
-        own, theirs = _groups([plan.local]), _groups(plan.remotes)
-        specs = plan.bind(
-            local=_only(local, own, locals_known),
-            remote=_only(remote, theirs, remotes_known),
-            tokens=_only(tokens, own, locals_known) if isinstance(tokens, Mapping) else tokens,
-        )
-        for other, spec in zip(plan.remotes, specs, strict=True):
-            if plan.operation == "WRITE":
-                job, offering = _job(jobs, other, remote, local), (plan.local, *plan.siblings)
-                job.writers.update(map(_key, offering))
-                job.writers_given.add(_key(plan.local))
-            else:
-                job, offering = _job(jobs, plan.local, local, remote), (other,)
-            for view in (view for worker in offering for view in worker.views):
-                if view.name not in plan.not_transferred:
-                    job.offered.setdefault(view.name, view.group if plan.operation == "WRITE" else None)
-            job.moves.append((offering[0], spec))
-    return list(jobs.values())
-
-
-def _only(given: Mapping[str, Any], own: set[str], known: set[str]) -> dict[str, Any]:
-    """What of a mapping by group concerns one plan; a name that no plan knows stays, for bind to refuse."""
-    return {name: value for name, value in given.items() if name in own or name not in known}
-
-
-def _job(jobs: dict[Key, _Job], worker: Worker, blocks: Mapping[str, Blocks], sources: Mapping[str, Blocks]) -> _Job:
-    job = jobs.setdefault(_key(worker), _Job(worker, blocks, sources))
-    if job.worker is not worker and job.worker != worker:
-        raise KVPlanError(
-            "WORKER",
-            "verify plans together",
-            expected="one description of each destination worker",
-            got=f"two of {worker.label}",
-            worker=worker.label,
-        )
-    return job
-
-
 class _Check:
     """One destination worker: what it needs, what was written, and what failed."""
 
-    def __init__(self, job: _Job, tokens: Tokens) -> None:
-        self.job = job
+    def __init__(self, job: Job, tokens: Tokens) -> None:
+        self.job, self.worker = job, job.worker
+        self.groups = {group.name: group for group in job.worker.groups}
+        self.tables = {name: job.table(name) for name in self.groups}
         self.failures: list[tuple[str, str]] = []
         self.done: list[tuple[Worker, Words, Words]] = []
         self.num_bytes = self.num_descriptors = self.num_needed = 0
         self.num_wrong = Counter[str]()
         self.first_wrong: dict[str, str] = {}
-        self.complete = job.writers <= job.writers_given
-        self.views = [view for view in job.worker.views if view.name in job.offered]
+        offered = {name for part in job.parts.values() for name in part.offered}
+        self.views = [view for view in job.worker.views if view.name in offered]
         self.positions = [self.wanted(view, tokens) for view in self.views]
         self.tensors = number(zip(self.views, self.positions, strict=True))
         end = max((tensor.end for tensor in self.tensors.values()), default=1)
@@ -160,27 +110,29 @@ class _Check:
         self.poison = (1 << 8 * self.label_bytes) - 1
 
     def wanted(self, view: View, tokens: Tokens) -> Ints:
-        """The positions of a view that the request needs."""
-        group = next(group for group in self.job.worker.groups if group.name == view.group)
-        if isinstance(tokens, Mapping):
-            span = tokens.get(self.job.offered[view.name] or view.group)
-        else:
-            span = None if group.tokens_per_block is None else tokens
-        return needed(group, self.job.blocks.get(view.group), span)
+        """The positions of a view that the request needs: of the range to be covered, or what its parts want."""
+        group = self.groups[view.group]
+        span = span_of(tokens, group, view.group)
+        if span is None:
+            return np.unique(np.concatenate([part.wants(view, group) for part in self.job.parts.values()]))
+        positions = needed(group, None, span)
+        lost = positions[~np.isin(local_slots(group, positions), listed_slots(group, self.tables[view.group]))]
+        if lost.size:
+            self.fail("COVER", f"{count(lost.size, 'position')} of {view.name} without a block, first: {lost[0]}")
+        return positions
 
     def run(self) -> Report:
         """Fill, copy, compare."""
-        workers = {_key(worker): worker for worker in (self.job.worker, *(source for source, _ in self.job.moves))}
-        sources = {_key(source): source for source, spec in self.job.moves if len(spec.local_ids)}
+        workers = {key(worker): worker for worker in (self.worker, *(move.source for move in self.job.moves))}
         with FakeMemory(workers.values(), label_bytes=self.label_bytes, poison=self.poison) as memory:
-            self.fill(memory, sources.values())
-            for source, spec in self.job.moves:
-                self.copy(memory, source, spec)
+            self.fill(memory)
+            for move in self.job.moves:
+                self.copy(memory, move.source, move.spec)
             for view in self.views:
                 self.compare(memory, view)
             self.settle_bytes()
             self.settle_writes(memory)
-        checked = [code for code in PROMISES if self.complete or code != "COVER"]
+        checked = [code for code in PROMISES if self.job.complete or code != "COVER"]
         return Report(
             num_bytes=self.num_bytes,
             num_descriptors=self.num_descriptors,
@@ -190,14 +142,15 @@ class _Check:
             tails=tuple(self.tails()),
         )
 
-    def fill(self, memory: FakeMemory, sources: Iterable[Worker]) -> None:
+    def fill(self, memory: FakeMemory) -> None:
         """Label what the sources hold of the coordinates that the destination needs."""
         only = _spans(self.views)
-        for source in sources:
-            for view in source.views:
+        sources = {(key(move.source), id(move.blocks)): move for move in self.job.moves if len(move.spec.local_ids)}
+        for move in sources.values():
+            for view in move.source.views:
                 if view.name in self.tensors:
-                    blocks = self.job.source_blocks.get(view.group)
-                    held = window(memory, source, view, self.tensors[view.name], blocks, only[view.name])
+                    blocks = move.blocks.get(view.group)
+                    held = window(memory, move.source, view, self.tensors[view.name], blocks, only[view.name])
                     for index, labels in held.chunks():
                         held.cells[index] = labels
 
@@ -222,7 +175,7 @@ class _Check:
 
     def compare(self, memory: FakeMemory, view: View) -> None:
         """Hold one view's cells against the labels that they should have."""
-        held = window(memory, self.job.worker, view, self.tensors[view.name], self.job.blocks.get(view.group))
+        held = window(memory, self.worker, view, self.tensors[view.name], self.tables[view.group])
         for index, labels in held.chunks():
             found = held.cells[index]
             self.num_needed += found.size
@@ -239,9 +192,9 @@ class _Check:
 
     def explain(self, view: View, held: Window, where: Sequence[int], label: int, found: int) -> str:
         """One byte by coordinates: what it should be, where it is, what is there and where that came from."""
-        region = next(region for region in self.job.worker.regions if region.name == view.region)
+        region = next(region for region in self.worker.regions if region.name == view.region)
         address = region.address + view.offset_bytes + held.offset_bytes(where)
-        place = f"{held.tensor.describe(label)} ({locate(self.job.worker, address, region.device_id)})"
+        place = f"{held.tensor.describe(label)} ({locate(self.worker, address, region.device_id)})"
         if not found:
             return f"{place} was never written"
         got = "what is no part of the request"
@@ -263,18 +216,17 @@ class _Check:
     def settle_bytes(self) -> None:
         """Report needed bytes that are wrong; missing ones unless a writer was left out (rule O2)."""
         for code, wrong in (("VALUE", "wrong"), ("COVER", "missing")):
-            if self.num_wrong[code] and (self.complete or code != "COVER"):
+            if self.num_wrong[code] and (self.job.complete or code != "COVER"):
                 self.fail(code, f"{count(self.num_wrong[code], 'byte')} {wrong}, first: {self.first_wrong[code]}")
 
     def settle_writes(self, memory: FakeMemory) -> None:
         """Report what was written twice, and by rule O1 what was written outside the request."""
-        worker = self.job.worker
-        writes = memory.writes(worker)
+        writes = memory.writes(self.worker)
         writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]
         again = _again(writes)
         if again.any():
             first = int(np.flatnonzero(again)[0])
-            where = locate(worker, int(writes[first, 0]), int(writes[first, 2]))
+            where = locate(self.worker, int(writes[first, 0]), int(writes[first, 2]))
             self.fail("DISJOINT", f"{count(int(again.sum()), 'byte')} written again, first: {where}")
         foreign = int(writes[:, 1].sum()) - int(again.sum()) - (self.num_needed - self.num_wrong["COVER"])
         if foreign:
@@ -284,29 +236,29 @@ class _Check:
     def stray(self, memory: FakeMemory, writes: Words) -> str:
         """The first byte written that the destination does not need."""
         for view in self.views:
-            held = window(memory, self.job.worker, view, self.tensors[view.name], self.job.blocks.get(view.group))
+            held = window(memory, self.worker, view, self.tensors[view.name], self.tables[view.group])
             for index, _ in held.chunks():
                 held.cells[index] = 0
         for address, length, device in writes.tolist():
-            left = np.flatnonzero(memory.read(self.job.worker, address, length, device))
+            left = np.flatnonzero(memory.read(self.worker, address, length, device))
             if left.size:
-                return locate(self.job.worker, address + int(left[0]), device)
+                return locate(self.worker, address + int(left[0]), device)
         raise AssertionError("a byte more was written than is needed, and is nowhere")
 
     def tails(self) -> Iterator[Tail]:
         """The slots of the request's blocks that no view needs, in spans."""
-        for group in self.job.worker.groups:
+        for group in self.worker.groups:
             used = [at for view, at in zip(self.views, self.positions, strict=True) if view.group == group.name]
-            if used and (blocks := self.job.blocks.get(group.name)) is not None:
+            if used and (blocks := self.tables[group.name]) is not None:
                 slots = listed_slots(group, blocks)
                 kept = np.unique(np.concatenate([local_slots(group, positions) for positions in used]))
                 free = slots[~np.isin(slots, kept)]
                 for span in np.split(free, np.flatnonzero(np.diff(free) > 1) + 1):
                     if span.size:
-                        yield Tail(self.job.worker.label, group.name, int(span[0]), int(span[-1]) + 1)
+                        yield Tail(self.worker.label, group.name, int(span[0]), int(span[-1]) + 1)
 
     def fail(self, code: str, text: str) -> None:
-        self.failures.append((code, f"at {self.job.worker.label}: {text}"))
+        self.failures.append((code, f"at {self.worker.label}: {text}"))
 
 
 def _again(writes: Words) -> npt.NDArray[np.uint64]:

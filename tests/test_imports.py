@@ -14,9 +14,9 @@ import kvplan
 
 PACKAGE = Path(kvplan.__file__).parent
 
-DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors")
-PIPELINE = ("match", "align", "cells", "runs", "tables", "blocks", "bind", "specs", "tails", "plan", "mesh")
-ORACLE = ("arenas", "memory", "labels", "report", "verify")
+DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors", "blocks")
+PIPELINE = ("match", "align", "cells", "runs", "tables", "bind", "specs", "tails", "plan", "mesh")
+ORACLE = ("arenas", "memory", "labels", "jobs", "report", "verify")
 MODELS = ("layouts", "pools", "caches", "states", "keys", "kinds", "families", "configs", "engines", "models")
 COMMAND_LINE = ("sides", "trials", "demo", "matrix", "commands", "cli")
 ORDER = (*DESCRIPTIONS, *PIPELINE, *ORACLE, "explain", *MODELS, *COMMAND_LINE)

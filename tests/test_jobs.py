@@ -1,0 +1,117 @@
+"""One request in parts: chunks, several sources, both directions, verified together."""
+
+import pytest
+
+from kvplan import Blocks, KVPlanError, plan_mesh, plan_reads, plan_writes, verify_together
+from tests.small import engine
+
+TOKEN_BYTES = 2 * 4 * 16  # 2 layers of 4 heads
+
+
+def part(plan, local, remote, tokens):
+    """A part of a request in the only group."""
+    return plan, {"local": {"attn": local}, "remote": {"attn": remote}, "tokens": tokens}
+
+
+def codes(report):
+    """The promises that do not hold."""
+    return [code for code, _ in report.failures]
+
+
+def two_sources(spans):
+    """A destination that reads some positions from an engine with blocks of 6, and some from one with blocks of 8."""
+    tables = Blocks([8, 6]), Blocks([5, 1], first=1)
+    (mine,) = engine("d")
+    old, new = engine("p0", tp=2, tokens=6), engine("p1", tokens=8, order="NH")
+    plans = [plan_reads(mine, source) for source in (old, new)]
+    table = Blocks([3, 9, 4, 7, 1, 5])
+    return [part(plan, table, theirs, span) for plan, theirs, span in zip(plans, tables, spans, strict=True)]
+
+
+def test_a_request_from_two_engines_is_verified_as_one():
+    """Each part is right, nothing is written twice, and together they cover the request."""
+    report = verify_together(two_sources([(0, 10), (10, 24)]), tokens=(0, 24))
+    assert report.ok, report
+    assert report.num_bytes == 24 * TOKEN_BYTES
+
+
+def test_positions_between_the_parts_are_missing():
+    """What no part moves of the whole range breaks COVER."""
+    parts = two_sources([(0, 9), (10, 24)])
+    report = verify_together(parts, tokens=(0, 24))
+    assert codes(report) == ["COVER"]
+    assert "of position 9" in str(report)
+    assert verify_together(parts).ok
+
+
+def test_positions_that_two_parts_move_are_written_twice():
+    """Parts that overlap break DISJOINT, although both are right."""
+    assert codes(verify_together(two_sources([(0, 12), (10, 24)]), tokens=(0, 24))) == ["DISJOINT"]
+
+
+def test_a_part_beyond_the_range_writes_what_is_not_the_request_s():
+    """A range that the parts overstep breaks OWN."""
+    assert codes(verify_together(two_sources([(0, 10), (10, 24)]), tokens=(0, 20))) == ["OWN"]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_chunks_of_a_prompt_are_verified_as_one(turn):
+    """Chunks that each list their own blocks, bound one after another, read or written, fill the request once."""
+    (mine,), (other,) = engine("d"), engine("p", tokens=8)
+    plan = plan_reads(mine, [other]) if not turn else plan_writes(other, [mine])
+    chunks = [
+        ((0, 7), Blocks([3, 9]), Blocks([2])),
+        ((7, 13), Blocks([9, 4, 7], first=1), Blocks([2, 6])),
+        ((13, 19), Blocks([7, 1], first=3), Blocks([6, 8], first=1)),
+    ]
+    parts = [part(plan, *((ours, theirs) if not turn else (theirs, ours)), span) for span, ours, theirs in chunks]
+    report = verify_together(parts, tokens=(0, 19))
+    assert report.ok, report
+    assert report.num_bytes == 19 * TOKEN_BYTES
+    assert codes(verify_together(parts[:2], tokens=(0, 13))) == []
+    assert codes(verify_together(parts[:2], tokens=(0, 19))) == ["COVER"] * 3
+
+
+def test_parts_must_agree_on_the_destination_s_blocks():
+    """Two blocks for one ordinal are no request."""
+    (mine,), (other,) = engine("d"), engine("p")
+    plan = plan_reads(mine, [other])
+    parts = [part(plan, Blocks([3]), Blocks([1]), (0, 2)), part(plan, Blocks([4]), Blocks([1]), (2, 4))]
+    with pytest.raises(
+        KVPlanError, match=r"BLOCKS: .* expected one block 0 of the request in group 'attn', got 3 and 4"
+    ):
+        verify_together(parts)
+
+
+def test_a_part_of_a_wrong_position_is_found():
+    """Each source is filled by its own table: copies from the wrong blocks of it are wrong bytes."""
+    parts = two_sources([(0, 10), (10, 24)])
+    plan, request = parts[1]
+
+    class Shifted:
+        """The plan, bound with blocks of the source in the wrong order."""
+
+        def __getattr__(self, name):
+            return getattr(plan, name)
+
+        def bind(self, **given):
+            return plan.bind(**{**given, "remote": {"attn": Blocks([1, 5], first=1)}})
+
+    assert codes(verify_together([parts[0], (Shifted(), request)], tokens=(0, 24))) == ["VALUE"]
+
+
+def test_turns_go_both_ways():
+    """A conversation's first turn is read from one engine, the answer written back by the other: each is whole."""
+    prefill, decode = engine("p", tp=2, tokens=6), engine("d")
+    there = part(plan_mesh(decode, prefill), Blocks([3, 9, 4]), Blocks([8, 6]), (0, 11))
+    back = part(plan_mesh(prefill, decode), Blocks([8, 6, 2, 4]), Blocks([3, 9, 4, 7, 1]), (11, 20))
+    report = verify_together([there, back])
+    assert report.ok, report
+    assert (report.num_workers, report.num_bytes) == (3, 20 * TOKEN_BYTES)
+
+
+def test_a_part_takes_the_arguments_of_bind():
+    """Anything else is a mistake in the call."""
+    (plan,) = plan_mesh(engine("d"), engine("p")).plans
+    with pytest.raises(TypeError, match="token"):
+        verify_together([(plan, {"local": {}, "remote": {}, "token": (0, 1)})])
