@@ -25,6 +25,9 @@ SLIDING: Final = "swa"
 STATE: Final = "state"
 """The group of layers that keep a state."""
 
+SSM: Final = "ssm"
+"""The kind of the tensor that is a layer's recurrent state proper, beside that of its convolution."""
+
 MAX_COUNT: Final = 1 << 24
 
 
@@ -50,7 +53,8 @@ class Tensor:
 
     Tensors of one layer with one ``pool`` share a page, and in it those with one ``strip`` stand side by side
     (:mod:`kvplan.layouts`); both are the ``kind`` where nothing is said. ``scale_of`` is the strip whose values the
-    tensor scales. ``window``, in tokens, is information: how far back a layer attends.
+    tensor scales. ``window`` is how many tokens back the layer attends. A tensor of packed bytes may say which
+    ``plain`` axes it has in a cache of any other dtype.
 
     >>> heads = Tensor("attn", "attn", (("kv", 2), ("head", 12), ("dim", 64)), sharded="head", shards=12)
     >>> [(part.start, part.stop) for rank in range(8) for part in heads.parts(rank, 8) if part.name == "head"]
@@ -68,6 +72,7 @@ class Tensor:
     strip: str = attrs.field(default=attrs.Factory(lambda self: self.kind, takes_self=True))
     scale_of: str | None = None
     window: int | None = None
+    plain: tuple[tuple[str, int], ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         size = dict(self.axes).get(self.sharded or "", self.shards)
@@ -86,6 +91,16 @@ class Tensor:
         if self.sharded is None:
             return range(self.shards)
         return range(rank * self.shards // ranks, -(-(rank + 1) * self.shards // ranks))
+
+    def holders(self, ranks: int) -> int:
+        """On how many of ``ranks`` tensor-parallel ranks each shard is, at least; they are neighbours.
+
+        >>> Tensor("attn", "attn", (("head", 4),), sharded="head", shards=4).holders(8)
+        2
+        """
+        if self.sharded is None:
+            return ranks
+        return min(-(-(unit + 1) * ranks // self.shards) - unit * ranks // self.shards for unit in range(self.shards))
 
     def parts(self, rank: int, ranks: int) -> tuple[Axis, ...]:
         """The part of each axis that the rank holds; strides are for a layout to set."""
@@ -125,19 +140,44 @@ def sparse_latent(rank: int, rope: int, index: int) -> Layer:
     """A latent in fp8 with an indexer's keys beside it (DeepSeek-V3.2), for each token in bytes.
 
     The latent is a row: ``rank`` values in fp8, an fp32 scale for each 128 of them, ``rope`` values in bfloat16
-    (``fp8_ds_mla`` in vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.33). The indexer keeps ``index`` values in
-    fp8, those of all tokens of a block first, and behind them an fp32 scale for each 128 values of each token
-    (``indexer_k_quant_and_cache`` in csrc/cache_kernels.cu).
+    (``fp8_ds_mla`` in vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.33). In a cache of any other dtype it is a
+    plain latent. The indexer keeps ``index`` values in fp8 either way, those of all tokens of a block first, and behind
+    them an fp32 scale for each 128 values of each token (``DeepseekV32IndexerCache`` in
+    vllm/model_executor/models/deepseek_v2.py, ``indexer_k_quant_and_cache`` in csrc/cache_kernels.cu).
 
     >>> [dict(tensor.axes) for tensor in sparse_latent(512, 64, 128)]
     [{'byte': 656}, {'byte': 128}, {'byte': 4}]
     """
     row = rank + 4 * -(-rank // 128) + 2 * rope
     return (
-        Tensor("attn", FULL, (("byte", row),), dtype="uint8"),
+        Tensor("attn", FULL, (("byte", row),), dtype="uint8", plain=(("dim", rank + rope),)),
         Tensor("index", FULL, (("byte", index),), dtype="uint8"),
         Tensor("index.scale", FULL, (("byte", 4 * -(-index // 128)),), dtype="uint8", pool="index"),
     )
+
+
+def kept_in(layer: Layer, dtype: str | None, ssm_dtype: str | None) -> Layer:
+    """A layer as it is where its attention cache has ``dtype`` and its SSM states ``ssm_dtype``, None: as they are.
+
+    Raises ``DTYPE``.
+
+    >>> [tensor.axes for tensor in kept_in(sparse_latent(512, 64, 128), "bfloat16", None)][0]
+    (('dim', 576),)
+    """
+    for given in (dtype, ssm_dtype):
+        if given is not None:
+            _check_dtype("keep a cache", given)
+    made = [
+        attrs.evolve(tensor, axes=tensor.plain, dtype=None, plain=None) if dtype and tensor.plain else tensor
+        for tensor in layer
+    ]
+    return tuple(attrs.evolve(t, dtype=ssm_dtype) if ssm_dtype and t.kind == SSM else t for t in made)
+
+
+def _check_dtype(action: str, dtype: str) -> None:
+    if dtype not in ITEMSIZE:
+        expected = f"a dtype of {', '.join(ITEMSIZE)}"
+        raise KVPlanError("DTYPE", action, expected=expected, got=repr(dtype), dtype=dtype)
 
 
 def packed_bytes(elements: int, bits: int, what: str) -> int:
@@ -171,9 +211,7 @@ def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | N
     ((('kv', 2), ('head', 8), ('byte', 64)), 'attn.scale', (('kv', 2), ('head', 8), ('scale', 8)))
     """
     bits = integer(bits, "bits of a value", low=1, high=65)
-    if scale_dtype not in ITEMSIZE:
-        expected = f"a dtype of {', '.join(ITEMSIZE)}"
-        raise KVPlanError("DTYPE", "scale a cache", expected=expected, got=repr(scale_dtype), dtype=scale_dtype)
+    _check_dtype("scale a cache", scale_dtype)
     made: list[Tensor] = []
     for tensor in layer:
         if not tensor.paged or tensor.sharded != HEAD:

@@ -19,11 +19,12 @@ from rich.text import Text
 
 from kvplan import demo, matrix
 from kvplan.errors import KVPlanError
-from kvplan.explain import explain, intervals, size
-from kvplan.models import Model
+from kvplan.explain import explain, size
 from kvplan.mesh import plan_mesh
-from kvplan.sides import Side, token_range
-from kvplan.trials import Request, Trial, lengths_of, memory_needed
+from kvplan.models import Model
+from kvplan.names import fold, intervals
+from kvplan.sides import BITS, Side, in_bits, token_range
+from kvplan.trials import Request, Trial, lengths_of, memory_needed, undrafted
 
 WIDE: Final = 120
 """Columns that the demo's whole table takes. A narrower terminal gets less of it, a pipe or a file all."""
@@ -75,8 +76,10 @@ def _echo_json(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2, default=str))
 
 
-def load(model: str) -> Model:
-    """A shipped model by its name, or the model of a config.json by its path. Raises ``CONFIG``."""
+def load(model: str, bits: str | None = None) -> Model:
+    """A shipped model by its name, or the model of a config.json by its path, in ``bits``. Raises ``CONFIG``."""
+    if bits is not None:
+        return in_bits(load(model), int(bits))
     if model in Model.names():
         return Model.shipped(model)
     path = Path(model)
@@ -111,21 +114,29 @@ def kvplan(context: click.Context) -> int:
 
 
 SIDE: Final = (
-    "a comma list of tp, pp, dcp, pcp, interleave, block, blocks, pad (numbers), layout (LBHNC, LBNHC, LHBNC, BLHNC, "
-    "BLNHC, BHLNC), kv (content, axis, split) and conv (DS, SD). Left out: tp=1,block=16,layout=LBHNC"
+    "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), layout (LBHNC, "
+    "LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), kv (content, axis, split), conv (DS, SD), scales (inline, page, region), "
+    "stages (layers of each, 10+22), shared, spread (1 or 0) and draft (a shipped model). "
+    "Left out: tp=1,block=16,layout=LBHNC"
 )
 model_argument = click.argument("model")
 src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")
 dst_option = click.option("--dst", default="", metavar="SIDE", help="The engine that needs it, in the same words.")
+bits_option = click.option(
+    "--bits",
+    type=click.Choice([str(bits) for bits in BITS]),
+    help="Quantize K and V: to 8 bits with a scale for each head of a token, or to 4 with one for each 16 values.",
+)
 
 
 @kvplan.command("verify", short_help="Plan a transfer, move it in fake memory, check every byte.")
 @model_argument
 @src_option
 @dst_option
+@bits_option
 @click.option("--tokens", default="1000", metavar="[START:]STOP", show_default=True, help="The positions that move.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def verify_command(model: str, src: str, dst: str, tokens: str, as_json: bool) -> int:
+def verify_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
     """Plan MODEL's cache from one engine to another, move it in fake memory, check every byte.
 
     MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
@@ -133,7 +144,7 @@ def verify_command(model: str, src: str, dst: str, tokens: str, as_json: bool) -
     """
     source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
     start, stop = token_range(tokens, "--tokens")
-    request = Request.of(load(model), source, destination, (start, stop))
+    request = Request.of(load(model, bits), source, destination, (start, stop))
     _check_memory(request)
     trial = Trial.of(request)
     if as_json:
@@ -167,6 +178,8 @@ def _print_trial(title: str, trial: Trial) -> None:
         moved, number = sum(pair.num_bytes for pair in pairs), sum(pair.num_descriptors for pair in pairs)
         told = f"{size(moved)} from src/{ranks}, {number:,} descriptors of {lengths_of(pairs)}" if pairs else "nothing"
         console.print(f"  {worker.label} reads {told}")
+    if skipped := trial.request.not_transferred:
+        console.print(f"  not transferred: {fold(skipped)}, which no source has")
     console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
 
 
@@ -179,19 +192,21 @@ def _console(**options: Any) -> Console:
 @model_argument
 @src_option
 @dst_option
-def explain_command(model: str, src: str, dst: str) -> int:
+@bits_option
+def explain_command(model: str, src: str, dst: str, bits: str | None) -> int:
     """Tell what both engines keep where, and which rows a plan registers.
 
     MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
     """
     sides = {"src": Side.parse(src, "--src"), "dst": Side.parse(dst, "--dst")}
-    geometry = load(model)
+    geometry = load(model, bits)
     engines = {key: side.engine(geometry, key, side.blocks or POOL) for key, side in sides.items()}
     for key, side in sides.items():
         number = len(engines[key])
         click.echo(f"{key}, {side}: {number} worker{'s' * (number > 1)}, the first is")
         click.echo(explain(engines[key][0]) + "\n")
-    click.echo(explain(plan_mesh(engines["dst"], engines["src"])))
+    drafted = undrafted(engines["dst"], engines["src"])
+    click.echo(explain(plan_mesh(engines["dst"], engines["src"], not_transferred=drafted)))
     return 0
 
 

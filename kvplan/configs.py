@@ -36,6 +36,9 @@ def read(config: Config) -> tuple[str, Layers, str]:
     owners = len(kinds)
     if "num_kv_shared_layers" in family.defaults:
         owners -= count(config, "num_kv_shared_layers", low=0, high=len(kinds))
+        if not {*kinds[owners:]} <= {*kinds[:owners]}:
+            expected = "for each layer that shares a cache, an earlier one of its kind that has one"
+            raise unusable("num_kv_shared_layers", expected, config["num_kv_shared_layers"])
     layers = tuple(caches[kind] if layer < owners else () for layer, kind in enumerate(kinds))
     return config["model_type"], layers, weights
 
@@ -78,6 +81,12 @@ def _family(config: Any) -> tuple[dict[str, Any], Family, str]:
 
 def _kinds(config: Config, family: Family, caches: Mapping[str, Layer]) -> list[str]:
     """The kind of each layer."""
+    kinds = _stated_kinds(config, family, caches)
+    return kinds if family.last is None else [*kinds[:-1], family.last]
+
+
+def _stated_kinds(config: Config, family: Family, caches: Mapping[str, Layer]) -> list[str]:
+    """The kinds that a list says, or else the rule of the family."""
     key = first_of(config, family.types) if family.types else ""
     types = config.get(key)
     if types is None:

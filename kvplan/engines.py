@@ -1,9 +1,10 @@
 """Engines: which layers a stage has, where pools lie in memory, and at which addresses.
 
-Pools either lie apart, or share their memory as hybrid models do: the first layer of each pool takes one slot of
-memory, the second the next, and so on; a slot's blocks are as large as the largest page, and which pool a block
+Pools either lie apart, or share their memory as hybrid models do: the first layer of each group takes one slot of
+memory, the second the next, and so on; a slot's blocks are as large as the largest page, and which group a block
 belongs to is up to the engine. So attention layers and states, or layers of different windows, are handed blocks
-from one pool.
+from one pool. Where a layer of a group has several pages (an indexer's keys, scales of their own), they take slots of
+their own.
 """
 
 from __future__ import annotations
@@ -60,31 +61,40 @@ def place_apart(layout: Layout, pools: Pools, num_blocks: int) -> Placed:
 
 
 def place_shared(layout: Layout, pools: Pools, num_blocks: int) -> Placed:
-    """All pools over each other. Raises ``LAYOUT`` where a page is not in one piece, or two pools have one group."""
-    groups = [pages[0].strips[0][0].group for pages in pools.values()]
-    pieces = "H" in layout.inside and (layout.order.startswith("L") or layout.kernel_tokens is None)
-    if not pieces or len(set(groups)) < len(groups):
+    """The pools of each group over those of the others. Raises ``LAYOUT`` where a page is not in one piece."""
+    if "H" not in layout.inside or (layout.kernel_tokens is not None and not layout.order.startswith("L")):
         raise KVPlanError(
             "LAYOUT",
             f"lay pools {', '.join(pools)} over each other",
-            expected="one pool for each group, heads inside layer and block, and kernel blocks inside a layer's block",
-            got=f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}, groups {', '.join(groups)}",
+            expected="heads inside layer and block, and kernel blocks inside a layer's block",
+            got=f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}",
             layout=layout.order,
-            groups=tuple(groups),
         )
     slot_bytes = max(page_bytes(layout_of(layout, pages[0]), pages[0]) for pages in pools.values())
-    slots = max(map(len, pools.values()))
+    firsts, slots = _slots(pools)
     views: list[View] = []
     sizes: dict[str, int] = {}
-    for pages in pools.values():
+    for pool, pages in pools.items():
         half = ".k" if layout.kv == "split" and not _has_kv(pages[0]) else ""
-        named = [attrs.evolve(page, name=f"pool.{slot}{half}") for slot, page in enumerate(pages)]
+        named = [attrs.evolve(page, name=f"pool.{slot}{half}") for slot, page in enumerate(pages, firsts[pool])]
+        order = layout_of(layout, pages[0])
         placed, regions = place(
-            layout_of(layout, pages[0]), f"pool{half}", named, num_blocks, slot_bytes=slot_bytes, slots=slots
+            order, f"pool{half}", named, num_blocks, slot_bytes=slot_bytes, slots=slots, first=firsts[pool]
         )
         views += placed
         sizes |= regions
     return views, sizes
+
+
+def _slots(pools: Pools) -> tuple[dict[str, int], int]:
+    """The first slot of each pool, behind those of the pools before it of the same group; and how many there are."""
+    used: dict[str, int] = {}
+    firsts = {}
+    for pool, pages in pools.items():
+        group = pages[0].strips[0][0].group
+        firsts[pool] = used.get(group, 0)
+        used[group] = firsts[pool] + len(pages)
+    return firsts, max(used.values())
 
 
 def _has_kv(page: Page) -> bool:
@@ -114,7 +124,9 @@ def _uneven(expected: str, got: str, pp: int, layers: int) -> KVPlanError:
 
 
 def stages(num_layers: int, pp: int) -> Iterator[range]:
-    """The layers of each pipeline stage: equal, and what is left one each to the stages before the last.
+    """The layers of each pipeline stage: equal, and what is left one each to the stages before the last, latest first.
+
+    So does ``get_pp_indices`` of vllm/distributed/utils.py (0.33).
 
     >>> [len(stage) for stage in stages(94, 4)], [len(stage) for stage in stages(5, 2)]
     ([23, 24, 24, 23], [3, 2])

@@ -67,6 +67,16 @@ def sliding(slides: Callable[[int, Config], bool]) -> Kinds:
     return lambda config: [SLIDING if slides(layer, config) else FULL for layer in range(count_layers(config))]
 
 
+def all_slide(config: Config) -> list[str]:
+    """Every layer slides where the file has a window in use, and none otherwise (MistralConfig, Qwen3MoeConfig).
+
+    >>> all_slide({"num_hidden_layers": 2, "sliding_window": 4096})
+    ['swa', 'swa']
+    """
+    in_use = bool(config.get("use_sliding_window", True)) and config.get("sliding_window") is not None
+    return [SLIDING if in_use else FULL] * count_layers(config)
+
+
 def each_nth(key: str) -> Callable[[int, Config], bool]:
     """Every layer slides but each nth, with n under ``key`` (Gemma)."""
     return lambda layer, config: (layer + 1) % count(config, key) != 0
@@ -82,11 +92,6 @@ def every_other_lower(layer: int, config: Config) -> bool:
     """Every other layer below ``max_window_layers`` slides (Qwen2MoeConfig)."""
     in_use = bool(config["use_sliding_window"])
     return in_use and layer % 2 == 0 and layer < count(config, "max_window_layers", low=0)
-
-
-def last_is_full(config: Config) -> list[str]:
-    """As :func:`each_nth`, but the last attends to all positions whatever the pattern (Gemma4TextConfig)."""
-    return [*sliding(each_nth("sliding_window_pattern"))(config)[:-1], FULL]
 
 
 def by_interval(config: Config) -> list[str]:

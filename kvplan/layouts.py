@@ -23,7 +23,9 @@ the order holds for the kernel blocks. ``pad_bytes`` follow each block, so a blo
 next. All of it is one list of dimensions, with strides counted from the fastest; no order is a special case.
 
 The six orders are those of vLLM's ``KVCacheLayout`` (vllm/v1/kv_cache_layout.py, 0.33), the two of the convolution
-those of ``VLLM_SSM_CONV_STATE_LAYOUT`` (vllm/model_executor/layers/mamba/mamba_utils.py, 0.33).
+those of ``VLLM_SSM_CONV_STATE_LAYOUT`` (vllm/model_executor/layers/mamba/mamba_utils.py, 0.33). There ``SD`` is the
+default, and vLLM's connectors for NIXL and MoRI-IO take ``DS`` alone; SGLang keeps ``SD`` for KDA and ``DS`` for the
+rest (sglang/srt/configs/mamba_utils.py, 0.5.23). Here ``DS`` is the default.
 """
 
 from __future__ import annotations

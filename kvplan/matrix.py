@@ -13,9 +13,10 @@ import attrs
 
 from kvplan.caches import Layer
 from kvplan.errors import KVPlanError
+from kvplan.groups import tensors_of
 from kvplan.layouts import KV, STEP
 from kvplan.models import Model
-from kvplan.sides import Side
+from kvplan.sides import Side, in_bits
 from kvplan.trials import Request, Trial, lengths_of
 from kvplan.views import TOKEN
 
@@ -29,17 +30,26 @@ AT_LEAST: Final = 4
 """How many layers are kept at least, where there are so many: three stages of them are uneven."""
 
 
+GROUPS: Final = "groups"
+"""Layers of several kinds."""
+
+HYBRID: Final = "hybrid"
+"""Layers that attend, and layers that keep a state."""
+
+
 @attrs.frozen
 class Case:
     """What two engines differ in, and both in the words of :class:`Side`.
 
-    ``needs`` is the axis that a model has if the case means something to it.
+    ``needs`` is what a model has if the case means something to it: an axis, :data:`GROUPS` or :data:`HYBRID`. Where
+    ``bits`` are given, its K and V are quantized to them. ``{rest}`` stands for all layers but one.
     """
 
     differs: str
     src: str
     dst: str
     needs: str | None = None
+    bits: int | None = None
 
 
 CASES: Final = (
@@ -54,18 +64,28 @@ CASES: Final = (
     Case("PP", "pp=2", "pp=1"),
     Case("PP", "pp=1", "pp=3"),
     Case("PP", "pp=2", "pp=3"),
+    Case("PP", "stages=1+{rest}", "pp=2,tp=2"),
     Case("context", "tp=16,dcp=1", "tp=16,dcp=2", TOKEN),
     Case("context", "tp=16,dcp=2", "tp=16,dcp=4", TOKEN),
-    Case("context", "pcp=2", "pcp=1", TOKEN),
-    Case("context", "pcp=2,interleave=16", "pcp=3", TOKEN),
+    Case("context", "pcp=2", "tp=2", TOKEN),
+    Case("context", "pcp=2,dcp=2", "tp=2", TOKEN),
+    Case("context", "pcp=2,dcp=2,interleave=16", "pcp=3,dcp=3", TOKEN),
+    Case("context", "tp=16,pcp=2,dcp=2,spread=1", "tp=16,pcp=2,dcp=4", TOKEN),
     Case("block", "block=16", "block=64", TOKEN),
     Case("block", "block=64", "block=16", TOKEN),
     Case("block", "block=48", "block=32", TOKEN),
+    Case("kernel blocks", "block=64,kernel=16", "block=64", TOKEN),
+    Case("kernel blocks", "block=auto,kv=split,shared=1", "tp=2,block=auto,kv=split,shared=1", HYBRID),
+    Case("pools", "shared=1", "shared=0", GROUPS),
+    Case("pools", "tp=2,shared=1", "tp=4,shared=1,layout=BLHNC", GROUPS),
     Case("layout", "layout=LBNHC", "layout=LBHNC"),
     Case("layout", "layout=LBHNC", "layout=BLHNC"),
     Case("layout", "layout=BHLNC", "layout=LHBNC"),
     Case("K and V", "kv=content", "kv=split", KV),
     Case("K and V", "kv=axis", "kv=content", KV),
+    Case("scales", "scales=inline", "scales=page", KV, bits=8),
+    Case("scales", "tp=2,scales=region", "tp=4,scales=inline", KV, bits=8),
+    Case("scales", "tp=4,scales=page", "tp=2,scales=region", KV, bits=4),
     Case("convolution", "conv=SD", "conv=DS", STEP),
     Case("padding", "pad=0", "pad=4096"),
 )
@@ -114,7 +134,8 @@ class Cell:
 
 
 def _told(case: Case) -> dict[str, str]:
-    return {"differs": case.differs, "src": case.src, "dst": case.dst}
+    differs = case.differs if case.bits is None else f"{case.differs}, {case.bits} bits"
+    return {"differs": differs, "src": case.src, "dst": case.dst}
 
 
 def shortened(model: Model) -> Model:
@@ -138,9 +159,14 @@ def cases(model: Model) -> Iterator[Case]:
     >>> [case.src for case in cases(Model.shipped("falcon-mamba-7b"))][-5:]
     ['layout=LBNHC', 'layout=LBHNC', 'layout=BHLNC', 'conv=SD', 'pad=0']
     """
-    tensors = {tensor for layer in (*model.layers, *model.drafts) for tensor in layer}
-    there = {axis for tensor in tensors for axis, _ in tensor.axes} | {TOKEN for tensor in tensors if tensor.paged}
-    return (case for case in CASES if case.needs is None or case.needs in there)
+    tensors = set(tensors_of((*model.layers, *model.drafts)))
+    paged = {tensor.paged for tensor in tensors}
+    there: set[str | None] = {axis for tensor in tensors for axis, _ in tensor.axes} | {None}
+    there |= {TOKEN} if True in paged else set()
+    there |= {GROUPS} if len(model.groups) > 1 else set()
+    there |= {HYBRID} if len(paged) == 2 else set()
+    rest = len(model.layers) - 1
+    return (attrs.evolve(case, src=case.src.format(rest=rest)) for case in CASES if case.needs in there)
 
 
 def cells(model: Model, check: Callable[[Request], None] = lambda request: None) -> Iterator[Cell]:
@@ -151,7 +177,7 @@ def cells(model: Model, check: Callable[[Request], None] = lambda request: None)
     for case in cases(model):
         src, dst = Side.parse(case.src, "the source"), Side.parse(case.dst, "the destination")
         try:
-            request = Request.of(model, src, dst, TOKENS)
+            request = Request.of(model if case.bits is None else in_bits(model, case.bits), src, dst, TOKENS)
             check(request)
             yield Cell(case, trial=Trial.of(request))
         except KVPlanError as error:
@@ -171,4 +197,4 @@ def markdown(decided: Iterable[Cell]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for cell in decided:
         result = str(cell).replace("|", "\\|")
-        yield f"| {cell.case.differs} | {cell.case.src} | {cell.case.dst} | {result} |"
+        yield f"| {' | '.join(_told(cell.case).values())} | {result} |"

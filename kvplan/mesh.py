@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 import attrs
 
+from kvplan.certificate import Certificate, certify
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, checked_names, checked_workers, pair_of, served
 from kvplan.reading import shown
@@ -63,6 +64,10 @@ class MeshPlan:
     def completions(self) -> Mapping[Key, Completions]:
         """For each worker of both engines, whom it tells that a request is done, and whom it awaits."""
         return completions(self.plans)
+
+    def certificate(self) -> Certificate:
+        """The proof that every request bound to these plans moves the right bytes, all of them, each once."""
+        return certify(self.plans)
 
     def __repr__(self) -> str:
         return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"

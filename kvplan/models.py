@@ -3,52 +3,41 @@
 A :class:`Model` is data: for each layer, the logical tensors that its cache consists of, with global sizes and
 the axis that tensor parallelism divides. :meth:`Model.engine` gives each rank its part of them in a layout.
 
-Which rank holds what, as vLLM has it (0.33, and where that differs, said so):
+Which rank holds what, as vLLM 0.33 has it:
 
 - Tensor parallelism. Of ``K`` heads, rank ``r`` of ``tp`` holds ``[r*K//tp, ceil((r+1)*K/tp))``: those that its
   query heads read. That is an equal share where tp divides K, one replicated head where K divides tp, and
-  intervals that overlap by a head otherwise. Latents (MLA) have no heads: every rank holds all of them.
-- Pipeline parallelism. Layers form contiguous stages; where they don't divide evenly, stages before the last get
-  one more, the latest of those first (``get_pp_indices`` of vllm/distributed/utils.py).
-- World rank ``(pp_rank*pcp + pcp_rank)*tp + tp_rank`` (``initialize_model_parallel`` of
-  vllm/distributed/parallel_state.py: PP, then PCP, then TP the fastest).
-- Context parallelism. Runs of ``interleave`` positions go to ``pcp*dcp`` ranks in turn; a worker's is
-  ``pcp_rank*dcp + tp_rank % dcp`` (vllm/v1/worker/block_table.py up to 0.20). DCP reuses tensor-parallel ranks,
-  so it needs heads that are replicated. From vLLM 0.33 on, PCP alone replicates the cache instead of dividing it:
-  there the workers of one PCP rank, ``pcp=1``, describe the engine.
-- Recurrent states. Channels and heads are divided like KV heads, and a group of B and C is where its heads are
-  (:mod:`kvplan.states`). A state is not divided over context ranks: each of them keeps the state of its heads.
-- Groups. Each kind of layer has a block table of its own: ``attn``, ``swa``, ``state``. Token groups of unequal pages
-  have blocks of unequal length (:meth:`Model.blocks`).
+  intervals that overlap by a head otherwise. Latents (MLA) have no heads: every rank holds all of them. Channels and
+  heads of recurrent states are divided in the same way (:mod:`kvplan.states`).
+- Pipeline parallelism. Layers form contiguous stages (:func:`kvplan.engines.stages`).
+- World ranks and context parallelism are those of :mod:`kvplan.parallel`, groups those of :mod:`kvplan.groups`.
 
 Addresses are virtual and deterministic: distinct per worker and region, and per engine id but for one chance in 65535.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
-from kvplan.axes import Axis
-from kvplan.caches import Layer, Layers, Tensor, quantized
+from kvplan.caches import Layer, Layers, kept_in, quantized
 from kvplan.configs import draft, read
 from kvplan.engines import Addresses, place_apart, place_shared, stages_of
 from kvplan.errors import KVPlanError
-from kvplan.layouts import Held, Layout, Page
-from kvplan.pools import page_bytes
+from kvplan.groups import grouped, tensors_of, visible, windows
+from kvplan.layouts import Layout, Page
+from kvplan.parallel import MAX_RANKS, Parallel, flag
 from kvplan.reading import integer, name
-from kvplan.views import TOKEN, Context, Group
+from kvplan.shares import Share, equal_blocks, kernel_blocks, stated_blocks, tokens_of_block
+from kvplan.shipped import configs
+from kvplan.views import Group
 from kvplan.workers import Worker
 
-MAX_RANKS: Final = 1 << 16
-
-SCALES: Final = ("inline", "page", "region")
-"""Where the scales of a quantized cache stand."""
+Tokens = int | Mapping[str, int]
+"""Tokens in a block, of each token group or of the one with the largest page."""
 
 
 def _model_name(value: Any) -> str:
@@ -97,11 +86,11 @@ expected a value for key 'hidden_size', got no such key
     @classmethod
     def shipped(cls, model_name: str) -> Model:
         """A model whose configuration comes with this package, by its name in lower case. Raises ``NAME``."""
-        configs = _shipped()
-        if model_name not in configs:
-            expected = f"a name of {', '.join(configs)}"
+        shipped = configs()
+        if model_name not in shipped:
+            expected = f"a name of {', '.join(shipped)}"
             raise KVPlanError("NAME", "load a shipped model", expected=expected, got=repr(model_name), name=model_name)
-        return cls.from_config(configs[model_name], model_name)
+        return cls.from_config(shipped[model_name], model_name)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -110,7 +99,7 @@ expected a value for key 'hidden_size', got no such key
         >>> "qwen3-0.6b" in Model.names()
         True
         """
-        return tuple(_shipped())
+        return tuple(configs())
 
     def with_draft(self, drafting: Model) -> Model:
         """This model with the layers of another behind it, which drafts tokens: ``draft.{i}.{kind}``.
@@ -124,6 +113,20 @@ expected a value for key 'hidden_size', got no such key
         """
         return attrs.evolve(self, drafts=drafting.layers)
 
+    def with_dtypes(self, dtype: str | None = None, ssm_dtype: str | None = None) -> Model:
+        """This model with an attention cache of ``dtype`` and SSM states of ``ssm_dtype``, None: as they are.
+
+        The sparse latents of DeepSeek-V3.2 are rows of fp8 with scales, 656 bytes, unless a dtype is given:
+
+        >>> model = Model.shipped("deepseek-v3.2")
+        >>> [m.tensor_bytes(tokens_per_block=1)[0]["attn"] for m in (model, model.with_dtypes("bfloat16"))]
+        [656, 1152]
+
+        Raises ``DTYPE``.
+        """
+        made = self._with(lambda layer: kept_in(layer, dtype, ssm_dtype))
+        return made if dtype is None else attrs.evolve(made, dtype=dtype)
+
     def quantized(self, bits: int = 8, scale_dtype: str = "float32", scale_elements: int | None = None) -> Model:
         """This model with K and V of ``bits`` bits each, and scales, re-sharded with their heads.
 
@@ -131,19 +134,28 @@ expected a value for key 'hidden_size', got no such key
         packed bytes; raises ``SIZE`` where a head is no whole number of them. NVFP4 is ``quantized(4, "float8_e4m3fn",
         16)`` with ``scales="page"``.
         """
-        made = {layer: quantized(layer, bits, scale_dtype, scale_elements) for layer in (*self.layers, *self.drafts)}
+        return self._with(lambda layer: quantized(layer, bits, scale_dtype, scale_elements))
+
+    def grouped(self) -> Model:
+        """This model with groups of about as many layers each: ``swa``, ``swa.1`` and so on, each with a block table.
+
+        So engines divide the layers of hybrid models that share their memory (:func:`kvplan.groups.grouped`).
+
+        >>> Model.shipped("qwen3-next-80b").grouped().groups
+        ('state', 'state.1', 'state.2', 'attn')
+        """
+        layers, drafts = grouped(self.layers, self.drafts)
+        return attrs.evolve(self, layers=layers, drafts=drafts)
+
+    def _with(self, change: Callable[[Layer], Layer]) -> Model:
+        made = {layer: change(layer) for layer in (*self.layers, *self.drafts)}
         layers, drafts = (tuple(made[layer] for layer in part) for part in (self.layers, self.drafts))
         return attrs.evolve(self, layers=layers, drafts=drafts)
 
     @property
-    def _tensors(self) -> Iterator[Tensor]:
-        """Every tensor of every layer, once each, in order of appearance."""
-        return iter(dict.fromkeys(tensor for layer in (*self.layers, *self.drafts) for tensor in layer))
-
-    @property
     def groups(self) -> tuple[str, ...]:
         """The block tables that the model's tensors need, in order of appearance."""
-        return tuple(dict.fromkeys(tensor.group for tensor in self._tensors))
+        return tuple(dict.fromkeys(tensor.group for tensor in tensors_of((*self.layers, *self.drafts))))
 
     @property
     def windows(self) -> dict[str, int | None]:
@@ -152,77 +164,57 @@ expected a value for key 'hidden_size', got no such key
         >>> Model.shipped("gpt-oss-20b").windows
         {'swa': 128, 'attn': None}
         """
-        return {tensor.group: tensor.window for tensor in self._tensors if tensor.paged}
+        return windows((*self.layers, *self.drafts))
+
+    def tokens(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
+        """What a request moves of the positions ``[start, stop)``, by token group, as ``plan.bind`` takes it.
+
+        That is all of them, but in sliding-window groups only those which the token at ``stop`` still attends to
+        (:func:`kvplan.groups.visible`).
+
+        >>> Model.shipped("gpt-oss-20b").tokens(0, 1000)
+        {'swa': (873, 1000), 'attn': (0, 1000)}
+        """
+        return visible(self.windows, start, stop)
 
     def __str__(self) -> str:
         drafts = f", {len(self.drafts)} draft layers" if self.drafts else ""
         return f"{self.name}: {len(self.layers)} layers{drafts}, {self.dtype}, groups {', '.join(self.groups)}"
 
-    def tensor_bytes(
-        self, tp: int = 1, tokens_per_block: int | Mapping[str, int] = 16, *, rank: int = 0, dtype: str | None = None
-    ) -> tuple[dict[str, int], ...]:
+    def tensor_bytes(self, tp: int = 1, tokens_per_block: Tokens = 16, *, rank: int = 0) -> tuple[dict[str, int], ...]:
         """Bytes that one block takes in each layer, by kind of tensor, on tensor-parallel rank ``rank``.
 
         >>> Model.shipped("granite-4.0-h-tiny").tensor_bytes(2)[0]
         {'conv.x': 9216, 'conv.B': 768, 'conv.C': 768, 'ssm': 786432}
         """
         tp = integer(tp, "tp", low=1, high=MAX_RANKS)
-        rank = integer(rank, "rank", high=tp)
-        blocks = self.blocks(tp, tokens_per_block)
-        return tuple(
-            {tensor.kind: self._held(tensor, "", rank, tp, blocks, dtype).block_bytes for tensor in layer}
-            for layer in self.layers
-        )
+        share = Share(integer(rank, "rank", high=tp), tp, self.blocks(tp, tokens_per_block), self.dtype)
+        return tuple({tensor.kind: share.held(tensor).block_bytes for tensor in layer} for layer in self.layers)
 
-    def block_bytes(
-        self, tp: int = 1, tokens_per_block: int | Mapping[str, int] = 16, *, rank: int = 0, dtype: str | None = None
-    ) -> tuple[int, ...]:
+    def block_bytes(self, tp: int = 1, tokens_per_block: Tokens = 16, *, rank: int = 0) -> tuple[int, ...]:
         """Bytes of data that one block takes in each layer, K and V together, on tensor-parallel rank ``rank``.
 
         >>> layers = Model.shipped("qwen3-8b").block_bytes()
         >>> layers[0], sum(layers)
         (65536, 2359296)
         """
-        layers = self.tensor_bytes(tp, tokens_per_block, rank=rank, dtype=dtype)
-        return tuple(sum(layer.values()) for layer in layers)
+        return tuple(sum(layer.values()) for layer in self.tensor_bytes(tp, tokens_per_block, rank=rank))
 
-    def blocks(self, tp: int = 1, tokens_per_block: int | Mapping[str, int] = 16) -> dict[str, int]:
+    def blocks(self, tp: int = 1, tokens_per_block: Tokens = 16) -> dict[str, int]:
         """Tokens in a block of each token group, where groups of smaller pages get longer blocks.
 
         A number is that of the group with the largest page; in another, whose page divides it, a block has as many
-        times more tokens, so that all pages are equal (``unify_kv_cache_spec_page_size`` of
-        vllm/v1/core/kv_cache_utils.py). A mapping says it for each group, and is taken as it is. Raises ``NAME`` where
-        it leaves out a token group or has another.
+        times more tokens, so that all pages are equal (:func:`kvplan.shares.equal_blocks`). A mapping says it for each
+        group, and is taken as it is. Raises ``NAME`` where it leaves out a token group or has another.
 
         >>> model = Model.shipped("gemma-4-31b")
         >>> model.blocks(4), model.blocks(8)
         ({'swa': 16, 'attn': 32}, {'swa': 16, 'attn': 16})
         """
-        groups = list(dict.fromkeys(tensor.group for tensor in self._tensors if tensor.paged))
         if isinstance(tokens_per_block, Mapping):
-            if set(tokens_per_block) != set(groups):
-                raise KVPlanError(
-                    "NAME",
-                    f"page {self.name}",
-                    expected=f"tokens_per_block of {', '.join(groups) or 'no group'}",
-                    got=", ".join(map(str, tokens_per_block)) or "none",
-                    groups=tuple(groups),
-                )
-            return {group: _tokens(tokens_per_block[group]) for group in groups}
-        given = dict.fromkeys(groups, _tokens(tokens_per_block))
-        pages = self._pages_by_group(tp, given)
-        largest = max(pages.values(), default=0)
-        return {g: n if g not in pages or largest % pages[g] else n * largest // pages[g] for g, n in given.items()}
-
-    def _pages_by_group(self, tp: int, blocks: Mapping[str, int]) -> dict[str, int]:
-        """The bytes of the largest page of each group of the model itself, on any rank."""
-        pages: dict[str, int] = {}
-        for layer in dict.fromkeys(self.layers):
-            for group in dict.fromkeys(tensor.group for tensor in layer if tensor.paged):
-                for rank in range(tp):
-                    held = [self._held(t, "", rank, tp, blocks, None) for t in layer if t.group == group]
-                    pages[group] = max(pages.get(group, 0), sum(tensor.block_bytes for tensor in held))
-        return pages
+            return stated_blocks(self.name, tuple(self.windows), tokens_per_block)
+        given = dict.fromkeys(self.windows, tokens_of_block(tokens_per_block))
+        return equal_blocks(self.layers, tp, given, self.dtype)
 
     def kernel_blocks(self, tp: int = 1, kernel_tokens: int = 16, kv: str = "content") -> int:
         """How many kernel blocks of ``kernel_tokens`` a block of attention needs to be as large as a state.
@@ -234,19 +226,7 @@ expected a value for key 'hidden_size', got no such key
         >>> model.kernel_blocks(1, kv="split"), model.kernel_blocks(4, kv="split"), model.kernel_blocks(1)
         (261, 131, 131)
         """
-        tp = integer(tp, "tp", low=1, high=MAX_RANKS)
-        layout = Layout(kv=kv)
-        blocks = dict.fromkeys(self.groups, _tokens(kernel_tokens))
-        needed = 1
-        for rank in range(tp):
-            pages: dict[bool, int] = {}
-            for layer in dict.fromkeys(self.layers):
-                for pool, page in self._layer_pages("", layer, rank, tp, blocks, None, "inline"):
-                    paged = any(tensor.paged for tensor in layer if f"{tensor.group}.{tensor.pool}" == pool)
-                    pages[paged] = max(pages.get(paged, 0), page_bytes(layout, page))
-            if len(pages) == 2:
-                needed = max(needed, -(-pages[False] // pages[True]))
-        return needed
+        return kernel_blocks(self.layers, integer(tp, "tp", low=1, high=MAX_RANKS), kernel_tokens, kv, self.dtype)
 
     def engine(
         self,
@@ -255,11 +235,12 @@ expected a value for key 'hidden_size', got no such key
         pp: int = 1,
         dcp: int = 1,
         layout: str = "LBHNC",
-        tokens_per_block: int | Mapping[str, int] | None = 16,
+        tokens_per_block: Tokens | None = 16,
         num_blocks: int = 4096,
         *,
         pcp: int = 1,
         interleave: int = 1,
+        pcp_spreads: bool = False,
         kv: str = "content",
         pad: int = 0,
         kernel_tokens: int | None = None,
@@ -267,120 +248,52 @@ expected a value for key 'hidden_size', got no such key
         scales: str = "inline",
         shared: bool = False,
         layers_per_stage: Sequence[int] | None = None,
-        dtype: str | None = None,
         memory: str = "DRAM",
     ) -> tuple[Worker, ...]:
         """The workers of an engine that runs the model, in order of rank; the module's docstring has the rules.
 
         ``tp``, ``pp``, ``dcp``, ``pcp`` are the sizes of tensor, pipeline, decode context and prefill context
-        parallelism, ``interleave`` tokens go to a context rank at a time. ``layers_per_stage`` says how many layers
-        each pipeline stage has; ``pp`` may be left out then. ``layout``, ``kv``, ``pad`` (bytes), ``kernel_tokens``
-        and ``conv_order`` are those of :class:`kvplan.layouts.Layout`. ``scales`` of a quantized cache stand
-        ``inline``, in the ``page`` behind all heads' data, or in a ``region`` of their own. ``dtype`` replaces that of
-        the attention cache. ``shared`` lays all pools over each other, as :mod:`kvplan.engines` says.
+        parallelism; they, ``interleave`` and ``pcp_spreads`` are those of :class:`kvplan.parallel.Parallel`.
+        ``layers_per_stage`` says how many layers each pipeline stage has; ``pp`` may be left out then. ``layout``,
+        ``kv``, ``pad`` (bytes), ``kernel_tokens`` and ``conv_order`` are those of :class:`kvplan.layouts.Layout`.
+        ``scales`` of a quantized cache stand ``inline``, in the ``page`` behind all heads' data, or in a ``region`` of
+        their own. ``shared`` lays the groups over each other, as :mod:`kvplan.engines` says.
 
         ``tokens_per_block`` is read by :meth:`blocks`; ``None`` is 16, or as many kernel blocks as a state is large
         (:meth:`kernel_blocks`). Every worker has a pool of ``num_blocks`` for each group, and device 0 unless memory
         is VRAM, where its device is its rank.
 
         Raises ``LAYOUT`` for an unknown layout and for parallel sizes that the model cannot have, ``TYPE`` or
-        ``RANGE`` for a bad number, ``DTYPE`` for an unknown dtype, ``NAME`` for unknown groups.
+        ``RANGE`` for a bad number, ``NAME`` for unknown groups.
         """
         pp = len(layers_per_stage) if layers_per_stage is not None and pp == 1 else pp
-        tp, pp, dcp, pcp = (
-            integer(value, what, low=1, high=MAX_RANKS)
-            for what, value in (("tp", tp), ("pp", pp), ("dcp", dcp), ("pcp", pcp))
-        )
+        sizes = Parallel(tp, pp, dcp, pcp, interleave, pcp_spreads)
         order = Layout(layout, kv, pad, kernel_tokens, conv_order)
-        if scales not in SCALES:
-            raise KVPlanError("LAYOUT", "read scales", expected=f"one of {', '.join(SCALES)}", got=repr(scales))
         if tokens_per_block is None:
-            kernel_tokens = kernel_tokens or 16
-            order = attrs.evolve(order, kernel_tokens=kernel_tokens)
-            tokens_per_block = kernel_tokens * self.kernel_blocks(tp, kernel_tokens, kv)
-        blocks = self.blocks(tp, tokens_per_block)
-        parts = stages_of(len(self.layers), pp, layers_per_stage)
-        self._check_parallel(tp, pp, dcp, pcp)
+            order = attrs.evolve(order, kernel_tokens=kernel_tokens or 16)
+            tokens_per_block = (kernel_tokens or 16) * self.kernel_blocks(sizes.tp, kernel_tokens or 16, kv)
+        blocks = self.blocks(sizes.tp, tokens_per_block)
+        parts = stages_of(len(self.layers), sizes.pp, layers_per_stage)
+        sizes.check(self.name, (tensor for tensor in tensors_of((*self.layers, *self.drafts)) if tensor.paged))
+        place = place_shared if flag(shared, "shared") and len(self.groups) > 1 else place_apart
         addresses = Addresses(name(engine_id, "engine_id"), memory)
         workers = []
-        ranks = product(parts, range(pcp), range(tp))
-        for rank, (stage, pcp_rank, tp_rank) in enumerate(ranks):
-            context = Context(pcp_rank * dcp + tp_rank % dcp, pcp * dcp, interleave)
-            pools = self._pools(stage, tp_rank, tp, blocks, dtype, scales)
-            views, sizes = (place_shared if shared and pools else place_apart)(order, pools, num_blocks)
-            regions = [addresses.region(key, size, rank) for key, size in sizes.items()]
-            workers.append(Worker(engine_id, rank, regions, self._groups(blocks, context), views))
+        for rank, (stage, pcp_rank, tp_rank) in enumerate(product(parts, range(sizes.pcp), range(sizes.tp))):
+            context = sizes.context(pcp_rank, tp_rank)
+            pools = self._pools(stage, Share(tp_rank, sizes.tp, blocks, self.dtype, scales))
+            views, spans = place(order, pools, num_blocks) if pools else ([], {})
+            regions = [addresses.region(key, size, rank) for key, size in spans.items()]
+            groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in self.groups]
+            workers.append(Worker(engine_id, rank, regions, groups, views))
         return tuple(workers)
 
-    def _held(
-        self, tensor: Tensor, prefix: str, rank: int, tp: int, blocks: Mapping[str, int], dtype: str | None
-    ) -> Held:
-        axes = tensor.parts(rank, tp)
-        if tensor.paged:
-            tokens = blocks[tensor.group]
-            axes += (Axis(TOKEN, 0, tokens, tokens, 0),)
-        return Held(prefix + tensor.kind, tensor.group, tensor.dtype or dtype or self.dtype, axes)
-
-    def _layer_pages(
-        self, prefix: str, layer: Layer, rank: int, tp: int, blocks: Mapping[str, int], dtype: str | None, scales: str
-    ) -> Iterator[tuple[str, Page]]:
-        """The pages of a layer on a rank, each with the name of its pool."""
-        pages: dict[tuple[str, str], dict[str, list[Held]]] = {}
-        for tensor in layer:
-            apart = tensor.scale_of is not None and scales == "region"
-            pool = tensor.kind if apart else tensor.pool
-            strip = tensor.scale_of if tensor.scale_of is not None and scales == "inline" else tensor.strip
-            held = self._held(tensor, prefix, rank, tp, blocks, dtype)
-            pages.setdefault((tensor.group, pool), {}).setdefault(strip, []).append(held)
-        for (group, pool), strips in pages.items():
-            yield f"{group}.{pool}", Page(prefix + pool, tuple(map(tuple, strips.values())))
-
-    def _pools(
-        self, stage: range, tp_rank: int, tp: int, blocks: Mapping[str, int], dtype: str | None, scales: str
-    ) -> dict[str, list[Page]]:
+    def _pools(self, stage: range, share: Share) -> dict[str, list[Page]]:
         """The pages of a stage, those that share rows of a pool together. Draft layers stand on the last stage."""
         pools: dict[str, list[Page]] = {}
         layers = [("", f"layers.{i}.", self.layers[i]) for i in stage]
         if stage.stop == len(self.layers):
             layers += [("draft.", f"draft.{i}.", layer) for i, layer in enumerate(self.drafts)]
         for owner, prefix, layer in layers:
-            for pool, page in self._layer_pages(prefix, layer, tp_rank, tp, blocks, dtype, scales):
+            for pool, page in share.pages(layer, prefix):
                 pools.setdefault(owner + pool, []).append(page)
         return pools
-
-    def _groups(self, blocks: Mapping[str, int], context: Context) -> list[Group]:
-        return [Group(key, blocks[key], context) if key in blocks else Group(key) for key in self.groups]
-
-    def _check_parallel(self, tp: int, pp: int, dcp: int, pcp: int) -> None:
-        integer(tp * pp * pcp, "tp * pp * pcp", high=MAX_RANKS)
-        if tp % dcp:
-            raise KVPlanError(
-                "LAYOUT",
-                f"spread positions of {self.name}",
-                expected=f"dcp that divides tp {tp}, whose ranks it reuses",
-                got=f"{dcp}",
-                tp=tp,
-                dcp=dcp,
-            )
-        for tensor in (tensor for tensor in self._tensors if tensor.paged):
-            held = {(unit, rank % dcp) for rank in range(tp) for unit in tensor.units(rank, tp)}
-            if len(held) < tensor.shards * dcp:
-                raise KVPlanError(
-                    "LAYOUT",
-                    f"spread positions of {self.name}",
-                    expected=f"dcp <= {max(tp // tensor.shards, 1)}, "
-                    f"how many of {tp} ranks hold each of {tensor.shards} heads",
-                    got=f"{dcp}",
-                    tp=tp,
-                    dcp=dcp,
-                    heads=tensor.shards,
-                )
-
-
-def _tokens(value: Any) -> int:
-    return integer(value, "tokens_per_block", low=1, high=1 << 31)
-
-
-def _shipped() -> dict[str, Any]:
-    configs: dict[str, Any] = json.loads(resources.files("kvplan").joinpath("data", "models.json").read_bytes())
-    return configs

@@ -19,6 +19,7 @@ from kvplan.axes import Ints, read_only
 from kvplan.bind import Terms, Tokens, add, check_names, range_of, terms, wanted
 from kvplan.blocks import Blocks, check_blocks
 from kvplan.cells import Cell, cells
+from kvplan.certificate import Certificate, certify
 from kvplan.errors import KVPlanError
 from kvplan.match import match
 from kvplan.reading import members, wrong_type
@@ -90,6 +91,19 @@ class TransferPlan:
                 )
             )
         return tuple(specs)
+
+    def certificate(self) -> Certificate:
+        """The proof that every request bound to this plan moves the right bytes. Raises ``PROOF`` if it does not.
+
+        It takes some time, like planning itself, and none at all in :meth:`bind`. A plan of writes proves its own
+        share; :meth:`kvplan.MeshPlan.certificate` also that the shares of all writers leave no byte out.
+
+        >>> from kvplan import Model, plan_reads
+        >>> decode, prefill = (Model.shipped("qwen2.5-1.5b").engine(name, tp=2, num_blocks=9) for name in "dp")
+        >>> plan_reads(decode[0], prefill).certificate()
+        Certificate(num_bytes=229376, num_parts=448, complete=True)
+        """
+        return certify([self])
 
     @cached_property
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:

@@ -21,14 +21,22 @@ Dims = list[tuple[str, Axis]]
 
 
 def place(
-    layout: Layout, pool: str, pages: Sequence[Page], num_blocks: int, *, slot_bytes: int = 0, slots: int = 0
+    layout: Layout,
+    pool: str,
+    pages: Sequence[Page],
+    num_blocks: int,
+    *,
+    slot_bytes: int = 0,
+    slots: int = 0,
+    first: int = 0,
 ) -> tuple[tuple[View, ...], dict[str, int]]:
     """Views of the tensors of one pool, all pages of equal shape, and the size in bytes of each region they lie in.
 
     Each page is one layer of the pool. A region is named after its page where ``L`` is the slowest, after the
-    ``pool`` otherwise; ``split`` appends ``.k`` and ``.v``. A page takes at least ``slot_bytes``, and there is room
-    for at least ``slots`` layers, so that pools of unequal pages may lie over each other. Raises ``LAYOUT`` where
-    pages differ in shape, tensors of a strip in heads or slots, or where blocks do not divide into kernel blocks.
+    ``pool`` otherwise; ``split`` appends ``.k`` and ``.v``. So that pools of unequal pages may lie over each other, a
+    page takes at least ``slot_bytes``, and these layers are those from ``first`` on of at least ``slots``. Raises
+    ``LAYOUT`` where pages differ in shape, tensors of a strip in heads or slots, or where blocks do not divide into
+    kernel blocks.
 
     >>> axes = (Axis("kv", 0, 2, 2, 0), Axis("head", 4, 8, 8, 0),
     ...         Axis("token", 0, 16, 16, 0), Axis("dim", 0, 128, 128, 0))
@@ -46,12 +54,12 @@ def place(
     sizes: dict[str, int] = {}
     for region, layers in members.items():
         _check_equal(region, layers)
-        room = 1 if alone else max(slots, len(layers))
+        at, room = (0, 1) if alone else (first, max(slots, first + len(layers)))
         for suffix, part in _halves(layout, layers[0]):
             outer = _outer(layout, region, part, room, num_blocks)
             inner, span = _inner(layout, region, part)
             strides, sizes[region + suffix] = _around(layout, outer, span, slot_bytes)
-            views.extend(_views(region + suffix, layers, outer, strides, inner))
+            views.extend(_views(region + suffix, layers, at, outer, strides, inner))
     return tuple(views), sizes
 
 
@@ -224,7 +232,12 @@ def _around(layout: Layout, outer: Dims, span: int, slot_bytes: int) -> tuple[li
 
 
 def _views(
-    region: str, layers: Sequence[Page], outer: Dims, strides: Sequence[int], inner: Sequence[tuple[int, list[Axis]]]
+    region: str,
+    layers: Sequence[Page],
+    first: int,
+    outer: Dims,
+    strides: Sequence[int],
+    inner: Sequence[tuple[int, list[Axis]]],
 ) -> Iterator[View]:
     step = {axis.name: stride for (_, axis), stride in zip(outer, strides, strict=True)}
     blocks = next(axis.extent for _, axis in outer if axis.name == BLOCK)
@@ -234,7 +247,7 @@ def _views(
         if axis.name not in (LAYER, BLOCK)
     )
     axes = [around + tuple(inside) for _, inside in inner]
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(layers, first):
         for tensor, held, (offset, _) in zip(layer.tensors, axes, inner, strict=True):
             at = index * step[LAYER] + offset
             yield View(tensor.name, tensor.group, region, tensor.dtype, held, blocks, step[BLOCK], at)

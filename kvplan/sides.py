@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,19 +20,20 @@ MAX_WORKERS: Final = 4096
 MAX_TOKENS: Final = 1 << 24
 """A request asked for on the command line ends at most here."""
 
-NUMBERS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
-    {
-        **dict.fromkeys(("tp", "pp", "dcp", "pcp"), (1, MAX_WORKERS)),
-        "interleave": (1, MAX_TOKENS),
-        "block": (1, MAX_TOKENS),
-        "pad": (0, 1 << 40),
-        "blocks": (1, 1 << 31),
-    }
-)
-"""The keys of a side that take a number, each with the half-open interval it must lie in."""
+AUTO: Final = "auto"
+"""The block that is as large as a state."""
 
-WORDS: Final = ("layout", "kv", "conv")
-"""The keys of a side that take a word."""
+BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType({8: (8,), 4: (4, "float8_e4m3fn", 16)})
+"""What the command line quantizes a cache to, in the words of :meth:`Model.quantized`: 8 bits, and NVFP4."""
+
+
+def in_bits(model: Model, bits: int) -> Model:
+    """The model with K and V of so many bits, one of :data:`BITS`.
+
+    >>> print(in_bits(Model.shipped("llama-3.2-1b"), 8))
+    llama-3.2-1b: 16 layers, bfloat16, groups attn
+    """
+    return model.quantized(*BITS[bits])
 
 
 def count(text: str, what: str, low: int, high: int) -> int:
@@ -56,26 +58,57 @@ def token_range(text: str, what: str) -> tuple[int, int]:
     return first, count(stop, what, first, MAX_TOKENS + 1)
 
 
+def _block(text: str, what: str) -> int | None:
+    return None if text == AUTO else count(text, what, 1, MAX_TOKENS)
+
+
+def _stages(text: str, what: str) -> tuple[int, ...]:
+    return tuple(count(layers, what, 1, MAX_WORKERS) for layers in text.split("+", MAX_WORKERS))
+
+
+def _flag(text: str, what: str) -> bool:
+    return bool(count(text, what, 0, 2))
+
+
+def _word(text: str, what: str) -> str:
+    return text
+
+
+def _key(reader: Callable[..., Any], default: Any, **limits: int) -> Any:
+    """A field of a side, whose text ``reader`` reads."""
+    return attrs.field(default=default, metadata={"reader": partial(reader, **limits)})
+
+
 @attrs.frozen
 class Side:
-    """One engine as the command line describes it. ``blocks=None``: as many as the request needs, and some.
+    """One engine as the command line describes it, by the options of :meth:`Model.engine`.
 
-    >>> Side.parse("tp=4,layout=LBNHC", "--src")
-    Side(tp=4, pp=1, dcp=1, pcp=1, interleave=1, block=16, layout='LBNHC', kv='content', pad=0, blocks=None,
-         conv='DS')
+    ``block`` None (``auto``) is as large as a state, ``blocks`` None as many as the request needs, and some. ``stages``
+    are layers per pipeline stage (``10+22``), ``kernel`` the tokens of a kernel block, ``spread`` is ``pcp_spreads``.
+    ``shared`` (1 or 0) lays the model's groups over each other, :meth:`Model.grouped`. ``draft`` names a shipped model.
+
+    >>> side = Side.parse("tp=4,layout=LBNHC,stages=10+22", "--src")
+    >>> side.tp, side.stages, side.block, str(side)
+    (4, (10, 22), 16, 'tp=4,layout=LBNHC,stages=10+22')
     """
 
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    pcp: int = 1
-    interleave: int = 1
-    block: int = 16
-    layout: str = "LBHNC"
-    kv: str = "content"
-    pad: int = 0
-    blocks: int | None = None
-    conv: str = "DS"
+    tp: int = _key(count, 1, low=1, high=MAX_WORKERS)
+    pp: int = _key(count, 1, low=1, high=MAX_WORKERS)
+    dcp: int = _key(count, 1, low=1, high=MAX_WORKERS)
+    pcp: int = _key(count, 1, low=1, high=MAX_WORKERS)
+    interleave: int = _key(count, 1, low=1, high=MAX_TOKENS)
+    block: int | None = _key(_block, 16)
+    layout: str = _key(_word, "LBHNC")
+    kv: str = _key(_word, "content")
+    pad: int = _key(count, 0, low=0, high=1 << 40)
+    blocks: int | None = _key(count, None, low=1, high=1 << 31)
+    conv: str = _key(_word, "DS")
+    stages: tuple[int, ...] | None = _key(_stages, None)
+    kernel: int | None = _key(count, None, low=1, high=MAX_TOKENS)
+    shared: bool = _key(_flag, False)
+    scales: str = _key(_word, "inline")
+    spread: bool = _key(_flag, False)
+    draft: str | None = _key(_word, None)
 
     @classmethod
     def parse(cls, text: str, what: str) -> Side:
@@ -83,25 +116,31 @@ class Side:
 
         Raises ``LAYOUT`` for an unknown key, ``NAME`` for one given twice, ``TYPE`` or ``RANGE`` for a bad number.
         """
+        readers = {field.name: field.metadata["reader"] for field in attrs.fields(cls)}
         values: dict[str, Any] = {}
         for item in filter(None, text.split(",")):
             key, _, value = item.partition("=")
-            if key not in NUMBERS and key not in WORDS:
-                known = ", ".join((*NUMBERS, *WORDS))
+            if key not in readers:
+                known = ", ".join(readers)
                 raise KVPlanError("LAYOUT", f"read {what}", expected=f"keys of {known}", got=repr(key), key=key)
             if key in values:
                 raise KVPlanError("NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key)
-            values[key] = count(value, f"{key} of {what}", *NUMBERS[key]) if key in NUMBERS else value
+            values[key] = readers[key](value, f"{key} of {what}")
         side = cls(**values)
-        integer(side.tp * side.pp * side.pcp, f"tp * pp * pcp of {what}", high=MAX_WORKERS)
+        stages = side.pp if side.stages is None else max(side.pp, len(side.stages))
+        integer(side.tp * stages * side.pcp, f"tp * pp * pcp of {what}", high=MAX_WORKERS)
         return side
 
     def __str__(self) -> str:
-        given = attrs.asdict(self, filter=lambda field, value: value != field.default)
-        return ",".join(f"{key}={value}" for key, value in given.items()) or "tp=1"
+        given = attrs.asdict(self, recurse=False, filter=lambda field, value: value != field.default)
+        return ",".join(f"{key}={_text(value)}" for key, value in given.items()) or "tp=1"
 
     def engine(self, model: Model, engine_id: str, num_blocks: int) -> tuple[Worker, ...]:
         """The model's workers on this side, each with a pool of ``num_blocks``."""
+        if self.draft is not None:
+            model = model.with_draft(Model.shipped(self.draft))
+        if self.shared:
+            model = model.grouped()
         return model.engine(
             engine_id,
             tp=self.tp,
@@ -112,7 +151,19 @@ class Side:
             num_blocks=num_blocks,
             pcp=self.pcp,
             interleave=self.interleave,
+            pcp_spreads=self.spread,
             kv=self.kv,
             pad=self.pad,
+            kernel_tokens=self.kernel,
             conv_order=self.conv,
+            scales=self.scales,
+            shared=self.shared,
+            layers_per_stage=self.stages,
         )
+
+
+def _text(value: Any) -> str:
+    """What :meth:`Side.parse` reads as ``value``."""
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return AUTO if value is None else str(int(value) if isinstance(value, bool) else value)

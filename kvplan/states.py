@@ -8,13 +8,18 @@ follows its own heads or groups, whatever else stands in the same rows::
     Mamba2    conv [x | B | C]    ssm [head, dim, state]        B and C by group
     GDN, KDA  conv [q | k | v]    ssm [head, value, key]        q and k by key head, v and ssm by value head
 
+The states are in fp32 and the convolution in the dtype of the weights unless a file or ``Model.with_dtypes`` says
+otherwise. So SGLang keeps them by default (``mamba2_state_dtype`` of sglang/srt/configs/mamba_utils.py, 0.5.23), and
+vLLM those of Nemotron-H and of KDA; of the others vLLM keeps the state in the dtype of the weights as well, where
+``--mamba-ssm-cache-dtype`` says nothing (``MambaStateDtypeCalculator``).
+
 The shapes are those of ``MambaStateShapeCalculator`` (vllm/model_executor/layers/mamba/mamba_utils.py, 0.33). Where
 ranks and groups don't divide, a rank holds the groups that its heads use, so some groups stand on several ranks.
 """
 
 from __future__ import annotations
 
-from kvplan.caches import STATE, Layer, Tensor
+from kvplan.caches import SSM, STATE, Layer, Tensor
 from kvplan.layouts import HEAD, STEP
 
 
@@ -36,7 +41,7 @@ def _conv(part: str, units: int, width: int, steps: int, dtype: str) -> Tensor:
 def _ssm(axes: tuple[tuple[str, int], ...], dtype: str) -> Tensor:
     """A matrix for each unit of the first axis."""
     sharded, shards = axes[0]
-    return Tensor("ssm", STATE, axes, paged=False, sharded=sharded, shards=shards, dtype=dtype, pool=STATE)
+    return Tensor(SSM, STATE, axes, paged=False, sharded=sharded, shards=shards, dtype=dtype, pool=STATE)
 
 
 def mamba1(channels: int, state: int, steps: int, dtype: str, ssm_dtype: str) -> Layer:

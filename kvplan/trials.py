@@ -1,7 +1,8 @@
 """Trials: a request placed on two engines, planned, moved in fake memory and verified.
 
 Each engine gets blocks that hold the request scattered over its pool, never in order, and in another order on the
-other side, so that blocks paired by anything but position show as wrong bytes.
+other side, so that blocks paired by anything but position show as wrong bytes. Groups that share their memory get
+different blocks.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Request:
     remote: Mapping[str, Blocks]
     tokens: Mapping[str, tuple[int, int]]
 
+    @property
+    def not_transferred(self) -> tuple[str, ...]:
+        """The tensors of draft layers that only the destination has."""
+        return undrafted(self.destinations, self.sources)
+
     @classmethod
     def of(cls, model: Model, src: Side, dst: Side, tokens: tuple[int, int]) -> Request:
         """The request on both engines. Raises ``BLOCKS`` where a side's ``blocks`` are too few for it."""
@@ -57,10 +63,10 @@ class Request:
 def _place(
     model: Model, side: Side, engine_id: str, stop: int, spread: float
 ) -> tuple[Side, tuple[Worker, ...], dict[str, Blocks]]:
-    pool = _ample(-(-stop // side.block)) if side.blocks is None else side.blocks
+    pool = _ample(-(-stop // (side.block or 16))) if side.blocks is None else side.blocks
     workers = side.engine(model, engine_id, pool)
     needed = blocks_needed(workers, stop)
-    most = max(needed.values(), default=0)
+    most = sum(needed.values()) if side.shared else max(needed.values(), default=0)
     if most > pool and side.blocks is None:
         return _place(model, attrs.evolve(side, blocks=_ample(most)), engine_id, stop, spread)
     if most > pool:
@@ -72,8 +78,18 @@ def _place(
             needed=most,
             blocks=pool,
         )
-    tables = {group: Blocks(scattered(number, pool, spread)) for group, number in needed.items()}
+    taken, tables = 0, {}
+    for group, number in needed.items():
+        tables[group] = Blocks(scattered(taken + number, pool, spread)[taken:])
+        taken += number if side.shared else 0
     return attrs.evolve(side, blocks=pool), workers, tables
+
+
+def undrafted(destinations: Sequence[Worker], sources: Sequence[Worker]) -> tuple[str, ...]:
+    """The tensors of draft layers that destinations have and no source has: they are not transferred."""
+    offered = {view.name for worker in sources for view in worker.views}
+    wanted = dict.fromkeys(view.name for worker in destinations for view in worker.views)
+    return tuple(name for name in wanted if name.startswith("draft.") and name not in offered)
 
 
 def _ample(number: int) -> int:
@@ -180,7 +196,7 @@ class Trial:
     @classmethod
     def of(cls, request: Request) -> Trial:
         """Plan the whole mesh, bind the request, carry it out in fake memory and verify every destination worker."""
-        mesh = plan_mesh(request.destinations, request.sources)
+        mesh = plan_mesh(request.destinations, request.sources, not_transferred=request.not_transferred)
         report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens)
         return cls(request, tuple(_moved(mesh, request)), report)
 
@@ -190,6 +206,7 @@ class Trial:
         return {
             "src": attrs.asdict(request.src),
             "dst": attrs.asdict(request.dst),
+            "not_transferred": list(request.not_transferred),
             "workers": {"src": len(request.sources), "dst": len(request.destinations)},
             "verified": report.ok,
             "bytes": report.num_bytes,

@@ -229,7 +229,9 @@ class _Check:
             where = locate(self.worker, int(writes[first, 0]), int(writes[first, 2]))
             self.fail("DISJOINT", f"{count(int(again.sum()), 'byte')} written again, first: {where}")
         foreign = int(writes[:, 1].sum()) - int(again.sum()) - (self.num_needed - self.num_wrong["COVER"])
-        if foreign:
+        if foreign < 0:
+            self.fail("DISJOINT", f"{count(-foreign, 'byte')} called for by two groups, whose blocks share memory")
+        elif foreign:
             stray = self.stray(memory, writes)
             self.fail("OWN", f"{count(foreign, 'byte')} written outside the request, first: {stray}")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvplan import Axis, KVPlanError
-from kvplan.caches import attention, latent, packed_bytes, quantized, sparse_latent
+from kvplan.caches import Tensor, attention, latent, packed_bytes, quantized, sparse_latent
 from kvplan.layouts import Held, Layout, Page
 from kvplan.pools import page_bytes, place
 
@@ -50,6 +50,16 @@ def test_scales_that_cannot_be_are_refused(options: tuple[int, str, int | None],
     with pytest.raises(KVPlanError) as caught:
         quantized(attention(2, 8), *options)
     assert caught.value.code == code
+
+
+def test_holders_are_counted_rank_by_rank() -> None:
+    """The fewest ranks that hold a shard are those that its units name, for any number of ranks and shards."""
+    for shards in range(1, 9):
+        tensor = Tensor("t", "g", (("head", shards),), sharded="head", shards=shards)
+        for ranks in range(1, 20):
+            held = [sum(unit in tensor.units(rank, ranks) for rank in range(ranks)) for unit in range(shards)]
+            assert tensor.holders(ranks) == min(held)
+    assert latent(12, 4)[0].holders(7) == 7
 
 
 def two(strips: bool, **axes: int) -> Page:

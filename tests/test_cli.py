@@ -35,6 +35,10 @@ REFUSALS = {
     "zero": ((*SMALL, "--dst", "block=0"), "RANGE: cannot read block of --dst"),
     "huge": ((*SMALL, "--src", "tp=99999999999999999999999"), "TYPE: cannot read tp of --src"),
     "too many workers": ((*SMALL, "--src", "tp=64,pp=64,pcp=2"), "RANGE: cannot read tp * pp * pcp of --src"),
+    "unknown draft": ((*SMALL, "--dst", "draft=llama"), "NAME: cannot load a shipped model"),
+    "unknown bits": ((*SMALL, "--bits", "3"), "NAME: cannot read the command line"),
+    "unknown scales": ((*SMALL, "--dst", "scales=out"), "LAYOUT: cannot read scales"),
+    "missing layers": ((*SMALL, "--dst", "stages=1+2"), "LAYOUT: cannot divide layers into stages"),
     "unknown layout": ((*SMALL, "--src", "layout=HND"), "LAYOUT: cannot read layout"),
     "unknown kv": ((*SMALL, "--src", "kv=both"), "LAYOUT: cannot read kv"),
     "impossible context": ((*SMALL, "--dst", "tp=4,dcp=3"), "LAYOUT: cannot spread positions"),
@@ -108,6 +112,20 @@ def test_verify_says_what_it_found(cli: Cli) -> None:
     assert title == "qwen3-0.6b, tp=2,layout=LBNHC -> tp=4,block=8, positions [0, 40)"
     assert [line.split()[0] for line in workers] == ["dst/0", "dst/1", "dst/2", "dst/3"]
     assert report.startswith("verified: ")
+
+
+def test_verify_says_what_it_leaves_out(cli: Cli) -> None:
+    """Draft layers that only the destination has are named as not transferred."""
+    run = cli(*SMALL, "--dst", "draft=llama-3.2-1b")
+    assert (run.status, run.err) == (0, "")
+    assert run.out.splitlines()[-2] == "  not transferred: draft.0-15.attn, which no source has"
+
+
+def test_a_quantized_cache_moves_with_its_scales(cli: Cli) -> None:
+    """With --bits 4 a head of a token is half a byte for each value and a byte for each 16 of them."""
+    run = cli(*SMALL, "--bits", "4", "--src", "scales=page", "--dst", "tp=2,scales=region", "--json")
+    assert run.status == 0, run.err
+    assert json.loads(run.out)["bytes"] == 28 * 40 * 8 * 2 * (64 + 8)
 
 
 def test_verify_as_json(cli: Cli) -> None:

@@ -239,3 +239,36 @@ def test_shards_divide_an_axis_of_the_tensor(sharded: str, shards: int) -> None:
     with pytest.raises(KVPlanError) as caught:
         Tensor("attn", "attn", (("head", 8),), sharded=sharded, shards=shards)
     assert caught.value.code == "SIZE"
+
+
+def test_the_last_layer_of_gemma_4_is_full_whatever_its_list_says() -> None:
+    """Gemma4TextConfig forces the last layer to attend to all positions."""
+    stated = config("gemma4_text", head_dim=8, global_head_dim=16, layer_types=["sliding_attention"] * 4)
+    assert groups(stated) == ["swa", "swa", "swa", "attn"]
+
+
+def test_a_layer_shares_the_cache_of_its_kind() -> None:
+    """A sharing layer whose kind no earlier layer has is refused."""
+    keys = config("gemma3n_text", num_kv_shared_layers=1)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    with pytest.raises(KVPlanError, match="an earlier one of its kind that has one, got 1") as caught:
+        read({**keys, "layer_types": kinds})
+    assert caught.value.code == "CONFIG"
+    assert [len(layer) for layer in read({**keys, "layer_types": kinds[::-1]})[1]] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "window"),
+    [
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("mixtral", {}, None),
+        ("phi3", {"sliding_window": 2047}, 2047),
+        ("qwen3_moe", {"sliding_window": 4096}, None),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 512}, 512),
+    ],
+)
+def test_all_layers_slide_in_a_window(model_type: str, keys: dict[str, Any], window: int | None) -> None:
+    """Families without a list of layer types slide everywhere or nowhere, in one group."""
+    layers = read(config(model_type, **keys))[1]
+    assert {(tensor.group, tensor.window) for (tensor,) in layers} == {("attn", window)}

@@ -87,16 +87,51 @@ def test_attention_and_states_share_a_pool(order: str, kv: str) -> None:
 )
 def test_a_page_in_pieces_shares_no_pool(options: dict[str, Any]) -> None:
     """Where heads or kernel blocks stand outside the page of a layer, no other page can lie over it."""
-    with pytest.raises(KVPlanError, match=r"over each other: expected .*heads inside layer and block") as caught:
+    with pytest.raises(KVPlanError, match=r"over each other: expected heads inside layer and block") as caught:
         Model.from_config(HYBRID).engine("e", shared=True, **options)
     assert caught.value.code == "LAYOUT"
 
 
-def test_two_pools_of_one_group_share_no_memory() -> None:
-    """A block of one table is never a latent and an indexer's keys at once."""
-    with pytest.raises(KVPlanError, match="one pool for each group") as caught:
-        Model.shipped("deepseek-v3.2").engine("e", shared=True)
-    assert caught.value.code == "LAYOUT"
+def test_one_group_has_nothing_to_share() -> None:
+    """Latents and an indexer's keys are pages of one block table, so they lie apart."""
+    model = Model.shipped("deepseek-v3.2")
+    assert model.engine("e", shared=True, num_blocks=2) == model.engine("e", num_blocks=2)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLNHC"])
+def test_several_pools_of_one_group_share_with_another(order: str) -> None:
+    """Scales of their own and draft layers take slots behind those of their group, and states lie over all of them."""
+    model = Model.from_config(HYBRID).quantized(8).with_draft(Model.from_config(ATTENTION))
+    options: dict[str, Any] = {"scales": "region", "shared": True, "num_blocks": 12}
+    destinations = model.engine("decode", tp=2, layout=order, **options)
+    sources = model.engine("prefill", tp=3, pp=2, tokens_per_block=24, **options)
+    used: dict[str, set[tuple[str, int]]] = {"state": set(), "attn": set()}
+    for view in destinations[0].views:
+        if view.name.endswith(("conv.x", "attn", "scale")):
+            used[view.group].add((view.region, view.offset_bytes))
+    assert len(used["attn"]) == 2 + 2 + 2, "2 layers of values, 2 of scales, 2 of the draft"
+    assert used["state"] < used["attn"]
+    report = moved(destinations, sources, (5, 70))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [("nemotron-3-nano-30b-a3b", {"state": 4, "attn": 1}), ("gemma-3-27b", {"swa": 6, "attn": 1})],
+)
+def test_layers_in_groups_of_equal_number_share_a_pool(model: str, groups: dict[str, int]) -> None:
+    """Each of several groups of one kind has blocks of its own, here in stages, there in one engine with one group."""
+    whole = Model.shipped(model)
+    made = whole.grouped()
+    assert {kind: sum(name.split(".")[0] == kind for name in made.groups) for kind in groups} == groups
+    destinations = made.engine("decode", tp=2, pp=2, shared=True, num_blocks=60)
+    sources = whole.engine("prefill", tp=4, num_blocks=60)
+    for worker in destinations:
+        first = {view.group: (view.region, view.offset_bytes) for view in reversed(worker.views)}
+        assert len(first) == len(made.groups)
+        assert len(set(first.values())) == 1, "the first layers of all groups lie over each other"
+    report = moved(destinations, sources, (5, 70))
+    assert report.ok, str(report)
 
 
 def test_groups_of_unequal_windows_share_a_pool() -> None:
@@ -281,3 +316,51 @@ def test_hybrids_move_in_pieces_from_either_side(prefill: dict[str, Any], decode
     assert reads.ok, str(reads)
     assert writes.ok, str(writes)
     assert reads.num_bytes == writes.num_bytes
+
+
+HEADS = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+MAMBA2 = {"mamba_n_heads": 12, "mamba_n_groups": 4, "mamba_d_state": 4, "mamba_d_conv": 3}
+GDN = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
+FAMILIES: list[dict[str, Any]] = [
+    {"model_type": "mamba", **HEADS, "state_size": 4},
+    {"model_type": "falcon_mamba", **HEADS, "intermediate_size": 36, "state_size": 4},
+    {"model_type": "mamba2", **HEADS, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 4},
+    {"model_type": "jamba", **HEADS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+    {
+        "model_type": "nemotron_h",
+        **HEADS,
+        "hybrid_override_pattern": "M*-M",
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 4,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+    },
+    {"model_type": "falcon_h1", **HEADS, **MAMBA2, "mamba_d_ssm": 60, "head_dim": 8},
+    {"model_type": "qwen3_next", **HEADS, **GDN, "full_attention_interval": 2, "head_dim": 8},
+    {
+        "model_type": "kimi_linear",
+        **HEADS,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "linear_attn_config": {
+            "num_heads": 6,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("conv_order", ["DS", "SD"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config["model_type"])
+def test_states_of_every_family_move(config: dict[str, Any], shared: bool, conv_order: str) -> None:
+    """3 ranks read from 2 with the other order of the convolution, and pools of another kind."""
+    model = Model.from_config(config)
+    sources = model.engine("prefill", tp=2, shared=shared, conv_order=conv_order, num_blocks=12)
+    destinations = model.grouped().engine("decode", tp=3, shared=not shared, tokens_per_block=24, num_blocks=12)
+    report = moved(destinations, sources, (5, 70))
+    assert report.ok, str(report)
+    assert any(view.name.endswith("ssm") for view in destinations[2].views)

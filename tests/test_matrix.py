@@ -66,9 +66,10 @@ def test_a_short_model_stays_whole() -> None:
 @pytest.mark.parametrize(
     "name, missing",
     [
-        ("llama-3.1-8b", {"convolution"}),
-        ("deepseek-v3", {"convolution", "K and V"}),
-        ("falcon-mamba-7b", {"K and V", "block", "context"}),
+        ("llama-3.1-8b", {"convolution", "pools"}),
+        ("gpt-oss-20b", {"convolution"}),
+        ("deepseek-v3", {"convolution", "K and V", "pools", "scales"}),
+        ("falcon-mamba-7b", {"K and V", "block", "context", "kernel blocks", "pools", "scales"}),
         ("granite-4.0-h-tiny", set()),
     ],
 )
@@ -84,7 +85,24 @@ def test_every_case_of_a_small_model_is_decided() -> None:
     assert {cell.verdict for cell in decided} == {"verified"}
     for cell in decided:
         assert cell.trial is not None
+        if cell.case.bits is not None:
+            continue
         assert cell.trial.report.num_bytes >= 145 * 4 * 4 * 2 * 16 * 2, "145 tokens, 4 layers, K and V of 4 heads"
+
+
+def test_uneven_stages_are_those_of_the_model() -> None:
+    """All layers but one stand on the second stage, however many there are."""
+    assert [case.src for case in cases(TINY) if case.src.startswith("stages")] == ["stages=1+3"]
+
+
+def test_scales_move_in_a_cell_of_their_own() -> None:
+    """A quantized case moves a byte for each value and a scale for each head of a token."""
+    moved = [cell for cell in cells(TINY) if cell.case.bits == 8]
+    assert len(moved) == 2
+    for cell in moved:
+        assert cell.trial is not None
+        assert cell.trial.report.num_bytes == 145 * 4 * 4 * 2 * (16 + 4), "145 tokens, 4 layers, K and V of 4 heads"
+        assert cell.to_json()["differs"] == "scales, 8 bits"
 
 
 @pytest.mark.usefixtures("two_cases")

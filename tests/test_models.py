@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvplan import KVPlanError, Worker
+from kvplan import Context, KVPlanError, Worker
 from kvplan.caches import Tensor
 from kvplan.engines import ALIGNMENT_BYTES, stages
 from kvplan.layouts import KV_FORMS, ORDERS
@@ -156,9 +156,20 @@ def test_blocks_by_group_are_taken_as_they_are() -> None:
     assert caught.value.code == "NAME"
 
 
-def test_windows_are_kept_as_information() -> None:
-    """A sliding group knows how far back it attends."""
-    assert Model.shipped("gemma-4-31b").windows == {"swa": 1024, "attn": None}
+@pytest.mark.parametrize("model", Model.names())
+def test_windows_and_tokens_name_the_groups_of_engines(model: str) -> None:
+    """Every token group that an engine has, in any grouping, has a window and a range of tokens, and no other."""
+    for shipped in (Model.shipped(model), Model.shipped(model).grouped()):
+        (worker, *_) = shipped.engine("e", num_blocks=2)
+        paged = {group.name for group in worker.groups if group.tokens_per_block is not None}
+        assert {*shipped.windows} == {*shipped.tokens(0, 5000)} == paged
+
+
+def test_a_sliding_group_moves_what_is_still_seen() -> None:
+    """Of 5000 positions, the next token attends to the last 1023 in sliding layers and to all in full ones."""
+    model = Model.shipped("gemma-4-31b")
+    assert model.windows == {"swa": 1024, "attn": None}
+    assert model.tokens(100, 5000) == {"swa": (3977, 5000), "attn": (100, 5000)}
 
 
 def test_bytes_of_sparse_latents() -> None:
@@ -284,8 +295,8 @@ def test_stages_leave_the_last_one_short(layers: int, pp: int, sizes: list[int])
 def test_ranks_count_tensor_then_prefill_context_then_pipeline() -> None:
     """World rank (pp_rank * pcp + pcp_rank) * tp + tp_rank, and workers come in that order."""
     workers = tiny(2, layers=4).engine("e", tp=2, pp=2, pcp=2, num_blocks=2)
-    held = [(w.rank, layers_of(w)[0], w.groups[0].context.rank, heads_of(w)[0]) for w in workers]
-    assert held == [(r, r // 4 * 2, r // 2 % 2, r % 2) for r in range(8)]
+    held = [(w.rank, layers_of(w)[0], heads_of(w)[0]) for w in workers]
+    assert held == [(r, r // 4 * 2, r % 2) for r in range(8)]
 
 
 def test_more_stages_than_layers_is_refused() -> None:
@@ -331,10 +342,18 @@ def test_context_ranks_reuse_tensor_ranks() -> None:
     assert [(c.rank, c.size, c.interleave_tokens) for c in contexts] == [(0, 2, 8), (1, 2, 8), (0, 2, 8), (1, 2, 8)]
 
 
-def test_prefill_context_multiplies_the_world_and_the_context() -> None:
-    """Of pcp 2 and dcp 2 on tp 2 there are 4 workers, one for each of 4 context ranks, pcp the slower."""
-    workers = latent().engine("e", tp=2, dcp=2, pcp=2, num_blocks=2)
-    assert [(w.groups[0].context.rank, w.groups[0].context.size) for w in workers] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+def test_prefill_context_ranks_keep_the_same_positions() -> None:
+    """pcp alone is more workers with the same cache."""
+    workers = latent().engine("e", pcp=3, num_blocks=2)
+    assert [worker.groups[0].context for worker in workers] == [Context()] * 3
+
+
+def test_interleave_and_pcp_spreads_reach_the_context() -> None:
+    """pcp 2 and dcp 2 on tp 2 are two context ranks, or four with pcp_spreads."""
+    for spreads, size in ((False, 2), (True, 4)):
+        workers = latent().engine("e", tp=2, dcp=2, pcp=2, interleave=8, pcp_spreads=spreads, num_blocks=2)
+        contexts = [worker.groups[0].context for worker in workers]
+        assert [(c.size, c.interleave_tokens) for c in contexts] == [(size, 8)] * 4
 
 
 @pytest.mark.parametrize(("heads", "tp", "dcp"), [(2, 8, 4), (2, 8, 2), (1, 4, 4), (2, 12, 4)])
@@ -403,12 +422,35 @@ def test_each_worker_has_a_device_of_its_own_in_vram() -> None:
 
 def test_the_cache_may_have_a_dtype_of_its_own() -> None:
     """An fp8 cache of a bf16 model takes half the bytes, in pools and in block_bytes."""
-    model = tiny(2)
-    (whole,) = model.engine("e", num_blocks=2)
-    (half,) = model.engine("e", num_blocks=2, dtype="float8_e4m3fn")
-    assert [2 * r.size_bytes for r in half.regions] == [r.size_bytes for r in whole.regions]
-    assert {view.dtype for view in half.views} == {"float8_e4m3fn"}
-    assert [2 * layer for layer in model.block_bytes(dtype="float8_e4m3fn")] == list(model.block_bytes())
+    whole = tiny(2)
+    half = whole.with_dtypes("float8_e4m3fn")
+    (large,), (small,) = (model.engine("e", num_blocks=2) for model in (whole, half))
+    assert [2 * r.size_bytes for r in small.regions] == [r.size_bytes for r in large.regions]
+    assert {view.dtype for view in small.views} == {"float8_e4m3fn"}
+    assert [2 * layer for layer in half.block_bytes()] == list(whole.block_bytes())
+
+
+def test_states_may_have_a_dtype_of_their_own() -> None:
+    """SSM states in bf16 take half the bytes of fp32, the convolution and attention what they took."""
+    model = Model.shipped("jamba-v0.1")
+    for before, after in zip(model.tensor_bytes(), model.with_dtypes(ssm_dtype="bfloat16").tensor_bytes(), strict=True):
+        assert after == {kind: size // 2 if kind == "ssm" else size for kind, size in before.items()}
+    assert model.with_dtypes() == model
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 656), ("bfloat16", 1152), ("float8_e4m3fn", 576)])
+def test_a_sparse_latent_is_a_row_with_scales_or_plain(dtype: str | None, size: int) -> None:
+    """DeepSeek-V3.2 keeps 656 bytes a token, or 576 elements of a dtype; its indexer keeps 132 either way."""
+    (layer, *_) = Model.shipped("deepseek-v3.2").with_dtypes(dtype).tensor_bytes(8, 64)
+    assert layer == {"attn": 64 * size, "index": 8192, "index.scale": 256}
+
+
+@pytest.mark.parametrize("given", [{"dtype": "int4"}, {"ssm_dtype": "fp32"}])
+def test_an_unknown_dtype_is_refused(given: dict[str, str]) -> None:
+    """A dtype without a size is refused before there is a view of it."""
+    with pytest.raises(KVPlanError, match="keep a cache: expected a dtype of") as caught:
+        tiny(2).with_dtypes(**given)
+    assert caught.value.code == "DTYPE"
 
 
 def test_block_bytes_are_those_of_the_views() -> None:
@@ -455,7 +497,9 @@ def test_sizes_are_positive_integers(option: str, value: object, code: str) -> N
         ({"pad": -1}, "RANGE"),
         ({"kernel_tokens": 0}, "RANGE"),
         ({"kernel_tokens": 5}, "LAYOUT"),
-        ({"dtype": "int4"}, "DTYPE"),
+        ({"shared": 1}, "TYPE"),
+        ({"pcp_spreads": None}, "TYPE"),
+        ({"scales": "outside"}, "LAYOUT"),
         ({"memory": "HBM"}, "NAME"),
         ({"tp": 1 << 10, "pcp": 1 << 10}, "RANGE"),
     ],
@@ -480,7 +524,7 @@ def test_states_and_attention_live_side_by_side() -> None:
     state = Tensor(
         "ssm", "mamba", (("channel", 16), ("state", 4)), paged=False, sharded="channel", shards=4, dtype="float32"
     )
-    workers = Model("hybrid", ((state,), (attention,), (state,))).engine("e", tp=4, num_blocks=2, dtype="float16")
+    workers = Model("hybrid", ((state,), (attention,), (state,)), "float16").engine("e", tp=4, num_blocks=2)
     first = workers[1]
     assert [(g.name, g.tokens_per_block) for g in first.groups] == [("mamba", None), ("attn", 16)]
     assert [view.name for view in first.views] == ["layers.0.ssm", "layers.2.ssm", "layers.1.attn"]

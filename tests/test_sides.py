@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.sides import MAX_TOKENS, Side, token_range
+from kvplan.sides import MAX_TOKENS, Side, in_bits, token_range
 
 
 def refusal(read: Callable[[str, str], object], text: str) -> str | None:
@@ -21,11 +22,22 @@ def refusal(read: Callable[[str, str], object], text: str) -> str | None:
     return None
 
 
+TEXT = (
+    "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
+    "shared=1,scales=page,spread=1,draft=qwen3-0.6b"
+)
+
+
 def test_every_key_is_read() -> None:
-    """Each key of a side sets its own value."""
-    text = "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,pad=8,blocks=9,layout=BLHNC,kv=axis,conv=SD"
-    side = Side.parse(text, "--src")
-    assert side == Side(4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD")
+    """Each key of a side sets its own value, and there are no others."""
+    expected = (4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", True, "qwen3-0.6b")
+    assert Side.parse(TEXT, "--src") == Side(*expected)
+    assert [item.partition("=")[0] for item in TEXT.split(",")] == [field.name for field in attrs.fields(Side)]
+
+
+def test_every_key_is_written() -> None:
+    """A side's text has each key that is not left out, in their order."""
+    assert str(Side.parse(TEXT, "--src")) == TEXT
 
 
 def test_an_empty_side_is_the_default() -> None:
@@ -33,7 +45,18 @@ def test_an_empty_side_is_the_default() -> None:
     assert Side.parse("", "--src") == Side(tp=1, block=16, layout="LBHNC")
 
 
-@given(st.builds(Side, tp=st.integers(1, 63), pad=st.integers(0, 9), layout=st.sampled_from(["LBHNC", "BLHNC"])))
+@given(
+    st.builds(
+        Side,
+        tp=st.integers(1, 63),
+        pad=st.integers(0, 9),
+        layout=st.sampled_from(["LBHNC", "BLHNC"]),
+        block=st.none() | st.integers(1, 99),
+        stages=st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
+        shared=st.booleans(),
+        draft=st.none() | st.sampled_from(Model.names()),
+    )
+)
 def test_text_of_a_side_reads_back(side: Side) -> None:
     """A side's text is a side again, the same."""
     assert Side.parse(str(side), "--src") == side
@@ -65,6 +88,19 @@ def test_an_empty_range_is_a_range() -> None:
     assert token_range("5:5", "--tokens") == (5, 5)
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        *(("stages=1+", "TYPE"), ("stages=", "TYPE"), ("stages=0+4", "RANGE")),
+        *(("shared=yes", "TYPE"), ("shared=2", "RANGE"), ("block=none", "TYPE"), ("kernel=0", "RANGE")),
+        ("tp=64,stages=" + "+".join(["1"] * 64), "RANGE"),
+    ],
+)
+def test_what_no_engine_has_is_refused(text: str, code: str) -> None:
+    """Stages are counts of layers, switches are 1 or 0, and stages count towards the number of workers."""
+    assert refusal(Side.parse, text) == code
+
+
 @pytest.mark.parametrize("text", ["tp=", "tp=1.5", "tp=1_0", "tp= 4", "tp=+4", "tp=٣"])
 def test_only_decimal_digits_are_a_number(text: str) -> None:
     """What Python's int() would forgive is refused."""
@@ -79,3 +115,31 @@ def test_conv_reaches_the_engine() -> None:
     assert {axis.name: axis.stride_bytes for axis in worker.views[0].axes} == {"step": 2 * 8192, "channel": 2}
     with pytest.raises(KVPlanError, match="cannot read conv: expected one of DS, SD, got 'X'"):
         Side.parse("conv=X", "--src").engine(model, "e", 2)
+
+
+def test_a_shared_side_divides_its_groups() -> None:
+    """shared=1 gives a hybrid model several groups of states, over one memory."""
+    (worker,) = Side.parse("shared=1", "--src").engine(Model.shipped("qwen3-next-80b"), "e", 2)
+    assert [group.name for group in worker.groups] == ["state", "state.1", "state.2", "attn"]
+    assert len(worker.regions) == 12
+
+
+def test_a_block_as_large_as_a_state() -> None:
+    """block=auto makes a block of as many kernel blocks as a state is large."""
+    side = Side.parse("tp=4,block=auto,kv=split,kernel=16", "--src")
+    (worker, *_) = side.engine(Model.shipped("nemotron-3-nano-30b-a3b"), "e", 2)
+    assert {group.tokens_per_block for group in worker.groups} == {None, 131 * 16}
+
+
+def test_stages_and_a_draft_reach_the_engine() -> None:
+    """Stages hold the layers given, and the last one those of the draft."""
+    workers = Side.parse("stages=3+13,draft=qwen3-0.6b", "--src").engine(Model.shipped("llama-3.2-1b"), "e", 2)
+    assert [len(worker.views) for worker in workers] == [3, 13 + 28]
+
+
+def test_scales_and_spread_reach_the_engine() -> None:
+    """scales=region keeps scales apart, and spread=1 makes context ranks of PCP."""
+    model = in_bits(Model.shipped("llama-3.2-1b"), 8)
+    first, second = Side.parse("scales=region,pcp=2,spread=1", "--src").engine(model, "e", 2)
+    assert len(first.regions) == 2 * 16
+    assert [worker.groups[0].context.rank for worker in (first, second)] == [0, 1]

@@ -79,7 +79,9 @@ def test_too_few_blocks_are_refused() -> None:
     assert caught.value.details == {"needed": 63, "blocks": 62}
 
 
-@pytest.mark.parametrize("src", ["tp=2", "dcp=2,tp=4", "block=5,layout=BHLNC", "pp=2,kv=split", "pcp=2,interleave=3"])
+@pytest.mark.parametrize(
+    "src", ["tp=2", "dcp=2,tp=4", "block=5,layout=BHLNC", "pp=2,kv=split", "pcp=2,dcp=2,interleave=3", "pcp=2,spread=1"]
+)
 @pytest.mark.parametrize("tokens", [(0, 33), (7, 30), (8, 8)])
 def test_a_trial_moves_the_request_and_is_verified(src: str, tokens: tuple[int, int]) -> None:
     """A pair of engines that differ moves exactly the bytes of the positions asked for."""
@@ -93,3 +95,24 @@ def test_memory_is_asked_for_by_what_moves() -> None:
     """Verification needs four bytes of label for each byte of the fullest worker, at both ends."""
     request = Request.of(TINY, Side(), Side(tp=2, block=1 << 20), (100, 130))
     assert memory_needed(request) == 2 * 4 * (30 * 2 * 2 * 16 * 2)
+
+
+def test_groups_that_share_memory_have_different_blocks() -> None:
+    """No block of a shared pool is in two groups' tables, and a pool with too few for all is refused."""
+    model = Model.shipped("granite-4.0-h-tiny")
+    request = Request.of(model, Side(shared=True), Side(), (0, 100))
+    ids = [int(i) for blocks in request.remote.values() for i in blocks.ids]
+    assert len(request.remote) == 10
+    assert len(ids) == len(set(ids)) == 9 + 7
+    with pytest.raises(KVPlanError, match="at least 16 blocks, got 15"):
+        Request.of(model, Side(shared=True, blocks=15), Side(), (0, 100))
+
+
+def test_a_draft_of_the_destination_alone_is_not_transferred() -> None:
+    """Only what the destination drafts with and no source has is left out; where both have it, it moves."""
+    draft = Side(draft="qwen3-0.6b")
+    assert len(Request.of(TINY, Side(), draft, (0, 9)).not_transferred) == 28
+    assert Request.of(TINY, draft, draft, (0, 9)).not_transferred == ()
+    trial = Trial.of(Request.of(TINY, Side(), draft, (0, 9)))
+    assert trial.report.ok
+    assert trial.to_json()["not_transferred"][0] == "draft.0.attn"

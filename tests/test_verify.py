@@ -13,6 +13,7 @@ from kvplan import (
     Blocks,
     Group,
     KVPlanError,
+    Model,
     ReadSpec,
     Region,
     TransferPlan,
@@ -312,3 +313,13 @@ def test_two_destinations_of_one_name_are_refused() -> None:
     with pytest.raises(KVPlanError) as caught:
         verify([reads(), other], **REQUEST)
     assert caught.value.code == "WORKER"
+
+
+def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
+    """Attention and states over one pool, with a block that both list: no transfer can make both right."""
+    model = Model.shipped("granite-4.0-h-tiny")
+    destinations, sources = model.engine("d", shared=True, num_blocks=9), model.engine("s", num_blocks=9)
+    tables = {"attn": Blocks([1, 2, 3, 4]), "state": Blocks([1])}
+    report = verify(plan_mesh(destinations, sources), local=tables, remote=tables, tokens={"attn": (0, 50)})
+    assert "called for by two groups, whose blocks share memory" in str(report)
+    assert set(codes(report)) == {"VALUE", "DISJOINT"}

@@ -1,0 +1,17 @@
+"""Shipped models: the config.json files that come with this package, the keys that count of each."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+
+def configs() -> dict[str, Any]:
+    """The configuration of each shipped model, by its name in lower case.
+
+    >>> configs()["llama-3.1-8b"]["num_key_value_heads"]
+    8
+    """
+    found: dict[str, Any] = json.loads(resources.files("kvplan").joinpath("data", "models.json").read_bytes())
+    return found
