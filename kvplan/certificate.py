@@ -49,7 +49,7 @@ class Certificate:
     complete: bool
 
 
-def certify(plans: Iterable[TransferPlan]) -> Certificate:
+def prove(plans: Iterable[TransferPlan]) -> Certificate:
     """The certificate of a plan, or of plans that belong together. Raises ``PROOF`` for what moves wrong bytes.
 
     Raises ``RANGE`` for what is too large to follow.

@@ -12,9 +12,9 @@ from typing import Final, Literal
 
 import attrs
 
-from kvplan.certificate import Certificate, certify
+from kvplan.certificate import Certificate, prove
 from kvplan.errors import KVPlanError
-from kvplan.plan import TransferPlan, checked_names, checked_workers, pair_of, served
+from kvplan.plan import TransferPlan, checked_names, checked_workers, pair_of, proved, served
 from kvplan.reading import shown
 from kvplan.workers import Worker
 
@@ -67,7 +67,7 @@ class MeshPlan:
 
     def certificate(self) -> Certificate:
         """The proof that every request bound to these plans moves the right bytes, all of them, each once."""
-        return certify(self.plans)
+        return prove(self.plans)
 
     def __repr__(self) -> str:
         return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
@@ -79,6 +79,7 @@ def plan_mesh(
     operation: Literal["READ", "WRITE"] = "READ",
     *,
     not_transferred: Iterable[str] = (),
+    certify: bool = False,
 ) -> MeshPlan:
     """The plans of whole engines: what every destination worker reads, or what every source worker writes.
 
@@ -99,7 +100,7 @@ def plan_mesh(
             pairs = [pair_of(share[i], (worker, holder), 1) for share, worker in zip(shares, needy, strict=True)]
             others = holders[:i] + holders[i + 1 :]
             plans.append(TransferPlan("WRITE", holder, needy, others, skipped, tuple(pairs)))
-    return MeshPlan(tuple(plans))
+    return proved(MeshPlan(tuple(plans)), certify)
 
 
 def contacts(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import attrs
 import numpy as np
@@ -19,7 +19,7 @@ from kvplan.axes import Ints, read_only
 from kvplan.bind import Terms, Tokens, add, check_names, range_of, terms, wanted
 from kvplan.blocks import Blocks, check_blocks
 from kvplan.cells import Cell, cells
-from kvplan.certificate import Certificate, certify
+from kvplan.certificate import Certificate, prove
 from kvplan.errors import KVPlanError
 from kvplan.match import match
 from kvplan.reading import members, wrong_type
@@ -27,6 +27,16 @@ from kvplan.runs import sections
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts
 from kvplan.workers import Worker
+
+
+class Provable(Protocol):
+    """What has a certificate."""
+
+    def certificate(self) -> Certificate:
+        """The proof, or ``PROOF``."""
+
+
+Proved = TypeVar("Proved", bound=Provable)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -103,7 +113,7 @@ class TransferPlan:
         >>> plan_reads(decode[0], prefill).certificate()
         Certificate(num_bytes=229376, num_parts=448, complete=True)
         """
-        return certify([self])
+        return prove([self])
 
     @cached_property
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -137,11 +147,13 @@ class TransferPlan:
         return f"<TransferPlan {self.operation} {self.local.label}: {len(self.pairs)} remotes, {rows} local rows>"
 
 
-def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Iterable[str] = ()) -> TransferPlan:
+def plan_reads(
+    local: Worker, remotes: Iterable[Worker], *, not_transferred: Iterable[str] = (), certify: bool = False
+) -> TransferPlan:
     """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
 
     ``not_transferred`` names tensors that ``local`` has and does not want moved. Where several remotes hold the
-    same bytes, one is chosen, the same whichever side plans.
+    same bytes, one is chosen, the same whichever side plans. ``certify`` asks for the plan's certificate as well.
 
     Raises ``TENSOR`` or ``COVER`` for what no remote holds, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE`` where a tensor
     differs between the sides, ``WORKER`` for a worker given twice, ``RANGE`` for what is too large to list.
@@ -150,11 +162,16 @@ def plan_reads(local: Worker, remotes: Iterable[Worker], *, not_transferred: Ite
     skipped = checked_names(not_transferred)
     shares = served(local, sources, skipped)
     pairs = [pair_of(share, (local, worker), 0) for worker, share in zip(sources, shares, strict=True)]
-    return TransferPlan("READ", local, sources, (), skipped, tuple(pairs))
+    return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs)), certify)
 
 
 def plan_writes(
-    local: Worker, remotes: Iterable[Worker], siblings: Iterable[Worker] = (), *, not_transferred: Iterable[str] = ()
+    local: Worker,
+    remotes: Iterable[Worker],
+    siblings: Iterable[Worker] = (),
+    *,
+    not_transferred: Iterable[str] = (),
+    certify: bool = False,
 ) -> TransferPlan:
     """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
 
@@ -165,7 +182,14 @@ def plan_writes(
     others = checked_workers("siblings", siblings, local)
     skipped = checked_names(not_transferred)
     pairs = [pair_of(served(worker, (local, *others), skipped)[0], (worker, local), 1) for worker in destinations]
-    return TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs))
+    return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs)), certify)
+
+
+def proved(plan: Proved, certify: bool) -> Proved:
+    """The plan, with its certificate if that is asked for."""
+    if certify:
+        plan.certificate()
+    return plan
 
 
 def served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[list[Cell]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvplan import Certificate, KVPlanError, Model, plan_mesh, plan_reads, plan_writes
-from kvplan.certificate import certify
+from kvplan.certificate import prove
 from tests.small import engine
 
 MAMBA = Model.shipped("nemotron-h-8b")
@@ -148,7 +148,7 @@ def test_writers_that_are_missing_leave_a_proof_incomplete():
     assert [share.complete for share in shares] == [False, False]
     assert sum(share.num_bytes for share in shares) == whole.num_bytes
     with pytest.raises(KVPlanError, match="some twice"):
-        certify([mesh.plans[0], *mesh.plans])
+        prove([mesh.plans[0], *mesh.plans])
 
 
 @pytest.mark.parametrize(
@@ -168,3 +168,19 @@ def test_a_plan_that_moves_nothing_is_proved():
     """Zero bytes, in no parts."""
     (mine,) = engine("d", layers=1)
     assert plan_reads(mine, [], not_transferred=["layers.0"]).certificate() == Certificate(0, 0, True)
+
+
+def test_planning_can_ask_for_the_certificate(monkeypatch):
+    """With ``certify`` a plan that is not proved is an error, in every direction."""
+    destinations, sources = engine("d", tp=2), engine("p")
+    assert plan_reads(destinations[0], sources, certify=True).pairs
+    assert plan_mesh(destinations, sources, certify=True).plans
+    monkeypatch.setattr("kvplan.certificate.MAX_PARTS", 0)
+    for plan in (
+        lambda **how: plan_reads(destinations[0], sources, **how),
+        lambda **how: plan_writes(sources[0], destinations, **how),
+        lambda **how: plan_mesh(destinations, sources, **how),
+    ):
+        assert plan()
+        with pytest.raises(KVPlanError, match="cannot certify"):
+            plan(certify=True)

@@ -1,0 +1,93 @@
+"""Known faults that no planner can catch, and who has to take care instead."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+
+
+@attrs.frozen
+class Outside:
+    """A fault on the page without an exhibit: ``keeper`` has to take care that it does not happen."""
+
+    number: str
+    bug: str
+    reference: str
+    keeper: str
+
+
+OUTSIDE: Final = (
+    Outside(
+        "H1",
+        "A reader told idle replicas of a cache that a request was done, by an id that was its own and not theirs.",
+        "vllm-project/vllm#36958",
+        "the executor: plans say whom to tell, and ids of requests are no part of them",
+    ),
+    Outside(
+        "H4",
+        "A deadline went to another machine as a time of the sender's clock, and blocks were freed before their read.",
+        "tests of vLLM 0.33.0, test_nixl_connector.py",
+        "the executor: send durations, never times",
+    ),
+    Outside(
+        "H5",
+        "Expired leases were looked for in the order of their arrival, and one behind a longer one was kept.",
+        "vllm-project/vllm#58222",
+        "the engine that grants leases",
+    ),
+    Outside(
+        "H6",
+        "After an abort, blocks went to another request while the source still wrote to them.",
+        "sgl-project/sglang#24527, sgl-project/sglang#24526",
+        "the executor: a destination's blocks are in use until each of its completions, or failures, is in",
+    ),
+    Outside(
+        "H8",
+        "A source freed blocks when a timeout had passed, while reads of them were still under way.",
+        "vllm-project/vllm#56465",
+        "the executor: time alone ends no read",
+    ),
+    Outside(
+        "H9",
+        "Blocks were stored by a second connector before the first had received their content.",
+        "vllm-project/vllm#34526, vllm-project/vllm#35092, vllm-project/vllm#46951",
+        "the engine: blocks that await a completion are not to be read",
+    ),
+    Outside(
+        "H11",
+        "A notification overtook the data that it announced on a transport of several lanes.",
+        "ai-dynamo/nixl#252, ai-dynamo/nixl#349",
+        "the transfer library: a completion comes after the last byte",
+    ),
+    Outside(
+        "H16",
+        "A timeout and a completion both freed the same request.",
+        "vllm-project/vllm#24268, llm-d/llm-d#187",
+        "the engine: take a request out of the books once, atomically",
+    ),
+    Outside(
+        "H17",
+        "A destination moved its memory after its addresses were published, while writes were on their way.",
+        "sgl-project/sglang#33362",
+        "the engine: memory of a plan stays where it is until its last completion",
+    ),
+    Outside(
+        "H18",
+        "A conversation's second turn read blocks whose lease had run out.",
+        "vllm-project/vllm#47021",
+        "the executor: ask for what a lease still covers, with a margin",
+    ),
+    Outside(
+        "I6",
+        "Requests of a storage backend were used after they had been freed, and matched without their metadata.",
+        "ai-dynamo/nixl#2067",
+        "the transfer library",
+    ),
+    Outside(
+        "I8",
+        "GPU memory was registered as host memory by a build without GPU support, and failed much later.",
+        "ai-dynamo/nixl#1393",
+        "the transfer library: refuse to register what it cannot reach",
+    ),
+)

@@ -1,0 +1,73 @@
+"""Completions: who has to hear of a request's end, and what has to have moved by then."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvplan import Blocks, MeshPlan, plan_mesh, plan_reads, verify
+from tests.edits import edited_specs
+from tests.museum.exhibit import Look, exhibit
+from tests.museum.faults import Key, asking, grouped, heard
+from tests.small import engine
+
+
+def awaited(mesh: MeshPlan) -> dict[Key, tuple[Key, ...]]:
+    """Whom each worker awaits."""
+    return {key: each.awaits for key, each in mesh.completions.items()}
+
+
+def told(mesh: MeshPlan) -> list[tuple[Key, Key]]:
+    """Who tells whom."""
+    return [(key, other) for key, each in mesh.completions.items() for other in each.sends]
+
+
+@exhibit("D15", "vllm-project/vllm#18632", "completions")
+def test_nothing_to_read_is_still_done() -> tuple[Look, Look]:
+    """A destination that had the whole prompt read nothing and told nobody, so the source kept its blocks for ever."""
+    mesh = plan_mesh(engine("decode"), engine("prefill", 2))
+    specs = mesh.plans[0].bind(local={"attn": Blocks([], first=3)}, remote={"attn": Blocks([3, 9, 4])}, tokens=(12, 12))
+    of_bytes = [(spec.local, spec.remote) for spec in specs if spec.num_bytes]
+    return lambda: heard(awaited(mesh), of_bytes), lambda: heard(awaited(mesh), told(mesh))
+
+
+@exhibit("H2", "sgl-project/sglang#22145", "completions")
+def test_writers_of_one_name() -> tuple[Look, Look]:
+    """Four writers signed with their pipeline stage, 0 for all, so the destination counted one of them and hung."""
+    mesh = plan_mesh(engine("decode"), engine("prefill", 4), "WRITE")
+    by_stage = {(("prefill", 0), other) for _, other in told(mesh)}
+    return lambda: heard(awaited(mesh), by_stage), lambda: heard(awaited(mesh), told(mesh))
+
+
+@exhibit("H12", "tests of vLLM 0.33.0, test_nixl_push_connector.py", "verify: COVER")
+def test_replicas_that_were_only_told() -> tuple[Look, Look]:
+    """A source wrote an MLA cache to one of the ranks that keep it, and told the rest that it was done."""
+    mesh = plan_mesh(engine("decode", 2, heads=1), engine("prefill", heads=1), "WRITE")
+    request = asking({"attn": Blocks([3, 9])}, {"attn": Blocks([8, 1])}, (0, 8))
+    (plan,) = mesh.plans
+    one, other = plan.bind(**request)
+    nothing = attrs.evolve(other, local_ids=other.local_ids[:0], remote_ids=other.remote_ids[:0])
+    return lambda: verify(edited_specs(plan, one, nothing), **request), lambda: verify(mesh, **request)
+
+
+@exhibit("H13", "vllm-project/vllm#46290", "completions")
+def test_as_many_writes_as_tensors() -> tuple[Look, Look]:
+    """A destination took a request for done after as many writes as tensors were registered, not as were sent."""
+    source, destination = grouped("prefill", full=4, window=4, draft=4), grouped("decode", full=4, window=4)
+    mesh = plan_mesh([destination], [source], "WRITE")
+    (pair,) = mesh.plans[0].pairs
+    writes = len(set(pair.local_table.region.tolist()))
+
+    def after(expected: int) -> str:
+        return heard(awaited(mesh), told(mesh) if writes == expected else [])
+
+    return lambda: after(len(source.regions)), lambda: after(writes)
+
+
+@exhibit("H15", "vllm-project/vllm#52234", "refused: BLOCKS")
+def test_blocks_that_are_not_there() -> tuple[Look, Look]:
+    """A request that named blocks beyond the source's pool was called ready and answered with garbage."""
+    (source,), (destination,) = engine("prefill"), engine("decode", blocks=100)
+    plan = plan_reads(destination, [source])
+    own = {"attn": Blocks([8, 99])}
+    beyond, inside = ({"attn": Blocks([3, last])} for last in (10, 9))
+    return lambda: verify(plan, **asking(own, beyond, (0, 8))), lambda: verify(plan, **asking(own, inside, (0, 8)))
