@@ -156,6 +156,10 @@ class _Check:
 
     def copy(self, memory: FakeMemory, source: Worker, spec: ReadSpec) -> None:
         """Carry out one spec by its descriptors, and hold its ids against them."""
+        if len(spec.local_ids) != len(spec.remote_ids):
+            got = f"{count(len(spec.local_ids), 'local id')}, {len(spec.remote_ids)} remote ones"
+            self.fail("IDS", f"{got} of the copy from {source.label} are no pairs")
+            return
         ranges = spec.descriptors()
         self.num_bytes += int(ranges[0][:, 1].sum())
         self.num_descriptors += len(ranges[0])

@@ -323,3 +323,13 @@ def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
     report = verify(plan_mesh(destinations, sources), local=tables, remote=tables, tokens={"attn": (0, 50)})
     assert "called for by two groups, whose blocks share memory" in str(report)
     assert set(codes(report)) == {"VALUE", "DISJOINT"}
+
+
+def test_ids_that_are_no_pairs_are_found() -> None:
+    """A list of ids that is shorter on one side has no meaning, and moves nothing."""
+    (mine,), (other,) = engine("d"), engine("p")
+    plan = plan_reads(mine, [other])
+    (spec,) = plan.bind(**REQUEST)
+    report = verify(edited_specs(plan, attrs.evolve(spec, remote_ids=spec.remote_ids[:-1])), **REQUEST)
+    assert codes(report) == ["IDS", "COVER"]
+    assert f"{len(spec.local_ids)} local ids, {len(spec.local_ids) - 1} remote ones" in str(report)
