@@ -2,11 +2,16 @@
 
 from kvplan.axes import Axis
 from kvplan.blocks import Blocks
+from kvplan.certificate import Certificate
+from kvplan.compare import Comparison, Difference, compare
 from kvplan.errors import CODES, KVPlanError
 from kvplan.explain import explain
+from kvplan.findings import PeerError, Problem
 from kvplan.memory import FakeMemory
 from kvplan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
 from kvplan.models import Model
+from kvplan.offers import encode, fingerprint
+from kvplan.peers import decode, problems
 from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
@@ -21,14 +26,19 @@ __all__ = [
     "CODES",
     "Axis",
     "Blocks",
+    "Certificate",
+    "Comparison",
     "Completions",
     "Context",
+    "Difference",
     "FakeMemory",
     "Group",
     "KVPlanError",
     "MeshPlan",
     "Model",
     "Pair",
+    "PeerError",
+    "Problem",
     "ReadSpec",
     "Region",
     "Report",
@@ -36,12 +46,17 @@ __all__ = [
     "TransferPlan",
     "View",
     "Worker",
+    "compare",
     "completions",
     "contacts",
+    "decode",
+    "encode",
     "explain",
+    "fingerprint",
     "plan_mesh",
     "plan_reads",
     "plan_writes",
+    "problems",
     "tails",
     "verify",
     "verify_together",

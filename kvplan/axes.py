@@ -17,7 +17,6 @@ coordinate on which the byte offset grows by a constant stride.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -184,9 +183,10 @@ def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
     >>> global_sizes((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
     {'token': 528, 'dim': 128}
     """
-    return {
-        key: math.prod(axis.size for axis in axes if axis.name == key) for key in dict.fromkeys(a.name for a in axes)
-    }
+    sizes: dict[str, int] = {}
+    for axis in axes:
+        sizes[axis.name] = sizes.get(axis.name, 1) * axis.size
+    return sizes
 
 
 def read_only(array: Array) -> Array:

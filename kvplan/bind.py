@@ -29,7 +29,43 @@ Ids = npt.NDArray[np.int32]
 Range = tuple[int, int]
 Tokens = Range | Mapping[str, Range] | None
 
-Terms = tuple[Ints, Ints]
+
+class Workspace:
+    """Memory for the ids of one request after another, for loops that bind many.
+
+    Fresh memory costs more than the ids in it: every page of it is mapped anew. Specs that were bound with a workspace
+    are good until the next ``bind`` with it.
+
+    >>> from kvplan import Blocks, Model, plan_reads
+    >>> (decode,), (prefill,) = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in "dp")
+    >>> plan, workspace = plan_reads(decode, [prefill]), Workspace()
+    >>> for block in (3, 4):
+    ...     tables = {"attn": Blocks([block])}
+    ...     (spec,) = plan.bind(local=tables, remote=tables, workspace=workspace)
+    ...     print(spec.local_ids[:3])
+    [ 3 12 21]
+    [ 4 13 22]
+    """
+
+    def __init__(self) -> None:
+        self._ids = np.empty(0, np.int32)
+        self._used = 0
+
+    def clear(self) -> None:
+        """Makes all memory free again, as much of it as was ever taken at once."""
+        if self._used > self._ids.size:
+            self._ids = np.empty(self._used, np.int32)
+        self._used = 0
+
+    def take(self, number: int) -> Ids:
+        """Memory for a number of ids; fresh where the workspace has too little as yet."""
+        self._used += number
+        return (
+            self._ids[self._used - number : self._used] if self._used <= self._ids.size else np.empty(number, np.int32)
+        )
+
+
+Terms = tuple[Ids | Ints, Ids | Ints]
 """Ids as sums: a column of strands, and a row of what each run or token of the request adds to them."""
 
 
@@ -65,14 +101,14 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
 
 def wanted(group: Group, table: Blocks, given: Range | None) -> Range:
     """The positions of a range that a destination wants: those of its blocks, where there is no range, or a gap."""
+    if given is not None and not table.has_gaps:
+        return given
     low, high = reach(group, table.first, table.stop - table.first)
     if given is None:
         return low, high
-    if not table.has_gaps:
-        return given
     start, stop = (before(group, position) for position in given)
     if start < stop:
-        check_listed(group.name, (start // slots(group), -(-stop // slots(group))), table.listed)
+        check_listed(group.name, start // slots(group), -(-stop // slots(group)), *table.listed)
     return max(low, given[0]), min(high, given[1])
 
 
@@ -83,10 +119,8 @@ def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[t
     ranges = {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
     for family in layout.families:
         for begin, end in ranges[family.share]:
-            if begin < end and (found := ends(family.starts, family.every, begin, end)) is not None:
-                ours, theirs = _rows(layout.groups, family, blocks, *found)
-                if ours.size:
-                    yield (family.base[0], ours), (family.base[1], theirs)
+            if begin < end and (rows := _rows(layout.groups, family, blocks, begin, end)) is not None:
+                yield (family.base[0], rows[0]), (family.base[1], rows[1])
 
 
 def _whole(layout: Layout, start: int, stop: int) -> Range:
@@ -109,24 +143,32 @@ def _span(layout: Layout, position: int) -> Range | None:
     return turn * layout.period + begin, turn * layout.period + end
 
 
-def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], first: int, last: int) -> list[Ints]:
-    """``step * block id + sub`` of each position of a family from ``first`` to ``last``, each side.
+def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int) -> Terms | None:
+    """``step * block id + sub`` of each position of a family in ``[begin, end)``, each side, if there are any.
 
     A family that always begins in the same slot takes every nth block: a slice of the table, no arithmetic on slots.
     """
-    if family.advance and all(table.scattered is None for table in blocks):
-        rows = []
-        for group, table, n, step in zip(groups, blocks, family.advance, family.step, strict=True):
-            low, high = (local_index(group, position) // slots(group) for position in (first, last))
-            check_listed(group.name, (low, high + 1), (table.first, table.stop))
-            ids = table.ids[low - table.first : high - table.first + 1 : n]
-            rows.append(ids if step == 1 else ids * step)
-        return rows
-    block, slot = stand(groups, _positions(groups[0], family, blocks[0], first, last))
-    return [
-        table.ids[places(group.name, table, at)] * step + sub[where]
-        for group, table, at, step, sub, where in zip(groups, blocks, block, family.step, family.sub, slot, strict=True)
-    ]
+    if family.turns and blocks[0].scattered is None and blocks[1].scattered is None:
+        start = int(family.starts[0])
+        first, last = -((start - begin) // family.every), (end - 1 - start) // family.every
+        if first > last:
+            return None
+        taken: list[Ids | Ints] = []
+        for group, table, (block, on), step in zip(groups, blocks, family.turns, family.step, strict=True):
+            low, high = block + first * on, block + last * on + 1
+            check_listed(group.name, low, high, table.first, table.stop)
+            ids = table.ids[low - table.first : high - table.first : on]
+            taken.append(ids if step == 1 else ids.astype(np.int64) * step)
+        return taken[0], taken[1]
+    found = ends(family.starts, family.every, begin, end)
+    if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
+        return None
+    ordinals, slot = stand(groups, position)
+    at = [places(group.name, table, which) for group, table, which in zip(groups, blocks, ordinals, strict=True)]
+    ours, theirs = (
+        blocks[i].ids[at[i]].astype(np.int64) * family.step[i] + family.sub[i][slot[i]] for i in range(len(groups))
+    )
+    return ours, theirs
 
 
 def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:
@@ -140,28 +182,21 @@ def _positions(group: Group, family: Family, table: Blocks, first: int, last: in
     return position[np.isin(position % family.every, family.starts)]
 
 
-def add(parts: Sequence[Terms]) -> Ids:
+def add(parts: Sequence[Terms], workspace: Workspace) -> Ids:
     """All ids of one side, one broadcast add for each of the terms. Raises ``INT`` if an id does not fit 31 bits."""
-    if len(parts) == 1:
-        return read_only(_sum(*parts[0]).reshape(-1))
     sizes = [strand.size * row.size for strand, row in parts]
-    ids, done = np.empty(sum(sizes), np.int32), 0
+    ids, done = workspace.take(sum(sizes)), 0
     for (strand, row), size in zip(parts, sizes, strict=True):
-        _sum(strand, row, ids[done : done + size].reshape(strand.size, row.size))
+        if strand.dtype != np.int32 and (last := int(strand.max()) + int(row.max())) >= ID_END:
+            raise KVPlanError(
+                "INT",
+                "number the descriptors of a request",
+                expected=f"ids below {ID_END}",
+                got=f"{last}",
+                hint="a smaller pool, or fewer tensors per plan, has fewer ids",
+                id=last,
+            )
+        out = ids[done : done + size].reshape(strand.size, row.size)
+        np.add(strand.astype(np.int32, copy=False), row.astype(np.int32, copy=False), out)
         done += size
     return read_only(ids)
-
-
-def _sum(strand: Ints, row: Ints, out: Ids | None = None) -> Ids:
-    narrow: Ids = strand.astype(np.int32, copy=False)
-    if narrow is not strand and (last := int(strand.max()) + int(row.max())) >= ID_END:
-        raise KVPlanError(
-            "INT",
-            "number the descriptors of a request",
-            expected=f"ids below {ID_END}",
-            got=f"{last}",
-            hint="a smaller pool, or fewer tensors per plan, has fewer ids",
-            id=last,
-        )
-    ids: Ids = np.add(narrow, row.astype(np.int32), out)
-    return ids

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvplan.axes import Ints, read_only
 from kvplan.errors import KVPlanError
@@ -20,8 +21,8 @@ POSITION_END: Final = 1 << 48
 """Positions and block ordinals are below this."""
 
 
-def _integers(values: Any, what: str, end: int) -> Ints:
-    """A copy of ``values``, integers in ``[0, end)``."""
+def _integers(values: Any, what: str, end: int) -> tuple[Ints, int]:
+    """A copy of ``values``, integers in ``[0, end)``, and the highest of them."""
     try:
         array = np.asarray(values)
     except ValueError:
@@ -29,11 +30,12 @@ def _integers(values: Any, what: str, end: int) -> Ints:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = f"{array.dtype} of shape {array.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
-    owned = read_only(array.astype(np.int64))
-    if array.size and owned.view(np.uint64).max() >= end:
+    wide = array.astype(np.int64)
+    highest = int(np.maximum.reduce(wide.view(np.uint64))) if wide.size else -1  # a negative number is the highest
+    if highest >= end:
         wrong = int(next(value for value in array if not 0 <= value < end))
         raise KVPlanError("BLOCKS", "read a block table", expected=f"{what} in [0, {end})", got=f"{wrong}", id=wrong)
-    return owned
+    return wide, highest
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -56,8 +58,8 @@ class Blocks:
     Blocks([5, 9], ordinals=[1024, 2048])
     """
 
-    ids: Ints
-    """The ids of the blocks that there are, int64, by ascending ordinal."""
+    ids: npt.NDArray[np.int32]
+    """The ids of the blocks that there are, by ascending ordinal."""
 
     first: int
     """The ordinal of the first of them."""
@@ -70,23 +72,27 @@ class Blocks:
 
     null: int | None
 
+    highest: int
+    """The highest of ``ids``, -1 where there is none."""
+
     def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None) -> None:
         start = integer(first, "first of Blocks", high=POSITION_END)
-        owned = _integers(ids, "ids", ID_END)
+        owned, highest = _integers(ids, "ids", ID_END)
         listed, at = (start, start + owned.size), None
         if ordinals is not None:
             if start or null is not None:
                 raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
-            owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END))
+            owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END)[0])
             listed = (0, POSITION_END)
         elif null is not None:
             null = integer(null, "null of Blocks", high=ID_END)
             there = np.flatnonzero(owned != null)
-            owned, at = read_only(owned[there]), read_only(start + there)
+            owned, at = owned[there], read_only(start + there)
+            highest = int(owned.max(initial=-1))
         if at is not None:
             start = int(at[0]) if at.size else start
             at = at if at.size and int(at[-1]) - start >= at.size else None
-        self.__attrs_init__(owned, start, listed, at, null)
+        self.__attrs_init__(read_only(owned.astype(np.int32)), start, listed, at, null, highest)
 
     @property
     def stop(self) -> int:
@@ -104,16 +110,11 @@ class Blocks:
         return self.listed != (self.first, self.first + self.ids.size)
 
     @cached_property
-    def highest(self) -> int:
-        """The highest id, -1 where there is none."""
-        return int(self.ids.max()) if self.ids.size else -1
-
-    @cached_property
     def twice(self) -> int | None:
         """An id that stands more than once, if there is one."""
         ordered = np.sort(self.ids)
         same = ordered[1:] == ordered[:-1]
-        return int(ordered[same.argmax()]) if same.any() else None
+        return int(ordered[same.argmax()]) if np.count_nonzero(same) else None
 
     def _arguments(self) -> dict[str, Any]:
         """What makes the same table."""
@@ -146,7 +147,7 @@ def _ordered(ids: Ints, ordinals: Ints) -> tuple[Ints, Ints]:
     if ordinals.size != ids.size or again.size:
         got = f"ordinal {ordinals[again[0]]} twice" if again.size else f"{ordinals.size} of {ids.size} ids"
         raise KVPlanError("BLOCKS", "read a block table", expected="an ordinal of its own for each id", got=got)
-    return read_only(ids[order]), read_only(ordinals)
+    return ids[order], read_only(ordinals)
 
 
 def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool) -> None:
@@ -176,17 +177,17 @@ def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool
         )
 
 
-def check_listed(key: str, needed: tuple[int, int], listed: tuple[int, int]) -> None:
-    """Whether the ordinals that a request needs are among those that a table has."""
-    if needed[0] < listed[0] or needed[1] > listed[1]:
+def check_listed(key: str, start: int, stop: int, low: int, high: int) -> None:
+    """Whether the ordinals ``[start, stop)`` that a request needs are among those that a table has."""
+    if start < low or stop > high:
         raise KVPlanError(
             "BLOCKS",
             f"bind group {key!r}",
-            expected=f"blocks [{needed[0]}, {needed[1]}) of the request to be listed",
-            got=f"[{listed[0]}, {listed[1]})",
+            expected=f"blocks [{start}, {stop}) of the request to be listed",
+            got=f"[{low}, {high})",
             group=key,
-            needed=needed,
-            listed=listed,
+            needed=(start, stop),
+            listed=(low, high),
         )
 
 
@@ -195,7 +196,7 @@ def places(key: str, table: Blocks, ordinals: Ints) -> Ints:
     if not ordinals.size:
         return ordinals
     if table.scattered is None:
-        check_listed(key, (int(ordinals[0]), int(ordinals[-1]) + 1), (table.first, table.stop))
+        check_listed(key, int(ordinals[0]), int(ordinals[-1]) + 1, table.first, table.stop)
         return ordinals - table.first
     found = np.minimum(np.searchsorted(table.scattered, ordinals), table.ids.size - 1)
     missing = ordinals[table.scattered[found] != ordinals]

@@ -135,10 +135,12 @@ class Side:
         group, step, last = layout.groups[side], family.step[side], layout.num_blocks[side] - 1
         ordinal, slot = _stand(group, position)
         ids = family.base[side].astype(np.int64)
-        if family.advance is None:
+        if family.turns is None:
             ids = ids + family.sub[side][slot]
-        elif (_stand(group, position + family.every)[0] - ordinal != family.advance[side]).any():
-            return None
+        else:
+            first, second = _stand(group, family.starts + np.array([0, family.every]))[0].tolist()
+            if (first, second - first) != family.turns[side]:
+                return None
         ids = np.broadcast_to(ids, (len(ids), position.size)).reshape(-1)
         row = np.searchsorted(self.table.first, ids, "right") - 1
         start, length, stride, count = (column[row] for column in self.rows())

@@ -35,7 +35,14 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "INT": "a descriptor id does not fit 31 bits",
         "LAYOUT": "a layout or one of its options is unknown or impossible",
         "CONFIG": "a model configuration lacks a key, or a value is unusable",
+        "PROOF": "a plan does not move the right bytes",
         "MEMORY": "memory cannot be had, or a copy leaves it",
+        "BACKEND": "a backend that moves bytes is missing, or does not take the memory",
+        "PEER": "a remote worker is not connected, not the one described, or gone",
+        "TRANSFER": "a transfer failed, or is not in the state that an action needs",
+        "MESSAGE": "bytes from a peer are no message: too many, not JSON, or nested too deeply",
+        "VERSION": "a message has no version, or one that is unknown",
+        "KEY": "a message lacks a key, or has one that is unknown or there twice",
     }
 )
 """Every code a :class:`KVPlanError` can carry, with its meaning."""
@@ -45,21 +52,24 @@ class KVPlanError(ValueError):
     """A description, pair or request that was refused, before anything moved.
 
     ``code`` is one of :data:`CODES`; ``details`` holds the values that disagreed, by field.
-    ``str(error)`` is one line.
+    ``str(error)`` is one line, made of ``code``, ``action``, ``expected``, ``got`` and ``hint``.
     """
 
     code: str
+    action: str
+    expected: str
+    got: str
+    hint: str
     details: Mapping[str, Any]
 
     def __init__(self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any) -> None:
         assert code in CODES, code
         super().__init__(f"{code}: cannot {action}: expected {expected}, got {got}" + (f" ({hint})" if hint else ""))
-        self.code = code
+        self.code, self.action, self.expected, self.got, self.hint = code, action, expected, got, hint
         self.details = MappingProxyType(details)
-        self._state = (code, action, expected, got, hint, details)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._state
+        return _rebuild, (self.code, self.action, self.expected, self.got, self.hint, dict(self.details))
 
 
 def _rebuild(code: str, action: str, expected: str, got: str, hint: str, details: dict[str, Any]) -> KVPlanError:

@@ -1,21 +1,18 @@
-"""explain: any value of kvplan as a few lines of plain text, equal layers told once.
-
->>> print(fold(["layers.0.attn", "layers.1.attn", "layers.3.attn", "draft"]))
-layers.0-1,3.attn, draft
-"""
+"""explain: any value of kvplan as a few lines of plain text, equal layers told once."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvplan.axes import Axis, Ints
+from kvplan.axes import Axis
 from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.mesh import MeshPlan
+from kvplan.names import fold, intervals
 from kvplan.plan import Pair, TransferPlan
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
@@ -113,41 +110,11 @@ def sizes(low: int, high: int) -> str:
     return size(low) if low == high else f"{size(low)} to {size(high)}"
 
 
-def fold(names: Iterable[str]) -> str:
-    """Names that differ in their first number alone, told as one with all its numbers.
-
-    >>> fold(f"layers.{i}.attn" for i in range(80))
-    'layers.0-79.attn'
-    """
-    numbers: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        before, digits, after = re.fullmatch(r"(\D*)(\d*)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-        if digits != str(int(digits or -1)):
-            before, digits, after = name, "", ""
-        numbers.setdefault((before, after), []).extend([int(digits)] if digits else [])
-    return ", ".join(f"{before}{intervals(found)}{after}" for (before, after), found in numbers.items())
-
-
-def intervals(numbers: Iterable[int]) -> str:
-    """Numbers, neighbours as one interval.
-
-    >>> intervals([0, 1, 2, 3, 5])
-    '0-3,5'
-    """
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _some(ids: Ints) -> str:
+def _some(ids: npt.NDArray[np.integer[Any]]) -> str:
     shown = ", ".join(map(str, ids[:8].tolist()))
     return shown + (f", ... {ids[-1]}" if ids.size > 8 else "")
 

@@ -1,43 +1,56 @@
 """Which views of one region share bytes, decided without walking over blocks.
 
-A view's bytes are a set of *strides of intervals*: ``length`` bytes at ``start + k * step`` for ``k < count``,
-one for each contiguous run of its block. Two of them can only meet where their spans overlap and where they
-overlap modulo the greatest common divisor of their steps; the few pairs left are decided one by one.
-Descriptions come from peers too, so there is a limit to how many runs and pairs are looked at.
+A view's bytes are a set of *runs*: ``length`` bytes at ``start + k * step`` for ``k < count``, one for each
+contiguous piece of its block. Two runs can only meet where their spans overlap and where they overlap modulo the
+greatest common divisor of their steps; the few pairs left are decided one by one, exactly.
+Descriptions come from peers too, so there is a limit to how many runs and pairs a worker may need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from kvplan.axes import MAX_SEGMENTS, Ints
 from kvplan.errors import KVPlanError
 from kvplan.views import View
 
-MAX_PAIRS: Final = 1 << 18
-"""How many pairs of runs may come so near each other that they have to be compared block by block."""
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
-MAX_UNLIKE_BLOCKS: Final = 1 << 12
-"""Two runs that step unevenly, in pools that both have more blocks than this, are taken to meet if they can."""
+MAX_RUNS: Final = 1 << 18
+"""How many runs the views that share regions may have, in all: they take 100 bytes of memory each."""
+
+MAX_PAIRS: Final = 1 << 13
+"""How many pairs of runs may come so near each other that they have to be compared: they take 50 µs of time each."""
+
+
+Split = tuple[int, int, list[tuple[int, int]]]
+"""How many runs a block has, of how many bytes each, and (stride, extent) of each axis that they step along."""
+
+NOWHERE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @attrs.frozen
-class _Stride:
-    view: int
+class _Run:
+    """``length`` bytes at ``start + k * step`` for each ``k < count``."""
+
     start: int
     length: int
     step: int
     count: int
 
 
-def overlaps(views: Sequence[View]) -> Iterator[tuple[View, View]]:
-    """The pairs of views (of one region and one group) that share a byte: each at least once, by address.
+def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iterator[tuple[View, View]]:
+    """The pairs of views of one pool that share a byte: each at least once, by address.
 
-    Raises ``RANGE`` where telling would take more than :data:`MAX_SEGMENTS` runs or :data:`MAX_PAIRS` pairs.
+    A pool is the views of one group in one region, or in regions that overlap: ``apart`` says how many bytes after
+    the first of them each region starts. Raises ``RANGE`` where telling would take more than
+    :data:`MAX_RUNS` runs or :data:`MAX_PAIRS` pairs.
 
     >>> from kvplan import Axis, View
     >>> def view(name, offset):
@@ -45,78 +58,133 @@ def overlaps(views: Sequence[View]) -> Iterator[tuple[View, View]]:
     >>> [(a.name, b.name) for a, b in overlaps([view("k", 0), view("v", 8), view("x", 44)])]
     [('k', 'x')]
     """
-    if len(views) < 2:
-        return
-    strides: list[_Stride] = []
-    for i, view in enumerate(views):
-        strides += _strides(i, view, len(strides))
-    strides.sort(key=lambda s: s.start)
-    start = np.array([s.start for s in strides])
-    length = np.array([s.length for s in strides])
-    step = np.array([s.step for s in strides])
-    ends = np.maximum.accumulate(np.array([s.start + (s.count - 1) * s.step + s.length for s in strides]))
-    first_of_span = np.flatnonzero(np.r_[True, start[1:] >= ends[:-1]])
-    compared = 0
-    for low, high in zip(first_of_span, [*first_of_span[1:], len(strides)], strict=True):
-        for i, j in _meet(start[low:high], length[low:high], int(np.gcd.reduce(step[low:high]))):
-            a, b = strides[low + i], strides[low + j]
-            compared += 1
-            if compared > MAX_PAIRS:
-                raise _too_many(views[b.view], "pairs of runs to compare", MAX_PAIRS, compared)
-            if a.view != b.view and _share(a, b):
-                yield views[a.view], views[b.view]
+    runs = pairs = 0
+    shared = [views for views in pools if len(views) > 1]
+    for view in (view for views in shared for view in views):
+        runs += _split(view)[0]
+        if runs > MAX_RUNS:
+            raise _too_many(view, "runs in the blocks of views that share regions", MAX_RUNS, runs)
+    for views in shared:
+        splits = [_split(view) for view in views]
+        lengths = [length for _, length, _ in splits]
+        start, owner = _starts([view.offset_bytes + apart.get(view.region, 0) for view in views], splits)
+        for i, j in _near(views, lengths, start, owner):
+            pairs += 1
+            a, b = int(owner[i]), int(owner[j])
+            if pairs > MAX_PAIRS:
+                raise _too_many(views[b], "pairs of runs to compare", MAX_PAIRS, pairs)
+            if a != b and _share(
+                _Run(int(start[i]), lengths[a], _step(views[a]), views[a].num_blocks),
+                _Run(int(start[j]), lengths[b], _step(views[b]), views[b].num_blocks),
+            ):
+                yield views[a], views[b]
 
 
 def _too_many(view: View, what: str, limit: int, number: int) -> KVPlanError:
     return KVPlanError(
-        "RANGE",
-        f"place view {view.name!r}",
-        expected=f"at most {limit} {what} in region {view.region!r}",
-        got=f"{number}",
-        value=number,
+        "RANGE", f"place view {view.name!r}", expected=f"at most {limit} {what}", got=f"{number}", value=number
     )
 
 
-def _strides(index: int, view: View, before: int) -> Iterator[_Stride]:
-    length, offsets = view.itemsize, np.zeros(1, np.int64)
+def _step(view: View) -> int:
+    return view.block_stride_bytes if view.num_blocks > 1 else 0
+
+
+def _split(view: View) -> Split:
+    """The runs of a view's block."""
+    runs, length = 1, view.itemsize
+    steps: list[tuple[int, int]] = []
     for axis in sorted(view.axes, key=lambda axis: axis.stride_bytes):
-        if axis.stride_bytes == length and offsets.size == 1:
+        if axis.stride_bytes == length and not steps:
             length *= axis.extent
         elif axis.extent > 1:
-            number = before + offsets.size * axis.extent
-            if number > MAX_SEGMENTS:
-                raise _too_many(view, "runs in a block", MAX_SEGMENTS, number)
-            offsets = np.add.outer(np.arange(axis.extent) * axis.stride_bytes, offsets).reshape(-1)
-    step = view.block_stride_bytes if view.num_blocks > 1 else 0
-    for offset in offsets.tolist():
-        yield _Stride(index, view.offset_bytes + offset, length, step, view.num_blocks)
+            runs *= axis.extent
+            steps.append((axis.stride_bytes, axis.extent))
+    return runs, length, steps
 
 
-def _meet(start: Ints, length: Ints, modulus: int) -> Iterator[tuple[int, int]]:
+def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Words, Ints]:
+    """Where each run starts, ascending, and the index of its view."""
+    parts = []
+    for offset, (_, _, steps) in zip(offsets, splits, strict=True):
+        part = np.array([offset], np.uint64)
+        for stride, extent in steps:
+            part = np.add.outer(np.arange(extent, dtype=np.uint64) * np.uint64(stride), part).reshape(-1)
+        parts.append(part)
+    start = np.concatenate(parts)
+    order = np.argsort(start, kind="stable")
+    return start[order], np.repeat(np.arange(len(parts)), [part.size for part in parts])[order]
+
+
+def _near(views: Sequence[View], lengths: Sequence[int], start: Words, owner: Ints) -> Iterator[tuple[int, int]]:
+    """Pairs of runs whose spans are joined by overlaps, and that overlap modulo the steps of all that are."""
+    length = np.array(lengths, np.uint64)[owner]
+    reach = [(view.num_blocks - 1) * _step(view) + length - 1 for view, length in zip(views, lengths, strict=True)]
+    step = np.array([_step(view) for view in views], np.uint64)[owner]
+    last = np.maximum.accumulate(start + np.array(reach, np.uint64)[owner])  # the last byte, since 2**64 is no uint64
+    first = np.flatnonzero(np.r_[True, start[1:] > last[:-1]])
+    several = np.flatnonzero(np.diff(np.r_[first, start.size]) > 1)
+    for low, high in zip(first[several].tolist(), np.r_[first, start.size][several + 1].tolist(), strict=True):
+        modulus = int(np.gcd.reduce(step[low:high]))
+        for i, j in _meet(start[low:high], length[low:high], modulus):
+            yield low + i, low + j
+
+
+def _meet(start: Words, length: Words, modulus: int) -> Iterator[tuple[int, int]]:
     """Pairs of intervals that overlap modulo ``modulus`` (0: as they stand)."""
-    residue = (start % modulus if modulus else start).astype(np.uint64)  # twice a residue is more than int64 holds
+    residue = start % np.uint64(modulus) if modulus else start
     order = np.argsort(residue, kind="stable")
     owner = np.r_[order, order] if modulus else order
     low = np.r_[residue[order], residue[order] + np.uint64(modulus)] if modulus else residue[order]
-    follower = np.searchsorted(low, residue[order] + length[order].astype(np.uint64))
-    for i in np.flatnonzero(follower > np.arange(len(order)) + 1).tolist():
-        for j in owner[i + 1 : follower[i]].tolist():
-            yield (min(owner[i], j), max(owner[i], j))
+    follower = np.searchsorted(low, residue[order] + (length[order] - np.uint64(1)), "right")
+    for i in np.flatnonzero(follower > np.arange(len(order)) + 1):
+        for j in owner[i + 1 : follower[i]]:
+            yield int(min(owner[i], j)), int(max(owner[i], j))
 
 
-def _share(a: _Stride, b: _Stride) -> bool:
-    """Whether two strides of intervals have a byte in common: exactly, up to :data:`MAX_UNLIKE_BLOCKS`.
+def _share(a: _Run, b: _Run) -> bool:
+    """Whether two runs have a byte in common.
 
-    Interval ``i`` of a meets interval ``j`` of b where ``-a.length < start_a(i) - start_b(j) < b.length``. With
-    one step for both only ``i - j`` matters; otherwise try each interval of the shorter one.
+    Interval ``i`` of a meets some interval of b where ``reach = a.start + i * a.step + a.length - 1 - b.start``, how
+    far its last byte lies behind the start of b, is neither before b's first interval nor past its last, and is
+    less than ``near`` modulo ``b.step``.
     """
-    if a.count > b.count:
-        a, b = b, a
-    same = a.step == b.step
-    if not same and a.count > MAX_UNLIKE_BLOCKS:
-        return True
-    apart = a.start - b.start + a.step * np.arange(1 if same else a.count)
-    step = max(b.step, 1)
-    lowest = np.maximum((-a.length - apart) // step + 1, 1 - b.count)
-    highest = np.minimum(-((apart - b.length) // step) - 1, a.count - 1 if same else 0)
-    return bool(np.any(lowest <= highest))
+    near = a.length + b.length - 1
+    reach = a.start + a.length - 1 - b.start
+    end = (b.count - 1) * b.step + near
+    if a.step == 0:
+        low, high = 0, int(0 <= reach < end)
+    else:
+        low, high = max(0, -(reach // a.step)), min(a.count, -((reach - end) // a.step))
+    if b.step == 0 or low >= high:
+        return low < high
+    return _hits(high - low, a.step, reach + low * a.step, b.step, near) > 0
+
+
+def _hits(count: int, step: int, start: int, modulus: int, near: int) -> int:
+    """For how many ``i < count`` the remainder of ``start + i * step`` by ``modulus`` is less than ``near``.
+
+    >>> _hits(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
+    2
+    """
+    if near >= modulus:
+        return count
+    above = modulus + start
+    return _floors(count, modulus, step, above) - _floors(count, modulus, step, above - near)
+
+
+def _floors(count: int, modulus: int, step: int, start: int) -> int:
+    """The sum of ``(start + i * step) // modulus`` over ``i < count``, none negative, as fast as Euclid's algorithm.
+
+    The sum counts the lattice points under a line; where the line rises by less than 1 a step, it is the same line
+    looked at from its other axis, with a smaller modulus.
+    """
+    total = 0
+    while True:
+        total += count * (count - 1) // 2 * (step // modulus) + count * (start // modulus)
+        step, start = step % modulus, start % modulus
+        top = step * count + start
+        if top < modulus:
+            return total
+        count, start = divmod(top, modulus)
+        modulus, step = step, modulus

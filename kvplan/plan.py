@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from kvplan.axes import Ints, read_only
-from kvplan.bind import Terms, Tokens, add, check_names, range_of, terms, wanted
+from kvplan.bind import Terms, Tokens, Workspace, add, check_names, range_of, terms, wanted
 from kvplan.blocks import Blocks, check_blocks
 from kvplan.cells import Cell, cells
 from kvplan.certificate import Certificate, prove
@@ -68,18 +68,25 @@ class TransferPlan:
     pairs: tuple[Pair, ...]
 
     def bind(
-        self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None
+        self,
+        *,
+        local: Mapping[str, Blocks],
+        remote: Mapping[str, Blocks],
+        tokens: Tokens = None,
+        workspace: Workspace | None = None,
     ) -> tuple[ReadSpec, ...]:
         """What one request moves: a spec for each pair, in order, also where it moves nothing.
 
         ``local`` and ``remote`` are block tables by group name. ``tokens`` is a range of positions for every token
         group, or one per local group; a state group's range counts states. A group without a range moves
-        all that the destination's blocks list.
+        all that the destination's blocks list. With a ``workspace``, its memory is used for the ids.
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
         """
         reads = self.operation == "READ"
         self._check_request(local, remote, tokens)
+        memory = Workspace() if workspace is None else workspace
+        memory.clear()
         specs = []
         for pair in self.pairs:
             sums: list[tuple[Terms, Terms]] = []
@@ -88,7 +95,7 @@ class TransferPlan:
                 blocks = (local[near.name], remote[far.name]) if reads else (remote[far.name], local[near.name])
                 span = wanted(layout.groups[0], blocks[0], range_of(tokens, near))
                 sums += terms(layout, blocks, span)
-            ids = add([ours for ours, _ in sums]), add([theirs for _, theirs in sums])
+            ids = add([ours for ours, _ in sums], memory), add([theirs for _, theirs in sums], memory)
             specs.append(
                 ReadSpec(
                     operation=self.operation,
@@ -137,8 +144,9 @@ class TransferPlan:
             if not isinstance(tables, Mapping):
                 raise wrong_type("block tables", "a mapping of groups to Blocks", tables)
             check_names(self._group_names[side], tables, "block table")
+            is_destination = side == (self.operation == "WRITE")
             for name, pool in self._pools[side].items():
-                check_blocks(name, tables.get(name), pool, is_destination=side == (self.operation == "WRITE"))
+                check_blocks(name, tables.get(name), pool, is_destination)
         if isinstance(tokens, Mapping):
             check_names(self._group_names[0], tokens, "token range")
 

@@ -44,6 +44,8 @@ def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
     >>> integer(np.uint64(7), "count")
     7
     """
+    if type(value) is int and low <= value < high:
+        return value
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise wrong_type(what, "an integer", value)
     try:

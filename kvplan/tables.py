@@ -73,7 +73,8 @@ class Family:
     ``runs``, those between its cuts; ``ends``, those outside them; ``all``.
 
     ``base`` is a column, of int32 where every id of its table fits. Where there is one start and its slots are always
-    the same, ``advance`` is by how many blocks one turn goes on, and ``base`` has the slots' ``sub`` in it.
+    the same, ``turns`` has the ordinal of its block in the first turn, and by how many blocks each turn goes on; and
+    ``base`` has the slots' ``sub`` in it.
     """
 
     base: tuple[Ints, Ints]
@@ -82,7 +83,7 @@ class Family:
     starts: Ints
     every: int
     share: Literal["runs", "ends", "all"]
-    advance: tuple[int, int] | None
+    turns: tuple[tuple[int, int], tuple[int, int]] | None
 
 
 @attrs.frozen(eq=False)
@@ -192,15 +193,15 @@ def _family(
     share: Literal["runs", "ends", "all"],
 ) -> Family:
     """A family of ``base`` (2, strands)."""
-    advance = None
+    turns = None
     if starts.size == 1 and every % period(*groups) == 0:
-        blocks = [every // (group.context.size * slots(group)) for group in groups]
-        advance = (blocks[0], blocks[1])
-        _, slot = stand(groups, starts)
+        block, slot = stand(groups, starts)
+        on = [every // (group.context.size * slots(group)) for group in groups]
+        turns = (int(block[0, 0]), on[0]), (int(block[1, 0]), on[1])
         base = base + [side[where] for side, where in zip(sub, slot, strict=True)]
     columns = [side.astype(dtype)[:, None] for side, dtype in zip(base, dtypes, strict=True)]
     steps = (int(step[0]), int(step[1]))
-    return Family((columns[0], columns[1]), steps, (sub[0], sub[1]), starts, every, share, advance)
+    return Family((columns[0], columns[1]), steps, (sub[0], sub[1]), starts, every, share, turns)
 
 
 def _run_families(section: Section, ids: Ints, dtypes: Sequence[type]) -> list[Family]:

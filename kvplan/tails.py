@@ -61,7 +61,7 @@ def _pieces(geometry: Geometry, table: Blocks, start: int) -> tuple[Ints, Ints]:
     inner, length = _content(geometry)
     parts = []
     for which, first in ((ordinals == block, slot), (ordinals > block, 0)):
-        pages = np.add.outer(table.ids[which] * geometry.block_stride_bytes, token[first:])
+        pages = np.add.outer(table.ids[which].astype(np.int64) * geometry.block_stride_bytes, token[first:])
         parts.append(np.add.outer(pages, inner).reshape(-1))
     offset = np.sort(np.concatenate(parts))
     first_of = heads(offset[1:] == offset[:-1] + length)[: offset.size]

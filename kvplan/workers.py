@@ -120,22 +120,19 @@ class Worker:
         return values[key]
 
     def _check_apart(self) -> None:
-        shared: dict[tuple[str, str], list[View]] = {}
+        pools: dict[tuple[str, str], list[View]] = {}
         joined = self._joined_regions()
         for view in self.views:
-            first_region, apart = joined[view.region]
-            moved = attrs.evolve(view, offset_bytes=view.offset_bytes + apart) if apart else view
-            shared.setdefault((first_region, view.group), []).append(moved)
-        for (region, group), views in shared.items():
-            for first, second in overlaps(views):
-                raise KVPlanError(
-                    "OVERLAP",
-                    f"place view {second.name!r} of worker {self.label}",
-                    expected=f"bytes of its own in region {region!r} for group {group!r}",
-                    got=f"bytes of view {first.name!r}",
-                    first=first.name,
-                    second=second.name,
-                )
+            pools.setdefault((joined[view.region][0], view.group), []).append(view)
+        for first, second in overlaps(*pools.values(), apart={region: apart for region, (_, apart) in joined.items()}):
+            raise KVPlanError(
+                "OVERLAP",
+                f"place view {second.name!r} of worker {self.label}",
+                expected=f"bytes of its own in region {joined[second.region][0]!r} for group {second.group!r}",
+                got=f"bytes of view {first.name!r}",
+                first=first.name,
+                second=second.name,
+            )
 
     def _joined_regions(self) -> dict[str, tuple[str, int]]:
         """For each region, the first of those it overlaps with, in a chain, and how many bytes after it it starts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from kvplan import plan_reads
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
 from property_tests.strategies import Case, cases, key
 
@@ -14,7 +13,7 @@ def test_descriptors_are_the_fewest_and_name_the_bytes_of_the_ids(case: Case) ->
     """Coalesced descriptors copy what the ids copy, in as many runs as brute force finds in the bytes."""
     sources = {key(source): source for source in case.sources}
     for worker in case.destinations:
-        plan = plan_reads(worker, case.sources)
+        plan = case.reads(worker)
         for spec in plan.bind(**case.request(plan)):
             copies = copies_of(spec)
             assert sorted(copies) == sorted(copies_by_id(spec))

@@ -8,7 +8,6 @@ import numpy as np
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from kvplan import plan_reads
 from kvplan.verify import verify
 from property_tests.oracle import contents, copies_of, problems
 from property_tests.strategies import Case, cases, key
@@ -68,15 +67,15 @@ FAULTS = (_drop, _repeat, _shift_local, _shift_remote, _shorten, _swap)
 def test_both_oracles_judge_a_faulty_plan_alike(case: Case, fault: Fault, at: int, by: int) -> None:
     """Verify finds fault with descriptors exactly where the oracle in plain Python does."""
     worker = case.destinations[at % len(case.destinations)]
-    right = plan_reads(worker, case.sources)
+    right = case.reads(worker)
     request = case.request(right)
     counts = [spec.num_descriptors for spec in right.bind(**request)]
     assume(any(counts))
     which = max(range(len(counts)), key=counts.__getitem__)
     plan = edited(right, fault(at % counts[which], by), request, which)
-    held = {key(source): contents(source, case.remote, dict.fromkeys(case.tensors)) for source in case.sources}
+    held = {key(source): contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
     copies = [copy for spec in plan.bind() for copy in copies_of(spec)]
-    wrong = problems(contents(worker, case.local, case.by_tensor), held, copies)
+    wrong = problems(contents(worker, case.tables[0], case.spans[0]), held, copies)
     event(f"{fault.__name__} {'does harm' if wrong else 'does none'}")
     report = verify(plan, local=request["local"], remote=request["remote"], tokens=request["tokens"])
     found = [code for code, _ in report.failures if code != "IDS"]

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import given
 
-from kvplan import plan_mesh, plan_reads
+from kvplan import plan_mesh
 from kvplan.verify import verify
 from property_tests.strategies import Case, cases
 
@@ -15,15 +15,15 @@ from property_tests.strategies import Case, cases
 @given(cases())
 def test_a_mesh_is_the_plans_of_its_workers(case: Case) -> None:
     """Planned together or apart, every destination gets the same ids; all are right, and their sources await them."""
-    mesh = plan_mesh(case.destinations, case.sources)
-    report = verify(mesh, local=case.local, remote=case.remote, tokens=case.tokens(0))
+    mesh = plan_mesh(case.destinations, case.sources, not_transferred=case.not_transferred)
+    report = verify(mesh, local=case.tables[0], remote=case.tables[1], tokens=case.tokens[0])
     assert report.ok, str(report)
     moving: Counter[tuple[str, int]] = Counter()
     for worker, plan in zip(case.destinations, mesh.plans, strict=True):
         together = plan.bind(**case.request(plan))
-        apart = plan_reads(worker, case.sources).bind(**case.request(plan))
+        apart = case.reads(worker).bind(**case.request(plan))
         for one, other in zip(together, apart, strict=True):
             assert np.array_equal(one.local_ids, other.local_ids)
             assert np.array_equal(one.remote_ids, other.remote_ids)
         moving.update(spec.remote for spec in together if spec.num_bytes)
-    assert moving <= Counter(mesh.completions)
+    assert moving <= Counter({at: len(each.awaits) for at, each in mesh.completions.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import event, given
 
-from kvplan import plan_reads
 from kvplan.verify import verify
 from property_tests.oracle import contents, copies_of, problems
 from property_tests.strategies import Case, cases, key
@@ -13,15 +12,15 @@ from property_tests.strategies import Case, cases, key
 @given(cases())
 def test_reads_are_right_in_the_eyes_of_both_oracles(case: Case) -> None:
     """What destination workers read is right byte by byte, and the verification that users call says so too."""
-    held = {key(source): contents(source, case.remote, dict.fromkeys(case.tensors)) for source in case.sources}
-    plans = [plan_reads(worker, case.sources) for worker in case.destinations]
+    held = {key(source): contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
+    plans = [case.reads(worker) for worker in case.destinations]
     total = 0
     for plan in plans:
         specs = plan.bind(**case.request(plan))
-        needed = contents(plan.local, case.local, case.by_tensor)
+        needed = contents(plan.local, case.tables[0], case.spans[0])
         assert problems(needed, held, [copy for spec in specs for copy in copies_of(spec)]) == []
         total += len(needed)
     event("moves bytes" if total else "moves nothing")
-    report = verify(plans, local=case.local, remote=case.remote, tokens=case.tokens(0))
+    report = verify(plans, local=case.tables[0], remote=case.tables[1], tokens=case.tokens[0])
     assert report.ok, str(report)
     assert report.num_bytes == total

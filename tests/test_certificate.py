@@ -82,7 +82,7 @@ def test_ids_that_are_off_by_one_are_no_proof(name, side):
     for i, family in enumerate(layout_of(plan).families):
         refused(changed(plan, family=i, base=shifted(side, 1)))
         refused(changed(plan, family=i, step=lambda step: tuple(n + (j == side) for j, n in enumerate(step))))
-        if family.advance is None and family.sub[side].size > 1:
+        if family.turns is None and family.sub[side].size > 1:
             refused(changed(plan, family=i, sub=shifted(side, 1)))
 
 
@@ -93,7 +93,7 @@ def test_a_family_more_or_less_is_no_proof(name):
     for i, family in enumerate(layout_of(plan).families):
         assert "not all" in refused(changed(plan, families=lambda f, i=i: f[:i] + f[i + 1 :]))
         assert "some twice" in refused(changed(plan, families=lambda f, i=i: (*f, f[i])))
-        if family.advance is None:
+        if family.turns is None:
             refused(changed(plan, family=i, starts=lambda starts: starts + 1))
 
 
@@ -121,14 +121,15 @@ def test_pools_larger_than_they_are_are_no_proof():
     assert changed(plan, num_blocks=lambda blocks: (blocks[0] - 1, blocks[1])).certificate()
 
 
-def test_a_wrong_advance_is_no_proof():
-    """Where ids are taken from every nth block, n is what the period says."""
+def test_wrong_turns_are_no_proof():
+    """Where ids are taken from every nth block, n and the first are what the period says."""
     plan = PLANS["equal blocks"]
     families = layout_of(plan).families
-    which = [i for i, family in enumerate(families) if family.advance]
+    which = [i for i, family in enumerate(families) if family.turns]
     assert which
     for i in which:
-        refused(changed(plan, family=i, advance=lambda n: (n[0] + 1, n[1])))
+        refused(changed(plan, family=i, turns=lambda n: (n[0], (n[1][0], n[1][1] + 1))))
+        refused(changed(plan, family=i, turns=lambda n: ((n[0][0] + 1, n[0][1]), n[1])))
 
 
 def test_a_plan_of_another_source_is_no_proof():

@@ -32,8 +32,8 @@ from kvplan.reading import shown
 from tests.small import engine
 from tests.stand_in import StandIn
 
-NOT_CORE = {"LAYOUT", "CONFIG", "MEMORY"}
-"""Codes of the modules that make layouts, read configurations and move bytes; those have tests of their own."""
+NOT_CORE = {"LAYOUT", "CONFIG", "MEMORY", "BACKEND", "PEER", "TRANSFER", "MESSAGE", "VERSION", "KEY"}
+"""Codes of the modules that make layouts, read configurations or messages and move bytes: they have their own tests."""
 
 PIECES = MAX_SEGMENTS + 1
 TOKEN, DIM = Axis("token", 0, 4, 4, 16), Axis("dim", 0, 8, 8, 2)
@@ -115,6 +115,12 @@ class Row:
     def code(self) -> str:
         """The message's code."""
         return self.message.split(":")[0]
+
+
+def certify_nothing() -> object:
+    """The certificate of a plan whose only pair was emptied."""
+    plan = plan_reads(worker(engine_id="d"), [worker()])
+    return attrs.evolve(plan, pairs=(attrs.evolve(plan.pairs[0], layouts=()),)).certificate()
 
 
 REFUSALS: tuple[Row, ...] = (
@@ -597,6 +603,10 @@ REFUSALS: tuple[Row, ...] = (
         "INT: cannot number the descriptors of a request: expected ids below 2147483648, got 18253611006 "
         "(a smaller pool, or fewer tensors per plan, has fewer ids)",
         bind_large,
+    ),
+    Row(
+        "PROOF: cannot certify the plan for d/0: expected every byte of layers.0, position 0, once, got not all",
+        certify_nothing,
     ),
 )
 

@@ -17,7 +17,7 @@ from kvplan import (
     plan_reads,
     plan_writes,
 )
-from kvplan.explain import explain, fold, intervals, size, sizes
+from kvplan.explain import explain, size, sizes
 from kvplan.models import Model
 
 CONFIG = {
@@ -53,26 +53,6 @@ def test_a_range_of_one_size_is_that_size() -> None:
     """Two equal ends are told once."""
     assert sizes(5, 5) == "5 bytes"
     assert sizes(5, 6) == "5 bytes to 6 bytes"
-
-
-def test_names_fold_by_their_first_number() -> None:
-    """Names that differ in their first number fold; others stand alone, in order of appearance."""
-    assert fold(["a.2.k", "b", "a.0.k", "a.1.k", "a.1.v"]) == "a.0-2.k, b, a.1.v"
-
-
-def test_leading_zeros_are_kept() -> None:
-    """A number that is not written plainly is part of the name."""
-    assert fold(["layer.07", "layer.08"]) == "layer.07, layer.08"
-
-
-def test_names_of_other_scripts_do_not_fold() -> None:
-    """Digits of other scripts are letters of a name."""
-    assert fold(["layer.٣", "layer.²"]) == "layer.٣, layer.²"
-
-
-def test_intervals_are_in_order() -> None:
-    """Numbers are sorted, and repeats told once."""
-    assert intervals([5, 1, 0, 1]) == "0-1,5"
 
 
 def test_a_worker_tells_equal_layers_once() -> None:

@@ -116,28 +116,39 @@ def test_one_view_is_never_compared() -> None:
 
 
 def test_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs of all views of a region count together, before any list of them is made."""
+    """The runs of all views that share regions count together, before any list of them is made."""
     view = View("v", "g", "r", "uint8", (Axis("a", 0, 8, 8, 4),), 1, 0)
     views = [attrs.evolve(view, name=f"v{i}", offset_bytes=i) for i in range(4)]
-    monkeypatch.setattr(overlap, "MAX_SEGMENTS", 24)
-    assert found(views[:3]) == set()
-    with pytest.raises(KVPlanError, match=r"^RANGE: .*'v3': expected at most 24 runs in a block in region 'r', got 32"):
-        found(views)
+    alone = [attrs.evolve(view, region="s")]
+    monkeypatch.setattr(overlap, "MAX_RUNS", 24)
+    assert list(overlaps(views[:3], alone)) == []
+    for pools in ([views], [views[:2], views[2:]]):
+        with pytest.raises(KVPlanError, match=r"^RANGE: .*'v3': expected at most 24 runs in the blocks .* got 32"):
+            list(overlaps(*pools))
 
 
 def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views that step unlike are compared pair by pair, up to a limit."""
+    """Views that step unlike are compared pair by pair, up to a limit for all pools of a worker."""
     views = [View(f"v{i}", "g", "r", "uint8", (), 2, 1000 + i, 2 * i) for i in range(6)]
     assert found(views) == set()
     monkeypatch.setattr(overlap, "MAX_PAIRS", 14)
-    with pytest.raises(KVPlanError, match=r"^RANGE: .* expected at most 14 pairs of runs to compare .* got 15"):
-        found(views)
+    for pools in ([views], [views[:5], views[:5]]):
+        with pytest.raises(KVPlanError, match=r"^RANGE: .* expected at most 14 pairs of runs to compare, got 15"):
+            list(overlaps(*pools))
 
 
-def test_long_pools_that_step_unlike_are_taken_to_meet() -> None:
-    """Where both pools are long and step unlike, a meeting that cannot be ruled out at once counts as one."""
-    blocks = overlap.MAX_UNLIKE_BLOCKS + 1
+@pytest.mark.parametrize("blocks", [10, 1 << 20, 1 << 39])
+def test_long_pools_that_step_unlike_are_exact(blocks: int) -> None:
+    """However many blocks both pools have, they meet only where two blocks do."""
     first = View("a", "g", "r", "uint8", (), blocks, 3)
     second = View("b", "g", "r", "uint8", (), blocks, 5, first.end_bytes - 2)
-    assert found([first, attrs.evolve(second, num_blocks=2)]) == set()
-    assert found([first, second]) == {frozenset("ab")}
+    assert found([first, second]) == set()
+    assert found([first, attrs.evolve(second, offset_bytes=first.end_bytes - 6)]) == {frozenset("ab")}
+
+
+@given(*(st.integers(0, 40) for _ in range(3)), st.integers(1, 40), st.integers(1, 50))
+def test_remainders_are_counted_as_they_are(count: int, step: int, start: int, modulus: int, near: int) -> None:
+    """The number of small remainders of an arithmetic progression is what counting one by one gives."""
+    assert overlap._hits(count, step, start, modulus, near) == sum(
+        (start + i * step) % modulus < near for i in range(count)
+    )

@@ -1,0 +1,62 @@
+"""Names: the number in a name of a layer or a rank, and names that differ in it alone told as one.
+
+>>> print(fold(["layers.0.attn", "layers.1.attn", "layers.3.attn", "draft"]))
+layers.0-1,3.attn, draft
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+NUMBERED: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
+
+
+def split(name: str) -> tuple[str, int | None, str]:
+    """What stands before the first number of a name, the number, and what stands after it.
+
+    A number with leading zeros or of more than 18 digits is a word, not a number.
+
+    >>> split("layers.7.attn.k"), split("draft"), split("layers.07")
+    (('layers.', 7, '.attn.k'), ('draft', None, ''), ('layers.07', None, ''))
+    """
+    found = NUMBERED.fullmatch(name)
+    return (found[1], int(found[2]), found[3]) if found else (name, None, "")
+
+
+def join(before: str, number: int | None, after: str) -> str:
+    """The name that :func:`split` splits.
+
+    >>> join("layers.", 7, ".attn.k"), join("draft", None, "")
+    ('layers.7.attn.k', 'draft')
+    """
+    return f"{before}{'' if number is None else number}{after}"
+
+
+def fold(names: Iterable[str]) -> str:
+    """Names that differ in their first number alone, told as one with all its numbers.
+
+    >>> fold(f"layers.{i}.attn" for i in range(80))
+    'layers.0-79.attn'
+    """
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, after = split(name)
+        numbers.setdefault((before, after), []).extend([] if number is None else [number])
+    return ", ".join(f"{before}{intervals(found)}{after}" for (before, after), found in numbers.items())
+
+
+def intervals(numbers: Iterable[int]) -> str:
+    """Numbers, neighbours as one interval.
+
+    >>> intervals([0, 1, 2, 3, 5])
+    '0-3,5'
+    """
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)

@@ -1,0 +1,83 @@
+"""Certificates: every plan has one, and a plan that has one is right whatever its numbers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from kvplan import KVPlanError, TransferPlan, plan_mesh
+from kvplan.verify import verify
+from property_tests.strategies import Case, cases
+
+
+@given(cases())
+def test_every_plan_is_proved(case: Case) -> None:
+    """Reads and writes of the same engines prove the same bytes, each worker's plan alone and all together."""
+    reads, writes = (
+        plan_mesh(case.destinations, case.sources, way, not_transferred=case.not_transferred)
+        for way in ("READ", "WRITE")
+    )
+    proof = reads.certificate()
+    assert proof == writes.certificate()
+    assert proof.complete
+    for plan in (*reads.plans, *writes.plans):
+        proof = plan.certificate()
+        assert proof.complete == (plan.operation == "READ" or not plan.siblings)
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_what_is_proved_is_right(case: Case, random: Any) -> None:
+    """With a number of its tables changed, a plan is refused, or does what it did."""
+    plan = case.reads(case.destinations[random.randrange(len(case.destinations))])
+    worse = damaged(plan, random)
+    if worse is None:
+        return
+    try:
+        worse.certificate()
+    except KVPlanError as error:
+        event(error.code)
+        return
+    event("still proved")
+    request = case.request(plan)
+    report = verify(worse, **request)
+    assert report.ok, str(report)
+
+
+def damaged(plan: TransferPlan, random: Any) -> TransferPlan | None:
+    """The plan with one number of one family or one row changed; ``None`` where it has none."""
+    which = [i for i, pair in enumerate(plan.pairs) if pair.layouts]
+    if not which:
+        return None
+    at = random.choice(which)
+    pair = plan.pairs[at]
+    if random.randrange(3):
+        number = random.randrange(len(pair.layouts))
+        layout = pair.layouts[number]
+        families = list(layout.families)
+        one = random.randrange(len(families))
+        families[one] = _family(families[one], random)
+        layouts = list(pair.layouts)
+        layouts[number] = attrs.evolve(layout, families=tuple(families))
+        pair = attrs.evolve(pair, layouts=tuple(layouts))
+    else:
+        name = random.choice(("local_table", "remote_table"))
+        table = getattr(pair, name)
+        rows = table.rows.copy()
+        rows.view(np.int64)[random.randrange(len(rows)), random.randrange(4)] += random.choice((-1, 1, 2, 8))
+        pair = attrs.evolve(pair, **{name: attrs.evolve(table, rows=rows)})
+    return attrs.evolve(plan, pairs=(*plan.pairs[:at], pair, *plan.pairs[at + 1 :]))
+
+
+def _family(family: Any, random: Any) -> Any:
+    field, side, by = random.choice(("base", "sub", "step")), random.randrange(2), random.choice((-1, 1, 2))
+    pair = list(getattr(family, field))
+    if field == "step":
+        pair[side] = max(0, pair[side] + by)
+    else:
+        pair[side] = pair[side].copy()
+        pair[side].reshape(-1)[random.randrange(pair[side].size)] += by
+    return attrs.evolve(family, **{field: tuple(pair)})

@@ -1,0 +1,271 @@
+"""Peers: whatever a message says, a worker that holds what one's own does, or every problem with its path."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplan import CODES, KVPlanError, PeerError, Problem, decode, encode, problems
+from kvplan.findings import MAX_PROBLEMS
+from kvplan.schema import MAX_ROWS
+from tests import hostile
+from tests.small import engine
+from tests.test_errors import in_grammar
+
+OFFER = encode(engine(contexts=(2, 4))[1])
+Edit = Callable[[Any], object]
+
+
+def edited(*edits: Edit) -> bytes:
+    """The offer of two layers with some parts edited."""
+    message = json.loads(OFFER)
+    for edit in edits:
+        edit(message)
+    return json.dumps(message).encode()
+
+
+def put(value: Any, *keys: str | int) -> Edit:
+    """Puts a value at a path."""
+
+    def edit(message: Any) -> None:
+        for key in keys[:-1]:
+            message = message[key]
+        message[keys[-1]] = value
+
+    return edit
+
+
+def drop(*keys: str | int) -> Edit:
+    """Removes what is at a path."""
+
+    def edit(message: Any) -> None:
+        for key in keys[:-1]:
+            message = message[key]
+        del message[keys[-1]]
+
+    return edit
+
+
+def column(table: str, key: str, row: int, value: Any) -> Edit:
+    """Puts a value in a row of a table."""
+    return put(value, table, key, row)
+
+
+HEAD, TOKEN = ("layouts", 0, "axes", 1), ("layouts", 0, "axes", 2)
+EDITS = [
+    drop("rank"),
+    put(1, "rang"),
+    put(1, "views", "n\n" + "x" * 99),
+    put("", "engine_id"),
+    put("a\u0000b", "engine_id"),
+    put("\ud800", "engine_id"),
+    put("x" * 257, "engine_id"),
+    put(5, "engine_id"),
+    put(True, "rank"),
+    put(3.0, "rank"),
+    put("3", "rank"),
+    put(None, "rank"),
+    put(-1, "rank"),
+    put(1 << 63, "rank"),
+    put({}, "groups"),
+    put([], "groups", 0),
+    put("x", "groups", 0, "tokens_per_block"),
+    put(None, "groups", 0, "tokens_per_block"),
+    put(2, "groups", 0, "context", "rank"),
+    put(0, "groups", 0, "context", "interleave_tokens"),
+    put(5, "groups", 0, "tokens_per_block"),
+    put(1, "layouts", 0, "group"),
+    put("int4", "layouts", 0, "dtype"),
+    put(1 << 40, "layouts", 0, "num_blocks"),
+    put((1 << 39) - 1, "layouts", 0, "num_blocks"),
+    put(1 << 60, "layouts", 0, "block_stride_bytes"),
+    put([], "layouts", 0, "axes"),
+    put(5, *HEAD, "stop"),
+    put(50, *HEAD, "stride_bytes"),
+    put(5, *TOKEN, "size"),
+    put("HBM", "memories", 0, "memory"),
+    put(0, "memories", 0, "size_bytes"),
+    put("\n", "stems", 0, "after"),
+    column("regions", "stem", 1, 2),
+    column("regions", "number", 1, False),
+    column("regions", "memory", 1, 9),
+    column("regions", "address", 1, 1 << 64),
+    column("regions", "address", 1, (1 << 64) - 2559),
+    column("regions", "number", 1, 0),
+    put([], "views", "layout"),
+    put([0] * (MAX_ROWS + 1), "views", "stem"),
+    column("views", "stem", 0, -1),
+    column("views", "layout", 1, 1),
+    column("views", "region", 1, 2),
+    column("views", "offset_bytes", 1, 2),
+    column("views", "region", 1, 0),
+]
+"""One wrong thing each; the golden lines say, in the same order, what it is told as."""
+
+LINES = (Path(__file__).parent / "golden" / "problems.txt").read_text().splitlines()
+
+every_problem = pytest.mark.parametrize(
+    "edit, line", list(zip(EDITS, LINES, strict=True)), ids=[line.partition(": cannot")[0] for line in LINES]
+)
+
+
+@every_problem
+def test_a_problem_is_told_exactly_so(edit, line):
+    """One wrong thing is the first problem, on one line that starts with its path and its code."""
+    assert str(problems(edited(edit))[0]) == line
+
+
+@every_problem
+def test_decode_raises_the_first_problem(edit, line):
+    """The error has the code and the path of the first problem, one line of the grammar, and all problems."""
+    with pytest.raises(PeerError) as caught:
+        decode(edited(edit))
+    error, found = caught.value, problems(edited(edit))
+    assert error.problems == found
+    assert error.code == found[0].code in CODES
+    assert in_grammar(str(error))
+    assert found[0].path in str(error)
+
+
+def test_an_error_says_where_and_how_many_more():
+    """Its message is that of a plain error, with the path and the number of other problems."""
+    with pytest.raises(PeerError) as caught:
+        decode(edited(put(None, "rank"), put("", "engine_id")))
+    assert str(caught.value) == (
+        "NAME: cannot read engine_id at engine_id: expected a non-empty string of printable characters, got '' "
+        "(and 1 more problem)"
+    )
+    assert [problem.path for problem in caught.value.problems] == ["engine_id", "rank"]
+
+
+def test_an_error_survives_a_pickle():
+    """An error that crosses processes keeps its parts."""
+    with pytest.raises(PeerError) as caught:
+        decode(edited(put(None, "rank")))
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is PeerError
+    assert (str(copy), copy.code, copy.problems) == (str(caught.value), "TYPE", caught.value.problems)
+
+
+def test_independent_problems_are_told_at_once():
+    """A problem hides only what depends on it: those of other parts are told with it, in the order of a message."""
+    data = edited(
+        put(None, "rank"),
+        put(7, "groups", 0, "name"),
+        put(0, *HEAD, "size"),
+        put([], "memories", 0, "memory"),
+        column("regions", "stem", 0, 9),
+        column("views", "stem", 1, "x"),
+        column("views", "region", 0, 7),
+    )
+    assert [(problem.path, problem.code) for problem in problems(data)] == [
+        ("rank", "TYPE"),
+        ("groups[0].name", "TYPE"),
+        ("memories[0].memory", "TYPE"),
+        ("views.stem[1]", "TYPE"),
+        ("regions.stem[0]", "RANGE"),
+        ("layouts[0].axes[1]", "RANGE"),
+        ("views.region[0]", "RANGE"),
+    ]
+
+
+def test_each_view_that_leaves_its_region_is_told():
+    """What is wrong with a view is found for all of them, not for the first alone."""
+    data = edited(put([2, 4], "views", "offset_bytes"))
+    assert [problem.path for problem in problems(data)] == ["views[0]", "views[1]"]
+
+
+def test_views_are_checked_although_others_are_bad():
+    """A bad region keeps nobody from telling that another view leaves its own."""
+    data = edited(column("regions", "stem", 0, 9), column("views", "offset_bytes", 1, 2))
+    assert [problem.path for problem in problems(data)] == ["regions.stem[0]", "views[1]"]
+
+
+def test_a_layout_is_told_once():
+    """What is wrong with a layout is one problem, however many views have it."""
+    assert len(problems(edited(put("int4", "layouts", 0, "dtype")))) == 1
+
+
+def test_two_groups_of_one_name_are_refused():
+    """Block tables go by the names of groups."""
+    data = edited(lambda message: message["groups"].append(message["groups"][0]))
+    assert [(problem.path, problem.code) for problem in problems(data)] == [("groups", "NAME")]
+
+
+def test_there_is_an_end_to_problems():
+    """At most so many problems are kept, and a last line counts the others."""
+    data = edited(put(dict.fromkeys(map(str, range(250))), "views"))
+    found = problems(data)
+    assert len(found) == MAX_PROBLEMS + 1
+    assert str(found[-1]) == "message: MESSAGE: 155 more problems are left out"
+
+
+def test_an_offer_has_no_problems():
+    """What decodes has no problems."""
+    assert problems(OFFER) == ()
+
+
+@pytest.mark.parametrize("length", range(0, len(OFFER), 7))
+def test_an_offer_cut_off_anywhere_is_refused(length):
+    """A message that did not arrive whole is never taken for a smaller worker."""
+    assert [problem.code for problem in problems(OFFER[:length])] == ["MESSAGE"]
+
+
+def test_problems_are_values():
+    """Problems compare by what they say."""
+    text = "cannot read a message: expected JSON, got Expecting value at character 0"
+    assert problems(b"") == (Problem("", "MESSAGE", text),)
+
+
+def test_canonical_values_come_of_others():
+    """A peer need not send the canonical form: strides of single coordinates, turns of one worker, spaces."""
+    worker = engine(layers=1, heads=1)[0]
+    message = json.loads(encode(worker))
+    message["layouts"][0]["axes"][1]["stride_bytes"] = 77
+    message["groups"][0]["context"]["interleave_tokens"] = 3
+    message["stems"] = [{"before": "", "after": ""}, *message["stems"], {"before": "layers", "after": ".0"}]
+    message["regions"]["stem"] = [1]
+    message["views"] |= {"stem": [3], "number": [None]}
+    data = json.dumps(dict(reversed(message.items())), indent=2).encode()
+    assert decode(data) == worker
+    assert encode(decode(data)) == encode(worker)
+
+
+def test_a_worker_of_a_peer_is_a_worker():
+    """What decodes is a value like any other: it can be changed, and is checked then."""
+    worker = decode(OFFER)
+    with pytest.raises(KVPlanError, match=r"^OVERLAP: ") as caught:
+        attrs.evolve(worker, views=worker.views * 2)
+    assert not isinstance(caught.value, PeerError)
+
+
+@pytest.fixture(scope="module")
+def taken() -> Any:
+    """What reading the hostile messages took, in a process of their own."""
+    run = subprocess.run([sys.executable, "-m", "tests.hostile"], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def test_no_message_takes_64_mib(taken):
+    """All hostile messages, read one after another, make the process grow by less than 64 MiB at its peak."""
+    assert taken["grown_bytes"] < 64 << 20
+
+
+@pytest.mark.parametrize("name", list(hostile.inputs()))
+def test_no_message_takes_long(taken, name):
+    """A hostile message of up to 1 MiB takes less than 2 seconds of one processor: half a second where it was made."""
+    assert taken["taken"][name]["seconds"] < 2
+
+
+def test_hostile_messages_meet_the_limits(taken):
+    """The messages get as far as they were made to: to JSON, to the schema, to the checks of workers, or through."""
+    codes = {one["code"] for one in taken["taken"].values()}
+    assert codes == {"", "MESSAGE", "VERSION", "KEY", "RANGE", "BOUNDS"}
