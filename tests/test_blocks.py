@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_a_gap_in_the_middle_of_a_table():
     (mine,) = engine("d", tokens=4)
     sources = engine("p", tokens=6, contexts=(2, 3))
     plan = plan_reads(mine, sources)
-    request = {
+    request: dict[str, Any] = {
         "local": {"attn": Blocks([7, 0, 0, 3, 0, 9], first=1, null=0)},
         "remote": {"attn": Blocks([4, 2, 8])},
         "tokens": (5, 27),

@@ -1,12 +1,14 @@
 """Meshes: the plans of whole engines, completions, contacts, and what a lost worker leaves."""
 
+from typing import Any, Literal
+
 import attrs
 import pytest
 
 from kvplan import Blocks, Completions, KVPlanError, Model, completions, contacts, plan_mesh, plan_writes, verify
 from tests.small import engine
 
-MODELS = {
+MODELS: Any = {
     "llama-3.1-8b": (
         ({"tp": 4}, {"tp": 16}),
         ({"tp": 3, "pp": 2}, {"tp": 2, "pp": 3}),
@@ -17,6 +19,8 @@ MODELS = {
     "gemma-4-31b": (({"tp": 8}, {"tp": 4}),),
 }
 """Pairs of destination and source sizes."""
+
+OPERATIONS: tuple[Literal["READ", "WRITE"], ...] = ("READ", "WRITE")
 
 
 def awaited(mesh):
@@ -46,7 +50,7 @@ def test_a_mesh_of_writes_is_the_plans_of_its_workers():
     """Planned together or apart, each source writes the same ids; together they are verified."""
     destinations, sources = engine("d", tp=3, tokens=6), engine("p", tp=4)
     mesh = plan_mesh(destinations, sources, "WRITE")
-    request = {"local": {"attn": Blocks([1, 3])}, "remote": {"attn": Blocks([4, 2])}, "tokens": (1, 7)}
+    request: dict[str, Any] = {"local": {"attn": Blocks([1, 3])}, "remote": {"attn": Blocks([4, 2])}, "tokens": (1, 7)}
     assert verify(mesh, **request).ok
     for i, (worker, together) in enumerate(zip(sources, mesh.plans, strict=True)):
         apart = plan_writes(worker, destinations, sources[:i] + sources[i + 1 :])
@@ -61,7 +65,7 @@ def test_replicas_that_serve_nobody_are_told_so():
     assert awaited(mesh) == {"d/0": (1, 0), "d/1": (1, 0), "p/0": (0, 1), "p/1": (0, 1), "p/2": (0, 0), "p/3": (0, 0)}
 
 
-@pytest.mark.parametrize("operation", ["READ", "WRITE"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_completions_count_pairs_of_workers_also_where_a_request_moves_nothing(operation):
     """A context-parallel destination without a position of a short request completes it like the others."""
     destinations, sources = engine("d", contexts=(4, 1)), engine("p", tp=2)
@@ -96,20 +100,20 @@ def test_contacts_from_parallel_sizes_are_those_of_the_full_plan(name, sizes):
     model = Model.shipped(name)
     small = [model.engine(label, num_blocks=1, **size) for label, size in zip("dp", sizes, strict=True)]
     found = contacts(*small)
-    options = {"layout": "BLHNC", "kv": "split"}, {"layout": "LBNHC", "tokens_per_block": 48}
-    real = [
+    options: Any = {"layout": "BLHNC", "kv": "split"}, {"layout": "LBNHC", "tokens_per_block": 48}
+    real: Any = [
         model.engine(label, num_blocks=7, **size, **option)
         for label, size, option in zip("dp", sizes, options, strict=True)
     ]
-    for operation in ("READ", "WRITE"):
-        for key, each in plan_mesh(*real, operation).completions.items():
+    for operation in OPERATIONS:
+        for key, each in plan_mesh(real[0], real[1], operation).completions.items():
             assert sorted(found[key]) == sorted(each.sends + each.awaits)
 
 
 def test_a_mesh_reads_or_writes():
     """Any other word is refused."""
     with pytest.raises(KVPlanError, match=r"NAME: cannot plan a mesh: expected READ or WRITE, got 'read'"):
-        plan_mesh(engine("d"), engine("p"), "read")
+        plan_mesh(engine("d"), engine("p"), "read")  # type: ignore[arg-type]
 
 
 def test_replicas_take_over_from_a_lost_worker():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvplan import Axis, KVPlanError, View, overlap
+from kvplan import Axis, Group, KVPlanError, Region, View, Worker, overlap
 from kvplan.overlap import overlaps
 from tests.bytes_of import element_bytes, small_views
 
@@ -152,3 +152,16 @@ def test_remainders_are_counted_as_they_are(count: int, step: int, start: int, m
     assert overlap._hits(count, step, start, modulus, near) == sum(
         (start + i * step) % modulus < near for i in range(count)
     )
+
+
+@pytest.mark.parametrize("offset, shared", [(5, False), (6, True), (7, False), (9, False)])
+def test_regions_that_span_all_of_memory_are_exact(offset: int, shared: bool) -> None:
+    """Views in regions that overlap in a chain are compared by address, up to the last byte there is."""
+    half = 1 << 63
+    regions = [Region("low", 0, half - 1), Region("high", half - 2, half - 1), Region("top", 2 * half - 10, 10)]
+    views = [View("a", "g", "high", "uint8", (), 1, 0, half - 2), View("b", "g", "top", "uint8", (), 1, 0, offset)]
+    if shared:
+        with pytest.raises(KVPlanError, match=r"^OVERLAP: .* region 'low' for group 'g', got bytes of view 'a'"):
+            Worker("w", 0, regions, [Group("g")], views)
+    else:
+        assert Worker("w", 0, regions, [Group("g")], views).tensors.keys() == {"a", "b"}

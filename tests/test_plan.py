@@ -1,5 +1,7 @@
 """Plans: who reads from whom, and what a plan says of itself."""
 
+from typing import Any
+
 import numpy as np
 
 from kvplan import Blocks, plan_reads, plan_writes
@@ -49,7 +51,7 @@ def test_a_range_for_each_group_is_taken_by_the_local_groups_name() -> None:
     """Ranges by group, ranges for all and no range mean the same where they name the same positions."""
     (mine,), sources = engine("decode"), engine("prefill")
     plan = plan_reads(mine, sources)
-    tables = {"local": {"attn": Blocks([1, 5])}, "remote": {"attn": Blocks([2, 3])}}
+    tables: dict[str, Any] = {"local": {"attn": Blocks([1, 5])}, "remote": {"attn": Blocks([2, 3])}}
     ids = [plan.bind(**tables, tokens=tokens)[0].local_ids.tolist() for tokens in ({"attn": (0, 8)}, (0, 8), None, {})]
     assert ids[0] == ids[1] == ids[2] == ids[3]
 
