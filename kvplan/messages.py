@@ -72,7 +72,7 @@ def _load(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _refused("MESSAGE", "UTF-8", f"byte {data[error.start]:#x} at {error.start}") from None
     except json.JSONDecodeError as error:
-        raise _refused("MESSAGE", "JSON", f"{error.msg} at character {error.pos}") from None
+        raise _refused("MESSAGE", "JSON", f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
     if not isinstance(value, dict):
         raise wrong_type("a message", "a mapping", value)
     return value

@@ -29,6 +29,7 @@ def nested(depth: int) -> str:
 
 REFUSED = [
     (b"", "MESSAGE: cannot read a message: expected JSON, got Expecting value at character 0"),
+    (OFFER[:3], "MESSAGE: cannot read a message: expected JSON, got Unterminated string starting at character 1"),
     (b"{", "MESSAGE: cannot read a message: expected JSON, got Expecting property name enclosed in double quotes at"),
     (b"\xef\xbb\xbf{}", "MESSAGE: cannot read a message: expected JSON, got Expecting value at character 0"),
     (OFFER.decode().encode("utf-16"), "MESSAGE: cannot read a message: expected UTF-8, got byte 0xff at 0"),

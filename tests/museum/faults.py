@@ -1,4 +1,4 @@
-"""What exhibits are made of: plans and messages that go wrong in one way, and engines of a few groups."""
+"""What exhibits are made of: plans, messages and costs that go wrong in one way, and engines of a few groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Axis, Blocks, Group, ReadSpec, Region, Table, TransferPlan, View, Worker
+from kvplan import Axis, Blocks, Group, MeshPlan, ReadSpec, Region, Table, TransferPlan, View, Worker
 from tests.edits import EditedPlan, edited_specs
 from tests.museum.exhibit import VERIFIED
 from tests.small import DIM, HEAD_BYTES, axes
@@ -72,6 +72,16 @@ def _page(tokens: int | None) -> int:
     return 2 * DIM if tokens is None else 2 * HEAD_BYTES * tokens
 
 
+def awaited(mesh: MeshPlan) -> dict[Key, tuple[Key, ...]]:
+    """Whom each worker awaits."""
+    return {key: each.awaits for key, each in mesh.completions.items()}
+
+
+def told(mesh: MeshPlan) -> list[tuple[Key, Key]]:
+    """Who tells whom."""
+    return [(key, other) for key, each in mesh.completions.items() for other in each.sends]
+
+
 def heard(awaited: Mapping[Key, Iterable[Key]], sent: Iterable[tuple[Key, Key]]) -> str:
     """Whether each worker hears of its requests' end from those that it awaits, once from each.
 
@@ -82,3 +92,12 @@ def heard(awaited: Mapping[Key, Iterable[Key]], sent: Iterable[tuple[Key, Key]])
     """
     expected = Counter((other, worker) for worker, others in awaited.items() for other in others)
     return VERIFIED if expected == Counter(sent) else "completions"
+
+
+def cost(number: int, *, too_many: int, enough: int) -> str:
+    """Whether a number of descriptors is the one that was too many, or that which is enough.
+
+    >>> cost(128, too_many=128, enough=2), cost(2, too_many=128, enough=2), cost(3, too_many=128, enough=2)
+    ('cost', 'verified', '3 descriptors')
+    """
+    return {too_many: "cost", enough: VERIFIED}.get(number, f"{number} descriptors")

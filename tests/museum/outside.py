@@ -19,6 +19,12 @@ class Outside:
 
 OUTSIDE: Final = (
     Outside(
+        "B12",
+        "A kernel asserted that a layer's cache is contiguous, which it is not where all layers share each block.",
+        "vllm-project/vllm#30207, vllm-project/vllm#33241, vllm-project/vllm#33339",
+        "the engine: choose a layout that its kernels can read; plans move between any two",
+    ),
+    Outside(
         "H1",
         "A reader told idle replicas of a cache that a request was done, by an id that was its own and not theirs.",
         "vllm-project/vllm#36958",

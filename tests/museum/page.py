@@ -40,9 +40,10 @@ in `tests/museum`: it rebuilds what went wrong, shows what catches it, and verif
 
 WAYS: Final = {
     "verify": "the wrong plan was carried out in fake memory, and these promises are reported as broken",
-    "refused": "kvplan raises a KVPlanError of this code, before anything moves",
+    "refused": "kvplan, or its fake memory, raises a KVPlanError of this code in place of moving wrong bytes",
     "completions": "who tells whom that a request is done differs from what the plans say",
-    "cost": "more descriptors than the fewest that can move the bytes",
+    "tails": "bytes of the request's blocks that nothing is moved to are not zeroed, though `kvplan.tails` lists them",
+    "cost": "the right bytes, in more descriptors than they need, in the same layout or in a better one",
     "accepted": "nothing is to be caught: a valid pair or request was refused, or failed; kvplan plans it, verified",
 }
 """The words of the last column."""

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import attrs
 
-from kvplan import Blocks, MeshPlan, plan_mesh, plan_reads, verify
+from kvplan import Blocks, plan_mesh, plan_reads, verify
 from tests.edits import edited_specs
 from tests.museum.exhibit import Look, exhibit
-from tests.museum.faults import Key, asking, grouped, heard
+from tests.museum.faults import asking, awaited, grouped, heard, told
 from tests.small import engine
-
-
-def awaited(mesh: MeshPlan) -> dict[Key, tuple[Key, ...]]:
-    """Whom each worker awaits."""
-    return {key: each.awaits for key, each in mesh.completions.items()}
-
-
-def told(mesh: MeshPlan) -> list[tuple[Key, Key]]:
-    """Who tells whom."""
-    return [(key, other) for key, each in mesh.completions.items() for other in each.sends]
 
 
 @exhibit("D15", "vllm-project/vllm#18632", "completions")

@@ -1,0 +1,190 @@
+"""Blocks: each engine, group and worker has block sizes and pools of its own, and kernels may have others yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import numpy as np
+
+from kvplan import (
+    Blocks,
+    FakeMemory,
+    Group,
+    Model,
+    Region,
+    Report,
+    Worker,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+    tails,
+    verify,
+    view_of,
+)
+from tests.museum.exhibit import VERIFIED, Look, accepted, exhibit
+from tests.museum.faults import asking, grouped, moving
+from tests.small import engine
+
+
+def paged(name: str, tokens: int, blocks: int) -> Worker:
+    """A worker whose pages are one token after another, so that kernel blocks are blocks of fewer tokens."""
+    (worker,) = engine(name, heads=1, tokens=tokens, order="NH", layers=1, blocks=blocks)
+    return worker
+
+
+def expanded(ids: Iterable[int], step: int, count: int) -> list[int]:
+    """Ids of kernel blocks: ``count`` of each block, where a block has ``step``."""
+    return [step * block + kernel for block in ids for kernel in range(count)]
+
+
+@exhibit("C1", "vllm-project/vllm#28661, vllm-project/vllm#28677", "verify: COVER, OWN")
+def test_ids_of_blocks_for_kernel_blocks() -> tuple[Look, Look]:
+    """Ids that count blocks of 128 tokens were used in a cache of kernel blocks of 64, and led to other blocks."""
+    return _ids_of_blocks_for_kernel_blocks(128, 64)
+
+
+@exhibit("C4", "vllm-project/vllm#46334", "verify: COVER, OWN")
+def test_ids_of_blocks_for_tokens() -> tuple[Look, Look]:
+    """Ids of blocks of 16 tokens counted single tokens of the registered tensors, and led into block 0, nobody's."""
+    return _ids_of_blocks_for_kernel_blocks(16, 1)
+
+
+def _ids_of_blocks_for_kernel_blocks(block: int, kernel: int) -> tuple[Look, Look]:
+    local, remote = {"attn": Blocks([8, 1, 5])}, {"attn": Blocks([3, 9, 4])}
+    plan, as_kernels = (
+        plan_reads(paged("decode", tokens, blocks), [paged("prefill", tokens, blocks)])
+        for tokens, blocks in ((block, 10), (kernel, 10 * block // kernel))
+    )
+    request = asking(local, remote, (0, 3 * block))
+    wrong = moving(plan, as_kernels, **asking(local, remote, (0, 3 * kernel)))
+    return lambda: verify(wrong, **request), lambda: verify(plan, **request)
+
+
+@accepted("C2", "vllm-project/vllm#28925, vllm-project/vllm#28890")
+def test_blocks_that_both_kernels_split() -> Look:
+    """Blocks of 128 tokens, 2 kernel blocks on both sides, were taken for unequal, and the handshake failed."""
+    keys = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    sources, destinations = (
+        Model.from_config(keys).engine(name, tp=2, tokens_per_block=128, kernel_tokens=64, num_blocks=10)
+        for name in ("prefill", "decode")
+    )
+    request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9])}, (0, 200))
+    return lambda: verify(plan_mesh(destinations, sources), **request)
+
+
+@exhibit("C5", "vllm-project/vllm#42097", "verify: VALUE")
+def test_blocks_of_the_other_side() -> tuple[Look, Look]:
+    """A source's blocks, of 2 kernel blocks each, were taken to have 3, as the destination's have."""
+    ours, theirs = [8, 1], [3, 7, 4]
+    plan = plan_reads(paged("decode", 12, 10), [paged("prefill", 8, 10)])
+    as_kernels = plan_reads(paged("decode", 4, 30), [paged("prefill", 4, 20)])
+    request = asking({"attn": Blocks(ours)}, {"attn": Blocks(theirs)}, (0, 24))
+    kernels = expanded(ours, 3, 3)
+    paired = Blocks(expanded(theirs, 2, 3)[-len(kernels) :])
+    wrong = moving(plan, as_kernels, **asking({"attn": Blocks(kernels)}, {"attn": paired}, (0, 24)))
+    return lambda: verify(wrong, **request), lambda: verify(plan, **request)
+
+
+@exhibit("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "verify: COVER, OWN")
+def test_blocks_of_another_request() -> tuple[Look, Look]:
+    """A destination's blocks of 2 kernel blocks were placed as if they had 3, the source's, in those of a neighbour."""
+    ours, theirs = [4, 7, 2], [3, 9]
+    plan = plan_reads(paged("decode", 8, 30), [paged("prefill", 12, 10)])
+    as_kernels = plan_reads(paged("decode", 4, 60), [paged("prefill", 4, 30)])
+    request = asking({"attn": Blocks(ours)}, {"attn": Blocks(theirs)}, (0, 24))
+    local, remote = expanded(ours, 3, 2), expanded(theirs, 3, 3)
+    wrong = moving(plan, as_kernels, **asking({"attn": Blocks(local)}, {"attn": Blocks(remote)}, (0, 24)))
+    return lambda: verify(wrong, **request), lambda: verify(plan, **request)
+
+
+@exhibit("C7", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
+def test_what_an_earlier_request_left() -> tuple[Look, Look]:
+    """The end of a block that was filled in part kept what an earlier request had left, and answers became garbage."""
+    (source,), (destination,) = engine("prefill", tokens=4), engine("decode", tokens=8)
+    plan = plan_reads(destination, [source])
+    request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9, 4])}, (0, 9))
+
+    def left(stop: int) -> list[list[int]]:
+        """All that the request's blocks hold from position ``stop`` on: address, length, device."""
+        ranges: list[list[int]] = np.concatenate([*tails(destination, request["local"], (0, stop)).values()]).tolist()
+        return ranges
+
+    def received(zeroed: list[list[int]]) -> str:
+        key = (destination.engine_id, destination.rank)
+        with FakeMemory([source, destination]) as memory:
+            for address, length, device in left(0):
+                memory.write(key, address, b"\xaa" * length, device)
+            for spec in plan.bind(**request):
+                memory.execute(spec)
+            for address, length, device in zeroed:
+                memory.write(key, address, bytes(length), device)
+            kept = any((memory.read(key, *span) == 0xAA).any() for span in left(0))
+        return "tails" if kept else VERIFIED
+
+    return lambda: received([]), lambda: received(left(9))
+
+
+@accepted("C9", "vllm-project/vllm#50714, vllm-project/vllm#50717")
+def test_blocks_of_4_and_of_256_tokens() -> Look:
+    """The smallest of all groups' block sizes, 4, was used for a group of 256 tokens, and no kernel had such blocks."""
+    source, destination = (grouped(name, compressor=4, attn=256) for name in ("prefill", "decode"))
+    request = asking(
+        local={"compressor": Blocks([8, 1], first=73), "attn": Blocks([5, 2])},
+        remote={"compressor": Blocks([3, 9], first=73), "attn": Blocks([4, 7])},
+        tokens={"compressor": (292, 300), "attn": (0, 300)},
+    )
+    return lambda: verify(plan_reads(destination, [source]), **request)
+
+
+@accepted("C10", "vllm-project/vllm#53721")
+def test_pages_of_16_and_of_32_tokens() -> Look:
+    """A Gemma 4, whose layers have 16 or 32 tokens in a block, was refused by a connector with one size for all."""
+    model = Model.shipped("gemma-4-31b")
+    two_layers = attrs.evolve(model, layers=model.layers[4:6])
+    assert two_layers.blocks() == {"swa": 16, "attn": 32}
+    sources, destinations = (two_layers.engine(name, num_blocks=10) for name in ("prefill", "decode"))
+    local, remote = ({"swa": Blocks(ids), "attn": Blocks(ids[:2])} for ids in ([8, 1, 5], [3, 9, 4]))
+    return lambda: verify(plan_mesh(destinations, sources), **asking(local, remote, (0, 40)))
+
+
+@accepted("C12", "vllm-project/vllm#42945")
+def test_a_window_that_begins_inside_a_stored_block() -> Look:
+    """Stored blocks were 16 of the GPU's; those that a window had left were counted but not listed: a check failed."""
+    gpu, cpu = grouped("gpu", window=4), grouped("cpu", window=64)
+    plan = plan_writes(gpu, [cpu])
+
+    def stored(left: int) -> Report:
+        ids = [0] * left + [*range(50 + left, 82)]
+        return verify(plan, **asking({"window": Blocks(ids, null=0)}, {"window": Blocks([4, 7])}, (4 * left, 128)))
+
+    return lambda: tuple(stored(left) for left in range(16))
+
+
+@accepted("C13", "vllm-project/vllm#19338, vllm-project/vllm#19341, vllm-project/vllm#19532")
+def test_a_rank_with_more_blocks() -> Look:
+    """Rank 0 of 8 had 111680 blocks and the others 111488, and a handshake that asserts one number for all failed."""
+
+    def ranks(blocks: int) -> tuple[Worker, ...]:
+        return engine("prefill", 8, heads=8, layers=1, blocks=blocks)
+
+    sources = [ranks(111680)[0], *ranks(111488)[1:]]
+    request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 111487])}, (0, 8))
+    return lambda: verify(plan_mesh(engine("decode", 2, heads=8, layers=1), sources), **request)
+
+
+@accepted("C15", "ovg-project/kvcached#311, ovg-project/kvcached#312")
+def test_room_for_more_blocks() -> Look:
+    """A tensor that has room to grow, for 185344 blocks, failed an assertion that it has just the number planned."""
+    caches = [np.zeros((blocks, 4, 2, 8), np.float16) for blocks in (185344, 1000)]
+    regions = [Region(f"{i}", cache.__array_interface__["data"][0], cache.nbytes) for i, cache in enumerate(caches)]
+    axes: dict[str, Any] = {"pattern": "block token head dim", "group": "attn"}
+    views = [
+        view_of(cache, name=f"layers.{region.name}", region=region, **axes)
+        for cache, region in zip(caches, regions, strict=True)
+    ]
+    elastic = Worker("prefill", 0, regions, [Group("attn", 4)], views)
+    fixed = attrs.evolve(elastic, engine_id="decode", views=[attrs.evolve(view, num_blocks=1000) for view in views])
+    request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 999])}, (0, 8))
+    return lambda: verify(plan_reads(fixed, [elastic]), **request)
