@@ -1,0 +1,212 @@
+"""Goes through all small worlds, or some of them: ``python -m property_tests.exhaustive``.
+
+Chunks of worlds stand in an order that spreads any part of a run over all grids. ``--limit`` does the first of them,
+``--slice 2/5`` every fifth from the second on, for several machines. With ``--state`` a run that was stopped goes on
+where it was. What is wrong is printed with the world's number and what makes the world again, and the exit status is 1;
+``--world`` does one by its number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import attrs
+
+import kvplan
+from property_tests.grids import Worlds
+from property_tests.labelled import FaultError, Tally, check
+
+CHUNK = 100
+SAVED_EVERY_SECONDS = 10
+
+Failure = tuple[int, str]
+"""A world's number, and what is wrong."""
+
+
+Job = tuple[int, int]
+"""A chunk's number, and of how many worlds one has its plans certified."""
+
+
+@cache
+def all_worlds() -> Worlds:
+    """The worlds, numbered once in each process."""
+    return Worlds()
+
+
+def do_world(number: int, certify_every: int, tally: Tally) -> str | None:
+    """Check one world, with certificates if it is its turn. What is wrong, if anything."""
+    worlds = all_worlds()
+    try:
+        check(worlds[number], worlds.requests(number), number // 7 % certify_every == 0, tally)
+    except FaultError as error:
+        return str(error)
+    return None
+
+
+def worlds_of(chunk: int, total: int) -> range:
+    """The numbers of a chunk's worlds."""
+    return range(chunk * CHUNK, min((chunk + 1) * CHUNK, total))
+
+
+def do_chunk(job: Job) -> tuple[int, Tally, list[Failure]]:
+    """Check the worlds of a chunk."""
+    chunk, certify_every = job
+    tally = Tally()
+    found = [(number, do_world(number, certify_every, tally)) for number in worlds_of(chunk, len(all_worlds()))]
+    return chunk, tally, [(number, why) for number, why in found if why is not None]
+
+
+def chunks_of(total: int, part: tuple[int, int]) -> list[int]:
+    """The chunks of one part of several, early ones from everywhere.
+
+    >>> chunks_of(950, (1, 1)), chunks_of(950, (2, 3))
+    ([0, 7, 4, 1, 8, 5, 2, 9, 6, 3], [7, 8, 9])
+    """
+    count = -(-total // CHUNK)
+    step = next(step for step in itertools.count(count * 618 // 1000 + 1) if math.gcd(step, count) == 1)
+    return [turn * step % count for turn in range(part[0] - 1, count, part[1])]
+
+
+@attrs.define
+class Run:
+    """What a run has done. ``key`` says of which worlds, by which code."""
+
+    key: str
+    chunks: list[int] = attrs.Factory(list)
+    seconds: float = 0.0
+    tally: Tally = attrs.Factory(Tally)
+    failures: list[Failure] = attrs.Factory(list)
+
+    def save(self, path: Path | None) -> None:
+        """Write it, in place of what was written before, at once."""
+        if path:
+            beside = path.with_name(f"{path.name}.new")
+            beside.write_text(json.dumps(attrs.asdict(self)))
+            beside.replace(path)
+
+    @classmethod
+    def load(cls, path: Path | None, key: str) -> Run:
+        """The run that a file is of, or a new one."""
+        if not path or not path.exists():
+            return cls(key)
+        found = json.loads(path.read_text())
+        if found["key"] != key:
+            raise SystemExit(f"{path} is of another run: {found['key']}; this one: {key}")
+        return cls(**{**found, "tally": Tally(**found["tally"]), "failures": [tuple(one) for one in found["failures"]]})
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} {name.replace('num_', '')}" for name, count in attrs.asdict(self.tally).items())
+        rate = self.tally.worlds / max(self.seconds, 1e-9)
+        return f"{counts}; {len(self.failures)} wrong; {self.seconds:,.0f} s, {rate:,.0f} worlds/s"
+
+
+def code() -> str:
+    """Tells versions of the planner apart."""
+    sources = sorted(Path(kvplan.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def results(jobs: Sequence[Job], processes: int) -> Iterator[Iterable[tuple[int, Tally, list[Failure]]]]:
+    """What the jobs find, in any order: from some processes, or from this one."""
+    if processes == 1:
+        yield map(do_chunk, jobs)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield pool.imap_unordered(do_chunk, jobs)
+
+
+@contextlib.contextmanager
+def progress(done: int, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of worlds, on a terminal where rich is installed: what is called with how many more are done."""
+    try:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        yield lambda more: None
+        return
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("worlds", total=total, completed=done)
+        yield lambda more: bar.advance(task, more)
+
+
+def go(run: Run, chunks: Sequence[int], certify_every: int, processes: int, state: Path | None) -> None:
+    """Do the chunks that a run has not done, and add what is found to it."""
+    total = len(all_worlds())
+    known = set(run.chunks)
+    left = [(chunk, certify_every) for chunk in chunks if chunk not in known]
+    before, saved = run.seconds - time.monotonic(), time.monotonic()
+    size = sum(len(worlds_of(chunk, total)) for chunk in chunks)
+    with results(left, processes) as found, progress(run.tally.worlds, size) as advance:
+        for chunk, tally, failures in found:
+            run.chunks.append(chunk)
+            run.tally.add(tally)
+            run.failures += failures
+            for number, why in failures:
+                print(describe(number, why))
+            advance(tally.worlds)
+            run.seconds = before + time.monotonic()
+            if time.monotonic() - saved > SAVED_EVERY_SECONDS:
+                run.save(state)
+                saved = time.monotonic()
+
+
+def describe(number: int, why: str | None) -> str:
+    """A world and what is wrong with it."""
+    return f"world {number}: {all_worlds()[number]!r}\n  {why or 'right'}"
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not 1 <= int(number) <= int(count):
+        raise ValueError(text)
+    return int(number), int(count)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line. Returns the exit status."""
+    parser = argparse.ArgumentParser("python -m property_tests.exhaustive", description="Go through all small worlds.")
+    parser.add_argument("--slice", type=_part, default=(1, 1), metavar="I/N", help="the Ith of N parts")
+    parser.add_argument("--limit", type=int, metavar="WORLDS", help=f"about so many, in chunks of {CHUNK}")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--certify-every", type=int, default=4, metavar="N", help="certificates of one world in N")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="where to go on, and to keep what is done")
+    parser.add_argument("--world", type=int, metavar="NUMBER", help="only this one")
+    given = parser.parse_args(arguments)
+    if given.world is not None:
+        why = do_world(given.world, 1, Tally())
+        print(describe(given.world, why))
+        return int(why is not None)
+    total = len(all_worlds())
+    chunks = chunks_of(total, given.slice)
+    if given.limit is not None:
+        chunks = chunks[: -(-given.limit // CHUNK)]
+    part = "/".join(map(str, given.slice))
+    run = Run.load(given.state, f"slice {part} of {total} worlds, certified 1/{given.certify_every}, code {code()}")
+    stopped = False
+    try:
+        go(run, chunks, given.certify_every, given.processes, given.state)
+    except KeyboardInterrupt:
+        stopped = True
+    run.save(given.state)
+    print(run, "(stopped)" if stopped else f"(of {total:,} worlds)")
+    return 130 if stopped else int(bool(run.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

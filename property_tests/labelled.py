@@ -1,0 +1,203 @@
+"""Worlds carried out: every byte of every worker has a label, and a request must move exactly the right ones.
+
+A label is the meaning of a byte as one number: tensor, position, head, K or V, coordinate of dim. Labels are put where
+the formula of views says; reads copy them, and then all of the destination's memory is compared. Nothing here knows how
+plans are made, only what workers, rows, ids and descriptors mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan import Blocks, Group, ReadSpec, Worker, plan_reads
+from kvplan.memory import expand
+from property_tests.worlds import DIM, WITHIN, Heads, Request, Side, World, needed_blocks, pools, workers
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+DESTINATION, SOURCE = ("decode", (1 << 63) - 40), ("prefill", 1 << 44)
+"""Names and addresses of the engines. The destination's memory lies across 2**63."""
+
+UNTOUCHED, UNLABELLED = -1, 0
+MAX_HEADS = 4
+WEIGHT = {"head": 2 * DIM, "kv": DIM, "dim": 1}
+"""How much a step along an axis adds to a label."""
+
+PER_POSITION = MAX_HEADS * 2 * DIM
+
+
+class FaultError(Exception):
+    """What a plan does wrong."""
+
+
+@attrs.define
+class Tally:
+    """How much was gone through."""
+
+    worlds: int = 0
+    plans: int = 0
+    certificates: int = 0
+    requests: int = 0
+    descriptors: int = 0
+    num_bytes: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count what another has counted."""
+        for name, count in attrs.asdict(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+class Engine:
+    """The workers of a side, a request's block tables, and the memory of all workers laid end to end."""
+
+    def __init__(self, role: tuple[str, int], heads: Heads, side: Side, positions: int) -> None:
+        self.side, self.address = side, role[1]
+        self.workers = workers(*role, heads, side, positions)
+        self.ids = block_ids(side, positions, turn=len(role[0]))
+        sizes = [sum(region.size_bytes for region in worker.regions) for worker in self.workers]
+        self.size = np.array(sizes, np.uint64)
+        self.begin = np.cumsum([0, *sizes])
+        self.label, self.position, self.region = (
+            np.full(sum(sizes), value, np.int32) for value in (UNLABELLED, -1, -1)
+        )
+        for number, worker in enumerate(self.workers):
+            self._fill(worker, int(self.begin[number]), positions)
+        self._tables: dict[int, dict[str, Blocks]] = {}
+
+    def _fill(self, worker: Worker, begin: int, positions: int) -> None:
+        regions = {}
+        for region in worker.regions:
+            regions[region.name] = at = begin + region.address - self.address
+            self.region[at : at + region.size_bytes] = len(regions)
+        groups = {group.name: (group, ids) for group, ids in zip(worker.groups, self.ids, strict=True)}
+        for view in worker.views:
+            group, ids = groups[view.group]
+            held = positions_of(group, positions)
+            ordinal, slot = np.divmod(np.arange(held.size), group.tokens_per_block or 1)
+            (token,) = (axis.stride_bytes for axis in view.axes if axis.name == "token")
+            at = regions[view.region] + view.offset_bytes + ids[ordinal] * view.block_stride_bytes + slot * token
+            label = 1 + (int(view.name[1:]) * positions + held) * PER_POSITION
+            where = held
+            for axis in view.axes:
+                if axis.name != "token":
+                    coordinate = np.arange(axis.start, axis.stop)
+                    at = np.add.outer(at, (coordinate - axis.start) * axis.stride_bytes)
+                    label = np.add.outer(label, coordinate * WEIGHT[axis.name])
+                    where = np.add.outer(where, coordinate * 0)
+            if (self.label[at] != UNLABELLED).any():
+                raise FaultError(f"two bytes in one place of {worker}")
+            self.label[at], self.position[at] = label, where
+
+    def tables(self, start: int) -> dict[str, Blocks]:
+        """The block tables of a request, from the block on that some worker has position ``start`` in."""
+        if start not in self._tables:
+            size, run = self.side.spread
+            firsts = [start // (size * run) * run // tokens for tokens in self.side.tokens]
+            self._tables[start] = {
+                f"g{i}": Blocks(ids[first:], first) for i, (ids, first) in enumerate(zip(self.ids, firsts, strict=True))
+            }
+        return self._tables[start]
+
+    def places(self, ranges: Words, ranks: Ints) -> Ints:
+        """Where ranges begin in the memory of all, after making sure that each lies in one region of its worker."""
+        address, length, device = ranges.T
+        offset = address - np.uint64(self.address)
+        if not np.array_equal(device, ranks):
+            raise FaultError(f"devices {device} for workers {ranks}")
+        if not ((length > 0) & (length <= self.size[ranks]) & (offset <= self.size[ranks] - length)).all():
+            raise FaultError("a range leaves the memory of its worker")
+        at: Ints = self.begin[ranks] + offset.astype(np.int64)
+        if (self.region[at] != self.region[at + length.astype(np.int64) - 1]).any():
+            raise FaultError("a range leaves its region")
+        return at
+
+
+def positions_of(group: Group, end: int) -> Ints:
+    """The positions below ``end`` that a group's context holds."""
+    position, context = np.arange(end), group.context
+    held: Ints = position[position // context.interleave_tokens % context.size == context.rank]
+    return held
+
+
+def block_ids(side: Side, positions: int, turn: int) -> list[Ints]:
+    """A request's block ids in each group: pairs of neighbours, the pairs here and there."""
+    ids = []
+    taken = 0
+    for needed, pool in zip(needed_blocks(side, positions), pools(side, positions), strict=True):
+        scattered = sorted(range(pool), key=lambda block: (block // 2 + turn) * 7919 % 1009)
+        ids.append(np.array(scattered[taken : taken + needed], np.int64))
+        taken += needed if side.packing == WITHIN else 0
+    return ids
+
+
+@lru_cache(maxsize=4096)
+def engine(role: tuple[str, int], heads: Heads, side: Side, positions: int) -> Engine:
+    """An engine, kept for further worlds."""
+    return Engine(role, heads, side, positions)
+
+
+def check(world: World, requests: Iterable[Request], certify: bool, tally: Tally) -> None:
+    """Plan for every destination worker, and carry out the requests. Raises :class:`FaultError`."""
+    ours, theirs = (
+        engine(role, world.heads, side, world.positions)
+        for role, side in ((DESTINATION, world.destination), (SOURCE, world.source))
+    )
+    tally.worlds += 1
+    for number, worker in enumerate(ours.workers):
+        step: Any = "plan"
+        try:
+            plan = plan_reads(worker, theirs.workers)
+            if certify:
+                step = "certificate"
+                if not plan.certificate().complete:
+                    raise FaultError("a certificate of reads that is not complete")
+                tally.certificates += 1
+            tally.plans += 1
+            for step in requests:
+                near, far = ours.tables(step.start), theirs.tables(step.start)
+                specs = plan.bind(local=near, remote=far, tokens=(step.start, step.stop))
+                _move(specs, ours, theirs, number, step, tally)
+        except Exception as error:
+            raise FaultError(f"{worker.label}, {step}: {type(error).__name__}: {error}") from error
+
+
+def _move(specs: Sequence[ReadSpec], ours: Engine, theirs: Engine, number: int, request: Request, tally: Tally) -> None:
+    """Carry out what one destination worker reads, and compare all of its memory with what is wanted."""
+    named = [(spec.operation, spec.local, spec.remote) for spec in specs]
+    if named != [("READ", (DESTINATION[0], number), (SOURCE[0], rank)) for rank in range(len(theirs.workers))]:
+        raise FaultError(f"specs of {named}")
+    sides = [_by_ids(spec) if request.by_ids else spec.descriptors() for spec in specs]
+    writes, reads = (np.concatenate(ranges) for ranges in zip(*sides, strict=True))
+    if not np.array_equal(writes[:, 1], reads[:, 1]):
+        raise FaultError("pairs of different lengths")
+    into = ours.places(writes, np.full(len(writes), number))
+    source = theirs.places(reads, np.repeat(np.arange(len(specs)), [len(local) for local, _ in sides]))
+    length = writes[:, 1].astype(np.int64)
+    total = int(length.sum())
+    within = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
+    mine = slice(int(ours.begin[number]), int(ours.begin[number + 1]))
+    memory = np.full(ours.label.size, UNTOUCHED, np.int32)
+    memory[np.repeat(into, length) + within] = theirs.label[np.repeat(source, length) + within]
+    wanted = (ours.position[mine] >= request.start) & (ours.position[mine] < request.stop)
+    expected = np.where(wanted, ours.label[mine], UNTOUCHED)
+    wrong = np.flatnonzero(memory[mine] != expected)
+    if wrong.size:
+        at = wrong[0]
+        raise FaultError(f"{wrong.size} bytes, the first at {at}: label {memory[mine][at]}, not {expected[at]}")
+    if total != np.count_nonzero(wanted):
+        raise FaultError(f"{total} bytes are moved where {np.count_nonzero(wanted)} are wanted")
+    tally.requests += 1
+    tally.descriptors += len(writes)
+    tally.num_bytes += total
+
+
+def _by_ids(spec: ReadSpec) -> tuple[Words, Words]:
+    """The ranges that the ids of a spec name, local and remote."""
+    return expand(spec.local_table.rows, spec.local_ids), expand(spec.remote_table.rows, spec.remote_ids)
