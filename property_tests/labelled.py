@@ -119,6 +119,12 @@ class Engine:
         return at
 
 
+def each_byte(begin: Ints, ranges: Words) -> Ints:
+    """The places of all bytes of ranges that begin at some places."""
+    length = ranges[:, 1].astype(np.int64)
+    return np.repeat(begin - np.cumsum(length) + length, length) + np.arange(length.sum())
+
+
 def positions_of(group: Group, end: int) -> Ints:
     """The positions below ``end`` that a group's context holds."""
     position, context = np.arange(end), group.context
@@ -179,12 +185,10 @@ def _move(specs: Sequence[ReadSpec], ours: Engine, theirs: Engine, number: int, 
         raise FaultError("pairs of different lengths")
     into = ours.places(writes, np.full(len(writes), number))
     source = theirs.places(reads, np.repeat(np.arange(len(specs)), [len(local) for local, _ in sides]))
-    length = writes[:, 1].astype(np.int64)
-    total = int(length.sum())
-    within = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
     mine = slice(int(ours.begin[number]), int(ours.begin[number + 1]))
     memory = np.full(ours.label.size, UNTOUCHED, np.int32)
-    memory[np.repeat(into, length) + within] = theirs.label[np.repeat(source, length) + within]
+    memory[each_byte(into, writes)] = theirs.label[each_byte(source, reads)]
+    total = int(writes[:, 1].sum())
     wanted = (ours.position[mine] >= request.start) & (ours.position[mine] < request.stop)
     expected = np.where(wanted, ours.label[mine], UNTOUCHED)
     wrong = np.flatnonzero(memory[mine] != expected)
