@@ -1,8 +1,12 @@
-"""Hypothesis profiles: ``ci`` repeats itself exactly; ``long``, by HYPOTHESIS_PROFILE=long, looks far."""
+"""Hypothesis profiles: ``ci`` repeats itself exactly; ``long``, by HYPOTHESIS_PROFILE=long, looks far.
+
+Where NIXL or torch is not installed, what needs them is left out.
+"""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from hypothesis import HealthCheck, settings
 
@@ -22,3 +26,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # the refusals that tests provoke are asserted, not printed
+os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+
+MISSING = [name for name in ("nixl", "torch") if find_spec(name) is None]
+collect_ignore_glob = ["tests/nixl/*", "kvplan_nixl/demo.py"] if MISSING else []
+collect_ignore_glob += ["kvplan_nixl/*"] if "nixl" in MISSING else []
+
+
+def pytest_report_header() -> list[str]:
+    """Says what is left out."""
+    return [f"left out: {', '.join(collect_ignore_glob)}; not installed: {', '.join(MISSING)}"] if MISSING else []

@@ -27,7 +27,8 @@ COMPARED = (
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Files of this folder are named after what they time, not ``test_*``."""
-    return pytest.Module.from_parent(parent, path=file_path) if file_path.match("bench_*.py") else None
+    named = parent.session.isinitpath(file_path)  # then pytest collects it by itself
+    return pytest.Module.from_parent(parent, path=file_path) if file_path.match("bench_*.py") and not named else None
 
 
 @pytest.fixture

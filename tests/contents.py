@@ -47,9 +47,9 @@ def contents(
                         held.cells[index] = labels
                 for region in worker.regions:
                     labels = memory.read(worker, region.address, region.size_bytes, region.device_id)
-                    rng = np.random.default_rng(len(before))
-                    noise = rng.integers(0, 256, labels.size, np.uint8)
-                    filled = np.where(labels > 0, _byte(labels), noise)
+                    noise = np.random.default_rng(len(before)).integers(0, 256, labels.size, np.uint8)
+                    filled, meant = noise.copy(), np.flatnonzero(labels)
+                    filled[meant] = _byte(labels[meant])
                     place = (key_of(worker), region.name)
                     before[place], after[place] = (filled if workers is sources else noise), filled
     return before, after

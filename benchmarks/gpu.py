@@ -1,0 +1,162 @@
+"""NIXL on GPUs, on one machine and without a network: right bytes, and how fast.
+
+    python -m benchmarks.gpu
+
+First the hard pairs move in GPU memory, both ways, and every byte is checked. Then, for pairs of layouts, one request
+is read inside a GPU, and from the first to the second where there are two. Beside it stand a copy of as many bytes in
+one piece, and a copy of the same descriptors one by one, both by torch on the same memory. Medians of several rounds.
+
+Where there is no GPU, it says so and exits with 0. ``python -m benchmarks.gpu cpu`` tries the script itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Final
+
+import numpy as np
+
+from kvplan import Blocks, Model, ReadSpec, Worker, plan_reads
+
+MODEL: Final = "llama-3.1-8b"
+LAYOUTS: Final = (("BLHNC", "BLHNC"), ("LBHNC", "LBHNC"), ("LBHNC", "BLHNC"), ("LBNHC", "LBNHC"), ("LBNHC", "LBHNC"))
+BLOCKS: Final = 32
+"""How many blocks of 16 tokens a request has; the pools have twice as many."""
+
+ROUNDS: Final = 7
+TIMEOUT_S: Final = 120.0
+
+
+def check(device: str) -> int:
+    """Move all hard pairs in memory of a device, both ways; how many there were. AssertionErrors say what differs."""
+    from tests.nixl.test_contract import move_both_ways
+    from tests.test_hard_pairs import PAIRS
+
+    for pair in PAIRS:
+        move_both_ways(*pair, device)
+    return len(PAIRS)
+
+
+def ranges(worker: Worker, memory: dict[str, Any], descriptors: Any) -> list[Any]:
+    """Descriptors as slices of a worker's tensors."""
+    regions = sorted(worker.regions, key=lambda region: region.address)
+    starts = np.array([region.address for region in regions], np.uint64)
+    held = np.searchsorted(starts, descriptors[:, 0], side="right") - 1
+    offsets = (descriptors[:, 0] - starts[held]).tolist()
+    return [
+        memory[regions[i].name][offset : offset + length]
+        for i, offset, length in zip(held.tolist(), offsets, descriptors[:, 1].tolist(), strict=True)
+    ]
+
+
+def median(once: Callable[[], None], synchronize: Callable[[], None]) -> float:
+    """Seconds that a call takes, with all that it began on the devices, after a first one that is not counted."""
+    took = []
+    for _ in range(ROUNDS + 1):
+        synchronize()
+        began = time.perf_counter()
+        once()
+        synchronize()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took[1:])
+
+
+def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
+    """One row of the table: a request from the first device and layout to the second."""
+    import torch
+
+    from kvplan_nixl import NixlExecutor, settle
+    from tests.nixl.peers import pattern
+    from tests.nixl.worlds import placed, synchronized
+
+    def synchronize() -> None:
+        for device in devices:
+            synchronized(device)
+
+    model = Model.shipped(MODEL)
+    made = [
+        model.engine(name, layout=layout, num_blocks=2 * BLOCKS)[0]
+        for name, layout in zip(("prefill", "decode"), layouts, strict=True)
+    ]
+    (source, theirs), (local, ours) = (placed(worker, device) for worker, device in zip(made, devices, strict=True))
+    for name, tensor in theirs.items():
+        tensor.copy_(torch.from_numpy(pattern(source, name)))
+    rng = np.random.default_rng(1)
+    near, far = (Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS]) for _ in range(2))
+    synchronize()
+    with NixlExecutor(source) as prefill, NixlExecutor(local) as decode:
+        plan = plan_reads(local, [decode.connect(prefill.envelope())])
+        decode.prepare(plan)
+
+        def request() -> ReadSpec:
+            (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, 16 * BLOCKS))
+            transfer = decode.start(spec, "request")
+            if not settle(decode, [transfer], TIMEOUT_S) or transfer.error is not None:
+                raise transfer.error or TimeoutError(f"{transfer!r}")
+            decode.release(transfer)
+            return spec
+
+        spec = request()
+        synchronize()
+        into, of = (
+            ranges(worker, memory, found)
+            for worker, memory, found in zip((local, source), (ours, theirs), spec.descriptors(), strict=True)
+        )
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(into[:1000], of[:1000], strict=True))
+        by_nixl = median(lambda: void(request()), synchronize)
+    whole = [torch.zeros(spec.num_bytes, dtype=torch.uint8, device=device) for device in devices]
+    in_one = median(lambda: void(whole[1].copy_(whole[0], non_blocking=True)), synchronize)
+
+    def piece_by_piece() -> None:
+        for a, b in zip(into, of, strict=True):
+            a.copy_(b, non_blocking=True)
+
+    one_by_one = median(piece_by_piece, synchronize)
+    figures = (f"{spec.num_bytes / seconds / 1e9:.2f}" for seconds in (by_nixl, in_one, one_by_one))
+    return (
+        f"| {' to '.join(dict.fromkeys(devices))} | {' to '.join(layouts)} | {spec.num_descriptors:,} | "
+        f"{spec.num_bytes // spec.num_descriptors:,} | {' | '.join(figures)} | {by_nixl / one_by_one:.2f} |"
+    )
+
+
+def void(_: object) -> None:
+    """Nothing, of anything."""
+
+
+def main(arguments: list[str]) -> int:
+    """Check and measure; exit status 0, also where there is no GPU."""
+    try:
+        import torch
+    except ImportError:
+        print("no torch, so no GPU: nothing was run")
+        return 0
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = arguments or [f"cuda:{i}" for i in range(min(count, 2))]
+    if not devices:
+        print("no GPU: nothing was run")
+        return 0
+    names = [
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or device
+        for device in devices
+    ]
+    print(f"{time.strftime('%Y-%m-%d')}: {', '.join(names)}, torch {torch.__version__}, nixl {version('nixl')}")
+    print(f"{check(devices[0])} hard pairs: every byte right, read and written")
+    print(f"\n{MODEL}, {16 * BLOCKS} tokens, GB/s:\n")
+    print("| from, to | layouts | descriptors | bytes each | NIXL | one copy | one by one | NIXL's time / one by one |")
+    print("|---|---|---|---|---|---|---|---|")
+    for pair in dict.fromkeys([(devices[0], devices[0]), (devices[0], devices[-1])]):
+        for layouts in LAYOUTS:
+            print(measure(layouts, pair), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,7 @@
+"""kvplan_nixl: carries out kvplan's plans on real memory, through NIXL."""
+
+from kvplan_nixl.agent import Agent
+from kvplan_nixl.envelope import Envelope
+from kvplan_nixl.executor import UCX, NixlExecutor, NixlTransfer, settle
+
+__all__ = ["UCX", "Agent", "Envelope", "NixlExecutor", "NixlTransfer", "settle"]

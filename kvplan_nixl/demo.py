@@ -1,0 +1,199 @@
+"""The demo, and the example of a connector: a prefill process and a decode process on this machine.
+
+Prefill has 2 workers and keeps ``[block, kv, head, token, dim]`` in blocks of 16 tokens; decode has 3 workers and keeps
+``[kv, block, head, token, dim]`` in blocks of 24. Each process describes its torch tensors (:func:`make_worker`),
+registers them, exchanges envelopes over a socket (:func:`handshake`), and plans once for all requests to come.
+
+For each request, prefill sends its block ids. Decode binds them with its own, reads (:func:`read`), and checks every
+value; prefill frees its blocks when all decode workers that read from them have said so (:func:`hear`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import attrs
+import torch
+
+from kvplan import Blocks, Group, ReadSpec, Region, TransferPlan, Worker, plan_mesh, view_of
+from kvplan_nixl.executor import NixlExecutor, settle
+
+LAYERS, HEADS, DIM = 4, 12, 128
+REQUESTS: Final = (1000, 17, 600)
+"""How many tokens each request has."""
+
+NOISE: Final = torch.Generator().manual_seed(1)
+RANDOM_BITS: Final = torch.randint(1 << 14, (max(REQUESTS), 2, HEADS, DIM), dtype=torch.int16, generator=NOISE)
+"""The same in both processes; as bfloat16, every one of them is a finite number."""
+
+TIMEOUT_S: Final = 120.0
+
+
+@attrs.frozen
+class Shape:
+    """How an engine keeps its cache: dimensions in order, as :func:`kvplan.view_of` names them."""
+
+    engine_id: str
+    tp: int
+    tokens_per_block: int
+    num_blocks: int
+    pattern: str
+
+    def heads(self, rank: int) -> range:
+        """The KV heads of a worker."""
+        return range(rank * HEADS // self.tp, (rank + 1) * HEADS // self.tp)
+
+
+PREFILL: Final = Shape("prefill", 2, 16, 512, "block kv head token dim")
+DECODE: Final = Shape("decode", 3, 24, 300, "kv block head token dim")
+
+
+def make_worker(shape: Shape, rank: int) -> tuple[Worker, list[torch.Tensor]]:
+    """A worker's caches, one tensor for each layer, and their description."""
+    heads = shape.heads(rank)
+    sizes = {"block": shape.num_blocks, "token": shape.tokens_per_block, "kv": 2, "head": len(heads), "dim": DIM}
+    caches = [torch.zeros([sizes[name] for name in shape.pattern.split()], dtype=torch.bfloat16) for _ in range(LAYERS)]
+    regions = [Region(f"kv.{i}", cache.data_ptr(), cache.nbytes) for i, cache in enumerate(caches)]
+    parts = {"head": (heads.start, heads.stop, HEADS)}
+    views = [
+        view_of(cache, shape.pattern, name=f"layers.{i}.attn", group="attn", region=region, parts=parts)
+        for i, (cache, region) in enumerate(zip(caches, regions, strict=True))
+    ]
+    return Worker(shape.engine_id, rank, regions, [Group("attn", shape.tokens_per_block)], views), caches
+
+
+def handshake(channel: Connection, executors: list[NixlExecutor]) -> list[Worker]:
+    """Exchange envelopes with the other process, and connect to all of its workers, which are returned."""
+    channel.send_bytes(json.dumps(len(executors)).encode())
+    for executor in executors:
+        channel.send_bytes(executor.envelope())
+    workers = []
+    for _ in range(json.loads(receive(channel))):
+        envelope = receive(channel)
+        connected = [executor.connect(envelope) for executor in executors]
+        workers.append(connected[0])
+    return workers
+
+
+def receive(channel: Connection) -> bytes:
+    """The next message of the other process, which must come in time."""
+    if not channel.poll(TIMEOUT_S):
+        raise TimeoutError("no message from the other process")
+    return channel.recv_bytes()
+
+
+def values(request: int, layer: int, tokens: int, heads: range) -> torch.Tensor:
+    """What prefill computes in the demo, ``[token, kv, head, dim]``: other values for each request and layer."""
+    bits = RANDOM_BITS[:tokens, :, heads.start : heads.stop] + 257 * (request * LAYERS + layer) & 0x3FFF
+    return bits.view(torch.bfloat16)
+
+
+def prefill(channel: Connection) -> None:
+    """The prefill process: fill blocks, tell decode, hear from it, and use the blocks again."""
+    settle_in()
+    made = [make_worker(PREFILL, rank) for rank in range(PREFILL.tp)]
+    executors = [NixlExecutor(worker) for worker, _ in made]
+    readers = handshake(channel, executors)
+    completions = plan_mesh(readers, [worker for worker, _ in made]).completions
+    for request, tokens in enumerate(REQUESTS):
+        ids = torch.randperm(PREFILL.num_blocks)[: math.ceil(tokens / PREFILL.tokens_per_block)]
+        for rank, (_, caches) in enumerate(made):
+            for layer, cache in enumerate(caches):
+                fill(cache, ids, values(request, layer, tokens, PREFILL.heads(rank)))
+        told = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
+        channel.send_bytes(json.dumps(told).encode())
+        for executor in executors:
+            hear(executor, len(completions[executor.worker.engine_id, executor.worker.rank].awaits))
+    for executor in executors:
+        executor.close()
+
+
+def settle_in() -> None:
+    """Keep NIXL quiet, and torch to one thread: the processes may share two cores."""
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+
+
+def fill(cache: torch.Tensor, ids: torch.Tensor, computed: torch.Tensor) -> None:
+    """Write a request's tokens into blocks of a prefill cache."""
+    padded = torch.zeros(len(ids) * PREFILL.tokens_per_block, *computed.shape[1:], dtype=computed.dtype)
+    padded[: len(computed)] = computed
+    cache[ids] = padded.unflatten(0, (len(ids), -1)).permute(0, 2, 3, 1, 4)
+
+
+def hear(executor: NixlExecutor, count: int) -> None:
+    """Wait until so many workers have said that they are done."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while count := count - len(executor.notices()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{executor!r} waits for {count} readers")
+        time.sleep(1e-4)
+
+
+def decode(channel: Connection) -> bool:
+    """The decode process: read each request and check it; whether all values were right."""
+    made = [make_worker(DECODE, rank) for rank in range(DECODE.tp)]
+    executors = [NixlExecutor(worker) for worker, _ in made]
+    plans = plan_mesh([worker for worker, _ in made], handshake(channel, executors)).plans
+    for executor, plan in zip(executors, plans, strict=True):
+        executor.prepare(plan)
+    all_right = True
+    for request, tokens in enumerate(REQUESTS):
+        told = json.loads(receive(channel))
+        ids = torch.randperm(DECODE.num_blocks)[: math.ceil(tokens / DECODE.tokens_per_block)]
+        began = time.perf_counter()
+        specs = [spec for both in zip(executors, plans, strict=True) for spec in read(*both, told, ids)]
+        took = time.perf_counter() - began
+        wrong = sum(
+            not torch.equal(tokens_of(cache, ids, tokens), values(request, layer, tokens, DECODE.heads(rank)))
+            for rank, (_, caches) in enumerate(made)
+            for layer, cache in enumerate(caches)
+        )
+        all_right &= not wrong
+        megabytes, pieces = sum(spec.num_bytes for spec in specs) / 1e6, sum(spec.num_descriptors for spec in specs)
+        print(
+            f"{told['request']}: {tokens} tokens, {megabytes:.1f} MB in {pieces} descriptors, {took * 1e3:.1f} ms, "
+            f"{megabytes / took / 1e3:.2f} GB/s, {f'{wrong} TENSORS WRONG' if wrong else 'every value right'}"
+        )
+    for executor in executors:
+        executor.close()
+    return all_right
+
+
+def read(executor: NixlExecutor, plan: TransferPlan, told: dict[str, Any], ids: torch.Tensor) -> tuple[ReadSpec, ...]:
+    """Read one worker's share of a request from all prefill workers."""
+    local, remote = {"attn": Blocks(ids.numpy())}, {"attn": Blocks(told["ids"])}
+    specs = plan.bind(local=local, remote=remote, tokens=(0, told["tokens"]))
+    transfers = [executor.start(spec, told["request"]) for spec in specs]
+    if not settle(executor, transfers, TIMEOUT_S):
+        raise TimeoutError(f"{executor!r} waits for {told['request']}")
+    for transfer in transfers:
+        if transfer.error is not None:
+            raise transfer.error
+        executor.release(transfer)
+    return specs
+
+
+def tokens_of(cache: torch.Tensor, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A request's tokens as decode finds them in its own cache: ``[token, kv, head, dim]``."""
+    return cache[:, ids].permute(1, 3, 0, 2, 4).flatten(0, 1)[:tokens]
+
+
+def main() -> int:
+    """Run both processes, joined by a pair of sockets; exit status 0 if every value was right."""
+    settle_in()
+    context = multiprocessing.get_context("spawn")
+    channel, theirs = context.Pipe()
+    process = context.Process(target=prefill, args=(theirs,), daemon=True)  # which ends with this one
+    process.start()
+    theirs.close()  # so that its end is noticed
+    with channel:
+        all_right = decode(channel)
+        process.join(TIMEOUT_S)
+    return 0 if all_right and process.exitcode == 0 else 1

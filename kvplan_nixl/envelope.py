@@ -1,0 +1,78 @@
+"""Envelopes: what one worker's executor hands another's, over whatever channel the engines have.
+
+An envelope is a worker's offer with the metadata of its NIXL agent: the line ``kvplan_nixl 1``, three lengths (big
+endian, 4 bytes each), then the agent's name, its metadata and the offer, as :func:`kvplan.encode` makes it.
+
+All of it is a stranger's: what can't be used is a :class:`~kvplan.findings.PeerError`. But the metadata is in NIXL's
+own format, and NIXL reads it: exchange envelopes over a channel that only your engines can write to.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import attrs
+
+from kvplan import KVPlanError, decode, encode
+from kvplan.findings import PeerError, Problem
+from kvplan.workers import Worker
+
+MAGIC: Final = b"kvplan_nixl 1\n"
+LENGTHS: Final = struct.Struct(">III")
+
+MAX_NAME_BYTES: Final = 1 << 10
+MAX_METADATA_BYTES: Final = 1 << 22
+"""Metadata grows by a few hundred bytes for each registered region and backend."""
+
+
+@attrs.frozen
+class Envelope:
+    """A worker, the name of its NIXL agent, and that agent's metadata."""
+
+    worker: Worker
+    agent: str
+    metadata: bytes = attrs.field(repr=False)
+
+    def pack(self) -> bytes:
+        """The message.
+
+        >>> from kvplan import Region, Worker
+        >>> data = Envelope(Worker("prefill", 0, (Region("kv", 4096, 64),), (), ()), "prefill/0/a1", b"...").pack()
+        >>> Envelope.unpack(data)
+        Envelope(worker=Worker(engine_id='prefill', rank=0,
+            regions=(Region(name='kv', address=4096, size_bytes=64, memory='DRAM', device_id=0),), groups=()),
+            agent='prefill/0/a1')
+        """
+        parts = (self.agent.encode(), self.metadata, encode(self.worker))
+        return b"".join((MAGIC, LENGTHS.pack(*map(len, parts)), *parts))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Envelope:
+        """The envelope that a message holds. Raises a PeerError: ``MESSAGE``, or what its offer is refused for."""
+        if not isinstance(data, bytes):
+            raise KVPlanError(
+                "TYPE", "open an envelope", expected="bytes", got=f"a value of type {type(data).__name__}"
+            )
+        head = len(MAGIC) + LENGTHS.size
+        if not data.startswith(MAGIC) or len(data) < head:
+            raise _unusable(f"a message that begins with {MAGIC.decode().strip()!r}", f"{data[: len(MAGIC)]!r}")
+        name_bytes, metadata_bytes, offer_bytes = LENGTHS.unpack_from(data, len(MAGIC))
+        if name_bytes > MAX_NAME_BYTES or metadata_bytes > MAX_METADATA_BYTES:
+            raise _unusable(
+                f"at most {MAX_NAME_BYTES} bytes of name and {MAX_METADATA_BYTES} of metadata",
+                f"{name_bytes} and {metadata_bytes}",
+            )
+        if head + name_bytes + metadata_bytes + offer_bytes != len(data):
+            raise _unusable(f"{head + name_bytes + metadata_bytes + offer_bytes} bytes, as it says", f"{len(data)}")
+        metadata, offer = head + name_bytes, head + name_bytes + metadata_bytes
+        name = data[head:metadata].decode(errors="replace")
+        worker = decode(data[offer:])
+        if not name.startswith(f"{worker.label}/"):
+            raise _unusable(f"an agent of worker {worker.label}", repr(name))
+        return cls(worker, name, data[metadata:offer])
+
+
+def _unusable(expected: str, got: str) -> PeerError:
+    error = KVPlanError("MESSAGE", "open an envelope", expected=expected, got=got)
+    return PeerError([Problem("", error.code, str(error))], error)

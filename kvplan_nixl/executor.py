@@ -1,0 +1,350 @@
+"""NixlExecutor: carries out the specs of one worker through NIXL.
+
+Nothing is computed here: regions are registered as they are, a plan's rows are NIXL's strided descriptors, a spec's
+ids index them. Besides the rules of :mod:`kvplan.executor`:
+
+- N1: a remote worker is known by an envelope, and a plan is prepared only with exactly the workers that were so
+  described. A process that comes back has another agent's name, so nothing meant for the one before reaches it.
+- N2: NIXL's release of a running transfer, and its removal of a remote agent, do not stop bytes that are under way.
+  So neither is done while a transfer runs: a cancelled one runs until NIXL says that it has ended, as DONE or by an
+  error. Only :meth:`NixlExecutor.close` ends all at once.
+- N3: handles go in this order: transfers, prepared rows, remote agents, registered memory, the agent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import attrs
+import numpy as np
+
+from kvplan.errors import KVPlanError
+from kvplan.executor import Executor, Notice, Status, Transfer, not_planned_for, still_running, unprepared
+from kvplan.plan import TransferPlan
+from kvplan.specs import ReadSpec
+from kvplan.tables import Table
+from kvplan.workers import Worker
+from kvplan_nixl.agent import LOCAL, Agent, Prepared
+from kvplan_nixl.envelope import Envelope
+
+Key = tuple[str, int]
+Backends = Mapping[str, Mapping[str, str]]
+
+UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({})})
+"""The backends of an executor that is given none: UCX, as its own environment variables set it up."""
+PAUSE_S: Final = 50e-6
+"""Between two polls of :func:`settle`."""
+
+
+@attrs.define(eq=False, repr=False)
+class NixlTransfer(Transfer):
+    """A transfer with NIXL's handle, which is None where no byte had to move."""
+
+    is_cancelled: bool = False
+    handle: Any = None
+
+
+@attrs.frozen(eq=False)
+class _Rows:
+    """The prepared rows of a pair of tables."""
+
+    local_table: Table
+    local: Prepared
+    remote: Prepared
+
+
+@attrs.define(eq=False)
+class _Peer:
+    """A remote worker; ``attached`` is its registered memory where it is in this process."""
+
+    worker: Worker
+    agent: str
+    attached: tuple[Any, ...] | None = None
+    lost: KVPlanError | None = None
+    rows: WeakKeyDictionary[Table, _Rows] = attrs.field(factory=WeakKeyDictionary)
+
+
+class NixlExecutor:
+    """The :class:`~kvplan.executor.Executor` of one worker, with a NIXL agent of its own.
+
+    ``backends`` are NIXL's, by name and in order of preference, each with its options: ``UCX`` for DRAM and VRAM;
+    with ``POSIX`` behind it, files too. The worker's regions are registered until the executor is closed; use it as a
+    context manager. Not for several threads at once. Without a ``progress_thread``, a peer's transfers and messages
+    are served only while this executor polls or reads notices.
+
+    Raises ``BACKEND`` for a backend that is missing or does not take the worker's memory.
+
+    >>> import numpy as np
+    >>> from kvplan import Axis, Blocks, Group, Region, View, Worker, plan_reads
+    >>> def worker(engine, cache):
+    ...     region = Region("kv", cache.ctypes.data, cache.nbytes)
+    ...     axes = (Axis("token", 0, 4, 4, 2), Axis("dim", 0, 2, 2, 1))
+    ...     view = View("layers.0.mla", "attn", region, "uint8", axes, num_blocks=10, block_stride_bytes=8)
+    ...     return Worker(engine, 0, (region,), (Group("attn", 4),), (view,))
+    >>> caches = np.arange(80, dtype=np.uint8), np.zeros(80, np.uint8)
+    >>> source, local = worker("prefill", caches[0]), worker("decode", caches[1])
+    >>> with NixlExecutor(source) as prefill, NixlExecutor(local) as decode:
+    ...     plan = plan_reads(local, [decode.connect(prefill.envelope())])
+    ...     decode.prepare(plan)
+    ...     (spec,) = plan.bind(local={"attn": Blocks([7])}, remote={"attn": Blocks([3])}, tokens=(1, 3))
+    ...     transfer = decode.start(spec, "request 1")
+    ...     settle(decode, [transfer], timeout_s=10)
+    True
+    >>> transfer.status, caches[1][56:64].tolist()
+    (<Status.DONE: 'done'>, [0, 0, 26, 27, 28, 29, 0, 0])
+    """
+
+    def __init__(self, worker: Worker, backends: Backends = UCX, *, progress_thread: bool = True) -> None:
+        self.worker = worker
+        self._agent = Agent(f"{worker.label}/{uuid.uuid4().hex}", backends, progress_thread)
+        self._registered: tuple[Any, ...] | None = self._agent.register(worker.regions)
+        self._peers: dict[Key, _Peer] = {}
+        self._local: WeakValueDictionary[tuple[str, str, bytes], Prepared] = WeakValueDictionary()
+        self._open: set[NixlTransfer] = set()
+        self._sender = [worker.engine_id, worker.rank]
+
+    def __enter__(self) -> NixlExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def envelope(self) -> bytes:
+        """What :meth:`connect` of a remote worker's executor takes."""
+        return Envelope(self.worker, self._agent.name, self._agent.metadata()).pack()
+
+    def connect(self, envelope: bytes) -> Worker:
+        """Make a remote worker known, and return it to be planned with.
+
+        One that is known and lost is replaced. NIXL connects before this returns: an address where nobody answers
+        keeps it for as long as the system's TCP tries, minutes. Raises ``PEER`` for an envelope that can't be used, or
+        of a worker that is known; what :func:`kvplan.decode` raises for a bad offer.
+        """
+        opened = Envelope.unpack(envelope)
+        self._make_room(opened.worker)
+        self._agent.load(opened.agent, opened.metadata)
+        self._peers[_key(opened.worker)] = _Peer(opened.worker, opened.agent)
+        return opened.worker
+
+    def attach(self, worker: Worker) -> None:
+        """Make a worker known that is in this process, such as a file's. It is told of no completion."""
+        self._make_room(worker)
+        registered = self._agent.register(worker.regions)
+        self._peers[_key(worker)] = _Peer(worker, self._agent.name, attached=registered)
+
+    def disconnect(self, worker: Worker) -> None:
+        """Forget a remote worker. Raises ``TRANSFER`` while one of its transfers runs, ``PEER`` if it is not known."""
+        key = _key(worker)
+        if key not in self._peers:
+            raise _not_connected(key)
+        for transfer in [transfer for transfer in self._open if transfer.spec.remote == key]:
+            if not self.poll(transfer).is_settled:
+                raise still_running(transfer, f"disconnect {worker.label}")
+            self.release(transfer)
+        peer = self._peers.pop(key)
+        peer.rows.clear()
+        self._forget(peer)
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """Hand the rows of a plan to NIXL, those it does not have yet.
+
+        Raises ``PEER`` where a worker that bytes move from or to is not connected, or not as planned; ``BACKEND`` where
+        memory is not registered, or no backend moves between its kinds; ``MEMORY`` where rows are in several kinds.
+        """
+        if plan.local != self.worker:
+            raise not_planned_for(plan.local, self.worker, "local")
+        for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
+            if not len(pair.local_table.rows):
+                continue
+            peer = self._peers.get(_key(remote))
+            if peer is None or peer.worker != remote:
+                raise not_planned_for(remote, None if peer is None else peer.worker, "remote")
+            if pair.remote_table not in peer.rows:
+                kinds = _kind(pair.local_table), _kind(pair.remote_table)
+                backend = self._agent.backend_for(*kinds)
+                remote_rows = self._agent.prepare(peer.agent, kinds[1], pair.remote_table.rows, backend)
+                local_rows = self._prepare_local(kinds[0], pair.local_table, backend)
+                peer.rows[pair.remote_table] = _Rows(pair.local_table, local_rows, remote_rows)
+
+    def _prepare_local(self, kind: str, table: Table, backend: str) -> Prepared:
+        """A local table's rows; equal tables of several remote workers are prepared once."""
+        key = (backend, kind, hashlib.sha256(table.rows.tobytes()).digest())
+        prepared = self._local.get(key)
+        if prepared is None:
+            prepared = self._local[key] = self._agent.prepare(LOCAL, kind, table.rows, backend)
+        return prepared
+
+    def start(self, spec: ReadSpec, request: str) -> NixlTransfer:
+        """Begin to move a spec's bytes.
+
+        UCX between two processes of one host moves them before this returns; between hosts it goes on by itself.
+        Raises ``PEER`` for a worker that is not connected and ``TRANSFER`` for a spec whose plan is not prepared.
+        """
+        transfer = NixlTransfer(spec, request)
+        if not len(spec.local_table.rows):
+            transfer.status = Status.DONE
+            return transfer
+        peer = self._peers.get(spec.remote)
+        if peer is None:
+            raise _not_connected(spec.remote)
+        rows = peer.rows.get(spec.remote_table)
+        if rows is None or rows.local_table is not spec.local_table:
+            raise unprepared(spec)
+        message = b"" if peer.attached is not None else json.dumps([*self._sender, request]).encode()
+        self._open.add(transfer)
+        try:
+            if peer.lost is not None:
+                raise peer.lost
+            if spec.local_ids.size:
+                self._post(transfer, rows, message)
+            else:
+                self._agent.notify(peer.agent, message)
+                transfer.status = Status.DONE
+        except KVPlanError as error:
+            self._fail(transfer, error)
+        return transfer
+
+    def _post(self, transfer: NixlTransfer, rows: _Rows, message: bytes) -> None:
+        spec = transfer.spec
+        ids = (spec.local_ids, spec.remote_ids)
+        transfer.handle = self._agent.make(spec.operation, rows.local, rows.remote, ids, message)
+        if self._agent.post(transfer.handle):
+            transfer.status = Status.DONE
+
+    def _fail(self, transfer: NixlTransfer, error: KVPlanError) -> None:
+        transfer.status = Status.CANCELLED if transfer.is_cancelled else Status.FAILED
+        transfer.error = error
+        if error.code == "PEER":
+            self._peers[transfer.spec.remote].lost = error
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Where a transfer stands now. It does not wait for a peer, but UCX may copy bytes that have arrived."""
+        if transfer.status is Status.RUNNING and isinstance(transfer, NixlTransfer):
+            try:
+                if self._agent.is_done(transfer.handle):
+                    transfer.status = Status.CANCELLED if transfer.is_cancelled else Status.DONE
+            except KVPlanError as error:
+                self._fail(transfer, error)
+        return transfer.status
+
+    def backend_of(self, transfer: Transfer) -> str:
+        """The backend that NIXL chose for a transfer which is not released; empty where no byte had to move."""
+        handle = transfer.handle if isinstance(transfer, NixlTransfer) else None
+        return "" if handle is None else self._agent.backend_of(handle)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Give up a running transfer. By rule N2 it runs on until NIXL says that it has ended."""
+        if isinstance(transfer, NixlTransfer) and transfer.status is Status.RUNNING:
+            transfer.is_cancelled = True
+
+    def release(self, transfer: Transfer) -> None:
+        """Give back NIXL's handle of a settled transfer. Raises ``TRANSFER`` for one that runs."""
+        if not transfer.status.is_settled:
+            raise still_running(transfer, "release a transfer")
+        if isinstance(transfer, NixlTransfer):
+            self._drop(transfer)
+
+    def _drop(self, transfer: NixlTransfer) -> None:
+        self._open.discard(transfer)
+        if transfer.handle is not None:
+            self._agent.free(transfer.handle)
+            transfer.handle = None
+
+    def notices(self) -> tuple[Notice, ...]:
+        """What other workers have completed with this one since the last call; other messages are left out."""
+        return tuple(notice for message in self._agent.messages() if (notice := _notice(message)) is not None)
+
+    def close(self) -> None:
+        """End everything, in the order of rule N3. Transfers that run are CANCELLED: none touches a byte any more."""
+        if self._registered is None:
+            return
+        for transfer in tuple(self._open):
+            with suppress(KVPlanError):  # what NIXL would not give back ends with its agent
+                self._drop(transfer)
+            transfer.handle = None
+            if not transfer.status.is_settled:
+                transfer.status = Status.CANCELLED
+        for peer in self._peers.values():
+            peer.rows.clear()
+            self._forget(peer)
+        self._peers.clear()
+        self._agent.deregister(self._registered)
+        self._registered = None
+        self._agent.close()
+
+    def _forget(self, peer: _Peer) -> None:
+        if peer.attached is None:
+            self._agent.unload(peer.agent)
+        else:
+            self._agent.deregister(peer.attached)
+
+    def _make_room(self, worker: Worker) -> None:
+        """Refuse a worker that is known, and forget one that is lost."""
+        known = self._peers.get(_key(worker))
+        if known is not None and known.lost is not None:
+            self.disconnect(known.worker)
+        elif known is not None or _key(worker) == _key(self.worker):
+            raise KVPlanError(
+                "PEER",
+                f"connect {worker.label}",
+                expected="a worker that is not connected",
+                got="one that is",
+                hint="disconnect it first",
+                worker=worker.label,
+            )
+
+    def __repr__(self) -> str:
+        return f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {len(self._open)} transfers>"
+
+
+def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) -> bool:
+    """Poll transfers until all are settled, for at most ``timeout_s`` seconds; whether they are."""
+    deadline = time.monotonic() + timeout_s
+    running = list(transfers)
+    while running := [transfer for transfer in running if not executor.poll(transfer).is_settled]:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(PAUSE_S)
+    return True
+
+
+def _key(worker: Worker) -> Key:
+    return worker.engine_id, worker.rank
+
+
+def _kind(table: Table) -> str:
+    """The memory kind that all rows of a table are in."""
+    kinds: list[str] = sorted({table.regions[i].memory for i in np.unique(table.region)})
+    if len(kinds) > 1:
+        raise KVPlanError(
+            "MEMORY",
+            "prepare a plan",
+            expected="one kind of memory on each side of a pair",
+            got=" and ".join(kinds),
+            hint="plan the tensors of each kind apart, with not_transferred",
+            kinds=tuple(kinds),
+        )
+    return kinds[0]
+
+
+def _notice(message: bytes) -> Notice | None:
+    """A notice, if the message is one."""
+    try:
+        engine_id, rank, request = json.loads(message)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if not (isinstance(engine_id, str) and type(rank) is int and isinstance(request, str)):
+        return None
+    return Notice(engine_id, rank, request)
+
+
+def _not_connected(key: Key) -> KVPlanError:
+    return KVPlanError("PEER", f"find worker {key[0]}/{key[1]}", expected="a worker that is connected", got="none")

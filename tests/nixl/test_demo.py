@@ -1,0 +1,43 @@
+"""The demo, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvplan_nixl import demo
+
+ROOT = Path(demo.__file__).parents[1]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m kvplan_nixl``."""
+    environment = {**os.environ, "NIXL_LOG_LEVEL": "WARN"}
+    command = [sys.executable, "-m", "kvplan_nixl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False)
+
+
+def test_the_demo_moves_requests_between_two_processes() -> None:
+    """Every request arrives as it was computed, and its line says how much that was."""
+    ran = run("demo")
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert len(lines) == len(demo.REQUESTS)
+    for line, tokens in zip(lines, demo.REQUESTS, strict=True):
+        num_bytes = tokens * demo.LAYERS * demo.HEADS * demo.DIM * 2 * 2
+        assert f": {tokens} tokens, {num_bytes / 1e6:.1f} MB in " in line
+        assert line.endswith("every value right")
+
+
+def test_the_demo_is_short() -> None:
+    """An author copies it: under 200 lines, in one file."""
+    assert len(Path(demo.__file__).read_text().splitlines()) < 200
+
+
+def test_usage() -> None:
+    """Anything else than the demo is a usage error."""
+    ran = run("dance")
+    assert ran.returncode == 2
+    assert ran.stderr == "usage: python -m kvplan_nixl demo\n"

@@ -1,0 +1,111 @@
+"""Envelopes from strangers, and what an executor does with them."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from kvplan import KVPlanError, plan_reads
+from kvplan.findings import PeerError
+from kvplan_nixl import Envelope, NixlExecutor
+from tests.nixl.worlds import placed
+from tests.small import engine
+
+(WORKER,) = engine("prefill")
+GOOD = Envelope(WORKER, "prefill/0/a1", b"metadata")
+
+
+def test_an_envelope_comes_out_as_it_went_in() -> None:
+    """Worker, agent and metadata are what was packed."""
+    assert Envelope.unpack(GOOD.pack()) == GOOD
+
+
+@pytest.mark.parametrize("length", range(0, len(GOOD.pack()), 7))
+def test_an_envelope_cut_short(length: int) -> None:
+    """No part of an envelope is one."""
+    with pytest.raises(PeerError):
+        Envelope.unpack(GOOD.pack()[:length])
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "begins with 'kvplan_nixl 1'"),
+        (b"kvplan_nixl 2\n" + bytes(12), "begins with 'kvplan_nixl 1'"),
+        (b"kvplan_nixl 1\n" + b"\xff" * 12, "at most 1024 bytes of name"),
+        (GOOD.pack() + b" ", "as it says"),
+        (Envelope(WORKER, "decode/0/a1", b"").pack(), "an agent of worker prefill/0"),
+    ],
+    ids=["empty", "version", "lengths", "too long", "agent"],
+)
+def test_what_is_no_envelope(data: bytes, text: str) -> None:
+    """Bytes of a stranger are refused in one line that says what was expected."""
+    with pytest.raises(PeerError, match=text) as caught:
+        Envelope.unpack(data)
+    assert caught.value.code == "MESSAGE"
+
+
+def test_an_envelope_is_bytes() -> None:
+    """Text is the caller's mistake, not the peer's."""
+    with pytest.raises(KVPlanError, match="TYPE: cannot open an envelope"):
+        Envelope.unpack("kvplan_nixl 1\n")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metadata", [b"", b"metadata", bytes(4096)])
+def test_metadata_that_nixl_cannot_read(metadata: bytes) -> None:
+    """Metadata that is none is refused, and its worker stays unknown."""
+    there, _ = placed(engine("decode")[0])
+    with NixlExecutor(there) as executor:
+        for _ in range(2):
+            with pytest.raises(KVPlanError, match="PEER: cannot load the metadata of NIXL agent 'prefill/0/a1'"):
+                executor.connect(Envelope(WORKER, "prefill/0/a1", metadata).pack())
+
+
+def test_metadata_of_another_agent() -> None:
+    """An envelope with the metadata of an agent of another name is refused."""
+    there, _ = placed(engine("decode")[0])
+    source, _ = placed(WORKER)
+    with NixlExecutor(there) as executor, NixlExecutor(source) as other:
+        sent = Envelope.unpack(other.envelope())
+        with pytest.raises(KVPlanError, match=r"PEER: .* expected that agent's, got metadata of 'prefill/0/"):
+            executor.connect(Envelope(sent.worker, "prefill/0/forged", sent.metadata).pack())
+        assert executor.connect(other.envelope()) == source
+
+
+def test_rows_outside_the_registered_memory() -> None:
+    """An offer of more memory than its agent has registered is refused before any byte moves."""
+    there, _ = placed(engine("decode", layers=1)[0])
+    source, _ = placed(engine("prefill", layers=1)[0])
+    (boast,) = engine("prefill", layers=1, blocks=1 << 20)
+    boast = attrs.evolve(boast, regions=[attrs.evolve(boast.regions[0], address=source.regions[0].address)])
+    with NixlExecutor(there) as executor, NixlExecutor(source) as other:
+        sent = Envelope.unpack(other.envelope())
+        executor.connect(Envelope(boast, sent.agent, sent.metadata).pack())
+        with pytest.raises(KVPlanError, match="BACKEND: cannot prepare 2 rows of 'prefill/0/"):
+            executor.prepare(plan_reads(there, [boast]))
+
+
+def test_connecting_twice() -> None:
+    """A worker that is connected is not connected again, nor is an executor's own worker."""
+    there, _ = placed(engine("decode")[0])
+    source, _ = placed(WORKER)
+    with NixlExecutor(there) as executor, NixlExecutor(source) as other:
+        executor.connect(other.envelope())
+        with pytest.raises(KVPlanError, match="PEER: cannot connect prefill/0"):
+            executor.connect(other.envelope())
+        with pytest.raises(KVPlanError, match="PEER: cannot connect decode/0"):
+            executor.connect(executor.envelope())
+        executor.disconnect(source)
+        executor.connect(other.envelope())
+
+
+def test_an_executor_that_was_closed() -> None:
+    """A closed executor is closed once, and what is asked of it then is refused."""
+    there, _ = placed(engine("decode")[0])
+    executor = NixlExecutor(there)
+    executor.close()
+    executor.close()
+    with pytest.raises(KVPlanError, match="BACKEND: cannot use a NIXL agent"):
+        executor.envelope()
+    with pytest.raises(KVPlanError, match="BACKEND: cannot use a NIXL agent"):
+        executor.notices()

@@ -1,0 +1,258 @@
+"""What happens to transfers when a peer dies, hangs, or comes back as another; over TCP, which takes its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, TransferPlan, View, Worker, plan_reads
+from kvplan.executor import Status, Transfer
+from kvplan_nixl import UCX, NixlExecutor, settle
+from tests.nixl.peers import PeerProcess, pattern
+from tests.nixl.worlds import placed
+
+BLOCKS, BLOCK_BYTES = 2048, 4096
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX moves bytes between two processes by TCP."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def worker(engine: str, rank: int = 0) -> Worker:
+    """A worker with many blocks of one tensor of its own, 8 MiB."""
+    axes = (Axis("token", 0, 4, 4, BLOCK_BYTES // 4), Axis("dim", 0, 1024, 1024, 1))
+    region = Region("kv", 1 << 40, BLOCKS * BLOCK_BYTES)
+    return Worker(
+        engine, rank, (region,), (Group("attn", 4),), (View("mla", "attn", region, "uint8", axes, BLOCKS, BLOCK_BYTES),)
+    )
+
+
+@attrs.define
+class Reader:
+    """This process: a worker that reads, its memory, and its executor."""
+
+    worker: Worker
+    memory: np.ndarray
+    executor: NixlExecutor
+    order: np.ndarray
+
+    def plan(self, peer: PeerProcess) -> TransferPlan:
+        """Connect to a peer and prepare to read from it."""
+        source = self.executor.connect(peer.ask("envelope"))
+        plan = plan_reads(self.worker, [source])
+        self.executor.prepare(plan)
+        return plan
+
+    def start(self, plan: TransferPlan, blocks: int = BLOCKS, request: str = "request") -> Transfer:
+        """Begin to read so many blocks, in order, from blocks of the peer that are scattered."""
+        local, remote = Blocks(np.arange(blocks)), Blocks(self.order[:blocks])
+        (spec,) = plan.bind(local={"attn": local}, remote={"attn": remote}, tokens=(0, 4 * blocks))
+        return self.executor.start(spec, request)
+
+    def right(self, blocks: int) -> bool:
+        """Whether so many blocks are those of the peer, and all others 0."""
+        expected = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        expected[:blocks] = pattern(worker("prefill"), "kv").reshape(BLOCKS, -1)[self.order[:blocks]]
+        return np.array_equal(self.memory, expected.reshape(-1))
+
+    def is_left_alone(self) -> bool:
+        """Whether nothing is written for a while, after which all memory is 0."""
+        self.memory[:] = 0
+        time.sleep(0.5)
+        return not self.memory.any()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    """A worker of this process, which may close its executor itself."""
+    there, memory = placed(worker("decode"))
+    with NixlExecutor(there) as executor:
+        yield Reader(there, memory["kv"].numpy(), executor, np.random.default_rng(1).permutation(BLOCKS))
+
+
+@pytest.fixture
+def peer() -> Iterator[PeerProcess]:
+    """A process to read from."""
+    with PeerProcess(worker("prefill"), UCX) as process:
+        yield process
+
+
+def failed(transfer: Transfer) -> str:
+    """The code of a failed transfer's error."""
+    assert transfer.status is Status.FAILED
+    assert transfer.error is not None
+    return transfer.error.code
+
+
+def test_a_peer_killed_before(reader: Reader, peer: PeerProcess) -> None:
+    """A transfer with a process that was killed is FAILED, and so is every later one."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.kill()
+    first = reader.start(plan)
+    assert settle(reader.executor, [first], TIMEOUT_S)
+    assert failed(first) == "PEER"
+    assert failed(reader.start(plan)) == "PEER"
+    assert reader.is_left_alone()
+
+
+def test_a_peer_killed_during(reader: Reader, peer: PeerProcess) -> None:
+    """A transfer whose peer is killed halfway is FAILED, and nothing is written from then on."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.stop()
+    transfers = [reader.start(plan), reader.start(plan, request="another")]
+    assert [reader.executor.poll(transfer) for transfer in transfers] == [Status.RUNNING] * 2
+    peer.kill()
+    assert settle(reader.executor, transfers, TIMEOUT_S)
+    assert [failed(transfer) for transfer in transfers] == ["PEER"] * 2
+    assert reader.is_left_alone()
+
+
+def test_a_peer_killed_after(reader: Reader, peer: PeerProcess) -> None:
+    """What is done stays done, and is given back."""
+    transfer = reader.start(reader.plan(peer))
+    assert settle(reader.executor, [transfer], TIMEOUT_S)
+    peer.kill()
+    assert reader.executor.poll(transfer) is Status.DONE
+    assert reader.right(BLOCKS)
+    reader.executor.release(transfer)
+    reader.executor.disconnect(worker("prefill"))
+
+
+def test_another_peer_is_not_concerned(reader: Reader, peer: PeerProcess) -> None:
+    """While one peer dies, a transfer with another one goes on to its end."""
+    with PeerProcess(worker("other"), UCX) as other:
+        plans = reader.plan(peer), reader.plan(other)
+        for plan in plans:
+            assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+        peer.stop()
+        lost, kept = (reader.start(plan) for plan in plans)
+        peer.kill()
+        assert settle(reader.executor, [lost, kept], TIMEOUT_S)
+        assert failed(lost) == "PEER"
+        assert kept.status is Status.DONE
+
+
+def test_a_peer_that_came_back(reader: Reader, peer: PeerProcess) -> None:
+    """A process that takes the place of a killed one is another peer: to be connected, planned and prepared anew."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.kill()
+    with PeerProcess(worker("prefill"), UCX) as second:
+        envelope = second.ask("envelope")
+        with pytest.raises(KVPlanError, match=r"PEER: cannot connect prefill/0: .* \(disconnect it first\)"):
+            reader.executor.connect(envelope)  # nobody has noticed yet that the first one is gone
+        lost = reader.start(plan)
+        assert settle(reader.executor, [lost], TIMEOUT_S)
+        assert failed(lost) == "PEER"
+        reader.executor.connect(envelope)
+        with pytest.raises(KVPlanError, match="TRANSFER: cannot start a transfer with prefill/0"):
+            reader.start(plan)
+        reader.executor.disconnect(worker("prefill"))
+        transfer = reader.start(reader.plan(second))
+        assert settle(reader.executor, [transfer], TIMEOUT_S)
+        assert transfer.status is Status.DONE
+        assert reader.right(BLOCKS)
+
+
+def test_an_envelope_of_a_process_that_is_gone(reader: Reader, peer: PeerProcess) -> None:
+    """Stale metadata is refused, and the worker may still be connected when it is back."""
+    envelope = peer.ask("envelope")
+    peer.kill()
+    with pytest.raises(KVPlanError, match="PEER: cannot load the metadata"):
+        reader.executor.connect(envelope)
+    with PeerProcess(worker("prefill"), UCX) as second:
+        assert settle(reader.executor, [reader.start(reader.plan(second), 10)], TIMEOUT_S)
+
+
+def test_a_peer_that_hangs(reader: Reader, peer: PeerProcess) -> None:
+    """A transfer that can't go on is waited for as long as the caller says, and keeps its memory until it has ended."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.stop()
+    transfer = reader.start(plan)
+    began = time.monotonic()
+    assert not settle(reader.executor, [transfer], 1.0)
+    assert time.monotonic() - began < 5
+    reader.executor.cancel(transfer)
+    assert reader.executor.poll(transfer) is Status.RUNNING
+    with pytest.raises(KVPlanError, match="TRANSFER: cannot release"):
+        reader.executor.release(transfer)
+    with pytest.raises(KVPlanError, match="TRANSFER: cannot disconnect prefill/0"):
+        reader.executor.disconnect(worker("prefill"))
+    peer.go_on()
+    assert settle(reader.executor, [transfer], TIMEOUT_S)
+    assert transfer.status is Status.CANCELLED
+    reader.executor.release(transfer)
+    assert reader.is_left_alone()
+
+
+def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:
+    """After close, a peer that hung and goes on writes nothing any more: all blocks may be used again.
+
+    UCX over TCP ends that peer's process as it goes on and finds its reader gone, closed or killed; a peer that did
+    not hang lives on.
+    """
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.stop()
+    transfer = reader.start(plan)
+    assert reader.executor.poll(transfer) is Status.RUNNING
+    reader.executor.close()
+    assert transfer.status is Status.CANCELLED
+    peer.go_on()
+    assert reader.is_left_alone()
+
+
+def test_a_peer_that_has_closed(reader: Reader, peer: PeerProcess) -> None:
+    """A peer that has deregistered its memory and ended its agent fails a transfer."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.ask("close")
+    transfer = reader.start(plan)
+    assert settle(reader.executor, [transfer], TIMEOUT_S)
+    assert failed(transfer) == "PEER"
+    assert reader.is_left_alone()
+
+
+@pytest.mark.parametrize("what", ["deregister", "close"])
+def test_memory_deregistered_under_a_transfer(reader: Reader, peer: PeerProcess, what: str) -> None:
+    """A transfer whose peer takes its memory back meanwhile settles: its bytes are right, or its error says why not."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.stop()
+    transfer = reader.start(plan)
+    assert reader.executor.poll(transfer) is Status.RUNNING
+    peer.channel.send((what,))
+    peer.go_on()
+    assert settle(reader.executor, [transfer], TIMEOUT_S)
+    if transfer.status is Status.DONE:
+        assert reader.right(BLOCKS)
+    else:
+        assert failed(transfer) in ("PEER", "TRANSFER")
+    reader.executor.release(transfer)
+    assert reader.is_left_alone()
+
+
+@pytest.mark.parametrize("backend", ["CARRIER_PIGEON", "GDS"])
+def test_a_backend_that_is_not_there(backend: str) -> None:
+    """A backend that NIXL does not have, or that does not work here, is refused by name."""
+    there, _ = placed(worker("decode"))
+    with pytest.raises(KVPlanError, match="BACKEND: cannot make a NIXL agent") as caught:
+        NixlExecutor(there, {backend: {}})
+    assert backend in str(caught.value)
+
+
+def test_memory_that_no_backend_takes() -> None:
+    """A file is refused where only UCX is there to register it."""
+    there = Worker("offload", 0, (Region("kv", 0, 4096, "FILE", 0),), (), ())
+    with pytest.raises(KVPlanError, match="BACKEND: cannot register FILE memory"):
+        NixlExecutor(there)
