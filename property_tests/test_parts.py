@@ -1,0 +1,83 @@
+"""Requests in parts, and who has to do with whom: both agree with the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplan import Group, contacts, plan_mesh, verify_together
+from property_tests.oracle import copies_of
+from property_tests.strategies import Case, Tokens, cases, key
+
+Operation = Literal["READ", "WRITE"]
+OPERATIONS: tuple[Operation, ...] = ("READ", "WRITE")
+HALF_AS_MANY = settings(max_examples=max(1, settings().max_examples // 2))
+TWENTIETHS = 20
+"""A range is cut at twentieths of it."""
+
+
+def parts(tokens: Tokens, groups: Mapping[str, Group], cuts: Sequence[int]) -> list[dict[str, tuple[int, int]]]:
+    """Ranges by group that together are ``tokens``; a group that has no range is all in the first part."""
+    if not isinstance(tokens, Mapping):
+        tokens = {name: tokens for name, group in groups.items() if tokens and group.tokens_per_block}
+    edges = [0, *sorted(cuts), TWENTIETHS]
+    found: list[dict[str, tuple[int, int]]] = []
+    for low, high in itertools.pairwise(edges):
+        part = {
+            name: (start + (stop - start) * low // TWENTIETHS, start + (stop - start) * high // TWENTIETHS)
+            for name, (start, stop) in tokens.items()
+        }
+        found.append({**dict.fromkeys(groups, (0, 0)), **part} if found else part)
+    return found
+
+
+@HALF_AS_MANY
+@given(cases(), st.sampled_from(OPERATIONS), st.lists(st.integers(0, TWENTIETHS), min_size=1, max_size=3))
+def test_the_parts_of_a_request_are_the_request(case: Case, operation: Operation, cuts: list[int]) -> None:
+    """Cut anywhere, also inside blocks, parts copy each byte that the whole copies, from the same place, once."""
+    side = OPERATIONS.index(operation)
+    plans = plan_mesh(case.destinations, case.sources, operation, not_transferred=case.not_transferred).plans
+    groups = {group.name: group for plan in plans for group in plan.local.groups}
+    tokens = parts(case.tokens[side], groups, cuts)
+    num_bytes = 0
+    for plan in plans:
+        request, own = case.request(plan), {group.name for group in plan.local.groups}
+        whole = [Counter(copies_of(spec)) for spec in plan.bind(**request)]
+        summed = [Counter[object]() for _ in whole]
+        for part in tokens:
+            request["tokens"] = {name: span for name, span in part.items() if name in own}
+            for counter, spec in zip(summed, plan.bind(**request), strict=True):
+                counter.update(copies_of(spec))
+        assert summed == whole
+        num_bytes += sum(counter.total() for counter in whole)
+    tables = {"local": case.tables[side], "remote": case.tables[1 - side]}
+    together = verify_together(
+        [(plans, {**tables, "tokens": part}) for part in tokens], tokens=None if side else case.tokens[0]
+    )
+    assert together.ok, str(together)
+    assert together.num_bytes == num_bytes
+
+
+@HALF_AS_MANY
+@given(cases(), st.sampled_from(OPERATIONS))
+def test_contacts_are_the_pairs_that_plans_have_bytes_for(case: Case, operation: Operation) -> None:
+    """Whom a worker tells or awaits, and whom its tables have rows for, are its contacts; only those exchange bytes."""
+    found = contacts(case.destinations, case.sources, not_transferred=case.not_transferred)
+    mesh = plan_mesh(case.destinations, case.sources, operation, not_transferred=case.not_transferred)
+    assert {worker: {*each.sends, *each.awaits} for worker, each in mesh.completions.items()} == {
+        worker: set(others) for worker, others in found.items()
+    }
+    for plan in mesh.plans:
+        local = key(plan.local)
+        assert mesh.completions[local].awaits == ()
+        for pair, spec in zip(plan.pairs, plan.bind(**case.request(plan)), strict=True):
+            remote = (pair.engine_id, pair.rank)
+            met = remote in found[local]
+            assert met == (local in found[remote]) == bool(len(pair.local_table.rows))
+            assert met or not spec.num_bytes
+            assert mesh.completions[local].sends.count(remote) == mesh.completions[remote].awaits.count(local) == met

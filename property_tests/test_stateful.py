@@ -1,0 +1,202 @@
+"""Requests in flight: two engines compute, send, share, evict and reuse blocks, and every byte is what it should be.
+
+What memory should hold is known cell by cell from the views' formula alone. Copies are carried out late, in any order,
+mixed with those of other requests, while blocks that completions have set free are used for something else.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import attrs
+import pytest
+from hypothesis import Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvplan import FakeMemory, KVPlanError, MeshPlan, plan_mesh
+from property_tests.allocator import OutOfBlocksError
+from property_tests.serving import FULL, SHARED, STATE, WINDOW, Engine, Seat, Text, pairs
+from property_tests.shadow import Content
+from property_tests.ways import RUN, Request, Way
+
+LONGEST = 40
+"""Positions of a request at most."""
+
+Operation = Literal["READ", "WRITE"]
+ANY = st.integers(0, 9)
+"""Which of those that there are."""
+
+COUNTS = st.sampled_from([1, 5, 2, 9, 3, 16, 12, 0])
+AHEAD = st.integers(0, 2)
+FORMS = st.tuples(st.integers(0, 3), st.integers(0, 3))
+FAMILIES = st.integers(0, len(SHARED) - 1)
+
+
+class Serving(RuleBasedStateMachine):
+    """A prefill and a decode engine, their requests, and one memory for the life of all."""
+
+    engines: tuple[Engine, ...] = ()
+
+    @initialize(engines=pairs(), arrivals=st.lists(st.tuples(FAMILIES, COUNTS, COUNTS), min_size=2, max_size=4))
+    def start(self, engines: tuple[Engine, Engine], arrivals: list[tuple[int, int, int]]) -> None:
+        """Engines that have served nobody, and the first requests."""
+        self.engines, self.texts, self.ways = engines, list[Text](), list[Way]()
+        self.meshes: dict[tuple[Engine, Operation], MeshPlan] = {}
+        workers = [worker for engine in engines for worker in engine.workers]
+        self.memory = FakeMemory(workers, label_bytes=8, poison=(1 << 64) - 1)
+        content = Content()
+        for engine in engines:
+            engine.start(self.memory, content)
+        for arrival in arrivals:
+            self.arrive(*arrival)
+
+    def teardown(self) -> None:
+        """What is on its way arrives."""
+        if self.engines:
+            while self.ways:
+                self.copy(0, 0, False)
+            self.memory_holds_what_it_should()
+            self.memory.close()
+
+    @rule(family=FAMILIES, count=COUNTS, hit=COUNTS)
+    def arrive(self, family: int, count: int, hit: int) -> None:
+        """A new request: its first positions from the cache of the prefill engine, some more computed, perhaps none."""
+        text = Text(len(self.texts), family)
+        self.texts.append(text)
+        try:
+            seat = self.engines[0].join(text, hit)
+            text.length = seat.reach
+            self.engines[0].compute(seat, count)
+        except OutOfBlocksError:
+            event("out of blocks")
+
+    @rule(which=ANY, count=COUNTS)
+    def compute(self, which: int, count: int) -> None:
+        """A chunk of prefill, or some steps of decode, at an engine that has all positions before."""
+        able = [
+            (engine, seat)
+            for engine in self.engines
+            for seat in engine.seats.values()
+            if not seat.inbound and seat.reach == seat.text.length <= LONGEST - count
+            if seat.valid[WINDOW].issuperset(engine.sight(WINDOW, 0, seat.reach))
+        ]
+        if able and count:
+            engine, seat = able[which % len(able)]
+            try:
+                engine.compute(seat, count)
+            except OutOfBlocksError:
+                event("out of blocks")
+
+    @rule(which=ANY, count=COUNTS, ahead=AHEAD, forms=FORMS, as_one=st.booleans())
+    def read(self, which: int, count: int, ahead: int, forms: tuple[int, int], as_one: bool) -> None:
+        """The next positions of a request are bound to be read by the engine that lacks them; no byte moves yet."""
+        self.send("READ", which, count, ahead, forms, as_one)
+
+    @rule(which=ANY, count=COUNTS, ahead=AHEAD, forms=FORMS, as_one=st.booleans())
+    def write(self, which: int, count: int, ahead: int, forms: tuple[int, int], as_one: bool) -> None:
+        """They are bound to be written by the engine that has them."""
+        self.send("WRITE", which, count, ahead, forms, as_one)
+
+    def send(
+        self, operation: Operation, which: int, count: int, ahead: int, forms: tuple[int, int], as_one: bool
+    ) -> None:
+        """Bind the next positions of a request for the engine that lacks them, or none at all."""
+        able = [
+            ((other, engine), seat)
+            for engine, other in (self.engines, self.engines[::-1])
+            for number, seat in engine.seats.items()
+            if not count or number not in other.seats or other.seats[number].reach < seat.reach
+        ]
+        if not able:
+            return
+        engines, theirs = able[which % len(able)]
+        try:
+            ours = engines[0].seats.get(theirs.text.number) or engines[0].join(
+                theirs.text, min(count, theirs.text.length)
+            )
+            spans = self.spans(engines, (ours, theirs), count)
+            engines[0].make_room(ours, spans, ahead)
+        except OutOfBlocksError:
+            event("out of blocks")
+            return
+        if (engines[0], operation) not in self.meshes:
+            self.meshes[engines[0], operation] = plan_mesh(engines[0].workers, engines[1].workers, operation)
+        request = Request(self.meshes[engines[0], operation], engines, (ours, theirs), spans)
+        request.check_tails(forms[0] % RUN)
+        self.ways.append(self.bound(request, forms, as_one))
+        ours.reach, ours.inbound = spans[FULL][1], ours.inbound + 1
+        event(f"{operation} {'some positions' if any(request.wanted.values()) else 'nothing'}")
+
+    def bound(self, request: Request, forms: tuple[int, int], as_one: bool) -> Way:
+        """The way of a request: asked for by group, or ``as_one`` range, unless the source has too little for that."""
+        whole = attrs.evolve(request, spans={**request.spans, WINDOW: request.spans[FULL]})
+        gaps = forms[0] % RUN, forms[1]
+        if as_one and whole.is_offered:
+            return Way(whole, whole.bind(gaps, True))
+        if as_one and whole.lacks_blocks:
+            with pytest.raises(KVPlanError, match="BLOCKS"):
+                whole.bind(gaps, True)
+            event("refused")
+        return Way(request, request.bind(forms, False))
+
+    def spans(self, engines: tuple[Engine, Engine], seats: tuple[Seat, Seat], count: int) -> dict[str, tuple[int, int]]:
+        """Up to ``count`` positions that the destination lacks; of a window, those that it still sees and can have."""
+        ours, theirs = seats
+        start = stop = ours.reach
+        while stop < start + count and stop in theirs.valid[FULL]:
+            stop += 1
+        low = engines[0].sight(WINDOW, start, stop).start
+        while not theirs.valid[WINDOW].issuperset(range(low, stop)):
+            low += 1
+        spans = {FULL: (start, stop), WINDOW: (low, stop)}
+        if STATE in engines[0].names:
+            new = stop in theirs.valid[STATE] and stop not in ours.blocks[STATE]
+            spans[STATE] = (stop, stop + new)
+        return spans
+
+    @rule(which=ANY, spec=ANY, by_ids=st.booleans())
+    def copy(self, which: int, spec: int, by_ids: bool) -> None:
+        """One spec is carried out; with the last one that somebody waits for, positions are in place."""
+        if self.ways:
+            way = self.ways[which % len(self.ways)]
+            if way.specs:
+                way.copy(self.memory, spec % len(way.specs), by_ids)
+            if way.arrive():
+                self.ways.remove(way)
+
+    @rule(which=ANY, order=st.randoms(use_true_random=False))
+    def copy_all(self, which: int, order: random.Random) -> None:
+        """All specs of one way, in any order."""
+        if self.ways:
+            way = self.ways[which % len(self.ways)]
+            order.shuffle(way.specs)
+            while way in self.ways:
+                self.copy(self.ways.index(way), 0, order.random() < 0.5)
+
+    @rule(which=ANY, where=st.integers(0, 1))
+    def leave(self, which: int, where: int) -> None:
+        """An engine gives a request up in whatever state it is; blocks are free once nothing on its way uses them."""
+        seats = list(self.engines[where].seats.values())
+        if seats:
+            self.engines[where].leave(seats[which % len(seats)])
+
+    @rule(where=st.integers(0, 1), role=st.sampled_from([FULL, WINDOW]), which=ANY)
+    def evict(self, where: int, role: str, which: int) -> None:
+        """A cached block that nobody uses becomes free."""
+        self.engines[where].pools[role].evict(which)
+
+    @invariant()
+    def memory_holds_what_it_should(self) -> None:
+        """Every byte of both engines, of requests, caches, free blocks and gaps."""
+        for engine in self.engines:
+            engine.check()
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(
+    max_examples=max(1, settings().max_examples // 3),
+    stateful_step_count=40,
+    phases=[phase for phase in Phase if phase != Phase.explain],  # shrinking takes minutes as it is
+)

@@ -1,0 +1,132 @@
+"""TAIL: what is behind a range, and block tables with gaps, by their definitions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping
+
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from kvplan import Blocks, KVPlanError, TransferPlan, Worker, tails
+from property_tests.oracle import Meaning, Place, Span, contents, copies_of, problems
+from property_tests.strategies import Case, Request, cases, key
+
+Block = tuple[str, int]
+"""A block of a request: group and ordinal."""
+
+Bytes = dict[Place, Meaning]
+
+
+def listed(tables: Mapping[str, Blocks]) -> dict[Block, int]:
+    """The id of each block in drawn tables, which have no gaps."""
+    return {
+        (name, at): block for name, table in tables.items() for at, block in enumerate(table.ids.tolist(), table.first)
+    }
+
+
+def by_block(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, Span]) -> dict[Block, Bytes]:
+    """What each byte of a worker's blocks means, block by block."""
+    return {
+        (name, at): contents(worker, {name: Blocks([block], at)}, spans) for (name, at), block in listed(tables).items()
+    }
+
+
+def joined(parts: Mapping[Block, Bytes], blocks: Collection[Block]) -> Bytes:
+    """What each byte of some blocks means."""
+    return {place: meaning for block in blocks for place, meaning in parts[block].items()}
+
+
+def some(tables: Mapping[str, Blocks], choice: random.Random) -> set[Block]:
+    """About half of the blocks."""
+    return {block for block in listed(tables) if choice.random() < 0.5}
+
+
+def serving(offered: Iterable[Mapping[Block, Bytes]], needed: Bytes) -> set[Block]:
+    """The blocks of the sources that hold something of what is needed."""
+    wanted = {meaning[:2] for meaning in needed.values()}
+    return {
+        block
+        for parts in offered
+        for block, here in parts.items()
+        if not wanted.isdisjoint(meaning[:2] for meaning in here.values())
+    }
+
+
+def gapped(name: str, table: Blocks, kept: Collection[Block], form: random.Random) -> Blocks:
+    """Of a table the blocks kept: by their ordinals, or between null blocks, whose id is one that is not kept."""
+    every = listed({name: table})
+    here = {block: every[block] for block in every if block in kept}
+    if form.random() < 0.5:
+        return Blocks(list(here.values()), ordinals=[at for _, at in here])
+    null = form.choice([every[block] for block in every if block not in kept] or [table.highest + 1])
+    return Blocks([here.get(block, null) for block in every], table.first, null)
+
+
+def with_gaps(
+    case: Case, plan: TransferPlan, kept: Collection[Block], left: Collection[Block], form: random.Random
+) -> Request:
+    """The request of a case with those blocks alone that the destination kept and that the sources have left."""
+    request = case.request(plan)
+    request["local"] = {name: gapped(name, table, kept, form) for name, table in request["local"].items()}
+    request["remote"] = {name: gapped(name, table, left, form) for name, table in request["remote"].items()}
+    return request
+
+
+@given(cases())
+def test_tails_are_the_bytes_of_listed_blocks_behind_the_range(case: Case) -> None:
+    """Of every group with a range, each tensor's bytes at positions behind it, each once, and no others."""
+    for worker in case.destinations:
+        groups = {group.name: group for group in worker.groups}
+        tokens = case.tokens[0]
+        if isinstance(tokens, Mapping):
+            ranges = {name: span for name, span in tokens.items() if name in groups}
+            tokens = ranges
+        else:
+            ranges = {name: tokens for name, group in groups.items() if tokens and group.tokens_per_block}
+        tables = {name: blocks for name, blocks in case.tables[0].items() if name in groups}
+        behind: dict[str, list[Place]] = {view.name: [] for view in worker.views if view.group in ranges}
+        stop = {view.name: ranges[view.group][1] for view in worker.views if view.group in ranges}
+        for place, (tensor, position, _, _) in contents(worker, tables, dict.fromkeys(behind)).items():
+            if position >= stop[tensor]:
+                behind[tensor].append(place)
+        found = {
+            tensor: [(device, at) for start, length, device in rows.tolist() for at in range(start, start + length)]
+            for tensor, rows in tails(worker, tables, tokens).items()
+        }
+        assert {tensor: sorted(places) for tensor, places in found.items()} == {t: sorted(p) for t, p in behind.items()}
+        event("has a tail" if any(behind.values()) else "has none")
+
+
+@given(cases(), st.integers(0, 999))
+def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> None:
+    """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
+    choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
+    offered = {key(source): by_block(source, case.tables[1], anywhere) for source in case.sources}
+    for plan in map(case.reads, case.destinations):
+        kept = some(case.tables[0], choice)
+        needed = joined(by_block(plan.local, case.tables[0], case.spans[0]), kept)
+        left = some(case.tables[1], choice) | serving(offered.values(), needed)
+        held = {source: joined(parts, left) for source, parts in offered.items()}
+        specs = plan.bind(**with_gaps(case, plan, kept, left, choice))
+        assert problems(needed, held, [copy for spec in specs for copy in copies_of(spec)]) == []
+        event("moves bytes" if needed else "moves nothing")
+
+
+@settings(max_examples=max(1, settings().max_examples // 2))
+@given(cases(), st.integers(0, 999))
+def test_a_block_that_a_source_lacks_and_a_destination_wants_is_refused(case: Case, seed: int) -> None:
+    """A gap in any one of the source's blocks that hold something needed."""
+    choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
+    worker = choice.choice(case.destinations)
+    kept = some(case.tables[0], choice)
+    needed = joined(by_block(worker, case.tables[0], case.spans[0]), kept)
+    serve = sorted(serving([by_block(source, case.tables[1], anywhere) for source in case.sources], needed))
+    assume(serve)
+    lost = choice.choice(serve)
+    plan = case.reads(worker)
+    with pytest.raises(KVPlanError) as refused:
+        plan.bind(**with_gaps(case, plan, kept, listed(case.tables[1]).keys() - {lost}, choice))
+    assert refused.value.code == "BLOCKS"
+    assert refused.value.details["group"] == lost[0]
