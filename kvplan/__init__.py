@@ -4,6 +4,7 @@ from kvplan.axes import Axis
 from kvplan.blocks import Blocks
 from kvplan.certificate import Certificate
 from kvplan.compare import Comparison, Difference, compare
+from kvplan.cost import Cost
 from kvplan.errors import CODES, KVPlanError
 from kvplan.explain import explain
 from kvplan.findings import PeerError, Problem
@@ -30,6 +31,7 @@ __all__ = [
     "Comparison",
     "Completions",
     "Context",
+    "Cost",
     "Difference",
     "FakeMemory",
     "Group",

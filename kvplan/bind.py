@@ -114,13 +114,17 @@ def wanted(group: Group, table: Blocks, given: Range | None) -> Range:
 
 def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[tuple[Terms, Terms]]:
     """The ids of one section, destination first: one pair of terms for each family and range that has any."""
-    start, stop = tokens
-    low, high = _whole(layout, start, stop)
-    ranges = {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
+    ranges = shared(layout, *tokens)
     for family in layout.families:
         for begin, end in ranges[family.share]:
             if begin < end and (rows := _rows(layout.groups, family, blocks, begin, end)) is not None:
                 yield (family.base[0], rows[0]), (family.base[1], rows[1])
+
+
+def shared(layout: Layout, start: int, stop: int) -> Mapping[str, tuple[Range, ...]]:
+    """The positions of ``[start, stop)`` that families take, by their share, rule B2."""
+    low, high = _whole(layout, start, stop)
+    return {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
 
 
 def _whole(layout: Layout, start: int, stop: int) -> Range:

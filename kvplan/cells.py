@@ -6,15 +6,20 @@
 - C3: cells that the same sources hold are one *lot*, so that who serves whom does not depend on layouts. Fewest peers
   first: sources that alone hold some lot are needed anyway; to them are added, one by one, the source that holds the
   most bytes still without one.
-- C4: a lot goes to the needed holder with the fewest bytes so far. Ties, here and in C3, are broken by turns: the
-  destination's rank says whose turn it is, so every worker comes to the same answer alone.
+- C4: a lot goes to the needed holder with the fewest bytes so far. States and tokens are lots of their own, and their
+  bytes are counted apart: how many tokens there are to a state is known only when a request comes. Ties, here and in
+  C3, are broken by turns: the destination's rank says whose turn it is, so every worker comes to the same answer alone.
+- C5: where ``replicas`` may take a share each of what they all hold, tensors are divided into as many shares, those of
+  one shape and the same holders evenly. Sources of a share are chosen as if it were a destination of its own, whose
+  turn comes after that of the share before it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -62,7 +67,9 @@ class Cell:
     every: int
 
 
-def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worker]) -> tuple[Cell, ...]:
+def cells(
+    matches: Sequence[Match], destination: Worker, sources: Sequence[Worker], replicas: int = 1
+) -> tuple[Cell, ...]:
     """Every cell of a destination, each with exactly one source. Raises ``TENSOR`` or ``COVER`` with what lacks one."""
     found: list[Cell] = []
     held: list[Bools] = []
@@ -91,10 +98,51 @@ def cells(matches: Sequence[Match], destination: Worker, sources: Sequence[Worke
         )
     if not found:
         return ()
-    holders, alike = np.unique(np.array(held), axis=0, return_inverse=True)
-    weight = np.bincount(alike.reshape(-1), [_bytes(cell) for cell in found]).astype(np.float64)
-    owners = choose(holders, weight, destination.rank)[alike.reshape(-1)]
-    return tuple(attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(found, owners, strict=True))
+    lots, made = np.array(held), list[Cell]()
+    for turn, (which, share) in enumerate(_shares(found, divide(matches, destination, replicas), replicas)):
+        owners = _owners(share, lots[which], destination.rank * replicas + turn)
+        made += [attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(share, owners, strict=True)]
+    return tuple(made)
+
+
+def divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dict[str, int]:
+    """The share of each tensor, in ``[0, replicas)``, by rule C5: neighbours stay together, which keeps runs long."""
+    alike: dict[Any, list[str]] = {}
+    for one in matches:
+        sizes = sorted((axis, size) for axis, size in one.destination[0].sizes.items() if axis != TOKEN)
+        key = (one.destination[0].dtype, *sizes, frozenset(i for i, _ in one.sources))
+        alike.setdefault(key, []).extend(one.names)
+    order = {name: i for i, name in enumerate(destination.tensors)}
+    return {
+        name: (at * replicas // len(names) + turn) % replicas
+        for turn, names in enumerate(alike.values())
+        for at, name in enumerate(sorted(names, key=order.__getitem__))
+    }
+
+
+def _shares(found: Sequence[Cell], share: Mapping[str, int], replicas: int) -> Iterator[tuple[Ints, list[Cell]]]:
+    """For each share its cells, and which of all cells they are part of."""
+    for turn in range(replicas):
+        mine = [_take(cell, [share[name] == turn for name in cell.match.names]) for cell in found]
+        which = np.flatnonzero([len(cell.match.names) for cell in mine])
+        yield which, [mine[i] for i in which.tolist()]
+
+
+def _take(cell: Cell, which: Sequence[bool]) -> Cell:
+    """A cell of some of its match's tensors."""
+    if all(which):
+        return cell
+    names, places = tuple(itertools.compress(cell.match.names, which)), cell.match.places[np.array(which)]
+    return attrs.evolve(cell, match=attrs.evolve(cell.match, names=names, places=places))
+
+
+def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
+    """The source of each cell of a share, by the lots that they form."""
+    states = [cell.match.destination[cell.destination].group.tokens_per_block is None for cell in share]
+    lots, alike = np.unique(np.column_stack([np.array(states, bool), held]), axis=0, return_inverse=True)
+    weight = np.bincount(alike.reshape(-1), [_bytes(cell) for cell in share]).astype(np.float64)
+    owners: Ints = choose(lots[:, 1:], weight, lots[:, 0], turn)[alike.reshape(-1)]
+    return owners
 
 
 def parts(found: Match, destination: int) -> dict[str, list[Part]]:
@@ -153,28 +201,30 @@ def _alike(intervals: Ints, held: Bools) -> list[Part]:
     return [Part(intervals=intervals[which], held=held[which[0]]) for which in by_holders.values()]
 
 
-def choose(held: Bools, weight: npt.NDArray[np.float64], rank: int) -> Ints:
+def choose(held: Bools, weight: npt.NDArray[np.float64], states: Bools, turn: int) -> Ints:
     """The source of each lot by rules C3 and C4. ``held`` is (lots, sources), ``weight`` the lots' bytes.
 
+    ``states`` says which lots are states and not tokens.
+
     >>> replicas = np.ones((1, 4), bool)
-    >>> [int(choose(replicas, np.ones(1), rank)[0]) for rank in range(5)]
+    >>> [int(choose(replicas, np.ones(1), np.zeros(1, bool), rank)[0]) for rank in range(5)]
     [0, 1, 2, 3, 0]
     """
     needed = held[held.sum(1) == 1].any(0)
     while not (served := (held & needed).any(1)).all():
         gain = weight[~served] @ held[~served]
-        needed[_by_turn(np.flatnonzero(gain == gain.max()), rank)] = True
-    load = np.zeros(held.shape[1])
+        needed[_by_turn(np.flatnonzero(gain == gain.max()), turn)] = True
+    loads = np.zeros((2, held.shape[1]))
     owner = np.zeros(len(held), np.int64)
     for lot in np.lexsort((-weight, (held & needed).sum(1))).tolist():
-        holders = np.flatnonzero(held[lot] & needed)
-        owner[lot] = _by_turn(holders[load[holders] == load[holders].min()], rank)
+        holders, load = np.flatnonzero(held[lot] & needed), loads[int(states[lot])]
+        owner[lot] = _by_turn(holders[load[holders] == load[holders].min()], turn)
         load[owner[lot]] += weight[lot]
     return owner
 
 
-def _by_turn(candidates: Ints, rank: int) -> int:
-    return int(candidates[rank % len(candidates)])
+def _by_turn(candidates: Ints, turn: int) -> int:
+    return int(candidates[turn % len(candidates)])
 
 
 def _bytes(cell: Cell) -> int:

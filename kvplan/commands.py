@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -18,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvplan import demo, matrix
+from kvplan.advice import advise
 from kvplan.errors import KVPlanError
 from kvplan.explain import explain, size
 from kvplan.mesh import plan_mesh
-from kvplan.models import Model
 from kvplan.names import fold, intervals
-from kvplan.sides import BITS, Side, in_bits, token_range
+from kvplan.sides import BITS, MAX_TOKENS, Side, count, load, token_range
 from kvplan.trials import Request, Trial, lengths_of, memory_needed, undrafted
 
 WIDE: Final = 120
@@ -74,26 +73,6 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
 
 def _echo_json(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2, default=str))
-
-
-def load(model: str, bits: str | None = None) -> Model:
-    """A shipped model by its name, or the model of a config.json by its path, in ``bits``. Raises ``CONFIG``."""
-    if bits is not None:
-        return in_bits(load(model), int(bits))
-    if model in Model.names():
-        return Model.shipped(model)
-    path = Path(model)
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        got = repr(model) if isinstance(error, FileNotFoundError) else f"{model!r}: {_reason(error)}"
-        expected = f"the path of a config.json, or a name of {', '.join(Model.names())}"
-        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=model) from None
-    return Model.from_config(config)
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _version() -> str:
@@ -173,8 +152,8 @@ def _print_trial(title: str, trial: Trial) -> None:
     console = _console()
     console.print(title)
     for worker in trial.request.destinations:
-        pairs = [pair for pair in trial.pairs if pair.destination == worker.label and pair.num_bytes]
-        ranks = intervals(int(pair.source.rpartition("/")[2]) for pair in pairs)
+        pairs = [pair for pair in trial.pairs if pair.local == (worker.engine_id, worker.rank) and pair.lengths]
+        ranks = intervals(pair.remote[1] for pair in pairs)
         moved, number = sum(pair.num_bytes for pair in pairs), sum(pair.num_descriptors for pair in pairs)
         told = f"{size(moved)} from src/{ranks}, {number:,} descriptors of {lengths_of(pairs)}" if pairs else "nothing"
         console.print(f"  {worker.label} reads {told}")
@@ -207,6 +186,37 @@ def explain_command(model: str, src: str, dst: str, bits: str | None) -> int:
         click.echo(explain(engines[key][0]) + "\n")
     drafted = undrafted(engines["dst"], engines["src"])
     click.echo(explain(plan_mesh(engines["dst"], engines["src"], not_transferred=drafted)))
+    return 0
+
+
+@kvplan.command("advise", short_help="Tell which changes would move a request in fewer descriptors.")
+@model_argument
+@src_option
+@dst_option
+@bits_option
+@click.option("--tokens", default="1000", show_default=True, help="How many positions the request has.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def advise_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
+    """Tell which changes of either engine would move a request of MODEL in fewer descriptors.
+
+    Changes of layout, kv form, block size and convolution are planned, each of one side alone, then pairs of them.
+    Blocks are taken to be scattered. A line has the descriptors of all workers, how many times fewer that is than
+    now, the length of those that move most bytes, and the rows that are registered.
+
+    \b
+    kvplan advise llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64
+
+    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
+    """
+    source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
+    number = count(tokens, "--tokens", 1, MAX_TOKENS + 1)
+    advice = advise(load(model, bits), source, destination, number)
+    if as_json:
+        sides = {"src": str(source), "dst": str(destination)}
+        _echo_json({"model": model, "tokens": number, **sides, **advice.to_json()})
+    else:
+        click.echo(f"{model}, {source} -> {destination}, {number} tokens in scattered blocks")
+        click.echo(advice)
     return 0
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvplan.axes import Axis
 from kvplan.blocks import Blocks
+from kvplan.cost import Cost
 from kvplan.errors import KVPlanError
 from kvplan.mesh import MeshPlan
 from kvplan.names import fold, intervals
@@ -81,9 +82,7 @@ def _lines(value: object) -> Iterator[str]:
             yield f"table: {_table(value)}"
         case ReadSpec():
             yield _spec(value)
-        case Report():
-            yield str(value)
-        case KVPlanError():
+        case Report() | Cost() | KVPlanError():
             yield str(value)
         case _:
             raise KVPlanError("TYPE", "explain a value", expected="a value of kvplan", got=f"{type(value).__name__}")

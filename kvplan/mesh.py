@@ -13,8 +13,9 @@ from typing import Final, Literal
 import attrs
 
 from kvplan.certificate import Certificate, prove
+from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
-from kvplan.plan import TransferPlan, checked_names, checked_workers, pair_of, proved, served
+from kvplan.plan import TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, proved, served
 from kvplan.reading import shown
 from kvplan.workers import Worker
 
@@ -69,6 +70,10 @@ class MeshPlan:
         """The proof that every request bound to these plans moves the right bytes, all of them, each once."""
         return prove(self.plans)
 
+    def cost(self, tokens: int | None = None) -> Cost:
+        """What a request takes in all plans, as :meth:`kvplan.TransferPlan.cost` tells it of one."""
+        return cost(self.plans, tokens)
+
     def __repr__(self) -> str:
         return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
 
@@ -79,6 +84,7 @@ def plan_mesh(
     operation: Literal["READ", "WRITE"] = "READ",
     *,
     not_transferred: Iterable[str] = (),
+    replicas: int = 1,
     certify: bool = False,
 ) -> MeshPlan:
     """The plans of whole engines: what every destination worker reads, or what every source worker writes.
@@ -89,7 +95,8 @@ def plan_mesh(
         raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
-    shares = [served(worker, holders, skipped) for worker in needy]
+    sharing = checked_replicas(replicas)
+    shares = [served(worker, holders, skipped, sharing) for worker in needy]
     plans = []
     if operation == "READ":
         for worker, share in zip(needy, shares, strict=True):
@@ -104,7 +111,11 @@ def plan_mesh(
 
 
 def contacts(
-    destinations: Iterable[Worker], sources: Iterable[Worker], *, not_transferred: Iterable[str] = ()
+    destinations: Iterable[Worker],
+    sources: Iterable[Worker],
+    *,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
 ) -> Mapping[Key, tuple[Key, ...]]:
     """For each worker of both engines, the workers of the other one that it exchanges bytes with.
 
@@ -121,9 +132,10 @@ def contacts(
     """
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
+    sharing = checked_replicas(replicas)
     found: dict[Key, list[Key]] = {(worker.engine_id, worker.rank): [] for worker in (*needy, *holders)}
     for worker in needy:
-        for holder, share in zip(holders, served(worker, holders, skipped), strict=True):
+        for holder, share in zip(holders, served(worker, holders, skipped, sharing), strict=True):
             if share:
                 ends = (worker.engine_id, worker.rank), (holder.engine_id, holder.rank)
                 found[ends[0]].append(ends[1])

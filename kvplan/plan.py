@@ -20,13 +20,17 @@ from kvplan.bind import Terms, Tokens, Workspace, add, check_names, range_of, te
 from kvplan.blocks import Blocks, check_blocks
 from kvplan.cells import Cell, cells
 from kvplan.certificate import Certificate, prove
+from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
 from kvplan.match import match
-from kvplan.reading import members, wrong_type
+from kvplan.reading import integer, members, wrong_type
 from kvplan.runs import sections
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts
 from kvplan.workers import Worker
+
+MAX_REPLICAS: Final = 1 << 10
+"""At most so many sources take a share of what they all hold."""
 
 
 class Provable(Protocol):
@@ -122,6 +126,13 @@ class TransferPlan:
         """
         return prove([self])
 
+    def cost(self, tokens: int | None = None) -> Cost:
+        """What a request of so many positions takes whose blocks are scattered, counted without block tables.
+
+        ``None``: the fewest positions after which everything repeats. Raises what :func:`kvplan.cost.cost` does.
+        """
+        return cost([self], tokens)
+
     @cached_property
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """The groups that bytes move from or to, local and remote, and the fewest blocks that one's pool has."""
@@ -156,19 +167,35 @@ class TransferPlan:
 
 
 def plan_reads(
-    local: Worker, remotes: Iterable[Worker], *, not_transferred: Iterable[str] = (), certify: bool = False
+    local: Worker,
+    remotes: Iterable[Worker],
+    *,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
+    certify: bool = False,
 ) -> TransferPlan:
     """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
 
     ``not_transferred`` names tensors that ``local`` has and does not want moved. Where several remotes hold the
-    same bytes, one is chosen, the same whichever side plans. ``certify`` asks for the plan's certificate as well.
+    same bytes, one is chosen, the same whichever side plans; so that remotes are few, and descriptors long. With
+    ``replicas``, up to so many of them take a share each, tensor by tensor. The lowest load of the busiest source
+    takes about as many as there are sources to a destination; readers, writers and contacts have to name the same
+    number. ``certify`` asks for the plan's certificate as well.
+
+    >>> from kvplan import Model, plan_reads
+    >>> model = Model.shipped("deepseek-v2-lite")  # 27 latents, which every rank has
+    >>> decode, prefill = model.engine("decode", tp=2, num_blocks=9), model.engine("prefill", tp=4, num_blocks=9)
+    >>> [pair.num_bytes for pair in plan_reads(decode[1], prefill).cost().pairs]
+    [0, 497664, 0, 0]
+    >>> [pair.num_bytes for pair in plan_reads(decode[1], prefill, replicas=2).cost().pairs]
+    [0, 0, 258048, 239616]
 
     Raises ``TENSOR`` or ``COVER`` for what no remote holds, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE`` where a tensor
     differs between the sides, ``WORKER`` for a worker given twice, ``RANGE`` for what is too large to list.
     """
     sources = checked_workers("remotes", remotes, local)
-    skipped = checked_names(not_transferred)
-    shares = served(local, sources, skipped)
+    skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
+    shares = served(local, sources, skipped, sharing)
     pairs = [pair_of(share, (local, worker), 0) for worker, share in zip(sources, shares, strict=True)]
     return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs)), certify)
 
@@ -179,6 +206,7 @@ def plan_writes(
     siblings: Iterable[Worker] = (),
     *,
     not_transferred: Iterable[str] = (),
+    replicas: int = 1,
     certify: bool = False,
 ) -> TransferPlan:
     """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
@@ -188,8 +216,10 @@ def plan_writes(
     """
     destinations = checked_workers("remotes", remotes, local)
     others = checked_workers("siblings", siblings, local)
-    skipped = checked_names(not_transferred)
-    pairs = [pair_of(served(worker, (local, *others), skipped)[0], (worker, local), 1) for worker in destinations]
+    skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
+    pairs = [
+        pair_of(served(worker, (local, *others), skipped, sharing)[0], (worker, local), 1) for worker in destinations
+    ]
     return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs)), certify)
 
 
@@ -200,12 +230,12 @@ def proved(plan: Proved, certify: bool) -> Proved:
     return plan
 
 
-def served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str]) -> list[list[Cell]]:
+def served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str], replicas: int) -> list[list[Cell]]:
     """What each source serves of a destination. The sources are weighed in order of their labels."""
     order = sorted(range(len(sources)), key=lambda i: (sources[i].engine_id, sources[i].rank))
     ordered = [sources[i] for i in order]
     shares: list[list[Cell]] = [[] for _ in sources]
-    for cell in cells(match(destination, ordered, skipped), destination, ordered):
+    for cell in cells(match(destination, ordered, skipped), destination, ordered, replicas):
         shares[order[cell.match.sources[cell.source][0]]].append(cell)
     return shares
 
@@ -245,6 +275,10 @@ def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tup
             "WORKER", f"plan with {what}", expected="each worker once", got=f"{label} {count} times", worker=label
         )
     return workers
+
+
+def checked_replicas(value: int) -> int:
+    return integer(value, "replicas", low=1, high=MAX_REPLICAS)
 
 
 def checked_names(values: Iterable[str]) -> tuple[str, ...]:

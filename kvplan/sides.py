@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -34,6 +36,26 @@ def in_bits(model: Model, bits: int) -> Model:
     llama-3.2-1b: 16 layers, bfloat16, groups attn
     """
     return model.quantized(*BITS[bits])
+
+
+def load(model: str, bits: str | None = None) -> Model:
+    """A shipped model by its name, or the model of a config.json by its path, in ``bits``. Raises ``CONFIG``."""
+    if bits is not None:
+        return in_bits(load(model), int(bits))
+    if model in Model.names():
+        return Model.shipped(model)
+    path = Path(model)
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        got = repr(model) if isinstance(error, FileNotFoundError) else f"{model!r}: {_reason(error)}"
+        expected = f"the path of a config.json, or a name of {', '.join(Model.names())}"
+        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=model) from None
+    return Model.from_config(config)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def count(text: str, what: str, low: int, high: int) -> int:

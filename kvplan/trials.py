@@ -16,6 +16,7 @@ import numpy as np
 
 from kvplan.axes import Ints
 from kvplan.blocks import Blocks
+from kvplan.cost import PairCost
 from kvplan.errors import KVPlanError
 from kvplan.explain import sizes
 from kvplan.mesh import MeshPlan, plan_mesh
@@ -145,44 +146,10 @@ def scattered(number: int, pool: int, spread: float) -> Ints:
     return np.arange(1, number + 1, dtype=np.int64) * step % pool
 
 
-def lengths_of(pairs: Iterable[Moved]) -> str:
+def lengths_of(pairs: Iterable[PairCost]) -> str:
     """The lengths of all descriptors of some pairs, for a person."""
     lengths = [length for pair in pairs for length in pair.lengths]
     return sizes(min(lengths), max(lengths)) if lengths else "no length"
-
-
-@attrs.frozen
-class Moved:
-    """What one pair of workers moves: rows registered on each side, ids bound, and coalesced descriptors by length."""
-
-    destination: str
-    source: str
-    local_rows: int
-    remote_rows: int
-    ids: int
-    lengths: Mapping[int, int]
-
-    @property
-    def num_descriptors(self) -> int:
-        """How many descriptors the pair moves."""
-        return sum(self.lengths.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes the pair moves."""
-        return sum(length * times for length, times in self.lengths.items())
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "dst": self.destination,
-            "src": self.source,
-            "rows": {"local": self.local_rows, "remote": self.remote_rows},
-            "ids": self.ids,
-            "descriptors": self.num_descriptors,
-            "bytes": self.num_bytes,
-            "lengths": {str(length): times for length, times in sorted(self.lengths.items())},
-        }
 
 
 @attrs.frozen(eq=False)
@@ -190,7 +157,7 @@ class Trial:
     """A request's transfer and what verification found."""
 
     request: Request
-    pairs: tuple[Moved, ...]
+    pairs: tuple[PairCost, ...]
     report: Report
 
     @classmethod
@@ -214,20 +181,25 @@ class Trial:
             "tail_slots": report.num_tail_slots,
             "promises": report.promises,
             "failures": [{"code": code, "text": text} for code, text in report.failures],
-            "pairs": [pair.to_json() for pair in self.pairs],
+            "pairs": [_told(pair) for pair in self.pairs],
         }
 
 
-def _moved(mesh: MeshPlan, request: Request) -> Iterator[Moved]:
+def _moved(mesh: MeshPlan, request: Request) -> Iterator[PairCost]:
     for plan in mesh.plans:
         specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)
-        for pair, spec in zip(plan.pairs, specs, strict=True):
-            lengths, times = np.unique(spec.descriptors()[0][:, 1], return_counts=True)
-            yield Moved(
-                destination=plan.local.label,
-                source=f"{pair.engine_id}/{pair.rank}",
-                local_rows=len(pair.local_table.rows),
-                remote_rows=len(pair.remote_table.rows),
-                ids=int(spec.local_ids.size),
-                lengths=dict(zip(lengths.tolist(), times.tolist(), strict=True)),
-            )
+        yield from map(PairCost.of, specs)
+
+
+def _told(pair: PairCost) -> dict[str, Any]:
+    """A pair as plain data."""
+    dst, src = (f"{engine_id}/{rank}" for engine_id, rank in (pair.local, pair.remote))
+    return {
+        "dst": dst,
+        "src": src,
+        "rows": {"local": pair.local_rows, "remote": pair.remote_rows},
+        "ids": pair.num_ids,
+        "descriptors": pair.num_descriptors,
+        "bytes": pair.num_bytes,
+        "lengths": {str(length): times for length, times in pair.lengths.items()},
+    }

@@ -61,8 +61,8 @@ class Request(TypedDict):
 class Case:
     """Two engines and a request. Of two values for both sides, the destination's is first.
 
-    ``spans`` has the range of each tensor that moves, and ``tokens`` the ranges by the groups of the side, where that
-    side is local.
+    ``sides`` are what the engines were built from. ``spans`` has the range of each tensor that moves, and ``tokens``
+    the ranges by the groups of the side, where that side is local.
     """
 
     destinations: tuple[Worker, ...]
@@ -71,6 +71,7 @@ class Case:
     spans: tuple[Spans, Spans]
     tokens: tuple[Tokens, Tokens]
     not_transferred: tuple[str, ...]
+    sides: tuple[Side, Side]
 
     def reads(self, worker: Worker) -> TransferPlan:
         """The plan by which one destination reads."""
@@ -156,6 +157,7 @@ def _case(drawn: bytes) -> Case:
         spans=(near, far),
         tokens=(tokens[0], tokens[1]),
         not_transferred=tuple(tensor.name for tensor in tensors if tensor.kept_by in (DESTINATION, STAYS)),
+        sides=(decode, prefill),
     )
 
 

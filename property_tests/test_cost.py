@@ -1,11 +1,22 @@
-"""COST: as few descriptors as the bytes allow, and ids that stand for the same bytes."""
+"""COST: as few descriptors as the bytes allow, ids that stand for the same bytes, and costs known beforehand."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import random
+from typing import Literal
 
+import attrs
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from kvplan import Blocks, plan_mesh
+from kvplan.cost import PairCost
+from property_tests.engines import POOL, Side, held, workers
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
 from property_tests.strategies import Case, cases, key
+
+MOST = 2000
+"""Positions of the longest request whose cost is compared."""
 
 
 @given(cases())
@@ -20,3 +31,45 @@ def test_descriptors_are_the_fewest_and_name_the_bytes_of_the_ids(case: Case) ->
             assert spec.num_bytes == len(copies)
             assert spec.num_descriptors == len(spec.descriptors()[0])
             assert spec.num_descriptors == fewest_descriptors(worker, sources[spec.remote], copies)
+
+
+def scattered(side: Side, tokens: int, seed: int) -> dict[str, Blocks]:
+    """Blocks for so many positions, no two of them neighbours, and neither the first nor the last of a pool."""
+    tables, low = {}, 1
+    for name, group in side.groups.items():
+        slots = group.tokens_per_block
+        needed = 1 if slots is None else max(-(-len(positions) // slots) for positions in held(group, tokens))
+        ids = [low + 2 * i for i in range(needed)]
+        random.Random(seed).shuffle(ids)
+        tables[name] = Blocks(ids)
+        low = low + 2 * needed if side.packing == POOL else 1
+    return tables
+
+
+@given(cases(), st.none() | st.integers(0, 100), st.sampled_from(["READ", "WRITE"]), st.integers(0, 99))
+def test_a_cost_is_that_of_scattered_blocks(
+    case: Case, tokens: int | None, operation: Literal["READ", "WRITE"], seed: int
+) -> None:
+    """What tables say a request takes is, pair by pair, what binding it to scattered blocks and coalescing gives."""
+    skipped = case.not_transferred
+    needed = plan_mesh(case.destinations, case.sources, not_transferred=skipped).cost(tokens).tokens
+    assume(needed <= MOST)
+    tables = [scattered(side, needed, seed + i) for i, side in enumerate(case.sides)]
+    roomy = [attrs.evolve(side, extra_blocks=side.extra_blocks + 1) for side in case.sides]
+    destinations, sources = (workers(side, table) for side, table in zip(roomy, tables, strict=True))
+    mesh = plan_mesh(destinations, sources, operation, not_transferred=skipped)
+    found = mesh.cost(tokens)
+    assert found.tokens == needed
+    local, remote = tables if operation == "READ" else tables[::-1]
+    bound: list[PairCost] = []
+    for plan in mesh.plans:
+        own = {group.name: group for group in plan.local.groups}
+        theirs = {group.name for worker in plan.remotes for group in worker.groups}
+        specs = plan.bind(
+            local={name: blocks for name, blocks in local.items() if name in own},
+            remote={name: blocks for name, blocks in remote.items() if name in theirs},
+            tokens={name: (0, needed) for name, group in own.items() if group.tokens_per_block},
+        )
+        bound += map(PairCost.of, specs)
+    assert found.pairs == tuple(bound)
+    event(f"{operation}: {'coalesced' if found.num_descriptors < found.num_ids else 'as many descriptors as ids'}")

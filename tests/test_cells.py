@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Worker, plan_reads
 from kvplan.cells import cells, choose, parts
 from kvplan.match import match
 from tests.small import engine
@@ -105,7 +105,7 @@ def test_c4_replicas_share_the_load(src, dst, heads):
 def test_c4_the_load_of_one_destination_is_even():
     """C4: among needed sources the one with the fewest bytes so far takes the next cell."""
     held = np.array([[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]], bool)
-    owner = choose(held, np.array([4.0, 1, 2, 1, 1]), 0)
+    owner = choose(held, np.array([4.0, 1, 2, 1, 1]), np.zeros(5, bool), 0)
     load = np.bincount(owner, np.array([4.0, 1, 2, 1, 1]))
     assert owner[:2].tolist() == [0, 1]
     assert sorted(load.tolist()) == [4, 5]
@@ -116,3 +116,63 @@ def test_c4_every_worker_comes_to_the_same_answer():
     sources = engine("p", tp=8, heads=2, layers=1)
     for ours in engine("d", tp=4, heads=2, layers=1):
         assert served(ours, sources) == served(ours, sources)
+
+
+def test_c4_states_do_not_weigh_on_who_sends_tokens():
+    """C4: whoever sends a large state is as likely to send tokens as a source without one."""
+    held = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], bool)
+    weight, states = np.array([100.0, 1, 2, 2]), np.array([True, True, False, False])
+    assert sorted(choose(held, weight, states, 0)[2:].tolist()) == [0, 1]
+
+
+def of_tensors(ours, sources, replicas):
+    """The rank that serves each tensor of a destination."""
+    found = cells(match(ours, sources), ours, sources, replicas)
+    return {name: sources[cell.match.sources[cell.source][0]].rank for cell in found for name in cell.match.names}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 9])
+def test_c5_every_tensor_is_in_one_share(replicas):
+    """C5: tensors are divided into neighbours, as many to a share as can be, and none is lost."""
+    (ours,) = engine("d", heads=1, layers=8)
+    sources = engine("p", tp=4, heads=1, layers=8)
+    served = of_tensors(ours, sources, replicas)
+    assert served.keys() == set(ours.tensors)
+    ranks = [served[f"layers.{layer}"] for layer in range(8)]
+    if replicas <= 4:
+        expected = [-(-8 * (i + 1) // replicas) - -(-8 * i // replicas) for i in range(replicas)]
+        assert [len(list(same)) for _, same in itertools.groupby(ranks)] == expected
+
+
+def test_c5_destinations_use_replicas_in_turn():
+    """C5: four destinations of sixteen replicas, four to each, ask each replica for a share."""
+    sources = engine("p", tp=16, heads=1, layers=4)
+    ranks = [set(of_tensors(ours, sources, 4).values()) for ours in engine("d", tp=4, heads=1, layers=4)]
+    assert ranks == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}]
+
+
+def test_c5_stages_are_divided_each_by_itself():
+    """C5: what each of two pipeline stages holds on two ranks is shared by these two, and no share is a stage."""
+    (ours,) = engine("d", heads=1, layers=4)
+    stages = [
+        Worker("p", worker.rank + 2 * stage, worker.regions, worker.groups, worker.views[2 * stage : 2 * stage + 2])
+        for stage, worker in itertools.product(range(2), engine("p", tp=2, heads=1, layers=4))
+    ]
+    assert sorted(of_tensors(ours, stages, 2).values()) == [0, 1, 2, 3]
+
+
+def test_c5_what_nobody_holds_is_listed_once():
+    """C5: shares do not take an error apart."""
+    (ours,) = engine("d", tp=1, heads=8)
+    sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
+    with pytest.raises(KVPlanError, match=r"got layers\.0 and 1 like it: head \[2, 4\) \[6, 8\) of 8$"):
+        cells(match(ours, sources), ours, sources, 2)
+
+
+@pytest.mark.parametrize(("replicas", "code"), [(0, "RANGE"), (1 << 10, "RANGE"), (True, "TYPE"), ("2", "TYPE")])
+def test_a_bad_number_of_replicas_is_refused(replicas, code):
+    """Replicas are a number from 1 on."""
+    (ours,) = engine("d")
+    with pytest.raises(KVPlanError) as caught:
+        plan_reads(ours, engine("p"), replicas=replicas)
+    assert caught.value.code == code

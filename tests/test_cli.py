@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvplan import KVPlanError, demo, trials
-from kvplan.commands import load
 from kvplan.report import Report
+from kvplan.sides import load
 from tests.conftest import Cli
 
 SMALL = ("verify", "qwen3-0.6b", "--tokens", "40")
@@ -45,6 +45,8 @@ REFUSALS = {
     "too few blocks": ((*SMALL, "--dst", "blocks=2"), "BLOCKS: cannot place a request of 40 tokens on --dst"),
     "bad tokens": ((*SMALL, "--tokens", "many"), "TYPE: cannot read --tokens"),
     "too much memory": (("verify", "llama-3.1-70b", "--tokens", "9999999"), "MEMORY: cannot carry out the transfer"),
+    "no tokens": (("advise", "qwen3-0.6b", "--tokens", "0"), "RANGE: cannot read --tokens"),
+    "advice on the impossible": (("advise", "qwen3-0.6b", "--dst", "layout=HND"), "LAYOUT: cannot read layout"),
     "reversed tokens": ((*SMALL, "--tokens", "30:20"), "RANGE: cannot read --tokens"),
 }
 
@@ -173,6 +175,29 @@ def test_explain_tells_both_engines_and_the_plan(cli: Cli) -> None:
     assert "views layers.0-27.attn in group attn" in run.out
     assert "in each of 10 blocks" in run.out
     assert "dst/3 reads from 2 workers\n    <- src/1: " in run.out
+
+
+def test_advise_tells_what_would_help(cli: Cli) -> None:
+    """advise prints what it compares, a line for each change that helps, and what there is now."""
+    run = cli("advise", "qwen3-0.6b", "--src", "block=32,layout=BLNHC", "--dst", "layout=BLNHC", "--tokens", "64")
+    assert (run.status, run.err) == (0, "")
+    title, heading, *changes, now = run.out.splitlines()
+    assert title == "qwen3-0.6b, block=32,layout=BLNHC -> layout=BLNHC, 64 tokens in scattered blocks"
+    assert heading.split()[0] == "descriptors"
+    assert changes[0].endswith("src block=64 and dst block=64")
+    assert changes[1].split() == ["2", "56x", "3.5", "MiB", "4", "dst", "block=32"]
+    assert now.split() == ["112", "1x", "64", "KiB", "4", "as", "it", "is"]
+
+
+def test_advise_as_json(cli: Cli) -> None:
+    """--json writes one document: what there is now, every change planned, and what was refused."""
+    document = json.loads(cli("advise", "qwen3-0.6b", "--src", "layout=LBNHC", "--tokens", "40", "--json").out)
+    assert (document["model"], document["tokens"]) == ("qwen3-0.6b", 40)
+    assert (document["src"], document["dst"]) == ("layout=LBNHC", "tp=1")
+    assert document["bytes"] == 28 * 40 * 8 * 2 * 128 * 2
+    assert document["now"]["descriptors"] == 28 * 40 * 8 == document["now"]["lengths"]["512"]
+    assert document["options"][0]["descriptors"] < document["now"]["descriptors"]
+    assert document["refused"] == []
 
 
 def test_demo_verifies_every_pair(cli: Cli) -> None:

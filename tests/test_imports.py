@@ -17,11 +17,11 @@ PACKAGE = Path(kvplan.__file__).parent
 DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors", "blocks")
 HANDSHAKES = ("names", "findings", "schema", "messages", "offers", "peers", "compare")
 PROOF = ("pieces", "certificate")
-PIPELINE = ("match", "align", "cells", "runs", "tables", "bind", "specs", "tails", "plan", "mesh")
+PIPELINE = ("match", "align", "cells", "runs", "tables", "bind", "specs", "tails", "cost", "plan", "mesh")
 ORACLE = ("arenas", "memory", "executor", "labels", "jobs", "report", "verify")
 READERS = ("caches", "states", "keys", "kinds", "layers", "families", "configs", "shipped")
 MODELS = ("layouts", "pools", *READERS, "engines", "groups", "parallel", "shares", "models")
-COMMAND_LINE = ("sides", "trials", "demo", "matrix", "commands", "cli")
+COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "commands", "cli")
 ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, "explain", *MODELS, *COMMAND_LINE)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
