@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Region, TransferPlan, Worker, plan_mesh, plan_reads
@@ -20,6 +20,7 @@ from property_tests.grids import APART_KV, BLOCKS, ORDERS, PACKINGS, SPREADS, UP
 from property_tests.labelled import Engine, Ints, each_byte
 from property_tests.worlds import APART, Heads, Side
 
+FEWER = settings(max_examples=max(1, settings().max_examples // 3))
 POSITIONS = 25
 EVERYTHING = (0, POSITIONS)
 NOTHING: Final = -1
@@ -85,6 +86,7 @@ def after(moves: Ints, before: Ints) -> Ints:
     return np.where(moves == NOTHING, NOTHING, before[moves])
 
 
+@FEWER
 @given(engines(3), SPANS)
 def test_composition(three: list[Engine], span: tuple[int, int]) -> None:
     """What goes from A to B and on to C is what goes from A to C."""
@@ -93,6 +95,7 @@ def test_composition(three: list[Engine], span: tuple[int, int]) -> None:
     assert (after(moved(c, b, span), first) == after(moved(c, a, span), meant(a))).all()
 
 
+@FEWER
 @given(engines(2), SPANS)
 def test_inversion(two: list[Engine], span: tuple[int, int]) -> None:
     """What goes from A to B and back to A is in A already: all of the request, on every replica."""
@@ -109,6 +112,7 @@ def turned(workers: Sequence[Worker]) -> list[Worker]:
     ]
 
 
+@FEWER
 @given(engines(2), SPANS)
 def test_permutation(two: list[Engine], span: tuple[int, int]) -> None:
     """The order of workers, and of what each has, changes nothing but the order of plans, pairs and rows."""
@@ -118,6 +122,7 @@ def test_permutation(two: list[Engine], span: tuple[int, int]) -> None:
     assert (read(plans, a, b, span) == moved(a, b, span)).all()
 
 
+@FEWER
 @given(engines(2), st.lists(st.integers(0, POSITIONS), max_size=3))
 def test_splitting(two: list[Engine], cuts: list[int]) -> None:
     """A range that is bound in parts moves what it moves as one."""
@@ -179,6 +184,7 @@ def same_but_for_addresses(one: TransferPlan, other: TransferPlan, engines: Sequ
             assert (table.rows[:, [2, 4]] == larger.rows[:, [2, 4]]).all()
 
 
+@FEWER
 @given(engines(2), NUMBERS, st.sampled_from(list(WIDER)))
 def test_scaling(two: list[Engine], number: int, factor: int) -> None:
     """Where all that is in bytes is larger by a factor, so is all that is in bytes in the rows, and nothing else."""
@@ -188,6 +194,7 @@ def test_scaling(two: list[Engine], number: int, factor: int) -> None:
     same_but_for_addresses(plan_reads(worker, b.workers), larger, two, factor)
 
 
+@FEWER
 @given(engines(2), NUMBERS, st.integers(1, 1 << 62))
 def test_shifting(two: list[Engine], number: int, address: int) -> None:
     """Where regions begin elsewhere, rows do, and nothing else changes."""
@@ -197,6 +204,7 @@ def test_shifting(two: list[Engine], number: int, address: int) -> None:
     same_but_for_addresses(plan_reads(worker, b.workers), elsewhere, two)
 
 
+@FEWER
 @given(engines(2), NUMBERS)
 def test_replicas_are_interchangeable(two: list[Engine], lost: int) -> None:
     """Without any one source, the same arrives from those that are left, if they have it."""
