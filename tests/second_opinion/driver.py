@@ -1,0 +1,105 @@
+"""Runs peers and kvplan on the same pairs, and counts how they compare."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable
+
+import attrs
+
+from kvplan import KVPlanError
+from tests.second_opinion.copies import Finding, judge, same
+from tests.second_opinion.explanations import Explanation, explain
+from tests.second_opinion.peers import Pair, Peer, RefusedError, ours
+
+
+@attrs.define
+class Row:
+    """How many times something came out, and the first pair of which it did."""
+
+    count: int = 0
+    example: str = ""
+
+    def add(self, example: str) -> None:
+        """Count one more."""
+        self.count += 1
+        self.example = self.example or example
+
+
+@attrs.define
+class Tally:
+    """The comparison with one peer."""
+
+    peer: Peer
+    pairs: int = 0
+    compared: int = 0
+    same: int = 0
+    replica: int = 0
+    we_are_wrong: int = 0
+    posted: tuple[int, int] = (0, 0)
+    refused: dict[str, Row] = attrs.Factory(dict)
+    refused_by_us: dict[str, Row] = attrs.Factory(dict)
+    differ: dict[Explanation | None, Row] = attrs.Factory(dict)
+
+    @property
+    def num_different(self) -> int:
+        """Pairs of which their copies are not right, or not the fewest."""
+        return sum(row.count for row in self.differ.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every difference is explained, and none of them is ours."""
+        return None not in self.differ and not self.we_are_wrong and not self.refused_by_us
+
+    def take(self, pair: Pair) -> None:
+        """Plan one pair twice, and compare."""
+        self.pairs += 1
+        source, destination = pair.engines()
+        try:
+            theirs = self.peer.plan(pair, source, destination)
+        except RefusedError as error:
+            self.refused.setdefault(_kind(error), Row()).add(f"{pair}: {error}")
+            theirs = None
+        try:
+            here = ours(pair, source, destination)
+        except KVPlanError as error:
+            self.refused_by_us.setdefault(error.code, Row()).add(f"{pair}: {error}")
+            return
+        if not judge(here, source, destination).is_right:
+            self.we_are_wrong += 1
+        if theirs is None:
+            return
+        self.compared += 1
+        finding = judge(theirs, source, destination)
+        if not finding.is_right:
+            self._differ(pair, finding)
+            return
+        self.posted = (self.posted[0] + theirs.posted, self.posted[1] + here.posted)
+        if same(here, theirs):
+            self.same += 1
+        else:
+            self.replica += 1
+
+    def _differ(self, pair: Pair, finding: Finding) -> None:
+        explanation = explain(self.peer.name, pair, finding)
+        self.differ.setdefault(explanation, Row()).add(f"{pair}: {finding}")
+
+
+def _kind(error: RefusedError) -> str:
+    """A refusal without the numbers of its pair."""
+    return re.sub(r"\b(L|B)[LBHNC]{4}\b", "*", re.sub(r"\d+", "#", str(error)))
+
+
+def compare(peers: Iterable[Peer], every: int = 1) -> list[Tally]:
+    """Every pair of every peer, or one of ``every`` so many; progress goes to stderr."""
+    tallies = []
+    for peer in peers:
+        tallies.append(Tally(peer))
+        pairs, began = list(peer.pairs())[::every], time.monotonic()
+        for number, pair in enumerate(pairs, 1):
+            tallies[-1].take(pair)
+            if number % 100 == 0 or number == len(pairs):
+                print(f"{peer.name}: {number} of {len(pairs)}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return tallies

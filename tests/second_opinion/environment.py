@@ -1,0 +1,65 @@
+"""The environment of the second opinion: `python -m tests.second_opinion.environment` makes it, in `.second_opinion`.
+
+It is a virtual environment with a few packages, and beside it the Python sources of the peers, unpacked from their
+wheels without what they depend on. Nothing else installs or imports them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Final
+
+HERE: Final = Path(__file__).parent
+ROOT: Final = HERE.parent.parent
+HOME: Final = ROOT / ".second_opinion"
+SOURCES: Final = HOME / "sources"
+PYTHON: Final = HOME / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+PEERS: Final = {"vllm": "0.33.0", "sglang": "0.5.23"}
+"""The packages compared with, at the versions that the explanations of differences are true of."""
+
+
+def is_there() -> bool:
+    """Whether the environment has been made, with the peers at these versions."""
+    return PYTHON.exists() and all(
+        (SOURCES / f"{name}-{version}.dist-info").exists() for name, version in PEERS.items()
+    )
+
+
+def build() -> None:
+    """Make the environment; about 400 MB are downloaded, most of it a wheel of which only the Python files are kept."""
+    HOME.mkdir(exist_ok=True)
+    (HOME / ".gitignore").write_text("*\n")
+    if not PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", HOME / "venv"], check=True)
+    _pip("install", "--requirement", str(HERE / "requirements.txt"))
+    for name, version in PEERS.items():
+        if (SOURCES / f"{name}-{version}.dist-info").exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=HOME) as folder:
+            _pip("download", "--no-deps", "--only-binary", ":all:", "--dest", folder, f"{name}=={version}")
+            (wheel,) = Path(folder).glob("*.whl")
+            _unpack(wheel)
+
+
+def _pip(command: str, *arguments: str) -> None:
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    subprocess.run([PYTHON, "-m", "pip", command, *quiet, *arguments], check=True)
+
+
+def _unpack(wheel: Path) -> None:
+    """Take the Python files of a wheel, and last its METADATA, by which the folder counts as complete."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        for name in (*(n for n in names if n.endswith(".py")), *(n for n in names if n.endswith("/METADATA"))):
+            archive.extract(name, SOURCES)
+
+
+if __name__ == "__main__":
+    build()
+    print(f"ready: {PYTHON} -m tests.second_opinion")

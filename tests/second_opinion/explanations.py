@@ -1,0 +1,73 @@
+"""Why plans differ, row by row: each explanation holds for the differences that its rule names, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import attrs
+
+from tests.second_opinion.copies import Finding
+from tests.second_opinion.peers import Pair
+
+
+@attrs.frozen
+class Explanation:
+    """What is behind differences of some peers: whose they are, and why. ``holds`` says of which pairs it is true."""
+
+    peers: tuple[str, ...]
+    whose: str
+    text: str
+    holds: Callable[[Pair, Finding], bool]
+
+
+def _divide(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
+
+
+def _no_multiple(pair: Pair, finding: Finding) -> bool:
+    return not _divide(pair.source.tp, pair.destination.tp)
+
+
+def _replicas_send(pair: Pair, finding: Finding) -> bool:
+    sends_again = pair.source.has_heads and pair.source.tp > max(pair.source.heads, pair.destination.tp)
+    return sends_again and not (finding.wrong or finding.missing or finding.foreign)
+
+
+def _blocks_and_contexts(pair: Pair, finding: Finding) -> bool:
+    spread = max(pair.source.contexts, pair.destination.contexts) > 1
+    return spread and pair.source.tokens != pair.destination.tokens
+
+
+SGLANG: Final = ("SGLang Mooncake", "SGLang NIXL")
+
+EXPLANATIONS: Final = (
+    Explanation(
+        SGLANG,
+        "theirs, right bytes more often than needed",
+        "The source has more ranks than heads. Each rank that holds a copy of a head sends it, so the same bytes are "
+        "written once for every copy; kvplan reads one of them.",
+        _replicas_send,
+    ),
+    Explanation(
+        SGLANG,
+        "theirs, wrong bytes",
+        "Neither size of TP is a multiple of the other. `_resolve_rank_mapping` divides them and drops the remainder, "
+        "and `compute_head_slice_params` takes heads modulo those of a rank: slices go to ranks and slots that are "
+        "not theirs.",
+        _no_multiple,
+    ),
+    Explanation(
+        ("vLLM NIXL (pull)",),
+        "theirs, wrong bytes",
+        "Latents spread over ranks (DCP) on one side or both, and blocks differ in size. `_apply_dcp_prefix_caching` "
+        "pairs blocks by ordinal before `_map_block_ids_for_block_size_ratio` sees that theirs hold different numbers "
+        "of positions. No check that runs here refuses it.",
+        _blocks_and_contexts,
+    ),
+)
+
+
+def explain(peer: str, pair: Pair, finding: Finding) -> Explanation | None:
+    """The first explanation that holds, or None."""
+    return next((one for one in EXPLANATIONS if peer in one.peers and one.holds(pair, finding)), None)
