@@ -14,7 +14,7 @@ import attrs
 
 from kvplan.axes import Axis
 from kvplan.names import fold
-from kvplan.reading import wrong_type
+from kvplan.reading import count, wrong_type
 from kvplan.views import TOKEN, Geometry
 from kvplan.workers import Worker
 
@@ -62,7 +62,7 @@ class Comparison:
 
     def __str__(self) -> str:
         refused = sum(difference.effect == REFUSED for difference in self.differences)
-        number = f"{len(self.differences)} difference{'' if len(self.differences) == 1 else 's'}"
+        number = count(len(self.differences), "difference")
         head = ("field", self.local, self.remote, "effect", "where")
         rows = [
             head,

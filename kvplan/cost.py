@@ -20,7 +20,7 @@ from kvplan.axes import Ints
 from kvplan.bind import shared
 from kvplan.blocks import POSITION_END
 from kvplan.errors import KVPlanError
-from kvplan.reading import integer
+from kvplan.reading import count, integer
 from kvplan.runs import join
 from kvplan.specs import ReadSpec
 from kvplan.tables import Family, Layout, Table
@@ -120,7 +120,7 @@ class Cost:
 
     def __str__(self) -> str:
         arrow = "<-" if self.operation == "READ" else "->"
-        lines = [f"{_number(self.tokens, 'token')}: {_told(self.lengths)}"]
+        lines = [f"{count(self.tokens, 'token')}: {_told(self.lengths)}"]
         for pair in self.pairs:
             if pair.lengths:
                 ends = f"{pair.local[0]}/{pair.local[1]} {arrow} {pair.remote[0]}/{pair.remote[1]}"
@@ -128,8 +128,8 @@ class Cost:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        moved = f"{_number(self.num_bytes, 'byte')} in {_number(self.num_descriptors, 'descriptor')}"
-        return f"<Cost of {_number(self.tokens, 'token')}: {moved}>"
+        moved = f"{count(self.num_bytes, 'byte')} in {count(self.num_descriptors, 'descriptor')}"
+        return f"<Cost of {count(self.tokens, 'token')}: {moved}>"
 
 
 def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
@@ -231,7 +231,7 @@ def _told(lengths: Mapping[int, int]) -> str:
     """Descriptors by length, in words."""
     if not lengths:
         return "nothing"
-    sizes = [_number(length, "byte") for length in lengths]
+    sizes = [count(length, "byte") for length in lengths]
     if len(lengths) == 1:
         of = sizes[0]
     elif len(lengths) <= SHOWN:
@@ -239,8 +239,4 @@ def _told(lengths: Mapping[int, int]) -> str:
     else:
         of = f"{sizes[0]} to {sizes[-1]}"
     total = sum(length * times for length, times in lengths.items())
-    return f"{_number(total, 'byte')} in {_number(sum(lengths.values()), 'descriptor')} of {of}"
-
-
-def _number(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    return f"{count(total, 'byte')} in {count(sum(lengths.values()), 'descriptor')} of {of}"

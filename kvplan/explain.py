@@ -15,6 +15,7 @@ from kvplan.errors import KVPlanError
 from kvplan.mesh import MeshPlan
 from kvplan.names import fold, intervals
 from kvplan.plan import Pair, TransferPlan
+from kvplan.reading import count
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
@@ -95,7 +96,7 @@ def size(number: int) -> str:
     ('8192 bytes', '64 KiB', '4.657 GiB')
     """
     if number < 10 << 10:
-        return _count(number, "byte")
+        return count(number, "byte")
     power = min((number.bit_length() - 1) // 10, 5)
     return f"{number / (1 << 10 * power):.4g} {'KMGTP'[power - 1]}iB"
 
@@ -107,10 +108,6 @@ def sizes(low: int, high: int) -> str:
     ('256 bytes', '256 bytes to 8192 bytes')
     """
     return size(low) if low == high else f"{size(low)} to {size(high)}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _some(ids: npt.NDArray[np.integer[Any]]) -> str:
@@ -143,7 +140,7 @@ def _views(views: list[View]) -> Iterator[str]:
     """Views of one geometry."""
     first = views[0]
     names = fold(view.name for view in views)
-    held = f"{first.block_bytes} bytes in each of {_count(first.num_blocks, 'block')}, step {first.block_stride_bytes}"
+    held = f"{first.block_bytes} bytes in each of {count(first.num_blocks, 'block')}, step {first.block_stride_bytes}"
     yield f"view{'s' * (len(views) > 1)} {names} in group {first.group}: {first.dtype}, {held}"
     for axis in first.axes:
         yield f"  {axis}"
@@ -153,40 +150,40 @@ def _group(group: Group) -> str:
     if group.tokens_per_block is None:
         return f"group {group.name}: one state a block"
     spread = _context(group.context)
-    return f"group {group.name}: {_count(group.tokens_per_block, 'token')} a block" + (spread and f", {spread}")
+    return f"group {group.name}: {count(group.tokens_per_block, 'token')} a block" + (spread and f", {spread}")
 
 
 def _context(context: Context) -> str:
     if context.size == 1:
         return ""
-    turn = _count(context.interleave_tokens, "position")
+    turn = count(context.interleave_tokens, "position")
     return f"worker {context.rank} of {context.size} in turns of {turn}"
 
 
 def _table(table: Table) -> str:
     """How many ids, in which rows: rows of one length together, the longest first."""
     lengths, times = np.unique(table.rows[:, 1], return_counts=True)
-    rows = [f"{_count(n, 'row')} of {size(b)}" for b, n in zip(lengths.tolist(), times.tolist(), strict=True)]
-    return f"{_count(table.num_ids, 'id')} in {' and '.join(rows[::-1])}" if rows else "nothing"
+    rows = [f"{count(n, 'row')} of {size(b)}" for b, n in zip(lengths.tolist(), times.tolist(), strict=True)]
+    return f"{count(table.num_ids, 'id')} in {' and '.join(rows[::-1])}" if rows else "nothing"
 
 
 def _plan(plan: TransferPlan) -> Iterator[str]:
     reads = plan.operation == "READ"
-    yield f"{plan.local.label} {'reads from' if reads else 'writes to'} {_count(len(plan.remotes), 'worker')}"
+    yield f"{plan.local.label} {'reads from' if reads else 'writes to'} {count(len(plan.remotes), 'worker')}"
     for pair in plan.pairs:
         if pair.local_table.num_ids:
             yield f"  {'<-' if reads else '->'} {pair.engine_id}/{pair.rank}: {_table(pair.local_table)}"
 
 
 def _mesh(mesh: MeshPlan) -> Iterator[str]:
-    yield f"{_count(len(mesh.plans), 'plan')} of {_count(len(mesh.completions), 'worker')}"
+    yield f"{count(len(mesh.plans), 'plan')} of {count(len(mesh.completions), 'worker')}"
     for plan in mesh.plans:
         yield from (f"  {line}" for line in _plan(plan))
     known = {(plan.local.engine_id, plan.local.rank) for plan in mesh.plans}
     waiting = [(key, len(each.awaits)) for key, each in mesh.completions.items() if key not in known]
     for waits in _alike(waiting, lambda item: (item[0][0], item[1])):
         (engine, _), times = waits[0]
-        yield f"  {engine}/{intervals(rank for (_, rank), _ in waits)} awaits {_count(times, 'completion')}"
+        yield f"  {engine}/{intervals(rank for (_, rank), _ in waits)} awaits {count(times, 'completion')}"
 
 
 def _spec(spec: ReadSpec) -> str:
@@ -196,4 +193,4 @@ def _spec(spec: ReadSpec) -> str:
     if not len(ours):
         return f"{ends}: nothing"
     lengths = sizes(int(ours[:, 1].min()), int(ours[:, 1].max()))
-    return f"{ends}: {size(spec.num_bytes)} in {_count(len(ours), 'descriptor')} of {lengths}"
+    return f"{ends}: {size(spec.num_bytes)} in {count(len(ours), 'descriptor')} of {lengths}"

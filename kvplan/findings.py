@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from kvplan.errors import KVPlanError
+from kvplan.reading import count
 
 Made = TypeVar("Made")
 
@@ -47,7 +48,7 @@ class PeerError(KVPlanError):
 
     def __init__(self, problems: Sequence[Problem], first: KVPlanError) -> None:
         path, more = problems[0].path, len(problems) - 1
-        others = f"and {more} more problem{'s' * (more > 1)}" if more else ""
+        others = f"and {count(more, 'more problem')}" if more else ""
         super().__init__(
             first.code,
             first.action + (f" at {path}" if path else ""),

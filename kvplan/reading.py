@@ -18,6 +18,15 @@ ID_END: Final = 1 << 31
 """Block ids and descriptor ids are below this, so that they fit int32."""
 
 
+def count(number: int, what: str) -> str:
+    """``number`` of a thing, in words.
+
+    >>> count(1, "byte"), count(2, "byte")
+    ('1 byte', '2 bytes')
+    """
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def shown(value: Any) -> str:
     """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
 

@@ -8,6 +8,8 @@ from typing import Final
 
 import attrs
 
+from kvplan.reading import count
+
 PROMISES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "VALUE": "every written byte is the one that the destination's view calls for",
@@ -82,12 +84,3 @@ class Report:
             tails = f"{count(self.num_tail_slots, 'slot')} left alone"
             return f"verified: {moved} {where}, {tails}; {', '.join(self.checked)} hold"
         return "\n".join([f"not verified: {moved} {where}", *(f"{code}: {text}" for code, text in self.failures)])
-
-
-def count(number: int, what: str) -> str:
-    """``number`` of a thing, in words.
-
-    >>> count(1, "byte"), count(2, "byte")
-    ('1 byte', '2 bytes')
-    """
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -22,8 +22,8 @@ from kvplan.errors import KVPlanError
 from kvplan.jobs import Job, Tokens, jobs, key, span_of
 from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
 from kvplan.memory import FakeMemory, expand
-from kvplan.reading import INT64_END
-from kvplan.report import PROMISES, Report, Tail, count
+from kvplan.reading import INT64_END, count
+from kvplan.report import PROMISES, Report, Tail
 from kvplan.views import View
 from kvplan.workers import Worker
 

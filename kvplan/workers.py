@@ -22,7 +22,7 @@ import numpy as np
 from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
 from kvplan.overlap import overlaps
-from kvplan.reading import integer, members, name, settle
+from kvplan.reading import count, integer, members, name, settle
 from kvplan.views import TOKEN, Geometry, Group, Region, View
 
 
@@ -193,9 +193,6 @@ class Worker:
         return f"{self.engine_id}/{self.rank}"
 
     def __str__(self) -> str:
-        def count(number: int, what: str) -> str:
-            return f"{number} {what}" + ("" if number == 1 else "s")
-
         tensors = count(len({view.name for view in self.views}), "tensor")
         views, regions, groups = len(self.views), len(self.regions), len(self.groups)
         return (
