@@ -24,7 +24,7 @@ import numpy as np
 from kvplan.errors import KVPlanError
 from kvplan.pieces import Ints, Pieces, numbering, pieces, regions_in_a_row
 from kvplan.views import Group
-from kvplan.workers import Worker
+from kvplan.workers import Key, Worker
 
 if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 MAX_PARTS: Final = 1 << 25
 """A certificate follows no more descriptors of one family and period than this."""
-
-Key = tuple[str, int]
 
 
 @attrs.frozen
@@ -55,28 +53,24 @@ def prove(plans: Iterable[TransferPlan]) -> Certificate:
     Raises ``RANGE`` for what is too large to follow.
     """
     given = tuple(plans)
-    writers = {_key(plan.local) for plan in given}
+    writers = {plan.local.key for plan in given}
     destinations: dict[Key, tuple[Worker, TransferPlan]] = {}
     shares: dict[Key, list[Share]] = {}
     for plan in given:
         reads = plan.operation == "READ"
         for worker in (plan.local,) if reads else plan.remotes:
-            destinations[_key(worker)] = worker, plan
+            destinations[worker.key] = worker, plan
         for remote, pair in zip(plan.remotes, plan.pairs, strict=True):
             near, far = Side(plan.local, pair.local_table), Side(remote, pair.remote_table)
             share = Share((near, far) if reads else (far, near), pair.layouts)
-            shares.setdefault(_key(share.sides[0].worker), []).append(share)
-    complete = all(plan.operation == "READ" or {_key(other) for other in plan.siblings} <= writers for plan in given)
+            shares.setdefault(share.sides[0].worker.key, []).append(share)
+    complete = all(plan.operation == "READ" or {other.key for other in plan.siblings} <= writers for plan in given)
     num_bytes = num_parts = 0
     for at, (worker, plan) in destinations.items():
         for found in _Proof(worker, plan.not_transferred, complete).of(shares.get(at, ())):
             num_bytes += found[0]
             num_parts += found[1]
     return Certificate(num_bytes, num_parts, complete)
-
-
-def _key(worker: Worker) -> Key:
-    return (worker.engine_id, worker.rank)
 
 
 def _slots(group: Group) -> int:

@@ -152,7 +152,7 @@ def _print_trial(title: str, trial: Trial) -> None:
     console = _console()
     console.print(title)
     for worker in trial.request.destinations:
-        pairs = [pair for pair in trial.pairs if pair.local == (worker.engine_id, worker.rank) and pair.lengths]
+        pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
         ranks = intervals(pair.remote[1] for pair in pairs)
         moved, number = sum(pair.num_bytes for pair in pairs), sum(pair.num_descriptors for pair in pairs)
         told = f"{size(moved)} from src/{ranks}, {number:,} descriptors of {lengths_of(pairs)}" if pairs else "nothing"

@@ -150,7 +150,7 @@ def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
                 for layout in pair.layouts
             ]
             rows = len(tables[0].rows), len(tables[1].rows)
-            ends = (plan.local.engine_id, plan.local.rank), (pair.engine_id, pair.rank)
+            ends = plan.local.key, (pair.engine_id, pair.rank)
             found.append(PairCost(*ends, *rows, sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)))
     return Cost(plans[0].operation if plans else "READ", tokens, tuple(found))
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 
 from kvplan.errors import KVPlanError
-from kvplan.memory import FakeMemory, Key
-from kvplan.workers import Worker
+from kvplan.memory import FakeMemory
+from kvplan.workers import Key, Worker
 
 if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
@@ -156,7 +156,7 @@ class FakeNetwork:
 
     def __init__(self, workers: list[Worker] | tuple[Worker, ...]) -> None:
         self.memory = FakeMemory(workers)
-        self.workers = {(worker.engine_id, worker.rank): worker for worker in workers}
+        self.workers = {worker.key: worker for worker in workers}
         self.inbox: dict[Key, list[Notice]] = {key: [] for key in self.workers}
 
     def executor(self, worker: Worker) -> FakeExecutor:
@@ -177,7 +177,7 @@ class FakeExecutor:
         if plan.local != self.worker:
             raise not_planned_for(plan.local, self.worker, "local")
         for remote in plan.remotes:
-            known = self.network.workers.get((remote.engine_id, remote.rank))
+            known = self.network.workers.get(remote.key)
             if known != remote:
                 raise not_planned_for(remote, known, "remote")
         self._prepared.update(pair.local_table for pair in plan.pairs)
@@ -214,7 +214,7 @@ class FakeExecutor:
 
     def notices(self) -> tuple[Notice, ...]:
         """What other workers of the network have completed with this one."""
-        inbox = self.network.inbox[self.worker.engine_id, self.worker.rank]
+        inbox = self.network.inbox[self.worker.key]
         told = tuple(inbox)
         inbox.clear()
         return told

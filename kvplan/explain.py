@@ -179,7 +179,7 @@ def _mesh(mesh: MeshPlan) -> Iterator[str]:
     yield f"{count(len(mesh.plans), 'plan')} of {count(len(mesh.completions), 'worker')}"
     for plan in mesh.plans:
         yield from (f"  {line}" for line in _plan(plan))
-    known = {(plan.local.engine_id, plan.local.rank) for plan in mesh.plans}
+    known = {plan.local.key for plan in mesh.plans}
     waiting = [(key, len(each.awaits)) for key, each in mesh.completions.items() if key not in known]
     for waits in _alike(waiting, lambda item: (item[0][0], item[1])):
         (engine, _), times = waits[0]

@@ -15,9 +15,8 @@ import numpy as np
 from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.labels import Ints, needed
-from kvplan.memory import Key
 from kvplan.views import Group, View
-from kvplan.workers import Worker
+from kvplan.workers import Key, Worker
 
 if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
@@ -99,11 +98,6 @@ class Job:
         return Blocks(both[:, 1], ordinals=both[:, 0])
 
 
-def key(worker: Worker) -> Key:
-    """(engine id, rank)."""
-    return (worker.engine_id, worker.rank)
-
-
 def jobs(parts: Iterable[tuple[Sequence[TransferPlan], Mapping[str, Any]]]) -> list[Job]:
     """Bind all plans, each part with its own request; gather by destination worker what moves."""
     made: dict[Key, Job] = {}
@@ -121,8 +115,8 @@ def jobs(parts: Iterable[tuple[Sequence[TransferPlan], Mapping[str, Any]]]) -> l
             for other, spec in zip(plan.remotes, specs, strict=True):
                 if plan.operation == "WRITE":
                     job, offering, ours, theirs_blocks = _job(made, other), (plan.local, *plan.siblings), remote, local
-                    job.writers.update(map(key, offering))
-                    job.writers_given.add(key(plan.local))
+                    job.writers.update(worker.key for worker in offering)
+                    job.writers_given.add(plan.local.key)
                 else:
                     job, offering, ours, theirs_blocks = _job(made, plan.local), (other,), local, remote
                 part = job.parts.setdefault(number, Part(ours, tokens))
@@ -148,7 +142,7 @@ def _only(given: Mapping[str, Any], own: set[str], known: set[str]) -> dict[str,
 
 
 def _job(made: dict[Key, Job], worker: Worker) -> Job:
-    job = made.setdefault(key(worker), Job(worker))
+    job = made.setdefault(worker.key, Job(worker))
     if job.worker is not worker and job.worker != worker:
         raise KVPlanError(
             "WORKER",

@@ -23,13 +23,10 @@ from kvplan.arenas import Arenas, Cells, Ints, Words
 from kvplan.errors import KVPlanError
 from kvplan.reading import integer
 from kvplan.views import View
-from kvplan.workers import Worker
+from kvplan.workers import Key, Worker
 
 if TYPE_CHECKING:
     from kvplan.specs import ReadSpec
-
-Key = tuple[str, int]
-"""``(engine_id, rank)`` of a worker."""
 
 LABEL_BYTES: Final = (1, 2, 4, 8)
 CHUNK_CELLS: Final = 1 << 22
@@ -100,7 +97,7 @@ class FakeMemory:
             self._add(worker)
 
     def _add(self, worker: Worker) -> None:
-        key = (worker.engine_id, worker.rank)
+        key = worker.key
         if key in self._arenas:
             raise KVPlanError(
                 "WORKER",
@@ -219,7 +216,7 @@ class FakeMemory:
         return np.concatenate([np.empty((0, 3), np.uint64), *self._record.get((what, self._worker(worker)), ())])
 
     def _worker(self, worker: Worker | Key) -> Key:
-        key = (worker.engine_id, worker.rank) if isinstance(worker, Worker) else worker
+        key = worker.key if isinstance(worker, Worker) else worker
         if key not in self._arenas:
             raise KVPlanError(
                 "WORKER",

@@ -17,10 +17,7 @@ from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, proved, served
 from kvplan.reading import shown
-from kvplan.workers import Worker
-
-Key = tuple[str, int]
-"""A worker: engine id and rank."""
+from kvplan.workers import Key, Worker
 
 OPERATIONS: Final = ("READ", "WRITE")
 
@@ -44,7 +41,7 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
     sends: dict[Key, list[Key]] = {}
     awaits: dict[Key, list[Key]] = {}
     for plan in plans:
-        local = (plan.local.engine_id, plan.local.rank)
+        local = plan.local.key
         sends.setdefault(local, [])
         for pair in plan.pairs:
             remote = (pair.engine_id, pair.rank)
@@ -133,11 +130,10 @@ def contacts(
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
     sharing = checked_replicas(replicas)
-    found: dict[Key, list[Key]] = {(worker.engine_id, worker.rank): [] for worker in (*needy, *holders)}
+    found: dict[Key, list[Key]] = {worker.key: [] for worker in (*needy, *holders)}
     for worker in needy:
         for holder, share in zip(holders, served(worker, holders, skipped, sharing), strict=True):
             if share:
-                ends = (worker.engine_id, worker.rank), (holder.engine_id, holder.rank)
-                found[ends[0]].append(ends[1])
-                found[ends[1]].append(ends[0])
+                found[worker.key].append(holder.key)
+                found[holder.key].append(worker.key)
     return {key: tuple(others) for key, others in found.items()}

@@ -103,7 +103,7 @@ class TransferPlan:
             specs.append(
                 ReadSpec(
                     operation=self.operation,
-                    local=(self.local.engine_id, self.local.rank),
+                    local=self.local.key,
                     remote=(pair.engine_id, pair.rank),
                     local_table=pair.local_table,
                     remote_table=pair.remote_table,
@@ -232,7 +232,7 @@ def proved(plan: Proved, certify: bool) -> Proved:
 
 def served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str], replicas: int) -> list[list[Cell]]:
     """What each source serves of a destination. The sources are weighed in order of their labels."""
-    order = sorted(range(len(sources)), key=lambda i: (sources[i].engine_id, sources[i].rank))
+    order = sorted(range(len(sources)), key=lambda i: sources[i].key)
     ordered = [sources[i] for i in order]
     shares: list[list[Cell]] = [[] for _ in sources]
     for cell in cells(match(destination, ordered, skipped), destination, ordered, replicas):

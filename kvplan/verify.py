@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvplan.arenas import Words
 from kvplan.errors import KVPlanError
-from kvplan.jobs import Job, Tokens, jobs, key, span_of
+from kvplan.jobs import Job, Tokens, jobs, span_of
 from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
 from kvplan.memory import FakeMemory, expand
 from kvplan.reading import INT64_END, count
@@ -123,7 +123,7 @@ class _Check:
 
     def run(self) -> Report:
         """Fill, copy, compare."""
-        workers = {key(worker): worker for worker in (self.worker, *(move.source for move in self.job.moves))}
+        workers = {worker.key: worker for worker in (self.worker, *(move.source for move in self.job.moves))}
         with FakeMemory(workers.values(), label_bytes=self.label_bytes, poison=self.poison) as memory:
             self.fill(memory)
             for move in self.job.moves:
@@ -145,7 +145,7 @@ class _Check:
     def fill(self, memory: FakeMemory) -> None:
         """Label what the sources hold of the coordinates that the destination needs."""
         only = _spans(self.views)
-        sources = {(key(move.source), id(move.blocks)): move for move in self.job.moves if len(move.spec.local_ids)}
+        sources = {(move.source.key, id(move.blocks)): move for move in self.job.moves if len(move.spec.local_ids)}
         for move in sources.values():
             for view in move.source.views:
                 if view.name in self.tensors:

@@ -46,6 +46,10 @@ _DIGIT: Final = operator.attrgetter("name", "start", "stop", "size", "stride_byt
 _BESIDES: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
 
 
+Key = tuple[str, int]
+"""A worker: engine id and rank."""
+
+
 @attrs.frozen
 class Worker:
     """One rank's process of an engine: what it registers and what it keeps there.
@@ -186,6 +190,15 @@ class Worker:
         """Where each view stands, (views, 2) int64: the index of its region, and its offset there in bytes."""
         regions = {region.name: i for i, region in enumerate(self.regions)}
         return np.array([(regions[view.region], view.offset_bytes) for view in self.views], np.int64).reshape(-1, 2)
+
+    @property
+    def key(self) -> Key:
+        """``(engine_id, rank)``, the way specs and completions name a worker.
+
+        >>> Worker("decode", 3, (), (), ()).key
+        ('decode', 3)
+        """
+        return self.engine_id, self.rank
 
     @property
     def label(self) -> str:

@@ -109,7 +109,7 @@ def prefill(channel: Connection) -> None:
         told = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
         channel.send_bytes(json.dumps(told).encode())
         for executor in executors:
-            hear(executor, len(completions[executor.worker.engine_id, executor.worker.rank].awaits))
+            hear(executor, len(completions[executor.worker.key].awaits))
     for executor in executors:
         executor.close()
 

@@ -31,11 +31,10 @@ from kvplan.executor import Executor, Notice, Status, Transfer, not_planned_for,
 from kvplan.plan import TransferPlan
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
-from kvplan.workers import Worker
+from kvplan.workers import Key, Worker
 from kvplan_nixl.agent import LOCAL, Agent, Prepared
 from kvplan_nixl.envelope import Envelope
 
-Key = tuple[str, int]
 Backends = Mapping[str, Mapping[str, str]]
 
 UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({})})
@@ -109,7 +108,7 @@ class NixlExecutor:
         self._peers: dict[Key, _Peer] = {}
         self._local: WeakValueDictionary[tuple[str, str, bytes], Prepared] = WeakValueDictionary()
         self._open: set[NixlTransfer] = set()
-        self._sender = [worker.engine_id, worker.rank]
+        self._sender = [*worker.key]
 
     def __enter__(self) -> NixlExecutor:
         return self
@@ -131,18 +130,18 @@ class NixlExecutor:
         opened = Envelope.unpack(envelope)
         self._make_room(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
-        self._peers[_key(opened.worker)] = _Peer(opened.worker, opened.agent)
+        self._peers[opened.worker.key] = _Peer(opened.worker, opened.agent)
         return opened.worker
 
     def attach(self, worker: Worker) -> None:
         """Make a worker known that is in this process, such as a file's. It is told of no completion."""
         self._make_room(worker)
         registered = self._agent.register(worker.regions)
-        self._peers[_key(worker)] = _Peer(worker, self._agent.name, attached=registered)
+        self._peers[worker.key] = _Peer(worker, self._agent.name, attached=registered)
 
     def disconnect(self, worker: Worker) -> None:
         """Forget a remote worker. Raises ``TRANSFER`` while one of its transfers runs, ``PEER`` if it is not known."""
-        key = _key(worker)
+        key = worker.key
         if key not in self._peers:
             raise _not_connected(key)
         for transfer in [transfer for transfer in self._open if transfer.spec.remote == key]:
@@ -164,7 +163,7 @@ class NixlExecutor:
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
             if not len(pair.local_table.rows):
                 continue
-            peer = self._peers.get(_key(remote))
+            peer = self._peers.get(remote.key)
             if peer is None or peer.worker != remote:
                 raise not_planned_for(remote, None if peer is None else peer.worker, "remote")
             if pair.remote_table not in peer.rows:
@@ -288,10 +287,10 @@ class NixlExecutor:
 
     def _make_room(self, worker: Worker) -> None:
         """Refuse a worker that is known, and forget one that is lost."""
-        known = self._peers.get(_key(worker))
+        known = self._peers.get(worker.key)
         if known is not None and known.lost is not None:
             self.disconnect(known.worker)
-        elif known is not None or _key(worker) == _key(self.worker):
+        elif known is not None or worker.key == self.worker.key:
             raise KVPlanError(
                 "PEER",
                 f"connect {worker.label}",
@@ -314,10 +313,6 @@ def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) 
             return False
         time.sleep(PAUSE_S)
     return True
-
-
-def _key(worker: Worker) -> Key:
-    return worker.engine_id, worker.rank
 
 
 def _kind(table: Table) -> str:

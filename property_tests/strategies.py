@@ -95,11 +95,6 @@ class Case:
         }
 
 
-def key(worker: Worker) -> tuple[str, int]:
-    """How specs name a worker."""
-    return (worker.engine_id, worker.rank)
-
-
 def _groups(workers: Iterable[Worker]) -> set[str]:
     return {group.name for worker in workers for group in worker.groups}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplan import contacts, plan_mesh, plan_writes
 from property_tests.flow import Holders, lots, lowest
-from property_tests.strategies import Case, cases, key
+from property_tests.strategies import Case, cases
 from tests.small import engine
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -59,6 +59,6 @@ def test_readers_and_writers_agree_on_the_shares(case: Case, replicas: int) -> N
 
     known = contacts(*engines, not_transferred=names, replicas=replicas)
     for worker in case.destinations:
-        assert set(known[key(worker)]) >= {
-            source for (reader, source), moved in read.items() if reader == key(worker) and moved
+        assert set(known[worker.key]) >= {
+            source for (reader, source), moved in read.items() if reader == worker.key and moved
         }

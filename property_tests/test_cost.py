@@ -13,7 +13,7 @@ from kvplan import Blocks, plan_mesh
 from kvplan.cost import PairCost
 from property_tests.engines import POOL, Side, held, workers
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
-from property_tests.strategies import Case, cases, key
+from property_tests.strategies import Case, cases
 
 MOST = 2000
 """Positions of the longest request whose cost is compared."""
@@ -22,7 +22,7 @@ MOST = 2000
 @given(cases())
 def test_descriptors_are_the_fewest_and_name_the_bytes_of_the_ids(case: Case) -> None:
     """Coalesced descriptors copy what the ids copy, in as many runs as brute force finds in the bytes."""
-    sources = {key(source): source for source in case.sources}
+    sources = {source.key: source for source in case.sources}
     for worker in case.destinations:
         plan = case.reads(worker)
         for spec in plan.bind(**case.request(plan)):

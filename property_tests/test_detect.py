@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvplan.verify import verify
 from property_tests.oracle import contents, copies_of, problems
-from property_tests.strategies import Case, cases, key
+from property_tests.strategies import Case, cases
 from tests.edits import Edit, Ranges, edited
 
 Fault = Callable[[int, int], Edit]
@@ -73,7 +73,7 @@ def test_both_oracles_judge_a_faulty_plan_alike(case: Case, fault: Fault, at: in
     assume(any(counts))
     which = max(range(len(counts)), key=counts.__getitem__)
     plan = edited(right, fault(at % counts[which], by), request, which)
-    held = {key(source): contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
+    held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
     copies = [copy for spec in plan.bind() for copy in copies_of(spec)]
     wrong = problems(contents(worker, case.tables[0], case.spans[0]), held, copies)
     event(f"{fault.__name__} {'does harm' if wrong else 'does none'}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvplan import Group, contacts, plan_mesh, verify_together
 from property_tests.oracle import copies_of
-from property_tests.strategies import Case, Tokens, cases, key
+from property_tests.strategies import Case, Tokens, cases
 
 Operation = Literal["READ", "WRITE"]
 OPERATIONS: tuple[Operation, ...] = ("READ", "WRITE")
@@ -73,7 +73,7 @@ def test_contacts_are_the_pairs_that_plans_have_bytes_for(case: Case, operation:
         worker: set(others) for worker, others in found.items()
     }
     for plan in mesh.plans:
-        local = key(plan.local)
+        local = plan.local.key
         assert mesh.completions[local].awaits == ()
         for pair, spec in zip(plan.pairs, plan.bind(**case.request(plan)), strict=True):
             remote = (pair.engine_id, pair.rank)

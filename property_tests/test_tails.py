@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, TransferPlan, Worker, tails
 from property_tests.oracle import Meaning, Place, Span, contents, copies_of, problems
-from property_tests.strategies import Case, Request, cases, key
+from property_tests.strategies import Case, Request, cases
 
 Block = tuple[str, int]
 """A block of a request: group and ordinal."""
@@ -103,7 +103,7 @@ def test_tails_are_the_bytes_of_listed_blocks_behind_the_range(case: Case) -> No
 def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> None:
     """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
     choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
-    offered = {key(source): by_block(source, case.tables[1], anywhere) for source in case.sources}
+    offered = {source.key: by_block(source, case.tables[1], anywhere) for source in case.sources}
     for plan in map(case.reads, case.destinations):
         kept = some(case.tables[0], choice)
         needed = joined(by_block(plan.local, case.tables[0], case.spans[0]), kept)

@@ -6,13 +6,13 @@ from hypothesis import event, given
 
 from kvplan.verify import verify
 from property_tests.oracle import contents, copies_of, problems
-from property_tests.strategies import Case, cases, key
+from property_tests.strategies import Case, cases
 
 
 @given(cases())
 def test_reads_are_right_in_the_eyes_of_both_oracles(case: Case) -> None:
     """What destination workers read is right byte by byte, and the verification that users call says so too."""
-    held = {key(source): contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
+    held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
     plans = [case.reads(worker) for worker in case.destinations]
     total = 0
     for plan in plans:

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from kvplan.verify import verify
 from property_tests.oracle import Copy, contents, copies_of, problems
-from property_tests.strategies import Case, cases, key
+from property_tests.strategies import Case, cases
 
 
 @given(cases())
@@ -15,9 +15,9 @@ def test_writes_of_all_sources_are_the_reads_of_all_destinations(case: Case) -> 
 
     Ranges go by the groups of the local side, so that writes can be asked for more than reads, but not for less.
     """
-    held = {key(source): contents(source, case.tables[1], dict.fromkeys(case.spans[1])) for source in case.sources}
+    held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[1])) for source in case.sources}
     plans = [case.writes(source) for source in case.sources]
-    written: dict[tuple[str, int], list[Copy]] = {key(worker): [] for worker in case.destinations}
+    written: dict[tuple[str, int], list[Copy]] = {worker.key: [] for worker in case.destinations}
     for plan in plans:
         for spec in plan.bind(**case.request(plan)):
             assert spec.operation == "WRITE"
@@ -25,9 +25,9 @@ def test_writes_of_all_sources_are_the_reads_of_all_destinations(case: Case) -> 
     for worker in case.destinations:
         reads = case.reads(worker)
         copies = [copy for spec in reads.bind(**case.request(reads)) for copy in copies_of(spec)]
-        assert problems(contents(worker, case.tables[0], case.spans[1]), held, written[key(worker)]) == []
-        assert set(copies) <= set(written[key(worker)])
-        assert case.spans[0] != case.spans[1] or len(copies) == len(written[key(worker)])
+        assert problems(contents(worker, case.tables[0], case.spans[1]), held, written[worker.key]) == []
+        assert set(copies) <= set(written[worker.key])
+        assert case.spans[0] != case.spans[1] or len(copies) == len(written[worker.key])
     report = verify(plans, local=case.tables[1], remote=case.tables[0], tokens=case.tokens[1])
     assert report.ok, str(report)
     assert "COVER" in report.checked

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from kvplan import Blocks, FakeMemory, MeshPlan, ReadSpec, tails
+from kvplan.workers import Key
 from property_tests.allocator import NULL, Allocator
 from property_tests.serving import FULL, STATE, Engine, Seat, Spans
 from property_tests.shadow import END
-from property_tests.strategies import Tokens, key
+from property_tests.strategies import Tokens
 
-Key = tuple[str, int]
 NULLS, ORDINALS, RUN, NEEDED = range(4)
 """Forms of a block table: all blocks, between null blocks or by ordinals in any order; or the run of blocks that holds
 those asked for, all of it or from the first of those on."""
@@ -123,7 +123,7 @@ class Way:
         for engine, seat in zip(request.engines, request.seats, strict=True):
             for role, blocks in seat.blocks.items():
                 self.users += [(engine.pools[role], engine.pools[role].share(block)) for block in blocks.values()]
-        self.shadows = {key(shadow.worker): shadow for shadow in request.engines[0].shadows}
+        self.shadows = {shadow.worker.key: shadow for shadow in request.engines[0].shadows}
         self.pending: dict[Key, dict[int, int]] = {worker: {} for worker in self.shadows}
         for worker, shadow in self.shadows.items():
             for role, name in request.engines[0].names.items():

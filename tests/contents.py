@@ -10,15 +10,11 @@ import numpy.typing as npt
 
 from kvplan import Blocks, FakeMemory, Worker
 from kvplan.labels import needed, number, window
+from kvplan.workers import Key
 
 Bytes = npt.NDArray[np.uint8]
-Key = tuple[str, int]
 Contents = dict[tuple[Key, str], Bytes]
 """Bytes by worker, (engine id, rank), and region."""
-
-
-def key_of(worker: Worker) -> Key:
-    return worker.engine_id, worker.rank
 
 
 def contents(
@@ -30,9 +26,9 @@ def contents(
 ) -> tuple[Contents, Contents]:
     """Before and after. The request's bytes are told apart by what they mean; all others are noise, which stays."""
     views = [(worker, view) for worker in destinations for view in worker.views]
-    groups = {(key_of(worker), group.name): group for worker in destinations for group in worker.groups}
+    groups = {(worker.key, group.name): group for worker in destinations for group in worker.groups}
     wanted = [
-        (view, needed(groups[key_of(worker), view.group], local.get(view.group), tokens.get(view.group)))
+        (view, needed(groups[worker.key, view.group], local.get(view.group), tokens.get(view.group)))
         for worker, view in views
     ]
     tensors = number(wanted)
@@ -50,7 +46,7 @@ def contents(
                     noise = np.random.default_rng(len(before)).integers(0, 256, labels.size, np.uint8)
                     filled, meant = noise.copy(), np.flatnonzero(labels)
                     filled[meant] = _byte(labels[meant])
-                    place = (key_of(worker), region.name)
+                    place = (worker.key, region.name)
                     before[place], after[place] = (filled if workers is sources else noise), filled
     return before, after
 

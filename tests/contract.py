@@ -12,7 +12,8 @@ import pytest
 
 from kvplan import Blocks, KVPlanError, MeshPlan, Worker, plan_mesh, plan_reads
 from kvplan.executor import Executor, Notice, Status, Transfer
-from tests.contents import Bytes, Contents, Key, contents, key_of
+from kvplan.workers import Key
+from tests.contents import Bytes, Contents, contents
 from tests.small import engine
 
 TIMEOUT_S = 30.0
@@ -73,14 +74,14 @@ class Engines:
         before, after = self._contents
         for worker in self.world.workers:
             for region in worker.regions:
-                self.world.write(worker, region.name, before[key_of(worker), region.name])
+                self.world.write(worker, region.name, before[worker.key, region.name])
         return after
 
     def mesh(self, operation: Any) -> MeshPlan:
         """The plans of one direction, prepared."""
         mesh = plan_mesh(self.destinations, self.sources, operation)
         for plan in mesh.plans:
-            self.world.executors[key_of(plan.local)].prepare(plan)
+            self.world.executors[plan.local.key].prepare(plan)
         return mesh
 
     def start(self, mesh: MeshPlan, operation: str, request: str) -> list[tuple[Executor, Transfer]]:
@@ -91,7 +92,7 @@ class Engines:
         return [
             (executor, executor.start(spec, request))
             for plan in mesh.plans
-            for executor in [self.world.executors[key_of(plan.local)]]
+            for executor in [self.world.executors[plan.local.key]]
             for spec in plan.bind(local=local, remote=remote, tokens=self.tokens)
         ]
 
@@ -101,7 +102,7 @@ class Engines:
             f"{np.count_nonzero(found != expected)} bytes of {worker.label} {region.name}"
             for worker in self.world.workers
             for region in worker.regions
-            for found, expected in [(self.world.read(worker, region.name), after[key_of(worker), region.name])]
+            for found, expected in [(self.world.read(worker, region.name), after[worker.key, region.name])]
             if not np.array_equal(found, expected)
         ]
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvplan import Blocks, KVPlanError, ReadSpec, Worker, plan_reads
 from kvplan.executor import Executor, FakeNetwork, Status
-from tests.contents import Bytes, Key, key_of
+from kvplan.workers import Key
+from tests.contents import Bytes
 from tests.contract import Contract, OpenWorld
 from tests.small import engine
 
@@ -20,7 +21,7 @@ class FakeWorld:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
         self.network = FakeNetwork(tuple(workers))
-        self.executors: dict[Key, Executor] = {key_of(worker): self.network.executor(worker) for worker in workers}
+        self.executors: dict[Key, Executor] = {worker.key: self.network.executor(worker) for worker in workers}
 
     def read(self, worker: Worker, region: str) -> Bytes:
         """All bytes of a region."""

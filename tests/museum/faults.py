@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Axis, Blocks, Group, MeshPlan, ReadSpec, Region, Table, TransferPlan, View, Worker
+from kvplan.workers import Key
 from tests.edits import EditedPlan, edited_specs
 from tests.museum.exhibit import VERIFIED
 from tests.small import DIM, HEAD_BYTES, axes
-
-Key = tuple[str, int]
 
 
 def asking(local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Any = None) -> dict[str, Any]:

@@ -112,15 +112,14 @@ def test_what_an_earlier_request_left() -> tuple[Look, Look]:
         return ranges
 
     def received(zeroed: list[list[int]]) -> str:
-        key = (destination.engine_id, destination.rank)
         with FakeMemory([source, destination]) as memory:
             for address, length, device in left(0):
-                memory.write(key, address, b"\xaa" * length, device)
+                memory.write(destination, address, b"\xaa" * length, device)
             for spec in plan.bind(**request):
                 memory.execute(spec)
             for address, length, device in zeroed:
-                memory.write(key, address, bytes(length), device)
-            kept = any((memory.read(key, *span) == 0xAA).any() for span in left(0))
+                memory.write(destination, address, bytes(length), device)
+            kept = any((memory.read(destination, *span) == 0xAA).any() for span in left(0))
         return "tails" if kept else VERIFIED
 
     return lambda: received([]), lambda: received(left(9))

@@ -16,7 +16,7 @@ from kvplan import Blocks, Model, Region, plan_reads, plan_writes
 from kvplan.executor import Status
 from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.executor import Backends
-from tests.contents import contents, key_of
+from tests.contents import contents
 from tests.contract import Engines, move
 from tests.nixl.peers import PeerProcess, forkserver, pattern
 from tests.nixl.worlds import NixlWorld, placed, synchronized
@@ -147,10 +147,10 @@ def test_offload_to_a_file_and_back(tmp_path: Path) -> None:
             _, after = contents(world.workers[:1], world.workers[1:], blocks[2], blocks[0], tokens)
             for worker in world.workers:
                 for region in worker.regions:
-                    world.write(worker, region.name, before[key_of(worker), region.name])
+                    world.write(worker, region.name, before[worker.key, region.name])
             for worker in world.workers:
                 saves = worker.engine_id == "first"
-                executor = world.nixl[key_of(worker)]
+                executor = world.nixl[worker.key]
                 executor.attach(stored)
                 plan = plan_writes(worker, [stored]) if saves else plan_reads(worker, [stored])
                 executor.prepare(plan)
@@ -164,7 +164,7 @@ def test_offload_to_a_file_and_back(tmp_path: Path) -> None:
                 executor.disconnect(stored)
             for worker in world.workers:
                 for region in worker.regions:
-                    assert np.array_equal(world.read(worker, region.name), after[key_of(worker), region.name])
+                    assert np.array_equal(world.read(worker, region.name), after[worker.key, region.name])
 
 
 def test_ucx_moves_between_main_memory_where_posix_is_there_too() -> None:

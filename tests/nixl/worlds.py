@@ -11,9 +11,10 @@ import torch
 
 from kvplan import Worker
 from kvplan.executor import Executor
+from kvplan.workers import Key
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.executor import Backends
-from tests.contents import Bytes, Key, key_of
+from tests.contents import Bytes
 
 Memory = dict[str, Any]
 """One tensor of bytes for each region, by name."""
@@ -59,9 +60,9 @@ class NixlWorld:
         self.workers: list[Worker] = []
         self.memory: dict[Key, Memory] = {}
         for worker in workers:
-            there, self.memory[key_of(worker)] = placed(worker, device)
+            there, self.memory[worker.key] = placed(worker, device)
             self.workers.append(there)
-        self.nixl = {key_of(worker): NixlExecutor(worker, backends, progress_thread=False) for worker in self.workers}
+        self.nixl = {worker.key: NixlExecutor(worker, backends, progress_thread=False) for worker in self.workers}
         self.executors: dict[Key, Executor] = dict(self.nixl)
         envelopes = {key: executor.envelope() for key, executor in self.nixl.items()}
         for key, executor in self.nixl.items():
@@ -80,10 +81,10 @@ class NixlWorld:
 
     def read(self, worker: Worker, region: str) -> Bytes:
         """All bytes of a region."""
-        values: Bytes = self.memory[key_of(worker)][region].cpu().numpy().copy()
+        values: Bytes = self.memory[worker.key][region].cpu().numpy().copy()
         return values
 
     def write(self, worker: Worker, region: str, values: Bytes) -> None:
         """Set all bytes of a region."""
-        self.memory[key_of(worker)][region].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        self.memory[worker.key][region].copy_(torch.from_numpy(np.ascontiguousarray(values)))
         synchronized(self.device)
