@@ -99,13 +99,13 @@ def cells(
     if not found:
         return ()
     lots, made = np.array(held), list[Cell]()
-    for turn, (which, share) in enumerate(_shares(found, divide(matches, destination, replicas), replicas)):
+    for turn, (which, share) in enumerate(_shares(found, _divide(matches, destination, replicas), replicas)):
         owners = _owners(share, lots[which], destination.rank * replicas + turn)
         made += [attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(share, owners, strict=True)]
     return tuple(made)
 
 
-def divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dict[str, int]:
+def _divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dict[str, int]:
     """The share of each tensor, in ``[0, replicas)``, by rule C5: neighbours stay together, which keeps runs long."""
     alike: dict[Any, list[str]] = {}
     for one in matches:

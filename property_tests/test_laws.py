@@ -12,15 +12,16 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Region, TransferPlan, Worker, plan_mesh, plan_reads
+from property_tests import fewer
 from property_tests.grids import APART_KV, BLOCKS, ORDERS, PACKINGS, SPREADS, UP_TO_4
 from property_tests.labelled import Engine, Ints, each_byte
 from property_tests.worlds import APART, Heads, Side
 
-FEWER = settings(max_examples=max(1, settings().max_examples // 3))
+FEWER = fewer(3)
 POSITIONS = 25
 EVERYTHING = (0, POSITIONS)
 NOTHING: Final = -1

@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Group, contacts, plan_mesh, verify_together
+from property_tests import fewer
 from property_tests.oracle import copies_of
 from property_tests.strategies import Case, Tokens, cases
 
 Operation = Literal["READ", "WRITE"]
 OPERATIONS: tuple[Operation, ...] = ("READ", "WRITE")
-HALF_AS_MANY = settings(max_examples=max(1, settings().max_examples // 2))
+HALF_AS_MANY = fewer(2)
 TWENTIETHS = 20
 """A range is cut at twentieths of it."""
 

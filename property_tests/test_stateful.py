@@ -11,11 +11,12 @@ from typing import Literal
 
 import attrs
 import pytest
-from hypothesis import Phase, event, settings
+from hypothesis import Phase, event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvplan import FakeMemory, KVPlanError, MeshPlan, plan_mesh
+from property_tests import fewer
 from property_tests.allocator import OutOfBlocksError
 from property_tests.serving import FULL, SHARED, STATE, WINDOW, Engine, Seat, Text, pairs
 from property_tests.shadow import Content
@@ -195,8 +196,8 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(
-    max_examples=max(1, settings().max_examples // 3),
+TestServing.settings = fewer(
+    3,
     stateful_step_count=40,
     phases=[phase for phase in Phase if phase != Phase.explain],  # shrinking takes minutes as it is
 )

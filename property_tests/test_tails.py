@@ -6,10 +6,11 @@ import random
 from collections.abc import Collection, Iterable, Mapping
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, TransferPlan, Worker, tails
+from property_tests import fewer
 from property_tests.oracle import Meaning, Place, Span, contents, copies_of, problems
 from property_tests.strategies import Case, Request, cases
 
@@ -114,7 +115,7 @@ def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> 
         event("moves bytes" if needed else "moves nothing")
 
 
-@settings(max_examples=max(1, settings().max_examples // 2))
+@fewer(2)
 @given(cases(), st.integers(0, 999))
 def test_a_block_that_a_source_lacks_and_a_destination_wants_is_refused(case: Case, seed: int) -> None:
     """A gap in any one of the source's blocks that hold something needed."""

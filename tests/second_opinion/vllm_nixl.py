@@ -85,7 +85,7 @@ def _read(torch: Any, worker: Any, pair: Pair, engines: tuple[Engine, Engine], o
         moved = Copies.of(worker.nixl_wrapper.moved)
         worker.device_kv_caches = _addresses(torch, worker.device_kv_caches)
         worker.get_transfer_results()
-    except (AssertionError, RuntimeError, NotImplementedError, ValueError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         raise RefusedError(error) from error
     return _settled(moved, worker.device_kv_caches)
 
