@@ -191,5 +191,5 @@ def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
 
 def read_only(array: Array) -> Array:
     """The array, which nobody can write to from now on."""
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array

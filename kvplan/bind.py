@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -58,15 +59,16 @@ class Workspace:
         self._used = 0
 
     def take(self, number: int) -> Ids:
-        """Memory for a number of ids; fresh where the workspace has too little as yet."""
-        self._used += number
-        return (
-            self._ids[self._used - number : self._used] if self._used <= self._ids.size else np.empty(number, np.int32)
-        )
+        """Memory for a number of ids on each side, (2, number); fresh where the workspace has too little as yet."""
+        start, self._used = self._used, self._used + 2 * number
+        if self._used > self._ids.size:
+            return np.empty((2, number), np.int32)
+        return self._ids[start : self._used].reshape(2, number)
 
 
 Terms = tuple[Ids | Ints, Ids | Ints]
-"""Ids as sums: a column of strands, and a row of what each run or token of the request adds to them."""
+"""Ids of both sides as sums, destination first: strands, (2, n, 1), and what each run or token of the request adds to
+them, (2, 1, m)."""
 
 
 def check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
@@ -112,13 +114,13 @@ def wanted(group: Group, table: Blocks, given: Range | None) -> Range:
     return max(low, given[0]), min(high, given[1])
 
 
-def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[tuple[Terms, Terms]]:
-    """The ids of one section, destination first: one pair of terms for each family and range that has any."""
+def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[Terms]:
+    """The ids of one section: one pair of terms for each family and range that has any."""
     ranges = shared(layout, *tokens)
     for family in layout.families:
         for begin, end in ranges[family.share]:
             if begin < end and (rows := _rows(layout.groups, family, blocks, begin, end)) is not None:
-                yield (family.base[0], rows[0]), (family.base[1], rows[1])
+                yield family.base, rows
 
 
 def shared(layout: Layout, start: int, stop: int) -> Mapping[str, tuple[Range, ...]]:
@@ -147,8 +149,8 @@ def _span(layout: Layout, position: int) -> Range | None:
     return turn * layout.period + begin, turn * layout.period + end
 
 
-def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int) -> Terms | None:
-    """``step * block id + sub`` of each position of a family in ``[begin, end)``, each side, if there are any.
+def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int) -> Ids | Ints | None:
+    """``step * block id + sub`` of each position of a family in ``[begin, end)``, if there are any.
 
     A family that always begins in the same slot takes every nth block: a slice of the table, no arithmetic on slots.
     """
@@ -157,22 +159,25 @@ def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], beg
         first, last = -((start - begin) // family.every), (end - 1 - start) // family.every
         if first > last:
             return None
-        taken: list[Ids | Ints] = []
-        for group, table, (block, on), step in zip(groups, blocks, family.turns, family.step, strict=True):
-            low, high = block + first * on, block + last * on + 1
-            check_listed(group.name, low, high, table.first, table.stop)
-            ids = table.ids[low - table.first : high - table.first : on]
-            taken.append(ids if step == 1 else ids.astype(np.int64) * step)
-        return taken[0], taken[1]
+        rows = np.empty((2, 1, last - first + 1), family.base.dtype)
+        for i, (block, on) in enumerate(family.turns):
+            table, low, high = blocks[i], block + first * on, block + last * on + 1
+            check_listed(groups[i].name, low, high, table.first, table.stop)
+            rows[i] = table.ids[low - table.first : high - table.first : on]
+            if family.step[i] != 1:
+                rows[i] *= family.step[i]
+        return rows
     found = ends(family.starts, family.every, begin, end)
     if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
         return None
     ordinals, slot = stand(groups, position)
     at = [places(group.name, table, which) for group, table, which in zip(groups, blocks, ordinals, strict=True)]
-    ours, theirs = (
-        blocks[i].ids[at[i]].astype(np.int64) * family.step[i] + family.sub[i][slot[i]] for i in range(len(groups))
-    )
-    return ours, theirs
+    rows = np.empty((2, 1, position.size), family.base.dtype)
+    for i, table in enumerate(blocks):
+        rows[i] = table.ids[at[i]]
+        rows[i] *= family.step[i]
+        rows[i] += family.sub[i][slot[i]]
+    return rows
 
 
 def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:
@@ -187,20 +192,27 @@ def _positions(group: Group, family: Family, table: Blocks, first: int, last: in
 
 
 def add(parts: Sequence[Terms], workspace: Workspace) -> Ids:
-    """All ids of one side, one broadcast add for each of the terms. Raises ``INT`` if an id does not fit 31 bits."""
-    sizes = [strand.size * row.size for strand, row in parts]
-    ids, done = workspace.take(sum(sizes)), 0
-    for (strand, row), size in zip(parts, sizes, strict=True):
-        if strand.dtype != np.int32 and (last := int(strand.max()) + int(row.max())) >= ID_END:
-            raise KVPlanError(
-                "INT",
-                "number the descriptors of a request",
-                expected=f"ids below {ID_END}",
-                got=f"{last}",
-                hint="a smaller pool, or fewer tensors per plan, has fewer ids",
-                id=last,
-            )
-        out = ids[done : done + size].reshape(strand.size, row.size)
-        np.add(strand.astype(np.int32, copy=False), row.astype(np.int32, copy=False), out)
-        done += size
+    """All ids, (2, n), one broadcast add for each of the terms. Raises ``INT`` if an id does not fit 31 bits."""
+    stops = list(accumulate(base.size * rows.size // 4 for base, rows in parts))  # each of two sides
+    ids, start = workspace.take(stops[-1] if stops else 0), 0
+    for (base, rows), stop in zip(parts, stops, strict=True):
+        if base.itemsize > ids.itemsize:
+            base, rows = _narrow(base, rows)
+        np.add(base, rows, ids[:, start:stop].reshape(2, base.shape[1], -1))
+        start = stop
     return read_only(ids)
+
+
+def _narrow(base: Ids | Ints, rows: Ids | Ints) -> Terms:
+    """Terms of tables that have more ids than fit, as int32, if these do."""
+    last = int((base.max(axis=1) + rows.max(axis=2)).max())
+    if last >= ID_END:
+        raise KVPlanError(
+            "INT",
+            "number the descriptors of a request",
+            expected=f"ids below {ID_END}",
+            got=f"{last}",
+            hint="a smaller pool, or fewer tensors per plan, has fewer ids",
+            id=last,
+        )
+    return base.astype(np.int32), rows.astype(np.int32)

@@ -6,7 +6,6 @@ sliding window has left them behind, or no state was kept there. Nothing is move
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Final
 
 import attrs
@@ -21,8 +20,8 @@ POSITION_END: Final = 1 << 48
 """Positions and block ordinals are below this."""
 
 
-def _integers(values: Any, what: str, end: int) -> tuple[Ints, int]:
-    """A copy of ``values``, integers in ``[0, end)``, and the highest of them."""
+def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
+    """``values``, integers in ``[0, end)``, as they are and ascending."""
     try:
         array = np.asarray(values)
     except ValueError:
@@ -30,12 +29,13 @@ def _integers(values: Any, what: str, end: int) -> tuple[Ints, int]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = f"{array.dtype} of shape {array.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
-    wide = array.astype(np.int64)
-    highest = int(np.maximum.reduce(wide.view(np.uint64))) if wide.size else -1  # a negative number is the highest
-    if highest >= end:
+    wide = array.astype(np.int64, copy=False)
+    ordered = wide.copy()
+    ordered.sort()
+    if ordered.size and (ordered[0] < 0 or ordered[-1] >= end):
         wrong = int(next(value for value in array if not 0 <= value < end))
         raise KVPlanError("BLOCKS", "read a block table", expected=f"{what} in [0, {end})", got=f"{wrong}", id=wrong)
-    return wide, highest
+    return wide, ordered
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -64,6 +64,9 @@ class Blocks:
     first: int
     """The ordinal of the first of them."""
 
+    stop: int
+    """The ordinal after that of the last of them."""
+
     listed: tuple[int, int]
     """The ordinals ``[start, stop)`` that the table speaks of."""
 
@@ -75,10 +78,14 @@ class Blocks:
     highest: int
     """The highest of ``ids``, -1 where there is none."""
 
+    twice: int | None
+    """An id that stands more than once, if there is one."""
+
     def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None) -> None:
         start = integer(first, "first of Blocks", high=POSITION_END)
-        owned, highest = _integers(ids, "ids", ID_END)
-        listed, at = (start, start + owned.size), None
+        owned, ordered = _integers(ids, "ids", ID_END)
+        stop = start + owned.size
+        listed, at = (start, stop), None
         if ordinals is not None:
             if start or null is not None:
                 raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
@@ -88,16 +95,14 @@ class Blocks:
             null = integer(null, "null of Blocks", high=ID_END)
             there = np.flatnonzero(owned != null)
             owned, at = owned[there], read_only(start + there)
-            highest = int(owned.max(initial=-1))
+            ordered = ordered[ordered != null]
         if at is not None:
-            start = int(at[0]) if at.size else start
-            at = at if at.size and int(at[-1]) - start >= at.size else None
-        self.__attrs_init__(read_only(owned.astype(np.int32)), start, listed, at, null, highest)
-
-    @property
-    def stop(self) -> int:
-        """The ordinal after that of the last block."""
-        return self.first + self.ids.size if self.scattered is None else int(self.scattered[-1]) + 1
+            start, stop = (int(at[0]), int(at[-1]) + 1) if at.size else (start, start)
+            at = at if stop - start > at.size else None
+        highest = int(ordered[-1]) if ordered.size else -1
+        same = ordered[1:] == ordered[:-1]
+        twice = int(ordered[same.argmax()]) if np.count_nonzero(same) else None
+        self.__attrs_init__(read_only(owned.astype(np.int32)), start, stop, listed, at, null, highest, twice)
 
     @property
     def ordinals(self) -> Ints:
@@ -107,14 +112,7 @@ class Blocks:
     @property
     def has_gaps(self) -> bool:
         """Whether the table says of some of ``listed`` that there is no block."""
-        return self.listed != (self.first, self.first + self.ids.size)
-
-    @cached_property
-    def twice(self) -> int | None:
-        """An id that stands more than once, if there is one."""
-        ordered = np.sort(self.ids)
-        same = ordered[1:] == ordered[:-1]
-        return int(ordered[same.argmax()]) if np.count_nonzero(same) else None
+        return self.scattered is not None or self.listed != (self.first, self.stop)
 
     def _arguments(self) -> dict[str, Any]:
         """What makes the same table."""

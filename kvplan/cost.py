@@ -24,6 +24,7 @@ from kvplan.reading import count, integer
 from kvplan.runs import join
 from kvplan.specs import ReadSpec
 from kvplan.tables import Family, Layout, Table
+from kvplan.workers import label_of
 
 if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
@@ -123,7 +124,7 @@ class Cost:
         lines = [f"{count(self.tokens, 'token')}: {_told(self.lengths)}"]
         for pair in self.pairs:
             if pair.lengths:
-                ends = f"{pair.local[0]}/{pair.local[1]} {arrow} {pair.remote[0]}/{pair.remote[1]}"
+                ends = f"{label_of(pair.local)} {arrow} {label_of(pair.remote)}"
                 lines.append(f"  {ends}: {_told(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows")
         return "\n".join(lines)
 
@@ -150,7 +151,7 @@ def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
                 for layout in pair.layouts
             ]
             rows = len(tables[0].rows), len(tables[1].rows)
-            ends = plan.local.key, (pair.engine_id, pair.rank)
+            ends = plan.local.key, pair.remote
             found.append(PairCost(*ends, *rows, sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)))
     return Cost(plans[0].operation if plans else "READ", tokens, tuple(found))
 

@@ -18,7 +18,7 @@ import attrs
 
 from kvplan.errors import KVPlanError
 from kvplan.memory import FakeMemory
-from kvplan.workers import Key, Worker
+from kvplan.workers import Key, Worker, label_of
 
 if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
@@ -101,7 +101,7 @@ def unprepared(spec: ReadSpec) -> KVPlanError:
     """The error of :meth:`Executor.start` for a spec whose tables it does not know."""
     return KVPlanError(
         "TRANSFER",
-        f"start a transfer with {spec.remote[0]}/{spec.remote[1]}",
+        f"start a transfer with {label_of(spec.remote)}",
         expected="a spec of a plan that was prepared, with that worker as it is connected now",
         got="another",
         hint="prepare(plan) again after a worker has gone and come back",

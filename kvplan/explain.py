@@ -20,7 +20,7 @@ from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
 from kvplan.views import Context, Group, Region, View
-from kvplan.workers import Worker
+from kvplan.workers import Worker, label_of
 
 
 def explain(value: object) -> str:
@@ -78,7 +78,7 @@ def _lines(value: object) -> Iterator[str]:
         case Blocks():
             yield f"blocks [{value.first}, {value.first + value.ids.size}) of a request: ids {_some(value.ids)}"
         case Pair():
-            yield f"pair with {value.engine_id}/{value.rank}: {_table(value.local_table)}"
+            yield f"pair with {label_of(value.remote)}: {_table(value.local_table)}"
         case Table():
             yield f"table: {_table(value)}"
         case ReadSpec():
@@ -172,7 +172,7 @@ def _plan(plan: TransferPlan) -> Iterator[str]:
     yield f"{plan.local.label} {'reads from' if reads else 'writes to'} {count(len(plan.remotes), 'worker')}"
     for pair in plan.pairs:
         if pair.local_table.num_ids:
-            yield f"  {'<-' if reads else '->'} {pair.engine_id}/{pair.rank}: {_table(pair.local_table)}"
+            yield f"  {'<-' if reads else '->'} {label_of(pair.remote)}: {_table(pair.local_table)}"
 
 
 def _mesh(mesh: MeshPlan) -> Iterator[str]:
@@ -189,7 +189,7 @@ def _mesh(mesh: MeshPlan) -> Iterator[str]:
 def _spec(spec: ReadSpec) -> str:
     ours, _ = spec.descriptors()
     arrow = "<-" if spec.operation == "READ" else "->"
-    ends = f"{spec.local[0]}/{spec.local[1]} {arrow} {spec.remote[0]}/{spec.remote[1]}"
+    ends = f"{label_of(spec.local)} {arrow} {label_of(spec.remote)}"
     if not len(ours):
         return f"{ends}: nothing"
     lengths = sizes(int(ours[:, 1].min()), int(ours[:, 1].max()))

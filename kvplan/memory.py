@@ -23,7 +23,7 @@ from kvplan.arenas import Arenas, Cells, Ints, Words
 from kvplan.errors import KVPlanError
 from kvplan.reading import integer
 from kvplan.views import View
-from kvplan.workers import Key, Worker
+from kvplan.workers import Key, Worker, label_of
 
 if TYPE_CHECKING:
     from kvplan.specs import ReadSpec
@@ -145,7 +145,7 @@ class FakeMemory:
         if region is None or view.end_bytes > region.size_bytes:
             raise KVPlanError(
                 "BOUNDS",
-                f"place view {view.name!r} in fake memory of {_label(key)}",
+                f"place view {view.name!r} in fake memory of {label_of(key)}",
                 expected=f"a region {view.region!r} of at least {view.end_bytes} bytes",
                 got="none" if region is None else f"{region.size_bytes} bytes",
                 region=view.region,
@@ -184,7 +184,7 @@ class FakeMemory:
         if len(read) != len(write) or not np.array_equal(read[:, 1], write[:, 1]):
             raise KVPlanError(
                 "SIZE",
-                f"copy from {_label(read_key)} to {_label(write_key)}",
+                f"copy from {label_of(read_key)} to {label_of(write_key)}",
                 expected="ranges of equal lengths on both sides",
                 got=f"{len(read)} of {int(read[:, 1].sum())} bytes and {len(write)} of {int(write[:, 1].sum())}",
                 reads=len(read),
@@ -221,8 +221,8 @@ class FakeMemory:
             raise KVPlanError(
                 "WORKER",
                 "use fake memory",
-                expected=f"a worker of {', '.join(map(_label, self._arenas)) or 'an empty list'}",
-                got=_label(key),
+                expected=f"a worker of {', '.join(map(label_of, self._arenas)) or 'an empty list'}",
+                got=label_of(key),
                 worker=key,
             )
         return key
@@ -258,7 +258,3 @@ def _windows(cells: Cells, length: int) -> Cells:
     """All windows of ``length`` cells, so that indexing them copies whole runs."""
     shape, stride = (cells.size - length + 1, length), cells.itemsize
     return np.lib.stride_tricks.as_strided(cells, shape, (stride, stride))
-
-
-def _label(key: Key) -> str:
-    return f"{key[0]}/{key[1]}"

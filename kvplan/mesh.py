@@ -44,11 +44,10 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
         local = plan.local.key
         sends.setdefault(local, [])
         for pair in plan.pairs:
-            remote = (pair.engine_id, pair.rank)
-            awaits.setdefault(remote, [])
+            awaits.setdefault(pair.remote, [])
             if pair.layouts:
-                sends[local].append(remote)
-                awaits[remote].append(local)
+                sends[local].append(pair.remote)
+                awaits[pair.remote].append(local)
     return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in {**sends, **awaits}}
 
 

@@ -27,7 +27,7 @@ from kvplan.reading import integer, members, wrong_type
 from kvplan.runs import sections
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts
-from kvplan.workers import Worker
+from kvplan.workers import Key, Worker, label_of
 
 MAX_REPLICAS: Final = 1 << 10
 """At most so many sources take a share of what they all hold."""
@@ -50,14 +50,13 @@ class Pair:
     Descriptor ids index the tables in step: the nth local id and the nth remote id are one copy.
     """
 
-    engine_id: str
-    rank: int
+    remote: Key
     local_table: Table
     remote_table: Table
     layouts: tuple[Layout, ...]
 
     def __repr__(self) -> str:
-        return f"<Pair with {self.engine_id}/{self.rank}: {len(self.local_table.rows)} local rows>"
+        return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -87,28 +86,28 @@ class TransferPlan:
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
         """
-        reads = self.operation == "READ"
         self._check_request(local, remote, tokens)
+        ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
+        destination, source, near = (local, remote, 0) if self.operation == "READ" else (remote, local, 1)
         memory = Workspace() if workspace is None else workspace
         memory.clear()
         specs = []
         for pair in self.pairs:
-            sums: list[tuple[Terms, Terms]] = []
+            parts: list[Terms] = []
             for layout in pair.layouts:
-                near, far = layout.groups if reads else layout.groups[::-1]
-                blocks = (local[near.name], remote[far.name]) if reads else (remote[far.name], local[near.name])
-                span = wanted(layout.groups[0], blocks[0], range_of(tokens, near))
-                sums += terms(layout, blocks, span)
-            ids = add([ours for ours, _ in sums], memory), add([theirs for _, theirs in sums], memory)
+                ours, theirs = layout.groups
+                blocks = destination[ours.name], source[theirs.name]
+                parts += terms(layout, blocks, wanted(ours, blocks[0], ranges[layout.groups[near].name]))
+            ids = add(parts, memory)
             specs.append(
                 ReadSpec(
-                    operation=self.operation,
-                    local=self.local.key,
-                    remote=(pair.engine_id, pair.rank),
-                    local_table=pair.local_table,
-                    remote_table=pair.remote_table,
-                    local_ids=ids[0 if reads else 1],
-                    remote_ids=ids[1 if reads else 0],
+                    self.operation,
+                    self.local.key,
+                    pair.remote,
+                    pair.local_table,
+                    pair.remote_table,
+                    ids[near],
+                    ids[1 - near],
                 )
             )
         return tuple(specs)
@@ -245,7 +244,7 @@ def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int) -> 
     made, rows = layouts(sections(share))
     tables = [_table(worker, part) for worker, part in zip(sides, rows, strict=True)]
     remote = sides[1 - local]
-    return Pair(remote.engine_id, remote.rank, tables[local], tables[1 - local], made)
+    return Pair(remote.key, tables[local], tables[1 - local], made)
 
 
 _EMPTY: Final = Table(

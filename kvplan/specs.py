@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvplan.axes import heads, read_only
 from kvplan.bind import Ids
 from kvplan.tables import Table
+from kvplan.workers import Key, label_of
 
 Descriptors = npt.NDArray[np.uint64]
 
@@ -24,8 +25,8 @@ class ReadSpec:
     """
 
     operation: str
-    local: tuple[str, int]
-    remote: tuple[str, int]
+    local: Key
+    remote: Key
     local_table: Table
     remote_table: Table
     local_ids: Ids
@@ -71,5 +72,5 @@ class ReadSpec:
         return ours, theirs
 
     def __repr__(self) -> str:
-        (engine, rank), arrow = self.remote, "<-" if self.operation == "READ" else "->"
-        return f"<ReadSpec {self.local[0]}/{self.local[1]} {arrow} {engine}/{rank}: {self.local_ids.size} ids>"
+        arrow = "<-" if self.operation == "READ" else "->"
+        return f"<ReadSpec {label_of(self.local)} {arrow} {label_of(self.remote)}: {self.local_ids.size} ids>"

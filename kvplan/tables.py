@@ -72,12 +72,12 @@ class Family:
     position that equals one of ``starts`` modulo ``every``. ``share`` says which of a request's positions:
     ``runs``, those between its cuts; ``ends``, those outside them; ``all``.
 
-    ``base`` is a column, of int32 where every id of its table fits. Where there is one start and its slots are always
-    the same, ``turns`` has the ordinal of its block in the first turn, and by how many blocks each turn goes on; and
-    ``base`` has the slots' ``sub`` in it.
+    ``base`` is (2, strands, 1); it and ``sub`` are of int32 where every id of both tables fits. Where there is one
+    start and its slots are always the same, ``turns`` has the ordinal of its block in the first turn, and by how many
+    blocks each turn goes on; and ``base`` has the slots' ``sub`` in it.
     """
 
-    base: tuple[Ints, Ints]
+    base: Ints
     step: tuple[int, int]
     sub: tuple[Ints, Ints]
     starts: Ints
@@ -109,13 +109,13 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
         side_rows, side_ids = place([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
-    dtypes = [np.int32 if side_rows[:, 4].sum() <= ID_END else np.int64 for side_rows in rows]
+    dtype = np.int32 if max(side_rows[:, 4].sum() for side_rows in rows) <= ID_END else np.int64
     every = list(zip(*ids, strict=True))
     slot_ids, made = iter(every[len(sections) :]), []
     for section, found in zip(sections, every, strict=False):
-        families = _run_families(section, np.stack(found), dtypes)
+        families = _run_families(section, np.stack(found), dtype)
         for lane in section.lanes:
-            families += _lane_families(section.groups, lane, next(slot_ids), dtypes)
+            families += _lane_families(section.groups, lane, next(slot_ids), dtype)
         pools = np.min([lane.strands.num_blocks.min(axis=1) for lane in section.lanes], axis=0).tolist()
         cuts = tuple((low, high) for low, high in section.cuts.tolist())
         made.append(Layout(section.groups, (pools[0], pools[1]), section.period, cuts, tuple(families)))
@@ -184,7 +184,7 @@ def _slot_columns(group: Group, lane: Lane, side: int) -> Ints:
 
 def _family(
     groups: tuple[Group, Group],
-    dtypes: Sequence[type],
+    dtype: type,
     base: Ints,
     step: Sequence[int],
     sub: Sequence[Ints],
@@ -199,16 +199,16 @@ def _family(
         on = [every // (group.context.size * slots(group)) for group in groups]
         turns = (int(block[0, 0]), on[0]), (int(block[1, 0]), on[1])
         base = base + [side[where] for side, where in zip(sub, slot, strict=True)]
-    columns = [side.astype(dtype)[:, None] for side, dtype in zip(base, dtypes, strict=True)]
+    subs: tuple[Ints, Ints] = (sub[0].astype(dtype), sub[1].astype(dtype))
     steps = (int(step[0]), int(step[1]))
-    return Family((columns[0], columns[1]), steps, (sub[0], sub[1]), starts, every, share, turns)
+    return Family(base.astype(dtype, order="C")[:, :, None], steps, subs, starts, every, share, turns)
 
 
-def _run_families(section: Section, ids: Ints, dtypes: Sequence[type]) -> list[Family]:
+def _run_families(section: Section, ids: Ints, dtype: type) -> list[Family]:
     """The runs of a section, ``ids`` (sides, 2, n): one family if their strands are alike, else one a position."""
     base, step = ids[:, 0], ids[:, 1]
     families: list[Family] = []
-    made = functools.partial(_family, section.groups, dtypes, every=section.period, share="runs")
+    made = functools.partial(_family, section.groups, dtype, every=section.period, share="runs")
     for steps in sorted(set(zip(*step.tolist(), strict=True))):
         runs = np.flatnonzero((step[0] == steps[0]) & (step[1] == steps[1]))
         runs = runs[np.lexsort((base[0, runs], section.position[runs]))]
@@ -239,9 +239,7 @@ def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
     return found
 
 
-def _lane_families(
-    groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], dtypes: Sequence[type]
-) -> list[Family]:
+def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], dtype: type) -> list[Family]:
     """The strands of a lane token by token, ``ids`` (2, strands times slots) for each side."""
     strands = lane.strands.length.size
     by_slot = [found.reshape(2, strands, -1) for found in ids]
@@ -251,7 +249,7 @@ def _lane_families(
     which = np.zeros(strands, np.int64)
     if (alike != alike[0]).any():
         which = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
-    made = functools.partial(_family, groups, dtypes, starts=lane.carried, every=lane.every)
+    made = functools.partial(_family, groups, dtype, starts=lane.carried, every=lane.every)
     share: Literal["ends", "all"] = "ends" if lane.joined else "all"
     return [
         made(base[:, same], alike[same[0], :2].tolist(), [side[same[0]] for side in sub], share=share)

@@ -50,6 +50,11 @@ Key = tuple[str, int]
 """A worker: engine id and rank."""
 
 
+def label_of(key: Key) -> str:
+    """``engine_id/rank``, the way messages name a worker."""
+    return f"{key[0]}/{key[1]}"
+
+
 @attrs.frozen
 class Worker:
     """One rank's process of an engine: what it registers and what it keeps there.
@@ -203,7 +208,7 @@ class Worker:
     @property
     def label(self) -> str:
         """``engine_id/rank``, the way messages name a worker."""
-        return f"{self.engine_id}/{self.rank}"
+        return label_of(self.key)
 
     def __str__(self) -> str:
         tensors = count(len({view.name for view in self.views}), "tensor")

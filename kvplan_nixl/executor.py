@@ -31,7 +31,7 @@ from kvplan.executor import Executor, Notice, Status, Transfer, not_planned_for,
 from kvplan.plan import TransferPlan
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
-from kvplan.workers import Key, Worker
+from kvplan.workers import Key, Worker, label_of
 from kvplan_nixl.agent import LOCAL, Agent, Prepared
 from kvplan_nixl.envelope import Envelope
 
@@ -342,4 +342,4 @@ def _notice(message: bytes) -> Notice | None:
 
 
 def _not_connected(key: Key) -> KVPlanError:
-    return KVPlanError("PEER", f"find worker {key[0]}/{key[1]}", expected="a worker that is connected", got="none")
+    return KVPlanError("PEER", f"find worker {label_of(key)}", expected="a worker that is connected", got="none")

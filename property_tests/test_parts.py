@@ -77,7 +77,7 @@ def test_contacts_are_the_pairs_that_plans_have_bytes_for(case: Case, operation:
         local = plan.local.key
         assert mesh.completions[local].awaits == ()
         for pair, spec in zip(plan.pairs, plan.bind(**case.request(plan)), strict=True):
-            remote = (pair.engine_id, pair.rank)
+            remote = pair.remote
             met = remote in found[local]
             assert met == (local in found[remote]) == bool(len(pair.local_table.rows))
             assert met or not spec.num_bytes

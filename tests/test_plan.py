@@ -12,7 +12,7 @@ def test_there_is_a_pair_for_every_remote_in_the_order_given() -> None:
     """Remotes that serve nothing keep their pair, with empty tables, so that pairs and specs line up with remotes."""
     (mine, _), sources = engine("decode", tp=2, heads=4), engine("prefill", tp=4, heads=4)[::-1]
     plan = plan_reads(mine, sources)
-    assert [(pair.engine_id, pair.rank) for pair in plan.pairs] == [("prefill", rank) for rank in (3, 2, 1, 0)]
+    assert [pair.remote for pair in plan.pairs] == [("prefill", rank) for rank in (3, 2, 1, 0)]
     assert [len(pair.local_table.rows) > 0 for pair in plan.pairs] == [False, False, True, True]
     specs = plan.bind(local={"attn": Blocks([1])}, remote={"attn": Blocks([2])})
     assert [spec.num_bytes > 0 for spec in specs] == [False, False, True, True]
@@ -22,7 +22,7 @@ def test_the_order_of_remotes_changes_nothing_else() -> None:
     """Sources are weighed in order of their labels, whatever order they come in."""
     (mine,), sources = engine("decode", heads=1), engine("prefill", tp=4, heads=1)
     chosen = [
-        {pair.rank for pair in plan_reads(mine, order).pairs if pair.layouts} for order in (sources, sources[::-1])
+        {pair.remote[1] for pair in plan_reads(mine, order).pairs if pair.layouts} for order in (sources, sources[::-1])
     ]
     assert chosen[0] == chosen[1]
 
@@ -31,7 +31,11 @@ def test_replicas_write_each_byte_once() -> None:
     """Every source plans alone, with its siblings in view; for each destination one replica writes."""
     destinations, sources = engine("decode", tp=3, heads=1), engine("prefill", tp=4, heads=1)
     writers = [
-        [pair.rank for pair in plan_writes(mine, destinations, sources[:i] + sources[i + 1 :]).pairs if pair.layouts]
+        [
+            pair.remote[1]
+            for pair in plan_writes(mine, destinations, sources[:i] + sources[i + 1 :]).pairs
+            if pair.layouts
+        ]
         for i, mine in enumerate(sources)
     ]
     assert sorted(np.concatenate(writers).tolist()) == [0, 1, 2]
