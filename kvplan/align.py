@@ -21,12 +21,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvplan.axes import Ints
+from kvplan.axes import Bools, Ints
 from kvplan.views import Group
 
-Bools = npt.NDArray[np.bool_]
 Position = TypeVar("Position", int, Ints)
 
 

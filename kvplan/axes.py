@@ -29,6 +29,7 @@ from kvplan.errors import KVPlanError
 from kvplan.reading import integer, name, settle
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 MAX_SEGMENTS: Final = 1 << 20

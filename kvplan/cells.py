@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import Bools, cycle, holds
-from kvplan.axes import MAX_SEGMENTS, Ints, Segments, heads
+from kvplan.align import cycle, holds
+from kvplan.axes import MAX_SEGMENTS, Bools, Ints, Segments, heads
 from kvplan.errors import KVPlanError
 from kvplan.match import Match
+from kvplan.sources import Cover
 from kvplan.views import TOKEN
 from kvplan.workers import Worker
 
@@ -75,18 +76,18 @@ def cells(
     held: list[Bools] = []
     missing: list[str] = []
     for one in matches:
-        worker = np.array([i for i, _ in one.sources])
         for i in range(len(one.destination)):
             axes, every = parts(one, i), _cycle(one, i)
             for product in itertools.product(*axes.values()):
-                holders = np.logical_and.reduce([part.held for part in product])
+                holders = np.zeros(len(sources), bool)
+                holders[one.holding.worker[_held(product)]] = True
                 cell = Cell(one, i, -1, dict(zip(axes, product, strict=True)), every)
                 found.append(cell)
-                held.append(np.isin(np.arange(len(sources)), worker[holders]))
+                held.append(holders)
                 if not holders.any():
                     missing.append(_describe(cell))
     if missing:
-        unknown = [one.names[0] for one in matches if not one.sources]
+        unknown = [one.names[0] for one in matches if not one.holding.sources]
         raise KVPlanError(
             "TENSOR" if unknown else "COVER",
             f"plan for {destination.label}",
@@ -110,7 +111,7 @@ def _divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dic
     alike: dict[Any, list[str]] = {}
     for one in matches:
         sizes = sorted((axis, size) for axis, size in one.destination[0].sizes.items() if axis != TOKEN)
-        key = (one.destination[0].dtype, *sizes, frozenset(i for i, _ in one.sources))
+        key = (one.destination[0].dtype, *sizes, frozenset(one.holding.worker.tolist()))
         alike.setdefault(key, []).extend(one.names)
     order = {name: i for i, name in enumerate(destination.tensors)}
     return {
@@ -132,8 +133,9 @@ def _take(cell: Cell, which: Sequence[bool]) -> Cell:
     """A cell of some of its match's tensors."""
     if all(which):
         return cell
-    names, places = tuple(itertools.compress(cell.match.names, which)), cell.match.places[np.array(which)]
-    return attrs.evolve(cell, match=attrs.evolve(cell.match, names=names, places=places))
+    names, rows = tuple(itertools.compress(cell.match.names, which)), np.flatnonzero(which)
+    ours, theirs = cell.match.views
+    return attrs.evolve(cell, match=attrs.evolve(cell.match, names=names, views=(ours[rows], theirs[rows])))
 
 
 def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
@@ -147,22 +149,19 @@ def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
 
 def parts(found: Match, destination: int) -> dict[str, list[Part]]:
     """The parts of each axis of one destination view, the token axis last."""
-    ours, theirs = found.destination[destination], [geometry for _, geometry in found.sources]
-    result = {
-        axis: _parts(ours.segments[axis], [side.segments[axis] for side in theirs])
-        for axis in ours.sizes
-        if axis != TOKEN
-    }
+    ours, theirs = found.destination[destination], found.holding
+    result = {axis: _parts(ours.segments[axis], theirs.cover(axis)) for axis in ours.sizes if axis != TOKEN}
     position = np.arange(_cycle(found, destination), dtype=np.int64)
     mine = position[holds(ours.group, position)]
-    held = _columns([holds(side.group, mine) for side in theirs], mine.size)
+    groups, which = theirs.groups
+    held = np.array([holds(group, mine) for group in groups], bool).reshape(-1, mine.size)[which].T
     result[TOKEN] = _alike(np.stack([mine, mine + 1], axis=1), held)
     return result
 
 
 def _cycle(found: Match, destination: int) -> int:
     """After how many positions it is the same workers' turn again, of all that a match concerns."""
-    every = cycle(found.destination[destination].group, *(geometry.group for _, geometry in found.sources))
+    every = cycle(found.destination[destination].group, *found.holding.groups[0])
     if every > MAX_SEGMENTS:
         raise KVPlanError(
             "RANGE",
@@ -174,23 +173,15 @@ def _cycle(found: Match, destination: int) -> int:
     return every
 
 
-def _parts(ours: Segments, theirs: Sequence[Segments]) -> list[Part]:
+def _parts(ours: Segments, theirs: Cover) -> list[Part]:
     """The parts of one axis: its coordinates, cut where any side begins or ends, by who holds them."""
-    spans = {side.covered for side in (ours, *theirs)}
-    bounds = np.array(sorted({bound for span in spans for interval in span for bound in interval}), np.int64)
-    low, inside = bounds[:-1], {}
-    for span in spans:
-        start, stop = np.array(span, np.int64).T
-        i = np.searchsorted(start, low, "right") - 1
-        inside[span] = (i >= 0) & (low < stop[i])
-    wanted = inside[ours.covered]
-    held = _columns([inside[side.covered][wanted] for side in theirs], int(wanted.sum()))
-    return _alike(np.stack([low, bounds[1:]], axis=1)[wanted], held)
-
-
-def _columns(held: Sequence[Bools], size: int) -> Bools:
-    """(intervals, source views), also where there are none of these."""
-    return np.array(held, bool).reshape(-1, size).T
+    intervals = []
+    for low, high in ours.covered:
+        cuts = np.unique(np.concatenate([theirs.start, theirs.stop]))
+        bounds = np.concatenate([[low], cuts[(low < cuts) & (cuts < high)], [high]])
+        intervals.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
+    pieces = np.concatenate(intervals)
+    return _alike(pieces, theirs.holds(pieces[:, 0]))
 
 
 def _alike(intervals: Ints, held: Bools) -> list[Part]:
@@ -234,8 +225,13 @@ def _bytes(cell: Cell) -> int:
 
 def _view(cell: Cell, owner: int) -> int:
     """The first of the owner's views that holds a cell."""
-    holders = np.logical_and.reduce([part.held for part in cell.parts.values()])
-    return next(i for i in np.flatnonzero(holders).tolist() if cell.match.sources[i][0] == owner)
+    return int(np.flatnonzero(_held(cell.parts.values()) & (cell.match.holding.worker == owner))[0])
+
+
+def _held(parts: Iterable[Part]) -> Bools:
+    """Which source views hold all of some parts."""
+    held: Bools = np.logical_and.reduce([part.held for part in parts])
+    return held
 
 
 def _describe(cell: Cell) -> str:

@@ -10,55 +10,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from typing import Any
 
 import attrs
 import numpy as np
 
 from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
+from kvplan.sources import Holding, Sources
 from kvplan.views import TOKEN, Geometry
 from kvplan.workers import Worker
 
 
 @attrs.frozen(eq=False)
 class Match:
-    """Tensors of equal geometry, and every view of them.
+    """Tensors of equal geometry: the destination's views of each, and how sources hold them.
 
-    ``sources`` pairs each source view's geometry with the index of its worker. ``places`` is
-    (tensors, views, 2): region index and offset of each view, the destination's views first.
+    ``views`` are, for each side, (tensors, views) indices into a worker's views.
     """
 
     names: tuple[str, ...]
     destination: tuple[Geometry, ...]
-    sources: tuple[tuple[int, Geometry], ...]
-    places: Ints
+    holding: Holding
+    views: tuple[Ints, Ints]
+    workers: tuple[Worker, tuple[Worker, ...]]
+
+    def places(self, destination: int, source: int) -> Ints:
+        """Where one view of each side stands, for every tensor: (2, tensors, 2), region index and offset."""
+        (ours, theirs), (local, workers) = self.views, self.workers
+        sender = workers[self.holding.sources[source][0]]
+        return np.stack([local.places[ours[:, destination]], sender.places[theirs[:, self.holding.column[source]]]])
 
 
-def match(destination: Worker, sources: Sequence[Worker], not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
+def match(destination: Worker, sources: Sources, not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
     """The matches of a destination with sources. Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
-    workers = (destination, *sources)
-    offers = [(worker.tensors, worker.geometry_of) for worker in workers]
-    alike: dict[tuple[tuple[int, int], ...], list[tuple[str, list[int]]]] = {}
-    for name in destination.tensors:
-        if name in not_transferred:
-            continue
-        key, views = [], []
-        for i, (tensors, geometry_of) in enumerate(offers):
-            for view in tensors.get(name, ()):
-                key.append((i, geometry_of[view]))
-                views.append(view)
-        alike.setdefault(tuple(key), []).append((name, views))
+    alike: dict[Any, list[str]] = {}
+    geometry_of = destination.geometry_of
+    for name, views in destination.tensors.items():
+        if name not in not_transferred:
+            key = (sources.holding(name), tuple([geometry_of[view] for view in views]))
+            alike.setdefault(key, []).append(name)
     matches = []
-    for found, members in alike.items():
-        names, indices = tuple(name for name, _ in members), np.array([views for _, views in members])
-        places = np.stack([workers[i].places[indices[:, n]] for n, (i, _) in enumerate(found)], axis=1)
-        ours = tuple(destination.geometries[g] for i, g in found if i == 0)
-        theirs = tuple((i - 1, sources[i - 1].geometries[g]) for i, g in found if i > 0)
-        for mine in ours:
-            for i, other in theirs:
-                _check(names[0], destination, mine, sources[i], other)
-        matches.append(Match(names=names, destination=ours, sources=theirs, places=places))
+    for (holding, ours), names in alike.items():
+        geometries = tuple(destination.geometries[g] for g in ours)
+        for mine in geometries:
+            for i, other in holding.kinds:
+                _check(names[0], destination, mine, sources.workers[i], other)
+        sides = destination.tensors, sources.views
+        rows = [np.array([side.get(name, ()) for name in names], np.int64) for side in sides]
+        workers = destination, sources.workers
+        matches.append(Match(tuple(names), geometries, holding, (rows[0], rows[1]), workers))
     return tuple(matches)
 
 

@@ -15,7 +15,7 @@ import attrs
 from kvplan.certificate import Certificate, prove
 from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
-from kvplan.plan import TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, proved, served
+from kvplan.plan import TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, proved, senders, served
 from kvplan.reading import shown
 from kvplan.workers import Key, Worker
 
@@ -92,15 +92,19 @@ def plan_mesh(
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
     sharing = checked_replicas(replicas)
-    shares = [served(worker, holders, skipped, sharing) for worker in needy]
+    indexed = senders(holders)
+    shares = [served(worker, indexed, skipped, sharing) for worker in needy]
     plans = []
     if operation == "READ":
         for worker, share in zip(needy, shares, strict=True):
-            pairs = [pair_of(part, (worker, holder), 0) for part, holder in zip(share, holders, strict=True)]
+            pairs = [pair_of(share.get(holder.key, ()), (worker, holder), 0) for holder in holders]
             plans.append(TransferPlan("READ", worker, holders, (), skipped, tuple(pairs)))
     else:
         for i, holder in enumerate(holders):
-            pairs = [pair_of(share[i], (worker, holder), 1) for share, worker in zip(shares, needy, strict=True)]
+            pairs = [
+                pair_of(share.get(holder.key, ()), (worker, holder), 1)
+                for share, worker in zip(shares, needy, strict=True)
+            ]
             others = holders[:i] + holders[i + 1 :]
             plans.append(TransferPlan("WRITE", holder, needy, others, skipped, tuple(pairs)))
     return proved(MeshPlan(tuple(plans)), certify)
@@ -130,9 +134,11 @@ def contacts(
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
     sharing = checked_replicas(replicas)
     found: dict[Key, list[Key]] = {worker.key: [] for worker in (*needy, *holders)}
+    indexed = senders(holders)
     for worker in needy:
-        for holder, share in zip(holders, served(worker, holders, skipped, sharing), strict=True):
-            if share:
+        share = served(worker, indexed, skipped, sharing)
+        for holder in holders:
+            if holder.key in share:
                 found[worker.key].append(holder.key)
                 found[holder.key].append(worker.key)
     return {key: tuple(others) for key, others in found.items()}

@@ -25,6 +25,7 @@ from kvplan.errors import KVPlanError
 from kvplan.match import match
 from kvplan.reading import integer, members, wrong_type
 from kvplan.runs import sections
+from kvplan.sources import Sources
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts
 from kvplan.workers import Key, Worker, label_of
@@ -194,8 +195,8 @@ def plan_reads(
     """
     sources = checked_workers("remotes", remotes, local)
     skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-    shares = served(local, sources, skipped, sharing)
-    pairs = [pair_of(share, (local, worker), 0) for worker, share in zip(sources, shares, strict=True)]
+    shares = served(local, senders(sources), skipped, sharing)
+    pairs = [pair_of(shares.get(worker.key, ()), (local, worker), 0) for worker in sources]
     return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs)), certify)
 
 
@@ -216,9 +217,10 @@ def plan_writes(
     destinations = checked_workers("remotes", remotes, local)
     others = checked_workers("siblings", siblings, local)
     skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-    pairs = [
-        pair_of(served(worker, (local, *others), skipped, sharing)[0], (worker, local), 1) for worker in destinations
-    ]
+    sources, pairs = senders((local, *others)), []
+    for worker in destinations:
+        share = served(worker, sources, skipped, sharing).get(local.key, ())
+        pairs.append(pair_of(share, (worker, local), 1))
     return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs)), certify)
 
 
@@ -229,13 +231,17 @@ def proved(plan: Proved, certify: bool) -> Proved:
     return plan
 
 
-def served(destination: Worker, sources: Sequence[Worker], skipped: Collection[str], replicas: int) -> list[list[Cell]]:
-    """What each source serves of a destination. The sources are weighed in order of their labels."""
-    order = sorted(range(len(sources)), key=lambda i: sources[i].key)
-    ordered = [sources[i] for i in order]
-    shares: list[list[Cell]] = [[] for _ in sources]
-    for cell in cells(match(destination, ordered, skipped), destination, ordered, replicas):
-        shares[order[cell.match.sources[cell.source][0]]].append(cell)
+def senders(workers: Iterable[Worker]) -> Sources:
+    """Sources, in order of their keys: that they are weighed in one order is why all workers choose alike."""
+    return Sources(sorted(workers, key=lambda worker: worker.key))
+
+
+def served(destination: Worker, sources: Sources, skipped: Collection[str], replicas: int) -> dict[Key, list[Cell]]:
+    """What each source serves of a destination, by its key; none that serves nothing."""
+    shares: dict[Key, list[Cell]] = {}
+    for cell in cells(match(destination, sources, skipped), destination, sources.workers, replicas):
+        worker, _ = cell.match.holding.sources[cell.source]
+        shares.setdefault(sources.workers[worker].key, []).append(cell)
     return shares
 
 

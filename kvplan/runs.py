@@ -92,7 +92,7 @@ def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
 
 
 def _sides(cell: Cell) -> tuple[Geometry, Geometry]:
-    return cell.match.destination[cell.destination], cell.match.sources[cell.source][1]
+    return cell.match.destination[cell.destination], cell.match.holding.sources[cell.source][1]
 
 
 def content(cell: Cell) -> tuple[Ints, int]:
@@ -143,13 +143,13 @@ def _lane(cells: Sequence[Cell]) -> Lane:
     found = []
     for cell in cells:
         inner, length = content(cell)
-        places = cell.match.places[:, [cell.destination, len(cell.match.destination) + cell.source]]
-        region, offset = np.repeat(places.T, inner.shape[1], axis=2)
+        places = cell.match.places(cell.destination, cell.source)
+        region, offset = np.repeat(np.moveaxis(places, 2, 0), inner.shape[1], axis=2)
         every = np.ones((2, region.shape[1]), np.int64)
         found.append(
             Spans(
                 region=region,
-                offset=offset + np.tile(inner, len(places)),
+                offset=offset + np.tile(inner, places.shape[1]),
                 block_stride=every * [[side.block_stride_bytes] for side in sides],
                 num_blocks=every * [[side.num_blocks] for side in sides],
                 length=every[0] * length,

@@ -43,6 +43,7 @@ def _token_axis(slots: int | None) -> str:
 
 
 _DIGIT: Final = operator.attrgetter("name", "start", "stop", "size", "stride_bytes")
+_AXES: Final = operator.attrgetter("axes")
 _BESIDES: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
 
 
@@ -165,20 +166,16 @@ class Worker:
     @cached_property
     def _geometry(self) -> tuple[tuple[Geometry, ...], tuple[int, ...]]:
         groups = {group.name: group for group in self.groups}
-        unique: dict[tuple[Any, ...], int] = {}
-        known: dict[tuple[Any, ...], int] = {}  # by identity of the axes, which equal layers often share
+        keys = list(zip(map(id, map(_AXES, self.views)), map(_BESIDES, self.views), strict=True))
+        numbers: dict[Any, int] = {}
+        known: dict[Any, int] = {}  # by identity of the axes, which equal layers often share
         made: list[Geometry] = []
-        indices: list[int] = []
-        for view in self.views:
-            key = (id(view.axes), *_BESIDES(view))
-            index = known.get(key)
-            if index is None:
-                index = known[key] = unique.setdefault((*map(_DIGIT, view.axes), *_BESIDES(view)), len(unique))
-                if index == len(made):
-                    group = groups[view.group]
-                    made.append(Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes))
-            indices.append(index)
-        return tuple(made), tuple(indices)
+        for key, view in dict(zip(keys, self.views, strict=True)).items():
+            known[key] = numbers.setdefault((*map(_DIGIT, view.axes), *key[1]), len(made))
+            if known[key] == len(made):
+                group = groups[view.group]
+                made.append(Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes))
+        return tuple(made), tuple([known[key] for key in keys])
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from kvplan import Worker
 from kvplan.cells import cells
 from kvplan.match import match
+from kvplan.sources import Sources
 from kvplan.views import TOKEN
 
 Holders = frozenset[int]
@@ -25,10 +26,10 @@ def lots(destinations: Sequence[Worker], sources: Sequence[Worker], tokens: int)
     """The bytes that each destination needs of a request, by its index, whether they are states, and who holds them."""
     found: Lots = defaultdict(Fraction)
     for index, destination in enumerate(destinations):
-        for cell in cells(match(destination, sources), destination, sources):
+        for cell in cells(match(destination, Sources(sources)), destination, sources):
             ours = cell.match.destination[cell.destination]
             which = np.flatnonzero(np.logical_and.reduce([part.held for part in cell.parts.values()]))
-            holders = frozenset(cell.match.sources[i][0] for i in which.tolist())
+            holders = frozenset(cell.match.holding.worker[which].tolist())
             number = len(cell.match.names) * math.prod(p.size for axis, p in cell.parts.items() if axis != TOKEN)
             states = ours.group.tokens_per_block is None
             times = Fraction(1) if states else Fraction(tokens * cell.parts[TOKEN].size, cell.every)

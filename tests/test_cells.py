@@ -8,15 +8,16 @@ import pytest
 from kvplan import KVPlanError, Worker, plan_reads
 from kvplan.cells import cells, choose, parts
 from kvplan.match import match
+from kvplan.sources import Sources
 from tests.small import engine
 
 
 def served(ours, sources):
     """(source rank, axis box) of every cell of a one-layer destination."""
-    found = cells(match(ours, sources), ours, sources)
+    found = cells(match(ours, Sources(sources)), ours, sources)
     return [
         (
-            sources[cell.match.sources[cell.source][0]].rank,
+            sources[cell.match.holding.worker[cell.source]].rank,
             cell.parts["head"].intervals.tolist(),
             cell.parts["token"].intervals[:, 0].tolist(),
         )
@@ -28,7 +29,7 @@ def test_c1_heads_held_alike_are_one_part():
     """C1: a destination of heads [0, 6) over sources of three heads each has two parts, not six."""
     (ours,) = engine("d", tp=1, heads=6, layers=1)
     sources = engine("p", tp=2, heads=6, layers=1)
-    (found,) = match(ours, sources)
+    (found,) = match(ours, Sources(sources))
     axes = parts(found, 0)
     assert [part.intervals.tolist() for part in axes["head"]] == [[[0, 3]], [[3, 6]]]
     assert [part.held.tolist() for part in axes["head"]] == [[True, False], [False, True]]
@@ -56,7 +57,7 @@ def test_c2_what_nobody_holds_is_listed_whole():
     (ours,) = engine("d", tp=1, heads=8)
     sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
     with pytest.raises(KVPlanError) as caught:
-        cells(match(ours, sources), ours, sources)
+        cells(match(ours, Sources(sources)), ours, sources)
     assert str(caught.value) == (
         "COVER: cannot plan for d/0: expected every part of its tensors to be held by a source, "
         "got layers.0 and 1 like it: head [2, 4) [6, 8) of 8"
@@ -68,7 +69,7 @@ def test_c2_positions_that_nobody_holds_are_listed():
     (ours,) = engine("d", layers=1)
     sources = engine("p", layers=1, contexts=(2, 1))[:1]
     with pytest.raises(KVPlanError, match=r"layers\.0: positions \[1, 2\) of every 2$"):
-        cells(match(ours, sources), ours, sources)
+        cells(match(ours, Sources(sources)), ours, sources)
 
 
 def fewest(held):
@@ -86,7 +87,7 @@ def test_c3_no_set_of_fewer_sources_would_do(heads, src, dst):
     """C3: for tensor-parallel engines of any sizes, replicated or overlapping, the peers are as few as can be."""
     sources = engine("p", tp=src, heads=heads, layers=1)
     for ours in engine("d", tp=dst, heads=heads, layers=1)[:: max(dst // 4, 1)]:
-        (found,) = match(ours, sources)
+        (found,) = match(ours, Sources(sources))
         held = np.array([part.held for part in parts(found, 0)["head"]])
         assert len({rank for rank, _, _ in served(ours, sources)}) == fewest(held)
 
@@ -127,8 +128,9 @@ def test_c4_states_do_not_weigh_on_who_sends_tokens():
 
 def of_tensors(ours, sources, replicas):
     """The rank that serves each tensor of a destination."""
-    found = cells(match(ours, sources), ours, sources, replicas)
-    return {name: sources[cell.match.sources[cell.source][0]].rank for cell in found for name in cell.match.names}
+    found = cells(match(ours, Sources(sources)), ours, sources, replicas)
+    ranks = [sources[cell.match.holding.worker[cell.source]].rank for cell in found]
+    return {name: rank for cell, rank in zip(found, ranks, strict=True) for name in cell.match.names}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 9])
@@ -166,7 +168,7 @@ def test_c5_what_nobody_holds_is_listed_once():
     (ours,) = engine("d", tp=1, heads=8)
     sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
     with pytest.raises(KVPlanError, match=r"got layers\.0 and 1 like it: head \[2, 4\) \[6, 8\) of 8$"):
-        cells(match(ours, sources), ours, sources, 2)
+        cells(match(ours, Sources(sources)), ours, sources, 2)
 
 
 @pytest.mark.parametrize(("replicas", "code"), [(0, "RANGE"), (1 << 10, "RANGE"), (True, "TYPE"), ("2", "TYPE")])

@@ -8,11 +8,12 @@ from kvplan import Blocks, plan_reads, verify
 from kvplan.cells import cells
 from kvplan.match import match
 from kvplan.runs import join, sections
+from kvplan.sources import Sources
 from tests.small import HEAD_BYTES, engine
 
 
 def section(ours, theirs):
-    (found,) = sections(cells(match(ours, [theirs]), ours, [theirs]))
+    (found,) = sections(cells(match(ours, Sources([theirs])), ours, [theirs]))
     return found
 
 
