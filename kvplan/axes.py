@@ -106,6 +106,10 @@ class Segments:
                 joined.append((start, stop))
         return tuple(joined)
 
+    def seen_from(self, coordinate: int) -> bytes:
+        """All that these segments are but for where their coordinates begin: equal values are equal geometry."""
+        return np.concatenate([self.start - coordinate, self.length, self.offset, self.stride]).tobytes()
+
     def steps(self, start: int, stop: int, step: int) -> bool:
         """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""
         i = int(np.searchsorted(self.start, start, "right")) - 1
@@ -129,7 +133,7 @@ def segments(digits: Sequence[Axis]) -> Segments:
     """
     if len(digits) == 1:
         (one,) = digits
-        return Segments(*(np.array([value], np.int64) for value in (one.start, one.extent, 0, one.stride_bytes)))
+        return Segments(*np.array([[one.start], [one.extent], [0], [one.stride_bytes]], np.int64))
     width, start, offset = 1, np.zeros(1, np.int64), np.zeros(1, np.int64)
     length, stride = 1, 0
     for digit in reversed(digits):

@@ -141,9 +141,12 @@ def _take(cell: Cell, which: Sequence[bool]) -> Cell:
 def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
     """The source of each cell of a share, by the lots that they form."""
     states = [cell.match.destination[cell.destination].group.tokens_per_block is None for cell in share]
-    lots, alike = np.unique(np.column_stack([np.array(states, bool), held]), axis=0, return_inverse=True)
-    weight = np.bincount(alike.reshape(-1), [_bytes(cell) for cell in share]).astype(np.float64)
-    owners: Ints = choose(lots[:, 1:], weight, lots[:, 0], turn)[alike.reshape(-1)]
+    keys = [(state, holders.tobytes()) for state, holders in zip(states, held, strict=True)]
+    lots = sorted(set(keys))
+    alike = np.array([lots.index(key) for key in keys], np.int64)
+    weight = np.bincount(alike, [_bytes(cell) for cell in share]).astype(np.float64)
+    apart = np.array([np.frombuffer(holders, bool) for _, holders in lots], bool).reshape(-1, held.shape[1])
+    owners: Ints = choose(apart, weight, np.array([state for state, _ in lots], bool), turn)[alike]
     return owners
 
 
@@ -175,12 +178,7 @@ def _cycle(found: Match, destination: int) -> int:
 
 def _parts(ours: Segments, theirs: Cover) -> list[Part]:
     """The parts of one axis: its coordinates, cut where any side begins or ends, by who holds them."""
-    intervals = []
-    for low, high in ours.covered:
-        cuts = np.unique(np.concatenate([theirs.start, theirs.stop]))
-        bounds = np.concatenate([[low], cuts[(low < cuts) & (cuts < high)], [high]])
-        intervals.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
-    pieces = np.concatenate(intervals)
+    pieces = np.concatenate([theirs.cut(low, high) for low, high in ours.covered])
     return _alike(pieces, theirs.holds(pieces[:, 0]))
 
 

@@ -15,7 +15,17 @@ import attrs
 from kvplan.certificate import Certificate, prove
 from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
-from kvplan.plan import TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, proved, senders, served
+from kvplan.plan import (
+    Known,
+    TransferPlan,
+    checked_names,
+    checked_replicas,
+    checked_workers,
+    idle_pair,
+    pair_of,
+    proved,
+    shares,
+)
 from kvplan.reading import shown
 from kvplan.workers import Key, Worker
 
@@ -92,21 +102,17 @@ def plan_mesh(
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
     sharing = checked_replicas(replicas)
-    indexed = senders(holders)
-    shares = [served(worker, indexed, skipped, sharing) for worker in needy]
+    reads, known = operation == "READ", Known()
+    near, far = (needy, holders) if reads else (holders, needy)
+    idle = {worker.key: idle_pair(worker) for worker in far}
+    pairs = {worker.key: dict(idle) for worker in near}
+    for destination, source, share in shares(needy, holders, skipped, sharing):
+        local, remote = (destination, source) if reads else (source, destination)
+        pairs[local.key][remote.key] = pair_of(share, (destination, source), 0 if reads else 1, known)
     plans = []
-    if operation == "READ":
-        for worker, share in zip(needy, shares, strict=True):
-            pairs = [pair_of(share.get(holder.key, ()), (worker, holder), 0) for holder in holders]
-            plans.append(TransferPlan("READ", worker, holders, (), skipped, tuple(pairs)))
-    else:
-        for i, holder in enumerate(holders):
-            pairs = [
-                pair_of(share.get(holder.key, ()), (worker, holder), 1)
-                for share, worker in zip(shares, needy, strict=True)
-            ]
-            others = holders[:i] + holders[i + 1 :]
-            plans.append(TransferPlan("WRITE", holder, needy, others, skipped, tuple(pairs)))
+    for i, worker in enumerate(near):
+        siblings = () if reads else holders[:i] + holders[i + 1 :]
+        plans.append(TransferPlan(operation, worker, far, siblings, skipped, tuple(pairs[worker.key].values())))
     return proved(MeshPlan(tuple(plans)), certify)
 
 
@@ -134,11 +140,7 @@ def contacts(
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
     sharing = checked_replicas(replicas)
     found: dict[Key, list[Key]] = {worker.key: [] for worker in (*needy, *holders)}
-    indexed = senders(holders)
-    for worker in needy:
-        share = served(worker, indexed, skipped, sharing)
-        for holder in holders:
-            if holder.key in share:
-                found[worker.key].append(holder.key)
-                found[holder.key].append(worker.key)
+    for destination, source, _ in shares(needy, holders, skipped, sharing):
+        found[destination.key].append(source.key)
+        found[source.key].append(destination.key)
     return {key: tuple(others) for key, others in found.items()}

@@ -8,9 +8,9 @@ engine, so that all of them agree, without talking, who sends what several hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import attrs
 import numpy as np
@@ -24,11 +24,14 @@ from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
 from kvplan.match import match
 from kvplan.reading import integer, members, wrong_type
-from kvplan.runs import sections
+from kvplan.runs import outline, sections
 from kvplan.sources import Sources
 from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, layouts
 from kvplan.workers import Key, Worker, label_of
+
+Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints]]]
+"""The ids and rows of pairs, by their outlines."""
 
 MAX_REPLICAS: Final = 1 << 10
 """At most so many sources take a share of what they all hold."""
@@ -42,6 +45,11 @@ class Provable(Protocol):
 
 
 Proved = TypeVar("Proved", bound=Provable)
+
+
+_EMPTY: Final = Table(
+    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
+)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -195,9 +203,10 @@ def plan_reads(
     """
     sources = checked_workers("remotes", remotes, local)
     skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-    shares = served(local, senders(sources), skipped, sharing)
-    pairs = [pair_of(shares.get(worker.key, ()), (local, worker), 0) for worker in sources]
-    return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs)), certify)
+    pairs, known = {worker.key: idle_pair(worker) for worker in sources}, Known()
+    for _, source, share in shares([local], sources, skipped, sharing):
+        pairs[source.key] = pair_of(share, (local, source), 0, known)
+    return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs.values())), certify)
 
 
 def plan_writes(
@@ -217,11 +226,11 @@ def plan_writes(
     destinations = checked_workers("remotes", remotes, local)
     others = checked_workers("siblings", siblings, local)
     skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-    sources, pairs = senders((local, *others)), []
-    for worker in destinations:
-        share = served(worker, sources, skipped, sharing).get(local.key, ())
-        pairs.append(pair_of(share, (worker, local), 1))
-    return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs)), certify)
+    pairs, known = {worker.key: idle_pair(worker) for worker in destinations}, Known()
+    for destination, source, share in shares(destinations, (local, *others), skipped, sharing):
+        if source is local:
+            pairs[destination.key] = pair_of(share, (destination, local), 1, known)
+    return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs.values())), certify)
 
 
 def proved(plan: Proved, certify: bool) -> Proved:
@@ -231,37 +240,40 @@ def proved(plan: Proved, certify: bool) -> Proved:
     return plan
 
 
-def senders(workers: Iterable[Worker]) -> Sources:
-    """Sources, in order of their keys: that they are weighed in one order is why all workers choose alike."""
-    return Sources(sorted(workers, key=lambda worker: worker.key))
+def shares(
+    destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str], replicas: int
+) -> Iterator[tuple[Worker, Worker, list[Cell]]]:
+    """Each destination and source that have bytes to move between them, and the cells.
+
+    Sources are weighed in order of their keys, which is why all workers come to the same answer alone.
+    """
+    offered = Sources(sorted(sources, key=lambda worker: worker.key))
+    for destination in destinations:
+        served: dict[int, list[Cell]] = {}
+        for cell in cells(match(destination, offered, skipped), destination, offered.workers, replicas):
+            served.setdefault(int(cell.match.holding.worker[cell.source]), []).append(cell)
+        for source, share in sorted(served.items()):
+            yield destination, offered.workers[source], share
 
 
-def served(destination: Worker, sources: Sources, skipped: Collection[str], replicas: int) -> dict[Key, list[Cell]]:
-    """What each source serves of a destination, by its key; none that serves nothing."""
-    shares: dict[Key, list[Cell]] = {}
-    for cell in cells(match(destination, sources, skipped), destination, sources.workers, replicas):
-        worker, _ = cell.match.holding.sources[cell.source]
-        shares.setdefault(sources.workers[worker].key, []).append(cell)
-    return shares
+def idle_pair(remote: Worker) -> Pair:
+    """The pair with a remote that no bytes move from or to."""
+    return Pair(remote.key, _EMPTY, _EMPTY, ())
 
 
-def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int) -> Pair:
-    """The pair of a destination and a source, ``sides``, of which one is local."""
-    made, rows = layouts(sections(share))
+def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Known) -> Pair:
+    """The pair of a destination and a source, ``sides``, of which one is local; ``known`` is what others have made."""
+    key = outline(share)
+    if key not in known:
+        known[key] = layouts(sections(share))
+    made, rows = known[key]
     tables = [_table(worker, part) for worker, part in zip(sides, rows, strict=True)]
     remote = sides[1 - local]
     return Pair(remote.key, tables[local], tables[1 - local], made)
 
 
-_EMPTY: Final = Table(
-    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
-)
-
-
 def _table(worker: Worker, rows: Ints) -> Table:
     """Rows with offsets become rows with addresses."""
-    if not len(rows):
-        return _EMPTY
     region, offset, length, stride, count = rows.T
     base = np.array([r.address for r in worker.regions], np.uint64)
     device = np.array([r.device_id for r in worker.regions], np.uint64)

@@ -84,11 +84,35 @@ def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
     by_groups: dict[tuple[Group, Group], dict[Any, list[Cell]]] = {}
     for cell in cells:
         ours, theirs = _sides(cell)
-        token = [tuple(a for a in side.axes if a.name == TOKEN) for side in (ours, theirs)]
-        blocks = [(side.block_stride_bytes, side.num_blocks) for side in (ours, theirs)]
-        alike = (*token, *blocks, cell.every, cell.parts[TOKEN].intervals.tobytes())
-        by_groups.setdefault((ours.group, theirs.group), {}).setdefault(alike, []).append(cell)
+        by_groups.setdefault((ours.group, theirs.group), {}).setdefault(_pace(cell), []).append(cell)
     return tuple(_section(groups, [_lane(cells) for cells in lanes.values()]) for groups, lanes in by_groups.items())
+
+
+def outline(cells: Iterable[Cell]) -> tuple[Any, ...]:
+    """All of these cells that their sections and rows depend on: cells of equal outlines share them.
+
+    Coordinates are seen from where each part begins, so ranks that hold other heads in the same way are equal.
+    """
+    found = []
+    for cell in cells:
+        sides = _sides(cell)
+        axes = []
+        for axis, part in cell.parts.items():
+            first = part.intervals[0, 0]
+            seen = [side.segments[axis].seen_from(first) for side in sides]
+            axes.append(((part.intervals - first).tobytes(), *seen))
+        groups, itemsize = [side.group for side in sides], sides[0].itemsize
+        places = cell.match.places(cell.destination, cell.source).tobytes()
+        found.append((*groups, itemsize, *_pace(cell), *axes, places))
+    return tuple(found)
+
+
+def _pace(cell: Cell) -> tuple[Any, ...]:
+    """What cells have in common that step alike from token to token and from block to block."""
+    sides = _sides(cell)
+    token = [side.segments[TOKEN].seen_from(0) for side in sides]
+    blocks = [(side.block_stride_bytes, side.num_blocks) for side in sides]
+    return *token, *blocks, cell.every, cell.parts[TOKEN].intervals.tobytes()
 
 
 def _sides(cell: Cell) -> tuple[Geometry, Geometry]:

@@ -32,6 +32,16 @@ class Cover:
     first: Ints
     which: Ints
 
+    @cached_property
+    def _ends(self) -> Ints:
+        return np.unique(np.concatenate([self.start, self.stop]))
+
+    def cut(self, low: int, high: int) -> Ints:
+        """The interval ``[low, high)``, cut where any view begins or ends: (n, 2)."""
+        first, last = np.searchsorted(self._ends, low, "right"), np.searchsorted(self._ends, high)
+        bounds = np.array([low, *self._ends[first:last], high], np.int64)
+        return np.stack([bounds[:-1], bounds[1:]], axis=1)
+
     def holds(self, coordinate: Ints) -> Bools:
         """Whether each view holds each coordinate, (coordinates, views)."""
         inside = (self.start[:, None] <= coordinate) & (coordinate < self.stop[:, None])

@@ -104,8 +104,10 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
     lanes = [(section.groups, lane) for section in sections for lane in section.lanes]
     rows, ids = [], []
     for side in (0, 1):
-        of_runs = [_columns(0, section.runs, side) for section in sections]
-        of_slots = [_slot_columns(groups[side], lane, side) for groups, lane in lanes]
+        of_runs = [(_columns(0, section.runs, side), section.runs.offset[side][:, None]) for section in sections]
+        of_slots = [
+            (_columns(1, lane.strands, side), _slot_offsets(groups[side], lane, side)) for groups, lane in lanes
+        ]
         side_rows, side_ids = place([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
@@ -113,7 +115,7 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
     every = list(zip(*ids, strict=True))
     slot_ids, made = iter(every[len(sections) :]), []
     for section, found in zip(sections, every, strict=False):
-        families = _run_families(section, np.stack(found), dtype)
+        families = _run_families(section, np.stack(found)[..., 0], dtype)
         for lane in section.lanes:
             families += _lane_families(section.groups, lane, next(slot_ids), dtype)
         pools = np.min([lane.strands.num_blocks.min(axis=1) for lane in section.lanes], axis=0).tolist()
@@ -122,64 +124,72 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
     return tuple(made), (rows[0], rows[1])
 
 
-def place(jobs: Sequence[Ints]) -> tuple[Ints, list[Ints]]:
-    """Rows by rule T2 for bytes given as (6, n): kind, region, block stride, number of blocks, length, offset.
+def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
+    """Rows by rule T2 for bytes: kind, region, block stride, number of blocks and length (5, n), and offsets (n, m).
 
-    Bytes of different dtypes share no row. Returns the rows, (r, 5): region, offset, length, stride, count; and for
-    each job (2, n): the id of each of its bytes in block 0, and the step of that id from block to block.
+    Bytes of different kinds share no row. Returns the rows, (r, 5): region, offset, length, stride, count; and for
+    each job (2, n, m): the id of each of its bytes in block 0, and the step of that id from block to block.
 
-    >>> rows, (ids,) = place([np.array([[0] * 4, [0] * 4, [16384] * 4, [100] * 4, [4096] * 4, [0, 4096, 8192, 12288]])])
+    >>> alike = np.array([[0], [0], [16384], [100], [4096]])
+    >>> rows, (ids,) = place([(alike, np.array([[0, 4096, 8192, 12288]]))])
     >>> rows.tolist(), ids.tolist()
-    ([[0, 0, 4096, 4096, 400]], [[0, 1, 2, 3], [4, 4, 4, 4]])
+    ([[0, 0, 4096, 4096, 400]], [[[0, 1, 2, 3]], [[4, 4, 4, 4]]])
     """
-    columns = np.concatenate([*jobs, np.zeros((6, 0), np.int64)], axis=1)
+    columns = np.concatenate([alike for alike, _ in jobs], axis=1)
+    if not columns.size:
+        return _NO_ROWS, [np.zeros((2, *offsets.shape), np.int64) for _, offsets in jobs]
     order = np.lexsort(columns[::-1])
-    if not order.size:
-        return _NO_ROWS, [np.zeros((2, 0), np.int64) for _ in jobs]
-    _, region, stride, blocks, length, offset = columns = columns[:, order]
-    alike = (columns[:5, 1:] == columns[:5, :-1]).all(0)
+    ordered = columns[:, order]
+    start = heads((ordered[:, 1:] == ordered[:, :-1]).all(0))
+    _, region, stride, blocks, length = ordered[:, start]
+    numbers = np.empty(order.size, np.int64)
+    numbers[order] = numbered(start, order.size)
+    group = np.repeat(numbers, np.repeat(*np.array([offsets.shape[::-1] for _, offsets in jobs]).T))
+    offset = np.concatenate([offsets.reshape(-1) for _, offsets in jobs])
+
+    order = np.lexsort((offset, group))
+    group, offset = group[order], offset[order]
+    alike, same = group[1:] == group[:-1], offset[1:] == offset[:-1]
     start = heads(alike)
-    group = numbered(start, order.size)
-    block_step = np.where(blocks > 1, stride, 0)[start]
+    block_step = np.where(blocks > 1, stride, 0)
     step = np.gcd(np.gcd.reduceat(offset - offset[start][group], start), block_step)
-    step = np.where(step == 0, length[start], step)
-    used = np.bincount(group[heads(alike & (offset[1:] == offset[:-1]))])
-    one_row = (step >= length[start]) & (block_step <= step * used * MAX_IDS_PER_USED)
-    step = np.where(one_row, step, np.maximum(block_step, length[start]))
+    step = np.where(step == 0, length, step)
+    used = np.bincount(group[heads(alike & same)])
+    one_row = (step >= length) & (block_step <= step * used * MAX_IDS_PER_USED)
+    step = np.where(one_row, step, np.maximum(block_step, length))
     per_block = np.where(one_row, block_step // step, 1)
 
-    first = heads(alike & (one_row[group][1:] | (offset[1:] == offset[:-1])))
-    row = numbered(first, order.size)
+    first = heads(alike & (one_row[group[1:]] | same))
+    row, of = numbered(first, order.size), group[first]
     sub = (offset - offset[first][row]) // step[group]
-    count = (blocks[first] - 1) * per_block[group[first]] + np.maximum.reduceat(sub, first) + 1
+    count = (blocks[of] - 1) * per_block[of] + np.maximum.reduceat(sub, first) + 1
     ids = np.empty((2, order.size), np.int64)
     ids[:, order] = (np.cumsum(count) - count)[row] + sub, per_block[group]
-    rows = np.stack([region[first], offset[first], length[first], step[group[first]], count], axis=1)
-    return rows, np.split(ids, np.cumsum([job.shape[1] for job in jobs])[:-1], axis=1)
+    rows = np.stack([region[of], offset[first], length[of], step[of], count], axis=1)
+    parts = np.split(ids, np.cumsum([offsets.size for _, offsets in jobs])[:-1], axis=1)
+    return rows, [part.reshape(2, *offsets.shape) for part, (_, offsets) in zip(parts, jobs, strict=True)]
 
 
 def _columns(kind: int, spans: Spans, side: int) -> Ints:
     stride, blocks = spans.block_stride[side], spans.num_blocks[side]
-    kinds = np.full_like(spans.length, kind)
-    return np.stack([kinds, spans.region[side], stride, blocks, spans.length, spans.offset[side]])
+    return np.stack([np.full_like(stride, kind), spans.region[side], stride, blocks, spans.length])
 
 
-def _slot_columns(group: Group, lane: Lane, side: int) -> Ints:
-    """The bytes of every strand in every slot: strands outside, slots inside."""
-    strands, size = _columns(1, lane.strands, side), slots(group)
-    if strands.shape[1] * size > MAX_ROWS:
+def _slot_offsets(group: Group, lane: Lane, side: int) -> Ints:
+    """Where every strand is in every slot, (strands, slots)."""
+    start, size = lane.strands.offset[side], slots(group)
+    if start.size * size > MAX_ROWS:
         raise KVPlanError(
             "RANGE",
             f"list the slots of group {group.name!r}",
             expected=f"at most {MAX_ROWS} of all strands",
-            got=f"{strands.shape[1]} strands of {size} slots",
+            got=f"{start.size} strands of {size} slots",
             group=group.name,
             tokens_per_block=size,
-            strands=strands.shape[1],
+            strands=start.size,
         )
-    columns = np.repeat(strands, size, axis=1)
-    columns[5] += np.tile(lane.token[side].at(np.arange(size)), strands.shape[1])
-    return columns
+    offsets: Ints = np.add.outer(start, lane.token[side].at(np.arange(size)))
+    return offsets
 
 
 def _family(
@@ -240,12 +250,11 @@ def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
 
 
 def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], dtype: type) -> list[Family]:
-    """The strands of a lane token by token, ``ids`` (2, strands times slots) for each side."""
+    """The strands of a lane token by token, ``ids`` (2, strands, slots) for each side."""
     strands = lane.strands.length.size
-    by_slot = [found.reshape(2, strands, -1) for found in ids]
-    base = np.stack([found[0, :, 0] for found in by_slot])
-    sub = [found[0] - found[0, :, :1] for found in by_slot]
-    alike = np.concatenate([*(found[1, :, :1] for found in by_slot), *sub], axis=1)
+    base = np.stack([found[0, :, 0] for found in ids])
+    sub = [found[0] - found[0, :, :1] for found in ids]
+    alike = np.concatenate([*(found[1, :, :1] for found in ids), *sub], axis=1)
     which = np.zeros(strands, np.int64)
     if (alike != alike[0]).any():
         which = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
