@@ -108,7 +108,11 @@ class Segments:
 
     def seen_from(self, coordinate: int) -> bytes:
         """All that these segments are but for where their coordinates begin: equal values are equal geometry."""
-        return np.concatenate([self.start - coordinate, self.length, self.offset, self.stride]).tobytes()
+        return (self.start - coordinate).tobytes() + self._rest
+
+    @cached_property
+    def _rest(self) -> bytes:
+        return np.concatenate([self.length, self.offset, self.stride]).tobytes()
 
     def steps(self, start: int, stop: int, step: int) -> bool:
         """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""

@@ -1,7 +1,7 @@
 """Cells (C): which source serves which part of a destination.
 
-- C1: along each axis, coordinates that the same source views hold form one *part*. For the token axis these are
-  the positions of a cycle of the contexts; block sizes play no role in who holds what.
+- C1: along each axis, coordinates that the same source views hold form one *part* (:mod:`kvplan.sources`). For the
+  token axis these are the positions of a cycle of the contexts; block sizes play no role in who holds what.
 - C2: a cell is a product of parts. What no source holds is one error that lists every missing interval.
 - C3: cells that the same sources hold are one *lot*, so that who serves whom does not depend on layouts. Fewest peers
   first: sources that alone hold some lot are needed anyway; to them are added, one by one, the source that holds the
@@ -25,32 +25,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import cycle, holds
-from kvplan.axes import MAX_SEGMENTS, Bools, Ints, Segments, heads
+from kvplan.align import cycle
+from kvplan.axes import MAX_SEGMENTS, Bools, Ints
 from kvplan.errors import KVPlanError
 from kvplan.match import Match
-from kvplan.sources import Cover
+from kvplan.sources import Part
 from kvplan.views import TOKEN
 from kvplan.workers import Worker
-
-
-@attrs.frozen(eq=False)
-class Part:
-    """Intervals of one axis, (n, 2) and ascending, and which source views hold all of them."""
-
-    intervals: Ints
-    held: Bools
-
-    @property
-    def size(self) -> int:
-        """How many coordinates."""
-        return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
-
-    def __str__(self) -> str:
-        first = heads(self.intervals[1:, 0] == self.intervals[:-1, 1])
-        last = np.append(first[1:], len(self.intervals)) - 1
-        ends = zip(self.intervals[first, 0], self.intervals[last, 1], strict=True)
-        return " ".join(f"[{start}, {stop})" for start, stop in ends)
 
 
 @attrs.frozen(eq=False)
@@ -150,15 +131,12 @@ def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
     return owners
 
 
-def parts(found: Match, destination: int) -> dict[str, list[Part]]:
+def parts(found: Match, destination: int) -> dict[str, tuple[Part, ...]]:
     """The parts of each axis of one destination view, the token axis last."""
     ours, theirs = found.destination[destination], found.holding
-    result = {axis: _parts(ours.segments[axis], theirs.cover(axis)) for axis in ours.sizes if axis != TOKEN}
-    position = np.arange(_cycle(found, destination), dtype=np.int64)
-    mine = position[holds(ours.group, position)]
-    groups, which = theirs.groups
-    held = np.array([holds(group, mine) for group in groups], bool).reshape(-1, mine.size)[which].T
-    result[TOKEN] = _alike(np.stack([mine, mine + 1], axis=1), held)
+    every = _cycle(found, destination)
+    result = {axis: theirs.cover(axis).parts(ours.segments[axis].covered) for axis in ours.sizes if axis != TOKEN}
+    result[TOKEN] = theirs.positions(ours.group, every)
     return result
 
 
@@ -174,20 +152,6 @@ def _cycle(found: Match, destination: int) -> int:
             cycle=every,
         )
     return every
-
-
-def _parts(ours: Segments, theirs: Cover) -> list[Part]:
-    """The parts of one axis: its coordinates, cut where any side begins or ends, by who holds them."""
-    pieces = np.concatenate([theirs.cut(low, high) for low, high in ours.covered])
-    return _alike(pieces, theirs.holds(pieces[:, 0]))
-
-
-def _alike(intervals: Ints, held: Bools) -> list[Part]:
-    """Intervals by their holders, which are (intervals, source views)."""
-    by_holders: dict[bytes, list[int]] = {}
-    for i, holders in enumerate(held):
-        by_holders.setdefault(holders.tobytes(), []).append(i)
-    return [Part(intervals=intervals[which], held=held[which[0]]) for which in by_holders.values()]
 
 
 def choose(held: Bools, weight: npt.NDArray[np.float64], states: Bools, turn: int) -> Ints:

@@ -98,9 +98,10 @@ def outline(cells: Iterable[Cell]) -> tuple[Any, ...]:
         sides = _sides(cell)
         axes = []
         for axis, part in cell.parts.items():
-            first = part.intervals[0, 0]
-            seen = [side.segments[axis].seen_from(first) for side in sides]
-            axes.append(((part.intervals - first).tobytes(), *seen))
+            if axis != TOKEN:
+                first = int(part.intervals[0, 0])
+                seen = [side.segments[axis].seen_from(first) for side in sides]
+                axes.append(((part.intervals - first).tobytes(), *seen))
         groups, itemsize = [side.group for side in sides], sides[0].itemsize
         places = cell.match.places(cell.destination, cell.source).tobytes()
         found.append((*groups, itemsize, *_pace(cell), *axes, places))

@@ -6,18 +6,39 @@ once for all such ranks, and a tensor that all of them hold alike in every layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 
-from kvplan.axes import Bools, Ints
+from kvplan.align import holds
+from kvplan.axes import Bools, Ints, heads
 from kvplan.views import Geometry, Group
 from kvplan.workers import Worker
 
 Value = TypeVar("Value")
+Intervals = tuple[tuple[int, int], ...]
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """Intervals of one axis, (n, 2) and ascending, and which views hold all of them."""
+
+    intervals: Ints
+    held: Bools
+
+    @property
+    def size(self) -> int:
+        """How many coordinates."""
+        return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
+
+    def __str__(self) -> str:
+        first = heads(self.intervals[1:, 0] == self.intervals[:-1, 1])
+        last = np.append(first[1:], len(self.intervals)) - 1
+        ends = zip(self.intervals[first, 0], self.intervals[last, 1], strict=True)
+        return " ".join(f"[{start}, {stop})" for start, stop in ends)
 
 
 @attrs.frozen(eq=False)
@@ -31,22 +52,29 @@ class Cover:
     stop: Ints
     first: Ints
     which: Ints
+    _known: dict[Intervals, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
 
-    @cached_property
-    def _ends(self) -> Ints:
-        return np.unique(np.concatenate([self.start, self.stop]))
+    def parts(self, covered: Intervals) -> tuple[Part, ...]:
+        """These intervals, cut where any view begins or ends, by who holds them."""
+        if covered not in self._known:
+            bounds = np.unique(np.concatenate([np.array(covered, np.int64).reshape(-1), self.start, self.stop]))
+            low, high = bounds[:-1], bounds[1:]
+            wanted = np.zeros(low.size, bool)
+            for start, stop in covered:
+                wanted |= (start <= low) & (high <= stop)
+            low, high = low[wanted], high[wanted]
+            inside = (self.start[:, None] <= low) & (low < self.stop[:, None])
+            held = np.logical_or.reduceat(inside, self.first, axis=0)[self.which].T
+            self._known[covered] = _alike(np.stack([low, high], axis=1), held)
+        return self._known[covered]
 
-    def cut(self, low: int, high: int) -> Ints:
-        """The interval ``[low, high)``, cut where any view begins or ends: (n, 2)."""
-        first, last = np.searchsorted(self._ends, low, "right"), np.searchsorted(self._ends, high)
-        bounds = np.array([low, *self._ends[first:last], high], np.int64)
-        return np.stack([bounds[:-1], bounds[1:]], axis=1)
 
-    def holds(self, coordinate: Ints) -> Bools:
-        """Whether each view holds each coordinate, (coordinates, views)."""
-        inside = (self.start[:, None] <= coordinate) & (coordinate < self.stop[:, None])
-        held: Bools = np.logical_or.reduceat(inside, self.first, axis=0)[self.which].T
-        return held
+def _alike(intervals: Ints, held: Bools) -> tuple[Part, ...]:
+    """Intervals by their holders, which are (intervals, views)."""
+    by_holders: dict[bytes, list[int]] = {}
+    for i, holders in enumerate(held):
+        by_holders.setdefault(holders.tobytes(), []).append(i)
+    return tuple(Part(intervals=intervals[which], held=held[which[0]]) for which in by_holders.values())
 
 
 @attrs.frozen(eq=False)
@@ -58,6 +86,8 @@ class Holding:
 
     sources: tuple[tuple[int, Geometry], ...]
     column: tuple[int, ...]
+    _covers: dict[str, Cover] = attrs.field(factory=dict, init=False)
+    _positions: dict[Group, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
 
     @cached_property
     def worker(self) -> Ints:
@@ -78,20 +108,24 @@ class Holding:
             found.setdefault(key, (i, geometry))
         return tuple(found.values())
 
-    @cached_property
-    def _covers(self) -> dict[str, Cover]:
-        return {}
-
     def cover(self, axis: str) -> Cover:
         """What each view holds of an axis."""
         if axis not in self._covers:
             sets, which = _different(self.sources, lambda geometry: geometry.segments[axis].covered)
             first = np.cumsum([0, *map(len, sets)])[:-1]
-            start, stop = (
-                np.array([interval for intervals in sets for interval in intervals], np.int64).reshape(-1, 2).T
-            )
+            start, stop = np.array([ends for intervals in sets for ends in intervals], np.int64).reshape(-1, 2).T
             self._covers[axis] = Cover(start, stop, first, which)
         return self._covers[axis]
+
+    def positions(self, group: Group, every: int) -> tuple[Part, ...]:
+        """The positions of a destination's group, of every so many, by the views that hold them."""
+        if group not in self._positions:
+            position = np.arange(every, dtype=np.int64)
+            mine = position[holds(group, position)]
+            groups, which = self.groups
+            held = np.array([holds(other, mine) for other in groups], bool).reshape(-1, mine.size)[which].T
+            self._positions[group] = _alike(np.stack([mine, mine + 1], axis=1), held)
+        return self._positions[group]
 
 
 def _different(
@@ -104,37 +138,42 @@ def _different(
 
 
 class Sources:
-    """Workers that may send, and the holding of each of their tensors."""
+    """Workers that may send, and the holding of each of their tensors.
+
+    ``views`` are the indices of a tensor's views by its name, those of each cohort after another.
+    """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = tuple(workers)
         self.views: dict[str, tuple[int, ...]] = {}
-        """The indices of a tensor's views, those of each cohort after another."""
         cohorts: dict[Any, list[int]] = {}
         for i, worker in enumerate(self.workers):
-            cohorts.setdefault((tuple(view.name for view in worker.views), worker.geometry_of), []).append(i)
-        self._cohorts = tuple(cohorts.values())
-        self._kinds: dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]] = {}
-        self._holdings: dict[Any, Holding] = {(): Holding((), ())}
-        for cohort, (first, *_) in enumerate(self._cohorts):
-            worker = self.workers[first]
+            cohorts.setdefault((tuple([view.name for view in worker.views]), worker.geometry_of), []).append(i)
+        kinds: dict[str, tuple[Any, ...]] = {}
+        for members in cohorts.values():
+            worker = self.workers[members[0]]
             for name, views in worker.tensors.items():
                 before = self.views.get(name, ())
-                alike = (cohort, len(before), tuple([worker.geometry_of[view] for view in views]))
+                alike = (members[0], len(before), tuple([worker.geometry_of[view] for view in views]))
                 self.views[name] = before + views
-                self._kinds[name] = (*self._kinds.get(name, ()), alike)
+                kinds[name] = (*kinds.get(name, ()), alike)
+        by_first = {members[0]: members for members in cohorts.values()}
+        made = {kind: self._holding(kind, by_first) for kind in dict.fromkeys([(), *kinds.values()])}
+        self._nobody = made[()]
+        self._holdings = {name: made[kind] for name, kind in kinds.items()}
 
     def holding(self, name: str) -> Holding:
         """How the sources hold a tensor: the same value for all tensors that they hold alike."""
-        kind = self._kinds.get(name, ())
-        if kind not in self._holdings:
-            found = [
-                (i, column + n, self.workers[i].geometries[geometry])
-                for cohort, column, geometries in kind
-                for i in self._cohorts[cohort]
-                for n, geometry in enumerate(geometries)
-            ]
-            found.sort(key=lambda view: view[:2])
-            sources = tuple((i, geometry) for i, _, geometry in found)
-            self._holdings[kind] = Holding(sources, tuple(column for _, column, _ in found))
-        return self._holdings[kind]
+        return self._holdings.get(name, self._nobody)
+
+    def _holding(
+        self, kind: Iterable[tuple[int, int, tuple[int, ...]]], cohorts: Mapping[int, Sequence[int]]
+    ) -> Holding:
+        found = [
+            (i, column + n, self.workers[i].geometries[geometry])
+            for first, column, geometries in kind
+            for i in cohorts[first]
+            for n, geometry in enumerate(geometries)
+        ]
+        found.sort(key=lambda view: view[:2])
+        return Holding(tuple((i, geometry) for i, _, geometry in found), tuple(column for _, column, _ in found))
