@@ -27,7 +27,7 @@ from kvplan.reading import integer, members, wrong_type
 from kvplan.runs import outline, sections
 from kvplan.sources import Sources
 from kvplan.specs import ReadSpec
-from kvplan.tables import Layout, Table, layouts
+from kvplan.tables import Layout, Table, bases, layouts
 from kvplan.workers import Key, Worker, label_of
 
 Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints]]]
@@ -120,6 +120,44 @@ class TransferPlan:
                 )
             )
         return tuple(specs)
+
+    def with_remotes(self, remotes: Iterable[Worker]) -> TransferPlan:
+        """The plan with other remotes, each in the place of one that keeps the same: addresses alone are new.
+
+        For the many engines of one deployment that differ in nothing else. It is what planning anew would make.
+
+        >>> from kvplan import Model, plan_reads
+        >>> model = Model.shipped("qwen2.5-1.5b")
+        >>> decode, *peers = (model.engine(name, tp=2, num_blocks=9) for name in ("decode", "p1", "p2"))
+        >>> plan = plan_reads(decode[0], peers[0])
+        >>> plan.with_remotes(peers[1]).pairs
+        (<Pair with p2/0: 56 local rows>, <Pair with p2/1: 0 local rows>)
+
+        Raises ``WORKER`` where a remote has another rank or keeps something else than the one in its place.
+        """
+        workers = checked_workers("remotes", remotes, self.local)
+        ranks = [[worker.rank for worker in side] for side in (self.remotes, workers)]
+        orders = [sorted(range(len(side)), key=lambda i: side[i].key) for side in (self.remotes, workers)]
+        if ranks[0] != ranks[1] or orders[0] != orders[1]:
+            raise KVPlanError(
+                "WORKER",
+                "take the place of the remotes of a plan",
+                expected=f"workers in the same order, of ranks {ranks[0]}",
+                got=f"ranks {ranks[1]}",
+            )
+        pairs = []
+        for pair, before, worker in zip(self.pairs, self.remotes, workers, strict=True):
+            if worker.outline != before.outline:
+                raise KVPlanError(
+                    "WORKER",
+                    f"take the place of {before.label}",
+                    expected="a worker that keeps the same in regions of its own",
+                    got=f"{worker.label}, which differs",
+                    hint="compare says where; plan anew",
+                )
+            table = pair.remote_table.in_regions(worker.regions) if pair.layouts else pair.remote_table
+            pairs.append(attrs.evolve(pair, remote=worker.key, remote_table=table))
+        return attrs.evolve(self, remotes=workers, pairs=tuple(pairs))
 
     def certificate(self) -> Certificate:
         """The proof that every request bound to this plan moves the right bytes. Raises ``PROOF`` if it does not.
@@ -275,8 +313,7 @@ def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, kno
 def _table(worker: Worker, rows: Ints) -> Table:
     """Rows with offsets become rows with addresses."""
     region, offset, length, stride, count = rows.T
-    base = np.array([r.address for r in worker.regions], np.uint64)
-    device = np.array([r.device_id for r in worker.regions], np.uint64)
+    base, device = bases(worker.regions)
     columns = (base[region] + offset.astype(np.uint64), length, device[region], stride, count)
     made = np.stack([column.astype(np.uint64) for column in columns], axis=1)
     return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))

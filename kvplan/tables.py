@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan.align import period, slots, stand
-from kvplan.axes import Ints, heads, numbered
+from kvplan.axes import Ints, heads, numbered, read_only
 from kvplan.errors import KVPlanError
 from kvplan.reading import ID_END
 from kvplan.runs import Lane, Section, Spans
@@ -60,8 +60,21 @@ class Table:
         """The row each id lies in."""
         return np.searchsorted(self.first, ids, "right") - 1
 
+    def in_regions(self, regions: tuple[Region, ...]) -> Table:
+        """The same rows in other regions, one in the place of each."""
+        before, after = bases(self.regions), bases(regions)
+        rows = self.rows.copy()
+        rows[:, 0] += (after[0] - before[0])[self.region]
+        rows[:, 2] = after[1][self.region]
+        return Table(regions, self.region, read_only(rows), self.first)
+
     def __repr__(self) -> str:
         return f"<Table of {len(self.rows)} rows, {self.num_ids} ids>"
+
+
+def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
+    """Addresses and devices of regions, (2, n)."""
+    return np.array([[region.address for region in regions], [region.device_id for region in regions]], np.uint64)
 
 
 @attrs.frozen(eq=False)

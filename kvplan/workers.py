@@ -191,7 +191,14 @@ class Worker:
     def places(self) -> Ints:
         """Where each view stands, (views, 2) int64: the index of its region, and its offset there in bytes."""
         regions = {region.name: i for i, region in enumerate(self.regions)}
-        return np.array([(regions[view.region], view.offset_bytes) for view in self.views], np.int64).reshape(-1, 2)
+        region = [regions[view.region] for view in self.views]
+        return np.array([region, [view.offset_bytes for view in self.views]], np.int64).T
+
+    @cached_property
+    def outline(self) -> tuple[Any, ...]:
+        """All that the worker keeps, and where in its regions: equal for workers that differ in name and address."""
+        names = tuple([view.name for view in self.views])
+        return self.groups, names, self.geometry_of, self.geometries, self.places.tobytes()
 
     @property
     def key(self) -> Key:

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from kvplan import KVPlanError, Region, TransferPlan, Worker, plan_mesh, plan_reads
+from kvplan import KVPlanError, Region, TransferPlan, Worker, plan_mesh, plan_reads, plan_writes
 from property_tests import fewer
 from property_tests.grids import APART_KV, BLOCKS, ORDERS, PACKINGS, SPREADS, UP_TO_4
 from property_tests.labelled import Engine, Ints, each_byte
@@ -185,6 +185,11 @@ def same_but_for_addresses(one: TransferPlan, other: TransferPlan, engines: Sequ
             assert (table.rows[:, [2, 4]] == larger.rows[:, [2, 4]]).all()
 
 
+def tables(plan: TransferPlan) -> list[Any]:
+    """The rows of each pair, both sides."""
+    return [(pair.remote, pair.local_table.rows.tolist(), pair.remote_table.rows.tolist()) for pair in plan.pairs]
+
+
 @FEWER
 @given(engines(2), NUMBERS, st.sampled_from(list(WIDER)))
 def test_scaling(two: list[Engine], number: int, factor: int) -> None:
@@ -201,8 +206,21 @@ def test_shifting(two: list[Engine], number: int, address: int) -> None:
     """Where regions begin elsewhere, rows do, and nothing else changes."""
     a, b = two
     worker = a.workers[number % len(a.workers)]
-    elsewhere = plan_reads(shifted(worker, address), [shifted(source, address) for source in b.workers])
-    same_but_for_addresses(plan_reads(worker, b.workers), elsewhere, two)
+    sources, plan = [shifted(source, address) for source in b.workers], plan_reads(worker, b.workers)
+    same_but_for_addresses(plan, plan_reads(shifted(worker, address), sources), two)
+    others = [attrs.evolve(source, engine_id="another") for source in sources]
+    assert tables(plan.with_remotes(others)) == tables(plan_reads(worker, others))
+
+
+@FEWER
+@given(engines(2), NUMBERS, st.integers(1, 1 << 62))
+def test_shifting_of_writes(two: list[Engine], number: int, address: int) -> None:
+    """A writer's plan for destinations elsewhere is its plan with their addresses."""
+    a, b = two
+    (worker, *siblings), others = (b.workers[number:] + b.workers[:number]), a.workers
+    plan = plan_writes(worker, others, siblings)
+    elsewhere = [attrs.evolve(shifted(other, address), engine_id="another") for other in others]
+    assert tables(plan.with_remotes(elsewhere)) == tables(plan_writes(worker, elsewhere, siblings))
 
 
 @FEWER

@@ -14,7 +14,7 @@ from property_tests.strategies import Case, cases
 
 @given(cases())
 def test_a_mesh_is_the_plans_of_its_workers(case: Case) -> None:
-    """Planned together or apart, every destination gets the same ids; all are right, and their sources await them."""
+    """Planned together or apart, every destination gets the same; all are right, and their sources await them."""
     mesh = plan_mesh(case.destinations, case.sources, not_transferred=case.not_transferred)
     report = verify(mesh, local=case.tables[0], remote=case.tables[1], tokens=case.tokens[0])
     assert report.ok, str(report)
@@ -25,5 +25,7 @@ def test_a_mesh_is_the_plans_of_its_workers(case: Case) -> None:
         for one, other in zip(together, apart, strict=True):
             assert np.array_equal(one.local_ids, other.local_ids)
             assert np.array_equal(one.remote_ids, other.remote_ids)
+            assert np.array_equal(one.local_table.rows, other.local_table.rows)
+            assert np.array_equal(one.remote_table.rows, other.remote_table.rows)
         moving.update(spec.remote for spec in together if spec.num_bytes)
     assert moving <= Counter({at: len(each.awaits) for at, each in mesh.completions.items()})

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import attrs
 import numpy as np
+import pytest
 
-from kvplan import Blocks, plan_reads, plan_writes
+from kvplan import Blocks, KVPlanError, plan_reads, plan_writes
 from tests.small import engine
 
 
@@ -65,3 +67,31 @@ def test_nothing_moves_in_an_empty_range() -> None:
     (mine,), sources = engine("decode"), engine("prefill")
     (spec,) = plan_reads(mine, sources).bind(local={"attn": Blocks([])}, remote={"attn": Blocks([])}, tokens=(5, 5))
     assert (spec.local_ids.size, spec.num_bytes, spec.num_descriptors) == (0, 0, 0)
+
+
+def test_other_remotes_take_the_place_of_those_that_keep_the_same():
+    """Only addresses are new: ids, and where in its region each row is, stay as they are."""
+    (ours,), (theirs,) = engine("decode", layers=1), engine("prefill", layers=1)
+    plan = plan_reads(ours, [theirs])
+    other = attrs.evolve(theirs, engine_id="another", regions=[attrs.evolve(theirs.regions[0], address=1 << 50)])
+    before, after = plan.pairs[0].remote_table, plan.with_remotes([other]).pairs[0].remote_table
+    assert (after.rows[:, 0] - (1 << 50) == before.rows[:, 0] - before.regions[0].address).all()
+    assert (after.rows[:, 1:] == before.rows[:, 1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("remotes", "message"),
+    [
+        (engine("another", tp=2)[:1], r"workers in the same order, of ranks \[0, 1\], got ranks \[0\]"),
+        (engine("another", tp=2)[::-1], r"workers in the same order, of ranks \[0, 1\], got ranks \[1, 0\]"),
+        (engine("another", tp=2, tokens=8), "expected a worker that keeps the same .* got another/0, which differs"),
+        (engine("another", tp=2, layers=3), "expected a worker that keeps the same .* got another/0, which differs"),
+    ],
+)
+def test_remotes_that_keep_something_else_are_refused(remotes, message):
+    """Another rank, order, geometry or tensor calls for a plan of its own."""
+    (ours,) = engine("decode")
+    plan = plan_reads(ours, engine("prefill", tp=2))
+    with pytest.raises(KVPlanError, match=message) as error:
+        plan.with_remotes(remotes)
+    assert error.value.code == "WORKER"

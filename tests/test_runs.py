@@ -4,11 +4,11 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, plan_reads, verify
+from kvplan import Blocks, Worker, plan_reads, verify
 from kvplan.cells import cells
 from kvplan.match import match
-from kvplan.runs import join, sections
-from kvplan.sources import Sources
+from kvplan.runs import join, outline, sections
+from kvplan.sources import Part, Sources
 from tests.small import HEAD_BYTES, engine
 
 
@@ -151,3 +151,79 @@ def test_r4_a_period_too_long_to_list_moves_token_by_token() -> None:
     assert spec.local_ids.size == 2037
     assert spec.descriptors()[0][:, 1].tolist() == [10 * HEAD_BYTES, 1011 * HEAD_BYTES, 1016 * HEAD_BYTES]
     assert verify(plan, local=local, remote=remote, tokens=tokens).ok
+
+
+def only_cell(ours, theirs):
+    (found,) = cells(match(ours, Sources([theirs])), ours, [theirs])
+    return found
+
+
+def test_ranks_that_hold_other_heads_in_the_same_way_have_one_outline():
+    """Heads [0, 2) to [0, 2) or [2, 4) to [2, 4): the same rows, in other regions."""
+    pairs = zip(engine("d", tp=2), engine("p", tp=2), strict=True)
+    one, other = (outline([only_cell(ours, theirs)]) for ours, theirs in pairs)
+    assert one == other
+
+
+def changed(worker: Worker, **changes) -> Worker:
+    """A worker whose group, or whose views, have other values."""
+    if "group" not in changes:
+        return attrs.evolve(worker, views=[attrs.evolve(view, **changes) for view in worker.views])
+    views = [attrs.evolve(view, group=changes["group"]) for view in worker.views]
+    return attrs.evolve(worker, groups=[attrs.evolve(worker.groups[0], name=changes["group"])], views=views)
+
+
+OURS, THEIRS = engine("d", tp=2)[0], engine("p")[0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (engine("d", tp=2)[1], THEIRS),
+        (engine("d", tp=2, tokens=2)[0], THEIRS),
+        (OURS, engine("p", tokens=2)[0]),
+        (engine("d", tp=2, order="NH")[0], THEIRS),
+        (OURS, engine("p", order="NH")[0]),
+        (engine("d", tp=2, blocks=9)[0], THEIRS),
+        (OURS, engine("p", blocks=9)[0]),
+        (engine("d", tp=2, layers=1)[0], THEIRS),
+        (engine("d", tp=2, contexts=(2, 1))[0], engine("p", contexts=(2, 1))[0]),
+        (changed(OURS, group="other"), THEIRS),
+        (OURS, changed(THEIRS, group="other")),
+        (changed(OURS, dtype="uint8"), changed(THEIRS, dtype="uint8")),
+        (attrs.evolve(OURS, regions=OURS.regions[::-1]), THEIRS),
+    ],
+)
+def test_whatever_changes_rows_changes_the_outline(ours, theirs):
+    """Heads, tokens, order, pools, layers, positions, groups, dtype and places of either side."""
+    assert outline([only_cell(ours, theirs)]) != outline([only_cell(OURS, THEIRS)])
+
+
+def padded(worker: Worker, **strides: int) -> Worker:
+    """A worker of large blocks, with other strides in them."""
+    views = [
+        attrs.evolve(
+            view,
+            block_stride_bytes=1024,
+            axes=[attrs.evolve(a, stride_bytes=strides.get(a.name, a.stride_bytes)) for a in view.axes],
+        )
+        for view in worker.views
+    ]
+    regions = [attrs.evolve(region, size_bytes=1 << 14) for region in worker.regions]
+    return attrs.evolve(worker, regions=regions, views=views)
+
+
+@pytest.mark.parametrize("strides", [{"head": 104}, {"token": 24}, {"kv": 12}])
+def test_every_stride_of_either_side_is_in_the_outline(strides):
+    """Blocks, the other axes and the other side stay as they are."""
+    first = {"head": 100, "token": 20}
+    same, others = ([padded(side, **every) for side in (OURS, THEIRS)] for every in (first, first | strides))
+    pairs = [same, (others[0], same[1]), (same[0], others[1])]
+    assert len({outline([only_cell(*pair)]) for pair in pairs}) == 3
+
+
+def test_a_part_of_an_axis_has_an_outline_of_its_own():
+    """One head of two that both sides hold, or both of them."""
+    cell = only_cell(OURS, THEIRS)
+    one = Part(intervals=np.array([[0, 1]]), held=cell.parts["head"].held)
+    assert outline([attrs.evolve(cell, parts={**cell.parts, "head": one})]) != outline([cell])
