@@ -108,16 +108,10 @@ class TransferPlan:
                 blocks = destination[ours.name], source[theirs.name]
                 parts += terms(layout, blocks, wanted(ours, blocks[0], ranges[layout.groups[near].name]))
             ids = add(parts, memory)
+            shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in parts])
+            tables = pair.local_table, pair.remote_table
             specs.append(
-                ReadSpec(
-                    self.operation,
-                    self.local.key,
-                    pair.remote,
-                    pair.local_table,
-                    pair.remote_table,
-                    ids[near],
-                    ids[1 - near],
-                )
+                ReadSpec(self.operation, self.local.key, pair.remote, *tables, ids[near], ids[1 - near], shapes)
             )
         return tuple(specs)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-from kvplan.axes import heads, read_only
+from kvplan.axes import Ints, heads
 from kvplan.bind import Ids
-from kvplan.tables import Table
+from kvplan.tables import Descriptors, Table
 from kvplan.workers import Key, label_of
-
-Descriptors = npt.NDArray[np.uint64]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -21,7 +19,8 @@ class ReadSpec:
     """What one request moves from, or to, one remote worker: two equally long arrays of ids, int32.
 
     ``operation`` is ``READ`` (bytes go from remote to local) or ``WRITE``. ``local`` and ``remote`` are
-    (engine id, rank). The nth local id and the nth remote id, in their tables, are one copy.
+    (engine id, rank). The nth local id and the nth remote id, in their tables, are one copy. ``shapes`` tells how ids
+    are made up, if it is known: parts of so many strands with so many blocks or tokens each.
     """
 
     operation: str
@@ -31,6 +30,7 @@ class ReadSpec:
     remote_table: Table
     local_ids: Ids
     remote_ids: Ids
+    shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -51,25 +51,33 @@ class ReadSpec:
 
     @cached_property
     def _descriptors(self) -> tuple[Descriptors, Descriptors]:
-        tables, every = (self.local_table, self.remote_table), (self.local_ids, self.remote_ids)
-        rows = [table.row_of(ids) for table, ids in zip(tables, every, strict=True)]
-        address = [
-            table.rows[row, 0] + (ids - table.first[row]).astype(np.uint64) * table.rows[row, 3]
-            for table, ids, row in zip(tables, every, rows, strict=True)
-        ]
-        order = np.lexsort((address[0], tables[0].region[rows[0]]))
-        length = tables[0].rows[rows[0], 1][order]
-        goes_on = np.ones(max(order.size - 1, 0), bool)
-        for table, row, at in zip(tables, rows, address, strict=True):
-            region, start = table.region[row][order], at[order]
-            goes_on &= (region[1:] == region[:-1]) & (start[:-1] + length[:-1] == start[1:])
-        first = heads(goes_on)[: order.size]
+        parts = list(zip(*self._spans(), strict=True))
+        spans = [np.concatenate(column) if len(column) > 1 else column[0] for column in parts]
+        if (spans[0][1:] < spans[0][:-1]).any():
+            order = np.argsort(spans[0], kind="stable")
+            spans = [column[order] for column in spans]
+        ours, theirs, length, row, far_row = spans
+        first = heads((ours[:-1] + length[:-1] == ours[1:]) & (theirs[:-1] + length[:-1] == theirs[1:]))[: ours.size]
         joined = np.add.reduceat(length, first) if first.size else length
-        ours, theirs = (
-            read_only(np.stack([at[order][first], joined, table.rows[row[order][first], 2]], axis=1))
-            for table, row, at in zip(tables, rows, address, strict=True)
-        )
-        return ours, theirs
+        local = self.local_table.descriptors(ours[first], joined, row[first])
+        return local, self.remote_table.descriptors(theirs[first], joined, far_row[first])
+
+    def _spans(self) -> Iterator[tuple[Ints, ...]]:
+        """The bytes of each part of the ids, nearly in order: where on either side, how many, and the row on either.
+
+        Strands that list their blocks in one order are sorted all at once, and one that lies in one row has a single
+        row to look up.
+        """
+        sides, start = ((self.local_table, self.local_ids), (self.remote_table, self.remote_ids)), 0
+        known = sum(n * m for n, m in self.shapes) == self.local_ids.size
+        for n, m in self.shapes if self.shapes and known else [(1, self.local_ids.size)]:
+            ids = [every[start : start + n * m].reshape(n, m) for _, every in sides]
+            order = np.argsort(ids[0][:1], axis=1, kind="stable")[0]
+            ids, start = [side[:, order] for side in ids], start + n * m
+            rows = [table.rows_of(side) for (table, _), side in zip(sides, ids, strict=True)]
+            columns = [table.places(side, row) for (table, _), side, row in zip(sides, ids, rows, strict=True)]
+            columns += [self.local_table.rows[:, 1].astype(np.int64)[rows[0]], *rows]
+            yield tuple(np.broadcast_to(column, (n, m)).reshape(-1) for column in columns)
 
     def __repr__(self) -> str:
         arrow = "<-" if self.operation == "READ" else "->"

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Final, Literal
+from functools import cached_property
+from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
@@ -29,6 +30,8 @@ from kvplan.errors import KVPlanError
 from kvplan.reading import ID_END
 from kvplan.runs import Lane, Section, Spans
 from kvplan.views import Group, Region
+
+Descriptors = npt.NDArray[np.uint64]
 
 MAX_ROWS: Final = 1 << 24
 """The strands of one side of a pair times their slots may be at most this."""
@@ -56,9 +59,37 @@ class Table:
         """How many descriptors the rows stand for: ids are in ``[0, num_ids)``."""
         return int(self.first[-1]) + int(self.rows[-1, 4]) if len(self.rows) else 0
 
-    def row_of(self, ids: npt.NDArray[np.int32]) -> Ints:
+    def row_of(self, ids: npt.NDArray[np.integer[Any]]) -> Ints:
         """The row each id lies in."""
         return np.searchsorted(self.first, ids, "right") - 1
+
+    def rows_of(self, ids: npt.NDArray[np.int32]) -> Ints:
+        """The row of the ids (n, m) of some strands: (n, 1) where each strand has one, else of each id."""
+        if ids.size and (low := self.row_of(ids.min(axis=1))).tolist() == self.row_of(ids.max(axis=1)).tolist():
+            return low[:, None]
+        return self.row_of(ids)
+
+    @cached_property
+    def _arena(self) -> Ints:
+        """Where each region would begin if all stood one after another, with a byte between."""
+        sizes = [region.size_bytes + 1 for region in self.regions]
+        return np.cumsum([0, *sizes[:-1]])
+
+    def places(self, ids: npt.NDArray[np.int32], row: Ints) -> Ints:
+        """Where the bytes of ids stand among all regions, in the order of these, none next to another."""
+        offset = (self.rows[:, 0] - bases(self.regions)[0][self.region]).astype(np.int64) + self._arena[self.region]
+        stride = self.rows[:, 3].astype(np.int64)
+        place: Ints = ids * stride[row] + (offset - self.first * stride)[row]
+        return place
+
+    def descriptors(self, place: Ints, length: Ints, row: Ints) -> Descriptors:
+        """Address, length and device, (n, 3), of bytes at these places in these rows."""
+        base, device = bases(self.regions)
+        found = np.empty((place.size, 3), np.uint64)
+        found[:, 0] = place + (base - self._arena.astype(np.uint64))[self.region[row]].view(np.int64)
+        found[:, 1] = length
+        found[:, 2] = device[self.region[row]]
+        return read_only(found)
 
     def in_regions(self, regions: tuple[Region, ...]) -> Table:
         """The same rows in other regions, one in the place of each."""

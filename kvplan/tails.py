@@ -14,7 +14,7 @@ from kvplan.align import before, slots
 from kvplan.axes import Ints, heads, read_only
 from kvplan.bind import Tokens, check_names, range_of
 from kvplan.blocks import Blocks, check_blocks
-from kvplan.specs import Descriptors
+from kvplan.tables import Descriptors
 from kvplan.views import TOKEN, Geometry
 from kvplan.workers import Worker
 

@@ -20,7 +20,7 @@ Edit = Callable[[Ranges, Ranges], tuple[Ranges, Ranges]]
 class EditedSpec(ReadSpec):
     """A spec whose descriptors are not those of its ids."""
 
-    ranges: tuple[Ranges, Ranges]
+    ranges: tuple[Ranges, Ranges] = attrs.field(kw_only=True)
 
     def descriptors(self) -> tuple[Ranges, Ranges]:
         """The descriptors as edited."""

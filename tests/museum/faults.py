@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,10 @@ def _table(table: Table, ranges: npt.ArrayLike) -> Table:
     address, length, device = np.asarray(ranges, np.uint64).T
     numbers = np.arange(address.size)
     rows = np.stack([address, length, device, length, np.ones_like(length)], axis=1)
-    return Table(table.regions, numbers, rows, numbers)
+    regions: Any = tuple(  # as a Region, ranges that no memory has would be refused
+        SimpleNamespace(address=at, size_bytes=length, device_id=device) for at, length, device in rows[:, :3].tolist()
+    )
+    return Table(regions, numbers, rows, numbers)
 
 
 def grouped(name: str, blocks: int = 100, **groups: int | None) -> Worker:
