@@ -1,6 +1,7 @@
 """kvplan: plans that move a request's cache between engines of any layout, verified byte for byte."""
 
 from kvplan.axes import Axis
+from kvplan.bind import Workspace
 from kvplan.blocks import Blocks
 from kvplan.certificate import Certificate
 from kvplan.compare import Comparison, Difference, compare
@@ -48,6 +49,7 @@ __all__ = [
     "TransferPlan",
     "View",
     "Worker",
+    "Workspace",
     "compare",
     "completions",
     "contacts",

@@ -37,7 +37,7 @@ class Workspace:
     Fresh memory costs more than the ids in it: every page of it is mapped anew. Specs that were bound with a workspace
     are good until the next ``bind`` with it.
 
-    >>> from kvplan import Blocks, Model, plan_reads
+    >>> from kvplan import Blocks, Model, Workspace, plan_reads
     >>> (decode,), (prefill,) = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in "dp")
     >>> plan, workspace = plan_reads(decode, [prefill]), Workspace()
     >>> for block in (3, 4):
