@@ -1,0 +1,141 @@
+"""kvplan's rows, and the floor: the least that numpy can do for the same ids.
+
+The floor knows everything but the block ids beforehand. It makes an array of each list, takes from it what runs of a
+block add where blocks have several, and adds that to a column of strands: one broadcast int32 add a side and pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.peers.cases import Request, World
+from benchmarks.peers.rows import BIND, DESCRIPTORS, FLOOR, Row
+from kvplan import Blocks, ReadSpec, TransferPlan, Workspace
+
+Ids = npt.NDArray[np.int32]
+Sides = list[tuple[Ids, Ids]]
+
+
+@attrs.frozen(eq=False)
+class Term:
+    """Ids of one side of a pair: a column of strands, and for each block ``step`` times its id, plus ``sub``."""
+
+    strands: Ids
+    step: int
+    sub: Ids
+
+    @classmethod
+    def of(cls, ids: Ids, num_strands: int, blocks: int) -> Term:
+        """From the ids that a plan gives to the first ``blocks`` blocks of a pool."""
+        by_strand = ids.reshape(num_strands, blocks, -1).astype(np.int64)
+        sub = by_strand[0, 0] - by_strand[0, 0, 0]
+        step = int(by_strand[0, 1, 0] - by_strand[0, 0, 0])
+        return cls(by_strand[:, 0, :1].astype(np.int32), step, sub.astype(np.int32))
+
+    def row(self, ids: Ids) -> Ids:
+        """What the blocks add."""
+        if self.step == 1 and self.sub.size == 1:
+            return ids
+        made: Ids = np.add.outer(ids * np.int32(self.step), self.sub).reshape(-1)
+        return made
+
+
+def bound(plan: TransferPlan, request: Request, workspace: Workspace | None = None) -> tuple[ReadSpec, ...]:
+    """The request, from lists."""
+    local, remote = {"attn": Blocks(request.destination)}, {"attn": Blocks(request.source)}
+    return plan.bind(local=local, remote=remote, tokens=(0, request.stop), workspace=workspace)
+
+
+def terms(world: World) -> list[tuple[Term, Term]]:
+    """What the floor knows of each pair: local and remote."""
+    sizes = world.case.destination.tokens, world.case.source.tokens
+    span = 2 * max(sizes)
+    counts = [span // size for size in sizes]
+    probe = Request(list(range(counts[1])), list(range(counts[0])), span)
+    strands = world.case.strands
+    return [
+        (Term.of(spec.local_ids, strands, counts[0]), Term.of(spec.remote_ids, strands, counts[1]))
+        for spec in bound(world.plan, probe)
+    ]
+
+
+class Floor:
+    """The floor of a request."""
+
+    def __init__(self, world: World, request: Request) -> None:
+        self._terms, self._request = terms(world), request
+        self._made = self.fresh()
+
+    def arrays(self) -> tuple[Ids, Ids]:
+        """The block ids of both sides, local and remote."""
+        return np.array(self._request.destination, np.int32), np.array(self._request.source, np.int32)
+
+    def fresh(self) -> Sides:
+        """Local and remote ids of each pair, in new arrays."""
+        ours, theirs = self.arrays()
+        return [
+            (np.add(near.strands, near.row(ours)), np.add(far.strands, far.row(theirs))) for near, far in self._terms
+        ]
+
+    def reused(self) -> Sides:
+        """The same, in arrays that are there already."""
+        ours, theirs = self.arrays()
+        for (near, far), (local, remote) in zip(self._terms, self._made, strict=True):
+            np.add(near.strands, near.row(ours), out=local)
+            np.add(far.strands, far.row(theirs), out=remote)
+        return self._made
+
+
+def rows(world: World, request: Request) -> Iterator[Row]:
+    """The floor and kvplan."""
+    floor, plan, workspace = Floor(world, request), world.plan, Workspace()
+    yield Row("the lists as arrays", "arrays", floor.arrays, lambda made: made[1].size, note=NOTES["lists"])
+    yield Row(FLOOR, "ids", floor.reused, _count, lambda made: floor_copies(plan, request, made), NOTES["floor"])
+    yield Row("floor, into new arrays", "ids", floor.fresh, _count)
+    yield Row(BIND, "ids", lambda: bound(plan, request, workspace), _count_ids, copies, note=NOTES["bind"])
+    yield Row("kvplan bind", "ids", lambda: bound(plan, request), _count_ids, copies, NOTES["fresh"])
+    yield Row(
+        DESCRIPTORS,
+        "ranges",
+        lambda: [(spec, spec.descriptors()) for spec in bound(plan, request, workspace)],
+        lambda made: sum(len(local) for _, (local, _) in made),
+        lambda made: copies([spec for spec, _ in made]),
+        NOTES["descriptors"],
+    )
+
+
+NOTES = {
+    "lists": "np.array(list, np.int32) of both sides, which all functions do in some way, once or more",
+    "floor": "nothing is checked",
+    "bind": "int32 ids of both sides, in memory that is used again; tables and range are checked, to the position",
+    "fresh": "the same in new arrays, as peers make them",
+    "descriptors": "addresses and lengths as arrays, as few as can be, in order of address",
+}
+
+
+def copies(specs: Any) -> list[Any]:
+    """Addresses read, addresses written and lengths."""
+    parts = [spec.descriptors() for spec in specs]
+    return [(remote[:, 0], local[:, 0], local[:, 1]) for local, remote in parts]
+
+
+def floor_copies(plan: TransferPlan, request: Request, made: Sides) -> list[Any]:
+    """The same, if the floor's ids stand in place of the plan's."""
+    pairs = zip(bound(plan, request), made, strict=True)
+    return copies(
+        attrs.evolve(spec, local_ids=local.reshape(-1), remote_ids=remote.reshape(-1))
+        for spec, (local, remote) in pairs
+    )
+
+
+def _count(made: Sides) -> int:
+    return sum(local.size for local, _ in made)
+
+
+def _count_ids(specs: Any) -> int:
+    return sum(spec.local_ids.size for spec in specs)

@@ -1,0 +1,142 @@
+"""The comparison as a table: for a terminal, or as Markdown."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from benchmarks.peers.rows import BASES, BIND, DESCRIPTORS, FLOOR, Figure, Section
+
+Line = tuple[str, ...]
+
+COLUMNS: Final = ("function", "median", "quartiles", "makes", "a second", "/ floor", "/ kvplan")
+SHORT: Final = ("case", "blocks", "descriptors", "kvplan ids", "floor", "NIXL ids", "kvplan ranges", "Mooncake ranges")
+
+NOTES: Final = (
+    "A decode worker's request, from lists of block ids on both sides, between engines that have shaken hands. All "
+    "functions that make ids or ranges of one request move the same bytes from and to the same addresses. Times are "
+    "medians of rounds in which all have a turn, ratios are medians of those in the same rounds.",
+    "Ids are descriptor ids, as many for either side. Ranges are addresses and lengths of both sides. What NIXL or "
+    "Mooncake does with them is in no figure.",
+)
+RATIOS: Final = (
+    "/ floor: the time over that of one int32 broadcast add a side into arrays that are there already. / kvplan: over "
+    f"that of '{BIND}' for ids, of '{DESCRIPTORS}' for ranges."
+)
+SHORT_RATIOS: Final = (
+    f"kvplan ids: '{BIND}'; kvplan ranges: '{DESCRIPTORS}'. Beside them, over kvplan's, the time of the floor, and "
+    "that of the peer's function that makes ids or ranges; empty where it refuses the pair."
+)
+
+
+def seconds(value: float) -> str:
+    """A time with three digits.
+
+    >>> [seconds(value) for value in (9.876e-6, 1.2345e-4, 0.01234, 2.5)]
+    ['9.88 µs', '123 µs', '12.3 ms', '2.50 s']
+    """
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if value * scale < 999.5:
+            return f"{_digits(value * scale)} {unit}"
+    return f"{_digits(value)} s"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - (value >= 9.995) - (value >= 99.95))}f}"
+
+
+def title(section: Section) -> str:
+    """What moves in a section."""
+    return (
+        f"{section.case}, {section.blocks:,} blocks: {section.num_bytes / 2**20:,.0f} MiB, "
+        f"{section.num_descriptors:,} descriptors at least"
+    )
+
+
+def lines(section: Section) -> Iterator[Line]:
+    """The rows of a section."""
+    for figure in section.figures:
+        low, median, high = figure.quartiles
+        cells = [figure.name, seconds(median), f"{seconds(low)} - {seconds(high)}"]
+        if figure.output == "arrays":
+            yield (*cells, "2 arrays", "", "", "")
+            continue
+        cells += [f"{figure.count:,} {figure.output}", f"{_digits(figure.count / median / 1e6)} M"]
+        cells += [_ratio(figure, section[FLOOR]) if figure.output == "ids" else ""]
+        yield (*cells, _ratio(figure, section[BASES[figure.output]]))
+
+
+def _ratio(figure: Figure, base: Figure) -> str:
+    return f"{_digits(figure.over(base))}x"
+
+
+def short(section: Section) -> Line:
+    """A section in one line: kvplan's times, and those of others over them."""
+    cells = [f"{section.case} ({section.peers})", f"{section.blocks:,}", f"{section.num_descriptors:,}"]
+    for output, others in {"ids": (FLOOR, f"{section.peers} NIXL"), "ranges": (f"{section.peers} Mooncake",)}.items():
+        base = section[BASES[output]]
+        cells.append(seconds(base.quartiles[1]))
+        for name in others:
+            found = [one for one in section.figures if one.name.startswith(name) and not _in_full_only(one)]
+            cells += [_ratio(one, base) for one in found] or [""]
+    return tuple(cells)
+
+
+def _in_full_only(figure: Figure) -> bool:
+    return figure.output == "arrays" or figure.name in ("kvplan bind", "vLLM NIXL, _compute_desc_ids")
+
+
+def remarks(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
+    """What functions do beside, and what peers refuse, each once."""
+    notes: dict[str, dict[str, None]] = {}
+    for figure in (figure for section in sections for figure in section.figures):
+        if figure.note and not (is_short and _in_full_only(figure)):
+            notes.setdefault(figure.note, {})[figure.name] = None
+    yield from (f"{'; '.join(names)}: {note}." for note, names in notes.items())
+    refused = {(section.case, refusal.name): refusal.reason for section in sections for refusal in section.refusals}
+    yield from (f"{name} refuses '{case}': {reason}" for (case, name), reason in refused.items())
+
+
+def _notes(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
+    yield from (*NOTES, SHORT_RATIOS if is_short else RATIOS)
+    yield from remarks(sections, is_short)
+
+
+def markdown(sections: Sequence[Section], caption: str, is_short: bool) -> str:
+    """Everything as Markdown."""
+    tables = [[*_head(SHORT), *map(_row, map(short, sections))]]
+    if not is_short:
+        tables = [[f"**{title(one)}**", "", *_head(COLUMNS), *map(_row, lines(one))] for one in sections]
+    notes = [f"- {note}" for note in _notes(sections, is_short)]
+    return "\n\n".join(["\n".join(part) for part in (*tables, notes)] + [caption])
+
+
+def _head(columns: Line) -> list[str]:
+    return [_row(columns), f"|{'|'.join('---' if i == 0 else '---:' for i in range(len(columns)))}|"]
+
+
+def _row(cells: Line) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def show(sections: Sequence[Section], caption: str, is_short: bool) -> None:
+    """Everything on a terminal; as Markdown where there is no rich."""
+    try:
+        table, console, box = (importlib.import_module(f"rich.{name}") for name in ("table", "console", "box"))
+    except ImportError:
+        print(markdown(sections, caption, is_short))
+        return
+    out: Any = console.Console(width=None if console.Console().is_terminal else 140)
+    for part in [sections] if is_short else [[section] for section in sections]:
+        made = table.Table(
+            title=None if is_short else title(part[0]), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+        )
+        for i, name in enumerate(SHORT if is_short else COLUMNS):
+            made.add_column(name, justify="right" if i else "left", no_wrap=not is_short)
+        for cells in map(short, part) if is_short else lines(part[0]):
+            made.add_row(*cells)
+        out.print(made)
+    for note in _notes(sections, is_short):
+        out.print(f"- {note}", highlight=False, markup=False)
+    out.print(caption, style="dim", highlight=False, markup=False)

@@ -1,0 +1,163 @@
+"""Side by side: from a request's block tables to descriptors, by kvplan, by its peers' own planners, and by numpy.
+
+    python -m tests.second_opinion.environment     # once: vLLM and SGLang as released, in .second_opinion
+    python -m benchmarks.side_by_side              # ten minutes; one with --blocks 512 --short
+
+All functions run in one process, the environment's, in turns. Peers' functions are imported as they were released,
+with agents in place of NIXL and Mooncake that take what they are given. All begin with lists of block ids of both
+sides; what they make differs:
+
+- kvplan's ``bind`` and SGLang's NIXL manager make int32 ids of both sides, vLLM's NIXL connector int64 ids.
+- Connectors for Mooncake make addresses and lengths, as lists of int. kvplan's ``descriptors`` are arrays of them.
+- ``bind`` checks the tables and the range, and is exact to the position. Peers copy whole blocks and check less.
+- kvplan and vLLM's NIXL connector plan what a decode worker reads. The others plan what prefill workers write, here
+  one after the other.
+
+Before anything is timed, what a function made is looked up and joined where it goes on. It has to be the copies that
+kvplan makes: the same bytes from and to the same addresses. Without the environment there are the rows of kvplan and of
+the floor alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from benchmarks.peers import ours, table
+from benchmarks.peers.cases import CASES, Case, Request, World, moves
+from benchmarks.peers.rows import Figure, Refusal, Row, Section, measure
+from tests.second_opinion import environment
+
+BLOCKS: Final = (8, 64, 512, 4096)
+ABSENT: Final = (
+    "no peers here, so their rows are left out: `python -m tests.second_opinion.environment` makes the environment"
+)
+
+Peers = Callable[[World], Callable[[Request], Iterator[Row | Refusal]]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, here or in the environment, and print."""
+    given = _parser().parse_args(arguments)
+    if not environment.is_there():
+        print(ABSENT, file=sys.stderr)
+        found = run(given)
+    elif environment.PYTHON.parent.parent.samefile(sys.prefix):
+        found = run(given, with_peers=True)
+    else:
+        command = [str(environment.PYTHON), "-m", "benchmarks.side_by_side", *arguments, "--json"]
+        said = subprocess.run(command, cwd=environment.ROOT, stdout=subprocess.PIPE, check=True, text=True)
+        found = json.loads(said.stdout)
+    sections = [_section(**section) for section in found["sections"]]
+    if given.json:
+        print(json.dumps(found))
+    elif given.markdown:
+        print(table.markdown(sections, found["caption"], given.short))
+    else:
+        table.show(sections, found["caption"], given.short)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side", description="kvplan beside its peers")
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, metavar="N", help="sizes of the request")
+    parser.add_argument("--case", nargs="+", default=[""], metavar="WORDS", help="cases with these words in their name")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each case and size; five rounds at least")
+    parser.add_argument("--short", action="store_true", help="one line for each case and size")
+    parser.add_argument("--markdown", action="store_true", help="Markdown in place of a table for the terminal")
+    parser.add_argument("--json", action="store_true", help="all figures, in seconds, as JSON")
+    return parser
+
+
+def run(given: argparse.Namespace, with_peers: bool = False) -> dict[str, Any]:
+    """All sections that are asked for, as plain data."""
+    cases = [case for case in CASES if any(words in case.name for words in given.case)]
+    peers = _peers() if with_peers else {}
+    made = []
+    for case in cases:
+        world = World.of(case)
+        others = peers[case.peers](world) if peers else _nobody
+        for blocks in given.blocks:
+            print(f"{case.name}, {blocks} blocks", file=sys.stderr)
+            request = Request.of(case, blocks)
+            made.append(section(world, request, [*ours.rows(world, request), *others(request)], given.seconds))
+    return {"caption": caption(with_peers), "sections": [attrs.asdict(one) for one in made]}
+
+
+def _nobody(request: Request) -> Iterator[Row | Refusal]:
+    return iter(())
+
+
+def _peers() -> dict[str, Peers]:
+    from benchmarks.peers import sglang_rows, vllm_rows
+
+    vllm_rows.load()
+    return {"vLLM": vllm_rows.rows, "SGLang": sglang_rows.rows}
+
+
+def section(world: World, request: Request, rows: Sequence[Row | Refusal], seconds: float) -> Section:
+    """One case at one size, measured."""
+    specs = ours.bound(world.plan, request)
+    descriptors, num_bytes = (sum(getattr(spec, name) for spec in specs) for name in ("num_descriptors", "num_bytes"))
+    timed = [row for row in rows if isinstance(row, Row)]
+    expected = moves(ours.copies(specs))
+    del specs  # and the descriptors that they keep
+    counts = [checked(row, expected) for row in timed]
+    figures = [
+        Figure(row.name, row.output, count, times, row.note)
+        for row, count, times in zip(timed, counts, measure(timed, seconds), strict=True)
+    ]
+    refusals = tuple(row for row in rows if isinstance(row, Refusal))
+    case: Case = world.case
+    return Section(case.name, case.peers, len(request.source), num_bytes, descriptors, tuple(figures), refusals)
+
+
+def checked(row: Row, expected: tuple[Any, ...]) -> int:
+    """How many ids or ranges a function makes, of one side; an error if they are other copies than are expected."""
+    made = row.call()
+    if row.moves is not None:
+        found = moves(row.moves(made))
+        if not all(np.array_equal(*sides) for sides in zip(found, expected, strict=True)):
+            raise RuntimeError(f"{row.name} moves other bytes")
+    return row.count(made)
+
+
+def caption(with_peers: bool) -> str:
+    """When and where, and of what versions."""
+    names = ("numpy", "torch") if with_peers else ("numpy",)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    versions += [f"{name} {version}" for name, version in environment.PEERS.items()] if with_peers else []
+    return (
+        f"{datetime.date.today()}: Python {platform.python_version()}, {', '.join(versions)}, "
+        f"{os.cpu_count()} CPUs of {_processor()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _section(figures: Any, refusals: Any, **fields: Any) -> Section:
+    made = tuple(Figure(**figure) for figure in figures), tuple(Refusal(**refusal) for refusal in refusals)
+    return Section(**fields, figures=made[0], refusals=made[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""The comparison with peers' planners, as far as it runs without them."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import side_by_side
+from benchmarks.peers import ours, table
+from benchmarks.peers.cases import CASES, Case, Request, World, moves
+from benchmarks.peers.rows import BIND, Figure, Refusal, Row, Section, measure
+from tests.second_opinion import environment
+
+SECTION = Section(
+    "a case",
+    "vLLM",
+    8,
+    1 << 20,
+    640,
+    (
+        Figure("floor, into reused arrays", "ids", 640, [10e-6, 90e-6, 9e-6]),
+        Figure(BIND, "ids", 640, [20e-6, 180e-6, 18e-6], "a note"),
+        Figure("kvplan bind and descriptors", "ranges", 640, [100e-6, 101e-6, 99e-6], "a note"),
+        Figure("vLLM NIXL, _compute_desc_ids", "ids", 640, [1e-6], "another note"),
+        Figure("vLLM NIXL, _read_blocks_for_req", "ids", 640, [30e-6, 270e-6, 27e-6]),
+    ),
+    (Refusal("vLLM Mooncake", "why not"),),
+)
+
+
+world_of = functools.cache(World.of)
+
+
+@pytest.fixture(autouse=True)
+def _without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "is_there", lambda: False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_floor_makes_the_ids_that_bind_makes(case: Case) -> None:
+    """In every case, into new arrays and into reused ones."""
+    world, request = world_of(case), Request.of(case, 16)
+    floor, specs = ours.Floor(world, request), ours.bound(world.plan, request)
+    for sides in (floor.fresh(), floor.reused()):
+        for spec, (local, remote) in zip(specs, sides, strict=True):
+            assert np.array_equal(local.reshape(-1), spec.local_ids)
+            assert np.array_equal(remote.reshape(-1), spec.remote_ids)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_request_is_all_that_a_decode_worker_keeps_of_it(case: Case) -> None:
+    """Every slot of the blocks on its side, in all layers: K and V of 128 values of 2 bytes, of its heads."""
+    world, request = world_of(case), Request.of(case, 16)
+    num_bytes = sum(spec.num_bytes for spec in ours.bound(world.plan, request))
+    assert num_bytes == 16 * 16 * 80 * (8 // case.destination.tp) * 2 * 128 * 2
+
+
+def test_blocks_stand_in_runs() -> None:
+    """Of a case with runs, blocks of both sides go on as long as a run, and no longer than by chance."""
+    (case,) = (case for case in CASES if case.run == 8 and case.peers == "vLLM")
+    request = Request.of(case, 64)
+    for ids in (request.source, request.destination):
+        first = np.array(ids).reshape(8, 8)
+        assert (np.diff(first, axis=1) == 1).all()
+        assert (first[1:, 0] != first[:-1, -1] + 1).any()
+        assert len(set(ids)) == 64
+
+
+def test_moves_joins_what_goes_on_at_both_ends() -> None:
+    """Descriptors that say the same copies are equal afterwards, and others are not."""
+    whole, halves = [([0], [64], [8])], [([4], [68], [4]), ([0], [64], [4])]
+    apart = [([4], [64], [4]), ([0], [68], [4])]
+    assert all(map(np.array_equal, moves(whole), moves(halves)))
+    assert len(moves(apart)[0]) == 2
+
+
+def test_every_row_has_a_time_for_every_round() -> None:
+    """All rows have as many rounds, each longer than none."""
+    rows = [Row(name, "ids", lambda: sum(range(100)), lambda made: made) for name in "ab"]
+    times = measure(rows, 0.0)
+    assert [len(found) for found in times] == [5, 5]
+    assert min(map(min, times)) > 0
+
+
+def test_a_row_that_moves_other_bytes_is_an_error() -> None:
+    """A function that is compared with has to make the same copies."""
+    row = Row("other", "ranges", lambda: [([0], [64], [8])], len, lambda made: made)
+    assert side_by_side.checked(row, moves([([0], [64], [8])])) == 1
+    with pytest.raises(RuntimeError, match="other moves other bytes"):
+        side_by_side.checked(row, moves([([0], [72], [8])]))
+
+
+def test_a_ratio_is_of_times_of_the_same_rounds() -> None:
+    """A round in which all were slow counts as any other; rounds that one had no turn in don't count."""
+    assert Figure("a", "ids", 1, [2.0, 60.0]).over(Figure("b", "ids", 1, [1.0, 30.0, 7.0, 7.0])) == 2.0
+
+
+def test_lines_have_ratios_to_what_makes_the_same() -> None:
+    """Ids over the floor and over bind, ranges over bind with its descriptors."""
+    ratios = {line[0]: line[-2:] for line in table.lines(SECTION)}
+    assert ratios["vLLM NIXL, _read_blocks_for_req"] == ("3.00x", "1.50x")
+    assert ratios["kvplan bind and descriptors"] == ("", "1.00x")
+
+
+def test_a_short_line_has_a_peer_s_whole_request() -> None:
+    """Not its ids alone; and nothing where a peer refuses."""
+    assert table.short(SECTION) == (
+        "a case (vLLM)", "8", "640", "20.0 µs", "0.50x", "1.50x", "100 µs", ""
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_markdown_has_a_table_notes_and_the_caption(is_short: bool) -> None:
+    """Rows of one table are as wide as its head, and a note stands once, for all functions that are shown."""
+    text = table.markdown([SECTION], "a caption", is_short)
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert widths == {9 if is_short else 8}
+    assert f"- {BIND}; kvplan bind and descriptors: a note." in text
+    assert ("another note" in text) is not is_short
+    assert "- vLLM Mooncake refuses 'a case': why not" in text
+    assert text.endswith("\n\na caption")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_terminal_shows_every_function_or_every_case(is_short: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the caption."""
+    table.show([SECTION], "a caption", is_short)
+    shown = capsys.readouterr().out
+    assert "a caption" in shown
+    assert ("a case (vLLM)" if is_short else "vLLM NIXL, _compute_desc_ids") in shown
+
+
+def test_without_peers_there_are_our_rows_and_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command, on one small request."""
+    arguments = ["--blocks", "8", "--case", "BLHNC", "--seconds", "0"]
+    assert side_by_side.main([*arguments, "--markdown"]) == 0
+    shown = capsys.readouterr()
+    assert f"| {BIND} |" in shown.out
+    assert "vLLM" not in shown.out
+    assert shown.err.startswith("no peers here, so their rows are left out: `python -m tests.second_opinion")
+    assert side_by_side.main([*arguments, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["sections"]) == 2
