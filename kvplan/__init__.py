@@ -14,6 +14,7 @@ from kvplan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
 from kvplan.models import Model
 from kvplan.offers import encode, fingerprint
 from kvplan.peers import decode, problems
+from kvplan.pictures import Picture, show
 from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
@@ -41,6 +42,7 @@ __all__ = [
     "Model",
     "Pair",
     "PeerError",
+    "Picture",
     "Problem",
     "ReadSpec",
     "Region",
@@ -61,6 +63,7 @@ __all__ = [
     "plan_reads",
     "plan_writes",
     "problems",
+    "show",
     "tails",
     "verify",
     "verify_together",

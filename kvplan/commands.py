@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import metadata
-from typing import Any, Final
+from typing import Final
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -22,16 +21,15 @@ from kvplan.errors import KVPlanError
 from kvplan.explain import explain, size
 from kvplan.mesh import plan_mesh
 from kvplan.names import fold, intervals
-from kvplan.sides import BITS, MAX_TOKENS, Side, count, load, token_range
+from kvplan.options import POOL, bits_option, dst_option, echo_json, model_argument, plain_console, src_option
+from kvplan.showing import show_command
+from kvplan.sides import MAX_TOKENS, Side, count, load, token_range
 from kvplan.trials import Request, Trial, lengths_of, memory_needed, undrafted
 
 WIDE: Final = 120
 """Columns that the demo's whole table takes. A narrower terminal gets less of it, a pipe or a file all."""
 
 COLUMNS: Final = ("model", "prefill", "decode", "workers", "descriptors", "of bytes", "moved", "verified")
-
-POOL: Final = 4096
-"""Blocks of an engine that is only explained, where a side doesn't say."""
 
 INTRODUCTION: Final = """\
 One request of {tokens} tokens moves from a prefill engine to a decode engine of
@@ -67,12 +65,8 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     click.echo(" ".join(str(error).splitlines()), err=True)
     if "--json" in arguments:
         message = str(error).partition(": ")[2]
-        _echo_json({"code": error.code, "message": message, "details": dict(error.details)})
+        echo_json({"code": error.code, "message": message, "details": dict(error.details)})
     return 2
-
-
-def _echo_json(document: Mapping[str, Any]) -> None:
-    click.echo(json.dumps(document, indent=2, default=str))
 
 
 def _version() -> str:
@@ -90,22 +84,6 @@ def kvplan(context: click.Context) -> int:
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
     return 0
-
-
-SIDE: Final = (
-    "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), layout (LBHNC, "
-    "LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), kv (content, axis, split), conv (DS, SD), scales (inline, page, region), "
-    "stages (layers of each, 10+22), shared, spread (1 or 0) and draft (a shipped model). "
-    "Left out: tp=1,block=16,layout=LBHNC"
-)
-model_argument = click.argument("model")
-src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")
-dst_option = click.option("--dst", default="", metavar="SIDE", help="The engine that needs it, in the same words.")
-bits_option = click.option(
-    "--bits",
-    type=click.Choice([str(bits) for bits in BITS]),
-    help="Quantize K and V: to 8 bits with a scale for each head of a token, or to 4 with one for each 16 values.",
-)
 
 
 @kvplan.command("verify", short_help="Plan a transfer, move it in fake memory, check every byte.")
@@ -127,7 +105,7 @@ def verify_command(model: str, src: str, dst: str, bits: str | None, tokens: str
     _check_memory(request)
     trial = Trial.of(request)
     if as_json:
-        _echo_json({"model": model, "tokens": [start, stop], **trial.to_json()})
+        echo_json({"model": model, "tokens": [start, stop], **trial.to_json()})
     else:
         _print_trial(f"{model}, {source} -> {destination}, positions [{start}, {stop})", trial)
     return 0 if trial.report.ok else 1
@@ -149,7 +127,7 @@ def _check_memory(request: Request) -> None:
 
 def _print_trial(title: str, trial: Trial) -> None:
     """A title, a line for each destination worker, and the report."""
-    console = _console()
+    console = plain_console()
     console.print(title)
     for worker in trial.request.destinations:
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
@@ -160,11 +138,6 @@ def _print_trial(title: str, trial: Trial) -> None:
     if skipped := trial.request.not_transferred:
         console.print(f"  not transferred: {fold(skipped)}, which no source has")
     console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
-
-
-def _console(**options: Any) -> Console:
-    """Text as it stands: no markup, no wrapping. Rich leaves colour out where NO_COLOR says so, and in a pipe."""
-    return Console(markup=False, highlight=False, soft_wrap=True, **options)
 
 
 @kvplan.command("explain", short_help="Tell what both engines keep where, and what a plan registers.")
@@ -187,6 +160,9 @@ def explain_command(model: str, src: str, dst: str, bits: str | None) -> int:
     drafted = undrafted(engines["dst"], engines["src"])
     click.echo(explain(plan_mesh(engines["dst"], engines["src"], not_transferred=drafted)))
     return 0
+
+
+kvplan.add_command(show_command)
 
 
 @kvplan.command("advise", short_help="Tell which changes would move a request in fewer descriptors.")
@@ -213,7 +189,7 @@ def advise_command(model: str, src: str, dst: str, bits: str | None, tokens: str
     advice = advise(load(model, bits), source, destination, number)
     if as_json:
         sides = {"src": str(source), "dst": str(destination)}
-        _echo_json({"model": model, "tokens": number, **sides, **advice.to_json()})
+        echo_json({"model": model, "tokens": number, **sides, **advice.to_json()})
     else:
         click.echo(f"{model}, {source} -> {destination}, {number} tokens in scattered blocks")
         click.echo(advice)
@@ -236,7 +212,7 @@ def matrix_command(model: str, as_json: bool) -> int:
     if as_json:
         layers = {"moved": len(few.layers), "of": len(whole.layers)}
         decided = [cell.to_json() for cell in cells]
-        _echo_json({"model": model, "layers": layers, "tokens": list(matrix.TOKENS), "cells": decided})
+        echo_json({"model": model, "layers": layers, "tokens": list(matrix.TOKENS), "cells": decided})
     else:
         start, stop = matrix.TOKENS
         layers_told = f"{len(few.layers)} of {len(whole.layers)} layers"

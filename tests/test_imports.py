@@ -21,8 +21,9 @@ PIPELINE = ("align", "sources", "match", "cells", "runs", "tables", "bind", "spe
 ORACLE = ("arenas", "memory", "executor", "labels", "jobs", "report", "verify")
 READERS = ("caches", "states", "keys", "kinds", "layers", "families", "configs", "shipped")
 MODELS = ("layouts", "pools", *READERS, "engines", "groups", "parallel", "shares", "models")
-COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "commands", "cli")
-ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, "explain", *MODELS, *COMMAND_LINE)
+PICTURES = ("bands", "pages", "samples", "copies", "panels", "grids", "spreads", "drawing", "sheets", "svg", "pictures")
+COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "showing", "commands", "cli")
+ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, "explain", *PICTURES, *MODELS, *COMMAND_LINE)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
 

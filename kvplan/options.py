@@ -1,0 +1,40 @@
+"""Options: the words that commands have in common. Needs the ``cli`` extra."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import click
+from rich.console import Console
+
+from kvplan.sides import BITS
+
+POOL: Final = 4096
+"""Blocks of an engine that is only explained or shown, where a side doesn't say."""
+
+SIDE: Final = (
+    "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), layout (LBHNC, "
+    "LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), kv (content, axis, split), conv (DS, SD), scales (inline, page, region), "
+    "stages (layers of each, 10+22), shared, spread (1 or 0) and draft (a shipped model). "
+    "Left out: tp=1,block=16,layout=LBHNC"
+)
+model_argument = click.argument("model")
+src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")
+dst_option = click.option("--dst", default="", metavar="SIDE", help="The engine that needs it, in the same words.")
+bits_option = click.option(
+    "--bits",
+    type=click.Choice([str(bits) for bits in BITS]),
+    help="Quantize K and V: to 8 bits with a scale for each head of a token, or to 4 with one for each 16 values.",
+)
+
+
+def echo_json(document: Mapping[str, Any]) -> None:
+    """Write one JSON document."""
+    click.echo(json.dumps(document, indent=2, default=str))
+
+
+def plain_console(**options: Any) -> Console:
+    """Text as it stands: no markup, no wrapping. Rich leaves colour out where NO_COLOR says so, and in a pipe."""
+    return Console(markup=False, highlight=False, soft_wrap=True, **options)

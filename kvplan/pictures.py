@@ -1,0 +1,110 @@
+"""Pictures: what a worker's blocks look like, and what a plan moves, for terminals, notebooks and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from kvplan.bind import Tokens
+from kvplan.blocks import Blocks
+from kvplan.copies import Panel
+from kvplan.drawing import draw_panel, draw_worker
+from kvplan.errors import KVPlanError
+from kvplan.names import fold
+from kvplan.panels import panels
+from kvplan.plan import TransferPlan
+from kvplan.reading import name
+from kvplan.svg import draw_pages, draw_plan
+from kvplan.workers import Worker
+
+
+@attrs.frozen(repr=False)
+class Picture:
+    """A drawing as plain ``text`` of at most 100 columns where names are short, and as ``svg``, equal for equal values.
+
+    ``str(picture)`` is the text; a notebook shows the SVG, and ``Path("plan.svg").write_text(picture.svg)`` keeps it.
+    """
+
+    title: str
+    text: str
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<Picture: {self.title}>"
+
+
+def show(
+    value: object,
+    *,
+    local: Mapping[str, Blocks] | None = None,
+    remote: Mapping[str, Blocks] | None = None,
+    tokens: Tokens = None,
+    about: str = "",
+) -> Picture:
+    """The picture of a worker: what one block looks like. Or of a plan: which bytes go where.
+
+    Rows are axes, from the slowest in memory to the fastest; columns are bytes, what repeats left out in the middle.
+    Equal layers are one. Of a plan, letters or ribbons say which bytes are copied to which: in the first blocks, as
+    many as tell how both sides meet, of the request that ``local``, ``remote`` and ``tokens`` are, as
+    :meth:`TransferPlan.bind` takes them, or of any. ``about`` is a line under the title of the SVG.
+
+    >>> from kvplan import Model, plan_reads, show
+    >>> model = Model.shipped("llama-3.1-70b")
+    >>> prefill, decode = model.engine("prefill", tp=8), model.engine("decode", tp=4, layout="BLNHC")
+    >>> print(show(decode[1]))
+    layers.0-79.attn
+    one of 80 equal layers, 16384 bytes in each of 4096 blocks of group attn, step 1310720
+    layer │ 0                                    │ 1    │ 2    │ ···│ 79     │
+    token │ 0            │ 1   │ 2   │ ···│ 15   │      │      │    │        │
+    head  │ 2       │ 3  │     │     │    │      │      │      │    │        │
+    kv    │ K  │ V  │    │     │     │    │      │      │      │    │        │
+    byte  │ 0  │ 256│ 512│ 1024│ 2048│    │ 15360│ 16384│ 32768│    │ 1294336│
+    >>> print(show(plan_reads(decode[1], prefill)))
+    layers.0-79.attn
+    positions [0, 16) of one of 80 equal layers: 16 KiB in 32 copies of 512 bytes
+    worker   │ prefill/2                                  │ prefill/3                                  │
+    block    │ 0                                          │ 0                                          │
+    head     │ 2                                          │ 3                                          │
+    position │ 0  │ 1  │ 2   │ 3   │ 4   │ 5   │ ···│ 15  │ 0  │ 1  │ 2   │ 3   │ 4   │ 5   │ ···│ 15  │
+    byte     │ 0  │ 512│ 1024│ 1536│ 2048│ 2560│    │ 7680│ 0  │ 512│ 1024│ 1536│ 2048│ 2560│    │ 7680│
+    copy     │ a  │ b  │ c   │ d   │ e   │ f   │    │ g   │ h  │ i  │ j   │ k   │ l   │ m   │    │ n   │
+    <BLANKLINE>
+    copy     │ a  │ h  │ b   │ i   │ c   │ j   │ d   │ k   │ e   │ l   │ f   │ m   │    │ g    │ n    │
+    byte     │ 0  │ 512│ 1024│ 1536│ 2048│ 2560│ 3072│ 3584│ 4096│ 4608│ 5120│ 5632│    │ 15360│ 15872│
+    head     │ 2  │ 3  │ 2   │ 3   │ 2   │ 3   │ 2   │ 3   │ 2   │ 3   │ 2   │ 3   │    │ 2    │ 3    │
+    position │ 0       │ 1         │ 2         │ 3         │ 4         │ 5         │ ···│ 15          │
+    block    │ 0                                                                                      │
+    worker   │ decode/1                                                                               │
+
+    Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for pages of too many
+    pieces, and what ``bind`` raises.
+    """
+    about = name(about, "about of a picture") if about else ""
+    match value:
+        case Worker():
+            title = f"One block of {value.label}"
+            return Picture(title, draw_worker(value), draw_pages(title, about, value))
+        case TransferPlan():
+            given = any(part is not None for part in (local, remote, tokens))
+            request = (local or {}, remote or {}, tokens) if given else None
+            found = panels(value, request)
+            reads = value.operation == "READ"
+            title = f"{value.local.label} {'reads from' if reads else 'writes to'} {_names(found)}"
+            text = "\n\n".join(draw_panel(panel, value.operation) for panel in found)
+            return Picture(title, text, draw_plan(title, about, found, value.operation))
+        case _:
+            got = type(value).__name__
+            raise KVPlanError("TYPE", "show a value", expected="a Worker or a TransferPlan", got=got)
+
+
+def _names(found: Sequence[Panel]) -> str:
+    """The remote workers of some panels."""
+    labels = dict.fromkeys(copy.remote.worker.label for panel in found for copy in panel.copies)
+    return fold(labels) or "nobody"

@@ -1,0 +1,110 @@
+"""Drawings: exact texts that a person can check by hand, narrow whatever is drawn."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplan import Model, plan_reads, plan_writes
+from kvplan.drawing import COLUMNS, draw_page, draw_panel, draw_worker
+from kvplan.pages import pages
+from kvplan.panels import panels
+from tests.small import engine
+
+LLAMA = Model.shipped("llama-3.1-8b")
+
+
+def text(drawing: str) -> str:
+    """A drawing as it stands in a test."""
+    return "\n".join(line.strip() for line in drawing.strip().splitlines())
+
+
+def test_heads_outside_tokens() -> None:
+    """Head by head, token by token, K before V: a head of one token is 16 bytes, easy to check by hand."""
+    (page,) = pages(engine("e", tp=2)[0])
+    assert draw_page(page) == text("""
+        head  │ 0                                     │ 1                                     │
+        token │ 0       │ 1       │ 2       │ 3       │ 0       │ 1       │ 2       │ 3       │
+        kv    │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │
+        byte  │ 0  │ 8  │ 16 │ 24 │ 32 │ 40 │ 48 │ 56 │ 64 │ 72 │ 80 │ 88 │ 96 │ 104│ 112│ 120│
+    """)
+
+
+def test_tokens_outside_heads() -> None:
+    """The other order has the rows exchanged."""
+    (page,) = pages(engine("e", tp=2, tokens=2, order="NH")[0])
+    assert draw_page(page) == text("""
+        token │ 0                 │ 1                 │
+        head  │ 0       │ 1       │ 0       │ 1       │
+        kv    │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │
+        byte  │ 0  │ 8  │ 16 │ 24 │ 32 │ 40 │ 48 │ 56 │
+    """)
+
+
+def test_what_does_not_belong_to_the_page_is_hatched() -> None:
+    """Between heads outside blocks are other blocks, and behind a padded page is its pad."""
+    (page,) = pages(LLAMA.engine("e", tp=4, layout="LHBNC", num_blocks=10)[1])
+    assert draw_page(page) == text("""
+        head  │ 2                                  │ ░   │ 3                                            │
+        token │ 0       │ 1       │ ···│ 15        │     │ 0           │ 1           │ ···│ 15          │
+        kv    │ K  │ V  │ K  │ V  │    │ K   │ V   │     │ K    │ V    │ K    │ V    │    │ K    │ V    │
+        byte  │ 0  │ 256│ 512│ 768│    │ 7680│ 7936│ 8192│ 81920│ 82176│ 82432│ 82688│    │ 89600│ 89856│
+    """)
+    (page,) = pages(Model.shipped("deepseek-v3").engine("e", pad=64, num_blocks=10)[0])
+    assert draw_page(page) == text("""
+        token │ 0  │ 1   │ 2   │ ···│ 15   │ ░    │
+        byte  │ 0  │ 1152│ 2304│    │ 17280│ 18432│
+    """)
+
+
+def test_a_plan_shows_both_sides_and_which_bytes_are_the_same() -> None:
+    """Two sources with tokens outside heads, two blocks each, and a destination with heads outside tokens."""
+    plan = plan_reads(engine("decode")[0], engine("prefill", tp=2, tokens=2, order="NH"))
+    (panel,) = panels(plan)
+    assert draw_panel(panel, "READ") == text("""
+        layers.0-1
+        positions [0, 4) of one of 2 equal layers: 256 bytes in 16 copies of 16 bytes
+        worker   │ prefill/0                             │ prefill/1                             │
+        block    │ 0                 │ 1                 │ 0                 │ 1                 │
+        position │ 0       │ 1       │ 2       │ 3       │ 0       │ 1       │ 2       │ 3       │
+        head     │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │ 2  │ 3  │ 2  │ 3  │ 2  │ 3  │ 2  │ 3  │
+        byte     │ 0  │ 16 │ 32 │ 48 │ 0  │ 16 │ 32 │ 48 │ 0  │ 16 │ 32 │ 48 │ 0  │ 16 │ 32 │ 48 │
+        copy     │ a  │ e  │ b  │ f  │ c  │ g  │ d  │ h  │ i  │ m  │ j  │ n  │ k  │ o  │ l  │ p  │
+
+        copy     │ a  │ b  │ c  │ d  │ e  │ f  │ g  │ h  │ i  │ j  │ k  │ l  │ m  │ n  │ o  │ p  │
+        byte     │ 0  │ 16 │ 32 │ 48 │ 64 │ 80 │ 96 │ 112│ 128│ 144│ 160│ 176│ 192│ 208│ 224│ 240│
+        position │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │
+        head     │ 0                 │ 1                 │ 2                 │ 3                 │
+        block    │ 0                                                                             │
+        worker   │ decode/0                                                                      │
+    """)
+
+
+def test_a_writer_stands_above() -> None:
+    """Bytes go from above to below, whoever moves them."""
+    (panel,) = panels(plan_writes(engine("prefill")[0], engine("decode", tp=2)))
+    workers = [line for line in draw_panel(panel, "WRITE").splitlines() if line.startswith("worker")]
+    assert [line.split("│")[1].strip() for line in workers] == ["prefill/0", "decode/0"]
+
+
+def test_bytes_that_do_not_move_are_told_by_their_coordinates() -> None:
+    """A destination of one head takes half a page, and the other half says which head it is."""
+    (panel,) = panels(plan_reads(engine("decode", tp=4)[1], engine("prefill", tp=2)))
+    assert draw_panel(panel, "READ").splitlines()[4:7] == [
+        "head   │ 0  │ 1   │",
+        "byte   │ 0  │ 64  │",
+        "copy   │    │ a   │",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-70b", "deepseek-v3.2", "granite-4.0-h-tiny", "qwen3-next-80b", "gemma-4-31b"]
+)
+@pytest.mark.parametrize("layout", ["LBNHC", "BHLNC"])
+def test_drawings_are_narrow(name: str, layout: str) -> None:
+    """Whatever the model and the layout, no line of a drawing is too wide, but for the names above it."""
+    model = Model.shipped(name)
+    sources = model.engine("prefill", tp=3, num_blocks=9)
+    (local,) = model.engine("decode", layout=layout, tokens_per_block=64, num_blocks=9)
+    drawings = [draw_worker(local), *(draw_panel(panel, "READ") for panel in panels(plan_reads(local, sources)))]
+    rows = [line for drawing in drawings for line in drawing.splitlines() if "│" in line]
+    assert max(map(len, rows)) <= COLUMNS
