@@ -261,8 +261,8 @@ def test_no_message_takes_64_mib(taken):
 
 @pytest.mark.parametrize("name", list(hostile.inputs()))
 def test_no_message_takes_long(taken, name):
-    """A hostile message of up to 1 MiB takes less than 2 seconds of one processor: half a second where it was made."""
-    assert taken["taken"][name]["seconds"] < 2
+    """Reading a hostile message of up to 1 MiB calls fewer than two million functions, nearly all of them built in."""
+    assert taken["taken"][name]["calls"] < 2_000_000
 
 
 def test_hostile_messages_meet_the_limits(taken):
