@@ -45,28 +45,33 @@ class Part:
 class Cover:
     """The coordinates of one axis that each of some views holds: the different sets of intervals, and whose each is.
 
-    ``start`` and ``stop`` are the intervals of all sets, ``first`` where each set begins, ``which`` the set of a view.
+    ``intervals`` is (n, 2), those of all sets; ``of`` the set of each interval, ``which`` the set of each view.
     """
 
-    start: Ints
-    stop: Ints
-    first: Ints
+    intervals: Ints
+    of: Ints
     which: Ints
     _known: dict[Intervals, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
 
     def parts(self, covered: Intervals) -> tuple[Part, ...]:
         """These intervals, cut where any view begins or ends, by who holds them."""
         if covered not in self._known:
-            bounds = np.unique(np.concatenate([np.array(covered, np.int64).reshape(-1), self.start, self.stop]))
-            low, high = bounds[:-1], bounds[1:]
-            wanted = np.zeros(low.size, bool)
-            for start, stop in covered:
-                wanted |= (start <= low) & (high <= stop)
-            low, high = low[wanted], high[wanted]
-            inside = (self.start[:, None] <= low) & (low < self.stop[:, None])
-            held = np.logical_or.reduceat(inside, self.first, axis=0)[self.which].T
-            self._known[covered] = _alike(np.stack([low, high], axis=1), held)
+            ours = np.array(covered, np.int64)
+            bounds = np.unique(np.concatenate([ours, self.intervals]))
+            wanted = _inside(bounds, ours, np.zeros(len(ours), np.int64))[0]
+            held = _inside(bounds, self.intervals, self.of)[:, wanted][self.which].T
+            self._known[covered] = _alike(np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted], held)
         return self._known[covered]
+
+
+def _inside(bounds: Ints, intervals: Ints, of: Ints) -> Bools:
+    """Whether what is between each bound and the next is inside each set of intervals, which do not touch."""
+    steps = np.zeros((int(of.max(initial=-1)) + 1, bounds.size), np.int8)
+    begins, ends = np.searchsorted(bounds, intervals).T
+    steps[of, begins] = 1
+    steps[of, ends] = -1
+    inside: Bools = np.cumsum(steps, axis=1, dtype=np.int8)[:, :-1] > 0
+    return inside
 
 
 def _alike(intervals: Ints, held: Bools) -> tuple[Part, ...]:
@@ -112,9 +117,9 @@ class Holding:
         """What each view holds of an axis."""
         if axis not in self._covers:
             sets, which = _different(self.sources, lambda geometry: geometry.segments[axis].covered)
-            first = np.cumsum([0, *map(len, sets)])[:-1]
-            start, stop = np.array([ends for intervals in sets for ends in intervals], np.int64).reshape(-1, 2).T
-            self._covers[axis] = Cover(start, stop, first, which)
+            intervals = np.array([ends for each in sets for ends in each], np.int64).reshape(-1, 2)
+            of = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
+            self._covers[axis] = Cover(intervals, of, which)
         return self._covers[axis]
 
     def positions(self, group: Group, every: int) -> tuple[Part, ...]:
