@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from kvplan import Blocks, KVPlanError, plan_reads, plan_writes
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, Workspace, plan_reads, plan_writes
 from tests.small import HEAD_BYTES, engine
 
 
@@ -192,3 +192,48 @@ def test_b4_ids_that_do_not_fit_are_refused():
     high = Blocks([(1 << 28) - 1])
     with pytest.raises(KVPlanError, match=r"^INT: .* expected ids below 2147483648, got \d+"):
         plan.bind(local={"attn": high}, remote={"attn": high}, tokens=(0, 3))
+
+
+def states(name: str, *pools: int) -> Worker:
+    """A worker with a state of one byte in each block of some pools."""
+    regions = [Region(f"{i}", i + 1 << 40, blocks) for i, blocks in enumerate(pools)]
+    axes = (Axis("dim", 0, 1, 1, 1),)
+    views = [View(f"{i}", f"{i}", f"{i}", "uint8", axes, blocks, 1) for i, blocks in enumerate(pools)]
+    return Worker(name, 0, regions, [Group(f"{i}") for i in range(len(pools))], views)
+
+
+END = 1 << 31
+
+
+@pytest.mark.parametrize(("block", "last"), [(9, END - 1), (10, END), (11, END + 1)])
+@pytest.mark.parametrize("wide", ["local", "remote"])
+def test_b4_the_last_id_that_fits_is_below_2_to_31(wide, block, last):
+    """INT: of a table with more ids than fit, each that does can be asked for, on either side."""
+    large, small = states("large", END - 10, 100), states("small", 50, 50)
+    plan = plan_reads(large, [small]) if wide == "local" else plan_reads(small, [large])
+    tables = {"large": {"0": Blocks([0]), "1": Blocks([block])}, "small": {"0": Blocks([49]), "1": Blocks([49])}}
+    near, far = ("large", "small") if wide == "local" else ("small", "large")
+    if last < END:
+        (spec,) = plan.bind(local=tables[near], remote=tables[far])
+        ids = {"local": spec.local_ids, "remote": spec.remote_ids}
+        assert ids.pop(wide).tolist() == [0, last]
+        assert [side.tolist() for side in ids.values()] == [[49, 99]]
+    else:
+        with pytest.raises(KVPlanError, match=rf"^INT: .* expected ids below {END}, got {last}\b") as caught:
+            plan.bind(local=tables[near], remote=tables[far])
+        assert caught.value.details["id"] == last
+
+
+def test_a_workspace_is_used_again_and_no_larger_than_it_must_be():
+    """From the second request of a size on, ids are where they were before, and both sides fill the memory."""
+    (ours,), (theirs,) = engine("d"), engine("p")
+    plan, workspace = plan_reads(ours, [theirs]), Workspace()
+    seen = []
+    for block in (1, 2, 3):
+        (spec,) = plan.bind(local={"attn": Blocks([block])}, remote={"attn": Blocks([block])}, workspace=workspace)
+        assert spec.local_ids.tolist() == spec.remote_ids.tolist() == [block, 10 + block]
+        seen.append([side.ctypes.data for side in (spec.local_ids, spec.remote_ids)])
+    assert seen[1] == seen[2]
+    (memory,) = {id(side.base): side.base for side in (spec.local_ids, spec.remote_ids)}.values()
+    assert memory is not None
+    assert memory.size == spec.local_ids.size + spec.remote_ids.size
