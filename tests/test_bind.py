@@ -2,6 +2,7 @@
 
 import pickle
 
+import attrs
 import numpy as np
 import pytest
 
@@ -200,6 +201,19 @@ def states(name: str, *pools: int) -> Worker:
     axes = (Axis("dim", 0, 1, 1, 1),)
     views = [View(f"{i}", f"{i}", f"{i}", "uint8", axes, blocks, 1) for i, blocks in enumerate(pools)]
     return Worker(name, 0, regions, [Group(f"{i}") for i in range(len(pools))], views)
+
+
+def test_b3_layers_inside_a_block_step_by_their_number():
+    """B3: of a source whose blocks hold all layers, one row has them all, and ids go on by as many for each block."""
+    axes = (Axis("dim", 0, 1, 1, 1),)
+    views = [View(f"{i}", "0", "r", "uint8", axes, 10, 3, i) for i in range(3)]
+    together = Worker("together", 0, [Region("r", 1 << 40, 30)], [Group("0")], views)
+    apart = states("apart", 10, 10, 10)
+    apart = attrs.evolve(apart, groups=apart.groups[:1], views=[attrs.evolve(view, group="0") for view in apart.views])
+    plan = plan_reads(apart, [together])
+    (spec,) = plan.bind(local={"0": Blocks([7, 1])}, remote={"0": Blocks([2, 4])})
+    assert spec.local_ids.tolist() == [7, 1, 17, 11, 27, 21]
+    assert spec.remote_ids.tolist() == [6, 12, 7, 13, 8, 14]
 
 
 END = 1 << 31
