@@ -8,7 +8,7 @@ import pytest
 from kvplan import KVPlanError, Worker, plan_reads
 from kvplan.cells import cells, choose, parts
 from kvplan.match import match
-from kvplan.sources import Sources
+from kvplan.sources import Part, Sources
 from tests.small import engine
 
 
@@ -178,3 +178,14 @@ def test_a_bad_number_of_replicas_is_refused(replicas, code):
     with pytest.raises(KVPlanError) as caught:
         plan_reads(ours, engine("p"), replicas=replicas)
     assert caught.value.code == code
+
+
+def test_c2_what_is_missing_is_told_by_all_its_axes():
+    """C2: intervals that touch are one; several, and several axes, are listed."""
+    held = np.ones(1, bool)
+    assert str(Part(intervals=np.array([[0, 2], [2, 5], [7, 8]]), held=held)) == "[0, 5) [7, 8)"
+    (ours,) = engine("d", layers=1)
+    sources = [engine("p", tp=2, layers=1, contexts=(2, 1))[rank] for rank in (0, 1, 2)]
+    with pytest.raises(KVPlanError) as caught:
+        cells(match(ours, Sources(sources)), ours, sources)
+    assert caught.value.details["missing"] == ("layers.0: head [2, 4) of 4, positions [1, 2) of every 2",)

@@ -77,6 +77,8 @@ def test_other_remotes_take_the_place_of_those_that_keep_the_same():
     before, after = plan.pairs[0].remote_table, plan.with_remotes([other]).pairs[0].remote_table
     assert (after.rows[:, 0] - (1 << 50) == before.rows[:, 0] - before.regions[0].address).all()
     assert (after.rows[:, 1:] == before.rows[:, 1:]).all()
+    assert after.regions == other.regions
+    assert (after.region.tolist(), after.first.tolist()) == (before.region.tolist(), before.first.tolist())
 
 
 @pytest.mark.parametrize(
