@@ -1,9 +1,11 @@
 """kvplan: plans that move a request's cache between engines of any layout, verified byte for byte."""
 
+from kvplan.assembly import Seat
 from kvplan.axes import Axis
 from kvplan.bind import Workspace
 from kvplan.blocks import Blocks
 from kvplan.certificate import Certificate
+from kvplan.chunks import from_lmcache
 from kvplan.compare import Comparison, Difference, compare
 from kvplan.cost import Cost
 from kvplan.errors import CODES, KVPlanError
@@ -16,6 +18,7 @@ from kvplan.offers import encode, fingerprint
 from kvplan.peers import decode, problems
 from kvplan.pictures import Picture, show
 from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
+from kvplan.recipes import from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
@@ -47,6 +50,7 @@ __all__ = [
     "ReadSpec",
     "Region",
     "Report",
+    "Seat",
     "Table",
     "TransferPlan",
     "View",
@@ -59,6 +63,10 @@ __all__ = [
     "encode",
     "explain",
     "fingerprint",
+    "from_lmcache",
+    "from_sglang",
+    "from_tensorrt_llm",
+    "from_vllm",
     "plan_mesh",
     "plan_reads",
     "plan_writes",

@@ -20,7 +20,19 @@ PROOF = ("pieces", "certificate")
 PIPELINE = ("align", "sources", "match", "cells", "runs", "tables", "bind", "specs", "tails", "cost", "plan", "mesh")
 ORACLE = ("arenas", "memory", "executor", "labels", "jobs", "report", "verify")
 READERS = ("caches", "states", "keys", "kinds", "layers", "families", "configs", "shipped")
-MODELS = ("layouts", "pools", *READERS, "engines", "groups", "parallel", "shares", "models")
+MODELS = (
+    "layouts",
+    "pools",
+    *READERS,
+    "engines",
+    "groups",
+    "parallel",
+    "shares",
+    "models",
+    "assembly",
+    "recipes",
+    "chunks",
+)
 PICTURES = ("bands", "pages", "samples", "copies", "panels", "grids", "spreads", "drawing", "sheets", "svg", "pictures")
 COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "showing", "commands", "cli")
 ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, "explain", *PICTURES, *MODELS, *COMMAND_LINE)
