@@ -15,15 +15,14 @@ import numpy as np
 from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.labels import Ints, needed
+from kvplan.moves import NONE, Move, Tables, read_copies
 from kvplan.views import Group, View
 from kvplan.workers import Key, Worker
 
 if TYPE_CHECKING:
     from kvplan.plan import TransferPlan
-    from kvplan.specs import ReadSpec
 
 Tokens = tuple[int, int] | Mapping[str, tuple[int, int]] | None
-Tables = Mapping[str, Blocks]
 
 
 def span_of(tokens: Tokens, group: Group, name: str) -> tuple[int, int] | None:
@@ -53,20 +52,15 @@ class Part:
         return needed(group, self.blocks.get(view.group), span)
 
 
-@attrs.frozen(eq=False)
-class Move:
-    """One spec with the worker that its bytes come from, and that worker's block tables."""
-
-    source: Worker
-    blocks: Tables
-    spec: ReadSpec
-
-
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Job:
-    """All that is to reach one destination worker: by part of the request what it wants, and what is copied."""
+    """All that is to reach one destination worker: by part of the request what it wants, and what is copied.
+
+    ``has_ids``: whether all copies are by descriptor ids as well.
+    """
 
     worker: Worker
+    has_ids: bool = True
     parts: dict[int, Part] = attrs.field(factory=dict)
     moves: list[Move] = attrs.field(factory=list)
     writers: set[Key] = attrs.field(factory=set)
@@ -99,10 +93,15 @@ class Job:
 
 
 def jobs(parts: Iterable[tuple[Sequence[TransferPlan], Mapping[str, Any]]]) -> list[Job]:
-    """Bind all plans, each part with its own request; gather by destination worker what moves."""
+    """Bind all plans, each part with its own request; gather by destination worker what moves.
+
+    Of a part that has copies, those move, and not what its plans would.
+    """
     made: dict[Key, Job] = {}
     for number, (plans, request) in enumerate(parts):
-        local, remote, tokens = _arguments(**request)
+        local, remote, tokens, copies = _arguments(**request)
+        pairs = [(plan.local.key, other.key) for plan in plans for other in plan.remotes]
+        given = None if copies is None else read_copies(copies, pairs)
         locals_known = _groups(plan.local for plan in plans)
         remotes_known = _groups(worker for plan in plans for worker in plan.remotes)
         for plan in plans:
@@ -123,13 +122,20 @@ def jobs(parts: Iterable[tuple[Sequence[TransferPlan], Mapping[str, Any]]]) -> l
                 for view in (view for worker in offering for view in worker.views):
                     if view.name not in plan.not_transferred:
                         part.offered.setdefault(view.name, view.group if plan.operation == "WRITE" else None)
-                job.moves.append(Move(offering[0], theirs_blocks, spec))
+                if given is None:
+                    job.moves.append(Move.of(spec, offering[0], theirs_blocks))
+                else:
+                    pair, job.has_ids = (plan.local.key, other.key), False
+                    ranges = given.pop(pair, NONE)  # once, also where several plans have the pair
+                    job.moves.append(Move.between(pair, plan.operation, ranges, offering[0], theirs_blocks))
     return list(made.values())
 
 
-def _arguments(*, local: Tables, remote: Tables, tokens: Tokens = None) -> tuple[Tables, Tables, Tokens]:
-    """The arguments of bind."""
-    return local, remote, tokens
+def _arguments(
+    *, local: Tables, remote: Tables, tokens: Tokens = None, copies: Any = None
+) -> tuple[Tables, Tables, Tokens, Any]:
+    """The arguments of bind, and copies."""
+    return local, remote, tokens, copies
 
 
 def _groups(workers: Iterable[Worker]) -> set[str]:

@@ -21,17 +21,16 @@ from kvplan.arenas import Words
 from kvplan.errors import KVPlanError
 from kvplan.jobs import Job, Tokens, jobs, span_of
 from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
-from kvplan.memory import FakeMemory, expand
+from kvplan.memory import FakeMemory
+from kvplan.moves import Move, Pair
 from kvplan.reading import INT64_END, count
 from kvplan.report import PROMISES, Report, Tail
 from kvplan.views import View
-from kvplan.workers import Worker
 
 if TYPE_CHECKING:
     from kvplan.blocks import Blocks
     from kvplan.mesh import MeshPlan
     from kvplan.plan import TransferPlan
-    from kvplan.specs import ReadSpec
 
 __all__ = ["PROMISES", "Report", "Tail", "verify", "verify_together"]
 
@@ -42,6 +41,7 @@ def verify(
     local: Mapping[str, Blocks],
     remote: Mapping[str, Blocks],
     tokens: Tokens = None,
+    copies: Mapping[Pair, tuple[Any, Any]] | None = None,
 ) -> Report:
     """Carry out ``plan``, or several plans together, in fake memory, and check every byte of every destination.
 
@@ -49,10 +49,15 @@ def verify(
     together: a single one cannot tell whether its siblings write the rest. It takes some twenty bytes of memory for
     each byte that one destination worker needs, and gives them back before the next worker.
 
+    ``copies`` are what other code would move in place of the plans. For each pair of local and remote worker, named by
+    their keys, they have local and remote descriptors: equally many rows of address, length and device, of equal
+    lengths, cut and ordered in any way. A pair that is not there moves nothing.
+
     A request that bind refuses raises as bind does; ``WORKER`` is raised where two destinations differ under one
-    name, and ``MEMORY`` where a region is too large to map. Everything else is in the report.
+    name, and ``MEMORY`` where a region is too large to map; ``NAME``, ``SIZE``, ``TYPE`` or ``RANGE`` for copies that
+    are none. Everything else is in the report.
     """
-    return verify_together([(plan, {"local": local, "remote": remote, "tokens": tokens})])
+    return verify_together([(plan, {"local": local, "remote": remote, "tokens": tokens, "copies": copies})])
 
 
 def verify_together(
@@ -60,8 +65,9 @@ def verify_together(
 ) -> Report:
     """:func:`verify` of one request that is moved in parts: each a plan, or several, with its arguments of ``bind``.
 
-    The parts may be chunks of one plan, or plans with different engines. ``tokens`` is the range, by groups of the
-    destination, that they are to cover together; where it is not given, what they cover is all that is needed.
+    The parts may be chunks of one plan, or plans with different engines; one with ``copies`` moves those. ``tokens``
+    is the range, by groups of the destination, that they are to cover together; where it is not given, what they cover
+    is all that is needed.
 
     >>> from kvplan import Blocks, Model, plan_mesh
     >>> decode, old, new = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in ("d", "p0", "p1"))
@@ -97,7 +103,7 @@ class _Check:
         self.groups = {group.name: group for group in job.worker.groups}
         self.tables = {name: job.table(name) for name in self.groups}
         self.failures: list[tuple[str, str]] = []
-        self.done: list[tuple[Worker, Words, Words]] = []
+        self.done: list[Move] = []
         self.num_bytes = self.num_descriptors = self.num_needed = 0
         self.num_wrong = Counter[str]()
         self.first_wrong: dict[str, str] = {}
@@ -127,17 +133,17 @@ class _Check:
         with FakeMemory(workers.values(), label_bytes=self.label_bytes, poison=self.poison) as memory:
             self.fill(memory)
             for move in self.job.moves:
-                self.copy(memory, move.source, move.spec)
+                self.copy(memory, move)
             for view in self.views:
                 self.compare(memory, view)
             self.settle_bytes()
             self.settle_writes(memory)
-        checked = [code for code in PROMISES if self.job.complete or code != "COVER"]
+        unchecked = {"COVER": not self.job.complete, "IDS": not self.job.has_ids}
         return Report(
             num_bytes=self.num_bytes,
             num_descriptors=self.num_descriptors,
             num_workers=1,
-            checked=tuple(checked),
+            checked=tuple(code for code in PROMISES if not unchecked.get(code)),
             failures=tuple(self.failures),
             tails=tuple(self.tails()),
         )
@@ -145,7 +151,7 @@ class _Check:
     def fill(self, memory: FakeMemory) -> None:
         """Label what the sources hold of the coordinates that the destination needs."""
         only = _spans(self.views)
-        sources = {(move.source.key, id(move.blocks)): move for move in self.job.moves if len(move.spec.local_ids)}
+        sources = {(move.source.key, id(move.blocks)): move for move in self.job.moves if len(move.reads)}
         for move in sources.values():
             for view in move.source.views:
                 if view.name in self.tensors:
@@ -154,28 +160,20 @@ class _Check:
                     for index, labels in held.chunks():
                         held.cells[index] = labels
 
-    def copy(self, memory: FakeMemory, source: Worker, spec: ReadSpec) -> None:
-        """Carry out one spec by its descriptors, and hold its ids against them."""
-        if len(spec.local_ids) != len(spec.remote_ids):
-            got = f"{count(len(spec.local_ids), 'local id')}, {len(spec.remote_ids)} remote ones"
-            self.fail("IDS", f"{got} of the copy from {source.label} are no pairs")
-            return
-        ranges = spec.descriptors()
-        self.num_bytes += int(ranges[0][:, 1].sum())
-        self.num_descriptors += len(ranges[0])
+    def copy(self, memory: FakeMemory, move: Move) -> None:
+        """Carry out one worker's copies."""
+        self.num_bytes += int(move.reads[:, 1].sum())
+        self.num_descriptors += len(move.reads)
+        if move.fault:
+            self.fail("IDS", move.fault)
         try:
-            single = (expand(spec.local_table.rows, spec.local_ids), expand(spec.remote_table.rows, spec.remote_ids))
-            if not np.array_equal(_joined(*ranges), _joined(*single)):
-                got = f"{count(len(spec.local_ids), 'id')} and {count(len(ranges[0]), 'descriptor')}"
-                self.fail("IDS", f"{got} of the copy from {source.label} name different bytes")
-            memory.execute(spec)
+            memory.move(*move.way, move.reads, move.writes)
         except KVPlanError as error:
             if error.code == "MEMORY":
                 raise
-            self.fail("IDS" if error.code == "RANGE" else "BOUNDS", str(error))
+            self.fail("BOUNDS", str(error))
         else:
-            reads, writes = ranges if spec.operation == "WRITE" else ranges[::-1]
-            self.done.append((source, reads, writes))
+            self.done.append(move)
 
     def compare(self, memory: FakeMemory, view: View) -> None:
         """Hold one view's cells against the labels that they should have."""
@@ -208,13 +206,12 @@ class _Check:
 
     def origin(self, address: int, device_id: int) -> str:
         """Where the byte at a destination address was copied from last."""
-        for source, reads, writes in reversed(self.done):
-            hit = np.flatnonzero(
-                (writes[:, 2] == device_id) & (writes[:, 0] <= address) & (address <= writes[:, 0] + (writes[:, 1] - 1))
-            )
+        for move in reversed(self.done):
+            start, length, device = move.writes.T
+            hit = np.flatnonzero((device == device_id) & (start <= address) & (address <= start + (length - 1)))
             if hit.size:
-                start, _, device = reads[hit[-1]].tolist()
-                return f", copied from {locate(source, start + address - int(writes[hit[-1], 0]), device)}"
+                first, _, where = move.reads[hit[-1]].tolist()
+                return f", copied from {locate(move.source, first + address - int(start[hit[-1]]), where)}"
         return ""
 
     def settle_bytes(self) -> None:
@@ -290,15 +287,3 @@ def _spans(views: Iterable[View]) -> dict[str, dict[str, Span]]:
             digits = names.count(axis.name) > 1
             known[axis.name] = (0, INT64_END) if digits else (min(low, axis.start), max(high, axis.stop))
     return found
-
-
-def _joined(local: Words, remote: Words) -> Words:
-    """Paired ranges in order of local address, joined where they continue each other on both sides."""
-    pairs = np.concatenate([local, remote], axis=1)[np.lexsort((local[:, 0], local[:, 2]))]
-    ends = pairs[:, [0, 3]] + pairs[:, [1, 4]]
-    goes_on = (pairs[1:, [0, 3]] == ends[:-1]).all(1) & (pairs[1:, [2, 5]] == pairs[:-1, [2, 5]]).all(1)
-    first = np.flatnonzero(np.r_[np.ones(min(len(pairs), 1), bool), ~goes_on])
-    joined = pairs[first]
-    if first.size:
-        joined[:, [1, 4]] = np.add.reduceat(pairs[:, [1, 4]], first)
-    return joined

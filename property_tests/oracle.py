@@ -17,7 +17,7 @@ Place = tuple[int, int]
 Meaning = tuple[str, int, tuple[tuple[str, int], ...], int]
 """Tensor, position, coordinates and byte of the element."""
 
-Copy = tuple[tuple[int, int], Place, Place]
+Copy = tuple[tuple[str, int], Place, Place]
 """One byte's way: the source worker, its place there, its place at the destination."""
 
 Span = tuple[int, int] | None
@@ -67,11 +67,15 @@ def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, S
 
 def copies_of(spec: ReadSpec) -> list[Copy]:
     """Byte by byte, what the coalesced descriptors of a spec copy, in order."""
-    local, remote = (side.tolist() for side in spec.descriptors())
-    reads, writes, source = (remote, local, spec.remote) if spec.operation == "READ" else (local, remote, spec.local)
+    local, remote = spec.descriptors()
+    return by_byte(spec.remote, remote, local) if spec.operation == "READ" else by_byte(spec.local, local, remote)
+
+
+def by_byte(source: tuple[str, int], reads: Any, writes: Any) -> list[Copy]:
+    """Byte by byte, what ranges of address, length and device copy from a source, in order."""
     return [
-        (source, (read[2], read[0] + byte), (write[2], write[0] + byte))  # type: ignore[misc]
-        for read, write in zip(reads, writes, strict=True)
+        (source, (read[2], read[0] + byte), (write[2], write[0] + byte))
+        for read, write in zip(reads.tolist(), writes.tolist(), strict=True)
         for byte in range(read[1])
     ]
 

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvplan import Blocks, Context, FakeMemory, Group
+from kvplan.testing.engines import BOTH, POOL, Kept, Logical, Side, held, workers
 from property_tests.allocator import Allocator, OutOfBlocksError
-from property_tests.engines import BOTH, POOL, Kept, Logical, Side, held, workers
 from property_tests.shadow import END, Content, Shadow
 
 FULL, WINDOW, STATE = "full", "window", "state"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import contacts, plan_mesh, plan_writes
+from kvplan.testing.strategies import Case, cases
 from property_tests.flow import Holders, lots, lowest
-from property_tests.strategies import Case, cases
 from tests.small import engine
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])

@@ -10,8 +10,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, TransferPlan, plan_mesh
+from kvplan.testing.strategies import Case, cases
 from kvplan.verify import verify
-from property_tests.strategies import Case, cases
 
 
 @given(cases())

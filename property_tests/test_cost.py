@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvplan import Blocks, plan_mesh
 from kvplan.cost import PairCost
-from property_tests.engines import POOL, Side, held, workers
+from kvplan.testing.engines import POOL, Side, held, workers
+from kvplan.testing.strategies import Case, cases
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
-from property_tests.strategies import Case, cases
 
 MOST = 2000
 """Positions of the longest request whose cost is compared."""

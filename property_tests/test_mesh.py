@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 
 from kvplan import plan_mesh
+from kvplan.testing.strategies import Case, cases
 from kvplan.verify import verify
-from property_tests.strategies import Case, cases
 
 
 @given(cases())

@@ -10,8 +10,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, PeerError, Worker, compare, decode, encode, fingerprint, plan_reads, problems
+from kvplan.testing.strategies import Case, cases
 from property_tests import fuzz_offers
-from property_tests.strategies import Case, cases
 
 PAIRED = {"TENSOR", "GROUP", "DTYPE", "AXES", "SIZE"}
 """The codes that planning refuses a pair of workers with for what their tensors are."""

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Group, contacts, plan_mesh, verify_together
+from kvplan.jobs import Tokens
+from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 from property_tests.oracle import copies_of
-from property_tests.strategies import Case, Tokens, cases
 
 Operation = Literal["READ", "WRITE"]
 OPERATIONS: tuple[Operation, ...] = ("READ", "WRITE")

@@ -11,8 +11,8 @@ from kvplan import TransferPlan, show
 from kvplan.pages import pages
 from kvplan.panels import panels
 from kvplan.samples import sample
+from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
-from property_tests.strategies import Case, cases
 
 
 def plans(case: Case) -> Iterator[TransferPlan]:

@@ -10,9 +10,9 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, TransferPlan, Worker, tails
+from kvplan.testing.strategies import Case, Request, cases
 from property_tests import fewer
 from property_tests.oracle import Meaning, Place, Span, contents, copies_of, problems
-from property_tests.strategies import Case, Request, cases
 
 Block = tuple[str, int]
 """A block of a request: group and ordinal."""

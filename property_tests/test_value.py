@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import event, given
 
+from kvplan.testing.strategies import Case, cases
 from kvplan.verify import verify
 from property_tests.oracle import contents, copies_of, problems
-from property_tests.strategies import Case, cases
 
 
 @given(cases())

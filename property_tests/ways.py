@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from kvplan import Blocks, FakeMemory, MeshPlan, ReadSpec, tails
+from kvplan.jobs import Tokens
 from kvplan.workers import Key
 from property_tests.allocator import NULL, Allocator
 from property_tests.serving import FULL, STATE, Engine, Seat, Spans
 from property_tests.shadow import END
-from property_tests.strategies import Tokens
 
 NULLS, ORDINALS, RUN, NEEDED = range(4)
 """Forms of a block table: all blocks, between null blocks or by ordinals in any order; or the run of blocks that holds

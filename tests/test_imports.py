@@ -18,7 +18,7 @@ DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "ten
 HANDSHAKES = ("names", "findings", "schema", "messages", "offers", "peers", "compare")
 PROOF = ("pieces", "certificate")
 PIPELINE = ("align", "sources", "match", "cells", "runs", "tables", "bind", "specs", "tails", "cost", "plan", "mesh")
-ORACLE = ("arenas", "memory", "executor", "labels", "jobs", "report", "verify")
+ORACLE = ("arenas", "memory", "executor", "labels", "moves", "jobs", "report", "verify")
 READERS = ("caches", "states", "keys", "kinds", "layers", "families", "configs", "shipped")
 MODELS = (
     "layouts",
@@ -35,12 +35,18 @@ MODELS = (
 )
 PICTURES = ("bands", "pages", "samples", "copies", "panels", "grids", "spreads", "drawing", "sheets", "svg", "pictures")
 COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "showing", "commands", "cli")
-ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, "explain", *PICTURES, *MODELS, *COMMAND_LINE)
+STRATEGIES = ("testing.engines", "testing.requests", "testing.cases", "testing.strategies")
+TESTING = ("testing.asserts", "testing", *STRATEGIES)
+BESIDES = ("explain", *PICTURES, *MODELS, *COMMAND_LINE, *TESTING)
+ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, *BESIDES)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
+
+FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 
 def tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module}.py").read_text())
+    return ast.parse(MODULES[module].read_text())
 
 
 def for_types_only(parent: ast.AST) -> bool:
@@ -64,9 +70,11 @@ def modules_of_ours(module: str) -> set[str]:
     """Which modules of kvplan a module imports; ``from kvplan import x`` counts as ``__init__`` unless x is one."""
     found = set()
     for name, _ in imports(tree(module)):
-        parts = name.split(".")
-        if parts[0] == "kvplan":
-            found.add(parts[1] if len(parts) > 1 and (PACKAGE / f"{parts[1]}.py").exists() else "__init__")
+        package, _, rest = name.partition(".")
+        if package == "kvplan":
+            while rest and rest not in MODULES:
+                rest = rest.rpartition(".")[0]
+            found.add(rest or "__init__")
     return found
 
 
@@ -84,9 +92,8 @@ def test_import_loads_only_numpy_and_attrs() -> None:
 
 def test_every_module_has_a_place_in_the_order() -> None:
     """The order names every module of the package once, and no module that is not there."""
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     assert len(ORDER) == len(set(ORDER))
-    assert set(ORDER) == modules
+    assert set(ORDER) == MODULES.keys() - {"__init__", "__main__"}
 
 
 @pytest.mark.parametrize("module", ORDER)
@@ -101,9 +108,9 @@ def test_no_function_imports(module: str) -> None:
     assert [name for name, inside in imports(tree(module)) if inside] == []
 
 
-@pytest.mark.parametrize("module", [name for name in ORDER if name not in COMMAND_LINE])
+@pytest.mark.parametrize("module", [name for name in ORDER if name not in (*COMMAND_LINE, *STRATEGIES)])
 def test_the_core_imports_no_other_package(module: str) -> None:
-    """Outside the command line, a module imports the standard library, numpy, attrs and kvplan."""
+    """Outside the command line and strategies, a module imports the standard library, numpy, attrs and kvplan."""
     tops = {name.partition(".")[0] for name, _ in imports(tree(module))}
     assert tops - sys.stdlib_module_names - DEPENDENCIES <= {"kvplan"}
 

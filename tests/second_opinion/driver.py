@@ -10,17 +10,19 @@ from collections.abc import Iterable
 import attrs
 
 from kvplan import KVPlanError
-from tests.second_opinion.copies import Finding, judge, same
+from tests.second_opinion.coordinates import check, first_failure
+from tests.second_opinion.copies import judge, same
 from tests.second_opinion.explanations import Explanation, explain
 from tests.second_opinion.peers import Pair, Peer, RefusedError, ours
 
 
 @attrs.define
 class Row:
-    """How many times something came out, and the first pair of which it did."""
+    """How many times something came out, and the first pair of which it did; if bytes are not right, the first one."""
 
     count: int = 0
     example: str = ""
+    first: str = ""
 
     def add(self, example: str) -> None:
         """Count one more."""
@@ -74,17 +76,15 @@ class Tally:
         self.compared += 1
         finding = judge(theirs, source, destination)
         if not finding.is_right:
-            self._differ(pair, finding)
+            row = self.differ.setdefault(explain(self.peer.name, pair, finding), Row())
+            row.add(f"{pair}: {finding}")
+            row.first = row.first or first_failure(check(pair, theirs, source, destination))
             return
         self.posted = (self.posted[0] + theirs.posted, self.posted[1] + here.posted)
         if same(here, theirs):
             self.same += 1
         else:
             self.replica += 1
-
-    def _differ(self, pair: Pair, finding: Finding) -> None:
-        explanation = explain(self.peer.name, pair, finding)
-        self.differ.setdefault(explanation, Row()).add(f"{pair}: {finding}")
 
 
 def _kind(error: RefusedError) -> str:

@@ -43,6 +43,10 @@ are neighbours; where blocks differ in size and heads stand outside slots it pos
 slots to where they don't belong, and a kernel puts them in order afterwards. These requests have blocks in no order.
 """
 
+DIFFERS: Final = """## What differs
+
+Quoted is what `kvplan.verify` says first of the example, when it is given the peer's copies in place of its own."""
+
 REMARKS: Final = {
     "_init_hetero_tp_prep_handle": "also where one size of TP divides the other, if the source has more ranks than "
     "heads and the destination more than it: `num_groups` becomes 0. Mooncake's manager plans these pairs right.",
@@ -59,7 +63,7 @@ def text(tallies: Iterable[Tally]) -> str:
     parts = [TOP.format(versions=_versions()) + "".join(_row(tally) for tally in tallies)]
     compared = sum(tally.compared for tally in tallies)
     parts.append(NOTES.format(compared=f"{compared:,}", ours=f"{planned:,}", wrong=f"{wrong:,}" if wrong else "none"))
-    parts += ["## What differs", *(line for tally in tallies for line in _differences(tally))]
+    parts += [DIFFERS, *(line for tally in tallies for line in _differences(tally))]
     parts += [
         "",
         "## What peers refuse",
@@ -96,6 +100,7 @@ def _differences(tally: Tally) -> list[str]:
     for explanation, row in tally.differ.items():
         whose, why = (explanation.whose, explanation.text) if explanation else ("NOT EXPLAINED", "")
         lines += [f"- **{tally.peer.name}, {row.count:,} pairs: {whose}.** {why} Such as `{row.example}`"]
+        lines += [f"  > {row.first}"]
     for code, row in tally.refused_by_us.items():
         lines += [f"- **{tally.peer.name}, {row.count:,} pairs: kvplan refuses, {code}.** Such as `{row.example}`"]
     return ["", *lines] if lines else []

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from hypothesis import strategies as st
 
-from kvplan import Blocks, Context, Group, TransferPlan, Worker, plan_reads, plan_writes
-from property_tests.engines import (
+from kvplan.blocks import Blocks
+from kvplan.jobs import Tokens
+from kvplan.plan import plan_reads, plan_writes
+from kvplan.testing.engines import (
     BOTH,
     DESTINATION,
     POOL,
@@ -27,12 +29,15 @@ from property_tests.engines import (
     reach,
     workers,
 )
+from kvplan.testing.requests import Request
+from kvplan.views import Context, Group
+
+if TYPE_CHECKING:
+    from kvplan.plan import TransferPlan
+    from kvplan.workers import Worker
 
 Spans = Mapping[str, Span | None]
 """By tensor or by group, a range of positions or of states; None for all that the destination lists."""
-
-Tokens = Span | Mapping[str, Span] | None
-"""Ranges as bind takes them."""
 
 SHAPES = (
     *((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (1, 1, 3)),
@@ -49,20 +54,12 @@ NAMES = ("full", "window", "chunk", "ssm", "conv")
 """Names of three token groups and two state groups, which a side may give them in turn."""
 
 
-class Request(TypedDict):
-    """The arguments of bind."""
-
-    local: dict[str, Blocks]
-    remote: dict[str, Blocks]
-    tokens: Tokens
-
-
 @attrs.frozen
 class Case:
     """Two engines and a request. Of two values for both sides, the destination's is first.
 
-    ``sides`` are what the engines were built from. ``spans`` has the range of each tensor that moves, and ``tokens``
-    the ranges by the groups of the side, where that side is local.
+    ``tables`` are block tables by group. ``sides`` are what the engines were built from. ``spans`` has the range of
+    each tensor that moves, and ``tokens`` the ranges by the groups of the side, where that side is local.
     """
 
     destinations: tuple[Worker, ...]
@@ -81,6 +78,12 @@ class Case:
         """The plan by which one source writes its share."""
         siblings = [other for other in self.sources if other is not source]
         return plan_writes(source, self.destinations, siblings, not_transferred=self.not_transferred)
+
+    def arguments(self, operation: Literal["READ", "WRITE"] = "READ") -> dict[str, Any]:
+        """What :func:`~kvplan.testing.assert_copies` takes besides engines and copies."""
+        near = 0 if operation == "READ" else 1
+        tables = {"local": self.tables[near], "remote": self.tables[1 - near], "tokens": self.tokens[near]}
+        return {**tables, "operation": operation, "not_transferred": self.not_transferred}
 
     def request(self, plan: TransferPlan) -> Request:
         """What ``plan`` binds: of the block tables and ranges, those of the groups that its workers have."""
@@ -116,7 +119,23 @@ class Choices:
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """Any pair of engines that can serve each other, and any request.
+    """Any pair of engines that can serve each other, and any request: for code that takes any :class:`kvplan.Worker`.
+
+    Up to four tensors in token groups or state groups, kept in any order of axes with gaps and digits; any tensor,
+    context and pipeline parallel sizes to 4, so that heads may be on several ranks; blocks of 1 to 6 tokens, regions
+    and pools apart or shared, anywhere in memory; tensors that one side lacks; scattered blocks, any ranges.
+
+    >>> from hypothesis import given, settings
+    >>> from kvplan.testing import assert_copies
+    >>> @settings(max_examples=3, deadline=None)
+    ... @given(cases())
+    ... def test(case):
+    ...     copies = {}
+    ...     for plan in map(case.reads, case.destinations):  # in place of this, your own planner
+    ...         for spec in plan.bind(**case.request(plan)):
+    ...             copies[spec.local, spec.remote] = spec.descriptors()
+    ...     assert_copies(case.destinations, case.sources, copies, **case.arguments())
+    >>> test()
 
     All choices are drawn as one string of bytes: drawn as integers, small ones would be far more likely than others.
     """

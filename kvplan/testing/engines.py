@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
+from kvplan.axes import Axis
+from kvplan.blocks import Blocks
+from kvplan.views import ITEMSIZE, Context, Group, Region, View
+from kvplan.workers import Worker
 
 Span = tuple[int, int]
 Part = tuple[str, int, int, int]
@@ -15,9 +18,6 @@ Part = tuple[str, int, int, int]
 
 INTERLEAVED, POOL = 2, 3
 """Packings beside 0, a region for each view, and 1, one for each group: views share blocks, by group or all of them."""
-
-ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4}
-
 
 BOTH, DESTINATION, SOURCE, STAYS = range(4)
 """Who keeps a tensor: both sides, one of them, or both although the destination does not want it moved."""
