@@ -191,8 +191,6 @@ def check_listed(key: str, start: int, stop: int, low: int, high: int) -> None:
 
 def places(key: str, table: Blocks, ordinals: Ints) -> Ints:
     """The index in ``table.ids`` of each of some ascending ordinals, all of which it must have."""
-    if not ordinals.size:
-        return ordinals
     if table.scattered is None:
         check_listed(key, int(ordinals[0]), int(ordinals[-1]) + 1, table.first, table.stop)
         return ordinals - table.first

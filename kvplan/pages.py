@@ -4,10 +4,12 @@ A *page* is what one block keeps of one layer in one region, told in bands (:mod
 are equal are one page.
 
 >>> from kvplan import Model
+>>> def chain(bands):
+...     return [str(bands[0]), *chain(bands[0].inside)] if bands else []
 >>> model = Model.shipped("llama-3.1-8b")
 >>> for layout in ("LBHNC", "LBNHC", "BLHNC"):
 ...     (page,) = pages(model.engine("decode", tp=4, layout=layout)[1])
-...     print(layout, page.title, "bands", ", ".join(_chain(page.whole)))
+...     print(layout, page.title, "bands", ", ".join(chain(page.whole)))
 LBHNC layers.0-31.attn bands head 2 x 8192, token 16 x 512, kv 2 x 256, dim 128 x 2
 LBNHC layers.0-31.attn bands token 16 x 1024, head 2 x 512, kv 2 x 256, dim 128 x 2
 BLHNC layers.0-31.attn bands layer 32 x 16384, head 2 x 8192, token 16 x 512, kv 2 x 256, dim 128 x 2
@@ -252,10 +254,3 @@ def _cluster(members: Sequence[_Dims]) -> Iterator[Band]:
         yield Band(
             tensors, name, coordinates, first.offset, step, size, inside, digit, tuple(one.number for one in members)
         )
-
-
-def _chain(bands: Sequence[Band]) -> Iterator[str]:
-    """The first band of each depth, in words."""
-    while bands:
-        yield str(bands[0])
-        bands = bands[0].inside

@@ -176,7 +176,7 @@ class _Binding:
     ) -> Iterator[tuple[int, End, int]]:
         """Bytes of a remote in pieces of one block each: where in the page they begin, an end there, and the length."""
         while length:
-            at, end, room = next(self._blocks_at(index, remotes, address, device))
+            (at, end, room), *_ = self._blocks_at(index, remotes, address, device)
             taken = min(room, length)
             yield at, end, taken
             address, length = address + taken, length - taken

@@ -37,11 +37,9 @@ def _remote_groups(plan: TransferPlan, group: Group) -> list[Group]:
     return found
 
 
-def sample(plan: TransferPlan, group: Group, far: Sequence[Sequence[Page]]) -> Request | None:
+def sample(plan: TransferPlan, group: Group, far: Sequence[Sequence[Page]]) -> Request:
     """A request of the first blocks of a group, those of the local side ascending and those of remotes descending."""
     others = _remote_groups(plan, group)
-    if not others:
-        return None
     local = {other.name: Blocks([]) for other in plan.local.groups}
     remote = {other.name: Blocks([]) for worker in plan.remotes for other in worker.groups}
     if group.tokens_per_block is None:
@@ -85,9 +83,9 @@ def part(plan: TransferPlan, group: Group, request: Request) -> Request | None:
     others = _remote_groups(plan, group)
     needy = [(group, local)] if plan.operation == "READ" else [(other, remote) for other in others]
     listed = [(other, tables[other.name]) for other, tables in needy if other.name in tables]
-    if not listed or not all(table.ids.size for _, table in listed):
+    if not listed:
         return None
-    spans = [range_of(tokens, group), *(_reach(*each) for each in listed)]
+    spans = [range_of(tokens, group), *(reach(other, table.first, table.stop - table.first) for other, table in listed)]
     start = max(span[0] for span in spans if span)
     stop = min(span[1] for span in spans if span)
     if group.tokens_per_block is None:
@@ -96,10 +94,3 @@ def part(plan: TransferPlan, group: Group, request: Request) -> Request | None:
         turn = min(math.ceil(period(group, *others) / slots(group) / group.context.size), MAX_BLOCKS)
         stop = min(stop, reach(group, before(group, start) // slots(group), turn)[1], start + MAX_POSITIONS)
     return (local, remote, _only(plan, group, (start, stop))) if start < stop else None
-
-
-def _reach(group: Group, table: Blocks) -> tuple[int, int]:
-    """The positions, or states, from the first to the last block of a table."""
-    if group.tokens_per_block is None:
-        return table.first, table.stop
-    return reach(group, table.first, table.stop - table.first)

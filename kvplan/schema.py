@@ -139,7 +139,7 @@ def read(node: Node, value: Any, path: str, found: Findings) -> Any:
             return _many(node, value, path, found)
         case Record():
             return _record(node.fields, value, path, found)
-        case Table():
+        case _:
             return _table(node, value, path, found)
 
 

@@ -39,8 +39,6 @@ MAX_ROWS: Final = 1 << 24
 MAX_IDS_PER_USED: Final = 16
 """A row of more ids than this for each that can be used is split by offset, so that ids last for large pools."""
 
-_NO_ROWS: Final = np.zeros((0, 5), np.int64)
-
 
 @attrs.frozen(eq=False)
 class Table:
@@ -70,21 +68,31 @@ class Table:
         return self.row_of(ids)
 
     @cached_property
+    def _bases(self) -> npt.NDArray[np.uint64]:
+        return bases(self.regions)
+
+    @cached_property
     def _arena(self) -> Ints:
         """Where each region would begin if all stood one after another, with a byte between."""
         sizes = [region.size_bytes + 1 for region in self.regions]
         return np.cumsum([0, *sizes[:-1]])
 
+    @cached_property
+    def _lines(self) -> tuple[Ints, Ints]:
+        """Each row's place as a line over ids: its slope, and where it would be at id 0."""
+        offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64) + self._arena[self.region]
+        stride = self.rows[:, 3].astype(np.int64)
+        return stride, offset - self.first * stride
+
     def places(self, ids: npt.NDArray[np.int32], row: Ints) -> Ints:
         """Where the bytes of ids stand among all regions, in the order of these, none next to another."""
-        offset = (self.rows[:, 0] - bases(self.regions)[0][self.region]).astype(np.int64) + self._arena[self.region]
-        stride = self.rows[:, 3].astype(np.int64)
-        place: Ints = ids * stride[row] + (offset - self.first * stride)[row]
+        stride, start = self._lines
+        place: Ints = ids * stride[row] + start[row]
         return place
 
     def descriptors(self, place: Ints, length: Ints, row: Ints) -> Descriptors:
         """Address, length and device, (n, 3), of bytes at these places in these rows."""
-        base, device = bases(self.regions)
+        base, device = self._bases
         found = np.empty((place.size, 3), np.uint64)
         found[:, 0] = place + (base - self._arena.astype(np.uint64))[self.region[row]].view(np.int64)
         found[:, 1] = length
@@ -93,9 +101,9 @@ class Table:
 
     def in_regions(self, regions: tuple[Region, ...]) -> Table:
         """The same rows in other regions, one in the place of each."""
-        before, after = bases(self.regions), bases(regions)
+        after = bases(regions)
         rows = self.rows.copy()
-        rows[:, 0] += (after[0] - before[0])[self.region]
+        rows[:, 0] += (after[0] - self._bases[0])[self.region]
         rows[:, 2] = after[1][self.region]
         return Table(regions, self.region, read_only(rows), self.first)
 
@@ -143,8 +151,6 @@ class Layout:
 
 def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints, Ints]]:
     """The ids of all sections of a pair, and each side's rows: (n, 5) region, offset, length, stride, count."""
-    if not sections:
-        return (), (_NO_ROWS, _NO_ROWS)
     lanes = [(section.groups, lane) for section in sections for lane in section.lanes]
     rows, ids = [], []
     for side in (0, 1):
@@ -180,8 +186,6 @@ def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     ([[0, 0, 4096, 4096, 400]], [[[0, 1, 2, 3]], [[4, 4, 4, 4]]])
     """
     columns = np.concatenate([alike for alike, _ in jobs], axis=1)
-    if not columns.size:
-        return _NO_ROWS, [np.zeros((2, *offsets.shape), np.int64) for _, offsets in jobs]
     order = np.lexsort(columns[::-1])
     ordered = columns[:, order]
     start = heads((ordered[:, 1:] == ordered[:, :-1]).all(0))

@@ -206,13 +206,12 @@ class _Check:
 
     def origin(self, address: int, device_id: int) -> str:
         """Where the byte at a destination address was copied from last."""
-        for move in reversed(self.done):
-            start, length, device = move.writes.T
-            hit = np.flatnonzero((device == device_id) & (start <= address) & (address <= start + (length - 1)))
-            if hit.size:
-                first, _, where = move.reads[hit[-1]].tolist()
-                return f", copied from {locate(move.source, first + address - int(start[hit[-1]]), where)}"
-        return ""
+        hits = (
+            (move, hit[-1]) for move in reversed(self.done) if (hit := _holding(move.writes, address, device_id)).size
+        )
+        move, last = next(hits)
+        first, _, device = move.reads[last].tolist()
+        return f", copied from {locate(move.source, first + address - int(move.writes[last, 0]), device)}"
 
     def settle_bytes(self) -> None:
         """Report needed bytes that are wrong; missing ones unless a writer was left out (rule O2)."""
@@ -242,11 +241,12 @@ class _Check:
             held = window(memory, self.worker, view, self.tensors[view.name], self.tables[view.group])
             for index, _ in held.chunks():
                 held.cells[index] = 0
-        for address, length, device in writes.tolist():
-            left = np.flatnonzero(memory.read(self.worker, address, length, device))
-            if left.size:
-                return locate(self.worker, address + int(left[0]), device)
-        raise AssertionError("a byte more was written than is needed, and is nowhere")
+        left = (
+            locate(self.worker, address + int(there[0]), device)
+            for address, length, device in writes.tolist()
+            if (there := np.flatnonzero(memory.read(self.worker, address, length, device))).size
+        )
+        return next(left)
 
     def tails(self) -> Iterator[Tail]:
         """The slots of the request's blocks that no view needs, in spans."""
@@ -262,6 +262,12 @@ class _Check:
 
     def fail(self, code: str, text: str) -> None:
         self.failures.append((code, f"at {self.worker.label}: {text}"))
+
+
+def _holding(ranges: Words, address: int, device_id: int) -> Ints:
+    """Which ranges have a byte."""
+    start, length, device = ranges.T
+    return np.flatnonzero((device == device_id) & (start <= address) & (address <= start + (length - 1)))
 
 
 def _again(writes: Words) -> npt.NDArray[np.uint64]:

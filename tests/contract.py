@@ -221,6 +221,14 @@ class Contract:
             for region in worker.regions
         )
 
+    def test_a_settled_transfer_stays_settled(self, engines: Engines) -> None:
+        """To cancel a transfer that is done changes nothing: all its bytes have moved."""
+        started = engines.start(engines.mesh("READ"), "READ", "request")
+        engines.finish(started)
+        for executor, transfer in started:
+            executor.cancel(transfer)
+            assert executor.poll(transfer) is Status.DONE
+
     def test_release_twice(self, engines: Engines) -> None:
         """To release a transfer again does nothing."""
         started = engines.start(engines.mesh("READ"), "READ", "request")

@@ -117,6 +117,27 @@ def test_where_nothing_helps_that_is_said() -> None:
     assert str(found).splitlines()[-1] == f"Nothing helps, of {len(found.options)} changes."
 
 
+def test_a_change_that_changes_nothing_is_no_option() -> None:
+    """With one head it is the same memory whether heads are outside blocks or inside, so that is no change."""
+    model = Model.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+        }
+    )
+    assert "layout=LHBNC" in keys(model)
+    found = advise(model, PLAIN, PLAIN, 100)
+    told = [
+        change for option in found.options for named in (option.changes, *option.alike) for change in named.values()
+    ]
+    assert "layout=LBNHC" in told
+    assert "layout=LHBNC" not in told
+    assert found.refused == ()
+
+
 def test_what_cannot_be_is_refused_with_its_reason() -> None:
     """A change that a side's other words rule out is left out, with the reason, and the others are planned."""
     found = advise(HYBRID, Side(shared=True), Side(shared=True), 16)

@@ -87,6 +87,14 @@ def test_more_than_the_system_can_map_is_an_error() -> None:
         made.cells(0)
 
 
+def test_arenas_are_made_on_other_systems_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is not mapped as Linux does it, cells are zeros all the same, and too many are MEMORY."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert arenas(Region("a", 4096, 64)).cells(0).tolist() == [0] * 64
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena"):
+        arenas(Region("a", 0, 1 << 62)).cells(0)
+
+
 def test_gigabytes_that_nobody_touches_cost_nothing() -> None:
     """An arena of 64 GiB is made at once, and only the touched cell's page is taken."""
     cells = arenas(Region("a", 0, 1 << 36)).cells(0)

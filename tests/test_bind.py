@@ -147,6 +147,8 @@ def test_writes_move_what_reads_move():
         ("BLOCKS", {}, {"attn": Blocks([1])}, (0, 4)),
         ("BLOCKS", {"attn": Blocks([1])}, {}, (0, 4)),
         ("TYPE", {"attn": [1]}, {"attn": Blocks([1])}, (0, 4)),
+        ("TYPE", [Blocks([1])], {"attn": Blocks([1])}, (0, 4)),
+        ("TYPE", {"attn": Blocks([1])}, None, (0, 4)),
         ("NAME", {"attn": Blocks([1]), "other": Blocks([1])}, {"attn": Blocks([1])}, (0, 4)),
         ("NAME", {"attn": Blocks([1])}, {"attn": Blocks([1])}, {"other": (0, 4)}),
         ("TOKENS", {"attn": Blocks([1])}, {"attn": Blocks([1])}, (3, 1)),
@@ -170,6 +172,7 @@ def test_b4_a_bad_request_is_refused_before_any_id(code, local, remote, tokens):
     [
         ("TYPE", [1.5], 0),
         ("TYPE", [[1]], 0),
+        ("TYPE", [[1], [2, 3]], 0),
         ("TYPE", [True], 0),
         ("BLOCKS", [-1], 0),
         ("BLOCKS", [2**31], 0),

@@ -114,6 +114,14 @@ def test_a_range_beyond_a_table_with_gaps_is_refused():
         plan.bind(local={"attn": Blocks([0, 7], null=0)}, remote={"attn": Blocks([4, 5, 6])}, tokens=(0, 9))
 
 
+@pytest.mark.parametrize("at", [0, 5, 9, 99])
+def test_an_empty_range_needs_no_block(at):
+    """Zero positions are none to list, also at a gap and beyond a table with gaps."""
+    (mine,), (other,) = engine("d"), engine("p")
+    spec = moved(plan_reads(mine, [other]), Blocks([0, 7], null=0), Blocks([4, 5, 6]), (at, at))
+    assert spec.local_ids.size == spec.remote_ids.size == 0
+
+
 def test_states_pair_by_the_positions_at_which_they_were_kept():
     """Of the checkpoints of both sides, those move that the destination lists; in whole, whatever the range."""
     plan = plan_reads(states("d", 10), [states("p", 20)])

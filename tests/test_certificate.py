@@ -51,6 +51,13 @@ def with_rows(plan, side, column, by):
     return attrs.evolve(plan, pairs=(attrs.evolve(first, **{name: attrs.evolve(table, rows=rows)}), *rest))
 
 
+def padded(worker):
+    """The worker with 64 bytes in each region before its view, and as many behind it."""
+    regions = [attrs.evolve(region, size_bytes=region.size_bytes + 128) for region in worker.regions]
+    views = [attrs.evolve(view, offset_bytes=64) for view in worker.views]
+    return attrs.evolve(worker, regions=regions, views=views)
+
+
 def refused(plan):
     """What the certificate says against a plan."""
     with pytest.raises(KVPlanError, match="PROOF: cannot certify") as caught:
@@ -104,6 +111,53 @@ def test_rows_with_another_number_are_no_proof(side, column, by):
     """Address, length, device, stride and count of a row."""
     plan = PLANS["pieces of larger blocks"]
     refused(with_rows(plan, side, column, -1 if (column, by) == (4, 1) else by))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_descriptors_of_unequal_lengths_are_no_proof(side):
+    """A copy has one length; rows that are shorter on one side are still inside their region."""
+    assert "equal lengths" in refused(with_rows(PLANS["pieces of larger blocks"], side, 1, -1))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_of_other_strides_are_no_proof(side):
+    """A shorter stride keeps every row in its region, and is not that from block to block."""
+    assert "follow the blocks of every view" in refused(with_rows(PLANS["equal blocks"], side, 3, -1))
+
+
+@pytest.mark.parametrize("by", [-16, 16])
+@pytest.mark.parametrize("side", [0, 1])
+def test_bytes_that_no_view_holds_are_no_proof(side, by):
+    """A region may have more than its views: what is before them or behind them is nobody's."""
+    plan = with_rows(plan_reads(padded(engine("d")[0]), [padded(engine("p")[0])]), side, 0, by)
+    assert f"others at the {('destination', 'source')[side]}" in refused(plan)
+
+
+def test_a_region_too_large_to_count_through_is_refused():
+    """Regions are laid one behind another in 62 bits; a plan for larger ones has no certificate."""
+    (mine,), (other,) = engine("d", layers=1), engine("p", layers=1)
+    large = attrs.evolve(mine, regions=[attrs.evolve(mine.regions[0], size_bytes=1 << 62)])
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify the regions of d/0: expected fewer than \d+ bytes"):
+        plan_reads(large, [other]).certificate()
+
+
+def test_runs_that_pass_for_tokens_are_no_proof():
+    """What moves token by token, at the ends of a range, is of one position each."""
+    plan = PLANS["equal blocks"]
+    (which,) = [i for i, family in enumerate(layout_of(plan).families) if family.share == "runs"]
+    assert "a token to be one position" in refused(changed(plan, family=which, share=lambda _: "ends"))
+
+
+def test_cuts_that_are_no_cuts_are_no_proof():
+    """Cuts ascend, are not empty, do not overlap, and lie in one period."""
+    plan = PLANS["pieces of larger blocks"]
+    for wrong in (
+        lambda cuts: cuts[::-1],
+        lambda cuts: (*cuts, cuts[-1]),
+        lambda cuts: ((0, 0), *cuts),
+        lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
+    ):
+        assert "a cut after the other" in refused(changed(plan, cuts=wrong))
 
 
 def test_a_run_across_a_cut_is_no_proof():

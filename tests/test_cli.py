@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -219,6 +220,42 @@ def test_the_demo_fails_where_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyP
     assert "NO: VALUE" in run.out
 
 
+def test_a_terminal_shows_the_demo_line_by_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal the table is drawn anew after each pair, over the one before, and is there once in the end."""
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo, "CASES", demo.CASES[3:5])
+    run = cli("demo")
+    first, last = (run.out.count(case.model) for case in demo.CASES)
+    *_, end = run.out.split("\x1b[2K")  # what erases a line
+    assert run.status == 0
+    assert first > last > 0
+    assert [end.count(case.model) for case in demo.CASES] == [1, 1]
+
+
+def test_memory_that_runs_out_is_a_refusal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives no more memory, one line says so."""
+
+    def none_left(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(trials, "verify", none_left)
+    run = cli(*QUICK)
+    assert (run.status, run.out) == (2, "")
+    assert run.err == "MEMORY: cannot carry out the transfer: expected memory for it, got none left\n"
+
+
+def test_an_interrupt_is_status_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends a command as it ends others: no report, no traceback, and the shell's status for it."""
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials, "verify", interrupted)
+    run = cli(*QUICK)
+    assert (run.status, run.out, run.err.strip()) == (130, "", "")
+
+
 def test_no_command_shows_help(cli: Cli) -> None:
     """Without a command, the help is shown."""
     run = cli()
@@ -242,10 +279,13 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(run, env=kept | environment, capture_output=True, text=True, check=False)
 
 
-def test_the_module_runs() -> None:
+def test_the_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -m kvplan`` is the command line, exit status included."""
-    assert command(*QUICK).returncode == 0
-    assert command("verify", "llama-9").returncode == 2
+    for arguments, status in ((QUICK, 0), (("verify", "llama-9"), 2)):
+        monkeypatch.setattr(sys, "argv", ["kvplan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("kvplan", run_name="__main__")
+        assert ended.value.code == status
 
 
 def test_a_pipe_gets_no_colour() -> None:

@@ -30,6 +30,14 @@ def test_any_number_of_positions_has_a_cost(tokens: int, lengths: dict[int, int]
     assert cost.lengths == {times * HEAD_BYTES: number for times, number in lengths.items()}
 
 
+def test_a_source_without_any_of_the_positions_costs_nothing() -> None:
+    """Of one token, the worker that keeps every second position has none."""
+    (local,), sources = engine("decode"), engine("prefill", contexts=(2, 1))
+    pairs = plan_reads(local, sources).cost(1).pairs
+    assert [pair.num_descriptors > 0 for pair in pairs] == [True, False]
+    assert (pairs[1].num_ids, pairs[1].lengths) == (0, {})
+
+
 def test_a_state_moves_once_however_many_tokens() -> None:
     """Of a hybrid model, more tokens take more descriptors of its attention alone."""
     model = Model.shipped("granite-4.0-h-tiny")
@@ -77,6 +85,11 @@ def test_a_cost_in_words() -> None:
         "12 tokens: 1536 bytes in 32 descriptors of 32 bytes (16) and 64 bytes (16)",
         "  prefill/0 -> decode/0: 768 bytes in 16 descriptors of 32 bytes (8) and 64 bytes (8); 6 and 12 rows",
         "  prefill/1 -> decode/0: 768 bytes in 16 descriptors of 32 bytes (8) and 64 bytes (8); 6 and 12 rows",
+    ]
+    (local,), sources = engine("d", tokens=4), engine("p", tokens=4)
+    assert str(plan_reads(local, sources).cost()).splitlines() == [
+        "4 tokens: 512 bytes in 2 descriptors of 256 bytes",
+        "  d/0 <- p/0: 512 bytes in 2 descriptors of 256 bytes; 4 and 4 rows",
     ]
     many = Cost("READ", 1, (PairCost(("d", 0), ("p", 0), 1, 1, 4, {8: 1, 16: 1, 24: 1, 32: 1}),))
     assert str(many).splitlines()[0] == "1 token: 80 bytes in 4 descriptors of 8 bytes to 32 bytes"

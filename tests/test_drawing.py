@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from kvplan import Model, plan_reads, plan_writes
+from kvplan import Axis, Group, Model, Region, View, Worker, plan_reads, plan_writes
 from kvplan.drawing import COLUMNS, draw_page, draw_panel, draw_worker
 from kvplan.pages import pages
 from kvplan.panels import panels
 from tests.small import engine
 
 LLAMA = Model.shipped("llama-3.1-8b")
+
+
+def state(parts: int, step_bytes: int) -> Worker:
+    """A state of so many tensors of 2 heads of 16 bytes, with room for more."""
+    region = Region("ssm", 4096, 1 << 20)
+    axes = (Axis("head", 0, 2, 2, 16), Axis("dim", 0, 2, 2, 8))
+    views = [View(f"layers.0.part{i}", "g", region, "float64", axes, 4, 8192, step_bytes * i) for i in range(parts)]
+    return Worker("e", 0, [region], [Group("g")], views)
 
 
 def text(drawing: str) -> str:
@@ -53,6 +61,41 @@ def test_what_does_not_belong_to_the_page_is_hatched() -> None:
     assert draw_page(page) == text("""
         token │ 0  │ 1   │ 2   │ ···│ 15   │ ░    │
         byte  │ 0  │ 1152│ 2304│    │ 17280│ 18432│
+    """)
+
+
+def test_what_lies_between_tensors_is_hatched() -> None:
+    """Tensors of a page that are aligned have bytes of nobody between them."""
+    (page,) = pages(state(parts=2, step_bytes=40))
+    assert draw_page(page) == text("""
+        tensor │ part0   │ ░  │ part1   │ ░  │
+        head   │ 0  │ 1  │    │ 0  │ 1  │    │
+        byte   │ 0  │ 16 │ 32 │ 40 │ 56 │ 72 │
+    """)
+
+
+def test_a_tensor_of_one_axis_is_whole() -> None:
+    """What has no axis but its elements is drawn as all of them."""
+    region = Region("ssm", 4096, 4096)
+    view = View("layers.0.state", "g", region, "float32", (Axis("dim", 0, 8, 8, 4),), 4, 32)
+    (page,) = pages(Worker("e", 0, [region], [Group("g")], [view]))
+    assert draw_page(page) == text("""
+        dim  │ 0-7│
+        byte │ 0  │
+    """)
+
+
+def test_a_page_of_many_tensors_is_drawn_in_parts() -> None:
+    """Where even the coarsest drawing is too wide, it goes on below, each part with its rows."""
+    (page,) = pages(state(parts=14, step_bytes=32))
+    assert draw_page(page) == text("""
+        tensor │ part0│ part1│ part2│ part3│ part4│ part5│ part6│ part7│ part8│ part9│ part10│ part11│
+        head   │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1   │ 0-1   │
+        byte   │ 0    │ 32   │ 64   │ 96   │ 128  │ 160  │ 192  │ 224  │ 256  │ 288  │ 320   │ 352   │
+
+        tensor │ part12│ part13│ ░  │
+        head   │ 0-1   │ 0-1   │    │
+        byte   │ 384   │ 416   │ 448│
     """)
 
 

@@ -692,7 +692,7 @@ def test_details_are_plain_values(row: Row) -> None:
 def test_details_cannot_be_changed() -> None:
     """Details are read-only."""
     details = refused(lambda: region(size_bytes=0)).details
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="does not support item assignment"):
         details["value"] = 1  # type: ignore[index]
 
 

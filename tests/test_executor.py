@@ -82,6 +82,15 @@ def test_a_cancelled_transfer_moves_nothing_and_tells_nobody() -> None:
     assert network.inbox["prefill", 0] == []
 
 
+def test_a_transfer_is_one_short_line() -> None:
+    """A transfer prints as its request, where it stands, and what it moves."""
+    _, executor, spec = one_transfer()
+    transfer = executor.start(spec, "request 7")
+    assert repr(transfer) == f"<Transfer 'request 7' running: {spec!r}>"
+    executor.poll(transfer)
+    assert repr(transfer) == f"<Transfer 'request 7' done: {spec!r}>"
+
+
 def test_a_failed_copy_fails_its_transfer_alone() -> None:
     """Where memory cannot be had, the transfer is FAILED and has the error; nothing is raised."""
     network, executor, spec = one_transfer()

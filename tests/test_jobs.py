@@ -72,6 +72,20 @@ def test_chunks_of_a_prompt_are_verified_as_one(turn):
     assert codes(verify_together(parts[:2], tokens=(0, 19))) == ["COVER"] * 3
 
 
+def test_a_part_needs_its_own_tensors_only():
+    """Layers that come from engines of their own, each with a range of its own, are whole where their part is."""
+    (mine,), first, second = engine("d"), engine("p0", tp=2), engine("p1", tokens=6)
+    table = Blocks([3, 9, 4])
+    parts = [
+        part(plan_reads(mine, first, not_transferred=["layers.1"]), table, Blocks([8, 6, 2]), (0, 8)),
+        part(plan_reads(mine, second, not_transferred=["layers.0"]), table, Blocks([5, 1]), (3, 12)),
+    ]
+    report = verify_together(parts)
+    assert report.ok, report
+    assert report.num_bytes == (8 + 9) * TOKEN_BYTES // 2
+    assert codes(verify_together(parts, tokens=(0, 12))) == ["COVER"]
+
+
 def test_parts_must_agree_on_the_destination_s_blocks():
     """Two blocks for one ordinal are no request."""
     (mine,), (other,) = engine("d"), engine("p")

@@ -150,3 +150,29 @@ def test_names_without_numbers_are_pages_of_their_own() -> None:
 def test_a_worker_without_views_has_no_pages() -> None:
     """A worker that keeps nothing has nothing to show."""
     assert pages(Worker("e", 0, (), (), ())) == ()
+
+
+def bytes_of(page: Page, start: int, stop: int) -> list[str]:
+    """The steps to each byte."""
+    return [" ".join(map(str, box.steps)) for at in range(start, stop) for box in page.boxes(at, at + 1)]
+
+
+def test_digits_that_do_not_nest_are_found_one_by_one() -> None:
+    """Where the outer digit of an axis is the finer one in memory, neighbouring bytes are far apart on the axis."""
+    region = Region("kv", 4096, 4096)
+    axes = (Axis("token", 0, 2, 2, 1), Axis("token", 0, 4, 4, 2))
+    (page,) = pages(Worker("e", 0, [region], [Group("g", 8)], [View("layers.0.k", "g", region, "uint8", axes, 4, 8)]))
+    last = [step.rpartition(" ")[2] for step in bytes_of(page, 0, 8)]
+    assert last == ["0", "4", "1", "5", "2", "6", "3", "7"]
+
+
+def test_views_that_alternate_without_a_common_axis_are_told_apart() -> None:
+    """Tensors whose bytes alternate along axes of different names are a band each, and bytes are found in them."""
+    region = Region("kv", 4096, 4096)
+    views = [
+        View(f"layers.0.{axis}", "g", region, "uint8", (Axis(axis, 0, 3, 3, 4),), 4, 16, offset)
+        for axis, offset in (("x", 0), ("y", 2))
+    ]
+    (page,) = pages(Worker("e", 0, [region], [Group("g")], views))
+    assert [str(band) for band in page.bands] == ["x 3 x 4", "y 3 x 4"]
+    assert bytes_of(page, 0, 12) == ["x 0", "y 0", "x 1", "y 1", "x 2", "y 2"]

@@ -157,3 +157,42 @@ def test_groups_may_have_other_names_there() -> None:
     source = Worker("prefill", 0, worker.regions, [Group("cache", 4)], views)
     (panel,) = panels(plan_reads(engine("decode")[0], [source]))
     assert {(copy.local.page.group, copy.remote.page.group) for copy in panel.copies} == {("attn", "cache")}
+
+
+def test_a_group_that_no_remote_has_is_not_shown() -> None:
+    """Of a local group whose tensors are not transferred, and which no remote has, there is nothing to show or bind."""
+    (local,), sources = engine("decode"), engine("prefill")
+    views = [*local.views, attrs.evolve(local.views[0], name="draft.0", group="draft", offset_bytes=2560)]
+    regions = [attrs.evolve(region, size_bytes=2 * region.size_bytes) for region in local.regions]
+    both = attrs.evolve(local, regions=regions, groups=[Group("draft", 4), *local.groups], views=views)
+    plan = plan_reads(both, sources, not_transferred=["draft.0"])
+    for request in (None, ({"attn": Blocks([7])}, {"attn": Blocks([3])}, None)):
+        (panel,) = panels(plan, request)
+        assert panel.tensors == ("layers.0", "layers.1")
+
+
+def test_a_request_of_no_blocks_is_not_shown() -> None:
+    """Where the destination lists no block there is nothing to show, whatever the source has."""
+    plan = plan_reads(engine("decode")[0], engine("prefill"))
+    assert panels(plan, ({"attn": Blocks([])}, {"attn": Blocks([3, 1])}, None)) == ()
+
+
+def test_a_request_with_states_is_shown_with_one_of_them() -> None:
+    """Of the states that a request lists the first is shown, from the block that it has, and the first tokens."""
+    sources, (local,) = (GRANITE.engine(name, num_blocks=9) for name in "pd")
+    tables = {"attn": Blocks([7, 3]), "state": Blocks([5, 6])}, {"attn": Blocks([1, 8]), "state": Blocks([2, 4])}
+    states, tokens = panels(plan_reads(local, sources), (*tables, {"attn": (3, 20)}))
+    assert (states.tokens, tokens.tokens) == (None, (3, 16))
+    assert {(copy.local.block, copy.remote.block) for copy in states.copies} == {(5, 2)}
+    assert {(copy.local.block, copy.remote.block) for copy in tokens.copies} == {(7, 1)}
+
+
+def test_equal_addresses_of_two_devices_are_told_apart() -> None:
+    """Regions at one address of several devices: a copy is found on the device that its descriptor names."""
+    sources, (local,) = LLAMA.engine("p", kv="split", num_blocks=9), LLAMA.engine("d", num_blocks=9)
+    regions = [attrs.evolve(region, address=1 << 40, device_id=i) for i, region in enumerate(sources[0].regions)]
+    panel = only(plan_reads(local, [attrs.evolve(sources[0], regions=regions)]))
+    assert {(str(copy.remote.steps[0]), copy.remote.region) for copy in panel.copies} == {
+        ("K", "layers.0.attn.k"),
+        ("V", "layers.0.attn.v"),
+    }

@@ -43,15 +43,9 @@ def put(value: Any, *keys: str | int) -> Edit:
     return edit
 
 
-def drop(*keys: str | int) -> Edit:
-    """Removes what is at a path."""
-
-    def edit(message: Any) -> None:
-        for key in keys[:-1]:
-            message = message[key]
-        del message[keys[-1]]
-
-    return edit
+def drop(key: str) -> Edit:
+    """Removes a key."""
+    return lambda message: message.pop(key)
 
 
 def column(table: str, key: str, row: int, value: Any) -> Edit:
@@ -88,6 +82,7 @@ EDITS = [
     put((1 << 39) - 1, "layouts", 0, "num_blocks"),
     put(1 << 60, "layouts", 0, "block_stride_bytes"),
     put([], "layouts", 0, "axes"),
+    put({}, "layouts", 0, "axes"),
     put(5, *HEAD, "stop"),
     put(50, *HEAD, "stride_bytes"),
     put(5, *TOKEN, "size"),

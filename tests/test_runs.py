@@ -4,7 +4,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, Worker, plan_reads, verify
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
 from kvplan.cells import cells
 from kvplan.match import match
 from kvplan.runs import join, outline, sections
@@ -121,6 +121,23 @@ def test_r2_spans_of_different_regions_are_not_joined():
     offset, length = np.array([[0, 8], [0, 8]]), np.array([8, 8])
     assert len(join([np.array([0, 0])], offset, length)[1]) == 1
     assert len(join([np.array([0, 1])], offset, length)[1]) == 2
+
+
+def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
+    """R1: two axes of a thousand, in one order here and in the other there, are a million runs of one byte."""
+
+    def square(name: str, order: str) -> Worker:
+        """One layer of 1025 by 1025 bytes a token; the last of ``order`` is the finer axis."""
+        axes = [Axis(axis, 0, 1025, 1025, 1 if axis == order[-1] else 1025) for axis in "ab"]
+        view = View("layers.0", "attn", "kv", "uint8", (*axes, Axis("token", 0, 1, 1, 1025**2)), 2, 1025**2)
+        return Worker(name, 0, [Region("kv", 1 << 40, 2 * 1025**2)], [Group("attn", 1)], [view])
+
+    assert plan_reads(square("d", "ab"), [square("p", "ab")]).cost().num_descriptors == 1
+    with pytest.raises(
+        KVPlanError,
+        match=r"RANGE: cannot list the runs of tensor 'layers.0': expected at most 1048576 in a token, got 1050625 or",
+    ):
+        plan_reads(square("d", "ab"), [square("p", "ba")])
 
 
 def test_r4_positions_of_different_cycles_are_different_lanes() -> None:

@@ -17,6 +17,7 @@ from kvplan.bind import Ids
 from kvplan.pages import pages
 from kvplan.panels import panels
 from kvplan.samples import sample
+from kvplan.sheets import LETTER
 from tests.small import engine
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,6 +34,10 @@ PLANS = {
     "split and kernel blocks": plan_reads(
         LLAMA.engine("decode", kv="split", tokens_per_block=48, num_blocks=9)[0],
         LLAMA.engine("prefill", tp=3, kv="axis", tokens_per_block=32, kernel_tokens=16, num_blocks=9),
+    ),
+    "heads outside blocks": plan_reads(
+        LLAMA.engine("decode", tp=2, tokens_per_block=32, num_blocks=9)[1],
+        LLAMA.engine("prefill", layout="LHBNC", num_blocks=9),
     ),
     "writes": plan_writes(LLAMA.engine("prefill", num_blocks=9)[0], LLAMA.engine("decode", tp=3, num_blocks=9)),
     "states": plan_reads(
@@ -199,6 +204,30 @@ def test_cells_stay_inside_the_picture() -> None:
         for spans in rows.values():
             for (_, stop), (start, _) in itertools.pairwise(sorted(spans)):
                 assert stop <= start + 0.2
+
+
+def test_a_long_legend_has_several_lines() -> None:
+    """Names of workers that do not fit beside each other stand below, and all of them inside the picture."""
+    sources = engine("a-prefill-engine-of-a-long-name", tp=16, heads=16)
+    root = ElementTree.fromstring(show(plan_reads(engine("decode", heads=16)[0], sources)).svg)
+    names = {source.label for source in sources}
+    legend = [text for text in root.findall(f"{SVG}text") if text.text in names]
+    assert {text.text for text in legend} == names
+    assert len({text.get("y") for text in legend}) > 1
+    assert len({(text.get("x"), text.get("y")) for text in legend}) == len(names)
+    ends = [float(text.get("x", "0")) + len(text.text or "") * LETTER for text in legend]
+    assert max(ends) <= float(root.get("width", "0"))
+
+
+def test_a_page_of_many_tensors_shows_them_all() -> None:
+    """Where a page has more tensors than there is room for leaves, each is told once, as one leaf."""
+    region = Region("ssm", 4096, 1 << 20)
+    axes = (Axis("head", 0, 2, 2, 16), Axis("dim", 0, 2, 2, 8))
+    views = [View(f"layers.0.part{i}", "g", region, "float64", axes, 4, 8192, 32 * i) for i in range(30)]
+    root = ElementTree.fromstring(show(Worker("e", 0, [region], [Group("g")], views)).svg)
+    _, *leaves, rest = [title.text for title in root.iter(f"{SVG}title")]
+    assert leaves == [f"tensor part{i}, head 0-1\n32 bytes at byte {32 * i} of a page" for i in range(30)]
+    assert rest == "7232 bytes at byte 960 of a page"
 
 
 def test_hostile_names_are_text() -> None:

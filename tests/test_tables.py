@@ -2,10 +2,11 @@
 
 import pickle
 
+import attrs
 import numpy as np
 import pytest
 
-from kvplan import plan_reads
+from kvplan import KVPlanError, plan_reads
 from kvplan.tables import place
 from tests.small import HEAD_BYTES, engine
 
@@ -83,8 +84,6 @@ def test_t1_tables_are_read_only_and_small():
 
 def test_t1_addresses_up_to_the_end_of_memory_are_exact():
     """T1: rows near 2**64 keep every bit."""
-    import attrs
-
     (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
     top = attrs.evolve(ours, regions=(attrs.evolve(ours.regions[0], address=2**64 - ours.regions[0].size_bytes),))
     rows = plan_reads(top, [theirs]).pairs[0].local_table.rows
@@ -103,3 +102,19 @@ def test_t2_a_row_of_mostly_unused_ids_is_split():
     rows, (ids,) = place([job([0, 2], length=2, stride=1 << 20, blocks=100)])
     assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
     assert ids[..., 0].tolist() == [[0, 100], [1, 1]]
+
+
+def test_t2_more_slots_than_can_be_listed_are_refused():
+    """T2: four heads in two layers of blocks of four million tokens are more strands' slots than a table lists."""
+    (ours,), (theirs,) = (engine(name, tokens=1 << 22, blocks=1) for name in "dp")
+    with pytest.raises(
+        KVPlanError, match=r"^RANGE: cannot list the slots of group 'attn': .* got 8 strands of 4194304"
+    ):
+        plan_reads(ours, [theirs])
+
+
+def test_a_table_is_one_short_line():
+    """Tables print as how much they register, and how much that stands for."""
+    (ours,), (theirs,) = engine("d", blocks=7), engine("p")
+    (pair,) = plan_reads(ours, [theirs]).pairs
+    assert repr(pair.local_table) == f"<Table of {len(pair.local_table.rows)} rows, {pair.local_table.num_ids} ids>"

@@ -85,6 +85,39 @@ def test_a_wrong_head_is_named_on_both_sides() -> None:
     )
 
 
+def test_the_last_of_two_copies_is_where_a_byte_is_from() -> None:
+    """A right byte that a later copy makes wrong is said to be that copy's."""
+
+    def swap(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        remote[[0, 1]] = remote[[1, 0]]
+        return local, remote
+
+    report = verify([reads(), edited(reads(), swap, REQUEST)], **REQUEST)
+    assert codes(report) == ["IDS", "VALUE", "DISJOINT"]
+    assert "head 0 kv 0 byte 0 of position 4 (" in report.failures[1][1]
+    assert "copied from layers.0 dim 0 head 1" in report.failures[1][1]
+
+
+def test_a_byte_is_not_from_another_devices_copy() -> None:
+    """Regions at one address of two devices: where a byte was copied from is looked for on its own device."""
+
+    def on_two_devices(worker: Worker) -> Worker:
+        regions = [attrs.evolve(r, address=1 << 40, device_id=i) for i, r in enumerate(worker.regions)]
+        return attrs.evolve(worker, regions=regions)
+
+    def swap(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        first, second = np.flatnonzero(local[:, 2] == 0)[:2]
+        remote[[first, second]] = remote[[second, first]]
+        return local, remote
+
+    destination, *sources = map(on_two_devices, (*engine("decode", order="NH"), *engine("prefill")))
+    plan = plan_reads(destination, sources)
+    assert report_of(plan).ok
+    report = report_of(edited(plan, swap, REQUEST))
+    assert codes(report) == ["IDS", "VALUE"]
+    assert "copied from layers.0 " in report.failures[1][1]
+
+
 def test_a_dropped_descriptor_is_found() -> None:
     """A byte that nobody writes breaks COVER, and is named."""
     plan = edited(reads(), lambda local, remote: (local[1:], remote[1:]), REQUEST)
@@ -323,6 +356,27 @@ def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
     report = verify(plan_mesh(destinations, sources), local=tables, remote=tables, tokens={"attn": (0, 50)})
     assert "called for by two groups, whose blocks share memory" in str(report)
     assert set(codes(report)) == {"VALUE", "DISJOINT"}
+
+
+def test_a_region_too_large_to_map_is_an_error() -> None:
+    """What this machine cannot hold is not said to be wrong: no report is better than one of nothing."""
+    (destination,) = engine("decode", layers=1)
+    large = attrs.evolve(destination, regions=[attrs.evolve(destination.regions[0], size_bytes=1 << 60)])
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena of fake memory"):
+        report_of(plan_reads(large, engine("prefill", layers=1)))
+
+
+def test_a_copy_into_a_region_too_large_to_map_is_an_error() -> None:
+    """What cannot be carried out for want of memory is no fault of the plan's bounds."""
+    (destination,) = engine("decode", order="NH")
+    more = attrs.evolve(destination, regions=[*destination.regions, Region("more", 1 << 62, 1 << 60)])
+
+    def stray(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        local[0, 0] = 1 << 62
+        return local, remote
+
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena of fake memory"):
+        report_of(edited(plan_reads(more, engine("prefill")), stray, REQUEST))
 
 
 def test_ids_that_are_no_pairs_are_found() -> None:

@@ -8,6 +8,7 @@ import pickle
 import attrs
 import numpy as np
 import pytest
+from attrs.exceptions import FrozenInstanceError
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_repr_evaluates_back(value: object) -> None:
 def test_values_are_frozen_hashable_and_pickle(value: object) -> None:
     """A value can be a key, travels between processes, and nobody can change it."""
     assert {pickle.loads(pickle.dumps(value)): 1} == {value: 1}
-    with pytest.raises(AttributeError):
+    with pytest.raises(FrozenInstanceError):
         value.name = "x"  # type: ignore[attr-defined]
 
 

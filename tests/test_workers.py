@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
+from attrs.exceptions import FrozenInstanceError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -191,7 +192,7 @@ def test_a_worker_pickles() -> None:
 def test_a_worker_is_frozen() -> None:
     """Nobody changes a worker; evolving it checks it again."""
     worker = Worker(**FIELDS)
-    with pytest.raises(AttributeError):
+    with pytest.raises(FrozenInstanceError):
         worker.rank = 4  # type: ignore[misc]
     assert attrs.evolve(worker, rank=4).label == "prefill/4"
     with pytest.raises(KVPlanError, match=r"^BOUNDS"):
