@@ -49,10 +49,11 @@ class Cell:
     every: int
 
 
-def cells(
-    matches: Sequence[Match], destination: Worker, sources: Sequence[Worker], replicas: int = 1
-) -> tuple[Cell, ...]:
+def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
     """Every cell of a destination, each with exactly one source. Raises ``TENSOR`` or ``COVER`` with what lacks one."""
+    if not matches:
+        return ()
+    destination, sources = matches[0].workers
     found: list[Cell] = []
     held: list[Bools] = []
     missing: list[str] = []
@@ -78,8 +79,6 @@ def cells(
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
         )
-    if not found:
-        return ()
     lots, made = np.array(held), list[Cell]()
     for turn, (which, share) in enumerate(_shares(found, _divide(matches, destination, replicas), replicas)):
         owners = _owners(share, lots[which], destination.rank * replicas + turn)
@@ -123,8 +122,8 @@ def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
     """The source of each cell of a share, by the lots that they form."""
     states = [cell.match.destination[cell.destination].group.tokens_per_block is None for cell in share]
     keys = [(state, holders.tobytes()) for state, holders in zip(states, held, strict=True)]
-    lots = sorted(set(keys))
-    alike = np.array([lots.index(key) for key in keys], np.int64)
+    lots = {key: i for i, key in enumerate(sorted(set(keys)))}
+    alike = np.array([lots[key] for key in keys], np.int64)
     weight = np.bincount(alike, [_bytes(cell) for cell in share]).astype(np.float64)
     apart = np.array([np.frombuffer(holders, bool) for _, holders in lots], bool).reshape(-1, held.shape[1])
     owners: Ints = choose(apart, weight, np.array([state for state, _ in lots], bool), turn)[alike]

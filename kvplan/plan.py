@@ -137,7 +137,7 @@ class TransferPlan:
                 "WORKER",
                 "take the place of the remotes of a plan",
                 expected=f"workers in the same order, of ranks {ranks[0]}",
-                got=f"ranks {ranks[1]}",
+                got=f"ranks {ranks[1]} of {', '.join(worker.label for worker in workers)}",
             )
         pairs = []
         for pair, before, worker in zip(self.pairs, self.remotes, workers, strict=True):
@@ -282,7 +282,7 @@ def shares(
     offered = Sources(sorted(sources, key=lambda worker: worker.key))
     for destination in destinations:
         served: dict[int, list[Cell]] = {}
-        for cell in cells(match(destination, offered, skipped), destination, offered.workers, replicas):
+        for cell in cells(match(destination, offered, skipped), replicas):
             served.setdefault(int(cell.match.holding.worker[cell.source]), []).append(cell)
         for source, share in sorted(served.items()):
             yield destination, offered.workers[source], share

@@ -26,7 +26,7 @@ def lots(destinations: Sequence[Worker], sources: Sequence[Worker], tokens: int)
     """The bytes that each destination needs of a request, by its index, whether they are states, and who holds them."""
     found: Lots = defaultdict(Fraction)
     for index, destination in enumerate(destinations):
-        for cell in cells(match(destination, Sources(sources)), destination, sources):
+        for cell in cells(match(destination, Sources(sources))):
             ours = cell.match.destination[cell.destination]
             which = np.flatnonzero(np.logical_and.reduce([part.held for part in cell.parts.values()]))
             holders = frozenset(cell.match.holding.worker[which].tolist())

@@ -14,7 +14,7 @@ from tests.small import engine
 
 def served(ours, sources):
     """(source rank, axis box) of every cell of a one-layer destination."""
-    found = cells(match(ours, Sources(sources)), ours, sources)
+    found = cells(match(ours, Sources(sources)))
     return [
         (
             sources[cell.match.holding.worker[cell.source]].rank,
@@ -57,7 +57,7 @@ def test_c2_what_nobody_holds_is_listed_whole():
     (ours,) = engine("d", tp=1, heads=8)
     sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
     with pytest.raises(KVPlanError) as caught:
-        cells(match(ours, Sources(sources)), ours, sources)
+        cells(match(ours, Sources(sources)))
     assert str(caught.value) == (
         "COVER: cannot plan for d/0: expected every part of its tensors to be held by a source, "
         "got layers.0 and 1 like it: head [2, 4) [6, 8) of 8"
@@ -69,7 +69,7 @@ def test_c2_positions_that_nobody_holds_are_listed():
     (ours,) = engine("d", layers=1)
     sources = engine("p", layers=1, contexts=(2, 1))[:1]
     with pytest.raises(KVPlanError, match=r"layers\.0: positions \[1, 2\) of every 2$"):
-        cells(match(ours, Sources(sources)), ours, sources)
+        cells(match(ours, Sources(sources)))
 
 
 def fewest(held):
@@ -128,7 +128,7 @@ def test_c4_states_do_not_weigh_on_who_sends_tokens():
 
 def of_tensors(ours, sources, replicas):
     """The rank that serves each tensor of a destination."""
-    found = cells(match(ours, Sources(sources)), ours, sources, replicas)
+    found = cells(match(ours, Sources(sources)), replicas)
     ranks = [sources[cell.match.holding.worker[cell.source]].rank for cell in found]
     return {name: rank for cell, rank in zip(found, ranks, strict=True) for name in cell.match.names}
 
@@ -168,7 +168,7 @@ def test_c5_what_nobody_holds_is_listed_once():
     (ours,) = engine("d", tp=1, heads=8)
     sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
     with pytest.raises(KVPlanError, match=r"got layers\.0 and 1 like it: head \[2, 4\) \[6, 8\) of 8$"):
-        cells(match(ours, Sources(sources)), ours, sources, 2)
+        cells(match(ours, Sources(sources)), 2)
 
 
 @pytest.mark.parametrize(("replicas", "code"), [(0, "RANGE"), (1 << 10, "RANGE"), (True, "TYPE"), ("2", "TYPE")])
@@ -187,5 +187,5 @@ def test_c2_what_is_missing_is_told_by_all_its_axes():
     (ours,) = engine("d", layers=1)
     sources = [engine("p", tp=2, layers=1, contexts=(2, 1))[rank] for rank in (0, 1, 2)]
     with pytest.raises(KVPlanError) as caught:
-        cells(match(ours, Sources(sources)), ours, sources)
+        cells(match(ours, Sources(sources)))
     assert caught.value.details["missing"] == ("layers.0: head [2, 4) of 4, positions [1, 2) of every 2",)

@@ -13,7 +13,7 @@ from tests.small import HEAD_BYTES, engine
 
 
 def section(ours, theirs):
-    (found,) = sections(cells(match(ours, Sources([theirs])), ours, [theirs]))
+    (found,) = sections(cells(match(ours, Sources([theirs]))))
     return found
 
 
@@ -171,7 +171,7 @@ def test_r4_a_period_too_long_to_list_moves_token_by_token() -> None:
 
 
 def only_cell(ours, theirs):
-    (found,) = cells(match(ours, Sources([theirs])), ours, [theirs])
+    (found,) = cells(match(ours, Sources([theirs])))
     return found
 
 
