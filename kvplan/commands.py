@@ -15,13 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvplan import demo, matrix
+from kvplan import demo, matrix, reading
 from kvplan.advice import advise
 from kvplan.errors import KVPlanError
 from kvplan.explain import explain, size
 from kvplan.mesh import plan_mesh
 from kvplan.names import fold, intervals
-from kvplan.options import POOL, bits_option, dst_option, echo_json, model_argument, plain_console, src_option
+from kvplan.options import POOL, about_two_engines, echo_json, json_option, model_argument, plain_console
 from kvplan.showing import show_command
 from kvplan.sides import MAX_TOKENS, Side, count, load, token_range
 from kvplan.trials import Request, Trial, lengths_of, memory_needed, undrafted
@@ -87,12 +87,9 @@ def kvplan(context: click.Context) -> int:
 
 
 @kvplan.command("verify", short_help="Plan a transfer, move it in fake memory, check every byte.")
-@model_argument
-@src_option
-@dst_option
-@bits_option
+@about_two_engines
 @click.option("--tokens", default="1000", metavar="[START:]STOP", show_default=True, help="The positions that move.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def verify_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
     """Plan MODEL's cache from one engine to another, move it in fake memory, check every byte.
 
@@ -141,10 +138,7 @@ def _print_trial(title: str, trial: Trial) -> None:
 
 
 @kvplan.command("explain", short_help="Tell what both engines keep where, and what a plan registers.")
-@model_argument
-@src_option
-@dst_option
-@bits_option
+@about_two_engines
 def explain_command(model: str, src: str, dst: str, bits: str | None) -> int:
     """Tell what both engines keep where, and which rows a plan registers.
 
@@ -154,8 +148,7 @@ def explain_command(model: str, src: str, dst: str, bits: str | None) -> int:
     geometry = load(model, bits)
     engines = {key: side.engine(geometry, key, side.blocks or POOL) for key, side in sides.items()}
     for key, side in sides.items():
-        number = len(engines[key])
-        click.echo(f"{key}, {side}: {number} worker{'s' * (number > 1)}, the first is")
+        click.echo(f"{key}, {side}: {reading.count(len(engines[key]), 'worker')}, the first is")
         click.echo(explain(engines[key][0]) + "\n")
     drafted = undrafted(engines["dst"], engines["src"])
     click.echo(explain(plan_mesh(engines["dst"], engines["src"], not_transferred=drafted)))
@@ -166,12 +159,9 @@ kvplan.add_command(show_command)
 
 
 @kvplan.command("advise", short_help="Tell which changes would move a request in fewer descriptors.")
-@model_argument
-@src_option
-@dst_option
-@bits_option
+@about_two_engines
 @click.option("--tokens", default="1000", show_default=True, help="How many positions the request has.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def advise_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
     """Tell which changes of either engine would move a request of MODEL in fewer descriptors.
 
@@ -198,7 +188,7 @@ def advise_command(model: str, src: str, dst: str, bits: str | None, tokens: str
 
 @kvplan.command("matrix", short_help="Tell which differences between engines a model's cache moves across.")
 @model_argument
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def matrix_command(model: str, as_json: bool) -> int:
     """Tell which differences between engines MODEL's cache moves across, each decided by verifying it.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import click
 from rich.console import Console
@@ -13,6 +13,8 @@ from kvplan.sides import BITS
 
 POOL: Final = 4096
 """Blocks of an engine that is only explained or shown, where a side doesn't say."""
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 SIDE: Final = (
     "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), layout (LBHNC, "
@@ -28,6 +30,16 @@ bits_option = click.option(
     type=click.Choice([str(bits) for bits in BITS]),
     help="Quantize K and V: to 8 bits with a scale for each head of a token, or to 4 with one for each 16 values.",
 )
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def about_two_engines(command: Command) -> Command:
+    """A model and two engines of it: what most commands are asked about."""
+    for option in (bits_option, dst_option, src_option, model_argument):
+        command = option(command)
+    return command
 
 
 def echo_json(document: Mapping[str, Any]) -> None:

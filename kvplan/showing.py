@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvplan.copies import Copy, End, Panel
 from kvplan.errors import KVPlanError
-from kvplan.options import POOL, bits_option, dst_option, echo_json, model_argument, plain_console, src_option
+from kvplan.options import POOL, about_two_engines, echo_json, plain_console
 from kvplan.panels import panels
 from kvplan.pictures import show
 from kvplan.plan import TransferPlan, plan_reads
@@ -23,10 +23,7 @@ STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 
 
 @click.command("show", short_help="Draw both engines' blocks, and which bytes go where.")
-@model_argument
-@src_option
-@dst_option
-@bits_option
+@about_two_engines
 @click.option("--rank", default="0", show_default=True, help="The destination worker whose plan is drawn.")
 @click.option("--svg", "path", metavar="FILE", help="Write a picture of the plan there, and draw no text.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document: every copy of what is drawn.")
