@@ -41,8 +41,8 @@ def _ready(name: str, world: World, make: Callable[[World, str], Callable[[Reque
 
 def _senders(world: World, cls: Any) -> list[Any]:
     """The managers of the prefill ranks that send to the decode worker."""
-    ranks = sglang_send._senders(cls, world.source.side, world.destination, RANK)
-    return [sglang_send._manager(cls, world.source, rank) for rank in ranks]
+    ranks = sglang_send.senders_of(cls, world.source.side, world.destination, RANK)
+    return [sglang_send.manager_of(cls, world.source, rank) for rank in ranks]
 
 
 def _arrays(request: Request) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ def _nixl(world: World, name: str) -> Callable[[Request], Row]:
     managers = _senders(world, conn.NixlKVManager)
     for manager in managers:
         slots = conn.num_kv_slots(manager.kv_args.kv_data_lens, manager.kv_args.kv_item_lens)
-        sglang_send._give(
+        sglang_send.give(
             manager, agent=Quiet(), src_mem_kind="VRAM", prep_handles={}, prep_handle_slice_src=None,
             prep_handles_slice_dst={}, _num_slots_src=slots, decode_kv_args_table={"peer": peer},
         )  # fmt: skip
@@ -93,7 +93,7 @@ def _nixl(world: World, name: str) -> Callable[[Request], Row]:
 def _mooncake(world: World, name: str) -> Callable[[Request], Row]:
     managers, wire = _senders(world, module(f"{PACKAGE}.mooncake.conn").MooncakeKVManager), Wire()
     for manager in managers:
-        sglang_send._give(
+        sglang_send.give(
             manager, engine=wire, enable_custom_mem_pool=False, max_transfer_batch_indices=0,
             state_strides_validated=set(),
         )  # fmt: skip

@@ -41,8 +41,8 @@ def load() -> None:
 def rows(world: World) -> Callable[[Request], Iterator[Row | Refusal]]:
     """The planners of a case, ready for its requests."""
     torch = module("torch")
-    sources = {rank: vllm_nixl._worker(torch, world.source, rank) for rank in world.source.side.ranks}
-    destination = vllm_nixl._worker(torch, world.destination, RANK)
+    sources = {rank: vllm_nixl.worker_of(torch, world.source, rank) for rank in world.source.side.ranks}
+    destination = vllm_nixl.worker_of(torch, world.destination, RANK)
     made = [_nixl(world, sources, destination), _mooncake(world, sources, destination)]
     return lambda request: (row for of in made for row in of(request))
 

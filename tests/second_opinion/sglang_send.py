@@ -56,7 +56,7 @@ def plan_mooncake(pair: Pair, source: Engine, destination: Engine) -> Copies:
     wire = Wire()
     for manager, rank in _transfers(cls, pair, source, destination):
         manager.engine = wire
-        _give(manager, enable_custom_mem_pool=False, max_transfer_batch_indices=0, state_strides_validated=set())
+        give(manager, enable_custom_mem_pool=False, max_transfer_batch_indices=0, state_strides_validated=set())
         ends = [cache.address for cache in destination.ranks[rank].caches]
         size = destination.ranks[rank].caches[0].memory[0].nbytes
         ids = source.ids.astype(np.int32), destination.ids.astype(np.int32)
@@ -87,8 +87,8 @@ def plan_nixl(pair: Pair, source: Engine, destination: Engine) -> Copies:
         agents.append(Agent())
         kinds = ["DRAM"] * len(manager.kv_args.kv_data_ptrs)
         slots = conn.num_kv_slots(manager.kv_args.kv_data_lens, manager.kv_args.kv_item_lens)
-        _give(manager, agent=agents[-1], src_mem_kind="VRAM", prep_handles={}, prep_handle_slice_src=None)
-        _give(manager, prep_handles_slice_dst={}, _num_slots_src=slots)
+        give(manager, agent=agents[-1], src_mem_kind="VRAM", prep_handles={}, prep_handle_slice_src=None)
+        give(manager, prep_handles_slice_dst={}, _num_slots_src=slots)
         caches = destination.ranks[rank].caches
         sizes = [cache.memory[0].nbytes for cache in caches]
         peer = conn.KVArgsRegisterInfo(
@@ -97,7 +97,7 @@ def plan_nixl(pair: Pair, source: Engine, destination: Engine) -> Copies:
             dst_state_data_ptrs=[], gpu_id=0, decode_tp_size=destination.side.tp, decode_tp_rank=rank,
             dst_kv_item_len=sizes[0], dst_kv_item_lens=sizes, dst_num_slots=len(caches[0].memory),
         )  # fmt: skip
-        _give(manager, decode_kv_args_table={"peer": peer})
+        give(manager, decode_kv_args_table={"peer": peer})
         ids = source.ids.astype(np.int32), destination.ids.astype(np.int32)
         try:
             manager._prepare_payload_xfer(peer)
@@ -115,16 +115,16 @@ def plan_nixl(pair: Pair, source: Engine, destination: Engine) -> Copies:
 def _transfers(cls: Any, pair: Pair, source: Engine, destination: Engine) -> Iterator[tuple[Any, int]]:
     """A manager of each prefill rank that sends to a decode rank, and the decode rank."""
     for rank in destination.side.ranks:
-        for sender in _senders(cls, source.side, destination, rank):
+        for sender in senders_of(cls, source.side, destination, rank):
             if sender not in source.side.ranks:
                 raise RefusedError(f"decode rank {rank} asks for prefill rank {sender} of {source.side.tp}")
-            yield _manager(cls, source, sender), rank
+            yield manager_of(cls, source, sender), rank
 
 
-def _senders(cls: Any, side: Side, destination: Engine, rank: int) -> list[int]:
+def senders_of(cls: Any, side: Side, destination: Engine, rank: int) -> list[int]:
     """The prefill ranks from which a decode rank awaits bytes, as it works them out."""
     common = module(f"{PACKAGE}.common.conn")
-    manager = _manager(cls, destination, rank)
+    manager = manager_of(cls, destination, rank)
     info = {
         "attn_tp_size": side.tp, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": side.tokens,
         "kv_cache_dtype": None, "follow_bootstrap_room": False,
@@ -140,7 +140,7 @@ def _senders(cls: Any, side: Side, destination: Engine, rank: int) -> list[int]:
     return [found.target_tp_rank] if manager.is_mla_backend else list(found.target_tp_ranks)
 
 
-def _manager(cls: Any, engine: Engine, rank: int) -> Any:
+def manager_of(cls: Any, engine: Engine, rank: int) -> Any:
     """A rank's manager, knowing what its engine would have told it."""
     side, caches = engine.side, engine.ranks[rank].caches
     first, stop = side.held(rank)
@@ -161,7 +161,7 @@ def _manager(cls: Any, engine: Engine, rank: int) -> Any:
         mla_compression_ratios=None,
         state_types=[],
     )
-    _give(
+    give(
         manager, kv_args=arguments, is_mla_backend=not side.has_heads, is_hybrid_mla_backend=False, pp_size=1,
         pp_rank=0, attn_tp_size=side.tp, attn_tp_rank=rank, attn_cp_size=1, attn_cp_rank=0, dcp_size=side.dcp,
         dcp_rank=0, prefill_info_table={}, kv_cache_dtype_str=None, kv_layout=None, dsv41_spec_layout=None,
@@ -170,7 +170,7 @@ def _manager(cls: Any, engine: Engine, rank: int) -> Any:
     return manager
 
 
-def _give(manager: Any, **attributes: Any) -> None:
+def give(manager: Any, **attributes: Any) -> None:
     for name, value in attributes.items():
         setattr(manager, name, value)
 

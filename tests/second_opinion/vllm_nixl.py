@@ -54,8 +54,8 @@ def _latents(tokens: int, other: int) -> list[Side]:
 def plan(pair: Pair, source: Engine, destination: Engine) -> Copies:
     """What all destination workers read."""
     torch = module("torch")
-    offers = [_worker(torch, source, rank).xfer_handshake_metadata for rank in source.side.ranks]
-    workers = (_worker(torch, destination, rank) for rank in destination.side.ranks)
+    offers = [worker_of(torch, source, rank).xfer_handshake_metadata for rank in source.side.ranks]
+    workers = (worker_of(torch, destination, rank) for rank in destination.side.ranks)
     return Copies.join(_read(torch, worker, pair, (source, destination), offers) for worker in workers)
 
 
@@ -112,7 +112,7 @@ def _settled(moved: Copies, caches: dict[str, Any]) -> Copies:
     return Copies.of([(reads[at[kept]], before[kept], np.ones(kept.sum(), np.int64))], moved.posted)
 
 
-def _worker(torch: Any, engine: Engine, rank: int) -> Any:
+def worker_of(torch: Any, engine: Engine, rank: int) -> Any:
     """The connector's worker of a rank, after it has registered its caches."""
     base = module(f"{PACKAGE}.base_worker")
     interface = module("vllm.v1.kv_cache_interface")
