@@ -7,12 +7,12 @@ It is compared with checking those nine workers as they are made, which receivin
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from benchmarks.scale import received
 from kvplan import Model, TransferPlan, Worker, plan_reads
 
 LAYOUTS = ("LBHNC", "LBNHC")
@@ -22,15 +22,14 @@ Record = Callable[[str, Any], None]
 
 
 @pytest.fixture
-def fresh(layout: str) -> Callable[[], tuple[Worker, ...]]:
+def fresh(layout: str) -> Callable[[], list[Worker]]:
     """Makes a decode worker, and the prefill workers that it reads from, as they come out of a message."""
     sources = MODEL.engine("prefill", tp=8, layout=layout, num_blocks=4096)
-    message = pickle.dumps((MODEL.engine("decode", tp=4, layout=layout, num_blocks=4096)[1], *sources))
-    return lambda: pickle.loads(message)
+    return received(MODEL.engine("decode", tp=4, layout=layout, num_blocks=4096)[1], *sources)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_plan(fresh: Callable[[], tuple[Worker, ...]], benchmark: Any, layout: str, record: Record) -> None:
+def test_plan(fresh: Callable[[], list[Worker]], benchmark: Any, layout: str, record: Record) -> None:
     """One decode worker's plan with all prefill workers."""
 
     def setup() -> tuple[tuple[Worker, list[Worker]], dict[str, Any]]:
@@ -43,7 +42,7 @@ def test_plan(fresh: Callable[[], tuple[Worker, ...]], benchmark: Any, layout: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_describe(fresh: Callable[[], tuple[Worker, ...]], benchmark: Any, layout: str, record: Record) -> None:
+def test_describe(fresh: Callable[[], list[Worker]], benchmark: Any, layout: str, record: Record) -> None:
     """The nine workers that are planned with, each checked as a whole."""
 
     def check(workers: list[tuple[Any, ...]]) -> list[Worker]:
