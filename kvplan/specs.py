@@ -68,16 +68,18 @@ class ReadSpec:
         Strands that list their blocks in one order are sorted all at once, and one that lies in one row has a single
         row to look up.
         """
-        sides, start = ((self.local_table, self.local_ids), (self.remote_table, self.remote_ids)), 0
-        known = sum(n * m for n, m in self.shapes) == self.local_ids.size
-        for n, m in self.shapes if self.shapes and known else [(1, self.local_ids.size)]:
-            ids = [every[start : start + n * m].reshape(n, m) for _, every in sides]
+        tables, size, start = (self.local_table, self.remote_table), self.local_ids.size, 0
+        known = self.shapes and sum(n * m for n, m in self.shapes) == size
+        for n, m in self.shapes if known else ((1, size),):
+            stop = start + n * m
+            ids = [side[start:stop].reshape(n, m) for side in (self.local_ids, self.remote_ids)]
             order = np.argsort(ids[0][:1], axis=1, kind="stable")[0]
-            ids, start = [side[:, order] for side in ids], start + n * m
-            rows = [table.rows_of(side) for (table, _), side in zip(sides, ids, strict=True)]
-            columns = [table.places(side, row) for (table, _), side, row in zip(sides, ids, rows, strict=True)]
+            ids = [side[:, order] for side in ids]
+            rows = [table.rows_of(side) for table, side in zip(tables, ids, strict=True)]
+            columns = [table.places(side, row) for table, side, row in zip(tables, ids, rows, strict=True)]
             columns += [self.local_table.rows[:, 1].astype(np.int64)[rows[0]], *rows]
             yield tuple(np.broadcast_to(column, (n, m)).reshape(-1) for column in columns)
+            start = stop
 
     def __repr__(self) -> str:
         arrow = "<-" if self.operation == "READ" else "->"
