@@ -61,7 +61,9 @@ class Page:
         return titled(self.tensors)
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """The bytes ``[start, stop)`` of a page as boxes, by ascending address; gaps between bands are left out.
+        """The bytes ``[start, stop)`` of a page as boxes, gaps between bands left out.
+
+        They ascend, but where tensors of one page take turns in it: these come one after another.
 
         >>> from kvplan import Model
         >>> (page,) = pages(Model.shipped("llama-3.1-8b").engine("decode", tp=4)[1])
