@@ -106,13 +106,30 @@ class Segments:
                 joined.append((start, stop))
         return tuple(joined)
 
-    def seen_from(self, coordinate: int) -> bytes:
-        """All that these segments are but for where their coordinates begin: equal values are equal geometry."""
-        return (self.start - coordinate).tobytes() + self._rest
-
     @cached_property
-    def _rest(self) -> bytes:
-        return np.concatenate([self.length, self.offset, self.stride]).tobytes()
+    def _rows(self) -> list[list[int]]:
+        rows: list[list[int]] = np.stack([self.start, self.stop, self.offset, self.stride], axis=1).tolist()
+        return rows
+
+    def seen(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
+        """Where covered coordinates ``[start, stop)`` begin, and how they lie from there on.
+
+        The second is equal where they lie alike, wherever they begin and whatever surrounds them: for each segment its
+        first coordinate, length, offset and stride.
+
+        >>> head = segments((Axis("head", 4, 8, 8, 4096),))
+        >>> head.seen(5, 7), head.seen(6, 8), head.seen(4, 5)
+        ((4096, (0, 2, 0, 4096)), (8192, (0, 2, 0, 4096)), (0, (0, 1, 0, 0)))
+        """
+        found: list[int] = []
+        origin = 0
+        at, end = self.stop.searchsorted(start, "right"), self.start.searchsorted(stop)
+        for low, high, offset, stride in self._rows[at:end]:
+            first, length = max(low, start), min(high, stop) - max(low, start)
+            begin = offset + (first - low) * stride
+            origin = origin if found else begin
+            found += first - start, length, begin - origin, stride if length > 1 else 0
+        return origin, tuple(found)
 
     def steps(self, start: int, stop: int, step: int) -> bool:
         """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""
@@ -173,6 +190,18 @@ def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
     begins = np.ones(goes_on.size + 1, bool)
     np.logical_not(goes_on, out=begins[1:])
     return np.flatnonzero(begins)
+
+
+def distinct(values: Ints) -> Ints:
+    """The different values of an array that has any, ascending.
+
+    ``np.unique`` loads ``numpy.ma`` when first called, which would take longer than a plan.
+
+    >>> distinct(np.array([[3, 1], [1, 2]]))
+    array([1, 2, 3])
+    """
+    ordered = np.sort(values, axis=None)
+    return ordered[heads(ordered[1:] == ordered[:-1])]
 
 
 def numbered(first: Ints, size: int) -> Ints:

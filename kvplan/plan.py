@@ -30,8 +30,8 @@ from kvplan.specs import ReadSpec
 from kvplan.tables import Layout, Table, bases, layouts
 from kvplan.workers import Key, Worker, label_of
 
-Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints]]]
-"""The ids and rows of pairs, by their outlines."""
+Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]]
+"""The ids and rows of pairs, by their outlines, and where the bytes of those that they were made for begin."""
 
 MAX_REPLICAS: Final = 1 << 10
 """At most so many sources take a share of what they all hold."""
@@ -295,21 +295,22 @@ def idle_pair(remote: Worker) -> Pair:
 
 def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Known) -> Pair:
     """The pair of a destination and a source, ``sides``, of which one is local; ``known`` is what others have made."""
-    key = outline(share)
+    key, begin = outline(share)
     if key not in known:
-        known[key] = layouts(sections(share))
-    made, rows = known[key]
-    tables = [_table(worker, part) for worker, part in zip(sides, rows, strict=True)]
+        known[key] = (*layouts(sections(share)), begin)
+    made, rows, before = known[key]
+    tables = [_table(*side) for side in zip(sides, rows, begin - before, strict=True)]
     remote = sides[1 - local]
     return Pair(remote.key, tables[local], tables[1 - local], made)
 
 
-def _table(worker: Worker, rows: Ints) -> Table:
+def _table(worker: Worker, rows: Ints, shift: np.int64) -> Table:
     """Rows with offsets become rows with addresses."""
     region, offset, length, stride, count = rows.T
     base, device = bases(worker.regions)
-    columns = (base[region] + offset.astype(np.uint64), length, device[region], stride, count)
-    made = np.stack([column.astype(np.uint64) for column in columns], axis=1)
+    made = np.empty(rows.shape, np.uint64)
+    made[:, 0] = base[region] + (offset + shift).astype(np.uint64)
+    made[:, 1], made[:, 2], made[:, 3], made[:, 4] = length, device[region], stride, count
     return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))
 
 

@@ -19,8 +19,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan.align import period, repeated, stand
-from kvplan.axes import Ints, Segments, heads
+from kvplan.align import period, repeated, slots, stand
+from kvplan.axes import Ints, Segments, distinct, heads
 from kvplan.cells import Cell
 from kvplan.errors import KVPlanError
 from kvplan.views import TOKEN, Geometry, Group
@@ -88,30 +88,34 @@ def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
     return tuple(_section(groups, [_lane(cells) for cells in lanes.values()]) for groups, lanes in by_groups.items())
 
 
-def outline(cells: Iterable[Cell]) -> tuple[Any, ...]:
-    """All of these cells that their sections and rows depend on: cells of equal outlines share them.
+def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
+    """All of these cells that their sections and rows depend on, and where they begin: an offset on each side.
 
-    Coordinates are seen from where each part begins, so ranks that hold other heads in the same way are equal.
+    Cells of equal outlines share sections and rows, but for a shift by how much further they begin: ranks that hold
+    other heads in the same way, or other parts of one rank's heads.
     """
-    found = []
+    found: list[tuple[Any, ...]] = []
+    begin = np.zeros(2, np.int64)
     for cell in cells:
-        sides = _sides(cell)
+        sides, places = _sides(cell), cell.match.places(cell.destination, cell.source)
         axes = []
         for axis, part in cell.parts.items():
             if axis != TOKEN:
-                first = int(part.intervals[0, 0])
-                seen = [side.segments[axis].seen_from(first) for side in sides]
-                axes.append(((part.intervals - first).tobytes(), *seen))
+                start, stop = int(part.intervals[0, 0]), int(part.intervals[-1, 1])
+                (ours, mine), (theirs, other) = (side.segments[axis].seen(start, stop) for side in sides)
+                places[:, :, 1] += [[ours], [theirs]]
+                axes.append(((part.intervals - start).tobytes(), mine, other))
+        begin = begin if found else places[:, 0, 1].copy()
+        places[:, :, 1] -= begin[:, None]
         groups, itemsize = [side.group for side in sides], sides[0].itemsize
-        places = cell.match.places(cell.destination, cell.source).tobytes()
-        found.append((*groups, itemsize, *_pace(cell), *axes, places))
-    return tuple(found)
+        found.append((*groups, itemsize, *_pace(cell), *axes, places.tobytes()))
+    return tuple(found), begin
 
 
 def _pace(cell: Cell) -> tuple[Any, ...]:
     """What cells have in common that step alike from token to token and from block to block."""
     sides = _sides(cell)
-    token = [side.segments[TOKEN].seen_from(0) for side in sides]
+    token = [side.segments[TOKEN].seen(0, slots(side.group)) for side in sides]
     blocks = [(side.block_stride_bytes, side.num_blocks) for side in sides]
     return *token, *blocks, cell.every, cell.parts[TOKEN].intervals.tobytes()
 
@@ -201,7 +205,7 @@ def _section(groups: tuple[Group, Group], lanes: Sequence[Lane]) -> Section:
             position = repeated(lane.carried, lane.every, 0, positions)
             block, slot = stand(groups, position)
             at = np.stack([token.at(where) for token, where in zip(lane.token, slot, strict=True)])
-            for length in np.unique(lane.strands.length).tolist():
+            for length in distinct(lane.strands.length).tolist():
                 which = np.flatnonzero(lane.strands.length == length)
                 goes_on = ((block[:, 1:] == block[:, :-1]) & (at[:, 1:] - at[:, :-1] == length)).all(0)
                 if goes_on.any() and which.size * (first := heads(goes_on)).size <= MAX_LISTED:

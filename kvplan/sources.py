@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from kvplan.align import holds
-from kvplan.axes import Bools, Ints, heads
+from kvplan.axes import Bools, Ints, distinct, heads
 from kvplan.views import Geometry, Group
 from kvplan.workers import Worker
 
@@ -57,7 +57,7 @@ class Cover:
         """These intervals, cut where any view begins or ends, by who holds them."""
         if covered not in self._known:
             ours = np.array(covered, np.int64)
-            bounds = np.unique(np.concatenate([ours, self.intervals]))
+            bounds = distinct(np.concatenate([ours, self.intervals]))
             wanted = _inside(bounds, ours, np.zeros(len(ours), np.int64))[0]
             held = _inside(bounds, self.intervals, self.of)[:, wanted][self.which].T
             self._known[covered] = _alike(np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted], held)

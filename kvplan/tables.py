@@ -61,12 +61,6 @@ class Table:
         """The row each id lies in."""
         return np.searchsorted(self.first, ids, "right") - 1
 
-    def rows_of(self, ids: npt.NDArray[np.int32]) -> Ints:
-        """The row of the ids (n, m) of some strands: (n, 1) where each strand has one, else of each id."""
-        if ids.size and (low := self.row_of(ids.min(axis=1))).tolist() == self.row_of(ids.max(axis=1)).tolist():
-            return low[:, None]
-        return self.row_of(ids)
-
     @cached_property
     def _bases(self) -> npt.NDArray[np.uint64]:
         return bases(self.regions)
@@ -84,19 +78,24 @@ class Table:
         stride = self.rows[:, 3].astype(np.int64)
         return stride, offset - self.first * stride
 
-    def places(self, ids: npt.NDArray[np.int32], row: Ints) -> Ints:
-        """Where the bytes of ids stand among all regions, in the order of these, none next to another."""
+    def places(self, first: npt.NDArray[np.int32], along: npt.NDArray[np.int32], row: Ints) -> Ints:
+        """Where the bytes of ids ``first`` (n, 1) + ``along`` (1, m) in these rows (n,) stand among all regions.
+
+        Regions follow each other, none next to another.
+        """
         stride, start = self._lines
-        place: Ints = ids * stride[row] + start[row]
+        place: Ints = stride[row][:, None] * along
+        place += (start[row] + stride[row] * first[:, 0])[:, None]
         return place
 
-    def descriptors(self, place: Ints, length: Ints, row: Ints) -> Descriptors:
-        """Address, length and device, (n, 3), of bytes at these places in these rows."""
+    def descriptors(self, place: Ints, length: Ints, row: Ints, which: Ints) -> Descriptors:
+        """Address, length and device, (n, 3), of bytes at these places, each in ``row[which]``."""
         base, device = self._bases
+        shift, region = base - self._arena.astype(np.uint64), self.region[row]
         found = np.empty((place.size, 3), np.uint64)
-        found[:, 0] = place + (base - self._arena.astype(np.uint64))[self.region[row]].view(np.int64)
+        np.add(place.view(np.uint64), shift[region][which], out=found[:, 0])
         found[:, 1] = length
-        found[:, 2] = device[self.region[row]]
+        found[:, 2] = device[region][which]
         return read_only(found)
 
     def in_regions(self, regions: tuple[Region, ...]) -> Table:
@@ -303,9 +302,9 @@ def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints],
     base = np.stack([found[0, :, 0] for found in ids])
     sub = [found[0] - found[0, :, :1] for found in ids]
     alike = np.concatenate([*(found[1, :, :1] for found in ids), *sub], axis=1)
-    which = np.zeros(strands, np.int64)
-    if (alike != alike[0]).any():
-        which = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort(alike.T[::-1])
+    which = np.empty(strands, np.int64)
+    which[order] = numbered(heads((alike[order[1:]] == alike[order[:-1]]).all(1)), strands)
     made = functools.partial(_family, groups, dtype, starts=lane.carried, every=lane.every)
     share: Literal["ends", "all"] = "ends" if lane.joined else "all"
     return [

@@ -90,6 +90,26 @@ def test_import_loads_only_numpy_and_attrs() -> None:
     assert loaded - sys.stdlib_module_names - DEPENDENCIES == {"kvplan"}
 
 
+LATE = """
+import sys
+from kvplan import Blocks, Model, plan_reads
+model = Model.shipped("granite-4.0-h-tiny")
+sources, (local, *_) = model.engine("p", tp=2, num_blocks=50), model.engine("d", tp=3, num_blocks=50)
+before = set(sys.modules)
+tables = {"attn": Blocks([4, 0, 7], null=0), "state": Blocks([5, 6], ordinals=[100, 107])}
+specs = plan_reads(local, sources).bind(local=tables, remote=tables, tokens=(0, 40))
+print(sum(spec.num_bytes for spec in specs), *set(sys.modules) - before)
+"""
+
+
+def test_a_first_request_loads_nothing_more() -> None:
+    """Parts of numpy that it loads when they are first used would make the first plan take ten times as long."""
+    run = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    num_bytes, *loaded = run.stdout.split()
+    assert int(num_bytes) > 0
+    assert loaded == []
+
+
 def test_every_module_has_a_place_in_the_order() -> None:
     """The order names every module of the package once, and no module that is not there."""
     assert len(ORDER) == len(set(ORDER))

@@ -1,0 +1,99 @@
+"""Read specs: descriptors of ids, however these came about."""
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Blocks, plan_reads
+from tests.small import engine
+
+PAIRS = {
+    "heads of a page": (engine("d", tp=2)[1], engine("p")),
+    "tokens one by one": (engine("d", order="NH")[0], engine("p", tp=2)),
+    "unequal blocks": (engine("d", tokens=6)[0], engine("p", tokens=4)),
+}
+
+
+def specs(name, **evolved):
+    plan = plan_reads(*PAIRS[name])
+    ours, theirs = {"attn": Blocks([3, 0, 5])}, {"attn": Blocks([6, 7, 1, 4])}
+    return [attrs.evolve(spec, **evolved) for spec in plan.bind(local=ours, remote=theirs, tokens=(1, 11))]
+
+
+def one_by_one(spec):
+    """The bytes of every id on both sides, joined where they go on in one region, in plain Python."""
+    found = []
+    for pair in zip(spec.local_ids.tolist(), spec.remote_ids.tolist(), strict=True):
+        sides = []
+        for table, number in zip((spec.local_table, spec.remote_table), pair, strict=True):
+            row = max(i for i, first in enumerate(table.first.tolist()) if first <= number)
+            address, length, device, stride, count = table.rows[row].tolist()
+            assert number - table.first[row] < count
+            sides.append((int(table.region[row]), address + (number - int(table.first[row])) * stride, length, device))
+        found.append(sides)
+    joined: list[list[tuple[int, ...]]] = []
+    for ours, theirs in sorted(found):
+        before = joined[-1] if joined else None
+        if before and all(
+            (was[0], was[1] + was[2]) == now[:2] for was, now in zip(before, (ours, theirs), strict=True)
+        ):
+            joined[-1] = [(*was[:2], was[2] + now[2], was[3]) for was, now in zip(before, (ours, theirs), strict=True)]
+        else:
+            joined.append([ours, theirs])
+    return [[side[1:] for side in (pair[i] for pair in joined)] for i in (0, 1)]
+
+
+def descriptors(spec):
+    return [[tuple(row) for row in side.tolist()] for side in spec.descriptors()]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_descriptors_are_the_bytes_of_each_id(name):
+    """Whether or not it is known how the ids are made up."""
+    for spec in [*specs(name), *specs(name, shapes=())]:
+        assert spec.local_ids.size
+        assert descriptors(spec) == one_by_one(spec)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_ids_are_what_counts(name):
+    """Two ids of a strand that changed places on one side: nothing is taken from the shapes that is not so."""
+    for spec in specs(name):
+        ids = spec.remote_ids.copy()
+        ids[[0, 1]] = ids[[1, 0]]
+        changed = attrs.evolve(spec, remote_ids=ids)
+        assert descriptors(changed) == one_by_one(changed) != descriptors(spec)
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (1, 4)), ((0, 5),), ((5, 2),)])
+def test_shapes_of_other_ids_are_left_alone(shapes):
+    """Shapes that have too many or too few ids, or as many and otherwise made up."""
+    for spec in specs("heads of a page", shapes=shapes):
+        assert descriptors(spec) == one_by_one(spec)
+
+
+def test_nothing_has_no_descriptors():
+    """No ids, and shapes that were left as they were."""
+    none = np.zeros(0, np.int32)
+    for spec in specs("heads of a page", local_ids=none, remote_ids=none):
+        assert [side.shape for side in spec.descriptors()] == [(0, 3), (0, 3)]
+
+
+def test_a_strand_may_lie_in_several_rows():
+    """Ids that make a sum, of a table in which they do not lie in one row."""
+    (spec,) = specs("heads of a page")
+    local, remote = (
+        attrs.evolve(
+            table,
+            region=np.array([0, 1]),
+            rows=np.array([[address, 16, 0, 32, 4], [address + (1 << 30), 16, 0, 16, 4]], np.uint64),
+            first=np.array([0, 4]),
+        )
+        for table, address in ((spec.local_table, 1 << 40), (spec.remote_table, 1 << 41))
+    )
+    ids = np.array([2, 3, 4, 5], np.int32)
+    changed = attrs.evolve(
+        spec, local_table=local, remote_table=remote, local_ids=ids, remote_ids=ids, shapes=((1, 4),)
+    )
+    assert descriptors(changed) == one_by_one(changed)
+    assert changed.num_descriptors == 3
