@@ -106,11 +106,6 @@ class Segments:
                 joined.append((start, stop))
         return tuple(joined)
 
-    @cached_property
-    def _rows(self) -> list[list[int]]:
-        rows: list[list[int]] = np.stack([self.start, self.stop, self.offset, self.stride], axis=1).tolist()
-        return rows
-
     def seen(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
         """Where covered coordinates ``[start, stop)`` begin, and how they lie from there on.
 
@@ -122,9 +117,9 @@ class Segments:
         ((4096, (0, 2, 0, 4096)), (8192, (0, 2, 0, 4096)), (0, (0, 1, 0, 0)))
         """
         found: list[int] = []
-        origin = 0
-        at, end = self.stop.searchsorted(start, "right"), self.start.searchsorted(stop)
-        for low, high, offset, stride in self._rows[at:end]:
+        origin, which = 0, slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop))
+        columns = [side[which].tolist() for side in (self.start, self.stop, self.offset, self.stride)]
+        for low, high, offset, stride in zip(*columns, strict=True):
             first, length = max(low, start), min(high, stop) - max(low, start)
             begin = offset + (first - low) * stride
             origin = origin if found else begin

@@ -97,16 +97,15 @@ def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
     found: list[tuple[Any, ...]] = []
     begin = np.zeros(2, np.int64)
     for cell in cells:
-        sides, places = _sides(cell), cell.match.places(cell.destination, cell.source)
-        axes = []
+        sides, places, at = _sides(cell), cell.match.places(cell.destination, cell.source), [0, 0]
+        axes: list[Any] = []
         for axis, part in cell.parts.items():
             if axis != TOKEN:
-                start, stop = int(part.intervals[0, 0]), int(part.intervals[-1, 1])
-                (ours, mine), (theirs, other) = (side.segments[axis].seen(start, stop) for side in sides)
-                places[:, :, 1] += [[ours], [theirs]]
-                axes.append(((part.intervals - start).tobytes(), mine, other))
-        begin = begin if found else places[:, 0, 1].copy()
-        places[:, :, 1] -= begin[:, None]
+                seen = [side.segments[axis].seen(*part.span) for side in sides]
+                at = [first + more for first, (more, _) in zip(at, seen, strict=True)]
+                axes += part.shape, seen[0][1], seen[1][1]
+        begin = begin if found else places[:, 0, 1] + at
+        places[:, :, 1] += (at - begin)[:, None]
         groups, itemsize = [side.group for side in sides], sides[0].itemsize
         found.append((*groups, itemsize, *_pace(cell), *axes, places.tobytes()))
     return tuple(found), begin

@@ -29,10 +29,20 @@ class Part:
     intervals: Ints
     held: Bools
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many coordinates."""
         return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """Where the first interval starts, and where the last one stops."""
+        return int(self.intervals[0, 0]), int(self.intervals[-1, 1])
+
+    @cached_property
+    def shape(self) -> bytes:
+        """The intervals seen from the first one's start."""
+        return (self.intervals - self.span[0]).tobytes()
 
     def __str__(self) -> str:
         first = heads(self.intervals[1:, 0] == self.intervals[:-1, 1])
