@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Blocks, Group, ReadSpec, Worker, plan_reads
+from kvplan import Blocks, Group, ReadSpec, Worker, plan_mesh
 from kvplan.memory import expand
 from property_tests.worlds import DIM, WITHIN, Heads, Request, Side, World, needed_blocks, pools, workers
 
@@ -156,22 +155,23 @@ def check(world: World, requests: Iterable[Request], certify: bool, tally: Tally
         for role, side in ((DESTINATION, world.destination), (SOURCE, world.source))
     )
     tally.worlds += 1
-    for number, worker in enumerate(ours.workers):
-        step: Any = "plan"
-        try:
-            plan = plan_reads(worker, theirs.workers)
-            if certify:
-                step = "certificate"
-                if not plan.certificate().complete:
-                    raise FaultError("a certificate of reads that is not complete")
-                tally.certificates += 1
+    step = "plan"
+    try:
+        mesh = plan_mesh(ours.workers, theirs.workers)
+        if certify:
+            step = "certificate"
+            if not mesh.certificate().complete:
+                raise FaultError("a certificate of reads that is not complete")
+            tally.certificates += 1
+        for number, plan in enumerate(mesh.plans):
             tally.plans += 1
-            for step in requests:
-                near, far = ours.tables(step.start), theirs.tables(step.start)
-                specs = plan.bind(local=near, remote=far, tokens=(step.start, step.stop))
-                _move(specs, ours, theirs, number, step, tally)
-        except Exception as error:
-            raise FaultError(f"{worker.label}, {step}: {type(error).__name__}: {error}") from error
+            for request in requests:
+                step = f"{plan.local.label}, {request}"
+                near, far = ours.tables(request.start), theirs.tables(request.start)
+                specs = plan.bind(local=near, remote=far, tokens=(request.start, request.stop))
+                _move(specs, ours, theirs, number, request, tally)
+    except Exception as error:
+        raise FaultError(f"{step}: {type(error).__name__}: {error}") from error
 
 
 def _move(specs: Sequence[ReadSpec], ours: Engine, theirs: Engine, number: int, request: Request, tally: Tally) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
-from kvplan import ReadSpec, TransferPlan, plan_reads
+from kvplan import MeshPlan, ReadSpec, TransferPlan, Worker, plan_mesh
 from property_tests import labelled
 from property_tests.exhaustive import all_worlds, do_world, main
 from property_tests.grids import BLOCKS, GRIDS, LAYOUTS, PACKINGS, SPREADS, UP_TO_4, Grid
@@ -176,25 +177,33 @@ def test_a_wrong_plan_is_found(
 
     class Faulty:
         def __init__(self, plan: TransferPlan) -> None:
-            self.plan = plan
+            self.plan, self.local = plan, plan.local
 
         def bind(self, **request: Any) -> tuple[ReadSpec, ...]:
             specs = self.plan.bind(**request)
             return (fault(specs[0]), *specs[1:]) if specs[0].local_ids.size > 1 else specs
 
-    monkeypatch.setattr(labelled, "plan_reads", lambda *sides: Faulty(plan_reads(*sides)))
+    def faulty(destinations: Sequence[Worker], sources: Sequence[Worker]) -> Any:
+        return SimpleNamespace(plans=[Faulty(plan) for plan in plan_mesh(destinations, sources).plans])
+
+    monkeypatch.setattr(labelled, "plan_mesh", faulty)
     number = first_of("sharding, blocks and layouts")
     assert reason in (do_world(number + number % 2, 10**9, Tally()) or "")
     monkeypatch.undo()
     assert do_world(number + number % 2, 1, Tally()) is None
 
 
+def of_the_first_source(destinations: Sequence[Worker], sources: Sequence[Worker]) -> MeshPlan:
+    """Plans that know one source alone."""
+    return plan_mesh(destinations, sources[:1])
+
+
 def test_a_source_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal to plan is a fault of its world, told with the worker."""
-    monkeypatch.setattr(labelled, "plan_reads", lambda local, remotes: plan_reads(local, remotes[:1]))
+    """A refusal to plan is a fault of its world."""
+    monkeypatch.setattr(labelled, "plan_mesh", of_the_first_source)
     why = do_world(first_of("two tensors, sharded"), 1, Tally())
     assert why
-    assert why.startswith("decode/0, plan: KVPlanError: COVER: ")
+    assert why.startswith("plan: KVPlanError: COVER: cannot plan for decode/0: ")
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +222,7 @@ def test_a_wrong_world_is_told_with_what_makes_it(
     """What is printed names the world, makes it again, and says what is wrong; the exit status is 1."""
     number = first_of("any strides")
     assert main(["--world", str(number)]) == 0
-    monkeypatch.setattr(labelled, "plan_reads", lambda local, remotes: plan_reads(local, remotes[:1]))
+    monkeypatch.setattr(labelled, "plan_mesh", of_the_first_source)
     assert main(["--world", str(number)]) == 1
     right, wrong = capsys.readouterr().out.split(f"world {number}: ")[1:]
     assert right.split("\n") == [repr(all_worlds()[number]), "  right", ""]
