@@ -84,7 +84,7 @@ def _legend(shown: Iterable[Exhibit]) -> list[str]:
     for way, text in WAYS.items():
         if way in found:
             lines.append(f"- `{way}`: {text}" + ("." if way not in meanings else ":"))
-            lines += [f"  - `{code}`: {text}" for code, text in meanings.get(way, {}).items() if code in found[way]]
+            lines += [f"    - `{code}`: {text}" for code, text in meanings.get(way, {}).items() if code in found[way]]
     return lines
 
 

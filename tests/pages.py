@@ -1,0 +1,65 @@
+"""What tests of pages share: a page's fenced blocks, its Python run as one program, and its console sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """Each fenced block of a page: its language, and what is in it."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def differs(expected: str, got: str) -> str:
+    """What differs, ``...`` standing for anything; empty where nothing does."""
+    checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS
+    if checker.check_output(expected, got, flags):
+        return ""
+    return checker.output_difference(doctest.Example("", expected), got, flags)
+
+
+def wrong_prints(page: Path) -> list[str]:
+    """How the Python blocks of a page, run in order as one program, differ from what the page says that they print.
+
+    That is the text block right behind each, and nothing where there is none. Where NIXL is not installed, the blocks
+    that need it are left out.
+    """
+    namespace: dict[str, Any] = {}
+    blocks = [*fences(page.read_text()), ("", "")]
+    found = []
+    for (kind, source), (following, text) in pairwise(blocks):
+        if kind != "python" or ("kvplan_nixl" in source and find_spec("nixl") is None):
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, page.name, "exec"), namespace)
+        found.append(differs(text if following == "text" else "", printed.getvalue()))
+    return [difference for difference in found if difference]
+
+
+def commands(page: Path) -> Iterator[tuple[str, str, int]]:
+    """Each command of a page's console blocks, what it prints, and its exit status: 0, or what ``echo $?`` says."""
+    for kind, console in fences(page.read_text()):
+        if kind == "console":
+            yield from _commands(console)
+
+
+def _commands(console: str) -> list[tuple[str, str, int]]:
+    found: list[tuple[str, str, int]] = []
+    for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
+        line, _, output = part.partition("\n")
+        if line == "echo $?":
+            found[-1] = (*found[-1][:2], int(output))
+        else:
+            found.append((line, output, 0))
+    return found

@@ -1,0 +1,136 @@
+"""The book in docs/: its Python runs, its tables and reference are complete, and it builds without a warning."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import kvplan
+import kvplan.testing
+import kvplan.testing.strategies
+from kvplan.report import PROMISES
+from tests.pages import ROOT, commands, fences, wrong_prints
+
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
+PROGRAMS = [name for name, path in PAGES.items() if "python" in dict(fences(path.read_text()))]
+IMPORTED = r"^::: ([\w.]+)$"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_python_prints_what_the_page_says(name: str) -> None:
+    """A page's Python blocks run in order, as one program; each prints the text block behind it, or nothing."""
+    assert wrong_prints(PAGES[name]) == []
+
+
+def test_python_is_on_every_page_that_teaches() -> None:
+    """The pages whose Python is run are the start, the tutorial, every how-to and the pages for those who integrate."""
+    how_to = {name for name in PAGES if name.startswith("how-to/")}
+    assert {*PROGRAMS} == {"index.md", "tutorial.md", "connectors.md", "handshake.md", *how_to}
+
+
+def test_only_pictures_have_console_sessions() -> None:
+    """No page but that of the pictures, whose commands have tests of their own, shows a console."""
+    assert [name for name, path in PAGES.items() if list(commands(path))] == ["pictures/README.md"]
+
+
+@pytest.mark.parametrize(
+    "page, names",
+    [
+        ("kvplan", {name for name in kvplan.__all__ if name not in ("CODES", "KVPlanError", "PeerError")}),
+        ("errors", {"CODES", "KVPlanError", "PeerError"}),
+        ("testing", {f"testing.{name}" for name in kvplan.testing.__all__}),
+        ("testing", {f"testing.strategies.{name}" for name in kvplan.testing.strategies.__all__}),
+    ],
+)
+def test_the_reference_has_every_public_name(page: str, names: set[str]) -> None:
+    """Each name that is public has an entry on its page of the reference."""
+    entries = re.findall(IMPORTED, PAGES[f"reference/{page}.md"].read_text(), re.MULTILINE)
+    assert {f"kvplan.{name}" for name in names} <= {*entries}
+
+
+def test_the_reference_has_every_name_of_the_executor() -> None:
+    """So has each name of kvplan_nixl, read from its source, as NIXL may not be installed."""
+    source = (ROOT / "kvplan_nixl" / "__init__.py").read_text()
+    (listed,) = re.findall(r"^__all__ = \[(.*?)\]", source, re.DOTALL | re.MULTILINE)
+    entries = re.findall(IMPORTED, PAGES["reference/nixl.md"].read_text(), re.MULTILINE)
+    assert {f"kvplan_nixl.{name}" for name in re.findall(r'"(\w+)"', listed)} <= {*entries}
+
+
+@pytest.mark.parametrize("name, rows", [("reference/errors.md", kvplan.CODES), ("how-to/debugging.md", PROMISES)])
+def test_a_table_of_codes_is_that_of_the_code(name: str, rows: dict[str, str]) -> None:
+    """The codes of errors and of promises stand on their pages, each with its meaning, in order, and no others."""
+    found = re.findall(r"^\| `([A-Z]+)` \| (.*) \|$", PAGES[name].read_text(), re.MULTILINE)
+    assert found == list(rows.items())
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    """Each file that the README links to is there."""
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
+    files = [target for target in targets if not urlsplit(target).scheme]
+    assert files
+    assert [target for target in files if not (ROOT / target).exists()] == []
+
+
+class Links(HTMLParser):
+    """What a built page has: the ids that links may lead to, links, and what it loads by itself."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids |= {value for key in ("id", "name") if (value := given.get(key))}
+        if tag == "a":
+            self.links.append(given.get("href") or "")
+        elif tag in ("img", "link", "script", "iframe", "source"):
+            self.loads += [value for key in ("src", "href") if (value := given.get(key))]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The book as it is built. Every warning is an error; with ``--quiet``, mkdocs would not count them."""
+    into = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(into)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return into
+
+
+def test_the_book_has_every_page(site: Path) -> None:
+    """The book builds, and each page of docs/ is in it."""
+    built = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")} - {Path("404")}
+    assert built == {Path(re.sub("README$", "index", name.removesuffix(".md"))) for name in PAGES}
+
+
+def test_every_link_of_the_book_leads_somewhere(site: Path) -> None:
+    """Each relative link of a page leads to a file of the book, and to an id on it where it names one."""
+    pages = {path: Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    lost = []
+    for page, its in pages.items():
+        for link in (*its.links, *its.loads):
+            parts = urlsplit(link)
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            if not parts.scheme and not target.exists():
+                lost.append(f"{page.name}: {link}")
+            if not parts.scheme and parts.fragment and parts.fragment not in pages[target].ids:
+                lost.append(f"{page.name}: {link}")
+    assert lost == []
+
+
+def test_the_book_loads_nothing_from_elsewhere(site: Path) -> None:
+    """Pages and their styles name no address on the network to load something from."""
+    loads = {load for path in site.rglob("*.html") for load in Links(path).loads}
+    loads |= {url for path in site.rglob("*.css") for url in re.findall(r"url\(\s*[\"']?([^\"')]+)", path.read_text())}
+    assert loads
+    assert [load for load in loads if urlsplit(load).scheme not in ("", "data") or load.startswith("//")] == []
