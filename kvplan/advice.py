@@ -16,13 +16,14 @@ import attrs
 
 from kvplan.cost import Cost
 from kvplan.errors import KVPlanError
-from kvplan.explain import size
 from kvplan.groups import tensors_of
 from kvplan.layouts import CONV_ORDERS, KV, KV_FORMS, ORDERS, STEP
 from kvplan.mesh import plan_mesh
 from kvplan.models import Model
+from kvplan.progress import Progress, part, told, untold
 from kvplan.sides import AUTO, Side
 from kvplan.trials import undrafted
+from kvplan.units import size
 from kvplan.workers import Worker
 
 BLOCKS: Final = (16, 32, 64, 128)
@@ -117,8 +118,10 @@ class Advice:
         }
 
 
-def advise(model: Model, src: Side, dst: Side, tokens: int) -> Advice:
+def advise(model: Model, src: Side, dst: Side, tokens: int, progress: Progress = untold) -> Advice:
     """The advice for a request of so many positions. Raises what planning raises without any change.
+
+    ``progress`` is called now and then with the share of the work that is done, from 0 to 1.
 
     >>> print(advise(Model.shipped("llama-3.2-1b"), Side(layout="BLNHC"), Side(layout="BLHNC"), 1000))
      descriptors    fewer    mostly of    rows  change
@@ -130,7 +133,7 @@ def advise(model: Model, src: Side, dst: Side, tokens: int) -> Advice:
            8,064   15.76x   4096 bytes      34  src layout=LHBNC
          127,070       1x    256 bytes       2  as it is
     """
-    return _Search(model, {"src": src, "dst": dst}, tokens).advice()
+    return _Search(model, {"src": src, "dst": dst}, tokens).advice(progress)
 
 
 class _Search:
@@ -161,18 +164,18 @@ class _Search:
         destinations = tuple({tuple(worker.tensors): worker for worker in dst}.values()) if few else dst
         return plan_mesh(destinations, src, not_transferred=undrafted(dst, src)).cost(self.tokens)
 
-    def alone(self) -> Iterator[Option]:
+    def alone(self, progress: Progress) -> Iterator[Option]:
         """The changes of one side each, those of one side together that cost the same."""
-        for name, engines in self.engines.items():
-            alike: dict[Any, list[Option]] = {}
-            for change in filter(None, engines):
-                option = Option({name: change}, self.cost({name: change}))
-                key = option.cost.num_rows, tuple(option.cost.lengths.items())
-                alike.setdefault(key, []).append(option)
-            for first, *others in alike.values():
-                yield attrs.evolve(first, alike=tuple(other.changes for other in others))
+        every = [(name, change) for name, engines in self.engines.items() for change in engines if change]
+        alike: dict[Any, list[Option]] = {}
+        for name, change in told(every, progress):
+            option = Option({name: change}, self.cost({name: change}))
+            key = name, option.cost.num_rows, tuple(option.cost.lengths.items())
+            alike.setdefault(key, []).append(option)
+        for first, *others in alike.values():
+            yield attrs.evolve(first, alike=tuple(other.changes for other in others))
 
-    def best_pair(self, alone: Option) -> Option | None:
+    def best_pair(self, alone: Option, progress: Progress) -> Option | None:
         """The pair of changes that costs least, if there is any; ``alone`` is the best change of one side."""
 
         def weight(changed: Mapping[str, str]) -> tuple[int, int]:
@@ -184,13 +187,14 @@ class _Search:
             return len(keys) == 1 or alone.changes.items() <= changed.items()
 
         pairs = itertools.product(*(filter(None, engines) for engines in self.engines.values()))
-        every = filter(tried, ({"src": src, "dst": dst} for src, dst in pairs))
-        found = min(every, key=weight, default=None)
+        every = [changed for src, dst in pairs if tried(changed := {"src": src, "dst": dst})]
+        found = min(told(every, progress), key=weight, default=None)
         return None if found is None else Option(found, self.cost(found))
 
-    def advice(self) -> Advice:
-        now, options = Option({}, self.cost({})), sorted(self.alone(), key=_order)
-        pair = self.best_pair(options[0]) if options else None
+    def advice(self, progress: Progress) -> Advice:
+        alone, paired = (part(progress, i, 2) for i in (0, 1))
+        now, options = Option({}, self.cost({})), sorted(self.alone(alone), key=_order)
+        pair = self.best_pair(options[0], paired) if options else None
         if pair is not None and pair.cost.num_descriptors < options[0].cost.num_descriptors:
             options.insert(0, pair)
         return Advice(now, tuple(options), tuple(self.refused))

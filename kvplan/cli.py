@@ -17,7 +17,7 @@ EXTRA: Final = ("click", "rich")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (``None``: the process's own arguments) and return its exit status.
 
-    0: done, and verified where that was asked; 1: bytes differ; 2: refused, with one line on stderr.
+    The statuses are those that ``kvplan --help`` tells; where the ``cli`` extra is missing, 2.
     """
     for package in EXTRA:
         if importlib.util.find_spec(package) is None:

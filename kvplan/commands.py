@@ -4,46 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import metadata
 from typing import Final
 
 import click
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from kvplan import demo, matrix, reading
+from kvplan import matrix
 from kvplan.advice import advise
+from kvplan.bars import bar
+from kvplan.checking import check_offer_command
+from kvplan.demonstrating import demo_command
 from kvplan.errors import KVPlanError
-from kvplan.explain import explain, size
-from kvplan.mesh import plan_mesh
+from kvplan.explaining import explain_command
 from kvplan.names import fold, intervals
-from kvplan.options import POOL, about_two_engines, echo_json, json_option, model_argument, plain_console
+from kvplan.options import about_two_engines, echo_json, json_option, model_argument, plain_console
 from kvplan.showing import show_command
 from kvplan.sides import MAX_TOKENS, Side, count, load, token_range
-from kvplan.trials import Request, Trial, lengths_of, memory_needed, undrafted
+from kvplan.trials import Request, Trial, lengths_of, memory_needed
+from kvplan.units import size
 
-WIDE: Final = 120
-"""Columns that the demo's whole table takes. A narrower terminal gets less of it, a pipe or a file all."""
+INTERRUPTED: Final = 130
+UNREAD: Final = 141
 
-COLUMNS: Final = ("model", "prefill", "decode", "workers", "descriptors", "of bytes", "moved", "verified")
-
-INTRODUCTION: Final = """\
-One request of {tokens} tokens moves from a prefill engine to a decode engine of
-another shape, on each line below: kvplan plans the pair, binds scattered blocks,
-and copies the byte ranges in fake memory.
-
-Verified means that every byte of the decode workers' blocks was checked by its
-coordinates. Each byte of the request is the one that belongs there and was
-written once, and no other byte was written.
+STATUSES: Final = f"""\
+\b
+Exit status:
+  0    done, and verified where that was asked
+  1    bytes differ
+  2    refused: what was asked for, or an offer
+  {INTERRUPTED}  interrupted
+  {UNREAD}  nobody reads what is printed
 """
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status: 0 done, 1 bytes differ, 2 refused."""
+    """Run one command and return its exit status, one of :data:`STATUSES`."""
     try:
         return kvplan.main(list(arguments), prog_name="kvplan", standalone_mode=False) or 0
     except KVPlanError as error:
@@ -58,7 +54,9 @@ def run(arguments: Sequence[str]) -> int:
             KVPlanError("MEMORY", "carry out the transfer", expected="memory for it", got="none left"), arguments
         )
     except (click.Abort, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
+    except SystemExit:  # what click and rich make of a pipe that was closed
+        return UNREAD
 
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
@@ -76,7 +74,7 @@ def _version() -> str:
         return "not installed"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True, epilog=STATUSES)
 @click.version_option(_version())
 @click.pass_context
 def kvplan(context: click.Context) -> int:
@@ -93,6 +91,9 @@ def kvplan(context: click.Context) -> int:
 def verify_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
     """Plan MODEL's cache from one engine to another, move it in fake memory, check every byte.
 
+    \b
+    kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64,layout=BLHNC --tokens 37:1000
+
     MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
@@ -100,7 +101,8 @@ def verify_command(model: str, src: str, dst: str, bits: str | None, tokens: str
     start, stop = token_range(tokens, "--tokens")
     request = Request.of(load(model, bits), source, destination, (start, stop))
     _check_memory(request)
-    trial = Trial.of(request)
+    with bar("verify") as progress:
+        trial = Trial.of(request, progress)
     if as_json:
         echo_json({"model": model, "tokens": [start, stop], **trial.to_json()})
     else:
@@ -137,25 +139,8 @@ def _print_trial(title: str, trial: Trial) -> None:
     console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
 
 
-@kvplan.command("explain", short_help="Tell what both engines keep where, and what a plan registers.")
-@about_two_engines
-def explain_command(model: str, src: str, dst: str, bits: str | None) -> int:
-    """Tell what both engines keep where, and which rows a plan registers.
-
-    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
-    """
-    sides = {"src": Side.parse(src, "--src"), "dst": Side.parse(dst, "--dst")}
-    geometry = load(model, bits)
-    engines = {key: side.engine(geometry, key, side.blocks or POOL) for key, side in sides.items()}
-    for key, side in sides.items():
-        click.echo(f"{key}, {side}: {reading.count(len(engines[key]), 'worker')}, the first is")
-        click.echo(explain(engines[key][0]) + "\n")
-    drafted = undrafted(engines["dst"], engines["src"])
-    click.echo(explain(plan_mesh(engines["dst"], engines["src"], not_transferred=drafted)))
-    return 0
-
-
-kvplan.add_command(show_command)
+for command in (check_offer_command, demo_command, explain_command, show_command):
+    kvplan.add_command(command)
 
 
 @kvplan.command("advise", short_help="Tell which changes would move a request in fewer descriptors.")
@@ -176,7 +161,8 @@ def advise_command(model: str, src: str, dst: str, bits: str | None, tokens: str
     """
     source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
     number = count(tokens, "--tokens", 1, MAX_TOKENS + 1)
-    advice = advise(load(model, bits), source, destination, number)
+    with bar("advise") as progress:
+        advice = advise(load(model, bits), source, destination, number, progress)
     if as_json:
         sides = {"src": str(source), "dst": str(destination)}
         echo_json({"model": model, "tokens": number, **sides, **advice.to_json()})
@@ -194,11 +180,16 @@ def matrix_command(model: str, as_json: bool) -> int:
 
     MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json. A few of its layers
     of each kind move, between engines that differ in one thing. The table is Markdown.
+
+    \b
+    kvplan matrix granite-4.0-h-tiny
+
     Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
     """
     whole = load(model)
     few = matrix.shortened(whole)
-    cells = list(matrix.cells(few, _check_memory))
+    with bar("matrix") as progress:
+        cells = list(matrix.cells(few, _check_memory, progress))
     if as_json:
         layers = {"moved": len(few.layers), "of": len(whole.layers)}
         decided = [cell.to_json() for cell in cells]
@@ -209,49 +200,3 @@ def matrix_command(model: str, as_json: bool) -> int:
         click.echo(f"{model}, {layers_told}, positions [{start}, {stop}):\n")
         click.echo("\n".join(matrix.markdown(cells)))
     return 1 if any(cell.verdict == "wrong" for cell in cells) else 0
-
-
-@kvplan.command("demo", short_help="Move a request between engines that differ, and check every byte.")
-def demo_command() -> int:
-    """Move one request between pairs of engines that differ, on real model geometry, and check every byte."""
-    start, stop = demo.TOKENS
-    terminal = Console().is_terminal
-    console = Console() if terminal else Console(width=WIDE)
-    console.print(INTRODUCTION.format(tokens=f"{stop - start:,}"), soft_wrap=True)
-    columns = COLUMNS if console.width >= WIDE else [key for key in COLUMNS if key not in ("workers", "moved")]
-    table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
-    for key in columns:
-        sides = key in ("prefill", "decode")
-        table.add_column(key, justify="left" if sides or key == "model" else "right", no_wrap=not sides)
-    all_ok = True
-    with Live(table, console=console, auto_refresh=False) if terminal else nullcontext() as live:
-        for case, trial in demo.trials():
-            row = _row(case, trial)
-            table.add_row(*(row[key] for key in columns))
-            all_ok = all_ok and trial.report.ok
-            if live:
-                live.refresh()
-    if not terminal:
-        console.print(table)
-    return 0 if all_ok else 1
-
-
-def _row(case: demo.Case, trial: Trial) -> dict[str, str | Text]:
-    """One line of the demo, by column."""
-    report = trial.report
-    lengths = sorted({length for pair in trial.pairs for length in pair.lengths})
-    return {
-        "model": case.model,
-        "prefill": _words(case.src),
-        "decode": _words(case.dst),
-        "workers": f"{len(trial.request.sources)} -> {len(trial.request.destinations)}",
-        "descriptors": f"{report.num_descriptors:,}",
-        "of bytes": "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
-        "moved": size(report.num_bytes),
-        "verified": Text("yes", style="green") if report.ok else Text(f"NO: {report.failures[0][0]}", style="bold red"),
-    }
-
-
-def _words(side: str) -> str:
-    """A side in fewer letters, for a column of a table."""
-    return side.replace("layout=", "").replace(",", " ")

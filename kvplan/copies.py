@@ -10,9 +10,9 @@ import attrs
 from kvplan.align import position_of, slots
 from kvplan.axes import Axis
 from kvplan.bands import Box, Step
-from kvplan.explain import size, sizes
 from kvplan.pages import Page
 from kvplan.reading import count
+from kvplan.units import size, sizes
 from kvplan.views import TOKEN, Group, View
 from kvplan.workers import Worker
 

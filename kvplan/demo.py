@@ -8,6 +8,7 @@ from typing import Final
 import attrs
 
 from kvplan.models import Model
+from kvplan.progress import Progress, told, untold
 from kvplan.sides import Side
 from kvplan.trials import Request, Trial
 
@@ -40,9 +41,9 @@ CASES: Final = (
 )
 
 
-def trials() -> Iterator[tuple[Case, Trial]]:
+def trials(progress: Progress = untold) -> Iterator[tuple[Case, Trial]]:
     """Each case and its trial, one after the other."""
-    for case in CASES:
+    for case in told(CASES, progress):
         src, dst = Side.parse(case.src, "the demo's source"), Side.parse(case.dst, "the demo's destination")
         yield case, Trial.of(Request.of(_model(case.model), src, dst, TOKENS))
 

@@ -16,6 +16,7 @@ from kvplan.errors import KVPlanError
 from kvplan.groups import tensors_of
 from kvplan.layouts import KV, STEP
 from kvplan.models import Model
+from kvplan.progress import Progress, told, untold
 from kvplan.sides import Side, in_bits
 from kvplan.trials import Request, Trial, lengths_of
 from kvplan.views import TOKEN
@@ -124,7 +125,7 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; ``lengths`` are the shortest and the longest descriptor, in bytes."""
-        told: dict[str, Any] = {**_told(self.case), "verdict": self.verdict, "reason": self.reason}
+        told: dict[str, Any] = {**_words(self.case), "verdict": self.verdict, "reason": self.reason}
         if self.trial is not None:
             lengths = [length for pair in self.trial.pairs for length in pair.lengths]
             report = self.trial.report
@@ -133,7 +134,7 @@ class Cell:
         return told
 
 
-def _told(case: Case) -> dict[str, str]:
+def _words(case: Case) -> dict[str, str]:
     differs = case.differs if case.bits is None else f"{case.differs}, {case.bits} bits"
     return {"differs": differs, "src": case.src, "dst": case.dst}
 
@@ -169,12 +170,14 @@ def cases(model: Model) -> Iterator[Case]:
     return (attrs.evolve(case, src=case.src.format(rest=rest)) for case in CASES if case.needs in there)
 
 
-def cells(model: Model, check: Callable[[Request], None] = lambda request: None) -> Iterator[Cell]:
+def cells(
+    model: Model, check: Callable[[Request], None] = lambda request: None, progress: Progress = untold
+) -> Iterator[Cell]:
     """Decide each case of the model as it stands, one after the other.
 
     ``check`` may refuse a request with a :class:`KVPlanError` before it is carried out.
     """
-    for case in cases(model):
+    for case in told(tuple(cases(model)), progress):
         src, dst = Side.parse(case.src, "the source"), Side.parse(case.dst, "the destination")
         try:
             request = Request.of(model if case.bits is None else in_bits(model, case.bits), src, dst, TOKENS)
@@ -197,4 +200,4 @@ def markdown(decided: Iterable[Cell]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for cell in decided:
         result = str(cell).replace("|", "\\|")
-        yield f"| {' | '.join(_told(cell.case).values())} | {result} |"
+        yield f"| {' | '.join(_words(cell.case).values())} | {result} |"

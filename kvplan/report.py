@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -57,6 +57,23 @@ class Report:
     checked: tuple[str, ...]
     failures: tuple[tuple[str, str], ...] = attrs.field(default=())
     tails: tuple[Tail, ...] = attrs.field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, reports: Iterable[Report]) -> Report:
+        """The reports of some destination workers as one. What was not checked of one of them was not checked.
+
+        >>> print(Report.of([Report(4, 1, 1, ("VALUE",)), Report(8, 2, 1, ("VALUE", "OWN"))]))
+        verified: 12 bytes in 3 descriptors to 2 workers, 0 slots left alone; VALUE hold
+        """
+        every = tuple(reports)
+        return cls(
+            num_bytes=sum(report.num_bytes for report in every),
+            num_descriptors=sum(report.num_descriptors for report in every),
+            num_workers=sum(report.num_workers for report in every),
+            checked=tuple(code for code in PROMISES if all(code in report.checked for report in every)),
+            failures=tuple(failure for report in every for failure in report.failures),
+            tails=tuple(tail for report in every for tail in report.tails),
+        )
 
     @property
     def ok(self) -> bool:

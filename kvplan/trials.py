@@ -18,11 +18,12 @@ from kvplan.axes import Ints
 from kvplan.blocks import Blocks
 from kvplan.cost import PairCost
 from kvplan.errors import KVPlanError
-from kvplan.explain import sizes
 from kvplan.mesh import MeshPlan, plan_mesh
 from kvplan.models import Model
+from kvplan.progress import Progress, untold
 from kvplan.report import Report
 from kvplan.sides import Side
+from kvplan.units import sizes
 from kvplan.verify import verify
 from kvplan.views import Group, View
 from kvplan.workers import Worker
@@ -161,10 +162,10 @@ class Trial:
     report: Report
 
     @classmethod
-    def of(cls, request: Request) -> Trial:
+    def of(cls, request: Request, progress: Progress = untold) -> Trial:
         """Plan the whole mesh, bind the request, carry it out in fake memory and verify every destination worker."""
         mesh = plan_mesh(request.destinations, request.sources, not_transferred=request.not_transferred)
-        report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens)
+        report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens, progress=progress)
         return cls(request, tuple(_moved(mesh, request)), report)
 
     def to_json(self) -> dict[str, Any]:

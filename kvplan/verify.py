@@ -23,6 +23,7 @@ from kvplan.jobs import Job, Tokens, jobs, span_of
 from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
 from kvplan.memory import FakeMemory
 from kvplan.moves import Move, Pair
+from kvplan.progress import Progress, part, told, untold
 from kvplan.reading import INT64_END, count
 from kvplan.report import PROMISES, Report, Tail
 from kvplan.views import View
@@ -42,6 +43,7 @@ def verify(
     remote: Mapping[str, Blocks],
     tokens: Tokens = None,
     copies: Mapping[Pair, tuple[Any, Any]] | None = None,
+    progress: Progress = untold,
 ) -> Report:
     """Carry out ``plan``, or several plans together, in fake memory, and check every byte of every destination.
 
@@ -53,15 +55,20 @@ def verify(
     their keys, they have local and remote descriptors: equally many rows of address, length and device, of equal
     lengths, cut and ordered in any way. A pair that is not there moves nothing.
 
+    ``progress`` is called now and then with the share of the work that is done, from 0 to 1.
+
     A request that bind refuses raises as bind does; ``WORKER`` is raised where two destinations differ under one
     name, and ``MEMORY`` where a region is too large to map; ``NAME``, ``SIZE``, ``TYPE`` or ``RANGE`` for copies that
     are none. Everything else is in the report.
     """
-    return verify_together([(plan, {"local": local, "remote": remote, "tokens": tokens, "copies": copies})])
+    request = {"local": local, "remote": remote, "tokens": tokens, "copies": copies}
+    return verify_together([(plan, request)], progress=progress)
 
 
 def verify_together(
-    parts: Iterable[tuple[TransferPlan | MeshPlan | Iterable[TransferPlan], Mapping[str, Any]]], tokens: Tokens = None
+    parts: Iterable[tuple[TransferPlan | MeshPlan | Iterable[TransferPlan], Mapping[str, Any]]],
+    tokens: Tokens = None,
+    progress: Progress = untold,
 ) -> Report:
     """:func:`verify` of one request that is moved in parts: each a plan, or several, with its arguments of ``bind``.
 
@@ -79,16 +86,8 @@ def verify_together(
     >>> report.ok, report.num_bytes
     (True, 573440)
     """
-    reports = [_Check(job, tokens).run() for job in jobs((_plans(plan), request) for plan, request in parts)]
-    checked = [code for code in PROMISES if all(code in report.checked for report in reports)]
-    return Report(
-        num_bytes=sum(report.num_bytes for report in reports),
-        num_descriptors=sum(report.num_descriptors for report in reports),
-        num_workers=len(reports),
-        checked=tuple(checked),
-        failures=tuple(failure for report in reports for failure in report.failures),
-        tails=tuple(tail for report in reports for tail in report.tails),
-    )
+    every = jobs((_plans(plan), request) for plan, request in parts)
+    return Report.of([_Check(job, tokens).run(part(progress, i, len(every))) for i, job in enumerate(every)])
 
 
 def _plans(plan: Any) -> tuple[TransferPlan, ...]:
@@ -127,14 +126,15 @@ class _Check:
             self.fail("COVER", f"{count(lost.size, 'position')} of {view.name} without a block, first: {lost[0]}")
         return positions
 
-    def run(self) -> Report:
-        """Fill, copy, compare."""
+    def run(self, progress: Progress) -> Report:
+        """Fill, copy, compare: each about a third of the work."""
+        filled, copied, compared = (part(progress, i, 3) for i in range(3))
         workers = {worker.key: worker for worker in (self.worker, *(move.source for move in self.job.moves))}
         with FakeMemory(workers.values(), label_bytes=self.label_bytes, poison=self.poison) as memory:
-            self.fill(memory)
-            for move in self.job.moves:
+            self.fill(memory, filled)
+            for move in told(self.job.moves, copied):
                 self.copy(memory, move)
-            for view in self.views:
+            for view in told(self.views, compared):
                 self.compare(memory, view)
             self.settle_bytes()
             self.settle_writes(memory)
@@ -148,11 +148,11 @@ class _Check:
             tails=tuple(self.tails()),
         )
 
-    def fill(self, memory: FakeMemory) -> None:
+    def fill(self, memory: FakeMemory, filled: Progress) -> None:
         """Label what the sources hold of the coordinates that the destination needs."""
         only = _spans(self.views)
         sources = {(move.source.key, id(move.blocks)): move for move in self.job.moves if len(move.reads)}
-        for move in sources.values():
+        for move in told(list(sources.values()), filled):
             for view in move.source.views:
                 if view.name in self.tensors:
                     blocks = move.blocks.get(view.group)

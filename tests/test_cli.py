@@ -168,16 +168,6 @@ def test_bytes_that_differ_are_status_1(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert document["failures"] == [{"code": "VALUE", "text": "head 3 is head 1"}]
 
 
-def test_explain_tells_both_engines_and_the_plan(cli: Cli) -> None:
-    """explain shows a worker of each side, then the rows of every pair."""
-    run = cli("explain", "qwen3-0.6b", "--src", "tp=2", "--dst", "tp=4,blocks=10")
-    assert run.status == 0
-    assert "src, tp=2: 2 workers" in run.out
-    assert "views layers.0-27.attn in group attn" in run.out
-    assert "in each of 10 blocks" in run.out
-    assert "dst/3 reads from 2 workers\n    <- src/1: " in run.out
-
-
 def test_advise_tells_what_would_help(cli: Cli) -> None:
     """advise prints what it compares, a line for each change that helps, and what there is now."""
     run = cli("advise", "qwen3-0.6b", "--src", "block=32,layout=BLNHC", "--dst", "layout=BLNHC", "--tokens", "64")
@@ -210,6 +200,16 @@ def test_demo_verifies_every_pair(cli: Cli) -> None:
     assert "NO" not in run.out
 
 
+def test_the_demo_as_json(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--json writes one document with every case, as verify tells it, and nothing else."""
+    monkeypatch.setattr(demo, "CASES", demo.CASES[4:5])
+    document = json.loads(cli("demo", "--json").out)
+    (case,) = document["cases"]
+    assert document["tokens"] == [0, 150]
+    assert (case["model"], case["src"]["layout"], case["dst"]["tp"]) == ("qwen3-0.6b", "LBNHC", 2)
+    assert (case["verified"], case["bytes"]) == (True, 28 * 150 * 8 * 2 * 128 * 2)
+
+
 def test_the_demo_fails_where_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo in which verification fails shows it and exits 1."""
     failed = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "wrong"),))
@@ -218,6 +218,7 @@ def test_the_demo_fails_where_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyP
     run = cli("demo")
     assert run.status == 1
     assert "NO: VALUE" in run.out
+    assert cli("demo", "--json").status == 1
 
 
 def test_a_terminal_shows_the_demo_line_by_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,18 @@ from kvplan import (
     Context,
     Group,
     KVPlanError,
+    PeerError,
     Region,
     View,
     Worker,
+    decode,
     plan_mesh,
     plan_reads,
     plan_writes,
 )
-from kvplan.explain import explain, size, sizes
+from kvplan.explain import explain
 from kvplan.models import Model
+from kvplan.units import size
 
 CONFIG = {
     "model_type": "llama",
@@ -30,29 +33,6 @@ CONFIG = {
 MODEL = Model.from_config(CONFIG)
 PREFILL = MODEL.engine("prefill", tp=4, num_blocks=8)
 DECODE = MODEL.engine("decode", tp=2, num_blocks=8)
-
-
-@pytest.mark.parametrize(
-    "number, text",
-    [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (10239, "10239 bytes"),
-        (10240, "10 KiB"),
-        (1 << 20, "1 MiB"),
-        ((1 << 30) * 3 // 2, "1.5 GiB"),
-        (1 << 62, "4096 PiB"),
-    ],
-)
-def test_sizes_are_exact_or_in_binary_units(number: int, text: str) -> None:
-    """Small sizes are told to the byte, large ones in the unit that suits."""
-    assert size(number) == text
-
-
-def test_a_range_of_one_size_is_that_size() -> None:
-    """Two equal ends are told once."""
-    assert sizes(5, 5) == "5 bytes"
-    assert sizes(5, 6) == "5 bytes to 6 bytes"
 
 
 def test_a_worker_tells_equal_layers_once() -> None:
@@ -121,6 +101,8 @@ def test_a_spec_tells_what_moves() -> None:
         (Context(1, 2), "context: worker 1 of 2 in turns of 1 position"),
         (Blocks([4, 9], first=3), "blocks [3, 5) of a request: ids 4, 9"),
         (Blocks(range(100)), "blocks [0, 100) of a request: ids 0, 1, 2, 3, 4, 5, 6, 7, ... 99"),
+        (Blocks([9, 5], ordinals=[30, 10]), "2 of blocks [10, 31) of a request: ids 5, 9"),
+        (Blocks([]), "blocks [0, 0) of a request: ids none"),
         (KVPlanError("INT", "count", expected="1", got="2"), "INT: cannot count: expected 1, got 2"),
         (
             View("k", "attn", "kv", "uint8", [Axis("token", 0, 4, 4, 1)], 1, 0),
@@ -145,6 +127,34 @@ def test_other_values_are_refused() -> None:
     """What is no value of kvplan is refused by its type."""
     with pytest.raises(KVPlanError, match="TYPE: cannot explain a value: expected a value of kvplan, got dict"):
         explain({})
+
+
+def test_an_unknown_detail_is_refused() -> None:
+    """How much is told is one of three words."""
+    with pytest.raises(
+        KVPlanError, match="NAME: cannot explain a value: expected detail in line, workers, rows, got 3"
+    ):
+        explain(MODEL, detail=3)  # type: ignore[arg-type]
+
+
+def test_rows_of_many_lengths_are_one_list() -> None:
+    """Rows of three lengths and more stand in one list, the longest first."""
+    made = Model.shipped("granite-4.0-h-tiny")
+    plan = plan_reads(made.engine("d", tp=2, num_blocks=8)[0], made.engine("s", tp=4, num_blocks=8))
+    first = explain(plan).splitlines()[1]
+    assert first.endswith("36 rows of 385.5 KiB, 4 rows of 8192 bytes, 36 rows of 4608 bytes and 4 rows of 512 bytes")
+
+
+def test_a_refused_message_is_told_with_all_its_problems() -> None:
+    """The first problem of a peer's message is the line, all of them stand below."""
+    with pytest.raises(PeerError) as caught:
+        decode(b'{"kvplan": 1, "engine_id": "", "rank": true}')
+    title, *others = explain(caught.value).splitlines()
+    assert (title, explain(caught.value, detail="line")) == (str(caught.value)[: len(title)], title)
+    assert others[-2:] == [
+        "  engine_id: NAME: cannot read engine_id: expected a non-empty string of printable characters, got ''",
+        "  rank: TYPE: cannot read rank: expected an integer, got True",
+    ]
 
 
 def test_a_worker_without_views_is_explained() -> None:

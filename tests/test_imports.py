@@ -18,7 +18,7 @@ DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "ten
 HANDSHAKES = ("names", "findings", "schema", "messages", "offers", "peers", "compare")
 PROOF = ("pieces", "certificate")
 PIPELINE = ("align", "sources", "match", "cells", "runs", "tables", "bind", "specs", "tails", "cost", "plan", "mesh")
-ORACLE = ("arenas", "memory", "executor", "labels", "moves", "jobs", "report", "verify")
+ORACLE = ("arenas", "memory", "executor", "labels", "moves", "jobs", "report", "progress", "verify")
 READERS = ("caches", "states", "keys", "kinds", "layers", "families", "configs", "shipped")
 MODELS = (
     "layouts",
@@ -34,10 +34,12 @@ MODELS = (
     "chunks",
 )
 PICTURES = ("bands", "pages", "samples", "copies", "panels", "grids", "spreads", "drawing", "sheets", "svg", "pictures")
-COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "showing", "commands", "cli")
+COMMANDS = ("checking", "demonstrating", "explaining", "showing", "commands", "cli")
+COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "bars", *COMMANDS)
 STRATEGIES = ("testing.engines", "testing.requests", "testing.cases", "testing.strategies")
 TESTING = ("testing.asserts", "testing", *STRATEGIES)
-BESIDES = ("explain", *PICTURES, *MODELS, *COMMAND_LINE, *TESTING)
+EXPLAINED = ("lines", "rows", "explain")
+BESIDES = ("units", *PICTURES, *MODELS, *EXPLAINED, *COMMAND_LINE, *TESTING)
 ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, *BESIDES)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 

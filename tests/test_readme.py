@@ -24,8 +24,11 @@ def test_the_python_prints_what_the_readme_says() -> None:
 
 
 @pytest.mark.parametrize("command, output, status", COMMANDS)
-def test_a_command_does_what_the_readme_says(cli: Cli, command: str, output: str, status: int) -> None:
-    """Each command of a console block exits with its status and prints its lines."""
+def test_a_command_does_what_the_readme_says(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, output: str, status: int
+) -> None:
+    """Each command of a console block exits with its status and prints its lines, where the README lies."""
+    monkeypatch.chdir(ROOT)
     program, *arguments = shlex.split(command)
     assert program == "kvplan"
     run = cli(*arguments)
@@ -36,6 +39,15 @@ def test_a_command_does_what_the_readme_says(cli: Cli, command: str, output: str
 def test_the_readme_has_commands_of_both_kinds() -> None:
     """The console blocks show a success and a refusal, so that the test above has both to check."""
     assert {status for _, _, status in COMMANDS} >= {0, 2}
+
+
+def test_the_readme_tells_exit_statuses_as_the_help_does(cli: Cli) -> None:
+    """Each status that the README names is one that ``kvplan --help`` tells, in the same word."""
+    told = " ".join(cli("--help").out.partition("Exit status:")[2].split())
+    (named,) = re.findall(r"^Exit statuses: (.*?)\.", README, re.MULTILINE)
+    assert len(named.split(", ")) == 5
+    for status in named.split(", "):
+        assert status in told
 
 
 @pytest.mark.parametrize("model, printed", MATRICES)

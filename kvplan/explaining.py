@@ -1,0 +1,99 @@
+"""``kvplan explain``: what both engines keep where, and what a plan registers. Needs the ``cli`` extra."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import click
+
+from kvplan.explain import DETAILS, Detail, explained
+from kvplan.lines import fit
+from kvplan.mesh import MeshPlan, plan_mesh
+from kvplan.offers import encode
+from kvplan.options import POOL, about_two_engines, echo_json, json_option
+from kvplan.plan import Pair, TransferPlan
+from kvplan.reading import count
+from kvplan.rows import rows_of
+from kvplan.sides import Side, load
+from kvplan.trials import undrafted
+from kvplan.workers import Worker, label_of
+
+Engine = tuple[Worker, ...]
+
+
+@click.command("explain", short_help="Tell what both engines keep where, and what a plan registers.")
+@about_two_engines
+@click.option(
+    "--detail",
+    type=click.Choice(DETAILS),
+    default="workers",
+    show_default=True,
+    help="How much text: a line for each side, a worker of each side and a line for each pair, or every row of all.",
+)
+@json_option
+def explain_command(model: str, src: str, dst: str, bits: str | None, detail: Detail, as_json: bool) -> int:
+    """Tell what both engines keep where, and which rows a plan registers.
+
+    With --json, of whatever detail: each worker as the offer that it makes its peers, each row, and who tells whom
+    that a request is done.
+
+    \b
+    kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
+
+    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
+    """
+    sides = {"src": Side.parse(src, "--src"), "dst": Side.parse(dst, "--dst")}
+    geometry = load(model, bits)
+    engines = {key: side.engine(geometry, key, side.blocks or POOL) for key, side in sides.items()}
+    mesh = plan_mesh(engines["dst"], engines["src"], not_transferred=undrafted(engines["dst"], engines["src"]))
+    if as_json:
+        words = {"model": model, **{key: str(side) for key, side in sides.items()}}
+        echo_json({**words, **_engines_json(engines), **_mesh_json(mesh)})
+        return 0
+    for key, side in sides.items():
+        _print_engine(f"{key}, {side}", engines[key], detail)
+    for text in explained(mesh, detail):
+        click.echo(text)
+    return 0
+
+
+def _print_engine(title: str, engine: Engine, detail: Detail) -> None:
+    """All of an engine's workers row by row, or the first of them."""
+    rows = detail == "rows"
+    for text in fit(f"{title}: {count(len(engine), 'worker')}{'' if rows else ', the first is'}"):
+        click.echo(text)
+    for worker in engine if rows else engine[:1]:
+        for text in explained(worker, detail):
+            click.echo(text)
+    click.echo("\n" * (detail != "line"), nl=False)
+
+
+def _engines_json(engines: Mapping[str, Engine]) -> dict[str, Any]:
+    return {"offers": {key: [json.loads(encode(worker)) for worker in engine] for key, engine in engines.items()}}
+
+
+def _mesh_json(mesh: MeshPlan) -> dict[str, Any]:
+    """Every row of every plan, and the completions of every worker."""
+    completions = {
+        label_of(key): {"sends": [*map(label_of, each.sends)], "awaits": [*map(label_of, each.awaits)]}
+        for key, each in mesh.completions.items()
+    }
+    return {"plans": [_plan_json(plan) for plan in mesh.plans], "completions": completions}
+
+
+def _plan_json(plan: TransferPlan) -> dict[str, Any]:
+    return {
+        "worker": plan.local.label,
+        "operation": plan.operation,
+        "not_transferred": list(plan.not_transferred),
+        "pairs": [_pair_json(pair) for pair in plan.pairs],
+    }
+
+
+def _pair_json(pair: Pair) -> dict[str, Any]:
+    tables = {"local": pair.local_table, "remote": pair.remote_table}
+    rows = {side: [attrs.asdict(row) for row in rows_of(table)] for side, table in tables.items()}
+    return {"remote": label_of(pair.remote), "rows": rows}
