@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvplan.arenas import Cells
 from kvplan.memory import FakeMemory
-from kvplan.views import TOKEN, Group, View
+from kvplan.views import TOKEN, Group, Region, View
 from kvplan.workers import Worker
 
 Ints = npt.NDArray[np.int64]
@@ -65,7 +65,12 @@ def needed(group: Group, blocks: Any, span: Span | None) -> Ints:
         if blocks is not None and blocks.has_gaps:
             held &= np.isin(local_slots(group, positions), listed_slots(group, blocks))
         return np.asarray(positions[held])
-    local = listed_slots(group, blocks)
+    return _positions(group, listed_slots(group, blocks))
+
+
+def _positions(group: Group, local: Ints) -> Ints:
+    """The positions of slots of the request (rule Q2, the other way round)."""
+    run, size, rank = group.context.interleave_tokens, group.context.size, group.context.rank
     return local // run * (size * run) + rank * run + local % run
 
 
@@ -206,6 +211,22 @@ def window(
     )
 
 
+@attrs.frozen
+class Place:
+    """A byte of a view's block: the block, the slot if it has slots, the other coordinates, and which byte of these."""
+
+    view: View
+    block: int
+    slot: int | None
+    coordinates: Mapping[str, int]
+    byte: int
+
+    def __str__(self) -> str:
+        words = "".join(f" {name} {value}" for name, value in sorted(self.coordinates.items()))
+        slot = "" if self.slot is None else f" slot {self.slot}"
+        return f"{self.view.name}{words} byte {self.byte} in group {self.view.group} block {self.block}{slot}"
+
+
 def locate(worker: Worker, address: int, device_id: int) -> str:
     """What a worker keeps at an address, by block, slot and coordinates: the views' formula, inverted.
 
@@ -217,19 +238,37 @@ def locate(worker: Worker, address: int, device_id: int) -> str:
     >>> print(locate(worker, 4096 + 7, 0))
     padding of region kv, address 0x1007 of decode/0
     """
-    where, place = f"address {address:#x} of {worker.label}", "no region"
+    region, place = _place(worker, address, device_id)
+    padding = "no region" if region is None else f"padding of region {region.name}"
+    return f"{place or padding}, address {address:#x} of {worker.label}"
+
+
+def position_at(worker: Worker, address: int, device_id: int, tables: Mapping[str, Any]) -> int | None:
+    """The position that a request's block tables give to what a worker keeps at an address, if they have its block."""
+    _, place = _place(worker, address, device_id)
+    if place is None:
+        return None
+    group = next(group for group in worker.groups if group.name == place.view.group)
+    ids, ordinals = table_of(tables.get(group.name))
+    local = ordinals[ids == place.block] * (group.tokens_per_block or 1) + (place.slot or 0)
+    return int(_positions(group, local)[0]) if local.size else None
+
+
+def _place(worker: Worker, address: int, device_id: int) -> tuple[Region | None, Place | None]:
+    """A region that has an address, and the first view's byte that stands there."""
+    inside = None
     for region in worker.regions:
         offset = address - region.address
         if region.device_id == device_id and 0 <= offset < region.size_bytes:
-            place = f"padding of region {region.name}"
+            inside = region
             for view in worker.views:
-                if view.region == region.name and (found := _invert(view, offset - view.offset_bytes)):
-                    return f"{found}, {where}"
-    return f"{place}, {where}"
+                if view.region == region.name and (place := _invert(view, offset - view.offset_bytes)):
+                    return region, place
+    return inside, None
 
 
-def _invert(view: View, offset: int) -> str | None:
-    """The element of a view at an offset from its first one, if there is one there."""
+def _invert(view: View, offset: int) -> Place | None:
+    """The byte of a view at an offset from its first one, if there is one there."""
     dims = [(view.block_stride_bytes if view.num_blocks > 1 else 0, view.num_blocks, -1)]
     dims += [(axis.stride_bytes, axis.extent, i) for i, axis in enumerate(view.axes)]
     at = {}
@@ -241,6 +280,4 @@ def _invert(view: View, offset: int) -> str | None:
     coordinates: dict[str, int] = {}
     for i, axis in enumerate(view.axes):
         coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + axis.start + at[i]
-    slot = f" slot {coordinates.pop(TOKEN)}" if TOKEN in coordinates else ""
-    words = "".join(f" {name} {value}" for name, value in sorted(coordinates.items()))
-    return f"{view.name}{words} byte {offset} in group {view.group} block {at[-1]}{slot}"
+    return Place(view, at[-1], coordinates.pop(TOKEN, None), coordinates, offset)

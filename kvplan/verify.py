@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvplan.arenas import Words
 from kvplan.errors import KVPlanError
 from kvplan.jobs import Job, Tokens, jobs, span_of
-from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, window
+from kvplan.labels import Ints, Span, Window, listed_slots, local_slots, locate, needed, number, position_at, window
 from kvplan.memory import FakeMemory
 from kvplan.moves import Move, Pair
 from kvplan.progress import Progress, part, told, untold
@@ -199,19 +199,22 @@ class _Check:
         place = f"{held.tensor.describe(label)} ({locate(self.worker, address, region.device_id)})"
         if not found:
             return f"{place} was never written"
-        got = "what is no part of the request"
+        move, source, device = self.origin(address, region.device_id)
+        position, known = position_at(move.source, source, device, move.blocks), self.tensors.values()
+        beyond = position is not None and not any(position in tensor.positions for tensor in known)
+        got = f"{f'position {position},' if beyond else 'what is'} no part of the request"
         for tensor in self.tensors.values():
             got = tensor.describe(found) if tensor.base <= found < tensor.end else got
-        return f"{place} holds {got}{self.origin(address, region.device_id)}"
+        return f"{place} holds {got}, copied from {locate(move.source, source, device)}"
 
-    def origin(self, address: int, device_id: int) -> str:
-        """Where the byte at a destination address was copied from last."""
+    def origin(self, address: int, device_id: int) -> tuple[Move, int, int]:
+        """Whose byte was copied last to a destination address, and from which address and device."""
         hits = (
             (move, hit[-1]) for move in reversed(self.done) if (hit := _holding(move.writes, address, device_id)).size
         )
         move, last = next(hits)
         first, _, device = move.reads[last].tolist()
-        return f", copied from {locate(move.source, first + address - int(move.writes[last, 0]), device)}"
+        return move, first + address - int(move.writes[last, 0]), device
 
     def settle_bytes(self) -> None:
         """Report needed bytes that are wrong; missing ones unless a writer was left out (rule O2)."""

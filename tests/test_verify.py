@@ -196,7 +196,7 @@ def test_bytes_of_no_needed_position_are_told_from_missing_ones() -> None:
     assert codes(report) == ["IDS", "VALUE"]
     assert "16 bytes wrong" in report.failures[1][1]
     assert "of position 1 (" in report.failures[1][1]
-    assert "holds what is no part of the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
+    assert "holds position 0, no part of the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
     assert "block 2 slot 0" in report.failures[1][1]
 
 
@@ -207,7 +207,19 @@ def test_blocks_paired_by_list_head_are_found() -> None:
     report = verify(edited_specs(reads(), *unaware), **request)
     assert codes(report) == ["VALUE"]
     assert "of position 4 (" in report.failures[0][1]
-    assert "holds what is no part of the request" in report.failures[0][1]
+    assert "holds position 0, no part of the request" in report.failures[0][1]
+
+
+def test_heads_that_are_not_needed_are_no_other_position() -> None:
+    """What another destination worker needs of the same positions is no part of this one's request."""
+
+    def two_heads_on(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
+        remote[:, 0] += np.uint64(2 * 4 * 16)
+        return local, remote
+
+    plan = plan_reads(engine("decode", tp=2)[0], engine("prefill"))
+    report = report_of(edited(plan, two_heads_on, REQUEST))
+    assert "holds what is no part of the request, copied from layers.0 dim 0 head 2" in report.failures[1][1]
 
 
 def test_tensors_paired_by_place_are_found() -> None:
