@@ -399,3 +399,75 @@ def test_ids_that_are_no_pairs_are_found() -> None:
     report = verify(edited_specs(plan, attrs.evolve(spec, remote_ids=spec.remote_ids[:-1])), **REQUEST)
     assert codes(report) == ["IDS", "COVER"]
     assert f"{len(spec.local_ids)} local ids, {len(spec.local_ids) - 1} remote ones" in str(report)
+
+
+def on_one_address(worker: Worker) -> Worker:
+    """Each layer behind 64 bytes of a region of its own device, all regions at one address."""
+    return attrs.evolve(
+        worker,
+        regions=[
+            attrs.evolve(region, address=1 << 40, device_id=i, size_bytes=region.size_bytes + 64)
+            for i, region in enumerate(worker.regions)
+        ],
+        views=[attrs.evolve(view, offset_bytes=64) for view in worker.views],
+    )
+
+
+def copies_of(plan: TransferPlan) -> tuple[Ranges, Ranges]:
+    """What a plan of one remote copies, sorted by device and address of the destination."""
+    (spec,) = plan.bind(**REQUEST)
+    local, remote = (side.copy() for side in spec.descriptors())
+    order = np.lexsort((local[:, 0], local[:, 2]))
+    return local[order], remote[order]
+
+
+def report_of_copies(plan: TransferPlan, local: Ranges, remote: Ranges) -> Any:
+    return verify(plan, **REQUEST, copies={(plan.local.key, plan.remotes[0].key): (local, remote)})
+
+
+def test_a_wrong_byte_inside_a_copy_is_named_where_it_is() -> None:
+    """Layer 1, of the second device, behind the region's start: the last byte of a copy is the wrong one."""
+    destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
+    plan = plan_reads(destination, [source])
+    local, remote = copies_of(plan)
+    assert local[-1, 2] == 1
+    split = int(local[-1, 1]) - 1
+    parts = [np.concatenate([side, side[-1:]]) for side in (local, remote)]
+    for side in parts:
+        side[-2, 1], side[-1, 1] = split, 1
+        side[-1, 0] += np.uint64(split)
+    assert report_of_copies(plan, *parts).ok
+    parts[1][-1, 0] -= np.uint64(1)  # the byte before the right one
+    (failure,) = report_of_copies(plan, *parts).failures
+    address = int(parts[0][-1, 0])
+    assert "1 byte wrong, first: layers.1 " in failure[1]
+    assert f"address {address:#x} of decode/0) holds layers.1" in failure[1]
+    assert f"address {int(parts[1][-1, 0]):#x} of prefill/0" in failure[1]
+
+
+def test_the_first_stray_byte_of_a_copy_is_named() -> None:
+    """A copy that is one slot too long: what it needs to write is left out of what it is blamed for."""
+    destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
+    plan = plan_reads(destination, [source])
+    local, remote = copies_of(plan)
+    length = int(local[-1, 1])
+    local[-1, 1] = remote[-1, 1] = length + 16
+    (failure,) = report_of_copies(plan, local, remote).failures
+    assert failure[0] == "OWN"
+    stray = int(local[-1, 0]) + length
+    assert "16 bytes written outside the request, first: layers.1 dim 0 head 0 kv 0" in failure[1]
+    assert f"block 8 slot 0, address {stray:#x} of decode/0" in failure[1]
+
+
+def test_a_fault_behind_many_right_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are compared some at a time, and those of the last positions too."""
+    monkeypatch.setattr("kvplan.labels.CHUNK_CELLS", 1)
+    (destination,), (source,) = engine("decode"), engine("prefill")
+    plan = plan_reads(destination, [source])
+    local, remote = copies_of(plan)
+    assert report_of_copies(plan, local, remote).ok
+    (last,) = np.flatnonzero(local[:, 0] == destination.regions[1].address + 5 * 256 + 3 * 64)
+    local[last, 1] = remote[last, 1] = local[last, 1] - 1
+    report = report_of_copies(plan, local, remote)
+    assert codes(report) == ["COVER"]
+    assert "1 byte missing, first: layers.1 dim 3 head 3 kv 1 byte 1 of position 10 " in report.failures[0][1]
