@@ -1,8 +1,11 @@
 """NIXL: what kvplan_nixl costs beside calls by hand, and what layouts cost, between two processes of one machine.
 
 A request is bound and begun by kvplan_nixl, and, in turns with it, begun with NIXL's own calls on the same descriptors
-with all ids at hand. UCX copies the bytes on one machine before it returns, so that both contain the same copies; at
-40,960 descriptors of 256 bytes those are what takes the time.
+with all ids at hand, made in the same way just before. UCX copies the bytes on one machine before it returns, so that
+both contain the same copies; at 40,960 descriptors of 256 bytes those are what takes the time.
+
+What events cost is taken without copies: a transfer is made and not posted, with nobody listening, with a listener that
+keeps the last event, and with a log of their lines.
 
 The layouts are two that hold the same bytes: in LBHNC each layer has a page of its own, in BLHNC a block has all layers
 in one piece. The whole request is timed, from its begin until it is done.
@@ -10,8 +13,12 @@ in one piece. The whole request is timed, from its begin until it is done.
 
 from __future__ import annotations
 
+import io
+import logging
+import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +27,7 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Model, TransferPlan, Worker, plan_reads
-from kvplan_nixl import UCX, NixlExecutor, settle
+from kvplan_nixl import UCX, Agent, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.executor import NixlTransfer
 from tests.nixl.peers import PeerProcess
 from tests.nixl.worlds import placed
@@ -98,6 +105,7 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
             transfer = reader.executor.start(spec, "request")
             took = time.perf_counter() - began
             reader.finish(transfer)
+            (spec,) = reader.plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, tokens))
             began = time.perf_counter()
             handle = nixl.make_prepped_xfer(
                 "READ", rows.local.handle, spec.local_ids, rows.remote.handle, spec.remote_ids, message
@@ -115,6 +123,38 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
     write(
         f"{layers * blocks} descriptors: {mine:.0f} us, of which bind {bind:.0f} us, by hand {theirs:.0f} us, "
         f"{mine - theirs:+.0f} us, {100 * (mine - theirs) / theirs:+.1f}% (medians of {rounds} in turns)"
+    )
+
+
+@pytest.mark.parametrize(("layers", "blocks", "rounds"), [(2, 32, 2000), (80, 512, 200)], ids=["64", "40960"])
+def test_events(layers: int, blocks: int, rounds: int, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a transfer that moves nothing with and without somebody who listens, in turns."""
+    monkeypatch.setattr(Agent, "post", lambda agent, handle: True)
+    (local,) = engine("decode", layers=layers, blocks=2 * blocks)
+    there, here = (placed(attrs.evolve(local, engine_id=name))[0] for name in ("prefill", "decode"))
+    plan = plan_reads(here, [there])
+    near, far = scattered(2 * blocks, blocks)
+    (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, 4 * blocks))
+    logger, lines, order = logging.getLogger("kvplan_nixl"), logging.StreamHandler(io.StringIO()), random.Random(1)
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [lines])
+    took: dict[str, list[float]] = {"nobody": [], "a listener": [], "the log": []}
+    with NixlExecutor(here, progress_thread=False) as executor:
+        executor.attach(there)
+        executor.prepare(plan)
+        for _ in range(rounds):
+            for name in order.sample([*took], len(took)):
+                executor._on_event = deque[TransferEvent](maxlen=1).append if name == "a listener" else None
+                logger.setLevel(logging.DEBUG if name == "the log" else logging.WARNING)
+                began = time.perf_counter()
+                transfer = executor.start(spec, "request")
+                took[name].append(time.perf_counter() - began)
+                executor.release(transfer)
+    logger.setLevel(logging.NOTSET)
+    nobody, listener, log = (statistics.median(times) * 1e6 for times in took.values())
+    write(
+        f"{layers * blocks} descriptors: start without posting {nobody:.1f} us, {listener - nobody:+.1f} us with a "
+        f"listener, {log - nobody:+.1f} us with a log of all events (medians of {rounds} in turns)"
     )
 
 

@@ -155,8 +155,8 @@ class FakeNetwork:
     """
 
     def __init__(self, workers: list[Worker] | tuple[Worker, ...]) -> None:
-        self.memory = FakeMemory(workers)
-        self.workers = {worker.key: worker for worker in workers}
+        self.memory: FakeMemory = FakeMemory(workers)
+        self.workers: dict[Key, Worker] = {worker.key: worker for worker in workers}
         self.inbox: dict[Key, list[Notice]] = {key: [] for key in self.workers}
 
     def executor(self, worker: Worker) -> FakeExecutor:

@@ -68,7 +68,7 @@ class Findings:
     """Collects problems, :data:`MAX_PROBLEMS` at most, and counts the rest."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self._problems: list[Problem] = []
         self.first: KVPlanError | None = None
 

@@ -47,7 +47,9 @@ class Sheet:
     """A picture under way: its elements, and how far down it reaches."""
 
     def __init__(self, title: str, about: str) -> None:
-        self.root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "kvplan", "role": "img"})
+        self.root: Element[str] = Element(
+            "svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "kvplan", "role": "img"}
+        )
         add(self.root, "title", title)
         add(self.root, "style", STYLE)
         tile = {"width": 5, "height": 5}
@@ -56,7 +58,7 @@ class Sheet:
         add(pattern, "line", x1=0, y1=5, x2=5, y2=0, stroke="var(--line)")
         add(self.root, "rect", width="100%", height="100%", rx=8, fill="var(--bg)")
         add(self.root, "text", title, x=EDGE, y=34, class_="title")
-        self.y = 42.0
+        self.y: float = 42.0
         if about:
             add(self.root, "text", about, x=EDGE, y=54, class_="faint")
             self.y = 62.0

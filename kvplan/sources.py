@@ -159,7 +159,7 @@ class Sources:
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = tuple(workers)
+        self.workers: tuple[Worker, ...] = tuple(workers)
         self.views: dict[str, tuple[int, ...]] = {}
         cohorts: dict[Any, list[int]] = {}
         for i, worker in enumerate(self.workers):

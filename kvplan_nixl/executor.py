@@ -14,7 +14,6 @@ ids index them. Besides the rules of :mod:`kvplan.executor`:
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,6 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
-import numpy as np
 
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Notice, Status, Transfer, not_planned_for, still_running, unprepared
@@ -34,6 +32,9 @@ from kvplan.tables import Table
 from kvplan.workers import Key, Worker, label_of
 from kvplan_nixl.agent import LOCAL, Agent, Prepared
 from kvplan_nixl.envelope import Envelope
+from kvplan_nixl.events import UNWATCHED, Listener, Unwatched, watch
+from kvplan_nixl.notices import message, notice_of, opening
+from kvplan_nixl.rows import Rows, kind_of
 
 Backends = Mapping[str, Mapping[str, str]]
 
@@ -49,15 +50,7 @@ class NixlTransfer(Transfer):
 
     is_cancelled: bool = False
     handle: Any = None
-
-
-@attrs.frozen(eq=False)
-class _Rows:
-    """The prepared rows of a pair of tables."""
-
-    local_table: Table
-    local: Prepared
-    remote: Prepared
+    watch: Unwatched = UNWATCHED
 
 
 @attrs.define(eq=False)
@@ -68,7 +61,7 @@ class _Peer:
     agent: str
     attached: tuple[Any, ...] | None = None
     lost: KVPlanError | None = None
-    rows: WeakKeyDictionary[Table, _Rows] = attrs.field(factory=WeakKeyDictionary)
+    rows: WeakKeyDictionary[Table, Rows] = attrs.field(factory=WeakKeyDictionary)
 
 
 class NixlExecutor:
@@ -77,7 +70,7 @@ class NixlExecutor:
     ``backends`` are NIXL's, by name and in order of preference, each with its options: ``UCX`` for DRAM and VRAM;
     with ``POSIX`` behind it, files too. The worker's regions are registered until the executor is closed; use it as a
     context manager. Not for several threads at once. Without a ``progress_thread``, a peer's transfers and messages
-    are served only while this executor polls or reads notices.
+    are served only while this executor polls or reads notices. ``on_event`` is told of each transfer that is settled.
 
     Raises ``BACKEND`` for a backend that is missing or does not take the worker's memory.
 
@@ -101,14 +94,22 @@ class NixlExecutor:
     (<Status.DONE: 'done'>, [0, 0, 26, 27, 28, 29, 0, 0])
     """
 
-    def __init__(self, worker: Worker, backends: Backends = UCX, *, progress_thread: bool = True) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        backends: Backends = UCX,
+        *,
+        progress_thread: bool = True,
+        on_event: Listener | None = None,
+    ) -> None:
         self.worker = worker
         self._agent = Agent(f"{worker.label}/{uuid.uuid4().hex}", backends, progress_thread)
         self._registered: tuple[Any, ...] | None = self._agent.register(worker.regions)
         self._peers: dict[Key, _Peer] = {}
         self._local: WeakValueDictionary[tuple[str, str, bytes], Prepared] = WeakValueDictionary()
         self._open: set[NixlTransfer] = set()
-        self._sender = [*worker.key]
+        self._opening = opening(worker.key)
+        self._on_event = on_event
 
     def __enter__(self) -> NixlExecutor:
         return self
@@ -167,11 +168,11 @@ class NixlExecutor:
             if peer is None or peer.worker != remote:
                 raise not_planned_for(remote, None if peer is None else peer.worker, "remote")
             if pair.remote_table not in peer.rows:
-                kinds = _kind(pair.local_table), _kind(pair.remote_table)
+                kinds = kind_of(pair.local_table), kind_of(pair.remote_table)
                 backend = self._agent.backend_for(*kinds)
                 remote_rows = self._agent.prepare(peer.agent, kinds[1], pair.remote_table.rows, backend)
                 local_rows = self._prepare_local(kinds[0], pair.local_table, backend)
-                peer.rows[pair.remote_table] = _Rows(pair.local_table, local_rows, remote_rows)
+                peer.rows[pair.remote_table] = Rows(pair.local_table, local_rows, remote_rows)
 
     def _prepare_local(self, kind: str, table: Table, backend: str) -> Prepared:
         """A local table's rows; equal tables of several remote workers are prepared once."""
@@ -187,9 +188,9 @@ class NixlExecutor:
         UCX between two processes of one host moves them before this returns; between hosts it goes on by itself.
         Raises ``PEER`` for a worker that is not connected and ``TRANSFER`` for a spec whose plan is not prepared.
         """
-        transfer = NixlTransfer(spec, request)
+        transfer = NixlTransfer(spec, request, watch=watch(self._on_event))
         if not len(spec.local_table.rows):
-            transfer.status = Status.DONE
+            self._settle(transfer)
             return transfer
         peer = self._peers.get(spec.remote)
         if peer is None:
@@ -197,41 +198,46 @@ class NixlExecutor:
         rows = peer.rows.get(spec.remote_table)
         if rows is None or rows.local_table is not spec.local_table:
             raise unprepared(spec)
-        message = b"" if peer.attached is not None else json.dumps([*self._sender, request]).encode()
+        notice = b"" if peer.attached is not None else message(self._opening, request)
         self._open.add(transfer)
         try:
             if peer.lost is not None:
                 raise peer.lost
             if spec.local_ids.size:
-                self._post(transfer, rows, message)
+                self._post(transfer, rows, notice)
             else:
-                self._agent.notify(peer.agent, message)
-                transfer.status = Status.DONE
+                self._agent.notify(peer.agent, notice)
+                self._settle(transfer)
         except KVPlanError as error:
-            self._fail(transfer, error)
+            self._settle(transfer, error)
         return transfer
 
-    def _post(self, transfer: NixlTransfer, rows: _Rows, message: bytes) -> None:
+    def _post(self, transfer: NixlTransfer, rows: Rows, notice: bytes) -> None:
         spec = transfer.spec
         ids = (spec.local_ids, spec.remote_ids)
-        transfer.handle = self._agent.make(spec.operation, rows.local, rows.remote, ids, message)
+        transfer.handle = self._agent.make(spec.operation, rows.local, rows.remote, ids, notice)
+        transfer.watch.made()
         if self._agent.post(transfer.handle):
-            transfer.status = Status.DONE
+            self._settle(transfer)
+        else:
+            transfer.watch.posted(transfer)
 
-    def _fail(self, transfer: NixlTransfer, error: KVPlanError) -> None:
-        transfer.status = Status.CANCELLED if transfer.is_cancelled else Status.FAILED
+    def _settle(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
+        ended = Status.DONE if error is None else Status.FAILED
+        transfer.status = Status.CANCELLED if transfer.is_cancelled else ended
         transfer.error = error
-        if error.code == "PEER":
+        if error is not None and error.code == "PEER":
             self._peers[transfer.spec.remote].lost = error
+        transfer.watch.settled(transfer)
 
     def poll(self, transfer: Transfer) -> Status:
         """Where a transfer stands now. It does not wait for a peer, but UCX may copy bytes that have arrived."""
         if transfer.status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             try:
                 if self._agent.is_done(transfer.handle):
-                    transfer.status = Status.CANCELLED if transfer.is_cancelled else Status.DONE
+                    self._settle(transfer)
             except KVPlanError as error:
-                self._fail(transfer, error)
+                self._settle(transfer, error)
         return transfer.status
 
     def backend_of(self, transfer: Transfer) -> str:
@@ -259,7 +265,7 @@ class NixlExecutor:
 
     def notices(self) -> tuple[Notice, ...]:
         """What other workers have completed with this one since the last call; other messages are left out."""
-        return tuple(notice for message in self._agent.messages() if (notice := _notice(message)) is not None)
+        return tuple(notice for said in self._agent.messages() if (notice := notice_of(said)) is not None)
 
     def close(self) -> None:
         """End everything, in the order of rule N3. Transfers that run are CANCELLED: none touches a byte any more."""
@@ -270,7 +276,8 @@ class NixlExecutor:
                 self._drop(transfer)
             transfer.handle = None
             if not transfer.status.is_settled:
-                transfer.status = Status.CANCELLED
+                transfer.is_cancelled = True
+                self._settle(transfer)
         for peer in self._peers.values():
             peer.rows.clear()
             self._forget(peer)
@@ -313,32 +320,6 @@ def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) 
             return False
         time.sleep(PAUSE_S)
     return True
-
-
-def _kind(table: Table) -> str:
-    """The memory kind that all rows of a table are in."""
-    kinds: list[str] = sorted({table.regions[i].memory for i in np.unique(table.region)})
-    if len(kinds) > 1:
-        raise KVPlanError(
-            "MEMORY",
-            "prepare a plan",
-            expected="one kind of memory on each side of a pair",
-            got=" and ".join(kinds),
-            hint="plan the tensors of each kind apart, with not_transferred",
-            kinds=tuple(kinds),
-        )
-    return kinds[0]
-
-
-def _notice(message: bytes) -> Notice | None:
-    """A notice, if the message is one."""
-    try:
-        engine_id, rank, request = json.loads(message)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    if not (isinstance(engine_id, str) and type(rank) is int and isinstance(request, str)):
-        return None
-    return Notice(engine_id, rank, request)
 
 
 def _not_connected(key: Key) -> KVPlanError:

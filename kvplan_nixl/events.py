@@ -1,0 +1,173 @@
+"""Events: what became of each transfer, and how long its stages took.
+
+A transfer has one event, when it is settled. It goes to the callback of its executor, and to the logger ``kvplan_nixl``
+as one line with the event as the record's ``event``: WARNING for one that has failed, DEBUG for others. Whether anybody
+listens is asked when a transfer starts. Where nobody does, nothing is timed or counted, and of a transfer that fails
+the logger has a line without an event.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from time import perf_counter_ns
+from typing import Final
+
+import attrs
+import numpy as np
+
+from kvplan.executor import Status, Transfer
+from kvplan.specs import ReadSpec
+from kvplan.workers import Key, label_of
+
+LOGGER: Final = logging.getLogger("kvplan_nixl")
+
+FEW_IDS: Final = 512
+"""Up to so many ids, each is looked up in less time than it takes to find out which need not be."""
+
+
+@attrs.frozen(kw_only=True)
+class TransferEvent:
+    """A transfer that is settled.
+
+    ``local`` and ``remote`` are (engine id, rank), ``operation`` is ``READ`` or ``WRITE``. ``num_bytes`` were to move,
+    by ``num_ids`` pairs of descriptors: all have where ``status`` is DONE. ``code`` is that of the transfer's error,
+    empty where there is none.
+
+    Stages are in microseconds, 0 for one that was not come to: NIXL makes the transfer, it posts it, and bytes move
+    until the poll that finds the transfer settled. On one host UCX moves them while it posts.
+
+    >>> event = TransferEvent(
+    ...     request="request 1", operation="READ", local=("decode", 0), remote=("prefill", 3), num_bytes=51200,
+    ...     num_ids=14, make_us=8.5, post_us=90.0, transfer_us=1200.0, status=Status.DONE,
+    ... )
+    >>> print(event)
+    request 1: READ decode/0 <- prefill/3 done, 51200 bytes by 14 ids, made in 8 us, posted in 90, moved in 1200
+    >>> event.total_us
+    1298.5
+    """
+
+    request: str
+    operation: str
+    local: Key
+    remote: Key
+    num_bytes: int
+    num_ids: int
+    make_us: float
+    post_us: float
+    transfer_us: float
+    status: Status
+    code: str = ""
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds from the start to the end."""
+        return self.make_us + self.post_us + self.transfer_us
+
+    def __str__(self) -> str:
+        arrow = "<-" if self.operation == "READ" else "->"
+        return (
+            f"{self.request}: {self.operation} {label_of(self.local)} {arrow} {label_of(self.remote)} "
+            f"{self.status.value}{self.code and f' with {self.code}'}, {self.num_bytes} bytes by {self.num_ids} ids, "
+            f"made in {self.make_us:.0f} us, posted in {self.post_us:.0f}, moved in {self.transfer_us:.0f}"
+        )
+
+
+Listener = Callable[[TransferEvent], object]
+"""Called on the thread that uses the executor, before its call returns: be quick, and leave the executor alone.
+
+What it raises is logged, and concerns no transfer.
+"""
+
+
+class Unwatched:
+    """A transfer that nobody listens to."""
+
+    def made(self) -> None:
+        """NIXL has made the transfer."""
+
+    def posted(self, transfer: Transfer) -> None:
+        """NIXL has posted the transfer, and it runs."""
+
+    def settled(self, transfer: Transfer) -> None:
+        """The transfer has ended."""
+        if transfer.status is Status.FAILED:
+            LOGGER.warning("%r: %s", transfer, transfer.error)
+
+
+UNWATCHED: Final = Unwatched()
+
+
+class Watch(Unwatched):
+    """A transfer that somebody listens to, from its start."""
+
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener = listener
+        self._num_bytes: int | None = None
+        self._marks = [perf_counter_ns()]
+
+    def made(self) -> None:
+        """The end of the first stage."""
+        self._marks.append(perf_counter_ns())
+
+    def posted(self, transfer: Transfer) -> None:
+        """The end of the second stage. Bytes are counted now: later, a workspace's ids may be another request's."""
+        self._marks.append(perf_counter_ns())
+        self._num_bytes = num_bytes(transfer.spec)
+
+    def settled(self, transfer: Transfer) -> None:
+        """The end: log the event, and call the listener."""
+        self._marks.append(perf_counter_ns())
+        event = self._event(transfer)
+        LOGGER.log(
+            logging.WARNING if event.status is Status.FAILED else logging.DEBUG, "%s", event, extra={"event": event}
+        )
+        if self._listener is not None:
+            try:
+                self._listener(event)
+            except Exception:
+                LOGGER.exception("the listener to events failed at: %s", event)
+
+    def _event(self, transfer: Transfer) -> TransferEvent:
+        spec, error = transfer.spec, transfer.error
+        stages = [(stop - start) / 1000 for start, stop in pairwise(self._marks)] + [0.0, 0.0]
+        return TransferEvent(
+            request=transfer.request,
+            operation=spec.operation,
+            local=spec.local,
+            remote=spec.remote,
+            num_bytes=num_bytes(spec) if self._num_bytes is None else self._num_bytes,
+            num_ids=spec.local_ids.size,
+            make_us=stages[0],
+            post_us=stages[1],
+            transfer_us=stages[2],
+            status=transfer.status,
+            code="" if error is None else error.code,
+        )
+
+
+def watch(listener: Listener | None) -> Unwatched:
+    """What an executor tells of a transfer that begins."""
+    return UNWATCHED if listener is None and not LOGGER.isEnabledFor(logging.DEBUG) else Watch(listener)
+
+
+def num_bytes(spec: ReadSpec) -> int:
+    """The bytes that a spec moves, without joining descriptors as :attr:`kvplan.ReadSpec.num_bytes` does.
+
+    Of many ids, strands that lie in one row each, as most do, have only that row looked up.
+    """
+    ids, table, start, found = spec.local_ids, spec.local_table, 0, 0
+    lengths = table.rows[:, 1]
+    if ids.size <= FEW_IDS or ids.size != sum(map(math.prod, spec.shapes)):
+        return int(lengths[table.row_of(ids)].sum())
+    for n, m in filter(math.prod, spec.shapes):
+        strands = ids[start : start + n * m].reshape(n, m)
+        first, last = (table.row_of(end(axis=1)) for end in (strands.min, strands.max))
+        if np.array_equal(first, last):
+            found += m * int(lengths[first].sum())
+        else:
+            found += int(lengths[table.row_of(strands)].sum())
+        start += n * m
+    return found

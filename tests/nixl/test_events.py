@@ -1,0 +1,244 @@
+"""Events: one for each transfer that is settled, in the log and for a listener, and none that nobody asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Blocks, KVPlanError, Model, ReadSpec, Workspace, plan_reads
+from kvplan.executor import Status, Transfer
+from kvplan_nixl import NixlExecutor, TransferEvent, settle
+from kvplan_nixl import events as events_module
+from kvplan_nixl.events import UNWATCHED, Listener, Watch, num_bytes
+from tests.nixl.worlds import placed
+from tests.small import engine
+
+TIMEOUT_S = 60.0
+
+
+class Reader:
+    """A worker that reads from another of this process, with the events that were told."""
+
+    def __init__(self, listener: Listener | None = None, tp: int = 1) -> None:
+        self.sources = [placed(worker)[0] for worker in engine("prefill", tp=tp)]
+        self.local, self.memory = placed(engine("decode", tokens=6, tp=2 if tp == 2 else 1)[0])
+        self.executor = NixlExecutor(self.local, on_event=listener)
+        for source in self.sources:
+            self.executor.attach(source)
+        self.plan = plan_reads(self.local, self.sources)
+        self.executor.prepare(self.plan)
+
+    def start(self, request: str = "request", tokens: tuple[int, int] = (0, 6)) -> Transfer:
+        """Begin to read from the last of the sources."""
+        near, far = {"attn": Blocks([1])}, {"attn": Blocks([2, 3])}
+        return self.executor.start(self.plan.bind(local=near, remote=far, tokens=tokens)[-1], request)
+
+    def read(self, request: str = "request", tokens: tuple[int, int] = (0, 6)) -> Transfer:
+        """Read to the end."""
+        transfer = self.start(request, tokens)
+        assert settle(self.executor, [transfer], TIMEOUT_S)
+        return transfer
+
+
+def events_of(**options: Any) -> tuple[Reader, list[TransferEvent]]:
+    """A reader whose events come to a list."""
+    events: list[TransferEvent] = []
+    return Reader(events.append, **options), events
+
+
+@pytest.fixture
+def heard() -> Iterator[tuple[Reader, list[TransferEvent]]]:
+    """A reader that somebody listens to, and its events."""
+    reader, events = events_of()
+    with reader.executor:
+        yield reader, events
+
+
+@pytest.fixture
+def unheard() -> Iterator[Reader]:
+    """A reader without a listener."""
+    reader = Reader()
+    with reader.executor:
+        yield reader
+
+
+def refuse(*_: object) -> bool:
+    raise KVPlanError("TRANSFER", "begin a transfer", expected="success", got="none")
+
+
+def untimed(event: TransferEvent) -> TransferEvent:
+    return attrs.evolve(event, make_us=0.0, post_us=0.0, transfer_us=0.0)
+
+
+READ = TransferEvent(
+    request="request",
+    operation="READ",
+    local=("decode", 0),
+    remote=("prefill", 0),
+    num_bytes=6 * 2 * 64,
+    num_ids=4 * 2 * 2,
+    make_us=0.0,
+    post_us=0.0,
+    transfer_us=0.0,
+    status=Status.DONE,
+)
+"""Six tokens of two layers, 64 bytes each: pieces of four heads, from two blocks in each layer."""
+
+
+def test_a_transfer_has_one_event(heard: tuple[Reader, list[TransferEvent]]) -> None:
+    """A transfer that is done has one event, however often it is polled, and also when the executor is closed."""
+    reader, events = heard
+    transfer = reader.read()
+    reader.executor.poll(transfer)
+    reader.executor.close()
+    assert [untimed(event) for event in events] == [READ]
+
+
+def test_stages_are_timed(heard: tuple[Reader, list[TransferEvent]]) -> None:
+    """NIXL's calls and the wait for bytes take their time, and no more together than the whole."""
+    reader, events = heard
+    reader.read()
+    (event,) = events
+    assert min(event.make_us, event.post_us) > 0
+    assert event.transfer_us >= 0
+    assert event.total_us == event.make_us + event.post_us + event.transfer_us < TIMEOUT_S * 1e6
+
+
+def test_a_transfer_without_bytes(heard: tuple[Reader, list[TransferEvent]]) -> None:
+    """A request of which a pair moves nothing has an event of no bytes."""
+    reader, events = heard
+    reader.read(tokens=(0, 0))
+    assert [untimed(event) for event in events] == [attrs.evolve(READ, num_bytes=0, num_ids=0)]
+
+
+def test_a_pair_without_rows() -> None:
+    """So has a transfer of a pair that never moves anything."""
+    reader, events = events_of(tp=2)
+    with reader.executor:
+        assert not len(reader.plan.pairs[1].local_table.rows)
+        reader.read()
+    expected = attrs.evolve(READ, remote=("prefill", 1), num_bytes=0, num_ids=0)
+    assert [untimed(event) for event in events] == [expected]
+
+
+@pytest.mark.parametrize("stage", ["make", "post"])
+def test_a_failed_transfer(
+    heard: tuple[Reader, list[TransferEvent]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stage: str,
+) -> None:
+    """A transfer that NIXL refuses has an event with the error's code, and stages up to there; it is a warning."""
+    reader, events = heard
+    monkeypatch.setattr(reader.executor._agent, stage, refuse)
+    reader.start()
+    (event,) = events
+    assert untimed(event) == attrs.evolve(READ, status=Status.FAILED, code="TRANSFER")
+    assert (event.make_us > 0, event.post_us > 0, event.transfer_us) == (True, stage == "post", 0.0)
+    (record,) = caplog.records
+    assert (record.name, record.levelname, vars(record)["event"]) == ("kvplan_nixl", "WARNING", event)
+    assert "failed with TRANSFER" in record.getMessage()
+
+
+def test_a_transfer_that_is_closed_under(
+    heard: tuple[Reader, list[TransferEvent]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer that runs when its executor is closed is CANCELLED, and says so."""
+    reader, events = heard
+    monkeypatch.setattr(reader.executor._agent, "post", lambda handle: False)
+    reader.start()
+    assert events == []
+    reader.executor.close()
+    assert [untimed(event) for event in events] == [attrs.evolve(READ, status=Status.CANCELLED)]
+
+
+def test_nobody_listens(unheard: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a listener, and with a log that wants no details, a transfer is not watched and not logged."""
+    caplog.set_level(logging.INFO, "kvplan_nixl")
+    transfer = unheard.read()
+    assert transfer.watch is UNWATCHED  # type: ignore[attr-defined]
+    assert caplog.records == []
+
+
+def test_a_failure_that_nobody_listens_to(
+    unheard: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A transfer that fails is a warning with its error, whether or not anybody listens."""
+    monkeypatch.setattr(unheard.executor._agent, "post", refuse)
+    transfer = unheard.start()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("kvplan_nixl", "WARNING")
+    assert record.getMessage() == f"<Transfer 'request' failed: {transfer.spec!r}>: {transfer.error}"
+
+
+def test_the_log_alone_listens(unheard: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    """A log at level DEBUG has each transfer's event, without any listener."""
+    caplog.set_level(logging.DEBUG, "kvplan_nixl")
+    unheard.read("one")
+    unheard.read("two")
+    told = [vars(record)["event"] for record in caplog.records]
+    assert [untimed(event) for event in told] == [attrs.evolve(READ, request=name) for name in ("one", "two")]
+    assert [record.getMessage() for record in caplog.records] == [str(event) for event in told]
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+
+
+def test_a_listener_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """What a listener raises is logged with its traceback; the transfer is done, and so is the next one."""
+
+    def raises(event: TransferEvent) -> None:
+        raise ZeroDivisionError(event.request)
+
+    reader = Reader(raises)
+    with reader.executor:
+        transfers = [reader.read("one"), reader.read("two")]
+    assert [(transfer.status, transfer.error) for transfer in transfers] == [(Status.DONE, None)] * 2
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    for record, name in zip(caplog.records, ("one", "two"), strict=True):
+        assert record.exc_info is not None
+        assert (record.exc_info[0], str(record.exc_info[1])) == (ZeroDivisionError, name)
+
+
+def mixed(model: str, tokens: tuple[int, int]) -> ReadSpec:
+    """A spec whose ids lie in rows of more than one length."""
+    made = Model.shipped(model)
+    (source,), (local,) = made.engine("a", num_blocks=50), made.engine("b", layout="BLHNC", num_blocks=50)
+    blocks = {name: Blocks([3, 7, 5] if name == "attn" else [4]) for name in made.groups}
+    ranges = {name: tokens if name == "attn" else (0, 1) for name in made.groups}
+    (spec,) = plan_reads(local, [source]).bind(local=blocks, remote=blocks, tokens=ranges)
+    assert len(np.unique(spec.local_table.rows[spec.local_table.row_of(spec.local_ids), 1])) > 1
+    return spec
+
+
+@pytest.mark.parametrize("few", [0, 10**6])
+@pytest.mark.parametrize("model, tokens", [("llama-3.2-1b", (5, 40)), ("granite-4.0-h-tiny", (0, 33))])
+def test_bytes_are_counted(monkeypatch: pytest.MonkeyPatch, model: str, tokens: tuple[int, int], few: int) -> None:
+    """An event's bytes are those of the spec's joined descriptors, of few ids and of many, however they are made up."""
+    monkeypatch.setattr(events_module, "FEW_IDS", few)
+    spec = mixed(model, tokens)
+    size = spec.local_ids.size
+    for shapes in (spec.shapes, (), ((1, size),), ((size, 1), (0, 7))):
+        assert num_bytes(attrs.evolve(spec, shapes=shapes)) == spec.num_bytes > 0
+
+
+def test_bytes_are_counted_before_ids_are_used_again() -> None:
+    """A running transfer's ids may lie in a workspace that the next request is bound in: its bytes are its own."""
+    (source,), (local,) = (Model.shipped("llama-3.2-1b").engine(name, num_blocks=50) for name in ("a", "b"))
+    plan, workspace = plan_reads(local, [source]), Workspace()
+    blocks = {"attn": Blocks([3, 7, 5])}
+    events: list[TransferEvent] = []
+    for tokens in ((0, 1), (0, 32)):  # the workspace grows to the first request, and holds the second
+        (spec,) = plan.bind(local=blocks, remote=blocks, tokens=tokens, workspace=workspace)
+    transfer, watch = Transfer(spec, "request"), Watch(events.append)
+    watch.made()
+    watch.posted(transfer)
+    expected = num_bytes(spec)
+    plan.bind(local=blocks, remote=blocks, tokens=(0, 1), workspace=workspace)
+    assert num_bytes(spec) != expected
+    transfer.status = Status.DONE
+    watch.settled(transfer)
+    assert [event.num_bytes for event in events] == [expected]

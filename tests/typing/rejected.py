@@ -1,0 +1,53 @@
+"""Mistakes that type checkers find: each is ignored in their words, and a mistake that is none is an error itself.
+
+It is checked, never run.
+"""
+
+from __future__ import annotations
+
+import kvplan
+from kvplan import Axis, Blocks, MeshPlan, ReadSpec, Region, TransferPlan, View, Worker
+from kvplan.executor import Executor
+from kvplan.testing import assert_copies
+from kvplan_nixl import NixlExecutor
+
+
+def described(region: Region, worker: Worker) -> None:
+    """Wrong kinds of values, strides forgotten, values changed."""
+    Axis("token", 0, 16, 16)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    Axis("token", "0", 16, 16, 256)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Region("kv", 0, 4096, "DRAM", "cuda:0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    View("k", "attn", region, "bfloat16", Axis("dim", 0, 4, 4, 2), 64, 8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    worker.rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def planned(decode: Worker, prefill: list[Worker]) -> None:
+    """One worker for several, several for one, and another operation."""
+    kvplan.plan_reads(decode, prefill[0])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    kvplan.plan_reads(prefill, prefill)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    kvplan.plan_mesh(prefill, prefill, operation="PUSH")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    kvplan.plan_reads(decode, prefill, [])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+def bound(plan: TransferPlan, tables: dict[str, Blocks]) -> None:
+    """Ids without Blocks, a length for a range, tables by their place, all specs for one."""
+    plan.bind(local={"attn": [5, 9]}, remote=tables)  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
+    plan.bind(local=tables, remote=tables, tokens=100)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    plan.bind(tables, tables)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    spec: ReadSpec = plan.bind(local=tables, remote=tables)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    print(spec)
+
+
+def verified(plan: TransferPlan, worker: Worker, tables: dict[str, Blocks]) -> None:
+    """A request forgotten, and copies without their keys."""
+    kvplan.verify(plan)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    assert_copies([worker], [worker], [([], [])], local=tables, remote=tables)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def carried_out(executor: Executor, plan: TransferPlan, mesh: MeshPlan, worker: Worker) -> None:
+    """A mesh for a plan, a plan for a spec, an executor that lacks a part, a listener of something else."""
+    executor.prepare(mesh)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    executor.start(plan, "request 1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    unable: Executor = plan  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    NixlExecutor(worker, on_event=len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    print(unable)
