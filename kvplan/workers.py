@@ -6,6 +6,7 @@ Validate (V), on construction of each worker:
 - V2: each view's bytes, over all its blocks, lie inside its region.
 - V3: in a token group the ``token`` axis counts exactly ``tokens_per_block``; in a state group there is none.
 - V4: views of one group share no byte, in one region or in regions that overlap.
+- V5: no two views of one group are of the same part of a tensor, as they are where a layer has another's name.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def label_of(key: Key) -> str:
 class Worker:
     """One rank's process of an engine: what it registers and what it keeps there.
 
-    ``rank`` is unique within ``engine_id``. Raises a KVPlanError where V1 to V4 do not hold.
+    ``rank`` is unique within ``engine_id``. Raises a KVPlanError where V1 to V5 do not hold.
 
     >>> from kvplan import Axis, Group, Region, View, Worker
     >>> axes = (Axis("token", 0, 16, 16, 1152), Axis("dim", 0, 576, 576, 2))
@@ -102,6 +103,7 @@ class Worker:
                     tokens_per_block=group.tokens_per_block,
                     token_axis=slots,
                 )
+        self._check_parts()
         self._check_apart()
 
     def _by_name(self, what: str, values: tuple[Any, ...]) -> dict[str, Any]:
@@ -128,6 +130,22 @@ class Worker:
                 name=key,
             )
         return values[key]
+
+    def _check_parts(self) -> None:
+        if len({view.name for view in self.views}) == len(self.views):
+            return
+        known: dict[Any, View] = {}
+        for view in self.views:
+            part = frozenset((axis.name, axis.start, axis.stop, axis.size) for axis in view.axes)
+            if known.setdefault((view.name, view.group, part), view) is not view:
+                raise KVPlanError(
+                    "NAME",
+                    f"place view {view.name!r} of worker {self.label}",
+                    expected=f"each part of a tensor once in group {view.group!r}",
+                    got="two views of the same part",
+                    hint="does each layer have a name of its own?",
+                    name=view.name,
+                )
 
     def _check_apart(self) -> None:
         pools: dict[tuple[str, str], list[View]] = {}

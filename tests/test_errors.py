@@ -319,6 +319,11 @@ REFUSALS: tuple[Row, ...] = (
         lambda: worker(regions=[region(), region()]),
     ),
     Row(
+        "NAME: cannot place view 'layers.0' of worker p/0: expected each part of a tensor once in group 'attn', "
+        "got two views of the same part (does each layer have a name of its own?)",
+        lambda: worker(views=[view(), view(offset_bytes=640)], regions=[region(size_bytes=1280)]),
+    ),
+    Row(
         "NAME: cannot describe worker p/0: expected each group name once, got 'attn' twice",
         lambda: worker(groups=[Group("attn", 4), Group("attn")]),
     ),

@@ -96,7 +96,7 @@ def test_layers_of_one_geometry_share_it():
 
 def of_layouts(number: int) -> Worker:
     """A worker whose views all have a layout of their own."""
-    views = [View("v", "g", f"r{i}", "uint8", (), 1 + i, 1) for i in range(number)]
+    views = [View(f"v{i}", "g", f"r{i}", "uint8", (), 1 + i, 1) for i in range(number)]
     return Worker("p", 0, [Region(f"r{i}", i * number, number) for i in range(number)], [Group("g")], views)
 
 

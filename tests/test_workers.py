@@ -61,10 +61,32 @@ def test_v1_a_view_names_what_there_is(field: str) -> None:
     assert "'layers.0'" in str(error)
 
 
-def test_v1_tensors_may_have_several_views() -> None:
-    """V1 is about regions and groups: two views of one name are two boxes of one tensor."""
-    halves = [attrs.evolve(VIEW, num_blocks=5, offset_bytes=offset) for offset in (0, 320)]
-    assert str(Worker(**{**FIELDS, "views": halves})) == "prefill/3: 2 views of 1 tensor in 1 region, 2 groups"
+def two_views(**second: Any) -> list[View]:
+    """A view of each half of a pool, the second with other values."""
+    return [attrs.evolve(VIEW, num_blocks=5), attrs.evolve(VIEW, num_blocks=5, offset_bytes=320, **second)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"name": "layers.1"},
+        {"axes": (TOKEN, Axis("dim", 8, 16, 16, 2))},
+        {"axes": (TOKEN, Axis("dim", 0, 4, 8, 2))},
+        {"group": "other"},
+    ],
+)
+def test_v5_tensors_may_have_several_views(second: dict[str, Any]) -> None:
+    """V5: two views of one name are two boxes of one tensor, or a box of each group."""
+    groups = (*FIELDS["groups"], Group("other", 4))
+    assert len(Worker(**{**FIELDS, "groups": groups, "views": two_views(**second)}).views) == 2
+
+
+def test_v5_a_part_of_a_tensor_is_kept_once() -> None:
+    """V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
+    error = refusal(views=two_views())
+    assert (error.code, error.details["name"]) == ("NAME", "layers.0")
+    turned = two_views(axes=(Axis("dim", 0, 8, 8, 8), Axis("token", 0, 4, 4, 2)))
+    assert refusal(views=turned).code == "NAME"
 
 
 @given(small_views(), st.integers(-1, 1))
@@ -166,13 +188,16 @@ def test_unlike_layers_have_geometries_of_their_own() -> None:
 
 def test_tensors_and_places_follow_the_views() -> None:
     """A tensor knows its views, a view its region and its offset there, and its geometry."""
-    upper = attrs.evolve(VIEW, num_blocks=5, offset_bytes=320, region="kv.1")
-    lower, other = attrs.evolve(VIEW, num_blocks=5), attrs.evolve(VIEW, name="layers.1", region="kv.1", num_blocks=4)
+    lower, upper = (
+        attrs.evolve(VIEW, axes=(TOKEN, Axis("dim", start, start + 8, 16, 2)), num_blocks=5) for start in (0, 8)
+    )
+    upper = attrs.evolve(upper, offset_bytes=320, region="kv.1")
+    other = attrs.evolve(VIEW, name="layers.1", region="kv.1", num_blocks=4)
     regions = (Region("kv", 4096, 640), Region("kv.1", 8192, 640))
     worker = Worker(**{**FIELDS, "regions": regions, "views": (lower, other, upper)})
     assert dict(worker.tensors) == {"layers.0": (0, 2), "layers.1": (1,)}
     assert worker.places.tolist() == [[0, 0], [1, 0], [1, 320]]
-    assert worker.geometry_of == (0, 1, 0)
+    assert worker.geometry_of == (0, 1, 2)
 
 
 def test_label_is_what_messages_call_a_worker() -> None:
