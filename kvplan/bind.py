@@ -29,6 +29,7 @@ from kvplan.views import Group
 Ids = npt.NDArray[np.int32]
 Range = tuple[int, int]
 Tokens = Range | Mapping[str, Range] | None
+Sides = tuple[str, str]
 
 
 class Workspace:
@@ -101,7 +102,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
     return start, stop
 
 
-def wanted(group: Group, table: Blocks, given: Range | None) -> Range:
+def wanted(group: Group, table: Blocks, given: Range | None, side: str) -> Range:
     """The positions of a range that a destination wants: those of its blocks, where there is no range, or a gap."""
     if given is not None and not table.has_gaps:
         return given
@@ -110,16 +111,19 @@ def wanted(group: Group, table: Blocks, given: Range | None) -> Range:
         return low, high
     start, stop = (before(group, position) for position in given)
     if start < stop:
-        check_listed(group.name, start // slots(group), -(-stop // slots(group)), *table.listed)
+        check_listed(group.name, start // slots(group), -(-stop // slots(group)), *table.listed, side)
     return max(low, given[0]), min(high, given[1])
 
 
-def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range) -> Iterator[Terms]:
-    """The ids of one section: one pair of terms for each family and range that has any."""
+def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range, sides: Sides) -> Iterator[Terms]:
+    """The ids of one section: one pair of terms for each family and range that has any.
+
+    ``sides`` are what messages call the destination's tables and the source's.
+    """
     ranges = shared(layout, *tokens)
     for family in layout.families:
         for begin, end in ranges[family.share]:
-            if begin < end and (rows := _rows(layout.groups, family, blocks, begin, end)) is not None:
+            if begin < end and (rows := _rows(layout.groups, family, blocks, begin, end, sides)) is not None:
                 yield family.base, rows
 
 
@@ -149,7 +153,9 @@ def _span(layout: Layout, position: int) -> Range | None:
     return turn * layout.period + begin, turn * layout.period + end
 
 
-def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int) -> Ids | Ints | None:
+def _rows(
+    groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
+) -> Ids | Ints | None:
     """``step * block id + sub`` of each position of a family in ``[begin, end)``, if there are any.
 
     A family that always begins in the same slot takes every nth block: a slice of the table, no arithmetic on slots.
@@ -162,7 +168,7 @@ def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], beg
         rows = np.empty((2, 1, last - first + 1), family.base.dtype)
         for i, (block, on) in enumerate(family.turns):
             table, low, high = blocks[i], block + first * on, block + last * on + 1
-            check_listed(groups[i].name, low, high, table.first, table.stop)
+            check_listed(groups[i].name, low, high, table.first, table.stop, sides[i])
             rows[i] = table.ids[low - table.first : high - table.first : on]
             if family.step[i] != 1:
                 rows[i] *= family.step[i]
@@ -171,7 +177,8 @@ def _rows(groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], beg
     if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
         return None
     ordinals, slot = stand(groups, position)
-    at = [places(group.name, table, which) for group, table, which in zip(groups, blocks, ordinals, strict=True)]
+    each = zip(groups, blocks, ordinals, sides, strict=True)
+    at = [places(group.name, table, which, side) for group, table, which, side in each]
     rows = np.empty((2, 1, position.size), family.base.dtype)
     for i, table in enumerate(blocks):
         rows[i] = table.ids[at[i]]

@@ -148,51 +148,58 @@ def _ordered(ids: Ints, ordinals: Ints) -> tuple[Ints, Ints]:
     return ids[order], read_only(ordinals)
 
 
-def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool) -> None:
+def _bind(side: str, key: str) -> str:
+    return " ".join(filter(None, ("bind", side, f"group {key!r}")))
+
+
+def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool, side: str = "") -> None:
     """One group's block table against the smallest pool that it indexes. A destination block may stand once."""
     if blocks is None:
-        raise KVPlanError("BLOCKS", f"bind group {key!r}", expected="a block table", got="none", group=key)
+        raise KVPlanError("BLOCKS", _bind(side, key), expected="a block table", got="none", group=key, side=side)
     if not isinstance(blocks, Blocks):
-        raise KVPlanError("TYPE", f"bind group {key!r}", expected="Blocks", got=shown(blocks), group=key)
+        raise KVPlanError("TYPE", _bind(side, key), expected="Blocks", got=shown(blocks), group=key, side=side)
     if blocks.highest >= num_blocks:
         raise KVPlanError(
             "BLOCKS",
-            f"bind group {key!r}",
+            _bind(side, key),
             expected=f"block ids below {num_blocks}, the pool's size",
             got=f"{blocks.highest}",
             group=key,
+            side=side,
             num_blocks=num_blocks,
             id=blocks.highest,
         )
     if is_destination and blocks.twice is not None:
         raise KVPlanError(
             "BLOCKS",
-            f"bind group {key!r}",
+            _bind(side, key),
             expected="each destination block once",
             got=f"block {blocks.twice} twice",
             group=key,
+            side=side,
             id=blocks.twice,
         )
 
 
-def check_listed(key: str, start: int, stop: int, low: int, high: int) -> None:
+def check_listed(key: str, start: int, stop: int, low: int, high: int, side: str) -> None:
     """Whether the ordinals ``[start, stop)`` that a request needs are among those that a table has."""
     if start < low or stop > high:
         raise KVPlanError(
             "BLOCKS",
-            f"bind group {key!r}",
+            _bind(side, key),
             expected=f"blocks [{start}, {stop}) of the request to be listed",
             got=f"[{low}, {high})",
             group=key,
+            side=side,
             needed=(start, stop),
             listed=(low, high),
         )
 
 
-def places(key: str, table: Blocks, ordinals: Ints) -> Ints:
+def places(key: str, table: Blocks, ordinals: Ints, side: str) -> Ints:
     """The index in ``table.ids`` of each of some ascending ordinals, all of which it must have."""
     if table.scattered is None:
-        check_listed(key, int(ordinals[0]), int(ordinals[-1]) + 1, table.first, table.stop)
+        check_listed(key, int(ordinals[0]), int(ordinals[-1]) + 1, table.first, table.stop, side)
         return ordinals - table.first
     found = np.minimum(np.searchsorted(table.scattered, ordinals), table.ids.size - 1)
     missing = ordinals[table.scattered[found] != ordinals]
@@ -200,10 +207,11 @@ def places(key: str, table: Blocks, ordinals: Ints) -> Ints:
         got = f"no block {missing[0]} of the request"
         raise KVPlanError(
             "BLOCKS",
-            f"bind group {key!r}",
+            _bind(side, key),
             expected="a block for each that the other side has",
             got=got,
             group=key,
+            side=side,
             ordinal=int(missing[0]),
         )
     return found

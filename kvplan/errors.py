@@ -68,6 +68,10 @@ class KVPlanError(ValueError):
         self.code, self.action, self.expected, self.got, self.hint = code, action, expected, got, hint
         self.details = MappingProxyType(details)
 
+    def with_hint(self, hint: str) -> KVPlanError:
+        """The same error with another hint."""
+        return _rebuild(self.code, self.action, self.expected, self.got, hint, dict(self.details))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.code, self.action, self.expected, self.got, self.hint, dict(self.details))
 

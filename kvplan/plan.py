@@ -33,6 +33,9 @@ from kvplan.workers import Key, Worker, label_of
 Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]]
 """The ids and rows of pairs, by their outlines, and where the bytes of those that they were made for begin."""
 
+SIDES: Final = ("local", "remote")
+NO_RANGE: Final = "without a range of tokens, all that the destination's blocks hold is to move"
+
 MAX_REPLICAS: Final = 1 << 10
 """At most so many sources take a share of what they all hold."""
 
@@ -98,6 +101,7 @@ class TransferPlan:
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         destination, source, near = (local, remote, 0) if self.operation == "READ" else (remote, local, 1)
+        sides = SIDES if near == 0 else SIDES[::-1]
         memory = Workspace() if workspace is None else workspace
         memory.clear()
         specs = []
@@ -105,8 +109,11 @@ class TransferPlan:
             parts: list[Terms] = []
             for layout in pair.layouts:
                 ours, theirs = layout.groups
-                blocks = destination[ours.name], source[theirs.name]
-                parts += terms(layout, blocks, wanted(ours, blocks[0], ranges[layout.groups[near].name]))
+                blocks, given = (destination[ours.name], source[theirs.name]), ranges[layout.groups[near].name]
+                try:
+                    parts += terms(layout, blocks, wanted(ours, blocks[0], given, sides[0]), sides)
+                except KVPlanError as error:
+                    raise error if given is not None else error.with_hint(NO_RANGE) from None
             ids = add(parts, memory)
             shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in parts])
             tables = pair.local_table, pair.remote_table
@@ -197,7 +204,7 @@ class TransferPlan:
             check_names(self._group_names[side], tables, "block table")
             is_destination = side == (self.operation == "WRITE")
             for name, pool in self._pools[side].items():
-                check_blocks(name, tables.get(name), pool, is_destination)
+                check_blocks(name, tables.get(name), pool, is_destination, SIDES[side])
         if isinstance(tokens, Mapping):
             check_names(self._group_names[0], tokens, "token range")
 

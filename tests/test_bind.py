@@ -35,7 +35,7 @@ def paired(ours, theirs, tokens, sizes):
     }
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 1), (1, 4), (6, 4), (4, 6), (3, 5)])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 1), (1, 4), (4, 2), (2, 4), (6, 4), (4, 6), (3, 5)])
 @pytest.mark.parametrize("tokens", [(0, 24), (0, 23), (5, 24), (7, 8), (11, 11), (0, 1), (13, 22)])
 def test_b1_blocks_pair_by_position(sizes, tokens):
     """B1, B2: any block sizes, any range: exactly its positions move, each to its own slot."""
@@ -249,6 +249,7 @@ def test_a_workspace_is_used_again_and_no_larger_than_it_must_be():
     for block in (1, 2, 3):
         (spec,) = plan.bind(local={"attn": Blocks([block])}, remote={"attn": Blocks([block])}, workspace=workspace)
         assert spec.local_ids.tolist() == spec.remote_ids.tolist() == [block, 10 + block]
+        assert spec.local_ids.dtype == spec.remote_ids.dtype == np.int32
         seen.append([side.ctypes.data for side in (spec.local_ids, spec.remote_ids)])
     assert seen[1] == seen[2]
     (memory,) = {id(side.base): side.base for side in (spec.local_ids, spec.remote_ids)}.values()

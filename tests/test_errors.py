@@ -98,6 +98,11 @@ def bind(local: Any = None, remote: Any = None, tokens: Any = (0, 12)) -> object
     return plan_reads(mine, [other]).bind(local=tables[0], remote=tables[1], tokens=tokens)
 
 
+def bind_writes(local: Blocks, remote: Blocks) -> object:
+    (mine,), (other,) = engine("p"), engine("d")
+    return plan_writes(mine, [other]).bind(local={"attn": local}, remote={"attn": remote}, tokens=(0, 12))
+
+
 def bind_large() -> object:
     (mine,), (other,) = engine("d", blocks=1 << 30, layers=1), engine("p", blocks=1 << 30, layers=1)
     last = {"attn": Blocks([(1 << 30) - 1])}
@@ -557,11 +562,11 @@ REFUSALS: tuple[Row, ...] = (
     ),
     # requests
     Row(
-        "BLOCKS: cannot bind group 'attn': expected a block table, got none",
+        "BLOCKS: cannot bind local group 'attn': expected a block table, got none",
         lambda: bind(local={}),
     ),
     Row(
-        "TYPE: cannot bind group 'attn': expected Blocks, got a list of 3",
+        "TYPE: cannot bind remote group 'attn': expected Blocks, got a list of 3",
         lambda: bind(remote={"attn": [3, 1, 2]}),
     ),
     Row(
@@ -569,20 +574,46 @@ REFUSALS: tuple[Row, ...] = (
         lambda: bind(local={"attn": Blocks([3, 1, 2]), "ssm": Blocks([0])}),
     ),
     Row(
-        "BLOCKS: cannot bind group 'attn': expected each destination block once, got block 3 twice",
+        "BLOCKS: cannot bind local group 'attn': expected each destination block once, got block 3 twice",
         lambda: bind(local={"attn": Blocks([3, 1, 3])}),
     ),
     Row(
-        "BLOCKS: cannot bind group 'attn': expected block ids below 10, the pool's size, got 10",
+        "BLOCKS: cannot bind remote group 'attn': expected block ids below 10, the pool's size, got 10",
         lambda: bind(remote={"attn": Blocks([3, 1, 10])}),
     ),
     Row(
-        "BLOCKS: cannot bind group 'attn': expected blocks [3, 4) of the request to be listed, got [0, 3)",
+        "BLOCKS: cannot bind local group 'attn': expected blocks [3, 4) of the request to be listed, got [0, 3)",
         lambda: bind(tokens=(0, 13)),
     ),
     Row(
-        "BLOCKS: cannot bind group 'attn': expected blocks [0, 3) of the request to be listed, got [1, 3)",
+        "BLOCKS: cannot bind local group 'attn': expected blocks [0, 3) of the request to be listed, got [1, 3)",
         lambda: bind(local={"attn": Blocks([1, 2], first=1)}),
+    ),
+    Row(
+        "BLOCKS: cannot bind remote group 'attn': expected blocks [0, 3) of the request to be listed, got [0, 2) "
+        "(without a range of tokens, all that the destination's blocks hold is to move)",
+        lambda: bind(remote={"attn": Blocks([1, 2])}, tokens=None),
+    ),
+    Row(
+        "BLOCKS: cannot bind remote group 'attn': expected blocks [0, 3) of the request to be listed, got [0, 2)",
+        lambda: bind(remote={"attn": Blocks([1, 2])}),
+    ),
+    Row(
+        "BLOCKS: cannot bind remote group 'attn': expected a block for each that the other side has, got no block 1 "
+        "of the request",
+        lambda: bind(remote={"attn": Blocks([1, 0, 2], null=0)}),
+    ),
+    Row(
+        "BLOCKS: cannot bind local group 'attn': expected blocks [0, 3) of the request to be listed, got [0, 2)",
+        lambda: bind(local={"attn": Blocks([0, 3], null=0)}),
+    ),
+    Row(
+        "BLOCKS: cannot bind local group 'attn': expected blocks [0, 3) of the request to be listed, got [0, 2)",
+        lambda: bind_writes(Blocks([1, 2]), Blocks([1, 2, 3])),
+    ),
+    Row(
+        "BLOCKS: cannot bind remote group 'attn': expected each destination block once, got block 2 twice",
+        lambda: bind_writes(Blocks([1, 2, 3]), Blocks([2, 2, 3])),
     ),
     Row(
         "TOKENS: cannot bind tokens: expected start <= stop, got [5, 3)",

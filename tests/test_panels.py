@@ -138,7 +138,7 @@ def test_neighbouring_blocks_are_told_apart() -> None:
 def test_a_bad_request_is_refused_as_by_bind() -> None:
     """Block tables that bind refuses are refused here in the same words."""
     plan = plan_reads(engine("decode")[0], engine("prefill"))
-    with pytest.raises(KVPlanError, match="BLOCKS: cannot bind group 'attn'"):
+    with pytest.raises(KVPlanError, match="BLOCKS: cannot bind local group 'attn'"):
         panels(plan, ({}, {}, None))
 
 

@@ -38,11 +38,11 @@ def test_a_request_changes_the_picture() -> None:
     assert "positions [0, 8) of" in show(plan).text
 
 
-@pytest.mark.parametrize("given", [{"tokens": (0, 4)}, {"local": {"attn": Blocks([7])}}])
-def test_half_a_request_is_refused(given: dict[str, object]) -> None:
+@pytest.mark.parametrize("side, given", [("local", {"tokens": (0, 4)}), ("remote", {"local": {"attn": Blocks([7])}})])
+def test_half_a_request_is_refused(side: str, given: dict[str, object]) -> None:
     """A request without all its block tables is refused, not drawn as something else."""
     plan = plan_reads(engine("decode")[0], engine("prefill"))
-    with pytest.raises(KVPlanError, match="BLOCKS: cannot bind group 'attn'"):
+    with pytest.raises(KVPlanError, match=f"BLOCKS: cannot bind {side} group 'attn'"):
         show(plan, **given)  # type: ignore[arg-type]
 
 

@@ -91,9 +91,25 @@ def test_a_strand_may_lie_in_several_rows():
         )
         for table, address in ((spec.local_table, 1 << 40), (spec.remote_table, 1 << 41))
     )
-    ids = np.array([2, 3, 4, 5], np.int32)
-    changed = attrs.evolve(
-        spec, local_table=local, remote_table=remote, local_ids=ids, remote_ids=ids, shapes=((1, 4),)
-    )
-    assert descriptors(changed) == one_by_one(changed)
-    assert changed.num_descriptors == 3
+    for ids in (np.array([2, 3, 4, 5], np.int32), np.array([3, 4], np.int32), np.array([5, 3], np.int32)):
+        changed = attrs.evolve(
+            spec, local_table=local, remote_table=remote, local_ids=ids, remote_ids=ids, shapes=((1, ids.size),)
+        )
+        assert descriptors(changed) == one_by_one(changed)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_ids_that_are_known_to_be_sums_are_not_taken_apart(name):
+    """Each part is as many strands as its shape says, in order of local ids: work does not grow with ids."""
+    for spec in specs(name):
+        parts = list(spec._strands())
+        assert [(ours[0].size, ours[1].size) for ours, _ in parts] == list(spec.shapes)
+        assert all((np.diff(ours[1]) > 0).all() for ours, _ in parts)
+        assert sum(len(first) * along.size for (first, along), _ in parts) == spec.local_ids.size
+
+
+def test_a_spec_says_which_way_bytes_go():
+    """To the local worker of a read, from that of a write."""
+    (spec,) = specs("heads of a page")
+    assert repr(spec) == f"<ReadSpec d/1 <- p/0: {spec.local_ids.size} ids>"
+    assert repr(attrs.evolve(spec, operation="WRITE")) == f"<ReadSpec d/1 -> p/0: {spec.local_ids.size} ids>"

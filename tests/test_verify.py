@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import attrs
@@ -54,8 +55,69 @@ def test_a_right_plan_is_verified() -> None:
     report = report_of(reads())
     assert report.ok
     assert report.num_bytes == NUM_BYTES
+    assert report.num_descriptors == sum(spec.num_descriptors for spec in reads().bind(**REQUEST))
     assert report.promises == dict.fromkeys(("VALUE", "COVER", "DISJOINT", "BOUNDS", "OWN", "IDS"), True)
     assert [str(tail) for tail in report.tails] == ["decode/0 attn [0, 1)", "decode/0 attn [11, 12)"]
+
+
+def test_slots_left_alone_are_told_in_spans() -> None:
+    """Those that follow each other are one tail, before the range and behind it."""
+    tails = report_of(reads(), tokens=(2, 9)).tails
+    assert [str(tail) for tail in tails] == ["decode/0 attn [0, 2)", "decode/0 attn [9, 12)"]
+
+
+def test_a_plan_that_moves_nothing_is_verified() -> None:
+    """No tensor at all: nothing is needed, and nothing is wrong."""
+    plan = plan_reads(engine("decode")[0], engine("prefill"), not_transferred=["layers.0", "layers.1"])
+    report = report_of(plan)
+    assert report.ok
+    assert (report.num_bytes, report.num_descriptors) == (0, 0)
+
+
+def split_heads(worker: Worker) -> Worker:
+    """The same bytes described otherwise: layer 0 by a view for each pair of heads, layer 1 by digits of its heads."""
+    first, second = worker.views
+    page = {axis.name: axis for axis in first.axes}
+    step = page["head"].stride_bytes
+    halves = [
+        attrs.evolve(
+            first,
+            offset_bytes=low * step,
+            axes=[attrs.evolve(axis, start=low, stop=low + 2) if axis.name == "head" else axis for axis in first.axes],
+        )
+        for low in (0, 2)
+    ]
+    digits = [Axis("head", 0, 2, 2, 2 * step), Axis("head", 0, 2, 2, step)]
+    rest = [axis for axis in second.axes if axis.name != "head"]
+    return attrs.evolve(worker, views=[*halves, attrs.evolve(second, axes=[*digits, *rest])])
+
+
+@pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (True, True)])
+def test_tensors_in_several_views_and_digits_are_verified(ours: bool, theirs: bool) -> None:
+    """All coordinates of all views are looked for in the sources, also where an axis is made of digits."""
+    (destination,), (source,) = engine("decode", order="NH"), engine("prefill")
+    plan = plan_reads(split_heads(destination) if ours else destination, [split_heads(source) if theirs else source])
+    report = report_of(plan)
+    assert report.ok, str(report)
+    assert report.num_bytes == NUM_BYTES
+
+
+@pytest.mark.parametrize(("heads", "swapped"), [(1 << 31, (0, 1)), (1 << 30, (0, 2))])
+def test_bytes_that_are_far_apart_have_labels_of_their_own(heads: int, swapped: tuple[int, int]) -> None:
+    """One head of very many: two positions whose bytes are 2**32 labels apart are not taken for each other."""
+
+    def worker(name: str) -> Worker:
+        axes = (Axis("head", 0, 1, heads, 0), Axis("token", 0, 4, 4, 2))
+        view = View("layers.0", "attn", "kv", "bfloat16", axes, 4, 8)
+        return Worker(name, 0, [Region("kv", 1 << 40, 32)], [Group("attn", 4)], [view])
+
+    plan = plan_reads(worker("decode"), [worker("prefill")])
+    local, remote = (np.array([((1 << 40) + 2 * i, 2, 0) for i in range(3)], np.uint64) for _ in "ab")
+    request: dict[str, Any] = {"local": {"attn": Blocks([0])}, "remote": {"attn": Blocks([0])}, "tokens": (0, 3)}
+    pair = (plan.local.key, plan.remotes[0].key)
+    assert verify(plan, **request, copies={pair: (local, remote)}).ok
+    remote[list(swapped)] = remote[list(swapped)[::-1]]
+    assert codes(verify(plan, **request, copies={pair: (local, remote)})) == ["VALUE"]
 
 
 def test_an_empty_request_is_verified() -> None:
@@ -366,7 +428,7 @@ def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
     destinations, sources = model.engine("d", shared=True, num_blocks=9), model.engine("s", num_blocks=9)
     tables = {"attn": Blocks([1, 2, 3, 4]), "state": Blocks([1])}
     report = verify(plan_mesh(destinations, sources), local=tables, remote=tables, tokens={"attn": (0, 50)})
-    assert "called for by two groups, whose blocks share memory" in str(report)
+    assert re.search(r": [1-9]\d+ bytes called for by two groups, whose blocks share memory", str(report))
     assert set(codes(report)) == {"VALUE", "DISJOINT"}
 
 
