@@ -6,7 +6,20 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, Workspace, plan_reads, plan_writes
+from kvplan import (
+    Axis,
+    Blocks,
+    Group,
+    KVPlanError,
+    Region,
+    View,
+    Worker,
+    Workspace,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+    verify,
+)
 from tests.small import HEAD_BYTES, engine
 
 
@@ -255,3 +268,73 @@ def test_a_workspace_is_used_again_and_no_larger_than_it_must_be():
     (memory,) = {id(side.base): side.base for side in (spec.local_ids, spec.remote_ids)}.values()
     assert memory is not None
     assert memory.size == spec.local_ids.size + spec.remote_ids.size
+
+
+def ids_of(ours, theirs, tokens):
+    """How many ids each spec of a request has."""
+    local, remote = (
+        {"attn": Blocks(np.arange(-(-40 // worker.groups[0].tokens_per_block)))} for worker in (ours, theirs[0])
+    )
+    return [spec.local_ids.size for spec in plan_reads(ours, theirs).bind(local=local, remote=remote, tokens=tokens)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tokens", "moved"),
+    [
+        (4, 4, (0, 8), 2 * 2),
+        (4, 4, (4, 12), 2 * 2),
+        (4, 4, (4, 13), 2 * 2 + 8),
+        (4, 4, (3, 8), 2 + 8),
+        (4, 4, (5, 7), 2 * 8),
+        (6, 4, (0, 12), 4 * 8),
+        (6, 4, (4, 16), 4 * 8),
+        (6, 4, (0, 17), 6 * 8),
+        (6, 4, (5, 18), 5 * 8),
+    ],
+)
+def test_b2_no_run_is_cut_that_the_range_holds_whole(ours, theirs, tokens, moved):
+    """B2: ids are as few as runs and the tokens left at both ends: 2 pages to a block, or 8 heads to a piece of one."""
+    (mine,), others = engine("d", tokens=ours, blocks=40), engine("p", tokens=theirs, blocks=40)
+    assert ids_of(mine, others, tokens) == [moved]
+
+
+SHAPES = {
+    "heads": ({"tp": 2}, {"tp": 4}),
+    "heads, apart": ({"tp": 3, "order": "NH"}, {"tp": 2}),
+    "blocks": ({"tokens": 6}, {"tokens": 4}),
+    "orders": ({"order": "NH", "tokens": 3}, {"order": "HN", "tp": 2}),
+    "contexts": ({"contexts": (2, 1)}, {"contexts": (3, 2), "tokens": 2}),
+    "one context": ({"tokens": 2}, {"contexts": (2, 1), "tokens": 1}),
+    "contexts and heads": ({"contexts": (2, 2), "tp": 2}, {"tp": 4, "order": "NH"}),
+    "pools": ({"blocks": 23}, {"blocks": 40, "order": "NH"}),
+    "a layer less": ({"layers": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("tokens", [(0, 24), (3, 20), (12, 13), (7, 7)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_byte_of_a_request_is_right(name, tokens):
+    """Engines that differ in one thing or two: what is bound is verified, from reads and from writes."""
+    ours, theirs = (engine(role, **{"blocks": 30, **how}) for role, how in zip("dp", SHAPES[name], strict=True))
+    rng = np.random.default_rng(3)
+    local, remote = (
+        {"attn": Blocks(rng.permutation(23)[: -(-24 // side[0].groups[0].tokens_per_block)])} for side in (ours, theirs)
+    )
+    report = verify(plan_mesh(ours, theirs), local=local, remote=remote, tokens=tokens)
+    assert report.ok, str(report)
+    report = verify(plan_mesh(ours, theirs, "WRITE"), local=remote, remote=local, tokens=tokens)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("groups", "known"), [([Group("b", 4), Group("a", 4)], "'a', 'b'"), ([], "none")])
+def test_names_that_no_worker_has_are_told_from_those_that_it_has(groups, known):
+    """The error lists the groups in order, and says which name it is about."""
+    plan = plan_reads(Worker("d", 0, [], groups, []), [])
+    with pytest.raises(KVPlanError, match=f"^NAME: .* expected a group of {known}, got 'c'$") as caught:
+        plan.bind(local={"c": Blocks([1])}, remote={})
+    assert caught.value.details["group"] == "c"
+    with pytest.raises(KVPlanError, match=r"^TOKENS: ") as caught:
+        plan_reads(engine("d")[0], engine("p")).bind(
+            local={"attn": Blocks([1])}, remote={"attn": Blocks([1])}, tokens=(5, 3)
+        )
+    assert caught.value.details["tokens"] == (5, 3)

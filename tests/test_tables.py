@@ -118,3 +118,44 @@ def test_a_table_is_one_short_line():
     (ours,), (theirs,) = engine("d", blocks=7), engine("p")
     (pair,) = plan_reads(ours, [theirs]).pairs
     assert repr(pair.local_table) == f"<Table of {len(pair.local_table.rows)} rows, {pair.local_table.num_ids} ids>"
+
+
+def families(ours, theirs):
+    """The families of the only pair with one group on each side, by their share."""
+    (pair,) = plan_reads(ours, theirs).pairs
+    (layout,) = pair.layouts
+    return [(family.share, family.starts.tolist(), family.turns) for family in layout.families], layout.families
+
+
+def test_t3_whole_blocks_need_no_arithmetic_on_slots():
+    """T3: runs that fill a block on each side are one family, whose nth run is in the nth block of both."""
+    found, (runs, ends) = families(engine("d")[0], engine("p"))
+    assert found == [("runs", [0], ((0, 1), (0, 1))), ("ends", [0], None)]
+    assert runs.step == (1, 1)
+    assert ends.step == (16, 16)
+
+
+def test_t3_pieces_of_a_block_are_one_family():
+    """T3: two blocks of 4 to one of 8 are one family with two starts, told apart by the slot where each begins."""
+    found, (runs, _) = families(engine("d", tokens=8)[0], engine("p"))
+    assert found == [("runs", [0, 4], None), ("ends", [0], None)]
+    assert [side.tolist() for side in runs.sub] == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_t3_one_slot_of_each_block_is_part_of_the_base():
+    """T3: the second of two context ranks fills slot 1 of every block: its ids begin there."""
+    pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
+    first, second = (pair.layouts[0].families[0] for pair in pairs)
+    assert (first.turns, second.turns) == (((0, 1), (0, 1)), ((0, 1), (0, 1)))
+    assert (second.base - first.base)[:, :, 0].tolist() == [[1] * 8, [0] * 8]
+
+
+@pytest.mark.parametrize("tokens", [4, 6, 8])
+def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
+    """T3: int32 without gaps in memory, and strands in order of the destination's ids."""
+    _, every = families(engine("d", tokens=tokens)[0], engine("p"))
+    for family in every:
+        assert family.base.dtype == np.int32
+        assert family.base.flags.c_contiguous
+        assert (np.diff(family.base[0, :, 0]) > 0).all()
+        assert {side.dtype for side in family.sub} == {np.dtype(np.int32)}
