@@ -220,3 +220,15 @@ def test_the_golden_offer_is_of_this_worker():
 def test_an_offer_with_extensions_is_of_the_same_worker():
     """A newer peer may add what older ones can do without: they ignore it."""
     assert decode((GOLDEN / "offer-with-extensions.json").read_bytes()) == turns()
+
+
+def test_an_offer_may_be_as_long_as_a_message_and_no_longer(monkeypatch):
+    """The last byte that fits, and the one that does not: the error has both numbers and no path."""
+    (worker,) = engine()
+    length = len(encode(worker))
+    monkeypatch.setattr("kvplan.offers.MAX_BYTES", length)
+    assert len(encode(worker)) == length
+    monkeypatch.setattr("kvplan.offers.MAX_BYTES", length - 1)
+    with pytest.raises(KVPlanError, match=rf"expected at most {length - 1} bytes, got {length}$") as caught:
+        encode(worker)
+    assert caught.value.hint == ""
