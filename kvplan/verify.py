@@ -171,9 +171,15 @@ class _Check:
         except KVPlanError as error:
             if error.code == "MEMORY":
                 raise
-            self.fail("BOUNDS", str(error))
+            self.fail("BOUNDS", f"{str(error).partition(': ')[2]}{self.elsewhere(**error.details)}")
         else:
             self.done.append(move)
+
+    def elsewhere(self, address: int = -1, device: int = 0, **_: Any) -> str:
+        """Which of the workers has an address, if one has."""
+        workers = {worker.key: worker for worker in (self.worker, *(move.source for move in self.job.moves))}
+        places = (locate(worker, address, device) for worker in workers.values())
+        return "".join([f", which is {place}" for place in places if not place.startswith("no region")][:1])
 
     def compare(self, memory: FakeMemory, view: View) -> None:
         """Hold one view's cells against the labels that they should have."""

@@ -212,6 +212,24 @@ def test_a_range_outside_its_region_is_found(side: int) -> None:
     assert f"{NUM_BYTES // 2} bytes missing" in report.failures[2][1]
 
 
+def test_an_address_of_another_worker_is_named_as_that() -> None:
+    """What was to be read from one source is read at the addresses of another: the report says whose they are."""
+    plan = reads()
+    first, second = plan.bind(**REQUEST)
+    (ours, theirs), (mine, others) = first.descriptors(), second.descriptors()
+    copies = {
+        (plan.local.key, plan.remotes[0].key): (ours, others),
+        (plan.local.key, plan.remotes[1].key): (mine, theirs),
+    }
+    report = verify(plan, **REQUEST, copies=copies)
+    assert codes(report) == ["BOUNDS", "BOUNDS", "COVER"]
+    assert report.failures[0][1] == (
+        "at decode/0: cannot touch fake memory of prefill/0: expected every range in one region, got 16 bytes at "
+        f"{others[0, 0]:#x} on device 0, which is layers.0 dim 0 head 2 kv 0 byte 0 in group attn block 9 slot 0, "
+        f"address {others[0, 0]:#x} of prefill/1"
+    )
+
+
 def test_a_write_outside_the_requests_blocks_is_found() -> None:
     """Right bytes, one copy too many, in a block of another request: OWN."""
 
