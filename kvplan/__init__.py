@@ -1,4 +1,30 @@
-"""kvplan: plans that move a request's cache between engines of any layout, verified byte for byte."""
+"""kvplan: plans that move a request's KV cache between engines of any layout, verified byte for byte.
+
+Describe what each worker keeps, plan once for each remote engine, bind each request:
+
+>>> from kvplan import Blocks, Model, plan_reads, verify
+>>> model = Model.shipped("qwen3-0.6b")
+>>> prefill = model.engine("prefill", tp=2, layout="LBNHC", tokens_per_block=16, num_blocks=100)
+>>> (decode,) = model.engine("decode", tokens_per_block=64, num_blocks=30)
+>>> plan = plan_reads(decode, prefill)
+>>> request = {"local": {"attn": Blocks([7])}, "remote": {"attn": Blocks([12, 5, 31])}, "tokens": (0, 40)}
+>>> [(spec.remote, spec.num_bytes) for spec in plan.bind(**request)]
+[(('prefill', 0), 2293760), (('prefill', 1), 2293760)]
+>>> verify(plan, **request).ok
+True
+
+describe             Worker of Region, Group (with a Context) and View (of Axis); region_of, view_of: from a tensor
+from a model         Model.shipped, Model.from_config, then model.engine
+from an engine       from_vllm, from_sglang, from_tensorrt_llm, from_lmcache, each with a Seat
+plan                 plan_reads, plan_writes: a TransferPlan of Pair and Table; plan_mesh: a MeshPlan
+bind a request       plan.bind with Blocks (and a Workspace): a tuple of ReadSpec; tails: bytes to set to zero
+check                verify, verify_together: a Report; plan.certificate(); FakeMemory; kvplan.testing.assert_copies
+shake hands          encode, decode, problems, compare, fingerprint; contacts; completions
+look                 explain, show: a Picture; plan.cost()
+what is refused      KVPlanError, with a code of CODES; PeerError, for a peer's message
+
+The package kvplan_nixl carries plans out on real memory. ``kvplan --help`` is the command line.
+"""
 
 from kvplan.assembly import Seat
 from kvplan.axes import Axis
@@ -23,7 +49,7 @@ from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
 from kvplan.tails import tails
-from kvplan.tensors import view_of
+from kvplan.tensors import region_of, view_of
 from kvplan.verify import verify, verify_together
 from kvplan.views import Context, Group, Region, View
 from kvplan.workers import Worker
@@ -71,6 +97,7 @@ __all__ = [
     "plan_reads",
     "plan_writes",
     "problems",
+    "region_of",
     "show",
     "tails",
     "verify",

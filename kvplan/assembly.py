@@ -23,7 +23,7 @@ from kvplan.parallel import MAX_RANKS
 from kvplan.pools import place
 from kvplan.reading import INT64_END, integer, settle
 from kvplan.shares import Share
-from kvplan.tensors import view_of
+from kvplan.tensors import Device, device_of, view_of
 from kvplan.views import ITEMSIZE, TOKEN, Context, Group, Region, View
 from kvplan.workers import Worker
 
@@ -33,11 +33,6 @@ CONTENT: Final = "content"
 ATTENTION: Final = "attn"
 INDEX: Final = "index"
 """Pools of a layer's attention cache, and of its indexer."""
-
-EVERYWHERE: Final = Region("everywhere", 0, INT64_END - 1)
-
-Device = tuple[str, int]
-"""Memory kind and device id."""
 
 
 @attrs.frozen
@@ -152,7 +147,7 @@ class Assembly:
         name that is not held. Each ``join`` neighbouring blocks of the tensor are one block, whose outermost digit of
         slots they are. Raises ``SIZE`` where lengths differ, ``DTYPE`` where element types do.
         """
-        raw = view_of(tensor, pattern, name=held.name, group=self.groups[-1], region=EVERYWHERE)
+        raw = view_of(tensor, pattern, name=held.name, group=self.groups[-1], region=everywhere(tensor))
         check_dtype(held, raw.dtype)
         axes, stride, blocks = _fitted(raw, held, join), raw.block_stride_bytes * join, raw.num_blocks // join
         view = attrs.evolve(raw, axes=axes, dtype=held.dtype, num_blocks=blocks, block_stride_bytes=stride)
@@ -165,7 +160,7 @@ class Assembly:
         not dense.
         """
         digits = " ".join(f"digit{i}" for i in range(1, len(tensor.shape)))
-        raw = view_of(tensor, f"block {digits}", name=page.name, group=self.groups[-1], region=EVERYWHERE)
+        raw = view_of(tensor, f"block {digits}", name=page.name, group=self.groups[-1], region=everywhere(tensor))
         placed, sizes = place(Layout(conv=conv), page.name, [page], 1)
         span = raw.end_bytes - raw.offset_bytes - (raw.num_blocks - 1) * raw.block_stride_bytes
         for code, size in (("SIZE", raw.block_bytes), ("STRIDE", span)):
@@ -242,15 +237,14 @@ def check_dtype(held: Held, given: Any) -> None:
         raise differ("DTYPE", f"read tensor {held.name!r}", held.dtype, found)
 
 
-def device_of(tensor: Any) -> Device:
-    """Where a tensor is: DRAM where it says ``cpu`` or nothing, else VRAM of the device it says.
+def everywhere(tensor: Any) -> Region:
+    """All of the memory that a tensor is in, so that offsets in it are addresses.
 
     >>> import numpy as np
-    >>> device_of(np.zeros(4))
-    ('DRAM', 0)
+    >>> print(everywhere(np.zeros(4)))
+    everywhere: 9223372036854775807 bytes at 0x0, DRAM 0
     """
-    kind, _, number = str(getattr(tensor, "device", "cpu")).partition(":")
-    return ("DRAM", 0) if kind == "cpu" else ("VRAM", int(number or 0))
+    return Region("everywhere", 0, INT64_END - 1, *device_of(tensor))
 
 
 def conv_order(strips: Sequence[Strip], shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> str:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.assembly import EVERYWHERE, Assembly, Seat, device_of, differ
+from kvplan.assembly import Assembly, Seat, differ, everywhere
 from kvplan.models import Model
-from kvplan.tensors import view_of
+from kvplan.tensors import device_of, view_of
 from kvplan.views import ITEMSIZE, View
 from kvplan.workers import Worker
 
@@ -109,4 +109,4 @@ def _lmcache_pool(made: Assembly, chunk: Any) -> tuple[int, int, int]:
 
 def _flat(tensor: Any) -> View:
     """A tensor of one dimension, as a view of which each element is a block."""
-    return view_of(tensor, "block", name="memory", group="memory", region=EVERYWHERE)
+    return view_of(tensor, "block", name="memory", group="memory", region=everywhere(tensor))

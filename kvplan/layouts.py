@@ -1,8 +1,8 @@
 """Layouts: the orders in which engines keep a pool of blocks in memory, as strides.
 
 An order names the dimensions of a pool from the slowest to the fastest: ``L`` layer, ``B`` block, ``H`` head,
-``N`` token slot, ``C`` content. A tensor without one of them (a latent has no head) leaves the letter out.
-Where ``L`` stands first each layer has a region of its own; otherwise one region holds all layers of the pool.
+``N`` token, ``C`` content. A tensor without one of them (a latent has no head) leaves the letter out. Where ``L``
+stands first each layer has a region of its own; otherwise one region holds all layers of the pool.
 
 The kv form says where the ``kv`` axis, K before V, goes::
 
@@ -22,7 +22,9 @@ convolution and the strip of its SSM state::
 the order holds for the kernel blocks. ``pad_bytes`` follow each block, so a block is never contiguous with the
 next. All of it is one list of dimensions, with strides counted from the fastest; no order is a special case.
 
-The six orders are those of vLLM's ``KVCacheLayout`` (vllm/v1/kv_cache_layout.py, 0.33), the two of the convolution
+The six orders are those of vLLM's ``KVCacheLayout`` (vllm/v1/kv_cache_layout.py, 0.33), which calls two of them ``NHD``
+and ``HND`` as well (vllm/config/cache.py, 0.33). A cache with K and V outside its blocks, ``[2, block, ...]``, has none
+of the three kv forms; :func:`kvplan.view_of` describes it. The two of the convolution
 those of ``VLLM_SSM_CONV_STATE_LAYOUT`` (vllm/model_executor/layers/mamba/mamba_utils.py, 0.33). There ``SD`` is the
 default, and vLLM's connectors for NIXL and MoRI-IO take ``DS`` alone; SGLang keeps ``SD`` for KDA and ``DS`` for the
 rest (sglang/srt/configs/mamba_utils.py, 0.5.23). Here ``DS`` is the default.
@@ -30,7 +32,8 @@ rest (sglang/srt/configs/mamba_utils.py, 0.5.23). Here ``DS`` is the default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
@@ -42,6 +45,12 @@ from kvplan.views import ITEMSIZE
 
 ORDERS: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """The known orders, each from the slowest dimension to the fastest."""
+
+LETTERS: Final = "L layer, B block, H head, N token, C content"
+"""What the letters of an order stand for."""
+
+OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType({"NHD": "LBNHC", "HND": "LBHNC"})
+"""Orders by the names that vLLM also has for them."""
 
 KV_FORMS: Final = ("content", "axis", "split")
 """Where K and V stand in relation to each other."""
@@ -58,15 +67,16 @@ STEP: Final = "step"
 MAX_PAD_BYTES: Final = 1 << 40
 
 
-def _one_of(known: tuple[str, ...], value: Any, what: str) -> str:
+def _one_of(known: tuple[str, ...], value: Any, what: str, hint: str = "") -> str:
     if not isinstance(value, str) or value not in known:
         expected = f"one of {', '.join(known)}"
-        raise KVPlanError("LAYOUT", f"read {what}", expected=expected, got=repr(value), value=value)
+        raise KVPlanError("LAYOUT", f"read {what}", expected=expected, got=repr(value), hint=hint, value=value)
     return value
 
 
 def _order(value: Any) -> str:
-    return _one_of(ORDERS, value, "layout")
+    other = OTHER_NAMES.get(value) if isinstance(value, str) else None
+    return _one_of(ORDERS, value, "layout", f"vLLM's {value} is {other}" if other else LETTERS)
 
 
 def _form(value: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import click
 from rich.console import Console
 
+from kvplan.layouts import LETTERS, ORDERS
 from kvplan.sides import BITS
 
 POOL: Final = 4096
@@ -17,10 +18,11 @@ POOL: Final = 4096
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 SIDE: Final = (
-    "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), layout (LBHNC, "
-    "LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), kv (content, axis, split), conv (DS, SD), scales (inline, page, region), "
-    "stages (layers of each, 10+22), shared, spread (1 or 0) and draft (a shipped model). "
-    "Left out: tp=1,block=16,layout=LBHNC"
+    "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), "
+    f"layout ({', '.join(ORDERS)}: the order in memory, {LETTERS}; vLLM's NHD is LBNHC, HND is LBHNC), "
+    "kv (content: K and V of a head side by side; axis: K, then V, inside block and layer; split: in regions of their "
+    "own), conv (DS, SD), scales (inline, page, region), stages (layers of each, 10+22), shared, spread "
+    "(1 or 0) and draft (a shipped model). Left out: tp=1,block=16,layout=LBHNC,kv=content"
 )
 model_argument = click.argument("model")
 src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")

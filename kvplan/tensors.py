@@ -1,4 +1,8 @@
-"""view_of: a view from a real tensor, whatever framework made it."""
+"""region_of and view_of: what a real tensor says of itself, whatever framework made it.
+
+A tensor is anything with ``data_ptr()``, ``stride()``, ``shape`` and ``dtype`` (PyTorch) or with
+``__array_interface__`` (numpy). It is read by these attributes alone, and no framework is imported.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,46 @@ from kvplan.views import ITEMSIZE, Group, Region, View
 
 BLOCK = "block"
 
+Device = tuple[str, int]
+"""Memory kind and device id."""
+
+
+def device_of(tensor: Any) -> Device:
+    """Where a tensor is: DRAM where it says ``cpu`` or nothing, else VRAM of the device it says.
+
+    >>> import numpy as np
+    >>> device_of(np.zeros(4))
+    ('DRAM', 0)
+    """
+    kind, _, number = str(getattr(tensor, "device", "cpu")).partition(":")
+    return ("DRAM", 0) if kind == "cpu" else ("VRAM", int(number or 0))
+
+
+def region_of(tensor: Any, name: str = "kv") -> Region:
+    """The region of memory that ``tensor`` lies in: address, size in bytes, memory kind and device read from it.
+
+    Of PyTorch, it is all of the storage that the tensor is a view of, so that tensors of one storage have one region.
+    Where a tensor does not tell its storage, it is what the tensor spans. That the memory stays allocated is up to the
+    caller.
+
+    Raises ``TYPE`` for what is no tensor, ``DTYPE`` for elements that no engine exchanges, ``SIZE`` for an empty one.
+
+    >>> import numpy as np
+    >>> from kvplan import region_of
+    >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)
+    >>> region = region_of(cache, "layers.0")
+    >>> region.address == cache.ctypes.data, region.size_bytes == cache.nbytes, region.memory, region.device_id
+    (True, True, 'DRAM', 0)
+    """
+    shape, strides, dtype, address = _read(tensor)
+    if hasattr(tensor, "untyped_storage"):
+        storage = tensor.untyped_storage()
+        return Region(name, int(storage.data_ptr()), int(storage.nbytes()), *device_of(tensor))
+    reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    before = sum(reach for reach in reaches if reach < 0)
+    size_bytes = sum(map(abs, reaches)) + ITEMSIZE[dtype]
+    return Region(name, address + before, size_bytes, *device_of(tensor))
+
 
 def view_of(
     tensor: Any,
@@ -25,20 +69,19 @@ def view_of(
 ) -> View:
     """The view that ``tensor`` is: shape, strides, dtype and address read from it, nothing copied.
 
-    ``tensor`` is anything with ``data_ptr()``, ``stride()``, ``shape`` and ``dtype`` (PyTorch) or with
-    ``__array_interface__`` (numpy). ``pattern`` names its dimensions in order; one of them is ``block``, and
-    a name may stand twice, outer digit first. ``parts`` gives ``(start, stop, size)`` for an axis of which
-    the tensor holds a part; every other axis is whole.
+    ``pattern`` names its dimensions in order; one of them is ``block``, and a name may stand twice, outer
+    digit first. ``parts`` gives ``(start, stop, size)`` for an axis of which the tensor holds a part; every
+    other axis is whole. ``region`` is the memory it lies in, as :func:`region_of` tells.
 
     Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part is not as long as its dimension,
-    ``STRIDE`` for a stride that is negative, ``BOUNDS`` where the tensor starts before its region.
+    ``STRIDE`` for a stride that is negative, ``BOUNDS`` where the tensor starts before its region, or is in
+    other memory: of another kind, or VRAM of another device.
 
     >>> import numpy as np
-    >>> from kvplan import Region, view_of
+    >>> from kvplan import region_of, view_of
     >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)          # block, K and V, heads 4-7 of 8, slot, dim
-    >>> region = Region("kv", cache.__array_interface__["data"][0], cache.nbytes)
-    >>> view = view_of(cache, "block kv head token dim", name="layers.0.attn", group="attn", region=region,
-    ...                parts={"head": (4, 8, 8)})
+    >>> view = view_of(cache, "block kv head token dim", name="layers.0.attn", group="attn",
+    ...                region=region_of(cache), parts={"head": (4, 8, 8)})
     >>> print(*view.axes, sep="; ")
     kv [0, 2) of 2 step 16384; head [4, 8) of 8 step 4096; token [0, 16) of 16 step 256; dim [0, 128) of 128 step 2
     """
@@ -66,6 +109,7 @@ def view_of(
                 axis=key,
                 stride_bytes=stride,
             )
+    _check_memory(name, device_of(tensor), region)
     if address < region.address:
         raise KVPlanError(
             "BOUNDS",
@@ -83,6 +127,21 @@ def view_of(
         if key != BLOCK
     ]
     return View(name, group, region, dtype, axes, shape[block], steps[block], address - region.address)
+
+
+def _check_memory(view: str, device: Device, region: Region) -> None:
+    """Refuse a region in other memory than its tensor. Which DRAM a region means, no tensor knows."""
+    memory, number = device
+    if region.memory != memory or (memory == "VRAM" and region.device_id != number):
+        raise KVPlanError(
+            "BOUNDS",
+            f"read a tensor as view {view!r}",
+            expected=f"a tensor in {region.memory} {region.device_id}, as region {region.name!r}",
+            got=f"one in {memory} {number}",
+            hint="region_of(tensor) reads its device",
+            region=(region.memory, region.device_id),
+            tensor=device,
+        )
 
 
 def _parts(view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any) -> dict[str, tuple[int, int, int]]:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from kvplan import Blocks, Group, ReadSpec, Region, TransferPlan, Worker, plan_mesh, view_of
+from kvplan import Blocks, Group, ReadSpec, TransferPlan, Worker, plan_mesh, region_of, view_of
 from kvplan_nixl.executor import NixlExecutor, settle
 
 LAYERS, HEADS, DIM = 4, 12, 128
@@ -59,7 +59,7 @@ def make_worker(shape: Shape, rank: int) -> tuple[Worker, list[torch.Tensor]]:
     heads = shape.heads(rank)
     sizes = {"block": shape.num_blocks, "token": shape.tokens_per_block, "kv": 2, "head": len(heads), "dim": DIM}
     caches = [torch.zeros([sizes[name] for name in shape.pattern.split()], dtype=torch.bfloat16) for _ in range(LAYERS)]
-    regions = [Region(f"kv.{i}", cache.data_ptr(), cache.nbytes) for i, cache in enumerate(caches)]
+    regions = [region_of(cache, f"kv.{i}") for i, cache in enumerate(caches)]
     parts = {"head": (heads.start, heads.stop, HEADS)}
     views = [
         view_of(cache, shape.pattern, name=f"layers.{i}.attn", group="attn", region=region, parts=parts)

@@ -75,9 +75,9 @@ class NixlExecutor:
     Raises ``BACKEND`` for a backend that is missing or does not take the worker's memory.
 
     >>> import numpy as np
-    >>> from kvplan import Axis, Blocks, Group, Region, View, Worker, plan_reads
+    >>> from kvplan import Axis, Blocks, Group, View, Worker, plan_reads, region_of
     >>> def worker(engine, cache):
-    ...     region = Region("kv", cache.ctypes.data, cache.nbytes)
+    ...     region = region_of(cache)
     ...     axes = (Axis("token", 0, 4, 4, 2), Axis("dim", 0, 2, 2, 1))
     ...     view = View("layers.0.mla", "attn", region, "uint8", axes, num_blocks=10, block_stride_bytes=8)
     ...     return Worker(engine, 0, (region,), (Group("attn", 4),), (view,))

@@ -32,13 +32,13 @@ def wrong_prints(page: Path) -> list[str]:
     """How the Python blocks of a page, run in order as one program, differ from what the page says that they print.
 
     That is the text block right behind each, and nothing where there is none. Where NIXL is not installed, the blocks
-    that need it are left out.
+    that name it are left out.
     """
     namespace: dict[str, Any] = {}
     blocks = [*fences(page.read_text()), ("", "")]
     found = []
     for (kind, source), (following, text) in pairwise(blocks):
-        if kind != "python" or ("kvplan_nixl" in source and find_spec("nixl") is None):
+        if kind != "python" or ("nixl" in source and find_spec("nixl") is None):
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

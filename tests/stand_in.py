@@ -15,6 +15,7 @@ class StandIn:
     strides: tuple[int, ...] | None = None
     dtype: str = "torch.bfloat16"
     address: int = 4096
+    device: str = "cpu"
 
     def stride(self) -> tuple[int, ...]:
         """Elements from neighbour to neighbour."""

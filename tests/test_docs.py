@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,12 +16,16 @@ import kvplan
 import kvplan.testing
 import kvplan.testing.strategies
 from kvplan.report import PROMISES
-from tests.pages import ROOT, commands, fences, wrong_prints
+from tests.conftest import Cli
+from tests.pages import ROOT, commands, differs, fences, wrong_prints
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 PROGRAMS = [name for name, path in PAGES.items() if "python" in dict(fences(path.read_text()))]
 IMPORTED = r"^::: ([\w.]+)$"
+COMMANDS = list(commands(PAGES["command-line.md"]))
+TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
+MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -35,9 +40,36 @@ def test_python_is_on_every_page_that_teaches() -> None:
     assert {*PROGRAMS} == {"index.md", "tutorial.md", "connectors.md", "handshake.md", *how_to}
 
 
-def test_only_pictures_have_console_sessions() -> None:
-    """No page but that of the pictures, whose commands have tests of their own, shows a console."""
-    assert [name for name, path in PAGES.items() if list(commands(path))] == ["pictures/README.md"]
+@pytest.mark.parametrize("command, output, status", COMMANDS)
+def test_a_command_does_what_the_page_says(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, output: str, status: int
+) -> None:
+    """Each command of the page exits with its status and prints its lines, where the README lies."""
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(command)
+    assert program == "kvplan"
+    run = cli(*arguments)
+    assert run.status == status
+    assert differs(output, run.out + run.err) == ""
+
+
+def test_consoles_are_on_pages_that_are_run() -> None:
+    """No other page shows a console but that of the pictures, whose commands have tests of their own."""
+    shown = [name for name, path in PAGES.items() if list(commands(path))]
+    assert shown == ["command-line.md", "pictures/README.md"]
+
+
+@pytest.mark.parametrize("model, printed", MATRICES)
+def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -> None:
+    """Each generated table is what ``kvplan matrix`` prints today, character by character."""
+    run = cli("matrix", model)
+    assert (run.status, run.err) == (0, "")
+    assert printed == run.out
+
+
+def test_there_are_tables_of_both_kinds() -> None:
+    """One generated table is of attention alone, and one of a model with states."""
+    assert {"state" in kvplan.Model.shipped(model).groups for model, _ in MATRICES} == {True, False}
 
 
 @pytest.mark.parametrize(

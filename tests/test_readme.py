@@ -13,7 +13,6 @@ from tests.pages import ROOT, commands, differs, fences, wrong_prints
 
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
-MATRICES = re.findall(r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$", README, re.DOTALL | re.MULTILINE)
 COMMANDS = list(commands(PAGE))
 
 
@@ -48,19 +47,6 @@ def test_the_readme_tells_exit_statuses_as_the_help_does(cli: Cli) -> None:
     assert len(named.split(", ")) == 5
     for status in named.split(", "):
         assert status in told
-
-
-@pytest.mark.parametrize("model, printed", MATRICES)
-def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -> None:
-    """Each generated table of the README is what ``kvplan matrix`` prints today, character by character."""
-    run = cli("matrix", model)
-    assert (run.status, run.err) == (0, "")
-    assert printed == run.out
-
-
-def test_the_readme_has_tables_of_both_kinds() -> None:
-    """One generated table is of attention alone, and one of a model with states."""
-    assert {"state" in Model.shipped(model).groups for model, _ in MATRICES} == {True, False}
 
 
 def test_the_readme_names_every_shipped_model() -> None:

@@ -1,15 +1,17 @@
-"""view_of, against the indexing of the tensors themselves."""
+"""region_of and view_of, against the indexing of the tensors themselves."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
-from kvplan import Group, KVPlanError, Region, View, Worker, view_of
+from kvplan import Group, KVPlanError, Region, View, Worker, region_of, view_of
 from kvplan.views import ITEMSIZE
 from tests.bytes_of import element_bytes
 from tests.stand_in import StandIn
@@ -202,3 +204,108 @@ def test_a_real_tensor_of_torch() -> None:
         raw[torch.from_numpy(place)] = torch.tensor([0x80, 0x3F], dtype=torch.uint8)
         assert tensor[index] == 1.0
     assert int(memory.sum()) == tensor.numel()
+
+
+def test_the_region_of_an_array() -> None:
+    """A dense array's region is its bytes, named as asked."""
+    array = np.zeros((3, 4, 5), np.float16)
+    assert region_of(array) == whole(array)
+    assert region_of(array, "layers.7").name == "layers.7"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (slice(1, 3), slice(None), slice(2, 4)),
+        (slice(None, None, 2), slice(1, 2), slice(None)),
+        (slice(None, None, -1), slice(None), slice(None, None, -2)),
+    ],
+)
+def test_the_region_of_a_slice_is_what_it_spans(part: tuple[slice, ...]) -> None:
+    """From the lowest byte that indexing reaches to the end of the highest, also where strides are negative."""
+    memory = np.zeros((5, 4, 6), np.float32)
+    array = memory[part]
+    region = region_of(array)
+    elements = [array[tuple(slice(i, i + 1) for i in index)] for index in np.ndindex(array.shape)]
+    reached = [element.__array_interface__["data"][0] for element in elements]
+    assert (region.address, region.address + region.size_bytes) == (min(reached), max(reached) + 4)
+
+
+def test_a_worker_of_regions_and_views_of_its_tensors() -> None:
+    """A region of a tensor holds the view of it, so that the two make a worker."""
+    array = np.zeros((6, 4, 5), np.float16)[1::2]
+    region = region_of(array)
+    view = view_of(array, "block token dim", name="layers.0", group="attn", region=region)
+    assert Worker("e", 0, [region], [Group("attn", 4)], [view]).views[0].offset_bytes == 0
+    assert view.end_bytes == region.size_bytes
+
+
+@pytest.mark.parametrize(
+    "device, expected", [("cpu", ("DRAM", 0)), ("cuda:3", ("VRAM", 3)), ("cuda", ("VRAM", 0)), ("xpu:1", ("VRAM", 1))]
+)
+def test_the_device_of_a_region_is_its_tensor_s(device: str, expected: tuple[str, int]) -> None:
+    """A tensor on a device is in that device's memory, and what it spans is read as ever."""
+    region = region_of(StandIn((10, 4, 8), address=1 << 40, device=device))
+    assert (region.memory, region.device_id) == expected
+    assert (region.address, region.size_bytes) == (1 << 40, 10 * 4 * 8 * 2)
+
+
+@pytest.mark.parametrize(
+    "device, memory, number, got",
+    [
+        ("cuda:1", "DRAM", 0, "expected a tensor in DRAM 0, as region 'kv', got one in VRAM 1"),
+        ("cuda:1", "VRAM", 0, "expected a tensor in VRAM 0, as region 'kv', got one in VRAM 1"),
+        ("cpu", "VRAM", 1, "expected a tensor in VRAM 1, as region 'kv', got one in DRAM 0"),
+        ("cpu", "FILE", 0, "expected a tensor in FILE 0, as region 'kv', got one in DRAM 0"),
+    ],
+)
+def test_a_region_in_other_memory_is_refused(device: str, memory: str, number: int, got: str) -> None:
+    """A view is not made in a region that would be registered as other memory than its tensor is in."""
+    tensor, region = StandIn((10, 4, 8), device=device), Region("kv", 4096, 1 << 20, memory, number)
+    with pytest.raises(KVPlanError) as refused:
+        view_of(tensor, "block token dim", name="v", group="g", region=region)
+    assert refused.value.code == "BOUNDS"
+    assert got in str(refused.value)
+
+
+def test_any_host_memory_will_do_for_a_tensor_in_host_memory() -> None:
+    """A tensor does not tell which node its memory is on, so a region may."""
+    tensor, region = StandIn((10, 4, 8)), Region("kv", 4096, 1 << 20, "DRAM", 1)
+    assert view_of(tensor, "block token dim", name="v", group="g", region=region).offset_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "tensor, code", [([1, 2], "TYPE"), (np.zeros(4, np.complex64), "DTYPE"), (np.zeros((0, 4)), "SIZE")]
+)
+def test_what_has_no_region_is_refused(tensor: Any, code: str) -> None:
+    """What is no tensor, is of another dtype, or has no element lies nowhere."""
+    with pytest.raises(KVPlanError) as refused:
+        region_of(tensor)
+    assert refused.value.code == code
+
+
+@attrs.frozen
+class InStorage(StandIn):
+    """A stand-in that tells its storage, as PyTorch does: two dense tensors, of which it is the second."""
+
+    def untyped_storage(self) -> Any:
+        """The storage, with the two attributes that are read."""
+        half = math.prod(self.shape) * 2
+        return SimpleNamespace(data_ptr=lambda: self.address - half, nbytes=lambda: 2 * half)
+
+
+def test_a_storage_that_is_told_is_the_region() -> None:
+    """Where a tensor tells its storage, the region is all of it, on the tensor's device."""
+    tensor = InStorage((10, 4, 8), address=4096 + 640, device="cuda:2")
+    assert region_of(tensor, "pool") == Region("pool", 4096, 1280, "VRAM", 2)
+
+
+def test_the_region_of_a_real_tensor_is_its_storage() -> None:
+    """Tensors that PyTorch keeps in one storage have one region, all of it; a tensor on the CPU is in DRAM."""
+    torch = pytest.importorskip("torch")
+    storage = torch.zeros(2, 10, 4, 8, dtype=torch.bfloat16)
+    region = region_of(storage)
+    assert region == Region("kv", storage.data_ptr(), 2 * 10 * 4 * 8 * 2, "DRAM", 0)
+    assert [region_of(half) for half in storage] == [region, region]
+    view = view_of(storage[1].transpose(1, 2), "block dim token", name="v", group="g", region=region)
+    assert (view.offset_bytes, view.end_bytes) == (10 * 4 * 8 * 2, region.size_bytes)

@@ -45,7 +45,7 @@ def test_ids_of_blocks_for_kernel_blocks() -> tuple[Look, Look]:
     return _ids_of_blocks_for_kernel_blocks(128, 64)
 
 
-@exhibit("C4", "vllm-project/vllm#46334", "verify: COVER, OWN")
+@exhibit("C3", "vllm-project/vllm#46334", "verify: COVER, OWN")
 def test_ids_of_blocks_for_tokens() -> tuple[Look, Look]:
     """Ids of blocks of 16 tokens counted single tokens of the registered tensors, and led into block 0, nobody's."""
     return _ids_of_blocks_for_kernel_blocks(16, 1)
@@ -74,7 +74,7 @@ def test_blocks_that_both_kernels_split() -> Look:
     return lambda: verify(plan_mesh(destinations, sources), **request)
 
 
-@exhibit("C5", "vllm-project/vllm#42097", "verify: VALUE")
+@exhibit("C4", "vllm-project/vllm#42097", "verify: VALUE")
 def test_blocks_of_the_other_side() -> tuple[Look, Look]:
     """A source's blocks, of 2 kernel blocks each, were taken to have 3, as the destination's have."""
     ours, theirs = [8, 1], [3, 7, 4]
@@ -87,7 +87,7 @@ def test_blocks_of_the_other_side() -> tuple[Look, Look]:
     return lambda: verify(wrong, **request), lambda: verify(plan, **request)
 
 
-@exhibit("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "verify: COVER, OWN")
+@exhibit("C5", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "verify: COVER, OWN")
 def test_blocks_of_another_request() -> tuple[Look, Look]:
     """A destination's blocks of 2 kernel blocks were placed as if they had 3, the source's, in those of a neighbour."""
     ours, theirs = [4, 7, 2], [3, 9]
@@ -99,7 +99,7 @@ def test_blocks_of_another_request() -> tuple[Look, Look]:
     return lambda: verify(wrong, **request), lambda: verify(plan, **request)
 
 
-@exhibit("C7", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
+@exhibit("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
 def test_what_an_earlier_request_left() -> tuple[Look, Look]:
     """The end of a block that was filled in part kept what an earlier request had left, and answers became garbage."""
     (source,), (destination,) = engine("prefill", tokens=4), engine("decode", tokens=8)
@@ -125,7 +125,7 @@ def test_what_an_earlier_request_left() -> tuple[Look, Look]:
     return lambda: received([]), lambda: received(left(9))
 
 
-@accepted("C9", "vllm-project/vllm#50714, vllm-project/vllm#50717")
+@accepted("C7", "vllm-project/vllm#50714, vllm-project/vllm#50717")
 def test_blocks_of_4_and_of_256_tokens() -> Look:
     """The smallest of all groups' block sizes, 4, was used for a group of 256 tokens, and no kernel had such blocks."""
     source, destination = (grouped(name, compressor=4, attn=256) for name in ("prefill", "decode"))
@@ -137,7 +137,7 @@ def test_blocks_of_4_and_of_256_tokens() -> Look:
     return lambda: verify(plan_reads(destination, [source]), **request)
 
 
-@accepted("C10", "vllm-project/vllm#53721")
+@accepted("C8", "vllm-project/vllm#53721")
 def test_pages_of_16_and_of_32_tokens() -> Look:
     """A Gemma 4, whose layers have 16 or 32 tokens in a block, was refused by a connector with one size for all."""
     model = Model.shipped("gemma-4-31b")
@@ -148,7 +148,7 @@ def test_pages_of_16_and_of_32_tokens() -> Look:
     return lambda: verify(plan_mesh(destinations, sources), **asking(local, remote, (0, 40)))
 
 
-@accepted("C12", "vllm-project/vllm#42945")
+@accepted("C9", "vllm-project/vllm#42945")
 def test_a_window_that_begins_inside_a_stored_block() -> Look:
     """Stored blocks were 16 of the GPU's; those that a window had left were counted but not listed: a check failed."""
     gpu, cpu = grouped("gpu", window=4), grouped("cpu", window=64)
@@ -161,7 +161,7 @@ def test_a_window_that_begins_inside_a_stored_block() -> Look:
     return lambda: tuple(stored(left) for left in range(16))
 
 
-@accepted("C13", "vllm-project/vllm#19338, vllm-project/vllm#19341, vllm-project/vllm#19532")
+@accepted("C10", "vllm-project/vllm#19338, vllm-project/vllm#19341, vllm-project/vllm#19532")
 def test_a_rank_with_more_blocks() -> Look:
     """Rank 0 of 8 had 111680 blocks and the others 111488, and a handshake that asserts one number for all failed."""
 
@@ -173,7 +173,7 @@ def test_a_rank_with_more_blocks() -> Look:
     return lambda: verify(plan_mesh(engine("decode", 2, heads=8, layers=1), sources), **request)
 
 
-@accepted("C15", "ovg-project/kvcached#311, ovg-project/kvcached#312")
+@accepted("C11", "ovg-project/kvcached#311, ovg-project/kvcached#312")
 def test_room_for_more_blocks() -> Look:
     """A tensor that has room to grow, for 185344 blocks, failed an assertion that it has just the number planned."""
     caches = [np.zeros((blocks, 4, 2, 8), np.float16) for blocks in (185344, 1000)]

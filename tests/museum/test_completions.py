@@ -11,7 +11,7 @@ from tests.museum.faults import asking, awaited, grouped, heard, told
 from tests.small import engine
 
 
-@exhibit("D15", "vllm-project/vllm#18632", "completions")
+@exhibit("D11", "vllm-project/vllm#18632", "completions")
 def test_nothing_to_read_is_still_done() -> tuple[Look, Look]:
     """A destination that had the whole prompt read nothing and told nobody, so the source kept its blocks for ever."""
     mesh = plan_mesh(engine("decode"), engine("prefill", 2))
@@ -20,7 +20,7 @@ def test_nothing_to_read_is_still_done() -> tuple[Look, Look]:
     return lambda: heard(awaited(mesh), of_bytes), lambda: heard(awaited(mesh), told(mesh))
 
 
-@exhibit("H2", "sgl-project/sglang#22145", "completions")
+@exhibit("H1", "sgl-project/sglang#22145", "completions")
 def test_writers_of_one_name() -> tuple[Look, Look]:
     """Four writers signed with their pipeline stage, 0 for all, so the destination counted one of them and hung."""
     mesh = plan_mesh(engine("decode"), engine("prefill", 4), "WRITE")
@@ -28,7 +28,7 @@ def test_writers_of_one_name() -> tuple[Look, Look]:
     return lambda: heard(awaited(mesh), by_stage), lambda: heard(awaited(mesh), told(mesh))
 
 
-@exhibit("H12", "tests of vLLM 0.33.0, test_nixl_push_connector.py", "verify: COVER")
+@exhibit("H2", "tests of vLLM 0.33.0, test_nixl_push_connector.py", "verify: COVER")
 def test_replicas_that_were_only_told() -> tuple[Look, Look]:
     """A source wrote an MLA cache to one of the ranks that keep it, and told the rest that it was done."""
     mesh = plan_mesh(engine("decode", 2, heads=1), engine("prefill", heads=1), "WRITE")
@@ -39,7 +39,7 @@ def test_replicas_that_were_only_told() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, one, nothing), **request), lambda: verify(mesh, **request)
 
 
-@exhibit("H13", "vllm-project/vllm#46290", "completions")
+@exhibit("H3", "vllm-project/vllm#46290", "completions")
 def test_as_many_writes_as_tensors() -> tuple[Look, Look]:
     """A destination took a request for done after as many writes as tensors were registered, not as were sent."""
     source, destination = grouped("prefill", full=4, window=4, draft=4), grouped("decode", full=4, window=4)
@@ -53,7 +53,7 @@ def test_as_many_writes_as_tensors() -> tuple[Look, Look]:
     return lambda: after(len(source.regions)), lambda: after(writes)
 
 
-@exhibit("H15", "vllm-project/vllm#52234", "refused: BLOCKS")
+@exhibit("H4", "vllm-project/vllm#52234", "refused: BLOCKS")
 def test_blocks_that_are_not_there() -> tuple[Look, Look]:
     """A request that named blocks beyond the source's pool was called ready and answered with garbage."""
     (source,), (destination,) = engine("prefill"), engine("decode", blocks=100)

@@ -41,7 +41,7 @@ def test_every_second_block() -> tuple[Look, Look]:
     return lambda: verify(wrong, **request), lambda: verify(mesh, **request)
 
 
-@exhibit("G3", "vllm-project/vllm#52779", "completions")
+@exhibit("G2", "vllm-project/vllm#52779", "completions")
 def test_replicas_that_nobody_reads() -> tuple[Look, Look]:
     """All ranks of a source waited to be told that a request was done, also replicas of others, which nobody reads."""
     shards = engine("prefill", 2)
@@ -51,7 +51,7 @@ def test_replicas_that_nobody_reads() -> tuple[Look, Look]:
     return lambda: heard(everyone, told(mesh)), lambda: heard(awaited(mesh), told(mesh))
 
 
-@accepted("G5", "vllm-project/vllm#50611, vllm-project/vllm#54803")
+@accepted("G3", "vllm-project/vllm#50611, vllm-project/vllm#54803")
 def test_some_of_the_ranks() -> Look:
     """A cache spread over some of the ranks was refused: it had to be on one or spread over all, a block at a time."""
     request = asking({"attn": Blocks([8, 1, 5, 2])}, {"attn": Blocks([3, 9, 4])}, (0, 30))
@@ -69,7 +69,7 @@ def test_some_of_the_ranks() -> Look:
     return lambda: tuple(four_to_two(theirs, ours) for theirs, ours in product((1, 3, 4), (1, 4)))
 
 
-@accepted("G6", "vllm-project/vllm-ascend#13934, vllm-project/vllm-ascend#16492")
+@accepted("G4", "vllm-project/vllm-ascend#13934, vllm-project/vllm-ascend#16492")
 def test_room_for_drafts_on_8_ranks() -> Look:
     """Ranks of a decode context of 8 with room for 5 draft tokens looked beyond a list, or asked the wrong ranks."""
 
@@ -97,7 +97,7 @@ def latents(name: str, rank: int, context: Context) -> Worker:
     )
 
 
-@exhibit("G7", "sgl-project/sglang#35186, sgl-project/sglang#35762", "cost")
+@exhibit("G5", "sgl-project/sglang#35186, sgl-project/sglang#35762", "cost")
 def test_tokens_one_by_one() -> tuple[Look, Look]:
     """Ranks that take every eighth token got their 7000 of a prompt of 56000 in 168000 pieces of 576 bytes."""
     source, destination = latents("prefill", 0, Context()), latents("decode", 3, Context(3, 8))

@@ -118,7 +118,7 @@ def test_tokens_outside_heads_gathered() -> tuple[Look, Look]:
     return compared(model, 2, heads_inside, heads_outside, src={"tp": 2, "kv": "axis"}, dst={"kv": "axis"}, **numbers)
 
 
-@exhibit("J7", "ai-dynamo/dynamo#12750", "cost")
+@exhibit("J6", "ai-dynamo/dynamo#12750", "cost")
 def test_layers_apart_on_one_side() -> tuple[Look, Look]:
     """Blocks that lie in one piece on disk were read in 96 pieces of 16 KB, as K and V of each layer lay apart."""
     model = layers_of("qwen3-235b-a22b", 0, 48)  # 4 heads of 128
@@ -127,7 +127,7 @@ def test_layers_apart_on_one_side() -> tuple[Look, Look]:
     return compared(model, 1, {"layout": "LBHNC", "kv": "split"}, one_piece, src=disk, dst=gpu, too_many=96, enough=1)
 
 
-@exhibit("J8", "vllm-project/vllm#50913, vllm-project/vllm#51919", "cost")
+@exhibit("J7", "vllm-project/vllm#50913, vllm-project/vllm#51919", "cost")
 def test_blocks_of_few_tokens() -> tuple[Look, Look]:
     """A prompt of 5000 tokens in blocks of 16 was tens of thousands of descriptors, four times as many as with 64."""
 
@@ -140,14 +140,14 @@ def test_blocks_of_few_tokens() -> tuple[Look, Look]:
     return read(16), read(64)
 
 
-@exhibit("J9", "vllm-project/vllm#30207, vllm-project/vllm#33339", "cost")
+@exhibit("J8", "vllm-project/vllm#30207, vllm-project/vllm#33339", "cost")
 def test_layers_apart() -> tuple[Look, Look]:
     """Each block of a model of 28 layers was 56 descriptors, K and V of each layer, in place of one."""
     separate, together = {"layout": "LBHNC", "kv": "split"}, {"layout": "BLHNC"}
     return compared(Model.shipped("qwen3-0.6b"), 1, separate, together, too_many=56, enough=1)
 
 
-@exhibit("J10", "vllm-project/vllm#18833", "cost")
+@exhibit("J9", "vllm-project/vllm#18833", "cost")
 def test_tokens_outside_heads() -> tuple[Look, Look]:
     """With tokens outside heads, a rank's heads were one descriptor for each token of a block, in place of one."""
     model, heads_inside, heads_outside = layers_of("llama-3.1-8b", 0), {"layout": "LBNHC"}, {"layout": "LBHNC"}

@@ -60,7 +60,7 @@ def test_a_slice_for_each_rank() -> tuple[Look, Look]:
     return lambda: verify(taken_for(right, wrong, **request), **request), lambda: verify(right, **request)
 
 
-@exhibit("A5", "sgl-project/sglang#39660", "verify: VALUE")
+@exhibit("A4", "sgl-project/sglang#39660", "verify: VALUE")
 def test_one_of_four_copies() -> tuple[Look, Look]:
     """The rule for replicated heads stood in four places; three were mended, and the fourth still sent wrong heads."""
     sources, destinations = engine("prefill", 2), engine("decode", 8)
@@ -68,7 +68,7 @@ def test_one_of_four_copies() -> tuple[Look, Look]:
     return looks(destinations, sources, as_ever, sources)
 
 
-@exhibit("A6", "vllm-project/vllm#52516", "verify: COVER")
+@exhibit("A5", "vllm-project/vllm#52516", "verify: COVER")
 def test_a_replica_is_no_full_copy() -> tuple[Look, Look]:
     """One of 8 ranks that keep 4 heads twice was read as if it had all: 196,608 of 262,144 bytes were never written."""
     sources = engine("prefill", 8, tokens=4096, layers=1, blocks=2)
@@ -85,7 +85,7 @@ def test_a_replica_is_no_full_copy() -> tuple[Look, Look]:
     return one_rank, lambda: verify(plan, **request)
 
 
-@accepted("A7", "vllm-project/vllm#45330")
+@accepted("A6", "vllm-project/vllm#45330")
 def test_pages_that_stop_shrinking() -> Look:
     """Pages were expected to be half as large on 16 ranks as on 8, but 8 heads leave one to each rank of both."""
     sources, destinations = engine("prefill", 8, heads=8), engine("decode", 16, heads=8)
@@ -97,7 +97,7 @@ def test_pages_that_stop_shrinking() -> Look:
     return lambda: verify(mesh, **REQUEST)
 
 
-@accepted("A8", "vllm-project/vllm#19691")
+@accepted("A7", "vllm-project/vllm#19691")
 def test_more_ranks_than_heads() -> Look:
     """Models of fewer heads than ranks were refused, as each rank was expected to have a head of its own."""
     meshes = [
@@ -109,7 +109,7 @@ def test_more_ranks_than_heads() -> Look:
     return lambda: tuple(verify(mesh, **REQUEST) for mesh in meshes)
 
 
-@exhibit("A10", "vllm-project/vllm-ascend#11885, vllm-project/vllm-ascend#11886", "verify: COVER")
+@exhibit("A8", "vllm-project/vllm-ascend#11885, vllm-project/vllm-ascend#11886", "verify: COVER")
 def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Look, Look]:
     """How many ranks to read from was computed from one rank's heads, not the model's, so 2 of 4 were never read."""
     sources, destinations = engine("prefill", 8, heads=8), engine("decode", 2, heads=8)
@@ -127,7 +127,7 @@ def test_heads_of_a_rank_for_those_of_the_model() -> tuple[Look, Look]:
     return lambda: verify(wrong, **REQUEST), lambda: verify(right, **REQUEST)
 
 
-@exhibit("A11", "tests of vLLM 0.33.0, test_tp_mapping.py", "verify: VALUE")
+@exhibit("A9", "tests of vLLM 0.33.0, test_tp_mapping.py", "verify: VALUE")
 def test_a_draft_beside_latents() -> tuple[Look, Look]:
     """With one mapping of ranks for latents and a draft's heads, each rank would read the first head of its source."""
     latents, drafts = layers_of("deepseek-v3", 0), layers_of("qwen3-0.6b", 0)
@@ -155,7 +155,7 @@ def _heads(worker: Worker) -> Axis:
     return next(axis for axis in worker.views[-1].axes if axis.name == "head")
 
 
-@exhibit("A13", "sgl-project/sglang#9960", "verify: VALUE")
+@exhibit("A10", "sgl-project/sglang#9960", "verify: VALUE")
 def test_heads_counted_from_the_first_of_the_model() -> tuple[Look, Look]:
     """Offsets of heads counted from the model's first, not the rank's, and led into the next token's heads."""
     sources, destinations = (engine(name, tp, order="NH") for name, tp in (("prefill", 2), ("decode", 4)))

@@ -66,7 +66,7 @@ def test_the_end_of_the_address_space() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, by_hand(spec, *ranges)), **request), lambda: verify(plan, **request)
 
 
-@exhibit("I4", "ai-dynamo/nixl#1048", "refused: MESSAGE")
+@exhibit("I3", "ai-dynamo/nixl#1048", "refused: MESSAGE")
 def test_messages_cut_short() -> tuple[Look, Look]:
     """A message shorter than its own header had a size below 0, which was taken for a huge one."""
     (source,), (destination,) = engine("prefill"), engine("decode")
@@ -83,7 +83,7 @@ def _read(message: bytes) -> str:
     return str(decode(message))
 
 
-@exhibit("I5", "vllm-project/vllm#51952 and vLLM 0.33.0, base_worker.py", "verify: COVER, IDS")
+@exhibit("I4", "vllm-project/vllm#51952 and vLLM 0.33.0, base_worker.py", "verify: COVER, IDS")
 def test_ids_of_31_bits() -> tuple[Look, Look]:
     """Ids were computed in 32 bits, and those of 128 tensors of 20 million blocks would have wrapped to below 0."""
     layers, blocks = 128, 20_000_000

@@ -93,7 +93,7 @@ def pooled(name: str, rank: int, *slots: Slot) -> Worker:
     return Worker(name, rank, regions, [Group("full", 4), Group("window", 4)], views)
 
 
-@exhibit("F4", "vllm-project/vllm-ascend#15900", "verify: VALUE, COVER, OWN")
+@exhibit("F3", "vllm-project/vllm-ascend#15900", "verify: VALUE, COVER, OWN")
 def test_slots_in_order() -> tuple[Look, Look]:
     """Slots of a pool were paired in the order of stages, but other layers share them where there is one stage."""
     first: list[Slot] = [("layers.0", "layers.1"), ("layers.2", None)]
@@ -115,7 +115,7 @@ def test_slots_in_order() -> tuple[Look, Look]:
     return lambda: verify(moving(plan, in_order, **request), **request), lambda: verify(plan, **request)
 
 
-@exhibit("F5", "vllm-project/vllm-ascend#10202", "refused: NAME")
+@exhibit("F4", "vllm-project/vllm-ascend#10202", "refused: NAME")
 def test_a_draft_behind_its_stage() -> tuple[Look, Look]:
     """The number of a draft layer behind 48 was counted from the 24 of a stage, where there was a layer 24 already."""
     first, last = of_layers(range(24)), of_layers(range(24, 48))
@@ -128,7 +128,7 @@ def test_a_draft_behind_its_stage() -> tuple[Look, Look]:
     return lambda: with_draft(24), lambda: with_draft(48)
 
 
-@exhibit("F6", "vllm-project/vllm-ascend#15507", "verify: VALUE, COVER, DISJOINT")
+@exhibit("F5", "vllm-project/vllm-ascend#15507", "verify: VALUE, COVER, DISJOINT")
 def test_keys_that_begin_at_0_in_each_stage() -> tuple[Look, Look]:
     """Stages of 21 and 23 layers both stored theirs under keys from 0 on, one over those of the other."""
     sources = [keeping("prefill", rank, of_layers(part)) for rank, part in enumerate((range(21), range(21, 44)))]
@@ -138,7 +138,7 @@ def test_keys_that_begin_at_0_in_each_stage() -> tuple[Look, Look]:
 
 
 @exhibit(
-    "F8",
+    "F6",
     "vllm-project/vllm#54926, vllm-project/vllm#49230, vllm-project/vllm#39203, sgl-project/sglang#30222",
     "refused: TENSOR",
 )
@@ -152,7 +152,7 @@ def test_a_draft_on_one_side() -> tuple[Look, Look]:
     )
 
 
-@exhibit("F9", "ROCm/ATOM#690", "verify: COVER")
+@exhibit("F7", "ROCm/ATOM#690", "verify: COVER")
 def test_as_far_as_the_shorter_list() -> tuple[Look, Look]:
     """Lists of blocks of unequal length were noted in the log, and paired as far as the shorter one went."""
     (source,), (destination,) = engine("prefill"), engine("decode")
@@ -164,7 +164,7 @@ def test_as_far_as_the_shorter_list() -> tuple[Look, Look]:
     return lambda: verify(shorter, **request), lambda: verify(plan, **request)
 
 
-@exhibit("F10", "ROCm/ATOM#2354", "verify: COVER")
+@exhibit("F8", "ROCm/ATOM#2354", "verify: COVER")
 def test_the_keys_of_an_indexer() -> tuple[Look, Look]:
     """A backend moved the latents of a sparse model and not its indexer's keys, which long prompts are read by."""
     model = layers_of("deepseek-v3.2", 0, 2)

@@ -69,7 +69,7 @@ def test_an_order_that_was_asked_for() -> tuple[Look, Look]:
     return lambda: verify(moving(right, wrong, **REQUEST), **REQUEST), lambda: verify(right, **REQUEST)
 
 
-@exhibit("B4", "vllm-project/vllm#46204", "verify: VALUE")
+@exhibit("B3", "vllm-project/vllm#46204", "verify: VALUE")
 def test_an_order_that_was_imposed() -> tuple[Look, Look]:
     """A connector declared heads outside tokens for a kernel that writes them inside, and 8 ranks read mixed heads."""
     sources, destinations = engine("prefill", tokens=128, order="NH"), engine("decode", 8, tokens=128)
@@ -79,7 +79,7 @@ def test_an_order_that_was_imposed() -> tuple[Look, Look]:
     return lambda: verify(taken_for(right, wrong, **request), **request), lambda: verify(right, **request)
 
 
-@exhibit("B5", "vllm-project/vllm#32204", "verify: VALUE")
+@exhibit("B4", "vllm-project/vllm#32204", "verify: VALUE")
 def test_a_group_that_was_not_converted() -> tuple[Look, Look]:
     """Pages were brought into the destination's order after the transfer, but only those of the first group."""
     (source, received), groups = (grouped(name, full=4, window=4) for name in ("prefill", "decode")), ("full", "window")
@@ -96,7 +96,7 @@ def _tokens_outside(worker: Worker, *groups: str) -> Worker:
     )
 
 
-@exhibit("B6", "vllm-project/vllm#30448", "verify: VALUE")
+@exhibit("B5", "vllm-project/vllm#30448", "verify: VALUE")
 def test_converted_in_a_copy() -> tuple[Look, Look]:
     """Blocks of 64 tokens, cut for blocks of 16, were put in order in a copy, and the cache stayed as received."""
     (source,), (destination,) = engine("prefill", tokens=64), engine("decode", tokens=16, order="NH", blocks=20)
@@ -113,7 +113,7 @@ def test_converted_in_a_copy() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, as_received), **request), lambda: verify(plan, **request)
 
 
-@exhibit("B7", "LMCache/LMCache#4463, LMCache/LMCache#4467, ai-dynamo/dynamo#14416", "verify: VALUE")
+@exhibit("B6", "LMCache/LMCache#4463, LMCache/LMCache#4467, ai-dynamo/dynamo#14416", "verify: VALUE")
 def test_an_order_guessed_from_a_shape() -> tuple[Look, Look]:
     """Where a model has 2 heads, a cache of heads with K and V side by side was taken for one of K and one of V."""
     cache = zeros(10, 16, 2, 256).transpose(0, 2, 1, 3)
@@ -128,7 +128,7 @@ def test_an_order_guessed_from_a_shape() -> tuple[Look, Look]:
     return lambda: verify(moving(right, wrong, **LONG), **LONG), lambda: verify(right, **LONG)
 
 
-@exhibit("B11", "vLLM 0.33.0, base_worker.py", "verify: VALUE")
+@exhibit("B9", "vLLM 0.33.0, base_worker.py", "verify: VALUE")
 def test_scales_behind_all_heads() -> tuple[Look, Look]:
     """NVFP4 pages keep scales behind all heads' values, so one slice of a page is no head, and pairs were refused."""
     model = layers_of("qwen2.5-1.5b", 0).quantized(4, "float8_e4m3fn", 16)
@@ -147,7 +147,7 @@ def test_scales_behind_all_heads() -> tuple[Look, Look]:
 
 
 @exhibit(
-    "B13", "vllm-project/vllm#45885, vllm-project/vllm#46039, vllm-project/vllm#46290", "verify: VALUE, COVER, OWN"
+    "B10", "vllm-project/vllm#45885, vllm-project/vllm#46039, vllm-project/vllm#46290", "verify: VALUE, COVER, OWN"
 )
 def test_one_layer_for_all() -> tuple[Look, Look]:
     """Offsets were computed for one layer and used for all, of which some keep K and V in turn, and some K alone."""
@@ -181,7 +181,7 @@ def _as_the_first(worker: Worker) -> Worker:
     return made
 
 
-@exhibit("B18", "vllm-project/vllm#38935, vllm-project/vllm#47871", "verify: VALUE")
+@exhibit("B14", "vllm-project/vllm#38935, vllm-project/vllm#47871", "verify: VALUE")
 def test_an_order_that_had_changed() -> tuple[Look, Look]:
     """The packed order of a CPU's cache had changed, and pages were still converted to the one before."""
     (source,), (destination,) = engine("prefill", tokens=8), engine("decode", tokens=8)
@@ -204,7 +204,7 @@ def test_an_order_that_had_changed() -> tuple[Look, Look]:
     return lambda: verify(moving(plan, before, **request), **request), lambda: verify(plan, **request)
 
 
-@exhibit("B21", "ai-dynamo/dynamo#2989", "refused: BOUNDS")
+@exhibit("B16", "ai-dynamo/dynamo#2989", "refused: BOUNDS")
 def test_sizes_of_another_layout() -> tuple[Look, Look]:
     """The sizes of blocks were kept once for a process, and a second layout was copied with those of the first."""
     target, drafts = ([engine(name, heads=heads)[0] for name in ("prefill", "decode")] for heads in (4, 2))

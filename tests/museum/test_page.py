@@ -19,11 +19,14 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page()
 
 
-def test_each_number_stands_once() -> None:
-    """A number is a family's letter and a number of its own."""
-    numbers = [one.number for one in rows()]
-    assert [number for number in numbers if not re.fullmatch(f"[{''.join(FAMILIES)}][1-9][0-9]*", number)] == []
-    assert sorted(set(numbers)) == sorted(numbers)
+def test_numbers_of_a_family_have_no_gap() -> None:
+    """A number is a family's letter and one from 1 on, first of its exhibits and then of those outside."""
+    for letter in FAMILIES:
+        shown, outside = (
+            sorted(int(one.number[1:]) for one in those if one.number[0] == letter) for those in (exhibits(), OUTSIDE)
+        )
+        assert [*shown, *outside] == [*range(1, len(shown) + len(outside) + 1)], letter
+    assert {one.number[0] for one in rows()} == {*FAMILIES}
 
 
 def test_each_fault_is_told_in_one_sentence() -> None:

@@ -40,7 +40,7 @@ def rows(name: str, stride: int, **tensors: tuple[int, int]) -> Worker:
     return Worker(name, 0, [Region("pool", 1 << 40, 10 * stride)], [Group("attn", 4)], views)
 
 
-@exhibit("B9", "LMCache/LMCache#4247, LMCache/LMCache#4253", "verify: COVER")
+@exhibit("B7", "LMCache/LMCache#4247, LMCache/LMCache#4253", "verify: COVER")
 def test_the_first_of_25_pages() -> tuple[Look, Look]:
     """Blocks of 25 kernel blocks, in a layout that no rule knew, were stored and restored with the first one alone."""
     model = layers_of("qwen3-next-80b", 3)
@@ -54,7 +54,7 @@ def test_the_first_of_25_pages() -> tuple[Look, Look]:
     return lambda: verify(first, **request), lambda: verify(plan, **request)
 
 
-@exhibit("B10", "vllm-project/vllm#48412, vllm-project/vllm#49226", "refused: OVERLAP")
+@exhibit("B8", "vllm-project/vllm#48412, vllm-project/vllm#49226", "refused: OVERLAP")
 def test_scales_of_all_layers_in_one_place() -> tuple[Look, Look]:
     """Scales were looked for as if each layer had memory of its own, where all share one, and overwrote each other."""
     model = layers_of("qwen2.5-1.5b", 0, 2).quantized(8)
@@ -75,7 +75,7 @@ def test_scales_of_all_layers_in_one_place() -> tuple[Look, Look]:
     return layer_by_layer, lambda: verify(plan_reads(destination, [source]), **request)
 
 
-@exhibit("B15", "vllm-project/vllm#50208", "verify: DISJOINT, OWN")
+@exhibit("B11", "vllm-project/vllm#50208", "verify: DISJOINT, OWN")
 def test_one_number_for_length_and_stride() -> tuple[Look, Look]:
     """The step between blocks was also their length, and offsets were lost, so each tensor moved all of a block."""
     source, destination = (rows(name, 128, a=(0, 12), b=(48, 12)) for name in ("gpu", "store"))
@@ -90,7 +90,7 @@ def test_one_number_for_length_and_stride() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, whole), **REQUEST), lambda: verify(plan, **REQUEST)
 
 
-@exhibit("B16", "vllm-project/vllm#50276, 1CatAI/1Cat-vLLM#280", "refused: BOUNDS")
+@exhibit("B12", "vllm-project/vllm#50276, 1CatAI/1Cat-vLLM#280", "refused: BOUNDS")
 def test_zeros_by_the_stride() -> tuple[Look, Look]:
     """New blocks were zeroed for the length of their stride from each layer on, so into neighbours and past the end."""
     page, step, stride = 37_376, 37_440, 149_760
@@ -113,7 +113,7 @@ def test_zeros_by_the_stride() -> tuple[Look, Look]:
     return lambda: zeroed(by_stride), lambda: zeroed([(address, length) for address, length, _ in exact.tolist()])
 
 
-@exhibit("B17", "vllm-project/vllm#57661, vllm-project/vllm#57662", "verify: COVER, OWN")
+@exhibit("B13", "vllm-project/vllm#57661, vllm-project/vllm#57662", "verify: COVER, OWN")
 def test_tensors_of_one_address() -> tuple[Look, Look]:
     """Two tensors that begin at one address were taken for one, of the first's size: 13,760 bytes a block were lost."""
     window, state = 19_008, 32_768
@@ -133,7 +133,7 @@ def test_tensors_of_one_address() -> tuple[Look, Look]:
     return lambda: verify(moving(right, wrong, **request), **request), lambda: verify(right, **request)
 
 
-@exhibit("B20", "vllm-project/vllm#40826", "verify: COVER")
+@exhibit("B15", "vllm-project/vllm#40826", "verify: COVER")
 def test_lengths_of_other_regions() -> tuple[Look, Look]:
     """With two regions for each layer here and one there, the length of V was read by layer in a list by region."""
     kinds = {"layers.0": 8, "layers.1": 16}  # bytes of K for each token, and as many of V
@@ -169,7 +169,7 @@ def test_lengths_of_other_regions() -> tuple[Look, Look]:
     return lambda: verify(edited_specs(plan, by_hand(spec, local, remote)), **REQUEST), lambda: verify(plan, **REQUEST)
 
 
-@exhibit("B22", "sgl-project/sglang#35718", "verify: COVER")
+@exhibit("B17", "sgl-project/sglang#35718", "verify: COVER")
 def test_geometry_by_the_length_of_a_list() -> tuple[Look, Look]:
     """V is found at half of a list of buffers, so scales appended to the list would move it, and V would be lost."""
     sizes = {"k.0": 24, "k.1": 24, "v.0": 24, "v.1": 24, "scales.0": 4, "scales.1": 4}  # bytes for each token
@@ -182,7 +182,7 @@ def test_geometry_by_the_length_of_a_list() -> tuple[Look, Look]:
     return lambda: verify(moving(right, wrong, **REQUEST), **REQUEST), lambda: verify(right, **REQUEST)
 
 
-@accepted("B23", "NVIDIA/TensorRT-LLM#16505, NVIDIA/TensorRT-LLM#16812")
+@accepted("B18", "NVIDIA/TensorRT-LLM#16505, NVIDIA/TensorRT-LLM#16812")
 def test_attention_and_states_of_two_types() -> Look:
     """A cache of FP8 attention and half-precision states was sent in the type of its first pool, and never arrived."""
     model = layers_of("qwen3-next-80b", 2, 2).with_dtypes("float8_e4m3fn", "float16")
@@ -193,7 +193,7 @@ def test_attention_and_states_of_two_types() -> Look:
     return lambda: verify(plan_mesh(destinations, sources), **request)
 
 
-@exhibit("B25", "NVIDIA/TensorRT-LLM#16237", "verify: VALUE")
+@exhibit("B19", "NVIDIA/TensorRT-LLM#16237", "verify: VALUE")
 def test_pools_by_the_size_of_buffers() -> tuple[Look, Look]:
     """Buffers of equal size share a pool, on one side index keys too, and slots of pools were paired by number."""
     apart = ["k.0", "v.0", "k.1", "v.1", "index.0", "index.1"]

@@ -119,7 +119,7 @@ def _divided(workers: Sequence[Worker]) -> list[Worker]:
     return made
 
 
-@exhibit("E5", "vllm-project/vllm#48263, vllm-project/vllm#46407", "verify: COVER")
+@exhibit("E4", "vllm-project/vllm#48263, vllm-project/vllm#46407", "verify: COVER")
 def test_layers_at_one_address() -> tuple[Look, Look]:
     """Of the layers of 5 groups that share a tensor, only the first was known, and 3 in 4 states were not moved."""
     config = {**MAMBA2, "hybrid_override_pattern": "MMMM*" * 2, "num_hidden_layers": 10}
@@ -141,7 +141,7 @@ def _layer(view: View) -> str:
     return ".".join(view.name.split(".")[:2])
 
 
-@exhibit("E7", "sgl-project/sglang#18939", "refused: TENSOR")
+@exhibit("E5", "sgl-project/sglang#18939", "refused: TENSOR")
 def test_a_kind_of_state_that_one_side_does_not_know() -> tuple[Look, Look]:
     """A backend moved the state of Mamba layers and no other, so decode waited for an indexer's until a timeout."""
     (source,), (destination,) = (sparse(name) for name in ("prefill", "decode"))
@@ -152,7 +152,7 @@ def test_a_kind_of_state_that_one_side_does_not_know() -> tuple[Look, Look]:
     )
 
 
-@exhibit("E8", "sgl-project/sglang#23539", "verify: COVER")
+@exhibit("E6", "sgl-project/sglang#23539", "verify: COVER")
 def test_the_state_of_a_draft() -> tuple[Look, Look]:
     """The indexer's keys of the target's layers were registered and those of the draft layer forgotten."""
     (source,), (destination,) = (sparse(name) for name in ("prefill", "decode"))

@@ -1,0 +1,32 @@
+"""Options: the words for an engine are told in the help, and unknown ones get a hint."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import pytest
+
+from kvplan import KVPlanError, Model
+from kvplan.layouts import KV_FORMS, LETTERS, ORDERS
+from kvplan.options import SIDE
+from kvplan.sides import Side
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"), [("NHD", "vLLM's NHD is LBNHC"), ("HND", "vLLM's HND is LBHNC"), ("LHD", LETTERS)]
+)
+def test_an_unknown_layout_has_a_hint(layout: str, hint: str) -> None:
+    """The names that vLLM also has for two orders are told as those; of any other, what the letters mean is told."""
+    with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot read layout: .*, got '{layout}'") as refused:
+        Side.parse(f"layout={layout}", "--src").engine(Model.shipped("llama-3.2-1b"), "e", 2)
+    assert refused.value.hint == hint
+
+
+def test_the_help_tells_every_word_of_a_side() -> None:
+    """Keys, orders and their letters, and kv forms are in the help of commands; what it says is left out is."""
+    words, _, left_out = SIDE.partition("Left out: ")
+    told = re.findall(r"\w+", words)
+    assert {field.name for field in attrs.fields(Side)} | {*ORDERS} | {*KV_FORMS} <= {*told}
+    assert LETTERS in words
+    assert Side.parse(left_out, "--src") == Side()
