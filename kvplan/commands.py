@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Final
@@ -17,6 +18,7 @@ from kvplan.checking import check_offer_command
 from kvplan.demonstrating import demo_command
 from kvplan.errors import KVPlanError
 from kvplan.explaining import explain_command
+from kvplan.models import Model
 from kvplan.names import fold, intervals
 from kvplan.options import about_two_engines, echo_json, json_option, model_argument, plain_console
 from kvplan.showing import show_command
@@ -27,7 +29,7 @@ from kvplan.units import size
 INTERRUPTED: Final = 130
 UNREAD: Final = 141
 
-STATUSES: Final = f"""\
+ENDING: Final = f"""\
 \b
 Exit status:
   0    done, and verified where that was asked
@@ -35,20 +37,20 @@ Exit status:
   2    refused: what was asked for, or an offer
   {INTERRUPTED}  interrupted
   {UNREAD}  nobody reads what is printed
+
+Shipped models: {", ".join(Model.names())}.
 """
+"""What ends the help: exit statuses, and the models that have a name."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status, one of :data:`STATUSES`."""
+    """Run one command and return its exit status, as :data:`ENDING` tells them."""
     try:
         return kvplan.main(list(arguments), prog_name="kvplan", standalone_mode=False) or 0
     except KVPlanError as error:
         return _refuse(error, arguments)
     except click.ClickException as error:
-        said = " ".join(error.format_message().split()).rstrip(".")
-        return _refuse(
-            KVPlanError("NAME", "read the command line", expected="what 'kvplan --help' shows", got=said), arguments
-        )
+        return _refuse(_misread(error), arguments)
     except MemoryError:
         return _refuse(
             KVPlanError("MEMORY", "carry out the transfer", expected="memory for it", got="none left"), arguments
@@ -57,6 +59,17 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except SystemExit:  # what click and rich make of a pipe that was closed
         return UNREAD
+
+
+def _misread(error: click.ClickException) -> KVPlanError:
+    """What click says, in kvplan's grammar: the first word dropped where it says no more, a question as a hint."""
+    said, _, question = " ".join(error.format_message().split()).partition("Did you mean")
+    got = re.sub("^(No such|Got) ", "", said).strip(" .(")
+    got = re.sub("^Missing ", "no ", got)
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    shows = f"what '{context.command_path if context else 'kvplan'} --help' shows"
+    hint = f"did you mean{question.strip(').')}" if question else ""
+    return KVPlanError("NAME", "read the command line", expected=shows, got=got[:1].lower() + got[1:], hint=hint)
 
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
@@ -74,7 +87,7 @@ def _version() -> str:
         return "not installed"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True, epilog=STATUSES)
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True, epilog=ENDING)
 @click.version_option(_version())
 @click.pass_context
 def kvplan(context: click.Context) -> int:

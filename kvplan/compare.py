@@ -1,7 +1,8 @@
 """compare: every difference between two workers, and whether it keeps them from exchanging what they keep.
 
 Most differences are what plans are for: parts of axes, block sizes, strides, contexts. What no plan can bridge is a
-tensor that means something else on the other side, rule M3 of :mod:`kvplan.match`.
+tensor that means something else on the other side, rule M3 of :mod:`kvplan.match`. What the source alone keeps is not
+moved.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from kvplan.views import TOKEN, Geometry
 from kvplan.workers import Worker
 
 REFUSED: Final = "refused"
+NOT_MOVED: Final = "not moved"
 PLANNED: Final = "planned"
+
+EFFECTS: Final = (REFUSED, NOT_MOVED, PLANNED)
+"""What differences lead to, those that matter most first."""
 
 Kept = tuple[tuple[Geometry, str], ...]
 """The views of a tensor: what each is, and in which memory."""
 
-Row = tuple[str, str, str, str]
-"""Field, local and remote value, and the code where it is refused."""
+Row = tuple[str, str, str, str, str]
+"""Field, local and remote value, the effect, and the code where that is a refusal."""
 
 REFUSALS: Final = MappingProxyType({"group kind": "GROUP", "dtype": "DTYPE", "axes": "AXES", "size": "SIZE"})
 """The first words of the fields that must not differ, with the codes that planning refuses them with."""
@@ -35,8 +40,8 @@ REFUSALS: Final = MappingProxyType({"group kind": "GROUP", "dtype": "DTYPE", "ax
 class Difference:
     """One field in which two workers differ, for some tensors: ``where``, layers folded, or ``worker`` for it all.
 
-    ``effect`` is ``refused``, then planning raises ``code``, or that of another difference that is refused; or
-    ``planned``, then a plan bridges it.
+    ``effect`` is ``refused``, then planning raises ``code``, or that of another difference that is refused; ``not
+    moved``, then the source alone keeps these tensors, and they stay there; or ``planned``, then a plan bridges it.
     """
 
     field: str
@@ -49,11 +54,15 @@ class Difference:
 
 @attrs.frozen
 class Comparison:
-    """All differences between two workers, those that are refused first. ``str()`` is a table."""
+    """All differences between two workers, in the order of :data:`EFFECTS`. ``str()`` is a table.
+
+    ``not_moved`` names the tensors that the source alone keeps.
+    """
 
     local: str
     remote: str
     differences: tuple[Difference, ...]
+    not_moved: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -71,6 +80,7 @@ class Comparison:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         title = f"{self.local} and {self.remote}: {number}, {refused or 'none'} refused"
+        title += f", {count(len(self.not_moved), 'tensor')} not moved" if self.not_moved else ""
         return "\n".join([title, *(f"  {line}" for line in lines if self.differences)])
 
 
@@ -78,8 +88,9 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     """Every difference between a destination and a source, field by field, ``not_transferred`` tensors left out.
 
     A tensor that only the destination has is refused, as :func:`kvplan.plan_reads` does where no other source offers
-    it. A part that the source lacks is planned: another source may hold it. Addresses, ranks and names of regions
-    always differ, and are not told. Raises ``TYPE`` for what is no worker.
+    it. One that only the source has is not moved, which is right for layers of other stages and wrong for a name with
+    a slip in it. A part that the source lacks is planned: another source may hold it. Addresses, ranks and names of
+    regions always differ, and are not told. Raises ``TYPE`` for what is no worker.
 
     >>> from kvplan import Axis, Group, Region, View, Worker, compare
     >>> def worker(engine, heads, tokens, dtype):
@@ -111,14 +122,15 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
             for difference in known[ours, theirs]:
                 found.setdefault(difference, []).append(name)
     made = [
-        Difference(field, fold(names), mine, other, REFUSED if code else PLANNED, code)
-        for (field, mine, other, code), names in found.items()
+        Difference(field, fold(names), mine, other, effect, code)
+        for (field, mine, other, effect, code), names in found.items()
     ]
     mine, other = _regions(local), _regions(remote)
     if mine != other:
         made.append(Difference("regions", "worker", mine, other, PLANNED))
-    made.sort(key=lambda difference: difference.effect != REFUSED)
-    return Comparison(local.label, remote.label, tuple(made))
+    made.sort(key=lambda difference: EFFECTS.index(difference.effect))
+    stays = tuple(name for name in remote.tensors if name not in local.tensors and name not in not_transferred)
+    return Comparison(local.label, remote.label, tuple(made), stays)
 
 
 def _kept(worker: Worker, tensor: str) -> Kept:
@@ -131,13 +143,14 @@ def _kept(worker: Worker, tensor: str) -> Kept:
 
 def _differences(ours: Kept, theirs: Kept) -> Iterator[Row]:
     if not (ours and theirs):
-        yield ("tensor", "kept", "not kept", "TENSOR") if ours else ("tensor", "not kept", "kept", "")
+        missing = ("tensor", "kept", "not kept", REFUSED, "TENSOR")
+        yield missing if ours else ("tensor", "not kept", "kept", NOT_MOVED, "")
         return
     local, remote = _facts(ours), _facts(theirs)
     for field in [field for field in local if field in remote]:
         code = REFUSALS.get(field.split(" of ")[0], "")
         if local[field] != remote[field] or (code and len(local[field]) > 1):
-            yield field, " and ".join(local[field]), " and ".join(remote[field]), code
+            yield field, " and ".join(local[field]), " and ".join(remote[field]), REFUSED if code else PLANNED, code
 
 
 def _facts(kept: Kept) -> dict[str, list[str]]:

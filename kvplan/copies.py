@@ -130,12 +130,16 @@ def interval(digits: Sequence[Axis]) -> tuple[int, int]:
 
 @attrs.frozen
 class Panel:
-    """The copies of equal layers, told for the first: ``tensors`` names all. ``tokens`` are the positions looked at."""
+    """The copies of equal layers, told for the first: ``tensors`` names all. ``tokens`` are the positions looked at.
+
+    ``sampled`` says that the blocks are those of no request in particular, so that their ids mean nothing.
+    """
 
     tensors: tuple[str, ...]
     num_layers: int
     tokens: tuple[int, int] | None
     copies: tuple[Copy, ...] = attrs.field(repr=False)
+    sampled: bool = True
 
     @property
     def facts(self) -> str:

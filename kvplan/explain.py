@@ -67,9 +67,9 @@ def explain(value: object, *, detail: Detail = "workers") -> str:
     >>> print(explain(plan, detail="line"))
     decode/1 reads from 2 of 4 workers: 25872 ids in 8 local rows
     >>> print(explain(plan))
-    decode/1 reads from 4 workers
-      <- prefill/2: 12936 ids in 2 rows of 8192 bytes and 2 rows of 256 bytes
-      <- prefill/3: 12936 ids in 2 rows of 8192 bytes and 2 rows of 256 bytes
+    decode/1 reads from 2 of 4 workers
+      <- prefill/2: 12936 ids in 2 local rows of 8192 bytes and 2 of 256 bytes
+      <- prefill/3: 12936 ids in 2 local rows of 8192 bytes and 2 of 256 bytes
     >>> print(explain(plan.pairs[2], detail="rows"))
     pair with prefill/2
       local rows
@@ -112,9 +112,9 @@ def _folded(value: object) -> Iterator[str]:
         case View():
             yield from _views([value])
         case Pair():
-            yield f"pair with {label_of(value.remote)}: {_table(value.local_table)}"
+            yield f"pair with {label_of(value.remote)}: {_table(value.local_table, 'local row')}"
         case Table():
-            yield f"table: {_table(value)}"
+            yield f"table: {_table(value, 'row')}"
         case Report() | Cost() | Comparison():
             yield str(value)
         case PeerError():
@@ -151,22 +151,24 @@ def _views(views: list[View]) -> Iterator[str]:
         yield f"  {axis}"
 
 
-def _table(table: Table) -> str:
-    """How many ids, in which rows: rows of one length together, the longest first."""
+def _table(table: Table, row: str) -> str:
+    """How many ids, in which rows, called ``row``: rows of one length together, the longest first."""
     lengths, times = np.unique(table.rows[:, 1], return_counts=True)
-    rows = [f"{count(n, 'row')} of {size(b)}" for b, n in zip(lengths.tolist(), times.tolist(), strict=True)]
-    if not rows:
+    found = [*zip(lengths.tolist(), times.tolist(), strict=True)][::-1]
+    if not found:
         return "nothing"
-    shortest, *longer = rows
-    told = f"{', '.join(longer[::-1])} and {shortest}" if longer else shortest
-    return f"{count(table.num_ids, 'id')} in {told}"
+    (longest, number), *shorter = found
+    told = [f"{count(number, row)} of {size(longest)}", *(f"{number} of {size(length)}" for length, number in shorter)]
+    *others, last = told
+    return f"{count(table.num_ids, 'id')} in {' and '.join(filter(None, (', '.join(others), last)))}"
 
 
 def _plan(plan: TransferPlan) -> Iterator[str]:
     yield plan_title(plan)
     for pair in plan.pairs:
         if pair.local_table.num_ids:
-            yield f"  {arrow(plan.operation)} {label_of(pair.remote)}: {_table(pair.local_table)}"
+            told = _table(pair.local_table, "local row")
+            yield f"  {arrow(plan.operation)} {label_of(pair.remote)}: {told}"
 
 
 def _mesh(mesh: MeshPlan) -> Iterator[str]:
@@ -177,4 +179,5 @@ def _mesh(mesh: MeshPlan) -> Iterator[str]:
     waiting = [(key, len(each.awaits)) for key, each in mesh.completions.items() if key not in known]
     for waits in _alike(waiting, lambda item: (item[0][0], item[1])):
         (engine, _), times = waits[0]
-        yield f"  {engine}/{intervals(rank for (_, rank), _ in waits)} awaits {count(times, 'completion')}"
+        each = ": each awaits" if len(waits) > 1 else " awaits"
+        yield f"  {engine}/{intervals(rank for (_, rank), _ in waits)}{each} {count(times, 'completion')}"

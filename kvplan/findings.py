@@ -23,8 +23,8 @@ BAD: Final = object()
 class Problem:
     """One thing wrong with a message: where, a code of :data:`kvplan.CODES`, and in words.
 
-    ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or ``views[7]`` for the eighth
-    row of the table ``views``. It is empty for the message as a whole.
+    ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or ``views.offset_bytes[7]`` for
+    the offset of the eighth view. It is empty for the message as a whole.
 
     >>> print(Problem("layouts[3].axes[0].start", "TYPE", "cannot read start: expected an integer, got None"))
     layouts[3].axes[0].start: TYPE: cannot read start: expected an integer, got None

@@ -72,14 +72,14 @@ def _of_plans(value: object) -> str:
     match value:
         case TransferPlan():
             moving = [pair.local_table for pair in value.pairs if pair.layouts]
-            return f"{plan_title(value, len(moving))}: {_totals(moving)}"
+            return f"{plan_title(value)}: {_totals(moving)}"
         case MeshPlan():
             moving = [pair.local_table for plan in value.plans for pair in plan.pairs if pair.layouts]
             return f"{mesh_title(value)}, {count(len(moving), 'pair')} with bytes to move: {_totals(moving)}"
         case Pair():
-            return f"pair with {label_of(value.remote)}: {_table(value.local_table)}"
+            return f"pair with {label_of(value.remote)}: {_table(value.local_table, 'local row')}"
         case Table():
-            return f"table: {_table(value)}"
+            return f"table: {_table(value, 'row')}"
         case ReadSpec():
             return _spec(value)
         case Completions():
@@ -155,11 +155,11 @@ def views_line(views: Sequence[View], where: str = "") -> str:
     return f"view{'s' * (len(views) > 1)} {names} in group {first.group}{where}: {first.dtype}, {held}"
 
 
-def plan_title(plan: TransferPlan, moving: int | None = None) -> str:
-    """Whom a plan's worker reads from or writes to; ``moving`` says how many of them bytes move from or to."""
+def plan_title(plan: TransferPlan) -> str:
+    """How many of its remote workers a plan's worker reads from or writes to: those that have bytes to move."""
     verb = "reads from" if plan.operation == "READ" else "writes to"
-    of = "" if moving is None else f"{moving} of "
-    return f"{plan.local.label} {verb} {of}{count(len(plan.remotes), 'worker')}"
+    moving = sum(1 for pair in plan.pairs if pair.layouts)
+    return f"{plan.local.label} {verb} {moving} of {count(len(plan.remotes), 'worker')}"
 
 
 def mesh_title(mesh: MeshPlan) -> str:
@@ -192,11 +192,11 @@ def _totals(tables: Sequence[Table]) -> str:
     return f"{count(ids, 'id')} in {count(rows, 'local row')}"
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, row: str) -> str:
     lengths = table.rows[:, 1].tolist()
     if not lengths:
         return "nothing"
-    return f"{count(table.num_ids, 'id')} in {count(len(lengths), 'row')} of {sizes(min(lengths), max(lengths))}"
+    return f"{count(table.num_ids, 'id')} in {count(len(lengths), row)} of {sizes(min(lengths), max(lengths))}"
 
 
 def _spec(spec: ReadSpec) -> str:

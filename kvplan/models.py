@@ -26,13 +26,12 @@ import attrs
 from kvplan.caches import Layer, Layers, kept_in, quantized
 from kvplan.configs import draft, read
 from kvplan.engines import Addresses, place_apart, place_shared, stages_of
-from kvplan.errors import KVPlanError
 from kvplan.groups import grouped, tensors_of, visible, windows
 from kvplan.layouts import Layout, Page
 from kvplan.parallel import MAX_RANKS, Parallel, flag
 from kvplan.reading import integer, name
 from kvplan.shares import Share, equal_blocks, kernel_blocks, stated_blocks, tokens_of_block
-from kvplan.shipped import configs
+from kvplan.shipped import configs, unknown
 from kvplan.views import Group
 from kvplan.workers import Worker
 
@@ -88,8 +87,7 @@ expected a value for key 'hidden_size', got no such key
         """A model whose configuration comes with this package, by its name in lower case. Raises ``NAME``."""
         shipped = configs()
         if model_name not in shipped:
-            expected = f"a name of {', '.join(shipped)}"
-            raise KVPlanError("NAME", "load a shipped model", expected=expected, got=repr(model_name), name=model_name)
+            raise unknown(model_name)
         return cls.from_config(shipped[model_name], model_name)
 
     @classmethod

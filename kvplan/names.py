@@ -1,4 +1,4 @@
-"""Names: the number in a name of a layer or a rank, and names that differ in it alone told as one.
+"""Names: the number in a name of a layer or a rank, names that differ in it alone told as one, and slips in a name.
 
 >>> print(fold(["layers.0.attn", "layers.1.attn", "layers.3.attn", "draft"]))
 layers.0-1,3.attn, draft
@@ -6,6 +6,7 @@ layers.0-1,3.attn, draft
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from typing import Final
@@ -60,3 +61,14 @@ def intervals(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question for who gave a name that is not known: the known ones that are like it, three at most; else nothing.
+
+    >>> meant("Llama-3.1-8B", ["llama-3.1-8b", "llama-3.1-70b"]), meant("tpp", ["tp", "pp", "block"]), meant("x", [])
+    ("did you mean 'llama-3.1-8b'?", "did you mean 'tp' or 'pp'?", '')
+    """
+    lower, names = name.lower(), tuple(known)
+    *others, last = [lower] if lower in names else difflib.get_close_matches(lower, names) or [""]
+    return f"did you mean {' or '.join(filter(None, (', '.join(map(repr, others)), repr(last))))}?" if last else ""

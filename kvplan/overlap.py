@@ -1,4 +1,4 @@
-"""Which views of one region share bytes, decided without walking over blocks.
+"""Which views of one region share bytes, and where, decided without walking over blocks.
 
 A view's bytes are a set of *runs*: ``length`` bytes at ``start + k * step`` for ``k < count``, one for each
 contiguous piece of its block. Two runs can only meet where their spans overlap and where they overlap modulo the
@@ -8,6 +8,7 @@ Descriptions come from peers too, so there is a limit to how many runs and pairs
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -44,9 +45,22 @@ class _Run:
     step: int
     count: int
 
+    @classmethod
+    def of(cls, view: View, start: int, length: int) -> _Run:
+        return cls(start, length, _step(view), view.num_blocks)
 
-def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iterator[tuple[View, View]]:
-    """The pairs of views of one pool that share a byte: each at least once, by address.
+
+@attrs.frozen
+class Shared:
+    """A byte of a view that it shares with another one: the block that has it, and which byte of its region it is."""
+
+    view: View
+    block: int
+    byte: int
+
+
+def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iterator[tuple[Shared, Shared]]:
+    """The pairs of views of one pool that share a byte, by address: each at least once, with a byte that they share.
 
     A pool is the views of one group in one region, or in regions that overlap: ``apart`` says how many bytes after
     the first of them each region starts. Raises ``RANGE`` where telling would take more than
@@ -55,15 +69,16 @@ def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iter
     >>> from kvplan import Axis, View
     >>> def view(name, offset):
     ...     return View(name, "attn", "kv", "uint8", (Axis("dim", 0, 8, 8, 1),), 4, 24, offset)
-    >>> [(a.name, b.name) for a, b in overlaps([view("k", 0), view("v", 8), view("x", 44)])]
-    [('k', 'x')]
+    >>> for pair in overlaps([view("k", 0), view("v", 8), view("x", 44)]):
+    ...     print(told(*pair))
+    byte 48 of region 'kv': block 0 of 'x' and block 2 of 'k'
     """
-    runs = pairs = 0
+    number = pairs = 0
     shared = [views for views in pools if len(views) > 1]
     for view in (view for views in shared for view in views):
-        runs += _split(view)[0]
-        if runs > MAX_RUNS:
-            raise _too_many(view, "runs in the blocks of views that share regions", MAX_RUNS, runs)
+        number += _split(view)[0]
+        if number > MAX_RUNS:
+            raise _too_many(view, "runs in the blocks of views that share regions", MAX_RUNS, number)
     for views in shared:
         splits = [_split(view) for view in views]
         lengths = [length for _, length, _ in splits]
@@ -73,11 +88,22 @@ def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iter
             a, b = int(owner[i]), int(owner[j])
             if pairs > MAX_PAIRS:
                 raise _too_many(views[b], "pairs of runs to compare", MAX_PAIRS, pairs)
-            if a != b and _share(
-                _Run(int(start[i]), lengths[a], _step(views[a]), views[a].num_blocks),
-                _Run(int(start[j]), lengths[b], _step(views[b]), views[b].num_blocks),
-            ):
-                yield views[a], views[b]
+            runs = [_Run.of(views[n], int(start[at]), lengths[n]) for n, at in ((a, i), (b, j))]
+            if a != b and (met := _meeting(*runs)):
+                pair = zip((views[a], views[b]), met[:2], strict=True)
+                one, other = (Shared(view, block, met[2] - apart.get(view.region, 0)) for view, block in pair)
+                yield one, other
+
+
+def told(first: Shared, second: Shared) -> str:
+    """Where two views meet, in words: never the same ones for both."""
+    one, other = (f"block {each.block} of {each.view.name!r}" for each in (second, first))
+    at = f"byte {second.byte} of region {second.view.region!r}"
+    if first.view.region != second.view.region:
+        return f"{at}, {one}, which is byte {first.byte} of region {first.view.region!r}, {other}"
+    if first.view.name != second.view.name:
+        return f"{at}: {one} and {other}"
+    return f"{at}: {one} from offset {second.view.offset_bytes} and {other} from offset {first.view.offset_bytes}"
 
 
 def _too_many(view: View, what: str, limit: int, number: int) -> KVPlanError:
@@ -142,8 +168,8 @@ def _meet(start: Words, length: Words, modulus: int) -> Iterator[tuple[int, int]
             yield int(min(owner[i], j)), int(max(owner[i], j))
 
 
-def _share(a: _Run, b: _Run) -> bool:
-    """Whether two runs have a byte in common.
+def _meeting(a: _Run, b: _Run) -> tuple[int, int, int] | None:
+    """The first interval of each of two runs that have a byte in common, and that byte; none where they are apart.
 
     Interval ``i`` of a meets some interval of b where ``reach = a.start + i * a.step + a.length - 1 - b.start``, how
     far its last byte lies behind the start of b, is neither before b's first interval nor past its last, and is
@@ -156,9 +182,21 @@ def _share(a: _Run, b: _Run) -> bool:
         low, high = 0, int(0 <= reach < end)
     else:
         low, high = max(0, -(reach // a.step)), min(a.count, -((reach - end) // a.step))
-    if b.step == 0 or low >= high:
-        return low < high
-    return _hits(high - low, a.step, reach + low * a.step, b.step, near) > 0
+    if low >= high or (b.step and not _hits(high - low, a.step, reach + low * a.step, b.step, near)):
+        return None
+    first = reach + low * a.step
+    i = low + (_first_hit(high - low, a.step, first, b.step, near) if b.step else 0)
+    j = max(0, -((near - 1 - reach - i * a.step) // b.step)) if b.step else 0
+    return i, j, max(a.start + i * a.step, b.start + j * b.step)
+
+
+def _first_hit(count: int, step: int, start: int, modulus: int, near: int) -> int:
+    """The first ``i`` that :func:`_hits` counts; there must be one.
+
+    >>> _first_hit(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
+    2
+    """
+    return bisect.bisect_left(range(1, count), 1, key=lambda i: _hits(i, step, start, modulus, near))
 
 
 def _hits(count: int, step: int, start: int, modulus: int, near: int) -> int:

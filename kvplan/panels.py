@@ -38,7 +38,7 @@ def panels(plan: TransferPlan, request: Request | None = None) -> tuple[Panel, .
     for group in plan.local.groups:
         bound = sample(plan, group, far) if request is None else part(plan, group, request)
         if bound is not None:
-            binding = _Binding(plan, group, bound, far)
+            binding = _Binding(plan, group, bound, far, request is None)
             for parts in _layers([page for page in kept if page.group == group.name]):
                 kinds.setdefault(binding.kind(parts), (binding, []))[1].append(parts)
     return tuple(binding.panel(alike) for binding, alike in kinds.values() if binding.moves_any(alike[0]))
@@ -108,8 +108,10 @@ _Parts = list[Page]
 class _Binding:
     """A request of one group, bound, and where its blocks are."""
 
-    def __init__(self, plan: TransferPlan, group: Group, request: Request, far: Sequence[Sequence[Page]]) -> None:
-        self.plan, self.group, self.far = plan, group, far
+    def __init__(
+        self, plan: TransferPlan, group: Group, request: Request, far: Sequence[Sequence[Page]], sampled: bool
+    ) -> None:
+        self.plan, self.group, self.far, self.sampled = plan, group, far, sampled
         local, remote, tokens = request
         assert isinstance(tokens, Mapping)
         self.tokens = tokens[group.name]
@@ -134,6 +136,7 @@ class _Binding:
             num_layers=len(alike),
             tokens=None if self.group.tokens_per_block is None else self.tokens,
             copies=tuple(copy for page in alike[0] for copy in self._copies(page)),
+            sampled=self.sampled,
         )
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

@@ -6,12 +6,14 @@ Whatever the bytes, the outcome is a worker or a :class:`~kvplan.findings.PeerEr
   :mod:`kvplan.messages` have the limits. Nothing is expanded but names, of a stem and a number.
 - P2: regions, groups, axes, views and the worker are made by their constructors, which check them: a description
   from a peer is held to what one's own is.
-- P3: a problem does not hide another one that does not depend on it.
+- P3: a problem does not hide another one that does not depend on it. One that does depend on it is not told.
+- P4: a problem's path is one of the message: columns are lists, so that of a view's offset is
+  ``views.offset_bytes[7]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -21,7 +23,7 @@ from kvplan.errors import KVPlanError
 from kvplan.findings import BAD, Findings, Problem
 from kvplan.messages import parse
 from kvplan.names import join
-from kvplan.reading import INT64_END
+from kvplan.reading import INT64_END, count, name
 from kvplan.schema import OFFER, read
 from kvplan.views import Context, Group, Region, View
 from kvplan.workers import Worker
@@ -73,9 +75,10 @@ Owner = tuple[str, int]
 
 @attrs.frozen
 class _Placed:
-    """A view with what it is placed in, and its row in the message."""
+    """A view with what it is placed in, and where the message has it: its row, and what its region is like."""
 
     row: int
+    memory: int
     view: View
     region: Region
     group: Group
@@ -87,16 +90,21 @@ def _worker(data: bytes, found: Findings) -> Any:
         return BAD
     engine_id, rank = offer["engine_id"], offer["rank"]
     owner = ("offer" if engine_id is BAD else engine_id, 0 if rank is BAD else rank)
-    groups = [_group(group, f"groups[{i}]", found) for i, group in _each(offer["groups"])]
-    regions = _regions(offer, found)
-    layouts = [_layout(layout, f"layouts[{i}]", owner, groups, found) for i, layout in _each(offer["layouts"])]
-    views = _views(offer, regions, layouts, found)
-    good_regions, good_groups = (tuple(part for part in parts if part is not BAD) for parts in (regions, groups))
-    return _whole(owner, good_regions, good_groups, views, found)
+    groups = _each(offer["groups"], lambda i, group: _group(group, f"groups[{i}]", found))
+    memories = _each(offer["memories"], lambda i, memory: _memory(memory, f"memories[{i}]", found))
+    regions = _each(offer["regions"], lambda i, row: _region(offer["stems"], memories, i, row, found))
+    layouts = _each(offer["layouts"], lambda i, layout: _layout(layout, f"layouts[{i}]", owner, groups, found))
+    views = _each(offer["views"], lambda i, row: _view(offer, regions, layouts, i, row, found))
+    return _whole(owner, _good(regions), _good(groups), _good(views), found)
 
 
-def _each(values: Any) -> enumerate[Any]:
-    return enumerate(() if values is BAD else values)
+def _each(values: Any, make: Callable[[int, Any], Any]) -> Any:
+    """What is made of each value and its index; BAD where there is no list of them."""
+    return BAD if values is BAD else [make(i, value) for i, value in enumerate(values)]
+
+
+def _good(values: Any) -> tuple[Any, ...]:
+    return () if values is BAD else tuple(value for value in values if value is not BAD)
 
 
 def _pick(values: Any, index: Any, path: str, found: Findings) -> Any:
@@ -117,29 +125,28 @@ def _group(fields: Any, path: str, found: Findings) -> Any:
     return found.attempt(path, Group, fields["name"], fields["tokens_per_block"], context)
 
 
-def _regions(offer: Any, found: Findings) -> list[Any]:
-    memories = []
-    for i, fields in _each(offer["memories"]):
-        path = f"memories[{i}]"
-        parts = (BAD,) if fields is BAD else (fields["size_bytes"], fields["memory"], fields["device_id"])
-        memories.append(found.attempt(path, Region, path, 0, *parts))
-    regions = []
-    for i, (stem, number, memory, address) in _each(offer["regions"]):
-        name = _name(offer["stems"], stem, number, f"regions.stem[{i}]", found)
-        like = _pick(memories, memory, f"regions.memory[{i}]", found)
-        regions.append(found.attempt(f"regions[{i}]", _region, like, name, address))
-    return regions
+def _memory(fields: Any, path: str, found: Findings) -> Any:
+    """A region that is like those that name it, but for its name and address."""
+    parts = (BAD,) if fields is BAD else (fields["size_bytes"], fields["memory"], fields["device_id"])
+    return found.attempt(path, Region, path, 0, *parts)
 
 
-def _region(like: Region, name: str, address: int) -> Region:
-    return attrs.evolve(like, name=name, address=address)
+def _region(stems: Any, memories: Any, i: int, row: tuple[Any, ...], found: Findings) -> Any:
+    stem, number, memory, address = row
+    called = _name(stems, stem, number, f"regions.stem[{i}]", found)
+    like = _pick(memories, memory, f"regions.memory[{i}]", found)
+    return found.attempt(f"regions.address[{i}]", _region_like, like, called, address)
+
+
+def _region_like(like: Region, called: str, address: int) -> Region:
+    return attrs.evolve(like, name=called, address=address)
 
 
 def _name(stems: Any, stem: Any, number: Any, path: str, found: Findings) -> Any:
     parts = _pick(stems, stem, path, found)
     if parts is BAD or number is BAD or BAD in parts.values():
         return BAD
-    return join(parts["before"], number, parts["after"])
+    return found.attempt(path, name, join(parts["before"], number, parts["after"]), "the name of a stem and a number")
 
 
 def _layout(fields: Any, path: str, owner: Owner, groups: Any, found: Findings) -> Any:
@@ -160,20 +167,15 @@ def _layout(fields: Any, path: str, owner: Owner, groups: Any, found: Findings) 
     return BAD if worker is BAD else (view, group)
 
 
-def _views(offer: Any, regions: Sequence[Any], layouts: Sequence[Any], found: Findings) -> list[_Placed]:
-    placed = []
-    for i, (stem, number, layout, region, offset) in _each(offer["views"]):
-        name = _name(offer["stems"], stem, number, f"views.stem[{i}]", found)
-        like = _pick(layouts, layout, f"views.layout[{i}]", found)
-        place = _pick(regions, region, f"views.region[{i}]", found)
-        view = found.attempt(f"views[{i}]", _view, like, name, place, offset)
-        if view is not BAD:
-            placed.append(_Placed(i, view, place, like[1]))
-    return placed
-
-
-def _view(like: tuple[View, Group], name: str, region: Region, offset_bytes: int) -> View:
-    return attrs.evolve(like[0], name=name, region=region, offset_bytes=offset_bytes)
+def _view(offer: Any, regions: Any, layouts: Any, i: int, row: tuple[Any, ...], found: Findings) -> Any:
+    stem, number, layout, region, offset = row
+    called = _name(offer["stems"], stem, number, f"views.stem[{i}]", found)
+    like = _pick(layouts, layout, f"views.layout[{i}]", found)
+    place = _pick(regions, region, f"views.region[{i}]", found)
+    if BAD in (called, like, place, offset):
+        return BAD
+    view = attrs.evolve(like[0], name=called, region=place, offset_bytes=offset)
+    return _Placed(i, offer["regions"][region][2], view, place, like[1])
 
 
 def _whole(
@@ -186,9 +188,36 @@ def _whole(
         before = found.count
         found.attempt("regions", Worker, *owner, regions, (), ())
         found.attempt("groups", Worker, *owner, (), groups, ())
-        for placed in views if error.code == "BOUNDS" else ():
-            alone = ([placed.region], [placed.group], [placed.view])
-            found.attempt(f"views[{placed.row}]", Worker, *owner, *alone)
+        _leave(owner, views, found)
         if found.count == before:
             found.add("views", error)
         return BAD
+
+
+def _leave(owner: Owner, views: Sequence[_Placed], found: Findings) -> None:
+    """Tells which views leave their regions; where all regions of one size are too small, that alone."""
+    of: dict[int, list[_Placed]] = {}
+    for placed in views:
+        of.setdefault(placed.memory, []).append(placed)
+    for memory, held in of.items():
+        over = [placed for placed in held if placed.view.end_bytes > placed.region.size_bytes]
+        if _all_too_small(held, over):
+            last = max(over, key=lambda placed: placed.view.end_bytes)
+            found.add(f"memories[{memory}].size_bytes", _too_small(last))
+            continue
+        for placed in over:
+            path = f"views.offset_bytes[{placed.row}]"
+            found.attempt(path, Worker, *owner, [placed.region], [placed.group], [placed.view])
+
+
+def _too_small(last: _Placed) -> KVPlanError:
+    size, end, blocks = last.region.size_bytes, last.view.end_bytes, count(last.view.num_blocks, "block")
+    expected = f"at least {end} bytes, where view {last.view.name!r} of {blocks} ends"
+    return KVPlanError("BOUNDS", "hold views", expected=expected, got=f"{size}", size_bytes=size, end_bytes=end)
+
+
+def _all_too_small(held: Sequence[_Placed], over: Sequence[_Placed]) -> bool:
+    """Whether no offsets of the views that leave their regions could help, or several views leave all their regions."""
+    if any(placed.view.end_bytes - placed.view.offset_bytes > placed.region.size_bytes for placed in over):
+        return True
+    return len(over) > 1 and {placed.region.name for placed in over} == {placed.region.name for placed in held}

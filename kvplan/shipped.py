@@ -6,6 +6,9 @@ import json
 from importlib import resources
 from typing import Any
 
+from kvplan.errors import KVPlanError
+from kvplan.names import meant
+
 
 def configs() -> dict[str, Any]:
     """The configuration of each shipped model, by its name in lower case.
@@ -15,3 +18,12 @@ def configs() -> dict[str, Any]:
     """
     found: dict[str, Any] = json.loads(resources.files("kvplan").joinpath("data", "models.json").read_bytes())
     return found
+
+
+def unknown(model_name: Any) -> KVPlanError:
+    """The error for a name that no shipped model has, with those that are like it."""
+    hint = meant(str(model_name), configs())
+    got = repr(model_name)
+    return KVPlanError(
+        "NAME", "load a shipped model", expected="one of Model.names()", got=got, hint=hint, name=model_name
+    )

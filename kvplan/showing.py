@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import shutil
 from typing import Any, Final
 
 import click
 from rich.text import Text
 
 from kvplan.copies import Copy, End, Panel
-from kvplan.errors import KVPlanError
+from kvplan.drawing import COLUMNS
 from kvplan.options import POOL, about_two_engines, echo_json, plain_console
 from kvplan.panels import panels
 from kvplan.pictures import show
@@ -25,7 +25,12 @@ STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 @click.command("show", short_help="Draw both engines' blocks, and which bytes go where.")
 @about_two_engines
 @click.option("--rank", default="0", show_default=True, help="The destination worker whose plan is drawn.")
-@click.option("--svg", "path", metavar="FILE", help="Write a picture of the plan there, and draw no text.")
+@click.option(
+    "--svg",
+    "path",
+    metavar="FILE",
+    help="Write a picture of the plan there, and draw nothing here. FILE ends in .svg, or in .txt for the text.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document: every copy of what is drawn.")
 def show_command(model: str, src: str, dst: str, bits: str | None, rank: str, path: str | None, as_json: bool) -> int:
     """Draw what one block of MODEL's cache looks like on both engines, and which bytes go where.
@@ -45,30 +50,26 @@ def show_command(model: str, src: str, dst: str, bits: str | None, rank: str, pa
     plan = plan_reads(local, sources, not_transferred=undrafted(destinations, sources))
     words = f"{model}, {sides['src']} -> {sides['dst']}"
     if path is not None:
-        _write(path, show(plan, about=words).svg)
+        picture = show(plan, about=words)
+        picture.save(path)
     if as_json:
         told = {"model": model, **{key: str(side) for key, side in sides.items()}, "worker": local.label}
         echo_json(told | {"panels": [_panel_json(panel) for panel in panels(plan)]})
-    elif path is None:
+    elif path is not None:
+        click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
+    else:
         click.echo(words)
         _print(plan)
     return 0
-
-
-def _write(path: str, svg: str) -> None:
-    try:
-        Path(path).write_text(svg, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        got = f"{path!r}: {reason}"
-        raise KVPlanError("NAME", "write a picture", expected="a path that can be written to", got=got) from None
 
 
 def _print(plan: TransferPlan) -> None:
     """The blocks of one source that sends something and of the destination, then what goes where."""
     moving = [remote for remote, pair in zip(plan.remotes, plan.pairs, strict=True) if pair.layouts]
     console = plain_console()
-    for picture in map(show, [*moving[:1], plan.local, plan]):
+    width = shutil.get_terminal_size((COLUMNS, 24)).columns  # of a terminal, or of what COLUMNS says
+    for value in (*moving[:1], plan.local, plan):
+        picture = show(value, width=width)
         text = Text(f"\n{picture.title}\n\n", style="bold")
         text.append(Text(picture.text, style="not bold"))
         text.highlight_regex(r"[│░]|···", "dim")

@@ -13,6 +13,7 @@ import attrs
 
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
+from kvplan.names import meant
 from kvplan.reading import integer
 from kvplan.workers import Worker
 
@@ -48,14 +49,20 @@ def load(model: str, bits: str | None = None) -> Model:
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        got = repr(model) if isinstance(error, FileNotFoundError) else f"{model!r}: {_reason(error)}"
-        expected = f"the path of a config.json, or a name of {', '.join(Model.names())}"
-        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=model) from None
+        raise _not_loaded(model, error) from None
     return Model.from_config(config)
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _not_loaded(model: str, error: Exception) -> KVPlanError:
+    """The error for what is no model: a file's trouble, or a name, with those that are like it."""
+    is_file, lacks = model.endswith(".json"), isinstance(error, FileNotFoundError)
+    reason = "no such file" if lacks else (error.strerror if isinstance(error, OSError) else None) or str(error)
+    got = repr(model) if lacks and not is_file and "/" not in model else f"{model!r}: {reason}"
+    named = lacks and not is_file
+    alike = meant(model.rpartition("/")[2], Model.names()) if named else ""
+    hint = " ".join(filter(None, (alike, "'kvplan --help' lists all" if named else "")))
+    expected = "the name of a shipped model, or the path of a config.json"
+    return KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
 
 
 def count(text: str, what: str, low: int, high: int) -> int:
@@ -144,7 +151,10 @@ class Side:
             key, _, value = item.partition("=")
             if key not in readers:
                 known = ", ".join(readers)
-                raise KVPlanError("LAYOUT", f"read {what}", expected=f"keys of {known}", got=repr(key), key=key)
+                hint = meant(key, readers)
+                raise KVPlanError(
+                    "LAYOUT", f"read {what}", expected=f"keys of {known}", got=repr(key), hint=hint, key=key
+                )
             if key in values:
                 raise KVPlanError("NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key)
             values[key] = readers[key](value, f"{key} of {what}")

@@ -42,7 +42,8 @@ class Spread:
         """The spread of a panel's copies."""
         values = [_values(copy) for copy in panel.copies]
         ends = [copy.local for copy in panel.copies], [copy.remote for copy in panel.copies]
-        return cls(values, _ranked(panel.copies, values), (_lanes(ends[0]), _lanes(ends[1])))
+        lanes = (_lanes(ends[0], panel.sampled), _lanes(ends[1], panel.sampled))
+        return cls(values, _ranked(panel.copies, values), lanes)
 
     def sides(self, most: int) -> tuple[Grid, Grid]:
         """The local and the remote side, about ``most`` copies shown."""
@@ -90,23 +91,24 @@ def _by_weight(order: Sequence[Value], around: Mapping[Value, set[Any]]) -> list
     return [order[i] for i in dict.fromkeys([*first, *range(len(order))])]
 
 
-def _lanes(ends: Sequence[End]) -> list[Lane]:
+def _lanes(ends: Sequence[End], sampled: bool) -> list[Lane]:
     """The pages of blocks, by worker, region and ordinal."""
     found: dict[Any, list[tuple[int, End]]] = {}
     for i, end in enumerate(ends):
         found.setdefault((end.worker.key, end.page.places, end.ordinal), []).append((i, end))
     several = len({key[:2] for key in found}) > len({key[0] for key in found})
     ordered = [sorted(found[key], key=lambda each: each[1].box.start) for key in sorted(found)]
-    return [(_prefix(inside[0][1], several), inside) for inside in ordered]
+    return [(_prefix(inside[0][1], several, sampled), inside) for inside in ordered]
 
 
-def _prefix(end: End, several: bool) -> tuple[Step, ...]:
-    """The steps to the page of an end, its region among them where there are ``several`` to a worker."""
+def _prefix(end: End, several: bool, sampled: bool) -> tuple[Step, ...]:
+    """The steps to the page of an end: its region among ``several`` of a worker, its id where not ``sampled``."""
     steps = [Step(WORKER, 0, 1, end.worker.label)]
     if several:
         steps.append(Step(REGION, 0, 1, end.region))
     if end.group.tokens_per_block is not None:
-        steps.append(Step(BLOCK, end.ordinal, end.ordinal + 1, more=f"positions {end.positions}"))
+        name = "" if sampled else f"{end.ordinal} (id {end.block})"
+        steps.append(Step(BLOCK, end.ordinal, end.ordinal + 1, name, f"positions {end.positions}"))
     return tuple(steps)
 
 

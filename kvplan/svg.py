@@ -17,16 +17,13 @@ from xml.etree.ElementTree import Element
 
 from kvplan.bands import TENSOR
 from kvplan.copies import Panel
-from kvplan.drawing import WAYS, told
-from kvplan.grids import WORKER, Grid, Leaf, opened
+from kvplan.drawing import MOST, WAYS, told
+from kvplan.grids import BLOCK, WORKER, Grid, Leaf, opened
 from kvplan.pages import Page, pages, titled
 from kvplan.reading import count
 from kvplan.sheets import BYTES, COLOURS, DIGIT, EDGE, LEFT, LETTER, RIBBONS, ROW, WIDTH, Sheet, add, fits, fitting
 from kvplan.spreads import Spread
 from kvplan.workers import Worker
-
-MOST: Final = 20
-"""About so many copies, or leaves of a page, are shown of a kind of layer."""
 
 NARROW: Final[Mapping[str, float]] = MappingProxyType({"bytes": 0.0, "fold": 24.0, "rest": 18.0})
 """How wide leaves are that do not share the room."""
@@ -165,9 +162,9 @@ def _draw_rows(
         add(group, "rect", **box, class_="still" if cell.kind == "rest" else "")
         if cell.step and cell.step.axis == WORKER and cell.step.name in tints:
             add(group, "rect", **box, class_=f"tint {tints[cell.step.name]}")
-        fitting(
-            group, [grid.text(cell, more=True), grid.text(cell), str(cell.step or "")], high - low, LETTER, **middle
-        )
+        number = str(cell.step.start) if cell.step and cell.step.axis == BLOCK else ""
+        texts = [grid.text(cell, more=True), grid.text(cell), str(cell.step or ""), number]
+        fitting(group, texts, high - low, LETTER, **middle)
 
 
 def _draw_bytes(parent: Element, grid: Grid, spans: Spans, y: float, marks: Marks) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
-from kvplan.overlap import overlaps
+from kvplan.overlap import overlaps, told
 from kvplan.reading import count, integer, members, name, settle
 from kvplan.views import TOKEN, Geometry, Group, Region, View
 
@@ -155,11 +155,13 @@ class Worker:
         for first, second in overlaps(*pools.values(), apart={region: apart for region, (_, apart) in joined.items()}):
             raise KVPlanError(
                 "OVERLAP",
-                f"place view {second.name!r} of worker {self.label}",
-                expected=f"bytes of its own in region {joined[second.region][0]!r} for group {second.group!r}",
-                got=f"bytes of view {first.name!r}",
-                first=first.name,
-                second=second.name,
+                f"place view {second.view.name!r} of worker {self.label}",
+                expected=f"bytes of its own in region {second.view.region!r} for group {second.view.group!r}",
+                got=told(first, second),
+                first=first.view.name,
+                second=second.view.name,
+                blocks=(first.block, second.block),
+                bytes=(first.byte, second.byte),
             )
 
     def _joined_regions(self) -> dict[str, tuple[str, int]]:

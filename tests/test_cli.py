@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import KVPlanError, demo, trials
+from kvplan import KVPlanError, Model, demo, trials
 from kvplan.report import Report
 from kvplan.sides import load
 from tests.conftest import Cli
@@ -61,6 +61,30 @@ def test_a_refusal_is_one_line_and_status_2(cli: Cli, name: str) -> None:
     assert run.err.startswith(start)
     assert run.err.count("\n") == 1
     assert re.fullmatch(r"[A-Z]+: cannot .+: expected .+, got .+\n", run.err)
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (("verify", "--srcc", "x"), "'kvplan verify --help' shows, got option '--srcc' (did you mean '--src'?)"),
+        (("verifyy",), "'kvplan --help' shows, got command 'verifyy' (did you mean 'verify'?)"),
+        (("verify",), "'kvplan verify --help' shows, got no argument 'MODEL'"),
+        (("verify", "a", "b"), "'kvplan verify --help' shows, got unexpected extra argument (b)"),
+        (
+            (*SMALL, "--bits", "3"),
+            "'kvplan verify --help' shows, got invalid value for '--bits': '3' is not one of '8'",
+        ),
+    ],
+)
+def test_a_word_that_is_none_is_told_with_those_like_it(cli: Cli, arguments: tuple[str, ...], told: str) -> None:
+    """What is wrong with the words of a command is told as a value, and what may have been meant as a hint."""
+    assert cli(*arguments).err.startswith(f"NAME: cannot read the command line: expected what {told}")
+
+
+def test_the_help_names_every_shipped_model(cli: Cli) -> None:
+    """The help lists the models that have a name, in their order, and no others."""
+    listed = " ".join(cli("--help").out.partition("Shipped models: ")[2].split())
+    assert tuple(listed.removesuffix(".").replace("- ", "-").split(", ")) == Model.names()
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -88,7 +88,6 @@ PLANNED = {
     "turns": (engine("prefill", contexts=(2, 3))[1], [("context", *TURNS)]),
     "group": (GROUP, [("group", "attn", "kv")]),
     "memory": (moved(OTHER), [("memory", "DRAM 0", "VRAM 2"), ("regions", "2 of 2560 bytes", "2 of 2561 bytes")]),
-    "layers": (engine("prefill", layers=3)[0], [("tensor", "not kept", "kept"), "regions"]),
 }
 
 
@@ -101,6 +100,28 @@ def test_what_is_planned_around_is_told(remote, expected):
         assert value in (row[0], row[:3])
     assert compare(MINE, remote).ok
     assert plan_reads(MINE, [*engine("more", layers=2), remote])
+
+
+def test_a_tensor_that_the_source_alone_keeps_is_not_moved():
+    """It is no refusal and nothing that a plan bridges: it stays, is told before what is planned, and is counted."""
+    comparison = compare(with_views(MINE, num_blocks=8), engine("prefill", layers=4)[0])
+    assert comparison.ok
+    assert comparison.not_moved == ("layers.2", "layers.3")
+    first, *others = comparison.differences
+    assert first == Difference("tensor", "layers.2-3", "not kept", "kept", "not moved")
+    assert {each.effect for each in others} == {"planned"}
+    assert str(comparison).startswith("decode/0 and prefill/0: 3 differences, none refused, 2 tensors not moved\n")
+
+
+def test_a_slip_in_a_name_is_told_on_both_sides():
+    """A tensor of another name is refused for the destination, and what it should have been is not moved."""
+    named = [attrs.evolve(view, name=view.name.replace("layers.1", "layer.1")) for view in OTHER.views]
+    comparison = compare(MINE, attrs.evolve(OTHER, views=named))
+    assert [(d.where, d.effect, d.code) for d in comparison.differences] == [
+        ("layers.1", "refused", "TENSOR"),
+        ("layer.1", "not moved", ""),
+    ]
+    assert str(comparison).splitlines()[0].endswith(": 2 differences, 1 refused, 1 tensor not moved")
 
 
 def test_layers_of_one_difference_are_told_once():
@@ -116,6 +137,7 @@ def test_tensors_that_are_not_transferred_do_not_count():
     draft = engine("prefill", layers=3)[0]
     assert compare(draft, MINE, not_transferred=("layers.2",)).ok
     assert [d.field for d in compare(draft, MINE, ("layers.2",)).differences] == ["regions"]
+    assert compare(MINE, draft, not_transferred=("layers.2",)).not_moved == ()
 
 
 def parted(*dtypes: str) -> Worker:

@@ -29,15 +29,16 @@ MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULT
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_python_prints_what_the_page_says(name: str) -> None:
+def test_the_python_prints_what_the_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's Python blocks run in order, as one program; each prints the text block behind it, or nothing."""
+    monkeypatch.chdir(tmp_path)
     assert wrong_prints(PAGES[name]) == []
 
 
 def test_python_is_on_every_page_that_teaches() -> None:
-    """The pages whose Python is run are the start, the tutorial, every how-to and the pages for those who integrate."""
+    """The pages whose Python is run are the start, the tutorial, every how-to, for integrators, and of pictures."""
     how_to = {name for name in PAGES if name.startswith("how-to/")}
-    assert {*PROGRAMS} == {"index.md", "tutorial.md", "connectors.md", "handshake.md", *how_to}
+    assert {*PROGRAMS} == {"index.md", "tutorial.md", "connectors.md", "handshake.md", "pictures/README.md", *how_to}
 
 
 @pytest.mark.parametrize("command, output, status", COMMANDS)

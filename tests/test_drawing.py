@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Axis, Group, Model, Region, View, Worker, plan_reads, plan_writes
-from kvplan.drawing import COLUMNS, draw_page, draw_panel, draw_worker
+from kvplan.drawing import draw_page, draw_panel, draw_panels, draw_worker
 from kvplan.pages import pages
 from kvplan.panels import panels
 from tests.small import engine
@@ -51,7 +51,7 @@ def test_tokens_outside_heads() -> None:
 def test_what_does_not_belong_to_the_page_is_hatched() -> None:
     """Between heads outside blocks are other blocks, and behind a padded page is its pad."""
     (page,) = pages(LLAMA.engine("e", tp=4, layout="LHBNC", num_blocks=10)[1])
-    assert draw_page(page) == text("""
+    assert draw_page(page, 100) == text("""
         head  │ 2                                  │ ░   │ 3                                            │
         token │ 0       │ 1       │ ···│ 15        │     │ 0           │ 1           │ ···│ 15          │
         kv    │ K  │ V  │ K  │ V  │    │ K   │ V   │     │ K    │ V    │ K    │ V    │    │ K    │ V    │
@@ -88,7 +88,7 @@ def test_a_tensor_of_one_axis_is_whole() -> None:
 def test_a_page_of_many_tensors_is_drawn_in_parts() -> None:
     """Where even the coarsest drawing is too wide, it goes on below, each part with its rows."""
     (page,) = pages(state(parts=14, step_bytes=32))
-    assert draw_page(page) == text("""
+    assert draw_page(page, 100) == text("""
         tensor │ part0│ part1│ part2│ part3│ part4│ part5│ part6│ part7│ part8│ part9│ part10│ part11│
         head   │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1   │ 0-1   │
         byte   │ 0    │ 32   │ 64   │ 96   │ 128  │ 160  │ 192  │ 224  │ 256  │ 288  │ 320   │ 352   │
@@ -135,7 +135,91 @@ def test_bytes_that_do_not_move_are_told_by_their_coordinates() -> None:
     assert draw_panel(panel, "READ").splitlines()[4:7] == [
         "head   │ 0  │ 1   │",
         "byte   │ 0  │ 64  │",
-        "copy   │    │ a   │",
+        "copy   │ ░  │ a   │",
+    ]
+
+
+def halves(engine_id: str, rank: int, tp: int, tokens: int, num_blocks: int) -> Worker:
+    """A cache of shape (2, blocks, tokens, heads, dim): all K in one half of the region, all V in the other."""
+    heads, row = 6 // tp, 6 // tp * 16
+    half = num_blocks * tokens * row
+    axes = (
+        Axis("kv", 0, 2, 2, half),
+        Axis("token", 0, tokens, tokens, row),
+        Axis("head", rank * heads, rank * heads + heads, 6, 16),
+        Axis("dim", 0, 8, 8, 2),
+    )
+    region = Region("kv", (rank + 1) << 40, 2 * half)
+    view = View("layers.0.attn", "attn", region, "bfloat16", axes, num_blocks, tokens * row)
+    return Worker(engine_id, rank, [region], [Group("attn", tokens)], [view])
+
+
+def test_both_halves_of_a_cache_are_opened() -> None:
+    """Where K and V stand far apart, the first, the second and the last token of both are shown, with all heads."""
+    assert draw_worker(halves("e", 0, 3, 16, 10)) == text("""
+        layers.0.attn
+        1024 bytes in each of 10 blocks of group attn, step 512
+        kv    │ K                                          │ ░  │ V                                                  │
+        token │ 0       │ 1       │ 2       │ ···│ 15      │    │ 0         │ 1         │ 2         │ ···│ 15        │
+        head  │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │    │ 0  │ 1  │    │ 0   │ 1   │ 0   │ 1   │ 0   │ 1   │    │ 0   │ 1   │
+        byte  │ 0  │ 16 │ 32 │ 48 │ 64 │ 80 │    │ 480│ 496│ 512│ 5120│ 5136│ 5152│ 5168│ 5184│ 5200│    │ 5600│ 5616│
+
+        ░ padding, or of others
+    """)
+
+
+def test_a_plan_of_halves_shows_both_ends_of_the_request() -> None:
+    """The first, second and last position are shown of K and V, and so are both blocks that the source has of them."""
+    plan = plan_reads(halves("decode", 0, 2, 32, 10), [halves("prefill", rank, 3, 16, 20) for rank in range(3)])
+    assert draw_panels(panels(plan), "READ") == text("""
+        layers.0.attn
+        positions [0, 32): 3072 bytes in 128 copies of 16 bytes to 32 bytes
+        worker   │ prefill/0                                        │
+        block    │ 0                          │ ···│ 1              │
+        kv       │ K       │ ···│ V           │    │ K  │ ···│ V    │
+        position │ 0  │ 1  │    │ 0    │ 1    │    │ 31 │    │ 31   │
+        byte     │ 0  │ 32 │    │ 10240│ 10272│    │ 480│    │ 10720│
+        copy     │ a  │ b  │    │ d    │ e    │    │ c  │    │ f    │
+
+        worker   │ prefill/1                                                           │
+        block    │ 0                                      │ ···│ 1                     │
+        kv       │ K            │ ···│ V                  │    │ K  │ ···│ V           │
+        position │ 0       │ 1  │    │ 0           │ 1    │    │ 31 │    │ 31          │
+        head     │ 2  │ 3  │ 2  │    │ 2    │ 3    │ 2    │    │ 2  │    │ 2    │ 3    │
+        byte     │ 0  │ 16 │ 32 │    │ 10240│ 10256│ 10272│    │ 480│    │ 10720│ 10736│
+        copy     │ g  │ ░  │ h  │    │ j    │ ░    │ k    │    │ i  │    │ l    │ ░    │
+
+        copy     │ a  │ g  │ b  │ h  │    │ c   │ i   │ ░   │ d    │ j    │ e    │ k    │    │ f    │ l    │
+        byte     │ 0  │ 32 │ 48 │ 80 │    │ 1488│ 1520│ 1536│ 15360│ 15392│ 15408│ 15440│    │ 16848│ 16880│
+        head     │ 0-1│ 2  │ 0-1│ 2  │    │ 0-1 │ 2   │     │ 0-1  │ 2    │ 0-1  │ 2    │    │ 0-1  │ 2    │
+        position │ 0       │ 1       │ ···│ 31        │     │ 0           │ 1           │ ···│ 31          │
+        kv       │ K                                  │ ░   │ V                                            │
+        block    │ 0                                                                                       │
+        worker   │ decode/0                                                                                │
+
+        ░ not moved
+    """)
+
+
+def test_what_hatching_means_is_told_once() -> None:
+    """A legend stands below all drawings, where any of them has what is hatched."""
+    text = draw_panels(panels(plan_reads(engine("decode", tp=4)[1], engine("prefill", tp=2))), "READ")
+    assert text.endswith("\n\n░ not moved")
+    assert text.count("not moved") == 1
+    assert "░" not in draw_panels(panels(plan_reads(engine("decode")[0], engine("prefill"))), "READ")
+    assert draw_worker(state(parts=2, step_bytes=40)).endswith("\n\n░ padding, or of others")
+    assert "░" not in draw_worker(engine("e")[0])
+
+
+def test_a_part_ends_where_the_coarsest_axis_goes_on() -> None:
+    """A drawing that is too wide is cut between workers rather than within one, if not much of the line is lost."""
+    (panel,) = panels(plan_reads(engine("decode")[0], engine("prefill", tp=2, tokens=2, order="NH")))
+    rows = [line.split("│")[1:-1] for line in draw_panel(panel, "READ", 60).splitlines() if line.startswith("worker")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["prefill/0"],
+        ["prefill/1"],
+        ["decode/0"],
+        ["decode/0"],
     ]
 
 
@@ -143,11 +227,12 @@ def test_bytes_that_do_not_move_are_told_by_their_coordinates() -> None:
     "name", ["llama-3.1-70b", "deepseek-v3.2", "granite-4.0-h-tiny", "qwen3-next-80b", "gemma-4-31b"]
 )
 @pytest.mark.parametrize("layout", ["LBNHC", "BHLNC"])
-def test_drawings_are_narrow(name: str, layout: str) -> None:
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_drawings_are_narrow(name: str, layout: str, columns: int) -> None:
     """Whatever the model and the layout, no line of a drawing is too wide, but for the names above it."""
     model = Model.shipped(name)
     sources = model.engine("prefill", tp=3, num_blocks=9)
     (local,) = model.engine("decode", layout=layout, tokens_per_block=64, num_blocks=9)
-    drawings = [draw_worker(local), *(draw_panel(panel, "READ") for panel in panels(plan_reads(local, sources)))]
+    drawings = [draw_worker(local, columns), draw_panels(panels(plan_reads(local, sources)), "READ", columns)]
     rows = [line for drawing in drawings for line in drawing.splitlines() if "│" in line]
-    assert max(map(len, rows)) <= COLUMNS
+    assert max(map(len, rows)) <= columns

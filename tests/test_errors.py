@@ -367,7 +367,7 @@ REFUSALS: tuple[Row, ...] = (
     ),
     Row(
         "OVERLAP: cannot place view 'layers.1' of worker p/0: expected bytes of its own in region 'kv' "
-        "for group 'attn', got bytes of view 'layers.0'",
+        "for group 'attn', got byte 48 of region 'kv': block 0 of 'layers.1' and block 0 of 'layers.0'",
         lambda: worker(views=[view(num_blocks=8), view(name="layers.1", num_blocks=8, offset_bytes=48)]),
     ),
     Row(

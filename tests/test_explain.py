@@ -54,7 +54,7 @@ def test_views_that_differ_are_told_apart() -> None:
 def test_a_read_plan_lists_the_workers_that_it_reads_from() -> None:
     """A plan names the remote workers that move bytes, and no others."""
     lines = explain(plan_reads(DECODE[1], PREFILL)).splitlines()
-    assert lines[0] == "decode/1 reads from 4 workers"
+    assert lines[0] == "decode/1 reads from 1 of 4 workers"
     assert all(line.startswith("  <- prefill/") for line in lines[1:])
     assert not any("prefill/0" in line or "prefill/1" in line for line in lines)
 
@@ -62,7 +62,7 @@ def test_a_read_plan_lists_the_workers_that_it_reads_from() -> None:
 def test_a_write_plan_points_the_other_way() -> None:
     """A plan that writes says so."""
     lines = explain(plan_writes(PREFILL[0], DECODE, PREFILL[1:])).splitlines()
-    assert lines[0] == "prefill/0 writes to 2 workers"
+    assert lines[0] == "prefill/0 writes to 1 of 2 workers"
     assert all(line.startswith("  -> decode/") for line in lines[1:])
 
 
@@ -70,11 +70,19 @@ def test_a_mesh_counts_completions() -> None:
     """A mesh tells each plan, and how many completions each source awaits."""
     mesh = plan_mesh(DECODE, PREFILL)
     text = explain(mesh)
-    assert text.startswith("2 plans of 6 workers\n  decode/0 reads from 4 workers\n")
+    assert text.startswith("2 plans of 6 workers\n  decode/0 reads from 1 of 4 workers\n")
     awaited = sum(len(each.awaits) for each in mesh.completions.values())
     moving = sum(bool(len(pair.local_table.rows)) for plan in mesh.plans for pair in plan.pairs)
     assert awaited == moving
     assert text.count(" <- ") == moving
+
+
+def test_completions_are_those_of_each_worker() -> None:
+    """Of several workers that await as many, the line says that each does; of one, that it does."""
+    text = explain(plan_mesh(DECODE, PREFILL))
+    assert text.endswith("\n  prefill/0,3: each awaits 1 completion\n  prefill/1-2: each awaits 0 completions")
+    alone = MODEL.engine("alone", num_blocks=8)
+    assert explain(plan_mesh(DECODE, alone)).endswith("\n  alone/0 awaits 2 completions")
 
 
 def test_a_spec_tells_what_moves() -> None:
@@ -142,7 +150,7 @@ def test_rows_of_many_lengths_are_one_list() -> None:
     made = Model.shipped("granite-4.0-h-tiny")
     plan = plan_reads(made.engine("d", tp=2, num_blocks=8)[0], made.engine("s", tp=4, num_blocks=8))
     first = explain(plan).splitlines()[1]
-    assert first.endswith("36 rows of 385.5 KiB, 4 rows of 8192 bytes, 36 rows of 4608 bytes and 4 rows of 512 bytes")
+    assert first.endswith("36 local rows of 385.5 KiB, 4 of 8192 bytes, 36 of 4608 bytes and 4 of 512 bytes")
 
 
 def test_a_refused_message_is_told_with_all_its_problems() -> None:

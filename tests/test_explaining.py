@@ -23,7 +23,7 @@ def test_explain_tells_both_engines_and_the_plan(cli: Cli) -> None:
     assert "src, tp=2: 2 workers" in run.out
     assert "views layers.0-27.attn in group attn" in run.out
     assert "in each of 10 blocks" in run.out
-    assert "dst/3 reads from 2 workers\n    <- src/1: " in run.out
+    assert "dst/3 reads from 1 of 2 workers\n    <- src/1: " in run.out
 
 
 def test_a_line_of_each_side_and_the_plans(cli: Cli) -> None:

@@ -67,7 +67,7 @@ LINES = [
     (REFUSAL, "INT: cannot count: expected 1, got 2"),
     (MESH, "1 plan of 3 workers, 2 pairs with bytes to move: 1520 ids in 8 local rows"),
     (Model.shipped("llama-3.2-1b"), "llama-3.2-1b: 16 layers, bfloat16, groups attn"),
-    (PLAN.pairs[1], "pair with prefill/1: 760 ids in 4 rows of 16 bytes to 64 bytes"),
+    (PLAN.pairs[1], "pair with prefill/1: 760 ids in 4 local rows of 16 bytes to 64 bytes"),
     (
         PairCost(("d", 0), ("p", 1), 2, 2, 6, {8: 2, 16: 4}),
         "d/0 and p/1: 80 bytes in 6 descriptors of 8 bytes to 16 bytes",

@@ -244,11 +244,15 @@ def test_every_shipped_model_makes_an_engine(model: str) -> None:
     ]
 
 
-def test_an_unknown_name_lists_the_shipped_ones() -> None:
-    """A name that is not shipped is refused with those that are."""
-    with pytest.raises(KVPlanError, match=r"llama-3.1-8b, .*got 'Llama-3.1-8B'") as caught:
-        Model.shipped("Llama-3.1-8B")
-    assert caught.value.code == "NAME"
+def test_a_shipped_model_that_is_none_is_told_with_those_like_it() -> None:
+    """A name that no shipped model has is refused with up to three that are like it."""
+    with pytest.raises(KVPlanError) as caught:
+        Model.shipped("Qwen3-0.5B")
+    assert str(caught.value) == (
+        "NAME: cannot load a shipped model: expected one of Model.names(), got 'Qwen3-0.5B' "
+        "(did you mean 'qwen3-0.6b', 'qwen3-1.7b' or 'qwen3-8b'?)"
+    )
+    assert caught.value.details == {"name": "Qwen3-0.5B"}
 
 
 @pytest.mark.parametrize(

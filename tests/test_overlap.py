@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker, overlap
-from kvplan.overlap import overlaps
+from kvplan.overlap import Shared, overlaps, told
 from tests.bytes_of import element_bytes, small_views
 
 Pairs = set[frozenset[str]]
@@ -23,7 +23,20 @@ def named(views: list[View]) -> list[View]:
 
 def found(views: list[View]) -> Pairs:
     """The pairs that ``overlaps`` gives, by name."""
-    return {frozenset((a.name, b.name)) for a, b in overlaps(views)}
+    return {frozenset((a.view.name, b.view.name)) for a, b in overlaps(views)}
+
+
+def meet(views: list[View]) -> bool:
+    """Whether each pair found meets where it says: its byte is one of the block of either view."""
+    return all(first.byte == second.byte and all(map(holds, (first, second))) for first, second in overlaps(views))
+
+
+def holds(shared: Shared) -> bool:
+    """Whether the block of a view has the byte."""
+    start = shared.view.offset_bytes + shared.block * shared.view.block_stride_bytes
+    alone = attrs.evolve(shared.view, num_blocks=1, offset_bytes=start)
+    inside = 0 <= shared.block < shared.view.num_blocks
+    return inside and any(low <= shared.byte < high for low, high in intervals(alone))
 
 
 def sharing(views: list[View]) -> Pairs:
@@ -38,6 +51,7 @@ def test_pairs_are_those_that_share_a_byte(views: list[View]) -> None:
     expected = sharing(views)
     event(f"{len(expected)} pairs share")
     assert found(views) == expected
+    assert meet(views)
 
 
 @given(st.lists(small_views(), min_size=2, max_size=4), st.integers(40, 90), st.integers(2, 4))
@@ -45,6 +59,7 @@ def test_views_of_one_pool_are_compared_within_it(views: list[View], step: int, 
     """The same for views that step alike, as those of one pool do."""
     pool = [attrs.evolve(view, num_blocks=blocks, block_stride_bytes=step + 100) for view in named(views)]
     assert found(pool) == sharing(pool)
+    assert meet(pool)
 
 
 def intervals(view: View) -> list[tuple[int, int]]:
@@ -82,6 +97,7 @@ def test_large_offsets_are_exact(views: list[View]) -> None:
     }
     event(f"{len(pairs)} pairs share")
     assert found(views) == pairs
+    assert meet(views)
 
 
 def test_twice_a_residue_is_exact() -> None:
@@ -143,7 +159,27 @@ def test_long_pools_that_step_unlike_are_exact(blocks: int) -> None:
     first = View("a", "g", "r", "uint8", (), blocks, 3)
     second = View("b", "g", "r", "uint8", (), blocks, 5, first.end_bytes - 2)
     assert found([first, second]) == set()
-    assert found([first, attrs.evolve(second, offset_bytes=first.end_bytes - 6)]) == {frozenset("ab")}
+    again = [first, attrs.evolve(second, offset_bytes=first.end_bytes - 6)]
+    assert found(again) == {frozenset("ab")}
+    assert meet(again)
+
+
+@pytest.mark.parametrize("blocks", [3, 1 << 39])
+def test_a_layer_that_steps_by_a_page_meets_the_next_block(blocks: int) -> None:
+    """Layers a page apart in pools a page apart: block 0 of the second is block 1 of the first, and is told as that."""
+    first = View("layers.0", "g", "kv", "uint8", (Axis("dim", 0, 8, 8, 1),), blocks, 8)
+    second = attrs.evolve(first, name="layers.1", offset_bytes=8)
+    (pair,) = overlaps([first, second])
+    assert told(*pair) == "byte 8 of region 'kv': block 0 of 'layers.1' and block 1 of 'layers.0'"
+
+
+def test_views_of_one_name_are_told_apart() -> None:
+    """K and V of one tensor are told by their regions, or by their offsets where they share one."""
+    k = View("attn", "g", "k", "uint8", (Axis("kv", 0, 1, 2, 0), Axis("dim", 0, 8, 8, 1)), 4, 8)
+    pair, *_ = overlaps([k, attrs.evolve(k, offset_bytes=20)])
+    assert told(*pair) == "byte 20 of region 'k': block 0 of 'attn' from offset 20 and block 2 of 'attn' from offset 0"
+    (pair,) = overlaps([k, attrs.evolve(k, region="v")], apart={"v": 8})
+    assert told(*pair) == "byte 0 of region 'v', block 0 of 'attn', which is byte 8 of region 'k', block 1 of 'attn'"
 
 
 @given(*(st.integers(0, 40) for _ in range(3)), st.integers(1, 40), st.integers(1, 50))
@@ -161,7 +197,7 @@ def test_regions_that_span_all_of_memory_are_exact(offset: int, shared: bool) ->
     regions = [Region("low", 0, half - 1), Region("high", half - 2, half - 1), Region("top", 2 * half - 10, 10)]
     views = [View("a", "g", "high", "uint8", (), 1, 0, half - 2), View("b", "g", "top", "uint8", (), 1, 0, offset)]
     if shared:
-        with pytest.raises(KVPlanError, match=r"^OVERLAP: .* region 'low' for group 'g', got bytes of view 'a'"):
+        with pytest.raises(KVPlanError, match=r"^OVERLAP: .*, got byte 6 of region 'top', block 0 of 'b', which is"):
             Worker("w", 0, regions, [Group("g")], views)
     else:
         assert Worker("w", 0, regions, [Group("g")], views).tensors.keys() == {"a", "b"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import CODES, KVPlanError, PeerError, Problem, decode, encode, problems
+from kvplan import CODES, Axis, Group, KVPlanError, PeerError, Problem, Region, View, Worker, decode, encode, problems
 from kvplan.findings import MAX_PROBLEMS
 from kvplan.schema import MAX_ROWS
 from tests import hostile
@@ -51,6 +52,11 @@ def drop(key: str) -> Edit:
 def column(table: str, key: str, row: int, value: Any) -> Edit:
     """Puts a value in a row of a table."""
     return put(value, table, key, row)
+
+
+def paths(message: Any) -> list[str]:
+    """The paths of all problems of a message."""
+    return [problem.path for problem in problems(json.dumps(message).encode())]
 
 
 HEAD, TOKEN = ("layouts", 0, "axes", 1), ("layouts", 0, "axes", 2)
@@ -174,14 +180,96 @@ def test_independent_problems_are_told_at_once():
 
 def test_each_view_that_leaves_its_region_is_told():
     """What is wrong with a view is found for all of them, not for the first alone."""
-    data = edited(put([2, 4], "views", "offset_bytes"))
-    assert [problem.path for problem in problems(data)] == ["views[0]", "views[1]"]
+    three = json.loads(encode(engine("prefill", layers=3)[0]))
+    three["views"]["offset_bytes"] = [2, 0, 4]
+    assert paths(three) == ["views.offset_bytes[0]", "views.offset_bytes[2]"]
+
+
+@pytest.mark.parametrize("size_bytes", [1, 2559])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_regions_that_are_too_small_are_told_once(layers, size_bytes):
+    """A size that no offset could help is told where the message has it, and not for each view or region again."""
+    message = json.loads(encode(engine("prefill", layers=layers)[0]))
+    message["memories"][0]["size_bytes"] = size_bytes
+    (problem,) = problems(json.dumps(message).encode())
+    assert (problem.path, problem.code) == ("memories[0].size_bytes", "BOUNDS")
+    assert problem.text == (
+        f"cannot hold views: expected at least 2560 bytes, where view 'layers.0' of 10 blocks ends, got {size_bytes}"
+    )
+
+
+def halved(*sizes):
+    """An offer of regions of these sizes, each with K in its first 128 bytes, and V behind that."""
+    views = [
+        View(f"{i}.{kind}", "g", f"kv.{i}", "uint8", (Axis("dim", 0, 16, 16, 1),), 8, 16, offset)
+        for i, _ in enumerate(sizes)
+        for kind, offset in (("k", 0), ("v", 128))
+    ]
+    regions = [Region(f"kv.{i}", i << 20, size) for i, size in enumerate(sizes)]
+    return json.loads(encode(Worker("p", 0, regions, [Group("g")], views)))
+
+
+def test_several_views_that_leave_all_regions_of_a_size_are_its_fault():
+    """Where the last view of each region leaves it, the size is told; where one of them stays inside, each view is."""
+    offer = halved(256, 256, 300)
+    offer["memories"][0]["size_bytes"] = 200
+    assert paths(offer) == ["memories[0].size_bytes"]
+    offer = halved(256, 256, 300)
+    offer["views"]["offset_bytes"][1] = 129
+    assert paths(offer) == ["views.offset_bytes[1]"]
+    offer["views"]["offset_bytes"][5] = 129
+    assert paths(offer) == ["views.offset_bytes[1]"]
+
+
+def without(offer, table, column, much):
+    """An offer whose column of a table is a row short, or not there at all."""
+    del offer[table][column][-1:]
+    if much:
+        del offer[table][column]
+    return offer
+
+
+@pytest.mark.parametrize("table, column", [("regions", "address"), ("regions", "stem"), ("views", "layout")])
+def test_a_column_that_is_short_or_missing_is_told_alone(table, column):
+    """What refers to rows of a table that can't be read is not told: it may be right."""
+    data = json.loads(OFFER)
+    assert paths(without(data, table, column, much=False)) == [table]
+    assert paths(without(data, table, column, much=True)) == [f"{table}.{column}"]
+
+
+@pytest.mark.parametrize("key", ["groups", "layouts", "memories", "stems", "regions", "views"])
+def test_a_part_that_is_missing_is_told_alone(key):
+    """So it is with any part of a message that others refer to."""
+    message = json.loads(OFFER)
+    del message[key]
+    assert paths(message) == [key]
+
+
+def test_a_name_of_nothing_is_told_at_its_stem():
+    """A stem without text and number makes no name, which is told where the row names the stem."""
+    message = json.loads(OFFER)
+    message["stems"].append({"before": "", "after": ""})
+    for table in ("regions", "views"):
+        message[table]["stem"][1], message[table]["number"][1] = len(message["stems"]) - 1, None
+    assert paths(message) == ["regions.stem[1]", "views.stem[1]"]
+
+
+@every_problem
+def test_a_path_is_one_of_the_message(edit, line):
+    """Each path leads to a part that the message has, or to a key that it lacks or has too many."""
+    data = edited(edit)
+    for problem in problems(data):
+        part = json.loads(data)
+        *steps, last = re.findall(r"[^.\[\]]+", problem.path)
+        for step in steps:
+            part = part[int(step)] if isinstance(part, list) else part[step]
+        assert problem.code == "KEY" or (part[int(last)] if isinstance(part, list) else part[last]) is not Ellipsis
 
 
 def test_views_are_checked_although_others_are_bad():
     """A bad region keeps nobody from telling that another view leaves its own."""
     data = edited(column("regions", "stem", 0, 9), column("views", "offset_bytes", 1, 2))
-    assert [problem.path for problem in problems(data)] == ["regions.stem[0]", "views[1]"]
+    assert [problem.path for problem in problems(data)] == ["regions.stem[0]", "views.offset_bytes[1]"]
 
 
 def test_a_layout_is_told_once():

@@ -57,7 +57,9 @@ def test_a_mesh_tells_the_completions_of_every_worker() -> None:
     """Behind the rows of all plans, each worker has a line with those whom it tells and awaits."""
     mesh = plan_mesh(DECODE, PREFILL)
     text = explain(mesh, detail="rows")
-    assert text.startswith("1 plan of 3 workers\n  decode/0 reads from 2 workers\n    <- prefill/0\n      local rows\n")
+    assert text.startswith(
+        "1 plan of 3 workers\n  decode/0 reads from 2 of 2 workers\n    <- prefill/0\n      local rows\n"
+    )
     assert text.splitlines()[-3:] == [
         "  decode/0 sends completions to prefill/0, prefill/1, awaits those of nobody",
         "  prefill/0 sends completions to nobody, awaits those of decode/0",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.sides import MAX_TOKENS, Side, in_bits, token_range
+from kvplan.sides import MAX_TOKENS, Side, in_bits, load, token_range
 
 
 def refusal(read: Callable[[str, str], object], text: str) -> str | None:
@@ -143,3 +143,38 @@ def test_scales_and_spread_reach_the_engine() -> None:
     first, second = Side.parse("scales=region,pcp=2,spread=1", "--src").engine(model, "e", 2)
     assert len(first.regions) == 2 * 16
     assert [worker.groups[0].context.rank for worker in (first, second)] == [0, 1]
+
+
+ALL = "'kvplan --help' lists all"
+
+
+@pytest.mark.parametrize(
+    "model, told",
+    [
+        ("llama-3.1-9b", "'llama-3.1-9b' (did you mean 'llama-3.1-8b', 'llama-3.1-70b' or 'llama-3.2-1b'? {all})"),
+        ("Llama-3.1-8B", "'Llama-3.1-8B' (did you mean 'llama-3.1-8b'? {all})"),
+        ("meta-llama/Llama-3.1-8B", "'meta-llama/Llama-3.1-8B': no such file (did you mean 'llama-3.1-8b'? {all})"),
+        ("no/such-thing", "'no/such-thing': no such file ({all})"),
+        ("xyz", "'xyz' ({all})"),
+        ("./nope.json", "'./nope.json': no such file"),
+        ("llama-3.1-8b.json", "'llama-3.1-8b.json': no such file"),
+        ("/", "'/': Is a directory"),
+    ],
+)
+def test_a_model_that_is_not_found_is_told_with_those_like_it(model: str, told: str) -> None:
+    """A name has up to three like it, in lower case and without its organisation; a file that is not there is none."""
+    with pytest.raises(KVPlanError) as caught:
+        load(model)
+    expected = "expected the name of a shipped model, or the path of a config.json, got "
+    assert str(caught.value) == f"CONFIG: cannot load a model: {expected}{told.format(all=ALL)}"
+
+
+@pytest.mark.parametrize("key, hint", [("tpp", "did you mean 'tp', 'pp' or 'pcp'?"), ("TP", "did you mean 'tp'?")])
+def test_a_key_with_a_slip_in_it_is_told_with_those_like_it(key: str, hint: str) -> None:
+    """A key that is none has those like it; one that is like none has no hint."""
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot read --src: expected keys of tp, pp, ") as caught:
+        Side.parse(f"{key}=4", "--src")
+    assert caught.value.hint == hint
+    with pytest.raises(KVPlanError) as caught:
+        Side.parse("zzz=4", "--src")
+    assert caught.value.hint == ""

@@ -139,6 +139,7 @@ def test_v4_groups_may_share_bytes() -> None:
     assert Worker(**FIELDS).views == (VIEW, STATE)
     error = refusal(views=(VIEW, attrs.evolve(VIEW, name="layers.1")))
     assert (error.code, error.details["first"], error.details["second"]) == ("OVERLAP", "layers.0", "layers.1")
+    assert (error.details["blocks"], error.details["bytes"]) == ((0, 0), (0, 0))
 
 
 def test_v4_regions_are_apart() -> None:
