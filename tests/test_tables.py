@@ -159,3 +159,46 @@ def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
         assert family.base.flags.c_contiguous
         assert (np.diff(family.base[0, :, 0]) > 0).all()
         assert {side.dtype for side in family.sub} == {np.dtype(np.int32)}
+
+
+def rows_of(*jobs):
+    rows, _ = place(list(jobs))
+    return rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        ({"offsets": [5], "blocks": 1, "stride": 0}, [[0, 5, 64, 64, 1]]),
+        ({"offsets": [0, 100], "blocks": 1}, [[0, 0, 64, 100, 2]]),
+        ({"offsets": [8, 72, 136]}, [[0, 8, 64, 64, 39]]),
+        ({"offsets": [0, 64], "blocks": 2}, [[0, 0, 64, 64, 6]]),
+        ({"offsets": [0, 64], "stride": 2048}, [[0, 0, 64, 64, 290]]),
+        ({"offsets": [0, 64], "stride": 2112}, [[0, 0, 64, 2112, 10], [0, 64, 64, 2112, 10]]),
+        ({"offsets": [0, 100, 100]}, [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]),
+    ],
+)
+def test_t2_bytes_are_one_row_where_they_can_be(how, rows):
+    """T2: one block, a first offset, few blocks; as many unused ids as may be, and one more; the same bytes twice."""
+    assert rows_of(job(**how)) == rows
+
+
+def test_t2_kinds_are_told_apart_in_any_order():
+    """T2: bytes of two regions, of two pools and of two lengths, in turns, are rows of each."""
+    kinds = [{"region": 1}, {"blocks": 9}, {"length": 32}, {"stride": 320}]
+    for kind in kinds:
+        jobs = [job([64 * i], **(kind if i % 2 else {})) for i in range(4)]
+        found = rows_of(*jobs)
+        assert sorted(found) == sorted(rows_of(*jobs[::2]) + rows_of(*jobs[1::2]))
+        assert len(found) == 2
+
+
+def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
+    """T2: eight strands of four slots, and not one less allowed; the error has what there are, and whose."""
+    (ours,), theirs = engine("d"), engine("p")
+    monkeypatch.setattr("kvplan.tables.MAX_ROWS", 32)
+    assert plan_reads(ours, theirs).pairs[0].layouts
+    monkeypatch.setattr("kvplan.tables.MAX_ROWS", 31)
+    with pytest.raises(KVPlanError, match="expected at most 31 of all strands, got 8 strands of 4 slots") as caught:
+        plan_reads(ours, theirs)
+    assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "strands": 8}
