@@ -13,7 +13,7 @@ from kvplan.explain import explain
 from kvplan.findings import PeerError, Problem
 from kvplan.messages import MAX_BYTES
 from kvplan.offers import fingerprint
-from kvplan.options import echo_json, json_option
+from kvplan.options import echo_json, json_option, print_lines
 from kvplan.peers import decode
 from kvplan.workers import Worker
 
@@ -88,10 +88,10 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
     if as_json:
         echo_json({"offers": [each.to_json() for each in checked], "comparison": _comparison_json(comparison)})
     elif comparison is not None:
-        click.echo(comparison)
+        print_lines(str(comparison).splitlines())
     else:
         for each in checked:
-            click.echo(each)
+            print_lines(str(each).splitlines())
     return 0 if len(workers) == len(checked) and (comparison is None or comparison.ok) else 2
 
 

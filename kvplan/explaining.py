@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ from kvplan.explain import DETAILS, Detail, explained
 from kvplan.lines import fit
 from kvplan.mesh import MeshPlan, plan_mesh
 from kvplan.offers import encode
-from kvplan.options import POOL, about_two_engines, echo_json, json_option
+from kvplan.options import POOL, about_two_engines, echo_json, json_option, print_lines
 from kvplan.plan import Pair, TransferPlan
 from kvplan.reading import count
 from kvplan.rows import rows_of
@@ -54,21 +54,19 @@ def explain_command(model: str, src: str, dst: str, bits: str | None, detail: De
         echo_json({**words, **_engines_json(engines), **_mesh_json(mesh)})
         return 0
     for key, side in sides.items():
-        _print_engine(f"{key}, {side}", engines[key], detail)
-    for text in explained(mesh, detail):
-        click.echo(text)
+        print_lines(_engine_lines(f"{key}, {side}", engines[key], detail))
+    print_lines(explained(mesh, detail))
     return 0
 
 
-def _print_engine(title: str, engine: Engine, detail: Detail) -> None:
+def _engine_lines(title: str, engine: Engine, detail: Detail) -> Iterator[str]:
     """All of an engine's workers row by row, or the first of them."""
     rows = detail == "rows"
-    for text in fit(f"{title}: {count(len(engine), 'worker')}{'' if rows else ', the first is'}"):
-        click.echo(text)
+    yield from fit(f"{title}: {count(len(engine), 'worker')}{'' if rows else ', the first is'}")
     for worker in engine if rows else engine[:1]:
-        for text in explained(worker, detail):
-            click.echo(text)
-    click.echo("\n" * (detail != "line"), nl=False)
+        yield from explained(worker, detail)
+    if detail != "line":
+        yield ""
 
 
 def _engines_json(engines: Mapping[str, Engine]) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from kvplan.layouts import LETTERS, ORDERS
 from kvplan.sides import BITS
@@ -52,3 +53,10 @@ def echo_json(document: Mapping[str, Any]) -> None:
 def plain_console(**options: Any) -> Console:
     """Text as it stands: no markup, no wrapping. Rich leaves colour out where NO_COLOR says so, and in a pipe."""
     return Console(markup=False, highlight=False, soft_wrap=True, **options)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Lines of which those that are not indented are heads, which stand out on a terminal."""
+    console = plain_console()
+    for line in lines:
+        console.print(Text(line, style="bold" if line[:1].strip() else ""))

@@ -9,7 +9,7 @@ import pytest
 
 from kvplan import KVPlanError, Model
 from kvplan.layouts import KV_FORMS, LETTERS, ORDERS
-from kvplan.options import SIDE
+from kvplan.options import SIDE, print_lines
 from kvplan.sides import Side
 
 
@@ -30,3 +30,14 @@ def test_the_help_tells_every_word_of_a_side() -> None:
     assert {field.name for field in attrs.fields(Side)} | {*ORDERS} | {*KV_FORMS} <= {*told}
     assert LETTERS in words
     assert Side.parse(left_out, "--src") == Side()
+
+
+def test_heads_stand_out_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that are not indented are bold there; in a pipe all is plain, and no word is taken for markup."""
+    lines = ["head [0, 4)", "  [bold]row", ""]
+    print_lines(lines)
+    assert capsys.readouterr().out == "head [0, 4)\n  [bold]row\n\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    print_lines(lines)
+    assert capsys.readouterr().out == "\x1b[1mhead [0, 4)\x1b[0m\n  [bold]row\n\n"
