@@ -12,20 +12,11 @@ from typing import Final, Literal
 
 import attrs
 
+from kvplan.arguments import checked_names, checked_replicas, checked_workers
 from kvplan.certificate import Certificate, prove
 from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
-from kvplan.plan import (
-    Known,
-    TransferPlan,
-    checked_names,
-    checked_replicas,
-    checked_workers,
-    idle_pair,
-    pair_of,
-    proved,
-    shares,
-)
+from kvplan.plan import Known, TransferPlan, idle_pair, pair_of, proved, shares
 from kvplan.reading import shown
 from kvplan.workers import Key, Worker
 

@@ -7,7 +7,6 @@ engine, so that all of them agree, without talking, who sends what several hold.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, Protocol, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 import attrs
 import numpy as np
 
+from kvplan.arguments import checked_names, checked_replicas, checked_workers
 from kvplan.axes import Ints, read_only
 from kvplan.bind import Terms, Tokens, Workspace, add, check_names, range_of, terms, wanted
 from kvplan.blocks import Blocks, check_blocks
@@ -23,7 +23,7 @@ from kvplan.certificate import Certificate, prove
 from kvplan.cost import Cost, cost
 from kvplan.errors import KVPlanError
 from kvplan.match import match
-from kvplan.reading import integer, members, wrong_type
+from kvplan.reading import wrong_type
 from kvplan.runs import outline, sections
 from kvplan.sources import Sources
 from kvplan.specs import ReadSpec
@@ -35,9 +35,6 @@ Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]
 
 SIDES: Final = ("local", "remote")
 NO_RANGE: Final = "without a range of tokens, all that the destination's blocks hold is to move"
-
-MAX_REPLICAS: Final = 1 << 10
-"""At most so many sources take a share of what they all hold."""
 
 
 class Provable(Protocol):
@@ -98,15 +95,28 @@ class TransferPlan:
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
         """
+        parts, memory = self._terms(local, remote, tokens), Workspace() if workspace is None else workspace
+        memory.clear()
+        near, specs = 0 if self.operation == "READ" else 1, []
+        for pair, sums in zip(self.pairs, parts, strict=True):
+            ids = add(sums, memory)
+            shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
+            ends = self.local.key, pair.remote, pair.local_table, pair.remote_table
+            specs.append(ReadSpec(self.operation, *ends, ids[near], ids[1 - near], shapes))
+        return tuple(specs)
+
+    def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
+        """Raises what :meth:`bind` would of a request's tables and range; makes no ids, so does not raise ``INT``."""
+        self._terms(local, remote, tokens)
+
+    def _terms(self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens) -> list[list[Terms]]:
+        """For each pair, what the ids of a request are the sums of."""
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
-        destination, source, near = (local, remote, 0) if self.operation == "READ" else (remote, local, 1)
-        sides = SIDES if near == 0 else SIDES[::-1]
-        memory = Workspace() if workspace is None else workspace
-        memory.clear()
-        specs = []
-        for pair in self.pairs:
-            parts: list[Terms] = []
+        tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
+        destination, source, near, sides = tables
+        found: list[list[Terms]] = [[] for _ in self.pairs]
+        for pair, parts in zip(self.pairs, found, strict=True):
             for layout in pair.layouts:
                 ours, theirs = layout.groups
                 blocks, given = (destination[ours.name], source[theirs.name]), ranges[layout.groups[near].name]
@@ -114,13 +124,7 @@ class TransferPlan:
                     parts += terms(layout, blocks, wanted(ours, blocks[0], given, sides[0]), sides)
                 except KVPlanError as error:
                     raise error if given is not None else error.with_hint(NO_RANGE) from None
-            ids = add(parts, memory)
-            shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in parts])
-            tables = pair.local_table, pair.remote_table
-            specs.append(
-                ReadSpec(self.operation, self.local.key, pair.remote, *tables, ids[near], ids[1 - near], shapes)
-            )
-        return tuple(specs)
+        return found
 
     def with_remotes(self, remotes: Iterable[Worker]) -> TransferPlan:
         """The plan with other remotes, each in the place of one that keeps the same: addresses alone are new.
@@ -319,25 +323,3 @@ def _table(worker: Worker, rows: Ints, shift: np.int64) -> Table:
     made[:, 0] = base[region] + (offset + shift).astype(np.uint64)
     made[:, 1], made[:, 2], made[:, 3], made[:, 4] = length, device[region], stride, count
     return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))
-
-
-def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
-    """``values``, after making sure that they and the others are workers, and all different."""
-    workers = members(Worker, values, what)
-    times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
-    label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
-    if count > 1:
-        raise KVPlanError(
-            "WORKER", f"plan with {what}", expected="each worker once", got=f"{label} {count} times", worker=label
-        )
-    return workers
-
-
-def checked_replicas(value: int) -> int:
-    return integer(value, "replicas", low=1, high=MAX_REPLICAS)
-
-
-def checked_names(values: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(values, str):
-        raise wrong_type("not_transferred", "a sequence of names", values)
-    return members(str, values, "not_transferred")

@@ -17,7 +17,23 @@ PACKAGE = Path(kvplan.__file__).parent
 DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors", "blocks")
 HANDSHAKES = ("names", "findings", "schema", "messages", "offers", "peers", "compare")
 PROOF = ("pieces", "certificate")
-PIPELINE = ("align", "sources", "match", "cells", "runs", "tables", "bind", "specs", "tails", "cost", "plan", "mesh")
+STAGED = ("mirrors", "windows", "boxes", "rearrange", "staging")
+DIRECT = (
+    "align",
+    "sources",
+    "match",
+    "cells",
+    "runs",
+    "tables",
+    "bind",
+    "specs",
+    "tails",
+    "cost",
+    "arguments",
+    "plan",
+    "mesh",
+)
+PIPELINE = (*DIRECT, *STAGED)
 ORACLE = ("arenas", "memory", "executor", "labels", "moves", "jobs", "report", "progress", "verify")
 READERS = ("caches", "states", "keys", "kinds", "layers", "families", "configs", "shipped")
 MODELS = (

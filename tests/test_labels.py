@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 import pytest
 
 from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
-from kvplan.labels import local_slots, locate, needed, number, window
+from kvplan.labels import local_slots, locate, needed, number, position_at, window
 from kvplan.memory import FakeMemory
+from tests.small import engine
 
 TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
 AXES = (Axis("head", 3, 5, 6, 8), *TOKEN, Axis("dim", 0, 2, 2, 2))
@@ -94,3 +96,14 @@ def test_a_window_can_be_narrowed() -> None:
 def test_an_address_of_no_element_is_padding_or_nowhere(address: int, device: int, place: str) -> None:
     """Bytes before, between and after the elements belong to none."""
     assert locate(WORKER, address, device) == f"{place}, address {address:#x} of decode/1"
+
+
+def test_an_address_has_the_position_that_block_tables_give_it() -> None:
+    """By the block's ordinal and the slot; none for padding, and for a block that the request does not have."""
+    (worker,) = engine("decode")
+    padded = attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=4096) for region in worker.regions])
+    block = worker.regions[0].address + 7 * 256
+    tables = {"attn": Blocks([3, 7], first=5)}
+    assert position_at(padded, block + 2 * 16 + 64, 0, tables) == 6 * 4 + 2
+    assert position_at(padded, block + 256, 0, tables) is None
+    assert position_at(padded, worker.regions[0].address + 4000, 0, tables) is None

@@ -97,3 +97,18 @@ def test_remotes_that_keep_something_else_are_refused(remotes, message):
     with pytest.raises(KVPlanError, match=message) as error:
         plan.with_remotes(remotes)
     assert error.value.code == "WORKER"
+
+
+def test_a_request_is_checked_without_making_ids() -> None:
+    """``check`` takes what bind takes, and raises what bind raises."""
+    (mine,), sources = engine("decode"), engine("prefill")
+    plan = plan_reads(mine, sources)
+    table = {"attn": Blocks([1, 2])}
+    plan.check(local=table, remote=table, tokens=(0, 8))
+    for tokens in ((0, 9), (3, 2)):
+        errors = []
+        for take in (plan.check, plan.bind):
+            with pytest.raises(KVPlanError) as refused:
+                take(local=table, remote=table, tokens=tokens)
+            errors.append(str(refused.value))
+        assert errors[0] == errors[1]

@@ -97,6 +97,13 @@ def test_memory_is_asked_for_by_what_moves() -> None:
     assert memory_needed(request) == 2 * 4 * (30 * 2 * 2 * 16 * 2)
 
 
+def test_memory_is_asked_for_whole_states() -> None:
+    """A state moves whole, whatever the range."""
+    model = Model.shipped("falcon-mamba-7b")
+    request = Request.of(model, Side(), Side(), (0, 7))
+    assert memory_needed(request) == 2 * 4 * sum(view.block_bytes for view in request.destinations[0].views)
+
+
 def test_groups_that_share_memory_have_different_blocks() -> None:
     """No block of a shared pool is in two groups' tables, and a pool with too few for all is refused."""
     model = Model.shipped("granite-4.0-h-tiny")

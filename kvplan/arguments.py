@@ -1,0 +1,36 @@
+"""Arguments: what planning is given, read and checked before anything is planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from kvplan.errors import KVPlanError
+from kvplan.reading import integer, members, wrong_type
+from kvplan.workers import Worker
+
+MAX_REPLICAS: Final = 1 << 10
+"""At most so many sources take a share of what they all hold."""
+
+
+def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
+    """``values``, after making sure that they and the others are workers, and all different."""
+    workers = members(Worker, values, what)
+    times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
+    label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise KVPlanError(
+            "WORKER", f"plan with {what}", expected="each worker once", got=f"{label} {count} times", worker=label
+        )
+    return workers
+
+
+def checked_replicas(value: int) -> int:
+    return integer(value, "replicas", low=1, high=MAX_REPLICAS)
+
+
+def checked_names(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise wrong_type("not_transferred", "a sequence of names", values)
+    return members(str, values, "not_transferred")

@@ -1,0 +1,268 @@
+"""Rearrangement: from a mirror into a destination's blocks, as a small program of strided copies.
+
+- S11: positions go in runs of ``L``, the greatest length for which runs from multiples of ``L`` on lie within one block
+  and digit on both sides, and are held as a whole or not at all. What a range cuts off of runs goes token by token.
+
+So there are at most two copies, of runs and of single tokens, for each box, whatever the request. No two elements of a
+copy's destination share a byte, over all blocks: a strided tensor may be written through it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan.align import local_index, repeated, slots
+from kvplan.axes import Ints, distinct, read_only
+from kvplan.blocks import Blocks, places
+from kvplan.boxes import Box, Pair, merged, nested, pieces
+from kvplan.cells import Cell
+from kvplan.mirrors import Groups, Mirror, sides, view_numbers
+from kvplan.tables import Descriptors
+from kvplan.views import TOKEN, Geometry, Group, Region
+from kvplan.workers import Worker
+
+STANDS: Final = ("local", "staged")
+"""What messages call the tables of both sides."""
+
+
+@attrs.frozen(eq=False)
+class Side:
+    """One side of a copy: a strided box of a region for each entry of ``index``.
+
+    The box of an entry ``i`` begins at ``offset_bytes + sum of index[k][i] * strides_bytes[k]``, the first for blocks,
+    others for slots, outer digit first. ``shape`` has an end for each index. ``inner_bytes`` has the stride of each of
+    the copy's extents.
+    """
+
+    region: Region
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    index: tuple[Ints, ...]
+    inner_bytes: tuple[int, ...]
+
+
+@attrs.frozen(eq=False, repr=False)
+class Copy:
+    """Boxes of ``extents``, of runs of ``length_bytes``, of one region into another one: as many as indices have.
+
+    In words of torch, with bytes as elements: ``destination.as_strided(shape + extents + length)[index] =
+    source.as_strided(...)[index]``.
+    """
+
+    destination: Side
+    source: Side
+    extents: tuple[int, ...]
+    length_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are copied."""
+        return self.destination.index[0].size * math.prod(self.extents) * self.length_bytes
+
+    def ranges(self) -> tuple[Descriptors, Descriptors]:
+        """What is written and what is read, run by run: (n, 3) uint64 of address, length, device."""
+        written, read = (_ranges(side, self.extents, self.length_bytes) for side in (self.destination, self.source))
+        return written, read
+
+    def __repr__(self) -> str:
+        box = " x ".join(map(str, (*self.extents, self.length_bytes)))
+        ends = f"{self.destination.region.name} <- {self.source.region.name}"
+        return f"<Copy {ends}: {self.destination.index[0].size} boxes of {box} bytes>"
+
+
+def _ranges(side: Side, extents: Sequence[int], length: int) -> Descriptors:
+    at = np.full(side.index[0].size, side.offset_bytes, np.int64)
+    for index, stride in zip(side.index, side.strides_bytes, strict=True):
+        at = at + index * stride
+    for extent, stride in zip(extents, side.inner_bytes, strict=True):
+        at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)
+    found = np.empty((at.size, 3), np.uint64)
+    found[:, 0] = at.astype(np.uint64) + np.uint64(side.region.address)
+    found[:, 1], found[:, 2] = length, side.region.device_id
+    return read_only(found)
+
+
+def run(copies: Iterable[Copy], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Carry out copies in memory: for each region by name, one contiguous array with an element for each byte.
+
+    Elements may be wider than bytes, where they stand for bytes. What is aligned is copied in words of up to 8 bytes.
+    """
+    for copy in copies:
+        numbers = [copy.length_bytes]
+        for side in (copy.destination, copy.source):
+            numbers += side.offset_bytes, *side.strides_bytes, *side.inner_bytes
+        into, out_of = (arrays[side.region.name] for side in (copy.destination, copy.source))
+        word = math.gcd(8, into.itemsize * math.gcd(*numbers))
+        written, read = (
+            _boxes(array, side, copy, word) for array, side in ((into, copy.destination), (out_of, copy.source))
+        )
+        written[copy.destination.index] = read[copy.source.index]
+
+
+def _boxes(array: npt.NDArray[Any], side: Side, copy: Copy, word: int) -> npt.NDArray[Any]:
+    """All boxes that there are, as an array of words."""
+    size = array.itemsize
+    return np.ndarray(
+        (*side.shape, *copy.extents, copy.length_bytes * size // word),
+        np.dtype(f"u{word}"),
+        array,
+        side.offset_bytes * size,
+        (*(stride * size for stride in (*side.strides_bytes, *side.inner_bytes)), word),
+    )
+
+
+@attrs.frozen
+class Paging:
+    """Where one side's blocks and slots are: digits of the token axis, extent and stride, outer first, dense ones one.
+
+    >>> Paging(9, 4096, ((2, 2048), (8, 256))).found(np.array([5, 5]), np.array([3, 12]), 1)
+    (array([5, 5]), array([0, 1]), array([3, 4]))
+    """
+
+    num_blocks: int
+    block_stride_bytes: int
+    digits: tuple[Pair, ...]
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> Paging:
+        """The paging of a view."""
+        digits: list[Pair] = []
+        for axis in reversed([axis for axis in geometry.axes if axis.name == TOKEN and axis.extent > 1]):
+            if digits and axis.stride_bytes == digits[-1][0] * digits[-1][1]:
+                digits[-1] = digits[-1][0] * axis.extent, digits[-1][1]
+            else:
+                digits.append((axis.extent, axis.stride_bytes))
+        return cls(geometry.num_blocks, geometry.block_stride_bytes, tuple(digits[::-1]))
+
+    @property
+    def step(self) -> Pair:
+        """How many slots follow each other by one stride, and the stride."""
+        return self.digits[-1] if self.digits else (1, 0)
+
+    def found(self, block: Ints, slot: Ints, tokens: int) -> tuple[Ints, ...]:
+        """Indices of blocks and digits where runs of so many tokens begin."""
+        indices: list[Ints] = []
+        for extent, _ in reversed(self.digits):
+            slot, digit = np.divmod(slot, extent)
+            indices.append(digit if indices else digit // tokens)
+        return block, *reversed(indices)
+
+    def steps(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of each index its end and its stride."""
+        extents, strides = [extent for extent, _ in self.digits], [stride for _, stride in self.digits]
+        if self.digits:
+            extents[-1], strides[-1] = extents[-1] // tokens, strides[-1] * tokens
+        return (self.num_blocks, *extents), (self.block_stride_bytes, *strides)
+
+
+@attrs.frozen(eq=False)
+class Lane:
+    """Boxes of tokens that both sides page alike: of a run of ``run`` tokens, and of a single one.
+
+    ``groups`` are those of destination and mirror; ``carried`` the positions, of every ``every``.
+    """
+
+    groups: Groups
+    carried: Ints
+    every: int
+    paging: tuple[Paging, Paging]
+    run: int
+    boxes: Mapping[int, tuple[Box, ...]]
+
+    def positions(self, table: Blocks, low: int, high: int) -> Ints:
+        """The positions in ``[low, high)`` that move, given the destination's blocks."""
+        position = repeated(self.carried, self.every, low, high)
+        if table.scattered is None or not position.size:
+            return position
+        return position[np.isin(local_index(self.groups[0], position) // slots(self.groups[0]), table.scattered)]
+
+    def copies(self, position: Ints, low: int, high: int, tables: tuple[Blocks, Blocks]) -> Iterator[Copy]:
+        """The copies of those positions, rule S11."""
+        start = position // self.run * self.run
+        inside = (start >= low) & (start + self.run <= high)
+        for tokens, which in ((self.run, inside & (start == position)), (1, ~inside)):
+            if not which.any():
+                continue
+            index = [
+                paging.found(*_stand(group, table, position[which], side), tokens)
+                for paging, group, table, side in zip(self.paging, self.groups, tables, STANDS, strict=True)
+            ]
+            for box in self.boxes[tokens]:
+                ours, theirs = (
+                    Side(
+                        region=box.regions[i],
+                        offset_bytes=box.offsets[i],
+                        shape=self.paging[i].steps(tokens)[0],
+                        strides_bytes=self.paging[i].steps(tokens)[1],
+                        index=index[i],
+                        inner_bytes=tuple([dim[1 + i] for dim in box.dims]),
+                    )
+                    for i in (0, 1)
+                )
+                yield Copy(ours, theirs, tuple([dim[0] for dim in box.dims]), box.length)
+
+
+def _stand(group: Group, table: Blocks, position: Ints, side: str) -> tuple[Ints, Ints]:
+    """The block id and the slot of each position."""
+    ordinal, slot = np.divmod(local_index(group, position), slots(group))
+    return table.ids[places(group.name, table, ordinal, side)].astype(np.int64), slot
+
+
+def lanes(local: Worker, mirror: Mirror, share: Iterable[Cell]) -> tuple[Lane, ...]:
+    """How what a mirror has of the cells of its source is put in order."""
+    found: dict[Any, list[tuple[Cell, Geometry, Ints, Ints]]] = {}
+    for cell in share:
+        ours, theirs = sides(cell)
+        group = mirror.groups[ours.group, theirs.group]
+        own, others = view_numbers(cell)
+        mirrored = np.array([mirror.numbers[group.name, number] for number in others.tolist()], np.int64)
+        kinds = np.array(mirror.worker.geometry_of, np.int64)[mirrored]
+        for kind in distinct(kinds).tolist():
+            geometry = mirror.worker.geometries[kind]
+            carried = cell.parts[TOKEN].intervals[:, 0]
+            paging = Paging.of(ours), Paging.of(geometry)
+            key = (ours.group, group), paging, cell.every, carried.tobytes()
+            found.setdefault(key, []).append((cell, geometry, own[kinds == kind], mirrored[kinds == kind]))
+    made = []
+    for (groups, paging, every, _), members in found.items():
+        carried = members[0][0].parts[TOKEN].intervals[:, 0]
+        length = _run(groups, paging, carried, every)
+        boxes = {tokens: _boxes_of(local, mirror, paging, members, tokens) for tokens in {length, 1}}
+        made.append(Lane(groups, carried, every, paging, length, boxes))
+    return tuple(made)
+
+
+def _run(groups: Groups, paging: tuple[Paging, Paging], carried: Ints, every: int) -> int:
+    """The ``L`` of rule S11."""
+    numbers = [every if carried.size < every else 0]
+    for group, side in zip(groups, paging, strict=True):
+        numbers += side.step[0], group.context.interleave_tokens if group.context.size > 1 else 0
+    ends = np.flatnonzero(np.diff(carried) > 1)
+    cuts = [carried[0], *carried[ends + 1], *(carried[ends] + 1), carried[-1] + 1]
+    return math.gcd(*numbers, *(map(int, cuts) if carried.size < every else ()))
+
+
+def _boxes_of(
+    local: Worker,
+    mirror: Mirror,
+    paging: tuple[Paging, Paging],
+    members: Iterable[tuple[Cell, Geometry, Ints, Ints]],
+    tokens: int,
+) -> tuple[Box, ...]:
+    """The boxes of a lane for runs of so many tokens."""
+    boxes = []
+    along = (tokens, paging[0].step[1], paging[1].step[1])
+    for cell, geometry, own, mirrored in members:
+        shapes = [(at, nested(geometry.itemsize, [along, *dims])) for at, dims in pieces(cell, geometry)]
+        places = [worker.places[numbers].tolist() for worker, numbers in ((local, own), (mirror.worker, mirrored))]
+        for (at, offset), (staged, other) in zip(*places, strict=True):
+            regions = local.regions[at], mirror.worker.regions[staged]
+            boxes += [Box(regions, (offset + more, other + much), *shape) for (more, much), shape in shapes]
+    return merged(boxes)
