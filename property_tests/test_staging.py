@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from hypothesis import event, given
@@ -16,7 +15,7 @@ from property_tests.exhaustive import all_worlds
 from property_tests.labelled import Tally
 from property_tests.oracle import Copy, Place, by_byte, contents, copies_of, problems
 from property_tests.staged import STAGING, check, least, with_staging
-from property_tests.test_tails import by_block, joined, serving, some, with_gaps
+from property_tests.test_tails import requests_with_gaps
 
 DEVICE = 1 << 20
 """The device of staging regions, which no other region is on."""
@@ -77,12 +76,5 @@ def test_any_engines_are_right_in_two_legs(case: Case, whole: bool, more: int, r
 @given(cases(), st.booleans(), SIZES, st.integers(0, 999))
 def test_gaps_in_block_tables_are_left_alone(case: Case, whole: bool, more: int, seed: int) -> None:
     """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
-    choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
-    offered = {source.key: by_block(source, case.tables[1], anywhere) for source in case.sources}
-    for plan in map(case.reads, case.destinations):
-        kept = some(case.tables[0], choice)
-        needed = joined(by_block(plan.local, case.tables[0], case.spans[0]), kept)
-        left = some(case.tables[1], choice) | serving(offered.values(), needed)
-        held = {source: joined(parts, left) for source, parts in offered.items()}
-        request = with_gaps(case, plan, kept, left, choice)
+    for plan, request, needed, held in requests_with_gaps(case, seed):
         assert problems(needed, held, moved(case, plan.local, request, whole, more)) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import pytest
 from hypothesis import assume, event, given
@@ -100,9 +100,10 @@ def test_tails_are_the_bytes_of_listed_blocks_behind_the_range(case: Case) -> No
         event("has a tail" if any(behind.values()) else "has none")
 
 
-@given(cases(), st.integers(0, 999))
-def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> None:
-    """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
+def requests_with_gaps(
+    case: Case, seed: int
+) -> Iterator[tuple[TransferPlan, Request, Bytes, dict[tuple[str, int], Bytes]]]:
+    """For each destination its plan, a request of some blocks alone, what it needs, and what sources hold of others."""
     choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
     offered = {source.key: by_block(source, case.tables[1], anywhere) for source in case.sources}
     for plan in map(case.reads, case.destinations):
@@ -110,7 +111,14 @@ def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> 
         needed = joined(by_block(plan.local, case.tables[0], case.spans[0]), kept)
         left = some(case.tables[1], choice) | serving(offered.values(), needed)
         held = {source: joined(parts, left) for source, parts in offered.items()}
-        specs = plan.bind(**with_gaps(case, plan, kept, left, choice))
+        yield plan, with_gaps(case, plan, kept, left, choice), needed, held
+
+
+@given(cases(), st.integers(0, 999))
+def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> None:
+    """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
+    for plan, request, needed, held in requests_with_gaps(case, seed):
+        specs = plan.bind(**request)
         assert problems(needed, held, [copy for spec in specs for copy in copies_of(spec)]) == []
         event("moves bytes" if needed else "moves nothing")
 

@@ -6,11 +6,14 @@ import contextlib
 import doctest
 import io
 import re
+import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from tests.conftest import Cli
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,3 +66,12 @@ def _commands(console: str) -> list[tuple[str, str, int]]:
         else:
             found.append((line, output, 0))
     return found
+
+
+def wrong_command(cli: Cli, command: str, output: str, status: int) -> str:
+    """How a command of a console, run where the README lies, does otherwise than the page says; empty if not."""
+    program, *arguments = shlex.split(command)
+    assert program == "kvplan"
+    with contextlib.chdir(ROOT):
+        run = cli(*arguments)
+    return differs(output, run.out + run.err) if run.status == status else f"exit status {run.status}, not {status}"

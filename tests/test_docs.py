@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,7 +16,7 @@ import kvplan.testing
 import kvplan.testing.strategies
 from kvplan.report import PROMISES
 from tests.conftest import Cli
-from tests.pages import ROOT, commands, differs, fences, wrong_prints
+from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
@@ -42,16 +41,9 @@ def test_python_is_on_every_page_that_teaches() -> None:
 
 
 @pytest.mark.parametrize("command, output, status", COMMANDS)
-def test_a_command_does_what_the_page_says(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, output: str, status: int
-) -> None:
+def test_a_command_does_what_the_page_says(cli: Cli, command: str, output: str, status: int) -> None:
     """Each command of the page exits with its status and prints its lines, where the README lies."""
-    monkeypatch.chdir(ROOT)
-    program, *arguments = shlex.split(command)
-    assert program == "kvplan"
-    run = cli(*arguments)
-    assert run.status == status
-    assert differs(output, run.out + run.err) == ""
+    assert wrong_command(cli, command, output, status) == ""
 
 
 def test_consoles_are_on_pages_that_are_run() -> None:

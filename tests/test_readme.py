@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
 
 from kvplan.models import Model
 from tests.conftest import Cli
-from tests.pages import ROOT, commands, differs, fences, wrong_prints
+from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 
 PAGE = ROOT / "README.md"
 README = PAGE.read_text()
@@ -23,16 +22,9 @@ def test_the_python_prints_what_the_readme_says() -> None:
 
 
 @pytest.mark.parametrize("command, output, status", COMMANDS)
-def test_a_command_does_what_the_readme_says(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, output: str, status: int
-) -> None:
+def test_a_command_does_what_the_readme_says(cli: Cli, command: str, output: str, status: int) -> None:
     """Each command of a console block exits with its status and prints its lines, where the README lies."""
-    monkeypatch.chdir(ROOT)
-    program, *arguments = shlex.split(command)
-    assert program == "kvplan"
-    run = cli(*arguments)
-    assert run.status == status
-    assert differs(output, run.out + run.err) == ""
+    assert wrong_command(cli, command, output, status) == ""
 
 
 def test_the_readme_has_commands_of_both_kinds() -> None:
