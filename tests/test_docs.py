@@ -138,6 +138,14 @@ def test_the_book_has_every_page(site: Path) -> None:
     assert built == {Path(re.sub("README$", "index", name.removesuffix(".md"))) for name in PAGES}
 
 
+def test_the_demo_is_on_its_page(site: Path) -> None:
+    """The page on NIXL has the file to copy, whole."""
+    words = re.sub(r"<[^>]*>", "", (site / "how-to" / "nixl.html").read_text())
+    names = re.findall(r"^(?:def|class) (\w+)", (ROOT / "kvplan_nixl" / "demo.py").read_text(), re.MULTILINE)
+    assert names
+    assert [name for name in names if f" {name}" not in words] == []
+
+
 def test_every_link_of_the_book_leads_somewhere(site: Path) -> None:
     """Each relative link of a page leads to a file of the book, and to an id on it where it names one."""
     pages = {path: Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
