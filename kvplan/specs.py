@@ -41,8 +41,11 @@ class ReadSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that move."""
-        return int(self._descriptors[0][:, 1].sum())
+        """Bytes that move, counted without joining descriptors."""
+        table = self.local_table
+        return sum(
+            along.size * int(table.rows[table.row_of(first[:, 0]), 1].sum()) for (first, along), _ in self._strands()
+        )
 
     @property
     def num_descriptors(self) -> int:

@@ -9,23 +9,17 @@ the logger has a line without an event.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns
 from typing import Final
 
 import attrs
-import numpy as np
 
 from kvplan.executor import Status, Transfer
-from kvplan.specs import ReadSpec
 from kvplan.workers import Key, label_of
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
-
-FEW_IDS: Final = 512
-"""Up to so many ids, each is looked up in less time than it takes to find out which need not be."""
 
 
 @attrs.frozen(kw_only=True)
@@ -115,7 +109,7 @@ class Watch(Unwatched):
     def posted(self, transfer: Transfer) -> None:
         """The end of the second stage. Bytes are counted now: later, a workspace's ids may be another request's."""
         self._marks.append(perf_counter_ns())
-        self._num_bytes = num_bytes(transfer.spec)
+        self._num_bytes = transfer.spec.num_bytes
 
     def settled(self, transfer: Transfer) -> None:
         """The end: log the event, and call the listener."""
@@ -138,7 +132,7 @@ class Watch(Unwatched):
             operation=spec.operation,
             local=spec.local,
             remote=spec.remote,
-            num_bytes=num_bytes(spec) if self._num_bytes is None else self._num_bytes,
+            num_bytes=spec.num_bytes if self._num_bytes is None else self._num_bytes,
             num_ids=spec.local_ids.size,
             make_us=stages[0],
             post_us=stages[1],
@@ -151,23 +145,3 @@ class Watch(Unwatched):
 def watch(listener: Listener | None) -> Unwatched:
     """What an executor tells of a transfer that begins."""
     return UNWATCHED if listener is None and not LOGGER.isEnabledFor(logging.DEBUG) else Watch(listener)
-
-
-def num_bytes(spec: ReadSpec) -> int:
-    """The bytes that a spec moves, without joining descriptors as :attr:`kvplan.ReadSpec.num_bytes` does.
-
-    Of many ids, strands that lie in one row each, as most do, have only that row looked up.
-    """
-    ids, table, start, found = spec.local_ids, spec.local_table, 0, 0
-    lengths = table.rows[:, 1]
-    if ids.size <= FEW_IDS or ids.size != sum(map(math.prod, spec.shapes)):
-        return int(lengths[table.row_of(ids)].sum())
-    for n, m in filter(math.prod, spec.shapes):
-        strands = ids[start : start + n * m].reshape(n, m)
-        first, last = (table.row_of(end(axis=1)) for end in (strands.min, strands.max))
-        if np.array_equal(first, last):
-            found += m * int(lengths[first].sum())
-        else:
-            found += int(lengths[table.row_of(strands)].sum())
-        start += n * m
-    return found

@@ -4,7 +4,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, plan_reads
+from kvplan import Blocks, Model, plan_reads
 from tests.small import engine
 
 PAIRS = {
@@ -72,11 +72,27 @@ def test_shapes_of_other_ids_are_left_alone(shapes):
         assert descriptors(spec) == one_by_one(spec)
 
 
+@pytest.mark.parametrize(("model", "tokens"), [("llama-3.2-1b", (5, 40)), ("granite-4.0-h-tiny", (0, 33))])
+def test_bytes_are_those_of_the_descriptors(model, tokens):
+    """Also of ids in rows of several lengths, however it is said that they are made up."""
+    made = Model.shipped(model)
+    (source,), (local,) = made.engine("a", num_blocks=50), made.engine("b", layout="BLHNC", num_blocks=50)
+    blocks = {name: Blocks([3, 7, 5] if name == "attn" else [4]) for name in made.groups}
+    ranges = {name: tokens if name == "attn" else (0, 1) for name in made.groups}
+    (spec,) = plan_reads(local, [source]).bind(local=blocks, remote=blocks, tokens=ranges)
+    assert len(set(spec.local_table.rows[spec.local_table.row_of(spec.local_ids), 1].tolist())) > 1
+    size = spec.local_ids.size
+    for shapes in (spec.shapes, (), ((1, size),), ((size, 1), (0, 7))):
+        moved = attrs.evolve(spec, shapes=shapes)
+        assert moved.num_bytes == moved.descriptors()[0][:, 1].sum() > 0
+
+
 def test_nothing_has_no_descriptors():
     """No ids, and shapes that were left as they were."""
     none = np.zeros(0, np.int32)
     for spec in specs("heads of a page", local_ids=none, remote_ids=none):
         assert [side.shape for side in spec.descriptors()] == [(0, 3), (0, 3)]
+        assert spec.num_bytes == 0
 
 
 def test_a_strand_may_lie_in_several_rows():

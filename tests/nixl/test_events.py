@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 
-from kvplan import Blocks, KVPlanError, Model, ReadSpec, Workspace, plan_reads
+from kvplan import Blocks, KVPlanError, Model, Workspace, plan_reads
 from kvplan.executor import Status, Transfer
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
-from kvplan_nixl import events as events_module
-from kvplan_nixl.events import UNWATCHED, Listener, Watch, num_bytes
+from kvplan_nixl.events import UNWATCHED, Listener, Watch
 from tests.nixl.worlds import placed
 from tests.small import engine
 
@@ -203,28 +201,6 @@ def test_a_listener_that_raises(caplog: pytest.LogCaptureFixture) -> None:
         assert (record.exc_info[0], str(record.exc_info[1])) == (ZeroDivisionError, name)
 
 
-def mixed(model: str, tokens: tuple[int, int]) -> ReadSpec:
-    """A spec whose ids lie in rows of more than one length."""
-    made = Model.shipped(model)
-    (source,), (local,) = made.engine("a", num_blocks=50), made.engine("b", layout="BLHNC", num_blocks=50)
-    blocks = {name: Blocks([3, 7, 5] if name == "attn" else [4]) for name in made.groups}
-    ranges = {name: tokens if name == "attn" else (0, 1) for name in made.groups}
-    (spec,) = plan_reads(local, [source]).bind(local=blocks, remote=blocks, tokens=ranges)
-    assert len(np.unique(spec.local_table.rows[spec.local_table.row_of(spec.local_ids), 1])) > 1
-    return spec
-
-
-@pytest.mark.parametrize("few", [0, 10**6])
-@pytest.mark.parametrize("model, tokens", [("llama-3.2-1b", (5, 40)), ("granite-4.0-h-tiny", (0, 33))])
-def test_bytes_are_counted(monkeypatch: pytest.MonkeyPatch, model: str, tokens: tuple[int, int], few: int) -> None:
-    """An event's bytes are those of the spec's joined descriptors, of few ids and of many, however they are made up."""
-    monkeypatch.setattr(events_module, "FEW_IDS", few)
-    spec = mixed(model, tokens)
-    size = spec.local_ids.size
-    for shapes in (spec.shapes, (), ((1, size),), ((size, 1), (0, 7))):
-        assert num_bytes(attrs.evolve(spec, shapes=shapes)) == spec.num_bytes > 0
-
-
 def test_bytes_are_counted_before_ids_are_used_again() -> None:
     """A running transfer's ids may lie in a workspace that the next request is bound in: its bytes are its own."""
     (source,), (local,) = (Model.shipped("llama-3.2-1b").engine(name, num_blocks=50) for name in ("a", "b"))
@@ -236,9 +212,9 @@ def test_bytes_are_counted_before_ids_are_used_again() -> None:
     transfer, watch = Transfer(spec, "request"), Watch(events.append)
     watch.made()
     watch.posted(transfer)
-    expected = num_bytes(spec)
+    expected = spec.num_bytes
     plan.bind(local=blocks, remote=blocks, tokens=(0, 1), workspace=workspace)
-    assert num_bytes(spec) != expected
+    assert spec.num_bytes != expected
     transfer.status = Status.DONE
     watch.settled(transfer)
     assert [event.num_bytes for event in events] == [expected]
