@@ -23,7 +23,7 @@ from kvplan.axes import Ints, read_only
 from kvplan.blocks import POSITION_END, Blocks, check_listed, places
 from kvplan.errors import KVPlanError
 from kvplan.reading import ID_END, integer, shown, wrong_type
-from kvplan.tables import Family, Layout
+from kvplan.tables import Family, Layout, Turn
 from kvplan.views import Group
 
 Ids = npt.NDArray[np.int32]
@@ -70,6 +70,10 @@ class Workspace:
 Terms = tuple[Ids | Ints, Ids | Ints]
 """Ids of both sides as sums, destination first: strands, (2, n, 1), and what each run or token of the request adds to
 them, (2, 1, m)."""
+
+Found = tuple[int, Sequence[slice | Ints], Sequence[Ints | None]]
+"""A number of descriptors of one strand, and for each side where in the table their blocks are and what their slots
+add, if anything."""
 
 
 def check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
@@ -156,35 +160,70 @@ def _span(layout: Layout, position: int) -> Range | None:
 def _rows(
     groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
 ) -> Ids | Ints | None:
-    """``step * block id + sub`` of each position of a family in ``[begin, end)``, if there are any.
+    """``step * block id + sub`` of each position of a family in ``[begin, end)``, if there are any."""
+    if family.turns is None or blocks[0].scattered is not None or blocks[1].scattered is not None:
+        found = _by_position(groups, family, blocks, begin, end, sides)
+    else:
+        found = _by_turn(groups, family, family.turns, blocks, begin, end, sides)
+    if found is None:
+        return None
+    number, at, sub = found
+    rows = np.empty((2, 1, number), family.base.dtype)
+    for i, table in enumerate(blocks):
+        rows[i] = table.ids[at[i]]
+        if family.step[i] != 1:
+            rows[i] *= family.step[i]
+        if (more := sub[i]) is not None:
+            rows[i] += more
+    return rows
 
-    A family that always begins in the same slot takes every nth block: a slice of the table, no arithmetic on slots.
-    """
-    if family.turns and blocks[0].scattered is None and blocks[1].scattered is None:
-        start = int(family.starts[0])
-        first, last = -((start - begin) // family.every), (end - 1 - start) // family.every
-        if first > last:
-            return None
-        rows = np.empty((2, 1, last - first + 1), family.base.dtype)
-        for i, (block, on) in enumerate(family.turns):
-            table, low, high = blocks[i], block + first * on, block + last * on + 1
-            check_listed(groups[i].name, low, high, table.first, table.stop, sides[i])
-            rows[i] = table.ids[low - table.first : high - table.first : on]
-            if family.step[i] != 1:
-                rows[i] *= family.step[i]
-        return rows
+
+def _by_turn(
+    groups: Sequence[Group],
+    family: Family,
+    turns: Sequence[Turn],
+    blocks: Sequence[Blocks],
+    begin: int,
+    end: int,
+    sides: Sides,
+) -> Found | None:
+    """The places of tables without gaps, with no arithmetic on positions: of one start a turn, every nth block."""
+    per_turn = family.starts.size
+    low, high = (at // family.every * per_turn + bisect_left(family.starts, at % family.every) for at in (begin, end))
+    if low == high:
+        return None
+    first, last = low // per_turn, (high - 1) // per_turn
+    skipped = low - first * per_turn
+    these = slice(skipped, skipped + high - low)
+    at: list[slice | Ints] = []
+    sub: list[Ints | None] = []
+    for group, turn, table, side in zip(groups, turns, blocks, sides, strict=True):
+        start = int(turn.ordinal[skipped]) + first * turn.num_blocks
+        stop = int(turn.ordinal[(high - 1) % per_turn]) + last * turn.num_blocks + 1
+        check_listed(group.name, start, stop, table.first, table.stop, side)
+        if per_turn == 1:
+            at.append(slice(start - table.first, stop - table.first, turn.num_blocks))
+        else:
+            each = np.arange(first * turn.num_blocks - table.first, stop - table.first, turn.num_blocks)
+            at.append(np.add.outer(each, turn.ordinal).reshape(-1)[these])
+        if turn.sub is None:
+            sub.append(None)
+        else:
+            sub.append(np.broadcast_to(turn.sub, (last - first + 1, per_turn)).reshape(-1)[these])
+    return high - low, at, sub
+
+
+def _by_position(
+    groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
+) -> Found | None:
+    """The places of any tables: of each position, its blocks' ordinals and its slots."""
     found = ends(family.starts, family.every, begin, end)
     if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
         return None
     ordinals, slot = stand(groups, position)
     each = zip(groups, blocks, ordinals, sides, strict=True)
     at = [places(group.name, table, which, side) for group, table, which, side in each]
-    rows = np.empty((2, 1, position.size), family.base.dtype)
-    for i, table in enumerate(blocks):
-        rows[i] = table.ids[at[i]]
-        rows[i] *= family.step[i]
-        rows[i] += family.sub[i][slot[i]]
-    return rows
+    return position.size, at, [family.sub[i][slot[i]] for i in (0, 1)]
 
 
 def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:

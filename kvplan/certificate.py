@@ -128,14 +128,14 @@ class Side:
         """The descriptors of a family at some positions; ``None`` where ids leave their row or do not follow blocks."""
         group, step, last = layout.groups[side], family.step[side], layout.num_blocks[side] - 1
         ordinal, slot = _stand(group, position)
-        ids = family.base[side].astype(np.int64)
-        if family.turns is None:
-            ids = ids + family.sub[side][slot]
-        else:
-            first, second = _stand(group, family.starts + np.array([0, family.every]))[0].tolist()
-            if (first, second - first) != family.turns[side]:
+        ids = (family.base[side].astype(np.int64) + family.sub[side][slot]).reshape(-1)
+        if family.turns is not None:
+            turn, turns = family.turns[side], np.add.outer([0, 1], np.zeros_like(family.starts))
+            there = _stand(group, family.starts + family.every * turns)
+            ours = (turn.ordinal + turn.num_blocks * turns, 0 if turn.sub is None else turn.sub)
+            theirs = (there[0], family.sub[side][there[1]])
+            if any((one != other).any() for one, other in zip(ours, theirs, strict=True)):
                 return None
-        ids = np.broadcast_to(ids, (len(ids), position.size)).reshape(-1)
         row = np.searchsorted(self.table.first, ids, "right") - 1
         start, length, stride, count = (column[row] for column in self.rows())
         within = ids - self.table.first[row]

@@ -206,7 +206,7 @@ def _ends(tables: tuple[Table, Table], layout: Layout, family: Family, position:
     ordinal, slot = stand(layout.groups, position)
     columns = []
     for table, base, sub, at, where in zip(tables, family.base, family.sub, ordinal, slot, strict=True):
-        ids = base.astype(np.int64) + (np.zeros_like(where) if family.turns else sub[where])
+        ids = base.astype(np.int64) + sub[where]
         row = table.row_of(ids)
         start = np.array([region.address for region in table.regions], np.uint64)[table.region]
         offset = (table.rows[:, 0] - start).astype(np.int64)[row]

@@ -16,6 +16,7 @@ Rows are made with offsets in regions, and become addresses at the end: equal ge
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -24,7 +25,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.align import period, slots, stand
+from kvplan.align import period, repeated, slots, stand
 from kvplan.axes import Ints, heads, numbered, read_only
 from kvplan.errors import KVPlanError
 from kvplan.reading import ID_END
@@ -35,6 +36,9 @@ Descriptors = npt.NDArray[np.uint64]
 
 MAX_ROWS: Final = 1 << 24
 """The strands of one side of a pair times their slots may be at most this."""
+
+MAX_STARTS: Final = 1 << 10
+"""The positions of a turn at which a family has descriptors are listed if they are at most this many."""
 
 MAX_IDS_PER_USED: Final = 16
 """A row of more ids than this for each that can be used is split by offset, so that ids last for large pools."""
@@ -116,6 +120,18 @@ def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
 
 
 @attrs.frozen(eq=False)
+class Turn:
+    """What the starts of a family are on one side: the ordinals of their blocks in the first turn of positions, (n,).
+
+    Each turn goes on by ``num_blocks``. ``sub`` is what their slots add to ids, ``None`` where that is nothing.
+    """
+
+    ordinal: Ints
+    num_blocks: int
+    sub: Ints | None
+
+
+@attrs.frozen(eq=False)
 class Family:
     """The ids of strands that begin runs, or lie in slots, alike: for each side, destination first.
 
@@ -123,9 +139,8 @@ class Family:
     position that equals one of ``starts`` modulo ``every``. ``share`` says which of a request's positions:
     ``runs``, those between its cuts; ``ends``, those outside them; ``all``.
 
-    ``base`` is (2, strands, 1); it and ``sub`` are of int32 where every id of both tables fits. Where there is one
-    start and its slots are always the same, ``turns`` has the ordinal of its block in the first turn, and by how many
-    blocks each turn goes on; and ``base`` has the slots' ``sub`` in it.
+    ``base`` is (2, strands, 1); it and ``sub``, 0 in the slot of the first start, are of int32 where every id of both
+    tables fits. Where blocks and slots repeat every ``every`` positions, ``turns`` says how.
     """
 
     base: Ints
@@ -134,7 +149,7 @@ class Family:
     starts: Ints
     every: int
     share: Literal["runs", "ends", "all"]
-    turns: tuple[tuple[int, int], tuple[int, int]] | None
+    turns: tuple[Turn, Turn] | None
 
 
 @attrs.frozen(eq=False)
@@ -250,15 +265,25 @@ def _family(
     share: Literal["runs", "ends", "all"],
 ) -> Family:
     """A family of ``base`` (2, strands)."""
-    turns = None
-    if starts.size == 1 and every % period(*groups) == 0:
-        block, slot = stand(groups, starts)
-        on = [every // (group.context.size * slots(group)) for group in groups]
-        turns = (int(block[0, 0]), on[0]), (int(block[1, 0]), on[1])
-        base = base + [side[where] for side, where in zip(sub, slot, strict=True)]
-    subs: tuple[Ints, Ints] = (sub[0].astype(dtype), sub[1].astype(dtype))
-    steps = (int(step[0]), int(step[1]))
-    return Family(base.astype(dtype, order="C")[:, :, None], steps, subs, starts, every, share, turns)
+    turn = math.lcm(every, period(*groups))
+    if turn // every * starts.size <= MAX_STARTS:
+        starts, every = repeated(starts, every, 0, turn), turn
+    ordinal, slot = stand(groups, starts)
+    first = np.array([[side[where[0]]] for side, where in zip(sub, slot, strict=True)])
+    subs = [(side - less).astype(dtype) for side, less in zip(sub, first, strict=True)]
+    turns = [
+        Turn(block, turn // (group.context.size * slots(group)), side[where] if side[where].any() else None)
+        for group, block, where, side in zip(groups, ordinal, slot, subs, strict=True)
+    ]
+    return Family(
+        (base + first).astype(dtype, order="C")[:, :, None],
+        (int(step[0]), int(step[1])),
+        (subs[0], subs[1]),
+        starts,
+        every,
+        share,
+        (turns[0], turns[1]) if every == turn else None,
+    )
 
 
 def _run_families(section: Section, ids: Ints, dtype: type) -> list[Family]:

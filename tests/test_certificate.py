@@ -86,11 +86,10 @@ def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
 def test_ids_that_are_off_by_one_are_no_proof(name, side):
     """Of any family and either side, the first id, the step from block to block and the slots' part."""
     plan = PLANS[name]
-    for i, family in enumerate(layout_of(plan).families):
+    for i in range(len(layout_of(plan).families)):
         refused(changed(plan, family=i, base=shifted(side, 1)))
         refused(changed(plan, family=i, step=lambda step: tuple(n + (j == side) for j, n in enumerate(step))))
-        if family.turns is None and family.sub[side].size > 1:
-            refused(changed(plan, family=i, sub=shifted(side, 1)))
+        refused(changed(plan, family=i, turns=lambda _: None, sub=shifted(side, 1)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -100,8 +99,8 @@ def test_a_family_more_or_less_is_no_proof(name):
     for i, family in enumerate(layout_of(plan).families):
         assert "not all" in refused(changed(plan, families=lambda f, i=i: f[:i] + f[i + 1 :]))
         assert "some twice" in refused(changed(plan, families=lambda f, i=i: (*f, f[i])))
-        if family.turns is None:
-            refused(changed(plan, family=i, starts=lambda starts: starts + 1))
+        if family.starts.size > 1:
+            refused(changed(plan, family=i, turns=lambda _: None, starts=lambda starts: starts + 1))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -175,15 +174,22 @@ def test_pools_larger_than_they_are_are_no_proof():
     assert changed(plan, num_blocks=lambda blocks: (blocks[0] - 1, blocks[1])).certificate()
 
 
-def test_wrong_turns_are_no_proof():
-    """Where ids are taken from every nth block, n and the first are what the period says."""
-    plan = PLANS["equal blocks"]
-    families = layout_of(plan).families
-    which = [i for i, family in enumerate(families) if family.turns]
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "sub"])
+@pytest.mark.parametrize("name", ["equal blocks", "several starts"])
+def test_wrong_turns_are_no_proof(name, field, side):
+    """What is listed of a turn is what the period says: the starts' blocks, how many follow, what their slots add."""
+
+    def wrong(turns):
+        old = getattr(turns[side], field)
+        new = np.ones(len(turns[side].ordinal), np.int32) if old is None else old + 1
+        return tuple(attrs.evolve(turn, **{field: new}) if i == side else turn for i, turn in enumerate(turns))
+
+    plan = PLANS[name]
+    which = [i for i, family in enumerate(layout_of(plan).families) if family.turns]
     assert which
     for i in which:
-        refused(changed(plan, family=i, turns=lambda n: (n[0], (n[1][0], n[1][1] + 1))))
-        refused(changed(plan, family=i, turns=lambda n: ((n[0][0] + 1, n[0][1]), n[1])))
+        assert "ids" in refused(changed(plan, family=i, turns=wrong))
 
 
 def test_a_plan_of_another_source_is_no_proof():
