@@ -187,7 +187,7 @@ def _by_turn(
     end: int,
     sides: Sides,
 ) -> Found | None:
-    """The places of tables without gaps, with no arithmetic on positions: of one start a turn, every nth block."""
+    """The places of tables without gaps, with no arithmetic on positions: where they can be, slices."""
     per_turn = family.starts.size
     low, high = (at // family.every * per_turn + bisect_left(family.starts, at % family.every) for at in (begin, end))
     if low == high:
@@ -201,15 +201,15 @@ def _by_turn(
         start = int(turn.ordinal[skipped]) + first * turn.num_blocks
         stop = int(turn.ordinal[(high - 1) % per_turn]) + last * turn.num_blocks + 1
         check_listed(group.name, start, stop, table.first, table.stop, side)
-        if per_turn == 1:
-            at.append(slice(start - table.first, stop - table.first, turn.num_blocks))
+        if turn.step:
+            at.append(slice(start - table.first, stop - table.first, turn.step))
         else:
             each = np.arange(first * turn.num_blocks - table.first, stop - table.first, turn.num_blocks)
             at.append(np.add.outer(each, turn.ordinal).reshape(-1)[these])
         if turn.sub is None:
             sub.append(None)
         else:
-            sub.append(np.broadcast_to(turn.sub, (last - first + 1, per_turn)).reshape(-1)[these])
+            sub.append(turn.sub[None].repeat(last - first + 1, axis=0).reshape(-1)[these])
     return high - low, at, sub
 
 

@@ -130,11 +130,10 @@ class Side:
         ordinal, slot = _stand(group, position)
         ids = (family.base[side].astype(np.int64) + family.sub[side][slot]).reshape(-1)
         if family.turns is not None:
-            turn, turns = family.turns[side], np.add.outer([0, 1], np.zeros_like(family.starts))
-            there = _stand(group, family.starts + family.every * turns)
-            ours = (turn.ordinal + turn.num_blocks * turns, 0 if turn.sub is None else turn.sub)
-            theirs = (there[0], family.sub[side][there[1]])
-            if any((one != other).any() for one, other in zip(ours, theirs, strict=True)):
+            turn, (block, where) = family.turns[side], _stand(group, np.add.outer([0, family.every], family.starts))
+            right = block == [turn.ordinal, turn.ordinal + turn.num_blocks]
+            right &= family.sub[side][where] == (0 if turn.sub is None else turn.sub)
+            if not right.all() or (turn.step and (np.diff(block.reshape(-1)) != turn.step).any()):
                 return None
         row = np.searchsorted(self.table.first, ids, "right") - 1
         start, length, stride, count = (column[row] for column in self.rows())

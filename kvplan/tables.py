@@ -123,11 +123,13 @@ def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
 class Turn:
     """What the starts of a family are on one side: the ordinals of their blocks in the first turn of positions, (n,).
 
-    Each turn goes on by ``num_blocks``. ``sub`` is what their slots add to ids, ``None`` where that is nothing.
+    Each turn goes on by ``num_blocks``. ``step`` is by how many blocks every start goes on from the one before it, 0
+    where they differ in that or share a block. ``sub`` is what slots add to ids, ``None`` where that is nothing.
     """
 
     ordinal: Ints
     num_blocks: int
+    step: int
     sub: Ints | None
 
 
@@ -271,10 +273,13 @@ def _family(
     ordinal, slot = stand(groups, starts)
     first = np.array([[side[where[0]]] for side, where in zip(sub, slot, strict=True)])
     subs = [(side - less).astype(dtype) for side, less in zip(sub, first, strict=True)]
-    turns = [
-        Turn(block, turn // (group.context.size * slots(group)), side[where] if side[where].any() else None)
-        for group, block, where, side in zip(groups, ordinal, slot, subs, strict=True)
-    ]
+    turns = []
+    for group, block, where, side in zip(groups, ordinal, slot, subs, strict=True):
+        num_blocks, more = turn // (group.context.size * slots(group)), side[where]
+        steps = np.diff(block, append=block[0] + num_blocks)
+        turns.append(
+            Turn(block, num_blocks, int(steps[0]) if (steps == steps[0]).all() else 0, more if more.any() else None)
+        )
     return Family(
         (base + first).astype(dtype, order="C")[:, :, None],
         (int(step[0]), int(step[1])),

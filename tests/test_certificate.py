@@ -175,10 +175,10 @@ def test_pools_larger_than_they_are_are_no_proof():
 
 
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "sub"])
+@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "sub"])
 @pytest.mark.parametrize("name", ["equal blocks", "several starts"])
 def test_wrong_turns_are_no_proof(name, field, side):
-    """What is listed of a turn is what the period says: the starts' blocks, how many follow, what their slots add."""
+    """What is listed of a turn is what the period says: blocks of starts, how they go on, what their slots add."""
 
     def wrong(turns):
         old = getattr(turns[side], field)

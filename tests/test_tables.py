@@ -128,9 +128,9 @@ def families(ours, theirs):
 
 
 def turns(family):
-    """A family's turns as numbers: the ordinals, how many blocks a turn is, and what slots add."""
+    """A family's turns as numbers: ordinals, how many blocks a turn is, how starts go on, and what slots add."""
     return family.turns and [
-        (turn.ordinal.tolist(), turn.num_blocks, None if turn.sub is None else turn.sub.tolist())
+        (turn.ordinal.tolist(), turn.num_blocks, turn.step, None if turn.sub is None else turn.sub.tolist())
         for turn in family.turns
     ]
 
@@ -138,8 +138,8 @@ def turns(family):
 def test_t3_whole_blocks_need_no_arithmetic_on_slots():
     """T3: runs that fill a block on each side are one family, whose nth run is in the nth block of both."""
     found, (runs, ends) = families(engine("d")[0], engine("p"))
-    slots = [0] * 4, 1, [0, 1, 2, 3]
-    assert found == [("runs", [0], [([0], 1, None)] * 2), ("ends", [0, 1, 2, 3], [slots, slots])]
+    slots = [0] * 4, 1, 0, [0, 1, 2, 3]
+    assert found == [("runs", [0], [([0], 1, 1, None)] * 2), ("ends", [0, 1, 2, 3], [slots, slots])]
     assert runs.step == (1, 1)
     assert ends.step == (16, 16)
 
@@ -147,7 +147,7 @@ def test_t3_whole_blocks_need_no_arithmetic_on_slots():
 def test_t3_pieces_of_a_block_are_one_family():
     """T3: two blocks of 4 to one of 8 are one family with two starts, told apart by the slot where each begins."""
     found, (runs, _) = families(engine("d", tokens=8)[0], engine("p"))
-    assert found[0] == ("runs", [0, 4], [([0, 0], 1, [0, 1]), ([0, 1], 2, None)])
+    assert found[0] == ("runs", [0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
     assert [side.tolist() for side in runs.sub] == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0]]
 
 
@@ -163,7 +163,7 @@ def test_t3_one_slot_of_each_block_is_part_of_the_base():
     """T3: the second of two context ranks fills slot 1 of every block: its ids begin there."""
     pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
     first, second = (pair.layouts[0].families[0] for pair in pairs)
-    assert turns(first) == turns(second) == [([0], 1, None)] * 2
+    assert turns(first) == turns(second) == [([0], 1, 1, None)] * 2
     assert (second.base - first.base)[:, :, 0].tolist() == [[1] * 8, [0] * 8]
 
 
