@@ -23,7 +23,7 @@ from kvplan.axes import Ints, read_only
 from kvplan.blocks import POSITION_END, Blocks, check_listed, places
 from kvplan.errors import KVPlanError
 from kvplan.reading import ID_END, integer, shown, wrong_type
-from kvplan.tables import Family, Layout, Turn
+from kvplan.tables import Family, Layout
 from kvplan.views import Group
 
 Ids = npt.NDArray[np.int32]
@@ -71,9 +71,8 @@ Terms = tuple[Ids | Ints, Ids | Ints]
 """Ids of both sides as sums, destination first: strands, (2, n, 1), and what each run or token of the request adds to
 them, (2, 1, m)."""
 
-Found = tuple[int, Sequence[slice | Ints], Sequence[Ints | None]]
-"""A number of descriptors of one strand, and for each side where in the table their blocks are and what their slots
-add, if anything."""
+Taken = tuple[Ids, Ints | None]
+"""Block ids of one side, one for each run or token, and what their slots add, if anything."""
 
 
 def check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
@@ -161,69 +160,57 @@ def _rows(
     groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
 ) -> Ids | Ints | None:
     """``step * block id + sub`` of each position of a family in ``[begin, end)``, if there are any."""
-    if family.turns is None or blocks[0].scattered is not None or blocks[1].scattered is not None:
-        found = _by_position(groups, family, blocks, begin, end, sides)
-    else:
-        found = _by_turn(groups, family, family.turns, blocks, begin, end, sides)
-    if found is None:
+    gaps = blocks[0].scattered is not None or blocks[1].scattered is not None
+    found = (_by_position if gaps or family.turns is None else _by_turn)(groups, family, blocks, begin, end, sides)
+    if not found:
         return None
-    number, at, sub = found
-    rows = np.empty((2, 1, number), family.base.dtype)
-    for i, table in enumerate(blocks):
-        rows[i] = table.ids[at[i]]
+    rows = np.empty((2, 1, found[0][0].size), family.base.dtype)
+    for i, (ids, sub) in enumerate(found):
+        rows[i] = ids
         if family.step[i] != 1:
             rows[i] *= family.step[i]
-        if (more := sub[i]) is not None:
-            rows[i] += more
+        if sub is not None:
+            rows[i] += sub
     return rows
 
 
 def _by_turn(
-    groups: Sequence[Group],
-    family: Family,
-    turns: Sequence[Turn],
-    blocks: Sequence[Blocks],
-    begin: int,
-    end: int,
-    sides: Sides,
-) -> Found | None:
-    """The places of tables without gaps, with no arithmetic on positions: where they can be, slices."""
-    per_turn = family.starts.size
-    low, high = (at // family.every * per_turn + bisect_left(family.starts, at % family.every) for at in (begin, end))
+    groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
+) -> list[Taken]:
+    """What a family takes of tables without gaps, with no arithmetic on positions: slices, where they can be."""
+    low, high, per_turn = family.before(begin), family.before(end), family.starts.size
     if low == high:
-        return None
-    first, last = low // per_turn, (high - 1) // per_turn
-    skipped = low - first * per_turn
-    these = slice(skipped, skipped + high - low)
-    at: list[slice | Ints] = []
-    sub: list[Ints | None] = []
-    for group, turn, table, side in zip(groups, turns, blocks, sides, strict=True):
-        start = int(turn.ordinal[skipped]) + first * turn.num_blocks
-        stop = int(turn.ordinal[(high - 1) % per_turn]) + last * turn.num_blocks + 1
-        check_listed(group.name, start, stop, table.first, table.stop, side)
+        return []
+    (first, start), (last, stop) = divmod(low, per_turn), divmod(high - 1, per_turn)
+    found: list[Taken] = []
+    for i, turn in enumerate(family.turns or ()):
+        table, skipped = blocks[i], first * turn.num_blocks
+        at = skipped + turn.ordinal.item(start)
+        to = last * turn.num_blocks + turn.ordinal.item(stop) + 1
+        check_listed(groups[i].name, at, to, table.first, table.stop, sides[i])
         if turn.step:
-            at.append(slice(start - table.first, stop - table.first, turn.step))
+            ids = table.ids[at - table.first : to - table.first : turn.step]
         else:
-            each = np.arange(first * turn.num_blocks - table.first, stop - table.first, turn.num_blocks)
-            at.append(np.add.outer(each, turn.ordinal).reshape(-1)[these])
-        if turn.sub is None:
-            sub.append(None)
-        else:
-            sub.append(turn.sub[None].repeat(last - first + 1, axis=0).reshape(-1)[these])
-    return high - low, at, sub
+            begins = np.arange(skipped - table.first, to - table.first, turn.num_blocks)
+            ids = table.ids[np.add.outer(begins, turn.ordinal).reshape(-1)[start : start + high - low]]
+        sub = turn.sub
+        if sub is not None:
+            sub = sub[None].repeat(last - first + 1, axis=0).reshape(-1)[start : start + high - low]
+        found.append((ids, sub))
+    return found
 
 
 def _by_position(
     groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
-) -> Found | None:
-    """The places of any tables: of each position, its blocks' ordinals and its slots."""
+) -> list[Taken]:
+    """What a family takes of any tables: position by position, its blocks' ordinals and its slots."""
     found = ends(family.starts, family.every, begin, end)
     if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
-        return None
+        return []
     ordinals, slot = stand(groups, position)
     each = zip(groups, blocks, ordinals, sides, strict=True)
     at = [places(group.name, table, which, side) for group, table, which, side in each]
-    return position.size, at, [family.sub[i][slot[i]] for i in (0, 1)]
+    return [(table.ids[at[i]], family.sub[i][slot[i]]) for i, table in enumerate(blocks)]
 
 
 def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -152,6 +153,11 @@ class Family:
     every: int
     share: Literal["runs", "ends", "all"]
     turns: tuple[Turn, Turn] | None
+
+    def before(self, position: int) -> int:
+        """How many of its positions are below some position."""
+        turn, rest = divmod(position, self.every)
+        return turn * self.starts.size + bisect_left(self.starts, rest)
 
 
 @attrs.frozen(eq=False)
