@@ -44,6 +44,15 @@ def test_positions_between_the_parts_are_missing():
     assert verify_together(parts).ok
 
 
+@pytest.mark.parametrize("tokens", [(0, 26), {"attn": (0, 26)}])
+def test_positions_that_no_part_has_a_block_for_are_counted(tokens):
+    """A range beyond all tables breaks COVER, tensor by tensor, with how much is left out and where it begins."""
+    report = verify_together(two_sources([(0, 10), (10, 24)]), tokens=tokens)
+    assert report.failures == tuple(
+        ("COVER", f"at d/0: 2 positions of layers.{i} without a block, first: 24") for i in (0, 1)
+    )
+
+
 def test_positions_that_two_parts_move_are_written_twice():
     """Parts that overlap break DISJOINT, although both are right."""
     assert codes(verify_together(two_sources([(0, 12), (10, 24)]), tokens=(0, 24))) == ["DISJOINT"]

@@ -196,6 +196,9 @@ def test_regions_that_are_too_small_are_told_once(layers, size_bytes):
     assert problem.text == (
         f"cannot hold views: expected at least 2560 bytes, where view 'layers.0' of 10 blocks ends, got {size_bytes}"
     )
+    with pytest.raises(PeerError) as caught:
+        decode(json.dumps(message).encode())
+    assert dict(caught.value.details) == {"size_bytes": size_bytes, "end_bytes": 2560}
 
 
 def halved(*sizes):
@@ -214,6 +217,8 @@ def test_several_views_that_leave_all_regions_of_a_size_are_its_fault():
     offer = halved(256, 256, 300)
     offer["memories"][0]["size_bytes"] = 200
     assert paths(offer) == ["memories[0].size_bytes"]
+    offer["memories"][1]["size_bytes"] = 200
+    assert paths(offer) == ["memories[0].size_bytes", "views.offset_bytes[5]"]
     offer = halved(256, 256, 300)
     offer["views"]["offset_bytes"][1] = 129
     assert paths(offer) == ["views.offset_bytes[1]"]

@@ -525,6 +525,22 @@ def test_a_wrong_byte_inside_a_copy_is_named_where_it_is() -> None:
     assert f"address {int(parts[1][-1, 0]):#x} of prefill/0" in failure[1]
 
 
+def test_a_byte_is_not_from_the_copy_before_it() -> None:
+    """Copies that touch, the later one in memory first: a wrong byte at its start is told as its own."""
+    destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
+    plan = plan_reads(destination, [source])
+    local, remote = copies_of(plan)
+    halves = [np.concatenate([side[-1:], side]) for side in (local, remote)]
+    for side in halves:
+        side[[0, -1], 1] //= np.uint64(2)
+        side[0, 0] += side[0, 1]
+    assert report_of_copies(plan, *halves).ok
+    halves[1][0, 0] -= np.uint64(1)
+    ((_, failure),) = report_of_copies(plan, *halves).failures
+    assert f"address {int(halves[0][0, 0]):#x} of decode/0) holds" in failure
+    assert f"address {int(halves[1][0, 0]):#x} of prefill/0" in failure
+
+
 def test_the_first_stray_byte_of_a_copy_is_named() -> None:
     """A copy that is one slot too long: what it needs to write is left out of what it is blamed for."""
     destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
