@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError, plan_reads
+from kvplan import KVPlanError, Model, plan_reads
 from kvplan.tables import place
 from tests.small import HEAD_BYTES, engine
 
@@ -149,6 +149,18 @@ def test_t3_pieces_of_a_block_are_one_family():
     found, (runs, _) = families(engine("d", tokens=8)[0], engine("p"))
     assert found[0] == ("runs", [0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
     assert [side.tolist() for side in runs.sub] == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_t3_ids_behind_those_of_another_group_are_as_few_families():
+    """T3: the second of two groups has ids behind the first one's, and as many families and starts."""
+    (ours, *_), theirs = (
+        Model.shipped("gpt-oss-20b").engine(name, num_blocks=9, tokens_per_block=n)
+        for name, n in (("d", 32), ("p", 16))
+    )
+    (pair,) = plan_reads(ours, theirs).pairs
+    first, second = pair.layouts
+    assert [family.starts.size for family in second.families] == [family.starts.size for family in first.families]
+    assert (second.families[0].base.min(axis=1) > first.families[0].base.max(axis=1)).all()
 
 
 def test_t3_a_long_turn_is_not_listed(monkeypatch):
