@@ -307,7 +307,7 @@ def _run_families(section: Section, ids: Ints, dtype: type) -> list[Family]:
         runs = runs[np.lexsort((base[0, runs], section.position[runs]))]
         first = heads(section.position[runs][1:] == section.position[runs][:-1])
         starts, strands = section.position[runs[first]], runs.size // first.size
-        if (first == np.arange(first.size) * strands).all() and first.size * strands == runs.size:
+        if (np.diff(first, append=runs.size) == strands).all():
             together = base[:, runs].reshape(2, first.size, strands)
             sub = _by_slot(section, starts, together)
             if sub is not None:

@@ -340,3 +340,15 @@ def test_names_that_no_worker_has_are_told_from_those_that_it_has(groups, known)
             local={"attn": Blocks([1])}, remote={"attn": Blocks([1])}, tokens=(5, 3)
         )
     assert caught.value.details["tokens"] == (5, 3)
+
+
+@pytest.mark.parametrize("tokens", [None, (2, 15)])
+def test_sources_of_another_context_than_those_that_serve_make_no_difference(tokens):
+    """Of two contexts that all have the same, one serves every second token, though it is told apart by every sixth."""
+    (ours,), halves, thirds = (
+        engine(name, tokens=1, blocks=20, contexts=(size, 1)) for name, size in (("d", 1), ("p", 2), ("q", 3))
+    )
+    plan = plan_reads(ours, [*halves, thirds[0]])
+    assert [bool(pair.layouts) for pair in plan.pairs] == [True, True, False]
+    report = verify(plan, local={"attn": Blocks(range(18))}, remote={"attn": Blocks(range(1, 10))}, tokens=tokens)
+    assert report.ok, str(report)

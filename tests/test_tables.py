@@ -179,10 +179,21 @@ def test_t3_one_slot_of_each_block_is_part_of_the_base():
     assert (second.base - first.base)[:, :, 0].tolist() == [[1] * 8, [0] * 8]
 
 
+def test_t3_a_long_turn_of_several_starts_is_not_listed(monkeypatch):
+    """T3: a context that has two tokens of every four takes two turns for a block: four starts, unless that is more."""
+    ours, theirs = engine("d", contexts=(2, 2))[0], engine("p", contexts=(2, 2))[:1]
+    monkeypatch.setattr("kvplan.tables.MAX_STARTS", 4)
+    assert families(ours, theirs)[0][-1][1] == [0, 1, 4, 5]
+    monkeypatch.setattr("kvplan.tables.MAX_STARTS", 3)
+    assert families(ours, theirs)[0][-1] == ("ends", [0, 1], None)
+
+
+@pytest.mark.parametrize("order", ["HN", "NH"])
 @pytest.mark.parametrize("tokens", [4, 6, 8])
-def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
-    """T3: int32 without gaps in memory, and strands in order of the destination's ids."""
-    _, every = families(engine("d", tokens=tokens)[0], engine("p"))
+def test_t3_ids_that_fit_are_narrow_and_in_order(tokens, order):
+    """T3: int32 without gaps in memory, and strands in order of the destination's ids, not of the source's."""
+    (theirs,) = engine("p", order=order)
+    _, every = families(engine("d", tokens=tokens)[0], [attrs.evolve(theirs, regions=theirs.regions[::-1])])
     for family in every:
         assert family.base.dtype == np.int32
         assert family.base.flags.c_contiguous
