@@ -18,6 +18,7 @@ from a model         Model.shipped, Model.from_config, then model.engine
 from an engine       from_vllm, from_sglang, from_tensorrt_llm, from_lmcache, each with a Seat
 plan                 plan_reads, plan_writes: a TransferPlan of Pair and Table; plan_mesh: a MeshPlan
 bind a request       plan.bind with Blocks (and a Workspace): a tuple of ReadSpec; tails: bytes to set to zero
+in two legs          stage, stage_writes: a StagedPlan of Chunk; Pipeline: its requests, each a StagedTransfer
 check                verify, verify_together: a Report; plan.certificate(); FakeMemory; kvplan.testing.assert_copies
 shake hands          encode, decode, problems, compare, fingerprint; contacts; completions
 look                 explain, show: a Picture; plan.cost()
@@ -41,12 +42,15 @@ from kvplan.memory import FakeMemory
 from kvplan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
 from kvplan.models import Model
 from kvplan.offers import encode, fingerprint
+from kvplan.outlay import Outlay
 from kvplan.peers import decode, problems
 from kvplan.pictures import Picture, show
+from kvplan.pipeline import Pipeline, StagedTransfer
 from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
 from kvplan.recipes import from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
+from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
 from kvplan.tables import Table
 from kvplan.tails import tails
 from kvplan.tensors import region_of, view_of
@@ -59,6 +63,7 @@ __all__ = [
     "Axis",
     "Blocks",
     "Certificate",
+    "Chunk",
     "Comparison",
     "Completions",
     "Context",
@@ -69,14 +74,18 @@ __all__ = [
     "KVPlanError",
     "MeshPlan",
     "Model",
+    "Outlay",
     "Pair",
     "PeerError",
     "Picture",
+    "Pipeline",
     "Problem",
     "ReadSpec",
     "Region",
     "Report",
     "Seat",
+    "StagedPlan",
+    "StagedTransfer",
     "Table",
     "TransferPlan",
     "View",
@@ -99,6 +108,8 @@ __all__ = [
     "problems",
     "region_of",
     "show",
+    "stage",
+    "stage_writes",
     "tails",
     "verify",
     "verify_together",

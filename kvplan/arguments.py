@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvplan.errors import KVPlanError
-from kvplan.reading import integer, members, wrong_type
+from kvplan.reading import integer, members, name, wrong_type
+from kvplan.views import Region
 from kvplan.workers import Worker
 
 MAX_REPLICAS: Final = 1 << 10
@@ -34,3 +35,32 @@ def checked_names(values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str):
         raise wrong_type("not_transferred", "a sequence of names", values)
     return members(str, values, "not_transferred")
+
+
+def checked_staging(local: Worker, value: str) -> Region:
+    """The region that a worker has set aside, after making sure that it has, and that no view has bytes of it."""
+    key, regions = name(value, "staging"), {region.name: region for region in local.regions}
+    if key not in regions:
+        raise KVPlanError(
+            "NAME",
+            f"stage in a region of {local.label}",
+            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
+            got=f"{key!r}",
+            name=key,
+        )
+    region = regions[key]
+    for view in local.views:
+        other = regions[view.region]
+        apart = (
+            other.address + other.size_bytes <= region.address or region.address + region.size_bytes <= other.address
+        )
+        if not apart and (other.memory, other.device_id) == (region.memory, region.device_id):
+            raise KVPlanError(
+                "OVERLAP",
+                f"stage in region {key!r} of {local.label}",
+                expected="memory that no view has",
+                got=f"view {view.name!r} in region {other.name!r}",
+                region=key,
+                view=view.name,
+            )
+    return region

@@ -20,7 +20,7 @@ from kvplan.axes import Segments
 from kvplan.cells import Cell
 from kvplan.mirrors import sides
 from kvplan.sources import Part
-from kvplan.views import TOKEN, Geometry, Region
+from kvplan.views import TOKEN, Region
 
 Pair = tuple[int, int]
 
@@ -38,10 +38,10 @@ class Box:
     dims: Dims
 
 
-def pieces(cell: Cell, geometry: Geometry) -> Iterator[tuple[Pair, Dims]]:
+def pieces(cell: Cell) -> Iterator[tuple[Pair, Dims]]:
     """What a cell moves of one token of one tensor: boxes by offsets on both sides and dims, rule S9."""
-    ours, axes = sides(cell)[0], [axis for axis in cell.parts if axis != TOKEN]
-    every = [_cut(cell.parts[axis], ours.segments[axis], geometry.segments[axis]) for axis in axes]
+    (ours, theirs), axes = sides(cell), [axis for axis in cell.parts if axis != TOKEN]
+    every = [_cut(cell.parts[axis], ours.segments[axis], theirs.segments[axis]) for axis in axes]
     for product in itertools.product(*every):
         offsets = sum(at[0] for at, _ in product), sum(at[1] for at, _ in product)
         yield offsets, tuple(itertools.chain.from_iterable(dims for _, dims in product))

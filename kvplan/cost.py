@@ -147,7 +147,7 @@ def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
         for pair in plan.pairs:
             tables = pair.local_table, pair.remote_table
             known = [
-                _of_layout(tables if plan.operation == "READ" else tables[::-1], layout, tokens)
+                of_layout(tables if plan.operation == "READ" else tables[::-1], layout, tokens)
                 for layout in pair.layouts
             ]
             rows = len(tables[0].rows), len(tables[1].rows)
@@ -156,7 +156,7 @@ def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
     return Cost(plans[0].operation if plans else "READ", tokens, tuple(found))
 
 
-def _of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple[int, Mapping[int, int]]:
+def of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple[int, Mapping[int, int]]:
     """Ids and descriptors by length of the first ``tokens`` positions of a layout, or of one state."""
     turns, rest = divmod(1 if layout.groups[0].tokens_per_block is None else tokens, layout.period)
     num_ids, lengths = 0, Counter[int]()

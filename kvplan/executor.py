@@ -5,8 +5,13 @@ A plan says what moves; an executor moves it. Its rules, which every implementat
 - E1: a transfer is polled until it is settled. :meth:`Executor.poll` never waits.
 - E2: a settled transfer touches no byte any more. Only then may the blocks of its local side be used again.
 - E3: a transfer whose bytes have all moved tells its remote worker so, once, under the request's name; also where
-  there was no byte to move. Pairs whose tables are empty tell nobody: nobody counts them.
+  there was no byte to move. Pairs whose tables are empty tell nobody: nobody counts them. Nor does a transfer that was
+  started with ``tell=False``: of a request's transfers with one worker only the last tells, begun when all others are
+  done.
 - E4: what goes wrong under way is the transfer's ``error``, never an exception, and concerns no other transfer.
+- E5: a plan is prepared with remote workers exactly as it describes them. Of its local worker the regions alone have to
+  be those of the executor's: where bytes are read into, views have no part. So plans whose local worker is a mirror
+  (:mod:`kvplan.mirrors`) are prepared by the executor of the worker that keeps the mirror.
 """
 
 from __future__ import annotations
@@ -54,13 +59,15 @@ class Status(enum.Enum):
 class Transfer:
     """One spec that an executor carries out, for the request of that name.
 
-    ``status`` is what the last poll found; ``error`` is set where that is FAILED.
+    ``status`` is what the last poll found; ``error`` is set where that is FAILED. ``tells`` says whether the remote
+    worker is told of it.
     """
 
     spec: ReadSpec
     request: str
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
+    tells: bool = True
 
     def __repr__(self) -> str:
         return f"<Transfer {self.request!r} {self.status.value}: {self.spec!r}>"
@@ -81,8 +88,11 @@ class Executor(Protocol):
     def prepare(self, plan: TransferPlan) -> None:
         """Make ready for a plan's specs, once. Raises ``PEER`` where a worker is not the one that was planned for."""
 
-    def start(self, spec: ReadSpec, request: str) -> Transfer:
-        """Begin to move a spec's bytes. Raises ``TRANSFER`` where its plan was not prepared."""
+    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
+        """Begin to move a spec's bytes, and ``tell`` the remote worker when all have moved.
+
+        Raises ``TRANSFER`` where its plan was not prepared.
+        """
 
     def poll(self, transfer: Transfer) -> Status:
         """Where a transfer stands now."""
@@ -110,15 +120,15 @@ def unprepared(spec: ReadSpec) -> KVPlanError:
     )
 
 
-def still_running(transfer: Transfer, action: str) -> KVPlanError:
+def still_running(request: str, action: str) -> KVPlanError:
     """The error for what may not be done before a transfer is settled."""
     return KVPlanError(
         "TRANSFER",
         action,
-        expected=f"the transfer of request {transfer.request!r} to be settled",
+        expected=f"the transfer of request {request!r} to be settled",
         got="one that may still move bytes",
         hint="cancel it, then poll it until it is settled",
-        request=transfer.request,
+        request=request,
     )
 
 
@@ -127,11 +137,17 @@ def not_planned_for(worker: Worker, known: Worker | None, whose: str) -> KVPlanE
     return KVPlanError(
         "PEER",
         f"prepare a plan with {whose} worker {worker.label}",
-        expected="that worker, exactly as the plan describes it",
+        expected=f"that worker, with {'the regions' if whose == 'local' else 'all'} that the plan knows of it",
         got="no such worker" if known is None else "another description of it",
         hint="" if known is None else "plan again with the worker's present offer",
         worker=worker.label,
     )
+
+
+def check_local(plan: TransferPlan, worker: Worker) -> None:
+    """Make sure that a plan is one of a worker's, rule E5. Raises ``PEER``."""
+    if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):
+        raise not_planned_for(plan.local, worker, "local")
 
 
 class FakeNetwork:
@@ -174,19 +190,18 @@ class FakeExecutor:
 
     def prepare(self, plan: TransferPlan) -> None:
         """Hold the plan's workers against those of the network."""
-        if plan.local != self.worker:
-            raise not_planned_for(plan.local, self.worker, "local")
+        check_local(plan, self.worker)
         for remote in plan.remotes:
             known = self.network.workers.get(remote.key)
             if known != remote:
                 raise not_planned_for(remote, known, "remote")
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
-    def start(self, spec: ReadSpec, request: str) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
         """A transfer of which nothing has moved yet."""
         if spec.local_table not in self._prepared:
             raise unprepared(spec)
-        return Transfer(spec, request)
+        return Transfer(spec, request, tells=tell)
 
     def poll(self, transfer: Transfer) -> Status:
         """Move the bytes, if they have not moved, and tell the remote worker."""
@@ -198,7 +213,7 @@ class FakeExecutor:
                 transfer.status, transfer.error = Status.FAILED, error
                 return transfer.status
             transfer.status = Status.DONE
-            if len(spec.local_table.rows):
+            if transfer.tells and len(spec.local_table.rows):
                 self.network.inbox[spec.remote].append(Notice(*spec.local, transfer.request))
         return transfer.status
 
@@ -210,7 +225,7 @@ class FakeExecutor:
     def release(self, transfer: Transfer) -> None:
         """Check that the transfer is settled: there is nothing to give back."""
         if not transfer.status.is_settled:
-            raise still_running(transfer, "release a transfer")
+            raise still_running(transfer.request, "release a transfer")
 
     def notices(self) -> tuple[Notice, ...]:
         """What other workers of the network have completed with this one."""

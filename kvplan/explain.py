@@ -11,13 +11,15 @@ from kvplan.compare import Comparison
 from kvplan.cost import Cost
 from kvplan.errors import KVPlanError
 from kvplan.findings import PeerError
-from kvplan.lines import arrow, cut, fit, group_line, line, mesh_title, plan_title, views_line
+from kvplan.lines import arrow, cut, fit, group_line, line, mesh_title, plan_title, staged_title, views_line
 from kvplan.mesh import MeshPlan
 from kvplan.names import fold, intervals
+from kvplan.outlay import Outlay
 from kvplan.plan import Pair, TransferPlan
 from kvplan.reading import count, shown
 from kvplan.report import Report
 from kvplan.rows import ROWS
+from kvplan.staging import StagedPlan
 from kvplan.tables import Table
 from kvplan.units import size
 from kvplan.views import View
@@ -109,13 +111,15 @@ def _folded(value: object) -> Iterator[str]:
             yield from _plan(value)
         case MeshPlan():
             yield from _mesh(value)
+        case StagedPlan():
+            yield from (staged_title(value), *(f"  {text}" for text in str(value.cost()).splitlines()))
         case View():
             yield from _views([value])
         case Pair():
             yield f"pair with {label_of(value.remote)}: {_table(value.local_table, 'local row')}"
         case Table():
             yield f"table: {_table(value, 'row')}"
-        case Report() | Cost() | Comparison():
+        case Report() | Cost() | Outlay() | Comparison():
             yield str(value)
         case PeerError():
             yield from (line(value), *(f"  {problem}" for problem in value.problems))

@@ -22,11 +22,14 @@ from kvplan.findings import Problem
 from kvplan.mesh import Completions, MeshPlan
 from kvplan.models import Model
 from kvplan.names import fold, intervals
+from kvplan.outlay import Outlay
 from kvplan.pictures import Picture
 from kvplan.plan import Pair, TransferPlan
 from kvplan.reading import count
+from kvplan.rearrange import Copy
 from kvplan.report import Report, Tail
 from kvplan.specs import ReadSpec
+from kvplan.staging import Chunk, StagedPlan
 from kvplan.tables import Table
 from kvplan.units import size, sizes
 from kvplan.views import Context, Group, Region, View
@@ -82,6 +85,12 @@ def _of_plans(value: object) -> str:
             return f"table: {_table(value, 'row')}"
         case ReadSpec():
             return _spec(value)
+        case StagedPlan():
+            return staged_title(value)
+        case Chunk():
+            return _chunk(value)
+        case Copy():
+            return repr(value)[1:-1].replace("Copy", "copy", 1)
         case Completions():
             return f"completions: sends to {_labels(value.sends)}; awaits {_labels(value.awaits)}"
         case Certificate():
@@ -96,6 +105,8 @@ def _of_findings(value: object) -> str:
     match value:
         case Cost() | Comparison():
             return str(value).splitlines()[0]
+        case Outlay():
+            return str(value).splitlines()[1]
         case PairCost():
             moved = f"{count(value.num_bytes, 'byte')} in {count(value.num_descriptors, 'descriptor')}"
             told = f"{moved} of {sizes(min(value.lengths), max(value.lengths))}" if value.lengths else "nothing"
@@ -162,6 +173,11 @@ def plan_title(plan: TransferPlan) -> str:
     return f"{plan.local.label} {verb} {moving} of {count(len(plan.remotes), 'worker')}"
 
 
+def staged_title(plan: StagedPlan) -> str:
+    """How many workers a plan moves bytes from or to, and how many positions of each at a time."""
+    return f"{plan_title(plan.direct)} in two legs: {count(plan.num_positions, 'position')} at a time"
+
+
 def mesh_title(mesh: MeshPlan) -> str:
     """How many plans and workers there are."""
     return f"{count(len(mesh.plans), 'plan')} of {count(len(mesh.completions), 'worker')}"
@@ -206,6 +222,14 @@ def _spec(spec: ReadSpec) -> str:
         return f"{ends}: nothing"
     lengths = sizes(int(ours[:, 1].min()), int(ours[:, 1].max()))
     return f"{ends}: {size(spec.num_bytes)} in {count(len(ours), 'descriptor')} of {lengths}"
+
+
+def _chunk(chunk: Chunk) -> str:
+    ranges = ", ".join(f"{name} [{start}, {stop})" for name, (start, stop) in chunk.tokens.items())
+    moved, copied = (size(sum(part.num_bytes for part in side)) for side in (chunk.specs, chunk.copies))
+    reads = chunk.operation == "READ"
+    done = f"{moved} read, {copied} put in order" if reads else f"{copied} put in order, {moved} written"
+    return f"chunk of {ranges}: {done}"
 
 
 def _labels(keys: Iterable[Key]) -> str:

@@ -1,20 +1,19 @@
-"""Mirrors: what a destination reads from one source, kept in staging memory in the source's own order.
+"""Mirrors: what moves between a worker and a peer, kept in staging memory of the worker in the peer's own order.
 
-Runs are long where both sides keep bytes in one order. So a destination whose order differs can read into a *mirror* of
-the source first, and put the bytes in order afterwards, at home.
+Runs are long where both sides keep bytes in one order. So a destination whose order differs can read into a *mirror*
+of a source first, and put the bytes in order afterwards, at home. And a source can put them in order first, in a
+mirror of a destination, and write from there.
 
 - S1: a mirror has a group for each two groups, of the destination and of the source, between which bytes move. It is
-  paged and spread as the source's is.
-- S2: there it has each view of the source that serves the destination: along an axis of one digit the interval that is
+  paged and spread as the peer's is.
+- S2: there it has each view of the peer that bytes move from or to: along an axis of one digit the interval that is
   needed, or with ``whole`` all that there is; along the token axis, and axes of several digits, always all.
-- S3: views whose blocks lie within one step of the source's pool are a *frame*. A mirror keeps its bytes in the
-  source's order: each stands behind as many as are needed before it in the block. So what is one run of a source's
-  block is one of the mirror's, across axes, layers, K and V, and scales.
+- S3: views whose blocks lie within one step of the peer's pool are a *frame*. A mirror keeps its bytes in the peer's
+  order: each stands behind as many as are needed before it in the block. So what is one run of a peer's block is one
+  of the mirror's, across axes, layers, K and V, and scales.
 - S4: where no strides say S3, and where blocks lie inside other axes, each view is packed by itself: its digits and its
-  blocks by ascending stride of the source.
-- S5: frames are *pools* of their own and follow each other, as do the mirrors of several sources.
-
-A writer's staging memory is the same thing from the other side: the mirror of a destination.
+  blocks by ascending stride of the peer.
+- S5: frames are *pools* of their own and follow each other, as do the mirrors of several peers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Groups = tuple[Group, Group]
 """A group of the destination and one of the source."""
 
 Numbered = tuple[int, View]
-"""A view and its number among those of the source."""
+"""A view and its number among those of the peer."""
 
 MAX_LISTED: Final = 1 << 18
 """At most so many runs of a frame are put in order; views of more are packed by themselves."""
@@ -45,7 +44,7 @@ MAX_LISTED: Final = 1 << 18
 
 @attrs.frozen(eq=False)
 class Pool:
-    """Views whose blocks lie together: each with its number among the source's views, as it is in a pool of one block.
+    """Views whose blocks lie together: each with its number among the peer's views, as it is in a pool of one block.
 
     A block has ``block_bytes``, of which ``inner_bytes`` lie together: blocks may lie inside the outermost axes.
     """
@@ -78,20 +77,22 @@ class Pool:
 
 @attrs.frozen(eq=False)
 class Mirror:
-    """Staging memory as a worker, under the key of the source that it mirrors.
+    """Staging memory as a worker, under the key of the peer that it mirrors.
 
-    ``groups`` has the group of it for each two groups of destination and source. Of its blocks, those of one half are
-    read into while those of the other are put in order; ``half_blocks`` says how many each has, by group. ``numbers``
-    has the index among its views for a group's name and the index of a view of the source.
+    ``side`` is the peer's: 0 for a destination, 1 for a source. ``groups`` has the group of it for each two groups of
+    destination and source. Of its blocks, those of one half are filled while those of the other are emptied;
+    ``half_blocks`` says how many each has, by group. ``numbers`` has the index among its views for a group's name and
+    the index of a view of the peer.
     """
 
     worker: Worker
+    side: int
     groups: Mapping[Groups, Group]
     half_blocks: Mapping[str, int]
     numbers: Mapping[tuple[str, int], int]
 
     def under(self, worker: Worker) -> Worker:
-        """The mirror as what a worker reads into: under that worker's key."""
+        """The mirror as what a worker reads into, or writes from: under that worker's key."""
         return attrs.evolve(self.worker, engine_id=worker.engine_id, rank=worker.rank)
 
 
@@ -106,13 +107,13 @@ def view_numbers(cell: Cell) -> tuple[Ints, Ints]:
     return ours[:, cell.destination], theirs[:, cell.match.holding.column[cell.source]]
 
 
-def pools(source: Worker, share: Iterable[Cell], whole: bool = False) -> dict[Groups, tuple[Pool, ...]]:
-    """The pools that mirror what a source sends in these cells, rules S1 to S4."""
+def pools(peer: Worker, share: Iterable[Cell], side: int, whole: bool = False) -> dict[Groups, tuple[Pool, ...]]:
+    """The pools that mirror a peer's side of these cells, rules S1 to S4."""
     needed: dict[Groups, dict[int, dict[str, tuple[int, int]]]] = {}
     for cell in share:
         ours, theirs = sides(cell)
         views = needed.setdefault((ours.group, theirs.group), {})
-        for number in view_numbers(cell)[1].tolist():
+        for number in view_numbers(cell)[side].tolist():
             spans = views.setdefault(number, {})
             for axis, part in cell.parts.items():
                 (low, high), (start, stop) = part.span, spans.get(axis, part.span)
@@ -121,7 +122,7 @@ def pools(source: Worker, share: Iterable[Cell], whole: bool = False) -> dict[Gr
         groups: tuple(
             pool
             for frame in _frames(
-                (number, source.views[number] if whole else _trimmed(source.views[number], spans))
+                (number, peer.views[number] if whole else _trimmed(peer.views[number], spans))
                 for number, spans in views.items()
             )
             for pool in _pools(frame)
@@ -132,25 +133,26 @@ def pools(source: Worker, share: Iterable[Cell], whole: bool = False) -> dict[Gr
 
 def mirror(
     local: Worker,
-    source: Worker,
+    peer: Worker,
+    side: int,
     region: str,
     staged: Mapping[Groups, Sequence[Pool]],
     places: Iterator[tuple[int, int]],
 ) -> Mirror:
-    """The mirror of a source in a region of ``local``; ``places`` has the offset and half the blocks of each pool."""
+    """The mirror of a peer in a region of ``local``; ``places`` has the offset and half the blocks of each pool."""
     groups: dict[Groups, Group] = {}
     half_blocks: dict[str, int] = {}
     views: list[View] = []
     numbers: dict[tuple[str, int], int] = {}
-    for (ours, theirs), frames in staged.items():
-        group = groups[ours, theirs] = attrs.evolve(theirs, name=f"{ours.name}<-{theirs.name}")
+    for both, frames in staged.items():
+        group = groups[both] = attrs.evolve(both[side], name="<-".join(each.name for each in both))
         for pool in frames:
             offset, half_blocks[group.name] = next(places)
             for number, view in pool.placed(group.name, region, offset, 2 * half_blocks[group.name]):
                 numbers[group.name, number] = len(views)
                 views.append(view)
-    worker = Worker(source.engine_id, source.rank, local.regions, groups.values(), views)
-    return Mirror(worker, groups, half_blocks, numbers)
+    worker = Worker(peer.engine_id, peer.rank, local.regions, groups.values(), views)
+    return Mirror(worker, side, groups, half_blocks, numbers)
 
 
 def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:

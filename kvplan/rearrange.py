@@ -1,4 +1,4 @@
-"""Rearrangement: from a mirror into a destination's blocks, as a small program of strided copies.
+"""Rearrangement: from a mirror into a destination's blocks, or a source's into one, as a few strided copies.
 
 - S11: positions go in runs of ``L``, the greatest length for which runs from multiples of ``L`` on lie within one block
   and digit on both sides, and are held as a whole or not at all. What a range cuts off of runs goes token by token.
@@ -22,12 +22,11 @@ from kvplan.axes import Ints, distinct, read_only
 from kvplan.blocks import Blocks, places
 from kvplan.boxes import Box, Pair, merged, nested, pieces
 from kvplan.cells import Cell
-from kvplan.mirrors import Groups, Mirror, sides, view_numbers
+from kvplan.mirrors import Groups, sides
 from kvplan.tables import Descriptors
 from kvplan.views import TOKEN, Geometry, Group, Region
-from kvplan.workers import Worker
 
-STANDS: Final = ("local", "staged")
+STANDS: Final = ("destination", "source")
 """What messages call the tables of both sides."""
 
 
@@ -166,7 +165,8 @@ class Paging:
 class Lane:
     """Boxes of tokens that both sides page alike: of a run of ``run`` tokens, and of a single one.
 
-    ``groups`` are those of destination and mirror; ``carried`` the positions, of every ``every``.
+    ``groups`` are those of the copies' destination and source, of which one is a mirror's; ``carried`` the positions,
+    of every ``every``.
     """
 
     groups: Groups
@@ -215,26 +215,24 @@ def _stand(group: Group, table: Blocks, position: Ints, side: str) -> tuple[Ints
     return table.ids[places(group.name, table, ordinal, side)].astype(np.int64), slot
 
 
-def lanes(local: Worker, mirror: Mirror, share: Iterable[Cell]) -> tuple[Lane, ...]:
-    """How what a mirror has of the cells of its source is put in order."""
-    found: dict[Any, list[tuple[Cell, Geometry, Ints, Ints]]] = {}
+def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
+    """The blocks of a group that hold any of some positions."""
+    every = np.concatenate([*positions, np.zeros(0, np.int64)])
+    return distinct(local_index(group, every) // slots(group)) if every.size else every
+
+
+def lanes(regions: Sequence[Region], share: Iterable[Cell]) -> tuple[Lane, ...]:
+    """How what cells move inside the regions of one worker is put in order."""
+    alike: dict[Any, list[Cell]] = {}
     for cell in share:
         ours, theirs = sides(cell)
-        group = mirror.groups[ours.group, theirs.group]
-        own, others = view_numbers(cell)
-        mirrored = np.array([mirror.numbers[group.name, number] for number in others.tolist()], np.int64)
-        kinds = np.array(mirror.worker.geometry_of, np.int64)[mirrored]
-        for kind in distinct(kinds).tolist():
-            geometry = mirror.worker.geometries[kind]
-            carried = cell.parts[TOKEN].intervals[:, 0]
-            paging = Paging.of(ours), Paging.of(geometry)
-            key = (ours.group, group), paging, cell.every, carried.tobytes()
-            found.setdefault(key, []).append((cell, geometry, own[kinds == kind], mirrored[kinds == kind]))
+        paging, carried = (Paging.of(ours), Paging.of(theirs)), cell.parts[TOKEN].intervals[:, 0]
+        alike.setdefault(((ours.group, theirs.group), paging, cell.every, carried.tobytes()), []).append(cell)
     made = []
-    for (groups, paging, every, _), members in found.items():
-        carried = members[0][0].parts[TOKEN].intervals[:, 0]
+    for (groups, paging, every, _), members in alike.items():
+        carried = members[0].parts[TOKEN].intervals[:, 0]
         length = _run(groups, paging, carried, every)
-        boxes = {tokens: _boxes_of(local, mirror, paging, members, tokens) for tokens in {length, 1}}
+        boxes = {tokens: _boxes_of(regions, paging, members, tokens) for tokens in {length, 1}}
         made.append(Lane(groups, carried, every, paging, length, boxes))
     return tuple(made)
 
@@ -250,19 +248,16 @@ def _run(groups: Groups, paging: tuple[Paging, Paging], carried: Ints, every: in
 
 
 def _boxes_of(
-    local: Worker,
-    mirror: Mirror,
-    paging: tuple[Paging, Paging],
-    members: Iterable[tuple[Cell, Geometry, Ints, Ints]],
-    tokens: int,
+    regions: Sequence[Region], paging: tuple[Paging, Paging], members: Iterable[Cell], tokens: int
 ) -> tuple[Box, ...]:
     """The boxes of a lane for runs of so many tokens."""
     boxes = []
     along = (tokens, paging[0].step[1], paging[1].step[1])
-    for cell, geometry, own, mirrored in members:
-        shapes = [(at, nested(geometry.itemsize, [along, *dims])) for at, dims in pieces(cell, geometry)]
-        places = [worker.places[numbers].tolist() for worker, numbers in ((local, own), (mirror.worker, mirrored))]
-        for (at, offset), (staged, other) in zip(*places, strict=True):
-            regions = local.regions[at], mirror.worker.regions[staged]
-            boxes += [Box(regions, (offset + more, other + much), *shape) for (more, much), shape in shapes]
+    for cell in members:
+        shapes = [(at, nested(sides(cell)[0].itemsize, [along, *dims])) for at, dims in pieces(cell)]
+        for (at, offset), (other, there) in zip(
+            *cell.match.places(cell.destination, cell.source).tolist(), strict=True
+        ):
+            both = regions[at], regions[other]
+            boxes += [Box(both, (offset + more, there + much), *shape) for (more, much), shape in shapes]
     return merged(boxes)

@@ -1,59 +1,57 @@
-"""Staging: reads in two legs, for pairs of engines whose layouts leave only short runs between them.
+"""Staging: requests in two legs, for pairs of engines whose layouts leave only short runs between them.
 
-Leg 1 reads a source's long runs into its mirror, in memory of the destination that the caller set aside; it is an
-ordinary plan. Leg 2 puts the bytes in order by strided copies, at home.
+A destination reads a source's long runs into its mirror, in memory of its own that the caller set aside, and then puts
+the bytes in order by strided copies, at home. Or a source first puts what a destination needs in order in a mirror of
+it, at home, and then writes long runs from there. Either way what goes between workers is an ordinary plan.
 
 - S12: both legs together write what a direct plan would, and nothing besides but the staging region: the same cells of
-  the same sources, exact positions. What leg 1 reads beyond the need never leaves the staging region.
-- S13: a request goes in *chunks*, one for each window of positions that has any; the nth brings each state group's nth
-  state as well. Chunks use the halves of all pools in turn, so that one can be read while the one before is put in
-  order; what is read into a half has to wait until what was there before is in order.
-- S14: of a source's blocks a chunk reads those that hold a position which the destination wants there, and no others.
+  the same sources, exact positions. What is read beyond the need never leaves the staging region; what is written is
+  never more than is needed.
+- S13: a request goes in *chunks*, one for each window of positions that has any; the nth brings the nth state of each
+  local state group as well. Chunks use the halves of all pools in turn, so that one can be on its way while the next is
+  put in order; what is to fill a half has to wait until what was there before is out of it.
+- S14: in a mirror a chunk has those of the peer's blocks that hold a position which moves then, and no others.
 - S15: whatever is wrong with a request is an error before there is any chunk.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
-from typing import Final
 
 import attrs
 import numpy as np
 
-from kvplan.align import cycle, local_index, period, position_of, repeated, slots
-from kvplan.axes import Ints, distinct
+from kvplan.arguments import checked_staging
+from kvplan.axes import read_only
 from kvplan.bind import Range, Tokens, range_of, wanted
 from kvplan.blocks import Blocks
 from kvplan.cells import Cell
-from kvplan.errors import KVPlanError
-from kvplan.mirrors import Groups, Mirror, mirror, pools, sides
-from kvplan.plan import SIDES, TransferPlan, plan_reads, shares
-from kvplan.reading import ID_END, count, name
-from kvplan.rearrange import Copy, Lane, lanes
+from kvplan.excess import excess
+from kvplan.legs import at_home, on_the_way
+from kvplan.mirrors import Mirror, mirror, pools
+from kvplan.outlay import Outlay, outlay
+from kvplan.plan import SIDES, Known, TransferPlan, pair_of, plan_reads, plan_writes, shares
+from kvplan.reading import ID_END, count
+from kvplan.rearrange import Copy, Lane, lanes, ordinals
 from kvplan.specs import ReadSpec
-from kvplan.views import TOKEN, Group, Region
-from kvplan.windows import fit
+from kvplan.views import Region
+from kvplan.windows import Spans, Tables, Wants, fit, windows
 from kvplan.workers import Worker
 
-Spans = Mapping[str, Range]
-"""A range of positions, or of states, by group of the destination."""
-
-Tables = Mapping[str, Blocks]
-
-MAX_LISTED: Final = 1 << 20
-"""At most about so many positions are gone through to count what is read beyond the need."""
+Served = tuple[Worker, Sequence[Cell]]
+"""A peer, and the cells between it and the local worker."""
 
 
 @attrs.frozen(eq=False, repr=False)
 class Chunk:
-    """A part of a request: first all ``specs`` are carried out, one for each plan of reads, then all ``copies``.
+    """A part of a request: ``specs``, one for each of the plan's transfers, and ``copies`` at home.
 
-    ``tokens`` are its ranges by group of the destination, those by which a direct plan would move the same. The specs
-    write to one ``half`` of each pool, 0 or 1, and the copies read there.
+    Of a ``READ`` all specs are carried out first, then all copies; of a ``WRITE`` all copies first, then all specs.
+    What comes first fills one ``half`` of each pool, 0 or 1, and what comes then empties it. ``tokens`` are the
+    chunk's ranges by local group: a direct plan moves the same by them, where the destination has all their blocks.
     """
 
     tokens: Spans
@@ -61,80 +59,146 @@ class Chunk:
     copies: tuple[Copy, ...]
     half: int
 
+    @property
+    def operation(self) -> str:
+        """``READ`` or ``WRITE``."""
+        return self.specs[0].operation
+
     def __repr__(self) -> str:
-        read, copied = (sum(part.num_bytes for part in side) for side in (self.specs, self.copies))
-        return f"<Chunk of {dict(self.tokens)}: {count(read, 'byte')} read, {copied} put in order, half {self.half}>"
+        moved, copied = (sum(part.num_bytes for part in side) for side in (self.specs, self.copies))
+        if self.operation == "READ":
+            told = f"{count(moved, 'byte')} read, {copied} put in order"
+        else:
+            told = f"{count(copied, 'byte')} put in order, {moved} written"
+        return f"<Chunk of {dict(self.tokens)}: {told}, half {self.half}>"
 
 
 @attrs.frozen(eq=False, repr=False)
 class StagedPlan:
-    """What a destination reads in two legs, for any request.
+    """What a worker moves in two legs, for any request.
 
-    ``direct`` is the plan that does it in one. ``reads`` has a plan for each source that serves; its local worker is
-    the source's mirror under the destination's key, with the destination's regions. ``lanes`` say how each mirror is
-    put in order. ``num_positions`` is how many a window has. ``excess`` says, by group of the destination, how many
-    bytes are read beyond the need for each that is needed.
+    ``direct`` is the plan that does it in one. ``transfers`` has a plan for each remote worker that bytes move from or
+    to; its local worker is the mirror of that one under the local worker's key, with all of its regions. ``lanes`` say
+    how each mirror is emptied into local memory, or filled from there. ``num_positions`` is how many a window has.
+    ``excess`` says, by group of the destination, how many bytes are moved beyond the need for each that is needed.
     """
 
     direct: TransferPlan
-    reads: tuple[TransferPlan, ...]
+    transfers: tuple[TransferPlan, ...]
     mirrors: tuple[Mirror, ...]
     lanes: tuple[tuple[Lane, ...], ...]
     num_positions: int
     excess: Mapping[str, float]
 
-    def bind(self, *, local: Tables, remote: Tables, tokens: Tokens = None) -> Iterator[Chunk]:
+    @property
+    def operation(self) -> str:
+        """``READ`` or ``WRITE``."""
+        return self.direct.operation
+
+    @property
+    def reads(self) -> tuple[TransferPlan, ...]:
+        """The transfers of a plan that reads."""
+        return self.transfers if self.operation == "READ" else ()
+
+    def bind(
+        self, *, local: Tables, remote: Tables, tokens: Tokens = None, halves: Iterator[int] | None = None
+    ) -> Iterator[Chunk]:
         """What one request moves, chunk by chunk. Takes what :meth:`TransferPlan.bind` takes and raises what it does.
 
-        A chunk's copies may only begin when its specs have been carried out; and the specs of the chunk after the next
-        one, which has the same half, when these copies have been.
+        Of a chunk, copies may only begin when all specs have been carried out, or the other way round: see
+        :class:`Chunk`. And the next chunk that has the same half may only begin then to fill it. ``halves`` gives each
+        chunk its half when it is made; without it they take turns. Requests whose chunks go through one region by turns
+        share one such iterator.
         """
         self.direct.check(local=local, remote=remote, tokens=tokens)
-        parts = list(self._parts(local, tokens))
-        if any(plan.pairs[0].remote_table.num_ids > ID_END for plan in self.reads):
-            deque(self._chunks(parts, local, remote), maxlen=0)  # raises where an id that is needed does not fit
-        return self._chunks(parts, local, remote)
+        tables = (local, remote) if self.operation == "READ" else (remote, local)
+        wants = [self._wants(staged, tables[0], tokens) for staged in self.mirrors]
+        parts = list(windows(wants, tables[0], self.num_positions, self._near))
+        both = [
+            table for plan in self.transfers for pair in plan.pairs for table in (pair.local_table, pair.remote_table)
+        ]
+        if any(table.num_ids > ID_END for table in both):
+            # raises where an id that is needed does not fit
+            deque(self._chunks(parts, wants, tables, itertools.repeat(0)), maxlen=0)
+        return self._chunks(parts, wants, tables, itertools.cycle((0, 1)) if halves is None else halves)
 
     @cached_property
-    def _groups(self) -> Mapping[str, Group]:
-        """The destination's groups that anything moves to."""
-        return {lane.groups[0].name: lane.groups[0] for lanes in self.lanes for lane in lanes}
-
-    def _parts(self, local: Tables, tokens: Tokens) -> Iterator[Spans]:
-        """The ranges of each chunk, rule S13."""
-        windows: dict[int, dict[str, Range]] = {}
-        states: dict[int, dict[str, Range]] = {}
-        size = self.num_positions
-        for key, group in self._groups.items():
-            table = local[key]
-            low, high = wanted(group, table, range_of(tokens, group), SIDES[0])
-            if group.tokens_per_block is None:
-                kept = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
-                for turn, at in enumerate(kept.tolist()):
-                    states.setdefault(turn, {})[key] = at, at + 1
-            else:
-                for turn in _turns(group, table, low, high, size):
-                    windows.setdefault(turn, {})[key] = max(low, turn * size), min(high, (turn + 1) * size)
-        idle, nothing = dict.fromkeys(self._groups, (0, 0)), dict[str, Range]()
-        in_order = [windows[turn] for turn in sorted(windows)]
-        for some, others in zip_longest(in_order, states.values(), fillvalue=nothing):
-            yield {**idle, **some, **others}
-
-    def _chunks(self, parts: Iterable[Spans], local: Tables, remote: Tables) -> Iterator[Chunk]:
-        half = 0
-        for part in parts:
-            legs = [
-                _leg(plan, staged, lanes, part, half, (local, remote))
-                for plan, staged, lanes in zip(self.reads, self.mirrors, self.lanes, strict=True)
+    def closing(self) -> tuple[ReadSpec, ...]:
+        """A spec of no bytes for each transfer: carried out when all chunks are, it tells the remote worker so."""
+        none = read_only(np.zeros(0, np.int32))
+        return tuple(
+            [
+                ReadSpec(plan.operation, plan.local.key, pair.remote, pair.local_table, pair.remote_table, none, none)
+                for plan in self.transfers
+                for pair in plan.pairs
             ]
+        )
+
+    @property
+    def _near(self) -> int:
+        """Whether the destination, 0, or the source, 1, is local."""
+        return 0 if self.operation == "READ" else 1
+
+    def _wants(self, staged: Mirror, tables: Tables, tokens: Tokens) -> Wants:
+        """What destinations' groups want of sources' through a mirror; ``tables`` are the destination's."""
+        near = self._near
+        return {
+            groups: wanted(groups[0], tables[groups[0].name], range_of(tokens, groups[near]), SIDES[near])
+            for groups in staged.groups
+        }
+
+    def _chunks(
+        self, parts: Iterable[Spans], wants: Iterable[Wants], tables: tuple[Tables, Tables], halves: Iterator[int]
+    ) -> Iterator[Chunk]:
+        half = None
+        every = list(zip(self.transfers, self.mirrors, self.lanes, wants, strict=True))
+        for part in parts:
+            half = next(halves) if half is None else half
+            legs = [self._leg(*each, part, half, tables) for each in every]
             copies = tuple([copy for _, found in legs for copy in found])
             if copies:
                 yield Chunk(part, tuple([spec for spec, _ in legs]), copies, half)
-                half = 1 - half
+                half = None
+
+    def _leg(
+        self,
+        plan: TransferPlan,
+        staged: Mirror,
+        lanes: Sequence[Lane],
+        wants: Wants,
+        part: Spans,
+        half: int,
+        tables: tuple[Tables, Tables],
+    ) -> tuple[ReadSpec, list[Copy]]:
+        """What a part of a request moves between a mirror and its peer, and between it and the local worker."""
+        far, mirrored, spans, copies = staged.side, dict[str, Blocks](), dict[str, Range](), list[Copy]()
+        for groups, group in staged.groups.items():
+            (start, stop), (low, high) = part[groups[1 - far].name], wants[groups]
+            low, high = max(low, start), min(high, stop)
+            mine = [lane for lane in lanes if lane.groups[far] == group]
+            positions = [lane.positions(tables[0][groups[0].name], low, high) for lane in mine]
+            blocks = ordinals(groups[far], positions)
+            first = half * staged.half_blocks[group.name]
+            mirrored[group.name] = table = Blocks(np.arange(first, first + blocks.size), ordinals=blocks)
+            spans[group.name] = (low, high) if blocks.size else (0, 0)
+            ends = [table if side == far else tables[side][groups[side].name] for side in (0, 1)]
+            for lane, position in zip(mine, positions, strict=True):
+                copies += lane.copies(position, low, high, (ends[0], ends[1]))
+        remote = {groups[far].name: tables[far][groups[far].name] for groups in staged.groups}
+        (spec,) = plan.bind(local=mirrored, remote=remote, tokens=spans)
+        return spec, copies
+
+    def cost(self, tokens: int | None = None) -> Outlay:
+        """What a request of so many positions takes in two legs and in one, counted without block tables.
+
+        ``None``: the fewest positions after which the direct plan repeats. Raises what :func:`kvplan.cost.cost` does.
+        """
+        return outlay(self, tokens)
 
     def __repr__(self) -> str:
-        sources, at_once = count(len(self.reads), "source"), count(self.num_positions, "position")
-        return f"<StagedPlan {self.direct.local.label}: {sources}, {at_once} at a time>"
+        peer = "source" if self.operation == "READ" else "destination"
+        peers, at_once = count(len(self.transfers), peer), count(self.num_positions, "position")
+        return f"<StagedPlan {self.direct.local.label}: {peers}, {at_once} at a time>"
 
 
 def stage(
@@ -170,119 +234,77 @@ def stage(
     Raises what :func:`plan_reads` does; ``NAME`` for a region that ``local`` has not, ``OVERLAP`` for one that its
     views have bytes of, and ``MEMORY`` for one that has not room for two blocks of each group.
     """
-    region = _region(local, name(staging, "staging"))
+    region = checked_staging(local, staging)
     direct = plan_reads(local, remotes, not_transferred=not_transferred, replicas=replicas)
-    served = [(source, share) for _, source, share in shares([local], direct.remotes, direct.not_transferred, replicas)]
-    needed = [pools(source, share, whole) for source, share in served]
+    served = shares([local], direct.remotes, direct.not_transferred, replicas)
+    return _staged(direct, region, [(source, share) for _, source, share in served], whole)
+
+
+def stage_writes(
+    local: Worker,
+    remotes: Iterable[Worker],
+    siblings: Iterable[Worker] = (),
+    *,
+    staging: str,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
+) -> StagedPlan:
+    """The plan by which ``local`` puts in order in its region ``staging`` what it then writes to ``remotes``.
+
+    No view of ``local`` may have bytes of that region. Other arguments are those of :func:`plan_writes`. Each writer of
+    an engine may do it in two legs or in one: they write the same.
+
+    >>> from kvplan import Blocks, Model, Region
+    >>> model = Model.shipped("qwen2.5-1.5b")
+    >>> (prefill,), decode = (model.engine(name, tp=tp, num_blocks=99, layout=layout)
+    ...                       for name, tp, layout in (("prefill", 1, "LBNHC"), ("decode", 2, "LBHNC")))
+    >>> local = attrs.evolve(prefill, regions=(*prefill.regions, Region("staging", 1 << 50, 8 << 20)))
+    >>> staged = stage_writes(local, decode, staging="staging")
+    >>> print(staged.cost(100))
+    100 tokens in one leg: 2867200 bytes in 5600 descriptors of 512 bytes
+    100 tokens in two legs: 2867200 bytes in 392 descriptors of 2048 bytes (56) and 8192 bytes (336)
+      at home: at most 112 copies in 1 chunk, in 8257536 bytes of staging memory
+    >>> tables = {"local": {"attn": Blocks(range(7, 19))}, "remote": {"attn": Blocks([5, 2, 8, 1, 30, 4, 12])}}
+    >>> for chunk in staged.bind(**tables, tokens=(0, 100)):
+    ...     print([spec.num_descriptors for spec in chunk.specs], chunk)
+    [196, 196] <Chunk of {'attn': (0, 100)}: 2867200 bytes put in order, 2867200 written, half 0>
+
+    Raises what :func:`plan_writes` does, and what :func:`stage` does of a staging region.
+    """
+    region = checked_staging(local, staging)
+    direct = plan_writes(local, remotes, siblings, not_transferred=not_transferred, replicas=replicas)
+    served = shares(direct.remotes, (local, *direct.siblings), direct.not_transferred, replicas)
+    return _staged(direct, region, [(remote, share) for remote, source, share in served if source is local])
+
+
+def _staged(direct: TransferPlan, region: Region, served: Sequence[Served], whole: bool = False) -> StagedPlan:
+    """The plan with mirrors of those that a direct plan moves bytes from or to, in a region of its worker."""
+    local, side = direct.local, 1 if direct.operation == "READ" else 0
+    needed = [pools(peer, share, side, whole) for peer, share in served]
     demands = [
-        (groups[1], pool.block_bytes) for staged in needed for groups, frames in staged.items() for pool in frames
+        (groups[side], pool.block_bytes) for staged in needed for groups, frames in staged.items() for pool in frames
     ]
     fitted = fit(demands, region.size_bytes)
     places = iter(fitted.places)
     mirrors = [
-        mirror(local, source, region.name, staged, places) for (source, _), staged in zip(served, needed, strict=True)
+        mirror(local, peer, side, region.name, staged, places) for (peer, _), staged in zip(served, needed, strict=True)
     ]
-    both = list(zip(served, mirrors, strict=True))
+    filled = [(staged, share) for (_, share), staged in zip(served, mirrors, strict=True)]
     return StagedPlan(
         direct=direct,
-        reads=tuple([plan_reads(staged.under(local), [source]) for (source, _), staged in both]),
+        transfers=tuple(_transfers(direct, served, mirrors)),
         mirrors=tuple(mirrors),
-        lanes=tuple([lanes(local, staged, share) for (_, share), staged in both]),
+        lanes=tuple([lanes(local.regions, at_home(*both)) for both in filled]),
         num_positions=fitted.num_positions,
-        excess=_excess([(share, staged) for (_, share), staged in both]),
+        excess=excess(filled),
     )
 
 
-def _region(local: Worker, key: str) -> Region:
-    """The staging region, after making sure that it is one."""
-    regions = {region.name: region for region in local.regions}
-    if key not in regions:
-        raise KVPlanError(
-            "NAME",
-            f"stage in a region of {local.label}",
-            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
-            got=f"{key!r}",
-            name=key,
-        )
-    region = regions[key]
-    for view in local.views:
-        other = regions[view.region]
-        apart = (
-            other.address + other.size_bytes <= region.address or region.address + region.size_bytes <= other.address
-        )
-        if not apart and (other.memory, other.device_id) == (region.memory, region.device_id):
-            raise KVPlanError(
-                "OVERLAP",
-                f"stage in region {key!r} of {local.label}",
-                expected="memory that no view has",
-                got=f"view {view.name!r} in region {other.name!r}",
-                region=key,
-                view=view.name,
-            )
-    return region
-
-
-def _turns(group: Group, table: Blocks, low: int, high: int, size: int) -> Iterable[int]:
-    """The windows in which a destination has blocks for some of ``[low, high)``."""
-    if low >= high:
-        return ()
-    if table.scattered is None:
-        return range(low // size, (high - 1) // size + 1)
-    start = position_of(group, table.scattered * slots(group))
-    last = position_of(group, (table.scattered + 1) * slots(group) - 1)
-    first, last = np.maximum(start, low) // size, np.minimum(last, high - 1) // size
-    return {turn for begin, end in zip(first.tolist(), last.tolist(), strict=True) for turn in range(begin, end + 1)}
-
-
-def _leg(
-    plan: TransferPlan, staged: Mirror, lanes: Sequence[Lane], part: Spans, half: int, sides: tuple[Tables, Tables]
-) -> tuple[ReadSpec, list[Copy]]:
-    """What a part of a request reads from one source, and how it is put in order."""
-    local, remote = sides
-    tables: dict[str, Blocks] = {}
-    spans: dict[str, Range] = {}
-    copies: list[Copy] = []
-    for (ours, theirs), group in staged.groups.items():
-        low, high = part[ours.name]
-        mine = [lane for lane in lanes if lane.groups[1] == group]
-        positions = [lane.positions(local[ours.name], low, high) for lane in mine]
-        ordinals = _ordinals(theirs, positions)
-        first = half * staged.half_blocks[group.name]
-        tables[group.name] = table = Blocks(np.arange(first, first + ordinals.size), ordinals=ordinals)
-        spans[group.name] = (low, high) if ordinals.size else (0, 0)
-        for lane, position in zip(mine, positions, strict=True):
-            copies += lane.copies(position, low, high, (local[ours.name], table))
-    names = {theirs.name for _, theirs in staged.groups}
-    (spec,) = plan.bind(local=tables, remote={key: remote[key] for key in names}, tokens=spans)
-    return spec, copies
-
-
-def _ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
-    """The blocks of a source that hold any of some positions."""
-    every = np.concatenate([*positions, np.zeros(0, np.int64)])
-    return distinct(local_index(group, every) // slots(group)) if every.size else every
-
-
-def _excess(served: Iterable[tuple[Sequence[Cell], Mirror]]) -> Mapping[str, float]:
-    """For each group of a destination, the bytes read beyond the need, over those needed."""
-    found: dict[str, list[float]] = {}
-    for share, staged in served:
-        for groups, group in staged.groups.items():
-            cells = [cell for cell in share if tuple(side.group for side in sides(cell)) == groups]
-            block_bytes = sum(view.block_bytes for view in staged.worker.views if view.group == group.name)
-            needed, read = _counted(cells, groups, block_bytes)
-            sums = found.setdefault(groups[0].name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + needed, sums[1] + read
-    return {key: read / needed - 1 for key, (needed, read) in found.items()}
-
-
-def _counted(cells: Sequence[Cell], groups: Groups, block_bytes: int) -> tuple[float, float]:
-    """Bytes needed and bytes read for each position, or for a state, between two groups."""
-    every = math.lcm(cycle(groups[1]), *(cell.every for cell in cells))
-    positions = every * min(period(*groups) // math.gcd(period(*groups), every), -(-MAX_LISTED // every))
-    carried = [repeated(cell.parts[TOKEN].intervals[:, 0], cell.every, 0, positions) for cell in cells]
-    needed = 0
-    for cell, position in zip(cells, carried, strict=True):
-        sizes = [part.size for axis, part in cell.parts.items() if axis != TOKEN]
-        needed += len(cell.match.names) * sides(cell)[0].itemsize * math.prod(sizes) * position.size
-    return needed / positions, block_bytes * _ordinals(groups[1], carried).size / positions
+def _transfers(direct: TransferPlan, served: Iterable[Served], mirrors: Iterable[Mirror]) -> Iterator[TransferPlan]:
+    """Between each mirror and its peer, what goes from worker to worker."""
+    known = Known()
+    for (peer, share), staged in zip(served, mirrors, strict=True):
+        local = staged.under(direct.local)
+        both, near = ((local, peer), 0) if direct.operation == "READ" else ((peer, local), 1)
+        pair = pair_of(list(on_the_way(staged, peer, share)), both, near, known)
+        yield TransferPlan(direct.operation, local, (peer,), direct.siblings, direct.not_transferred, (pair,))

@@ -1,4 +1,4 @@
-"""Windows: how many positions at a time go through a staging region.
+"""Windows: how many positions at a time go through a staging region, and which of a request do.
 
 - S6: a request is moved in windows of ``W`` positions, the kth from ``k * W`` on. Few blocks are cut where ``W`` is a
   multiple of the period after which the blocks and contexts of all groups repeat; if none such fits, of the longest
@@ -14,17 +14,30 @@ Fit(num_positions=2032, places=((0, 127), (1040384, 1)))
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Final
 
 import attrs
+import numpy as np
 
-from kvplan.align import cycle, period, slots
+from kvplan.align import cycle, period, position_of, slots
+from kvplan.bind import Range
+from kvplan.blocks import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.views import Group
 
 Demand = tuple[Group, int]
 """A group, and the bytes that one block of a pool has."""
+
+Spans = Mapping[str, Range]
+"""A range of positions, or of states, by group of the local worker."""
+
+Wants = Mapping[tuple[Group, Group], Range]
+"""The positions, or states, of a request that a destination's group wants of a source's."""
+
+Tables = Mapping[str, Blocks]
+"""Block tables by group."""
 
 ALIGNMENT: Final = 64
 """Pools begin at multiples of so many bytes, so that copies can be of wide words."""
@@ -89,3 +102,46 @@ def _laid(demands: Sequence[Demand], window: int, grain: int) -> tuple[tuple[tup
         places.append((offset, half))
         end = offset + 2 * half * block_bytes
     return tuple(places), end
+
+
+def windows(wants: Iterable[Wants], tables: Tables, size: int, near: int) -> Iterator[Spans]:
+    """The ranges of a request by local group, for each window of so many positions that has any: rule S13 of staging.
+
+    ``wants`` are those of all mirrors, ``tables`` the destination's; ``near`` says whether destination, 0, or source,
+    1, is local. States come one of each group with each window; those that are left have windows of their own.
+
+    >>> ours, theirs = Group("window", 16), Group("attn", 32)
+    >>> list(windows([{(ours, theirs): (40, 100)}], {"window": Blocks(range(8))}, 64, near=1))
+    [{'attn': (40, 64)}, {'attn': (64, 100)}]
+    """
+    positions: dict[int, dict[str, Range]] = {}
+    states: dict[str, set[int]] = {}
+    idle, nothing = dict[str, Range](), dict[str, Range]()
+    for groups, (low, high) in (item for want in wants for item in want.items()):
+        key, group, table = groups[near].name, groups[0], tables[groups[0].name]
+        idle[key] = 0, 0
+        if group.tokens_per_block is None:
+            kept = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
+            states.setdefault(key, set()).update(kept.tolist())
+            continue
+        for turn in _turns(group, table, low, high, size):
+            start, stop = max(low, turn * size), min(high, (turn + 1) * size)
+            first, last = positions.setdefault(turn, {}).get(key, (start, stop))
+            positions[turn][key] = min(first, start), max(last, stop)
+    in_order = [positions[turn] for turn in sorted(positions)]
+    each = [[(key, (at, at + 1)) for at in sorted(kept)] for key, kept in states.items()]
+    at_once = [dict(filter(None, some)) for some in zip_longest(*each)]
+    for some, others in zip_longest(in_order, at_once, fillvalue=nothing):
+        yield {**idle, **some, **others}
+
+
+def _turns(group: Group, table: Blocks, low: int, high: int, size: int) -> Iterable[int]:
+    """The windows in which a destination has blocks for some of ``[low, high)``."""
+    if low >= high:
+        return ()
+    if table.scattered is None:
+        return range(low // size, (high - 1) // size + 1)
+    start = position_of(group, table.scattered * slots(group))
+    last = position_of(group, (table.scattered + 1) * slots(group) - 1)
+    first, last = np.maximum(start, low) // size, np.minimum(last, high - 1) // size
+    return {turn for begin, end in zip(first.tolist(), last.tolist(), strict=True) for turn in range(begin, end + 1)}

@@ -3,7 +3,7 @@
 Nothing is computed here: regions are registered as they are, a plan's rows are NIXL's strided descriptors, a spec's
 ids index them. Besides the rules of :mod:`kvplan.executor`:
 
-- N1: a remote worker is known by an envelope, and a plan is prepared only with exactly the workers that were so
+- N1: a remote worker is known by an envelope, and a plan is prepared only with exactly the remote workers that were so
   described. A process that comes back has another agent's name, so nothing meant for the one before reaches it.
 - N2: NIXL's release of a running transfer, and its removal of a remote agent, do not stop bytes that are under way.
   So neither is done while a transfer runs: a cancelled one runs until NIXL says that it has ended, as DONE or by an
@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import attrs
 
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Notice, Status, Transfer, not_planned_for, still_running, unprepared
+from kvplan.executor import Executor, Notice, Status, Transfer, check_local, not_planned_for, still_running, unprepared
 from kvplan.plan import TransferPlan
 from kvplan.specs import ReadSpec
 from kvplan.tables import Table
@@ -147,7 +147,7 @@ class NixlExecutor:
             raise _not_connected(key)
         for transfer in [transfer for transfer in self._open if transfer.spec.remote == key]:
             if not self.poll(transfer).is_settled:
-                raise still_running(transfer, f"disconnect {worker.label}")
+                raise still_running(transfer.request, f"disconnect {worker.label}")
             self.release(transfer)
         peer = self._peers.pop(key)
         peer.rows.clear()
@@ -159,8 +159,7 @@ class NixlExecutor:
         Raises ``PEER`` where a worker that bytes move from or to is not connected, or not as planned; ``BACKEND`` where
         memory is not registered, or no backend moves between its kinds; ``MEMORY`` where rows are in several kinds.
         """
-        if plan.local != self.worker:
-            raise not_planned_for(plan.local, self.worker, "local")
+        check_local(plan, self.worker)
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
             if not len(pair.local_table.rows):
                 continue
@@ -182,13 +181,13 @@ class NixlExecutor:
             prepared = self._local[key] = self._agent.prepare(LOCAL, kind, table.rows, backend)
         return prepared
 
-    def start(self, spec: ReadSpec, request: str) -> NixlTransfer:
-        """Begin to move a spec's bytes.
+    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> NixlTransfer:
+        """Begin to move a spec's bytes, and ``tell`` the remote worker when all have moved.
 
         UCX between two processes of one host moves them before this returns; between hosts it goes on by itself.
         Raises ``PEER`` for a worker that is not connected and ``TRANSFER`` for a spec whose plan is not prepared.
         """
-        transfer = NixlTransfer(spec, request, watch=watch(self._on_event))
+        transfer = NixlTransfer(spec, request, tells=tell, watch=watch(self._on_event))
         if not len(spec.local_table.rows):
             self._settle(transfer)
             return transfer
@@ -198,7 +197,7 @@ class NixlExecutor:
         rows = peer.rows.get(spec.remote_table)
         if rows is None or rows.local_table is not spec.local_table:
             raise unprepared(spec)
-        notice = b"" if peer.attached is not None else message(self._opening, request)
+        notice = message(self._opening, request) if tell and peer.attached is None else b""
         self._open.add(transfer)
         try:
             if peer.lost is not None:
@@ -206,7 +205,8 @@ class NixlExecutor:
             if spec.local_ids.size:
                 self._post(transfer, rows, notice)
             else:
-                self._agent.notify(peer.agent, notice)
+                if notice:
+                    self._agent.notify(peer.agent, notice)
                 self._settle(transfer)
         except KVPlanError as error:
             self._settle(transfer, error)
@@ -253,7 +253,7 @@ class NixlExecutor:
     def release(self, transfer: Transfer) -> None:
         """Give back NIXL's handle of a settled transfer. Raises ``TRANSFER`` for one that runs."""
         if not transfer.status.is_settled:
-            raise still_running(transfer, "release a transfer")
+            raise still_running(transfer.request, "release a transfer")
         if isinstance(transfer, NixlTransfer):
             self._drop(transfer)
 

@@ -1,19 +1,21 @@
 """Staged requests carried out by code that knows no plan: what goes where is read off descriptors and copies alone.
 
-Every byte of the sources has a label. The next chunk is always read before the one before is put in order, so that
-halves have to be apart; and of each byte of the staging region it is known which chunk has written it.
+Every byte of the sources has a label. The next chunk's first leg always goes before the second leg of the one before,
+so that halves have to be apart; and of each byte of the staging region it is known which chunk has filled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from kvplan import KVPlanError, Region, Worker
 from kvplan.rearrange import run
-from kvplan.staging import Chunk, StagedPlan, stage
+from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
 from property_tests.labelled import (
     DESTINATION,
     SOURCE,
@@ -28,6 +30,8 @@ from property_tests.labelled import (
 )
 from property_tests.worlds import Request, World
 
+Labels = npt.NDArray[np.int32]
+
 STAGING, STAGING_ADDRESS = "staging", 1 << 52
 GARBAGE = -2
 
@@ -38,102 +42,194 @@ def with_staging(worker: Worker, size: int, device_id: int) -> Worker:
     return attrs.evolve(worker, regions=(*worker.regions, region))
 
 
-def least(worker: Worker, sources: Iterable[Worker], whole: bool, **others: object) -> int:
-    """The bytes that a staging region must have."""
+def planned(worker: Worker, device_id: int, more: int, plan: Callable[[Worker], StagedPlan]) -> StagedPlan:
+    """The plan of a worker with a staging region of ``more`` bytes more than it must have."""
+    least = 1
     try:
-        stage(with_staging(worker, 1, 0), sources, staging=STAGING, whole=whole, **others)  # type: ignore[arg-type]
+        plan(with_staging(worker, 1, device_id))
     except KVPlanError as error:
         assert error.code == "MEMORY", error
-        return int(error.details["needed_bytes"])
-    return 1
+        least = int(error.details["needed_bytes"])
+    return plan(with_staging(worker, least + more, device_id))
 
 
-class Memory:
-    """The memory of one destination worker and its staging region, as labels."""
+class Staging:
+    """A staging region, as labels."""
 
-    def __init__(self, local: Worker, size: int) -> None:
-        self.cells = np.full(size, UNTOUCHED, np.int32)
+    def __init__(self, local: Worker) -> None:
         self.region = next(region for region in local.regions if region.name == STAGING)
-        self.staging = np.full(self.region.size_bytes, GARBAGE, np.int32)
+        self.cells = np.full(self.region.size_bytes, GARBAGE, np.int32)
         self.chunk = np.full(self.region.size_bytes, -1, np.int32)
-        self.arrays, at = {STAGING: self.staging}, 0
-        self.first = np.uint64(local.regions[0].address)
-        for region in local.regions[:-1]:
-            self.arrays[region.name] = self.cells[at : at + region.size_bytes]
-            at += region.size_bytes
 
-    def staged(self, ranges: Words) -> Ints:
-        """The places in the staging region of all bytes of ranges, after making sure that they lie in it."""
+    def places(self, ranges: Words) -> Ints:
+        """Where all bytes of ranges are, after making sure that they lie in the region."""
         offset = ranges[:, 0] - np.uint64(STAGING_ADDRESS)
         if not ((offset + ranges[:, 1] <= self.region.size_bytes) & (ranges[:, 2] == self.region.device_id)).all():
             raise FaultError("staged outside the staging region")
         return each_byte(offset.astype(np.int64), ranges)
 
-    def read(self, number: int, chunk: Chunk, sources: Engine, ranks: Sequence[int]) -> None:
-        """Leg 1: the labels of the sources go where the specs say."""
-        for spec, rank in zip(chunk.specs, ranks, strict=True):
-            writes, reads = spec.descriptors()
-            if not np.array_equal(writes[:, 1], reads[:, 1]):
-                raise FaultError("pairs of different lengths")
-            into = self.staged(writes)
-            if np.unique(into).size != into.size or (self.chunk[into] == number).any():
-                raise FaultError("staged twice")
-            self.staging[into] = sources.label[each_byte(sources.places(reads, np.full(len(reads), rank)), reads)]
-            self.chunk[into] = number
+    def fill(self, number: int, ranges: Words, labels: Labels) -> None:
+        """The first leg of a chunk: labels go to ranges."""
+        into = self.places(ranges)
+        if into.size != labels.size:
+            raise FaultError("pairs of different lengths")
+        if np.unique(into).size != into.size or (self.chunk[into] == number).any():
+            raise FaultError("staged twice")
+        self.cells[into], self.chunk[into] = labels, number
 
-    def put(self, number: int, chunk: Chunk) -> int:
-        """Leg 2, twice: range by range, and by strided copies; the number of bytes."""
-        expected, total = self.cells.copy(), 0
+    def empty(self, number: int, ranges: Words) -> Labels:
+        """The second leg of a chunk: the labels of ranges."""
+        out_of = self.places(ranges)
+        if (self.chunk[out_of] != number).any():
+            raise FaultError("took what this chunk has not staged")
+        return self.cells[out_of]
+
+
+class Memory:
+    """The memory of one engine's workers, as labels."""
+
+    def __init__(self, destinations: Engine) -> None:
+        self.engine = destinations
+        self.cells = np.full(destinations.label.size, UNTOUCHED, np.int32)
+
+    def write(self, ranges: Words, rank: int, labels: Labels) -> int:
+        """Labels go to ranges of a worker; their number."""
+        into = each_byte(self.engine.places(ranges, np.full(len(ranges), rank)), ranges)
+        if into.size != labels.size:
+            raise FaultError("pairs of different lengths")
+        if np.unique(into).size != into.size or (self.cells[into] != UNTOUCHED).any():
+            raise FaultError("written twice")
+        self.cells[into] = labels
+        return into.size
+
+    def compare(self, request: Request, total: int, which: slice = slice(None)) -> None:
+        """Whether workers have what they want of a request, and nothing else."""
+        ours = self.engine
+        wanted = (ours.position >= request.start) & (ours.position < request.stop)
+        wrong = np.flatnonzero(self.cells[which] != np.where(wanted, ours.label, UNTOUCHED)[which])
+        if wrong.size or total != np.count_nonzero(wanted[which]):
+            raise FaultError(f"{wrong.size} bytes wrong, {total} moved, {np.count_nonzero(wanted[which])} wanted")
+
+
+def labels_of(engine: Engine, ranges: Words, rank: int) -> Labels:
+    """What a worker has in ranges."""
+    found: Labels = engine.label[each_byte(engine.places(ranges, np.full(len(ranges), rank)), ranges)]
+    return found
+
+
+def own(engine: Engine, rank: int) -> slice:
+    """Where the memory of a worker is."""
+    return slice(int(engine.begin[rank]), int(engine.begin[rank + 1]))
+
+
+def arrays(worker: Worker, cells: Labels, staging: Labels) -> dict[str, Labels]:
+    """The regions of a worker: those that lie in ``cells`` one after the other, and the staging region."""
+    made, at = {STAGING: staging}, 0
+    for region in worker.regions[:-1]:
+        made[region.name] = cells[at : at + region.size_bytes]
+        at += region.size_bytes
+    return made
+
+
+def in_turn(chunks: Iterable[Chunk], first: Callable[[int, Chunk], object], second: Callable[[int, Chunk], int]) -> int:
+    """Both legs of all chunks, each first leg as early as it may be; the number of bytes of second legs."""
+    total, last = 0, None
+    for number, chunk in enumerate(chunks):
+        first(number, chunk)
+        if last is not None:
+            total += second(number - 1, last)
+        last = chunk
+    return total + (second(number, last) if last is not None else 0)
+
+
+def reads(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: Engine) -> int:
+    """A destination reads, and puts in order; the number of bytes."""
+    local, staging = staged.direct.local, Staging(staged.direct.local)
+    ranks = [plan.remotes[0].rank for plan in staged.transfers]
+    mine = own(memory.engine, local.rank)
+
+    def read(number: int, chunk: Chunk) -> None:
+        for spec, rank in zip(chunk.specs, ranks, strict=True):
+            writes, out_of = spec.descriptors()
+            staging.fill(number, writes, labels_of(theirs, out_of, rank))
+
+    def put(number: int, chunk: Chunk) -> int:
+        before, kept = memory.cells.copy(), staging.cells.copy()
+        total = 0
         for copy in chunk.copies:
-            writes, reads = copy.ranges()
-            out_of, into = self.staged(reads), each_byte((writes[:, 0] - self.first).astype(np.int64), writes)
-            if (self.chunk[out_of] != number).any():
-                raise FaultError("put in order what this chunk has not read")
-            if np.unique(into).size != into.size or (expected[into] != UNTOUCHED).any():
-                raise FaultError("written twice")
-            if out_of.size != copy.num_bytes:
-                raise FaultError(f"{copy.num_bytes} bytes for {out_of.size}")
-            expected[into] = self.staging[out_of]
-            total += into.size
-        before = self.staging.copy()
-        run(chunk.copies, self.arrays)
-        if not np.array_equal(self.cells, expected) or not np.array_equal(self.staging, before):
+            writes, out_of = copy.ranges()
+            total += memory.write(writes, local.rank, staging.empty(number, out_of))
+        run(chunk.copies, arrays(local, before[mine], staging.cells))
+        if not np.array_equal(before, memory.cells) or not np.array_equal(staging.cells, kept):
             raise FaultError("copies do not do what their ranges say")
         return total
 
+    return in_turn(chunks, read, put)
 
-def carry_out(staged: StagedPlan, memory: Memory, chunks: Iterable[Chunk], sources: Engine) -> int:
-    """All chunks of a request; the number of bytes put in order."""
-    ranks = [plan.remotes[0].rank for plan in staged.reads]
-    total, last = 0, None
-    for number, chunk in enumerate(chunks):
-        memory.read(number, chunk, sources, ranks)
-        if last is not None:
-            total += memory.put(number - 1, last)
-        last = chunk
-    return total + (memory.put(number, last) if last is not None else 0)
+
+def writes(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: Engine) -> int:
+    """A source puts in order, and writes; the number of bytes."""
+    local, staging = staged.direct.local, Staging(staged.direct.local)
+    ranks = [plan.remotes[0].rank for plan in staged.transfers]
+    mine = theirs.label[own(theirs, local.rank)].copy()
+
+    def put(number: int, chunk: Chunk) -> None:
+        before = staging.cells.copy()
+        for copy in chunk.copies:
+            into, out_of = copy.ranges()
+            staging.fill(number, into, labels_of(theirs, out_of, local.rank))
+        run(chunk.copies, arrays(local, mine, before))
+        if not np.array_equal(before, staging.cells) or not np.array_equal(mine, theirs.label[own(theirs, local.rank)]):
+            raise FaultError("copies do not do what their ranges say")
+
+    def write(number: int, chunk: Chunk) -> int:
+        total = 0
+        for spec, rank in zip(chunk.specs, ranks, strict=True):
+            out_of, into = spec.descriptors()
+            total += memory.write(into, rank, staging.empty(number, out_of))
+        return total
+
+    return in_turn(chunks, put, write)
+
+
+def engines(world: World) -> tuple[Engine, Engine]:
+    """Those of a world, the destination first."""
+    sides = (DESTINATION, world.destination), (SOURCE, world.source)
+    ours, theirs = (engine(role, world.heads, side, world.positions) for role, side in sides)
+    return ours, theirs
 
 
 def check(world: World, requests: Iterable[Request], whole: bool, more: int, tally: Tally) -> None:
     """Stage for every destination worker, in a region of ``more`` bytes more than are needed. Raises FaultError."""
-    ours, theirs = (
-        engine(role, world.heads, side, world.positions)
-        for role, side in ((DESTINATION, world.destination), (SOURCE, world.source))
-    )
+    ours, theirs = engines(world)
     tally.worlds += 1
     for number, worker in enumerate(ours.workers):
-        local = with_staging(worker, least(worker, theirs.workers, whole) + more, number)
-        staged = stage(local, theirs.workers, staging=STAGING, whole=whole)
+        staged = planned(worker, number, more, partial(stage, remotes=theirs.workers, staging=STAGING, whole=whole))
         tally.plans += 1
-        mine = slice(int(ours.begin[number]), int(ours.begin[number + 1]))
         for request in requests:
-            near, far = ours.tables(request.start), theirs.tables(request.start)
-            memory = Memory(local, mine.stop - mine.start)
+            near, far, memory = ours.tables(request.start), theirs.tables(request.start), Memory(ours)
             chunks = staged.bind(local=near, remote=far, tokens=(request.start, request.stop))
-            total = carry_out(staged, memory, chunks, theirs)
-            wanted = (ours.position[mine] >= request.start) & (ours.position[mine] < request.stop)
-            wrong = np.flatnonzero(memory.cells != np.where(wanted, ours.label[mine], UNTOUCHED))
-            if wrong.size or total != np.count_nonzero(wanted):
-                raise FaultError(f"{wrong.size} bytes wrong, {total} moved, {np.count_nonzero(wanted)} wanted")
+            total = reads(staged, chunks, memory, theirs)
+            memory.compare(request, total, own(ours, number))
             tally.requests += 1
             tally.num_bytes += total
+
+
+def check_writes(world: World, requests: Iterable[Request], more: int, tally: Tally) -> None:
+    """Stage for every source worker, each in a region of ``more`` bytes more than are needed. Raises FaultError."""
+    ours, theirs = engines(world)
+    tally.worlds += 1
+    plans = []
+    for number, worker in enumerate(theirs.workers):
+        others = [other for other in theirs.workers if other is not worker]
+        plan = partial(stage_writes, remotes=ours.workers, siblings=others, staging=STAGING)
+        plans.append(planned(worker, number, more, plan))
+        tally.plans += 1
+    for request in requests:
+        near, far, memory, total = theirs.tables(request.start), ours.tables(request.start), Memory(ours), 0
+        for staged in plans:
+            chunks = staged.bind(local=near, remote=far, tokens=(request.start, request.stop))
+            total += writes(staged, chunks, memory, theirs)
+        memory.compare(request, total)
+        tally.requests += 1
+        tally.num_bytes += total

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from typing import Any
 
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvplan import Worker
-from kvplan.staging import Chunk, stage
+from kvplan import Worker, plan_writes
+from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
 from kvplan.testing.strategies import Case, Request, cases
+from kvplan.workers import Key
 from property_tests import fewer
 from property_tests.exhaustive import all_worlds
 from property_tests.labelled import Tally
 from property_tests.oracle import Copy, Place, by_byte, contents, copies_of, problems
-from property_tests.staged import STAGING, check, least, with_staging
-from property_tests.test_tails import requests_with_gaps
+from property_tests.staged import STAGING, check, check_writes, planned
+from property_tests.test_tails import Block, by_block, gapped, joined, requests_with_gaps, serving, some
 
 DEVICE = 1 << 20
 """The device of staging regions, which no other region is on."""
@@ -33,32 +36,61 @@ def test_small_worlds_are_right_in_two_legs(number: int, whole: bool, more: int)
     assert tally.num_bytes
 
 
-def composed(chunk: Chunk, local: Worker) -> list[Copy]:
-    """What both legs copy, byte by byte, from the sources to the destination."""
-    staged: dict[Place, tuple[tuple[str, int], Place]] = {}
-    for spec in chunk.specs:
-        assert spec.operation == "READ"
-        for source, read, write in copies_of(spec):
-            assert write not in staged, "staged twice"
-            staged[write] = source, read
-    assert {device for device, _ in staged} <= {DEVICE}
-    return [
-        (*staged[read], write)
+@fewer(2)
+@given(st.integers(0, len(all_worlds()) - 1), SIZES)
+def test_small_worlds_are_written_in_two_legs(number: int, more: int) -> None:
+    """By all sources together, each through staging memory of its own."""
+    tally = Tally()
+    check_writes(all_worlds()[number], all_worlds().requests(number)[:3], more, tally)
+    assert tally.num_bytes
+
+
+def composed(chunk: Chunk, local: Worker) -> list[tuple[Key, Copy]]:
+    """What both legs copy, byte by byte, from the sources to destinations, and to which of these."""
+    each = [(spec.remote, copies_of(spec)) for spec in chunk.specs]
+    home = [
+        copied
         for copy in chunk.copies
         for writes, reads in [copy.ranges()]
-        for _, read, write in by_byte(local.key, reads, writes)
+        for copied in by_byte(local.key, reads, writes)
     ]
+    if chunk.operation == "READ":
+        first, second = [copied for _, copies in each for copied in copies], [(local.key, copied) for copied in home]
+    else:
+        first, second = home, [(remote, copied) for remote, copies in each for copied in copies]
+    staged: dict[Place, tuple[Key, Place]] = {}
+    for source, read, write in first:
+        assert write not in staged, "staged twice"
+        staged[write] = source, read
+    assert {device for device, _ in staged} <= {DEVICE}
+    return [(at, (*staged[read], write)) for at, (_, read, write) in second]
 
 
-def moved(case: Case, worker: Worker, request: Request, whole: bool, more: int, **others: int) -> list[Copy]:
-    """What a staged plan of a case copies for a request."""
-    skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
-    local = with_staging(worker, least(worker, case.sources, whole, **skipped) + more, DEVICE)
-    staged = stage(local, case.sources, staging=STAGING, whole=whole, **skipped)
+def carried(staged: StagedPlan, request: Request) -> dict[Key, list[Copy]]:
+    """What a staged plan copies for a request, by destination."""
     chunks = list(staged.bind(**request))
     event(f"{min(len(chunks), 3)} chunks")
     assert [chunk.half for chunk in chunks] == [i % 2 for i in range(len(chunks))]
-    return [copy for chunk in chunks for copy in composed(chunk, local)]
+    found: dict[Key, list[Copy]] = {}
+    for chunk in chunks:
+        for at, copied in composed(chunk, staged.direct.local):
+            found.setdefault(at, []).append(copied)
+    return found
+
+
+def moved(case: Case, worker: Worker, request: Request, whole: bool, more: int, **others: int) -> list[Copy]:
+    """What a staged plan of reads of a case copies for a request."""
+    skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
+    plan = partial(stage, remotes=case.sources, staging=STAGING, whole=whole, **skipped)
+    return carried(planned(worker, DEVICE, more, plan), request).get(worker.key, [])
+
+
+def written(case: Case, worker: Worker, request: Request, more: int, **others: int) -> dict[Key, list[Copy]]:
+    """What a staged plan of writes of a case copies for a request, by destination."""
+    skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
+    siblings = [other for other in case.sources if other is not worker]
+    plan = partial(stage_writes, remotes=case.destinations, siblings=siblings, staging=STAGING, **skipped)
+    return carried(planned(worker, DEVICE, more, plan), request)
 
 
 @fewer(4)
@@ -78,3 +110,45 @@ def test_gaps_in_block_tables_are_left_alone(case: Case, whole: bool, more: int,
     """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
     for plan, request, needed, held in requests_with_gaps(case, seed):
         assert problems(needed, held, moved(case, plan.local, request, whole, more)) == []
+
+
+@fewer(4)
+@given(cases(), SIZES, st.integers(1, 3))
+def test_any_engines_write_in_two_legs_what_they_do_in_one(case: Case, more: int, replicas: int) -> None:
+    """Of all sources together every byte once, and of each the bytes that it would write without staging."""
+    held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[1])) for source in case.sources}
+    every: dict[Key, list[Copy]] = {worker.key: [] for worker in case.destinations}
+    for source in case.sources:
+        siblings = [other for other in case.sources if other is not source]
+        direct = plan_writes(
+            source, case.destinations, siblings, not_transferred=case.not_transferred, replicas=replicas
+        )
+        request = case.request(direct)
+        found = written(case, source, request, more, replicas=replicas)
+        for spec in direct.bind(**request):
+            assert sorted(found.get(spec.remote, [])) == sorted(copies_of(spec))
+        for at, copies in found.items():
+            every[at] += copies
+    for worker in case.destinations:
+        assert problems(contents(worker, case.tables[0], case.spans[1]), held, every[worker.key]) == []
+
+
+@fewer(4)
+@given(cases(), SIZES, st.integers(0, 999))
+def test_writers_leave_gaps_in_block_tables_alone(case: Case, more: int, seed: int) -> None:
+    """Of destinations with gaps the blocks that there are get their bytes, also from sources without the others."""
+    choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[1])
+    offered = {source.key: by_block(source, case.tables[1], anywhere) for source in case.sources}
+    kept, left = some(case.tables[0], choice), some(case.tables[1], choice)
+    needed = {worker.key: joined(by_block(worker, case.tables[0], case.spans[1]), kept) for worker in case.destinations}
+    left |= set[Block]().union(*(serving(offered.values(), each) for each in needed.values()))
+    held = {source: joined(parts, left) for source, parts in offered.items()}
+    every: dict[Key, list[Copy]] = {worker.key: [] for worker in case.destinations}
+    for source in case.sources:
+        request = case.request(case.writes(source))
+        for tables, blocks in ((request["local"], left), (request["remote"], kept)):
+            tables.update({name: gapped(name, table, blocks, choice) for name, table in tables.items()})
+        for at, copies in written(case, source, request, more).items():
+            every[at] += copies
+    for at, copies in every.items():
+        assert problems(needed[at], held, copies) == []

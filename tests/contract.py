@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, KVPlanError, MeshPlan, Worker, plan_mesh, plan_reads
+from kvplan import Blocks, KVPlanError, MeshPlan, Region, Worker, plan_mesh, plan_reads
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan.workers import Key
 from tests.contents import Bytes, Contents, contents
@@ -84,13 +85,15 @@ class Engines:
             self.world.executors[plan.local.key].prepare(plan)
         return mesh
 
-    def start(self, mesh: MeshPlan, operation: str, request: str) -> list[tuple[Executor, Transfer]]:
+    def start(
+        self, mesh: MeshPlan, operation: str, request: str, *, tell: bool = True
+    ) -> list[tuple[Executor, Transfer]]:
         """All transfers of the request, begun."""
         reads = operation == "READ"
         # a write plan's local worker is the source, and its groups are the ones that ranges are given by
         local, remote = (self.local, self.remote) if reads else (self.remote, self.local)
         return [
-            (executor, executor.start(spec, request))
+            (executor, executor.start(spec, request, tell=tell))
             for plan in mesh.plans
             for executor in [self.world.executors[plan.local.key]]
             for spec in plan.bind(local=local, remote=remote, tokens=self.tokens)
@@ -123,14 +126,19 @@ def move(engines: Engines, operation: str, request: str = "request") -> None:
     started = engines.start(mesh, operation, request)
     assert set(engines.finish(started)) == {Status.DONE}
     assert engines.wrong(after) == []
+    assert_told(engines, mesh, request)
+    for executor, transfer in started:
+        executor.release(transfer)
+
+
+def assert_told(engines: Engines, mesh: MeshPlan, request: str) -> None:
+    """Check that all workers which the plans name have been told of the request once, and no others."""
     awaited = {key: completions.awaits for key, completions in mesh.completions.items()}
     told = engines.notices({key: len(keys) for key, keys in awaited.items()})
     assert {key: sorted(map(_sender, notices)) for key, notices in told.items()} == {
         key: sorted(keys) for key, keys in awaited.items()
     }
     assert {notice.request for notices in told.values() for notice in notices} == {request}
-    for executor, transfer in started:
-        executor.release(transfer)
 
 
 def _sender(notice: Notice) -> Key:
@@ -166,6 +174,19 @@ class Contract:
         engines.tokens = {"attn": (5, 5)}
         move(engines, operation)
 
+    @pytest.mark.parametrize("operation", ["READ", "WRITE"])
+    def test_only_the_last_of_several_transfers_tells(self, engines: Engines, operation: str) -> None:
+        """A request whose bytes move without telling is told of by transfers of no bytes that follow."""
+        after, mesh = engines.fill(), engines.mesh(operation)
+        tokens, nothing = engines.tokens, {"attn": (5, 5)}
+        for engines.tokens in (tokens, nothing):
+            assert set(engines.finish(engines.start(mesh, operation, "request", tell=False))) == {Status.DONE}
+        assert engines.wrong(after) == []
+        time.sleep(0.05)
+        assert not any(engines.notices({}).values())
+        assert set(engines.finish(engines.start(mesh, operation, "request"))) == {Status.DONE}
+        assert_told(engines, mesh, "request")
+
     def test_a_pair_that_never_moves(self, engines: Engines) -> None:
         """Between workers that share no head, a transfer is done at once, and nobody is told."""
         mesh = engines.mesh("READ")
@@ -189,6 +210,29 @@ class Contract:
         plan = plan_reads(engines.destinations[0], engines.sources)
         with pytest.raises(KVPlanError, match="PEER: cannot prepare a plan with local worker decode/0"):
             engines.world.executors["decode", 1].prepare(plan)
+
+    def test_a_plan_of_other_views_of_the_local_worker(self, engines: Engines) -> None:
+        """A plan is prepared whose local worker has the same regions: views of them are the plan's own affair."""
+        (local, *_), (_, *layers) = engines.destinations, engines.destinations[0].views
+        plan = plan_reads(attrs.evolve(local, views=layers), engines.sources)
+        after = engines.fill()
+        executor = engines.world.executors["decode", 0]
+        executor.prepare(plan)
+        specs = plan.bind(local=engines.local, remote=engines.remote, tokens=engines.tokens)
+        engines.finish([(executor, executor.start(spec, "request")) for spec in specs])
+        for region in local.regions:
+            right = np.array_equal(engines.world.read(local, region.name), after[local.key, region.name])
+            assert right == (region.name in {view.region for view in layers})
+
+    def test_a_plan_of_other_regions_of_the_local_worker(self, engines: Engines) -> None:
+        """A plan is refused whose local worker has the same name and views, and a region more."""
+        local = engines.destinations[0]
+        more = attrs.evolve(local, regions=[*local.regions, Region("more", 1 << 50, 64)])
+        with pytest.raises(
+            KVPlanError,
+            match="cannot prepare a plan with local worker decode/0: expected that worker, with the regions",
+        ):
+            engines.world.executors["decode", 0].prepare(plan_reads(more, engines.sources))
 
     def test_a_plan_with_an_unknown_worker(self, engines: Engines) -> None:
         """A plan with a worker that the executor knows nothing of is refused."""

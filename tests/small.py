@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from kvplan import Axis, Context, Group, Region, View, Worker
 
 DIM = 4  # elements of one head of K or of V; bfloat16, so one head of one token is 16 bytes
@@ -65,3 +67,13 @@ def worker(
             for i in range(layers)
         ],
     )
+
+
+def padded(source: Worker) -> Worker:
+    """A worker whose layers have room for some more bytes in each block, and the second layer has them."""
+    page = source.views[0].block_stride_bytes
+    views = [attrs.evolve(view, block_stride_bytes=2 * page) for view in source.views]
+    axes = [Axis("token", 0, 4, 4, 2), Axis("dim", 0, 2, 2, 1)]
+    views.append(View("scales", "attn", source.views[1].region, "uint8", axes, 10, 2 * page, page))
+    regions = [attrs.evolve(region, size_bytes=2 * region.size_bytes) for region in source.regions]
+    return attrs.evolve(source, regions=regions, views=views)

@@ -21,7 +21,10 @@ from kvplan import (
 )
 from kvplan.explain import explain
 from kvplan.models import Model
+from kvplan.staging import stage, stage_writes
 from kvplan.units import size
+from tests.small import engine
+from tests.staged import with_staging
 
 CONFIG = {
     "model_type": "llama",
@@ -168,3 +171,33 @@ def test_a_refused_message_is_told_with_all_its_problems() -> None:
 def test_a_worker_without_views_is_explained() -> None:
     """A worker that keeps nothing is a line."""
     assert explain(Worker("e", 0, [], [], [])) == "e/0: 0 views of 0 tensors in 0 regions, 0 groups"
+
+
+def test_a_staged_plan_says_what_one_leg_takes_and_what_two_do() -> None:
+    """Descriptors and bytes between workers, copies, chunks, staging memory and, where there is any, excess."""
+    (decode, _), (prefill,) = (engine(name, tp, order=order) for name, tp, order in (("d", 2, "NH"), ("p", 1, "HN")))
+    assert explain(stage_writes(with_staging(prefill), [decode], staging="staging")) == (
+        "p/0 writes to 1 of 1 worker in two legs: 8192 positions at a time\n"
+        "  4 tokens in one leg: 256 bytes in 16 descriptors of 16 bytes\n"
+        "  4 tokens in two legs: 256 bytes in 2 descriptors of 128 bytes\n"
+        "    at home: at most 2 copies in 1 chunk, in 1048576 bytes of staging memory"
+    )
+    plan = stage(with_staging(decode), [prefill], staging="staging", whole=True)
+    assert explain(plan).splitlines()[2:] == [
+        "  4 tokens in two legs: 512 bytes in 2 descriptors of 256 bytes",
+        "    at home: at most 2 copies in 1 chunk, in 1048576 bytes of staging memory",
+        "    excess: 1 bytes read for each that is needed",
+    ]
+    assert explain(plan, detail="line") == "d/0 reads from 1 of 1 worker in two legs: 4096 positions at a time"
+
+
+def test_what_staged_plans_are_made_of_is_told_in_a_line() -> None:
+    """Outlays as they print, chunks and copies as they are represented."""
+    (decode,), (prefill,) = engine("d", order="NH"), engine("p")
+    plan = stage(with_staging(decode), [prefill], staging="staging")
+    assert explain(plan.cost(8)) == str(plan.cost(8))
+    assert explain(plan.cost(8), detail="line") == "8 tokens in two legs: 1024 bytes in 4 descriptors of 256 bytes"
+    blocks = {"attn": Blocks([4])}
+    (chunk,) = plan.bind(local=blocks, remote=blocks)
+    assert explain(chunk) == "Chunk of {'attn': (0, 4)}: 512 bytes read, 512 put in order, half 0"
+    assert explain(chunk.copies[0]) == "Copy kv.0 <- staging: 1 boxes of 4 x 4 x 16 bytes"

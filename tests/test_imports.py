@@ -17,7 +17,7 @@ PACKAGE = Path(kvplan.__file__).parent
 DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors", "blocks")
 HANDSHAKES = ("names", "findings", "schema", "messages", "offers", "peers", "compare")
 PROOF = ("pieces", "certificate")
-STAGED = ("mirrors", "windows", "boxes", "rearrange", "staging")
+STAGED = ("mirrors", "legs", "windows", "boxes", "rearrange", "excess", "outlay", "staging")
 DIRECT = (
     "align",
     "sources",
@@ -55,7 +55,7 @@ COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "bars"
 STRATEGIES = ("testing.engines", "testing.requests", "testing.cases", "testing.strategies")
 TESTING = ("testing.asserts", "testing", *STRATEGIES)
 EXPLAINED = ("lines", "rows", "explain")
-BESIDES = ("units", *PICTURES, *MODELS, *EXPLAINED, *COMMAND_LINE, *TESTING)
+BESIDES = ("pipeline", "units", *PICTURES, *MODELS, *EXPLAINED, *COMMAND_LINE, *TESTING)
 ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, *BESIDES)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 

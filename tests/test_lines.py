@@ -21,10 +21,12 @@ from kvplan import (
     KVPlanError,
     Model,
     PeerError,
+    Pipeline,
     Problem,
     Region,
     Report,
     Seat,
+    StagedTransfer,
     View,
     Worker,
     Workspace,
@@ -41,6 +43,7 @@ from kvplan.explain import DETAILS
 from kvplan.lines import WIDTH, cut, fit, line
 from kvplan.report import Tail
 from tests.small import engine
+from tests.staged import staged, staged_writes
 
 DECODE, PREFILL = engine("decode", tokens=8), engine("prefill", tp=2)
 MESH = plan_mesh(DECODE, PREFILL)
@@ -51,6 +54,9 @@ REPORT = verify(PLAN, **REQUEST, tokens=(0, 5))
 PROBLEM = Problem("layouts[3].axes[0].start", "TYPE", "cannot read start: expected an integer, got None")
 REFUSAL = KVPlanError("INT", "count", expected="1", got="2")
 WRITE = plan_writes(PREFILL[0], DECODE, PREFILL[1:])
+STAGED = staged(DECODE[0], PREFILL)
+(SENT,) = staged_writes(PREFILL, DECODE)[0].bind(local=REQUEST["remote"], remote=REQUEST["local"], tokens=(0, 5))
+(CHUNK,) = STAGED.bind(**REQUEST, tokens=(0, 5))
 NOTHING = plan_reads(Worker("none", 0, (), (), ()), PREFILL)
 
 LINES = [
@@ -59,6 +65,8 @@ LINES = [
     (Certificate(96, 3, True), "certificate: 96 bytes of each period, in 3 parts, complete"),
     (Certificate(96, 1, False), "certificate: 96 bytes of each period, in 1 part, without those of other writers"),
     (COMPARISON, "decode/0 and prefill/0: 5 differences, none refused"),
+    (CHUNK, "chunk of attn [0, 5): 640 bytes read, 640 bytes put in order"),
+    (SENT, "chunk of attn [0, 5): 320 bytes put in order, 320 bytes written"),
     (Completions((("p", 1), ("q", 0), ("p", 0)), ()), "completions: sends to p/0-1, q/0; awaits nobody"),
     (Context(1, 2), "context: worker 1 of 2 in turns of 1 position"),
     (PLAN.cost(), "8 tokens: 1024 bytes in 16 descriptors of 64 bytes"),
@@ -88,6 +96,8 @@ LINES = [
     (Seat("p", context=Context(1, 2, 8)), "seat p/0: rank 0 of tp 1, worker 1 of 2 in turns of 8 positions"),
     (PLAN.pairs[1].local_table, "table: 760 ids in 4 rows of 16 bytes to 64 bytes"),
     (NOTHING.pairs[0].local_table, "table: nothing"),
+    (STAGED, "decode/0 reads from 2 of 2 workers in two legs: 4096 positions at a time"),
+    (STAGED.cost(5), "5 tokens in two legs: 640 bytes in 12 descriptors of 16 bytes (8) and 128 bytes (4)"),
     (Tail("decode/0", "attn", 5, 8), "decode/0 attn [5, 8)"),
     (PLAN, "decode/0 reads from 2 of 2 workers: 1520 ids in 8 local rows"),
     (WRITE, "prefill/0 writes to 1 of 1 worker: 200 ids in 4 local rows"),
@@ -109,9 +119,9 @@ def test_a_value_is_a_line(value: object, text: str) -> None:
 
 
 def test_every_public_value_class_has_a_line() -> None:
-    """No public class is left out but the two that hold memory and are no values."""
+    """No public class is left out but those that are no values: two that hold memory, and two of requests under way."""
     public = {each for name in kvplan.__all__ if inspect.isclass(each := getattr(kvplan, name))}
-    assert public - {FakeMemory, Workspace} <= {type(value) for value in VALUES}
+    assert public - {FakeMemory, Workspace, Pipeline, StagedTransfer} <= {type(value) for value in VALUES}
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

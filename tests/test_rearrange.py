@@ -15,7 +15,7 @@ from kvplan.axes import Ints
 from kvplan.rearrange import Copy, Paging, Side, run
 from kvplan.staging import StagedPlan
 from kvplan.views import Geometry
-from tests.small import engine, worker
+from tests.small import engine, padded, worker
 from tests.staged import carry_out, cells, labelled, staged
 
 LOCAL, STAGING = Region("kv", (1 << 63) - 8, 4096, device_id=3), Region("staging", 1 << 40, 4096, device_id=3)
@@ -254,3 +254,11 @@ def test_contexts_on_both_sides_meet_token_by_token() -> None:
     (copy, *_) = copies(staged(local, engine("prefill", tokens=4)), (0, 8))
     assert [index.tolist() for index in copy.destination.index] == [[0, 0, 0, 0], [0, 1, 2, 3]]
     assert [index.tolist() for index in copy.source.index] == [[0, 0, 1, 1], [1, 3, 1, 3]]
+
+
+def test_views_of_one_shape_are_put_in_order_from_blocks_of_several_sizes() -> None:
+    """S3: of two layers that a source keeps alike, one has scales behind it in its pool, the other has not."""
+    (local,), (source,) = engine("decode", order="NH"), engine("prefill")
+    plan = same_as_direct(padded(local), [padded(source)])
+    steps = {view.name: view.block_stride_bytes for view in plan.mirrors[0].worker.views}
+    assert steps == {"layers.0": 256, "layers.1": 264, "scales": 264}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Model, Region, View, Worker, plan_reads, verify
-from kvplan import staging as module
+from kvplan import excess as module
 from kvplan.staging import StagedPlan, stage
 from tests.small import engine
 from tests.staged import NAME, carry_out, cells, descriptors, labelled, staged, with_staging
@@ -194,6 +194,38 @@ def test_blocks_of_other_ranks_are_not_read() -> None:
     assert chunk.specs[0].num_bytes == 2 * 4 * 2 * 64
     assert plan.excess == {"attn": 0.0}
     assert staged(local, engine("prefill", tokens=8)).excess == {"attn": 1.0}
+
+
+def test_another_group_of_a_source_is_not_read() -> None:
+    """S12: where it has a head that lies between two that are needed, and the mirror has it as excess."""
+
+    def views(*held: tuple[str, str, int, int]) -> list[View]:
+        return [
+            View(
+                "t",
+                group,
+                region,
+                "uint8",
+                [
+                    Axis("token", 0, 2, 2, 8 * (stop - start)),
+                    Axis("head", start, stop, 4, 8),
+                    Axis("dim", 0, 8, 8, 1),
+                ],
+                10,
+                16 * (stop - start),
+            )
+            for group, region, start, stop in held
+        ]
+
+    regions = [Region("x", 1 << 40, 640), Region("y", 1 << 41, 640)]
+    source = Worker("p", 0, regions, [Group("b", 2), Group("a", 2)], views(("b", "x", 1, 2), ("a", "y", 0, 4)))
+    local = Worker("d", 0, regions, [Group("a", 2)], views(("a", "x", 0, 1), ("a", "y", 3, 4)))
+    plan, tables = staged(local, [source]), {"a": Blocks([3, 4])}
+    (direct,) = plan.direct.bind(local=tables, remote=tables, tokens=(0, 4))
+    (chunk,) = plan.bind(local=tables, remote=tables, tokens=(0, 4))
+    assert sum(copy.num_bytes for copy in chunk.copies) == direct.num_bytes == 64
+    assert chunk.specs[0].num_bytes == 128
+    assert plan.excess == {"a": 1.0}
 
 
 def test_a_prefix_that_the_destination_has_is_left_out() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_type
 
 import numpy as np
@@ -24,17 +24,23 @@ from kvplan import (
     MeshPlan,
     Model,
     Picture,
+    Pipeline,
     Problem,
     ReadSpec,
     Region,
     Report,
     Seat,
+    StagedPlan,
+    StagedTransfer,
     TransferPlan,
     View,
     Worker,
     Workspace,
+    stage,
 )
 from kvplan.executor import Executor, FakeNetwork, Notice, Status, Transfer
+from kvplan.pipeline import FakeCopier
+from kvplan.rearrange import Copy
 from kvplan.testing import assert_copies
 from kvplan.testing.requests import Request
 from kvplan.testing.strategies import requests
@@ -137,6 +143,7 @@ def carried_out(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Trans
     """What is written for any executor."""
     executor.prepare(plan)
     transfer = executor.start(spec, "request 1")
+    assert_type(executor.start(spec, "request 1", tell=False), Transfer)
     assert_type(executor.poll(transfer), Status)
     assert_type(executor.notices(), tuple[Notice, ...])
     assert_type(transfer.error, KVPlanError | None)
@@ -154,6 +161,24 @@ def carried_out_by_each(worker: Worker, plan: TransferPlan, spec: ReadSpec) -> N
     with NixlExecutor(worker, {"UCX": {}, "POSIX": {}}, on_event=listener) as executor:
         assert_type(executor.connect(executor.envelope()), Worker)
         assert_type(settle(executor, [carried_out(executor, plan, spec)], timeout_s=1), bool)
+
+
+def in_two_legs(network: FakeNetwork, local: Worker, source: Worker, blocks: Blocks) -> StagedTransfer:
+    """Requests that are staged; a copier may return any ticket."""
+
+    class Tickets:
+        def begin(self, copies: Sequence[Copy]) -> list[int]:
+            return [copy.num_bytes for copy in copies]
+
+        def done(self, ticket: list[int]) -> bool:
+            return bool(ticket)
+
+    plan = stage(local, [source], staging="staging", whole=True)
+    assert_type(plan, StagedPlan)
+    pipeline = Pipeline(network.executor(local), plan, Tickets())
+    assert_type(pipeline.poll(), tuple[StagedTransfer, ...])
+    Pipeline(network.executor(local), plan, FakeCopier(network.memory, local.key))
+    return pipeline.submit("request 1", local={"attn": blocks}, remote={"attn": blocks}, tokens=(0, 9))
 
 
 def shown(worker: Worker, plan: MeshPlan) -> Picture:

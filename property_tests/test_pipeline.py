@@ -1,0 +1,124 @@
+"""PIPELINE: whatever ends in whatever order, and whatever fails, requests that are DONE have their bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import FakeMemory
+from kvplan.executor import FakeNetwork, Status
+from kvplan.pipeline import StagedTransfer
+from property_tests import fewer
+from tests.late import broken
+from tests.staged import NAME, cells, labelled
+from tests.test_pipeline import Rig, opened, tables, workers
+
+REQUESTS = 6
+TOKENS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda ends: (min(ends), max(ends)))
+STEPS = st.lists(st.tuples(st.sampled_from("ppprrrrrrccccsssxfFRC"), st.integers(0, 99)), min_size=10, max_size=80)
+"""What happens next: the pipeline is polled, a read ends, copies end, a request is submitted or cancelled, a read or
+copies fail, an executor or a copier refuses for a while."""
+
+
+class Schedule:
+    """Requests under way, and what became of them."""
+
+    def __init__(self, rig: Rig, tokens: list[tuple[int, int]]) -> None:
+        self.rig = rig
+        self.tokens = tokens
+        self.submitted: list[StagedTransfer] = []
+        self.settled: list[StagedTransfer] = []
+
+    def step(self, what: str, which: int) -> None:
+        """One thing that happens."""
+        rig, error = self.rig, broken(what)
+        reads, copies = rig.executor.running, rig.copier.running
+        if what == "s" and len(self.submitted) < REQUESTS:
+            number = len(self.submitted)
+            self.submitted.append(rig.submit(number, self.tokens[number]))
+        elif what == "x" and self.submitted:
+            rig.pipeline.cancel(self.submitted[which % len(self.submitted)])
+        elif what in "rf" and reads:
+            rig.executor.end(reads[which % len(reads)], error if what == "f" else None)
+        elif what in "cF" and copies:
+            rig.copier.end(copies[which % len(copies)], error if what == "F" else None)
+        elif what == "R":
+            rig.executor.refuses = None if rig.executor.refuses else error
+        elif what == "C":
+            rig.copier.refuses = None if rig.copier.refuses else error
+        elif what == "p":
+            self.settled += rig.pipeline.poll()
+            self.check()
+
+    def check(self) -> None:
+        """No settled request has anything under way."""
+        names = {transfer.request for transfer in self.settled}
+        assert names.isdisjoint(transfer.request for transfer in self.rig.executor.running)
+        for half in (0, 1):
+            under_way = [part.half for part in self.rig.pipeline._parts].count(half)
+            assert under_way <= 1
+
+    def drain(self) -> None:
+        """Everything that is under way ends."""
+        self.rig.executor.refuses = self.rig.copier.refuses = None
+        for _ in range(200):
+            self.step("r", 0)
+            self.step("c", 0)
+            self.step("p", 0)
+
+
+@fewer(2)
+@given(st.lists(TOKENS, min_size=REQUESTS, max_size=REQUESTS), STEPS)
+def test_any_order_of_events(tokens: list[tuple[int, int]], steps: list[tuple[str, int]]) -> None:
+    """Every request is settled once; those that are DONE have all bytes and are told of; others spoil no others."""
+    plan, sources = workers(5 * REQUESTS)
+    network = FakeNetwork([plan.direct.local, *sources])
+    with network.memory as memory:
+        rig = opened(memory, network, plan, sources)
+        schedule = Schedule(rig, tokens)
+        for step in steps:
+            schedule.step(*step)
+        schedule.drain()
+        assert Counter(schedule.settled) == Counter(schedule.submitted)
+        assert {*rig.executor.released} == {*rig.executor.ended}
+        done = {at: tokens[at] for at, one in enumerate(schedule.submitted) if one.status is Status.DONE}
+        assert all((one.error is not None) == (one.status is Status.FAILED) for one in schedule.settled)
+        for told in rig.told().values():
+            assert len(told) == len({*told})
+            assert {f"request {at}" for at in done} <= {*told}
+        spoilt = [at for at in range(len(schedule.submitted)) if at not in done]
+        assert differing(rig, done).issubset(own_blocks(rig, spoilt))
+
+
+Places = set[tuple[str, int]]
+
+
+def differing(rig: Rig, requests: dict[int, tuple[int, int]]) -> Places:
+    """The blocks, by region, that differ from what direct plans write of some requests."""
+    local = rig.plan.direct.local
+    with FakeMemory([local, *rig.sources]) as memory:
+        labelled(memory, rig.sources)
+        for number, tokens in requests.items():
+            for spec in rig.plan.direct.bind(**tables(number), tokens=tokens):
+                memory.execute(spec)
+        wanted, found = cells(memory, local), cells(rig.network.memory, local)
+        block_bytes = local.views[0].block_stride_bytes
+        return {
+            (name, int(at) // block_bytes)
+            for name in wanted
+            if name != NAME
+            for at in np.flatnonzero(wanted[name] != found[name])
+        }
+
+
+def own_blocks(rig: Rig, numbers: list[int]) -> Places:
+    """The blocks, by region, of some requests."""
+    return {
+        (region.name, int(block))
+        for region in rig.plan.direct.local.regions
+        for number in numbers
+        for block in tables(number)["local"]["attn"].ids
+    }

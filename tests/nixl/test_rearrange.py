@@ -1,0 +1,146 @@
+"""Bytes put in order by torch: the same as by numpy, whatever the copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from kvplan import Blocks, KVPlanError, Model, Region, Worker
+from kvplan.rearrange import Copy, Side, run
+from kvplan.staging import stage
+from kvplan_nixl.rearrange import TorchCopier, tables
+from tests.nixl.worlds import Memory, placed, synchronized
+from tests.small import engine
+from tests.staged import NAME, with_staging
+
+
+def filled(worker: Worker, device: str) -> tuple[Worker, Memory]:
+    """A worker in memory of a device, with bytes of all kinds, numbers and others."""
+    there, memory = placed(worker, device)
+    for i, tensor in enumerate(memory.values()):
+        tensor.copy_(torch.from_numpy(np.random.default_rng(i).integers(0, 256, tensor.numel(), np.uint8)))
+        tensor[: tensor.numel() // 8] = 0xFF  # no number, of any float
+    synchronized(device)
+    return there, memory
+
+
+def copied(copier: TorchCopier, copies: Any) -> None:
+    """Copies, begun and waited for."""
+    ticket = copier.begin(copies)
+    while not copier.done(ticket):
+        pass
+
+
+def check(local: Worker, sources: tuple[Worker, ...], request: dict[str, Any], device: str) -> None:
+    """Every chunk of a request, put in order by torch and by numpy."""
+    there, memory = filled(local, device)
+    plan = stage(there, sources, staging=NAME)
+    copier = TorchCopier(memory)
+    for chunk in plan.bind(**request):
+        expected = {name: tensor.cpu().numpy().copy() for name, tensor in memory.items()}
+        run(chunk.copies, expected)
+        copied(copier, chunk.copies)
+        assert all(np.array_equal(memory[name].cpu().numpy(), expected[name]) for name in memory)
+
+
+LAYOUTS = [("LBNHC", "LBHNC"), ("LBHNC", "LBNHC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")]
+
+
+@pytest.mark.parametrize("tokens", [(0, 192), (5, 187), (64, 65)])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_layouts_of_a_model(layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
+    """Whole blocks and ranges that cut them, of other block lengths, into one region and into one for each layer."""
+    model = Model.shipped("llama-3.2-1b")
+    model = attrs.evolve(model, layers=model.layers[:3])
+    sources = model.engine("prefill", tp=2, layout=layouts[0], num_blocks=20)
+    (local,) = model.engine("decode", layout=layouts[1], num_blocks=10, tokens_per_block=48)
+    tables = {"local": {"attn": Blocks([7, 3, 9, 0])}, "remote": {"attn": Blocks(np.arange(12) * 7 % 20)}}
+    check(with_staging(local, 3 << 20), sources, {**tables, "tokens": tokens}, device)
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("tokens", [(0, 60), (7, 55)])
+def test_context_parallel_workers(rank: int, tokens: tuple[int, int], device: str) -> None:
+    """Tokens that lie here and there on both sides."""
+    sources = engine("prefill", tokens=5, blocks=20)
+    local = engine("decode", tokens=4, contexts=(3, 2), order="NH", blocks=20)[rank]
+    blocks = {"local": {"attn": Blocks([7, 3, 9, 0, 11])}, "remote": {"attn": Blocks(np.arange(12) * 7 % 20)}}
+    check(with_staging(local, 1 << 14), sources, {**blocks, "tokens": tokens}, device)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2, 4, 8])
+def test_words_of_any_width(odd: int, device: str) -> None:
+    """Bytes are copied by words of 16, 1, 2, 4 and 8 bytes, as offsets allow."""
+    regions, memory = {}, {}
+    for name in ("kv", NAME):
+        memory[name] = torch.arange(200, device=device).to(torch.uint8)
+        regions[name] = Region(name, memory[name].data_ptr(), 200)
+    memory["kv"].zero_()
+    synchronized(device)
+    into = Side(regions["kv"], odd, (3,), (64,), (np.array([2, 0]),), ())
+    out_of = Side(regions[NAME], 0, (3,), (48,), (np.array([0, 1]),), ())
+    copied(TorchCopier(memory), [Copy(into, out_of, (), 16)])
+    found = memory["kv"].cpu().numpy()
+    assert found[128 + odd : 144 + odd].tolist() == list(range(16))
+    assert found[odd : 16 + odd].tolist() == list(range(48, 64))
+    assert np.count_nonzero(found) == 31
+
+
+@pytest.mark.parametrize(
+    "at, shapes",
+    [
+        ([7], [(1, 1)]),
+        ([3, 11, 19], [(1, 3)]),
+        ([3, 11, 103, 111], [(2, 2)]),
+        ([8, 100, 108, 200, 208, 300], [(3, 2)]),
+        ([8, 16, 100, 108, 116, 200, 208, 216, 300, 308, 316], [(1, 2), (3, 3)]),
+        ([0, 8, 16, 100, 108, 116, 200, 208], [(2, 3), (1, 2)]),
+        ([0, 8, 100, 108, 200, 208, 999, 1, 5], [(3, 2), (1, 2), (1, 1)]),
+        ([5, 3, 9, 1, 2, 0, 77], [(1, 2), (1, 5)]),
+    ],
+)
+def test_offsets_are_tables_as_long_as_they_are_even(at: list[int], shapes: list[tuple[int, int]]) -> None:
+    """Each entry is in one table, in order."""
+    found = list(tables(np.array(at)))
+    assert [table.shape for table in found] == shapes
+    assert [entry for table in found for entry in table.reshape(-1).tolist()] == list(range(len(at)))
+
+
+def side(name: str, tensor: Any, block: int = 0) -> Side:
+    """A block of 16 bytes of a tensor."""
+    region = Region(name, tensor.data_ptr(), tensor.numel())
+    return Side(region, 0, (block + 1,), (16,), (np.array([block]),), ())
+
+
+@pytest.mark.parametrize("what", ["another", "no", "short"])
+def test_memory_that_no_tensor_has(what: str, device: str) -> None:
+    """Copies are refused between other regions than tensors were given for, and beyond them."""
+    kv, staging = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
+    copier = TorchCopier({"kv": kv, NAME: staging} if what != "no" else {NAME: staging})
+    into = side("kv", staging if what == "another" else kv, block=9 if what == "short" else 0)
+    with pytest.raises(KVPlanError, match="MEMORY: cannot put bytes"):
+        copier.begin([Copy(into, side(NAME, staging), (), 16)])
+    assert not kv.any()
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu", "meta"]])
+def test_tensors_on_one_device(devices: list[str]) -> None:
+    """A copier has the tensors of one device."""
+    with pytest.raises(KVPlanError, match="MEMORY: cannot put bytes in order by torch: expected tensors on one device"):
+        TorchCopier({device: torch.zeros(8, device=device) for device in devices})
+
+
+def test_copies_that_have_failed(device: str) -> None:
+    """What torch says of a GPU's copies is an error of the copies."""
+
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    copier = TorchCopier({NAME: torch.zeros(8, device=device)})
+    with pytest.raises(KVPlanError, match="illegal memory access"):
+        copier.done(Broken())
