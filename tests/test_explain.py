@@ -192,12 +192,12 @@ def test_a_staged_plan_says_what_one_leg_takes_and_what_two_do() -> None:
 
 
 def test_what_staged_plans_are_made_of_is_told_in_a_line() -> None:
-    """Outlays as they print, chunks and copies as they are represented."""
+    """Outlays as they print; chunks and copies in a line."""
     (decode,), (prefill,) = engine("d", order="NH"), engine("p")
     plan = stage(with_staging(decode), [prefill], staging="staging")
     assert explain(plan.cost(8)) == str(plan.cost(8))
     assert explain(plan.cost(8), detail="line") == "8 tokens in two legs: 1024 bytes in 4 descriptors of 256 bytes"
     blocks = {"attn": Blocks([4])}
     (chunk,) = plan.bind(local=blocks, remote=blocks)
-    assert explain(chunk) == "Chunk of {'attn': (0, 4)}: 512 bytes read, 512 put in order, half 0"
-    assert explain(chunk.copies[0]) == "Copy kv.0 <- staging: 1 boxes of 4 x 4 x 16 bytes"
+    assert explain(chunk) == "chunk of attn [0, 4): 512 bytes read, 512 bytes put in order"
+    assert explain(chunk.copies[0]) == "copy kv.0 <- staging: 1 boxes of 4 x 4 x 16 bytes"
