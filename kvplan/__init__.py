@@ -19,6 +19,7 @@ from an engine       from_vllm, from_sglang, from_tensorrt_llm, from_lmcache, ea
 plan                 plan_reads, plan_writes: a TransferPlan of Pair and Table; plan_mesh: a MeshPlan
 bind a request       plan.bind with Blocks (and a Workspace): a tuple of ReadSpec; tails: bytes to set to zero
 in two legs          stage, stage_writes: a StagedPlan of Chunk; Pipeline: its requests, each a StagedTransfer
+                     choose: the Choice that takes least time, by Rates
 check                verify, verify_together: a Report; plan.certificate(); FakeMemory; kvplan.testing.assert_copies
 shake hands          encode, decode, problems, compare, fingerprint; contacts; completions
 look                 explain, show: a Picture; plan.cost()
@@ -47,10 +48,12 @@ from kvplan.peers import decode, problems
 from kvplan.pictures import Picture, show
 from kvplan.pipeline import Pipeline, StagedTransfer
 from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
+from kvplan.rates import Rates
 from kvplan.recipes import from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.report import Report
 from kvplan.specs import ReadSpec
 from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
+from kvplan.strategies import Choice, Option, choose
 from kvplan.tables import Table
 from kvplan.tails import tails
 from kvplan.tensors import region_of, view_of
@@ -63,6 +66,7 @@ __all__ = [
     "Axis",
     "Blocks",
     "Certificate",
+    "Choice",
     "Chunk",
     "Comparison",
     "Completions",
@@ -74,12 +78,14 @@ __all__ = [
     "KVPlanError",
     "MeshPlan",
     "Model",
+    "Option",
     "Outlay",
     "Pair",
     "PeerError",
     "Picture",
     "Pipeline",
     "Problem",
+    "Rates",
     "ReadSpec",
     "Region",
     "Report",
@@ -91,6 +97,7 @@ __all__ = [
     "View",
     "Worker",
     "Workspace",
+    "choose",
     "compare",
     "completions",
     "contacts",

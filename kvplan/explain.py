@@ -20,6 +20,7 @@ from kvplan.reading import count, shown
 from kvplan.report import Report
 from kvplan.rows import ROWS
 from kvplan.staging import StagedPlan
+from kvplan.strategies import Choice
 from kvplan.tables import Table
 from kvplan.units import size
 from kvplan.views import View
@@ -119,7 +120,7 @@ def _folded(value: object) -> Iterator[str]:
             yield f"pair with {label_of(value.remote)}: {_table(value.local_table, 'local row')}"
         case Table():
             yield f"table: {_table(value, 'row')}"
-        case Report() | Cost() | Outlay() | Comparison():
+        case Report() | Cost() | Outlay() | Choice() | Comparison():
             yield str(value)
         case PeerError():
             yield from (line(value), *(f"  {problem}" for problem in value.problems))

@@ -25,11 +25,13 @@ from kvplan.names import fold, intervals
 from kvplan.outlay import Outlay
 from kvplan.pictures import Picture
 from kvplan.plan import Pair, TransferPlan
+from kvplan.rates import Rates
 from kvplan.reading import count
 from kvplan.rearrange import Copy
 from kvplan.report import Report, Tail
 from kvplan.specs import ReadSpec
 from kvplan.staging import Chunk, StagedPlan
+from kvplan.strategies import Choice, Option
 from kvplan.tables import Table
 from kvplan.units import size, sizes
 from kvplan.views import Context, Group, Region, View
@@ -104,6 +106,10 @@ def _of_findings(value: object) -> str:
     """What was counted or found, in one line."""
     match value:
         case Cost() | Comparison():
+            return str(value).splitlines()[0]
+        case Rates():
+            return f"rates: {value.measured}"
+        case Choice() | Option():
             return str(value).splitlines()[0]
         case Outlay():
             return str(value).splitlines()[1]

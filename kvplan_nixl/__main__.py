@@ -1,21 +1,24 @@
-"""``python -m kvplan_nixl demo``."""
+"""``python -m kvplan_nixl demo`` and ``python -m kvplan_nixl calibrate``."""
 
+import argparse
 import sys
-
-USAGE = "usage: python -m kvplan_nixl demo"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo; exit status 2 for anything else, and where something that it needs is not installed."""
-    if arguments != ["demo"]:
-        print(USAGE, file=sys.stderr)
-        return 2
+    """Run a command. Exit status 2 for what is none, and where something that it needs is not installed."""
+    parser = argparse.ArgumentParser("python -m kvplan_nixl", description="Move bytes through NIXL on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="read requests between two processes, and check every value")
+    rates = commands.add_parser("calibrate", help="measure what transfers and copies take, for kvplan.choose")
+    rates.add_argument("--device", default="cpu", help="where the memory is, as torch names it: cpu, cuda:0")
+    rates.add_argument("--save", metavar="FILE", help="also write the rates to a JSON file, for Rates.load")
+    given = parser.parse_args(arguments)
     try:
-        from kvplan_nixl import demo
+        from kvplan_nixl import calibrate, demo
     except ImportError as missing:
-        print(f"{missing}; the demo needs: pip install 'kvplan[demo]'", file=sys.stderr)
+        print(f"{missing}; this needs: pip install 'kvplan[demo]'", file=sys.stderr)
         return 2
-    return demo.main()
+    return demo.main() if given.command == "demo" else calibrate.main(given.device, given.save)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ COMMAND_LINE = ("sides", "trials", "demo", "matrix", "advice", "options", "bars"
 STRATEGIES = ("testing.engines", "testing.requests", "testing.cases", "testing.strategies")
 TESTING = ("testing.asserts", "testing", *STRATEGIES)
 EXPLAINED = ("lines", "rows", "explain")
-BESIDES = ("pipeline", "units", *PICTURES, *MODELS, *EXPLAINED, *COMMAND_LINE, *TESTING)
+BESIDES = ("pipeline", "units", "rates", "strategies", *PICTURES, *MODELS, *EXPLAINED, *COMMAND_LINE, *TESTING)
 ORDER = (*DESCRIPTIONS, *HANDSHAKES, *PROOF, *PIPELINE, *ORACLE, *BESIDES)
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 

@@ -23,6 +23,7 @@ from kvplan import (
     PeerError,
     Pipeline,
     Problem,
+    Rates,
     Region,
     Report,
     Seat,
@@ -30,6 +31,7 @@ from kvplan import (
     View,
     Worker,
     Workspace,
+    choose,
     compare,
     explain,
     plan_mesh,
@@ -55,6 +57,7 @@ PROBLEM = Problem("layouts[3].axes[0].start", "TYPE", "cannot read start: expect
 REFUSAL = KVPlanError("INT", "count", expected="1", got="2")
 WRITE = plan_writes(PREFILL[0], DECODE, PREFILL[1:])
 STAGED = staged(DECODE[0], PREFILL)
+CHOICE = choose(DECODE[0], PREFILL, tokens=5, rates=Rates("by hand", 0.5, 0.125, 0.001, 1, 0))
 (SENT,) = staged_writes(PREFILL, DECODE)[0].bind(local=REQUEST["remote"], remote=REQUEST["local"], tokens=(0, 5))
 (CHUNK,) = STAGED.bind(**REQUEST, tokens=(0, 5))
 NOTHING = plan_reads(Worker("none", 0, (), (), ()), PREFILL)
@@ -97,6 +100,9 @@ LINES = [
     (PLAN.pairs[1].local_table, "table: 760 ids in 4 rows of 16 bytes to 64 bytes"),
     (NOTHING.pairs[0].local_table, "table: nothing"),
     (STAGED, "decode/0 reads from 2 of 2 workers in two legs: 4096 positions at a time"),
+    (CHOICE, "decode/0, 5 tokens: direct"),
+    (CHOICE.best, "direct: 3640 ms for 16 descriptors, 640 bytes"),
+    (CHOICE.rates, "rates: by hand"),
     (STAGED.cost(5), "5 tokens in two legs: 640 bytes in 12 descriptors of 16 bytes (8) and 128 bytes (4)"),
     (Tail("decode/0", "attn", 5, 8), "decode/0 attn [5, 8)"),
     (PLAN, "decode/0 reads from 2 of 2 workers: 1520 ids in 8 local rows"),

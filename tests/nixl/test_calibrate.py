@@ -1,0 +1,43 @@
+"""Calibration, on memory that is small enough for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvplan import Rates, region_of
+from kvplan_nixl import calibrate as module
+from kvplan_nixl.__main__ import main
+from kvplan_nixl.rearrange import TorchCopier
+
+SMALLEST = module.MANY * module.SMALL
+
+
+def test_rates_are_measured_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rate is a number, which is printed and written to a file; a descriptor takes time."""
+    monkeypatch.setattr(module, "calibrate", lambda device: CALIBRATE(device, SMALLEST))
+    assert main(["calibrate", "--save", str(tmp_path / "rates.json")]) == 0
+    rates = Rates.load(tmp_path / "rates.json")
+    assert rates.measured.startswith("UCX of NIXL ")
+    assert rates.descriptor_s > 0
+    printed = capsys.readouterr().out
+    assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
+
+
+CALIBRATE = module.calibrate
+
+
+def test_the_copy_is_one_from_token_major_to_head_major_blocks() -> None:
+    """What is timed moves each head of each token where it belongs."""
+    shape = (4, module.HEADS, module.TOKENS, module.SMALL)
+    staging, cache = torch.randint(256, (np.prod(shape),), dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8)
+    copy = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)
+    TorchCopier({"cache": cache, "staging": staging}).begin([copy])
+    blocks = np.random.default_rng(1).permutation(4)
+    heads = staging.view(4, module.TOKENS, module.HEADS, module.SMALL).transpose(1, 2)
+    assert torch.equal(cache[blocks], heads)
