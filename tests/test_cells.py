@@ -2,10 +2,11 @@
 
 import itertools
 
+import attrs
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError, Worker, plan_reads
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
 from kvplan.cells import cells, choose, parts
 from kvplan.match import match
 from kvplan.sources import Part, Sources
@@ -189,3 +190,70 @@ def test_c2_what_is_missing_is_told_by_all_its_axes():
     with pytest.raises(KVPlanError) as caught:
         cells(match(ours, Sources(sources)))
     assert caught.value.details["missing"] == ("layers.0: head [2, 4) of 4, positions [1, 2) of every 2",)
+
+
+@pytest.mark.parametrize(
+    ("shared", "weight", "owners"),
+    [
+        ([[1, 1, 0], [1, 1, 0], [1, 1, 0]], [1, 1, 2], [1, 1, 0]),  # the heaviest is the first to be given away
+        ([[1, 1, 0], [1, 1, 1]], [1, 5], [0, 1]),  # before it, those that fewer sources could serve
+        ([[1, 1, 0]] * 4, [3, 2, 2, 1], [0, 1, 1, 0]),  # loads add up
+    ],
+)
+def test_c4_lots_go_to_the_source_with_the_least_load(shared, weight, owners):
+    """C4: of three sources that are asked anyway."""
+    held = np.concatenate([np.eye(3, dtype=bool), np.array(shared, bool)])
+    found = choose(held, np.array([0.0, 0, 0, *weight]), np.zeros(len(held), bool), 0)
+    assert found[3:].tolist() == owners
+
+
+def flat(name, tensors):
+    """A worker with tensors, each by its name and number of elements of a type, in a region of its own."""
+    regions = [Region(key, (i + 1) << 40, 64 * 10) for i, key in enumerate(tensors)]
+    views = [
+        View(
+            key,
+            "attn",
+            key,
+            dtype,
+            (Axis("token", 0, 1, 1, size * itemsize), Axis("dim", 0, size, size, itemsize)),
+            10,
+            64,
+        )
+        for key, (size, dtype, itemsize) in tensors.items()
+    ]
+    return Worker(name, 0, regions, [Group("attn", 1)], views)
+
+
+def test_c4_loads_are_bytes():
+    """C4: one source sends 64 bytes in one cell, another 28 in two: what both have comes from the second."""
+    every = {
+        "a": (32, "bfloat16", 2),
+        "b": (20, "uint8", 1),
+        "c": (8, "uint8", 1),
+        "d": (4, "uint8", 1),
+    }
+    sources = [flat(name, {key: every[key] for key in keys}) for name, keys in (("p", "ad"), ("q", "bcd"))]
+    found = cells(match(flat("decode", every), Sources(sources)))
+    assert {cell.match.names: cell.match.holding.worker[cell.source] for cell in found} == {
+        ("a",): 0,
+        ("b",): 1,
+        ("c",): 1,
+        ("d",): 1,
+    }
+
+
+def test_c5_tensors_of_each_size_are_divided():
+    """C5: large and small tensors are divided apart, in the destination's order, and take turns at the first share."""
+    sizes = {f"t.{i}": (60 if i in (0, 1, 2, 10) else 4, "uint8", 1) for i in range(12)}
+    ours, sources = flat("decode", sizes), [attrs.evolve(flat("p", sizes), rank=rank) for rank in range(3)]
+    served = of_tensors(ours, sources, 3)
+    assert [served[name] for name in sizes] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 0, 2, 0]
+
+
+def test_c5_shares_keep_the_places_of_their_tensors():
+    """C5: what each of two replicas sends of four layers is verified byte for byte."""
+    (ours,), sources = engine("d", heads=1, layers=4), engine("p", tp=2, heads=1, layers=4)
+    plan = plan_reads(ours, sources, replicas=2)
+    assert [len(pair.local_table.rows) > 0 for pair in plan.pairs] == [True, True]
+    assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(1, 7)).ok

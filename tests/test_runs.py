@@ -258,3 +258,93 @@ def test_a_part_of_an_axis_has_an_outline_of_its_own():
     cell = only_cell(OURS, THEIRS)
     one = Part(intervals=np.array([[0, 1]]), held=cell.parts["head"].held)
     assert outline([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != outline([cell])[0]
+
+
+def test_each_tensors_place_is_in_the_outline():
+    """Of two ranks that have the same layers in other places of one region, neither has the other's rows."""
+
+    def in_one_region(worker, order):
+        size = worker.regions[0].size_bytes
+        views = [
+            attrs.evolve(view, region="kv", offset_bytes=size * at)
+            for view, at in zip(worker.views, order, strict=True)
+        ]
+        return attrs.evolve(worker, regions=[Region("kv", worker.regions[0].address, 3 * size)], views=views)
+
+    (ours,), (first, second) = engine("d", layers=3), engine("p", tp=2, layers=3)
+    sources = [in_one_region(first, (0, 1, 2)), in_one_region(second, (1, 0, 2))]
+    plan = plan_reads(ours, sources)
+    assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(0, 8)).ok
+
+
+def test_ranks_whose_layers_begin_elsewhere_have_one_outline():
+    """Places count from where the first one begins: three layers of one rank lie 64 bytes further in their region."""
+    (ours,), (first, second) = engine("d", layers=3), engine("p", tp=2, layers=3)
+    regions = [attrs.evolve(region, size_bytes=region.size_bytes + 64) for region in second.regions]
+    views = [attrs.evolve(view, offset_bytes=64) for view in second.views]
+    moved = attrs.evolve(second, regions=regions, views=views)
+    made = [outline(cells(match(ours, Sources([first, other])))[1:])[0] for other in (second, moved)]
+    assert made[0] == made[1]
+
+
+def two_layers(name, *pages):
+    """A worker with a layer of each page: tokens of some bytes, so many bytes apart, in blocks of two tokens."""
+    views = [
+        View(
+            f"layers.{i}",
+            "attn",
+            "kv",
+            "uint8",
+            (Axis("token", 0, tokens, tokens, step), Axis("dim", 0, size, size, 1)),
+            9,
+            512,
+            128 * i,
+        )
+        for i, (tokens, size, step) in enumerate(pages)
+    ]
+    return Worker(name, 0, [Region("kv", 1 << 40, 9 * 512)], [Group("attn", pages[0][0])], views)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        ((2, 8, 8), (2, 8, 32)),  # the second token of a block lies elsewhere
+        ((4, 16, 16), (4, 8, 16)),  # one is in one piece, the other has gaps
+    ],
+)
+def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
+    """R2: within one group, and both layers of one block of the pool."""
+    ours, theirs = two_layers("d", *pages), two_layers("p", *pages)
+    size = pages[0][0]
+    tables = {"local": {"attn": Blocks([3, 5])}, "remote": {"attn": Blocks([8, 1])}}
+    for tokens in ((0, 2 * size), (1, 2 * size - 1)):
+        assert verify(plan_reads(ours, [theirs]), **tables, tokens=tokens).ok
+
+
+@pytest.mark.parametrize(("order", "least"), [("NH", 1), ("HN", 4)])
+def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
+    """R1: what lies in one piece is listed as one, so is planned; four heads apart need room for four, and say so."""
+    (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
+    monkeypatch.setattr("kvplan.runs.MAX_LISTED", least)
+    assert plan_reads(ours, [theirs]).pairs[0].layouts
+    monkeypatch.setattr("kvplan.runs.MAX_LISTED", least - 1)
+    if least > 1:
+        with pytest.raises(KVPlanError, match="expected at most 3 in a token, got 4 or more") as caught:
+            plan_reads(ours, [theirs])
+        assert dict(caught.value.details) == {"axis": "head"}
+
+
+def test_r2_as_many_positions_as_can_be_listed(monkeypatch):
+    """R2: a block of four tokens is joined where four positions may be listed, and left apart where three may."""
+    (ours,), (theirs,) = engine("d", heads=2, layers=1), engine("p", heads=2, layers=1)
+    for most, runs in ((4, 1), (3, 0)):
+        monkeypatch.setattr("kvplan.runs.MAX_LISTED", most)
+        assert section(ours, theirs).position.size == runs
+
+
+def test_r2_runs_of_all_strands_count(monkeypatch):
+    """R2: eight heads with two runs each are sixteen runs."""
+    (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
+    for most, runs in ((16, 16), (15, 0)):
+        monkeypatch.setattr("kvplan.runs.MAX_LISTED", most)
+        assert section(ours, theirs).position.size == runs

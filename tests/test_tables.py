@@ -6,8 +6,9 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError, Model, plan_reads
-from kvplan.tables import place
+from kvplan import Group, KVPlanError, Model, plan_reads
+from kvplan.runs import Section, Spans
+from kvplan.tables import _run_families, place
 from tests.small import HEAD_BYTES, engine
 
 
@@ -248,3 +249,17 @@ def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
     with pytest.raises(KVPlanError, match="expected at most 31 of all strands, got 8 strands of 4 slots") as caught:
         plan_reads(ours, theirs)
     assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "strands": 8}
+
+
+def test_t3_starts_of_unequally_many_strands_are_families_of_their_own():
+    """T3: two strands begin at position 0, three at position 2."""
+    none = np.zeros((2, 5), np.int64)
+    groups = Group("attn", 4), Group("attn", 4)
+    runs = Spans(none, none, none, none, none[0])
+    section = Section(groups, 4, (), runs, np.array([0, 0, 2, 2, 2]), np.array([[0, 4]]))
+    side = np.array([[0, 10, 1, 11, 21], [1, 1, 1, 1, 1]])
+    found = _run_families(section, np.stack([side, side]), np.int32)
+    assert [(family.starts.tolist(), family.base[0, :, 0].tolist()) for family in found] == [
+        ([0], [0, 10]),
+        ([2], [1, 11, 21]),
+    ]
