@@ -257,3 +257,23 @@ def test_c5_shares_keep_the_places_of_their_tensors():
     plan = plan_reads(ours, sources, replicas=2)
     assert [len(pair.local_table.rows) > 0 for pair in plan.pairs] == [True, True]
     assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(1, 7)).ok
+
+
+def test_c2_each_tensor_that_is_not_whole_is_told():
+    """C2: of tensors that differ each is listed, in one error that names the sources that were looked through."""
+    ours, whole = (flat(name, {"a": (8, "uint8", 1), "b": (6, "uint8", 1)}) for name in ("d", "p"))
+    views = [attrs.evolve(view, axes=(view.axes[0], attrs.evolve(view.axes[1], stop=4))) for view in whole.views]
+    with pytest.raises(KVPlanError, match=r"got a: dim \[4, 8\) of 8; b: dim \[4, 6\) of 6$") as caught:
+        cells(match(ours, Sources([attrs.evolve(whole, views=views)])))
+    assert caught.value.details["sources"] == ("p/0",)
+
+
+def test_c1_contexts_of_too_long_a_cycle_are_refused(monkeypatch):
+    """C1: two and three ranks take six turns: as many as may be, and more than that."""
+    ours, sources = engine("d", layers=1, contexts=(2, 1))[0], engine("p", layers=1, contexts=(3, 1))
+    monkeypatch.setattr("kvplan.cells.MAX_SEGMENTS", 6)
+    assert cells(match(ours, Sources(sources)))
+    monkeypatch.setattr("kvplan.cells.MAX_SEGMENTS", 5)
+    with pytest.raises(KVPlanError, match="expected a common cycle of at most 5 positions, got 6") as caught:
+        cells(match(ours, Sources(sources)))
+    assert dict(caught.value.details) == {"cycle": 6}

@@ -49,21 +49,21 @@ def renamed(view: View, old: str, new: str) -> View:
 
 
 @pytest.mark.parametrize(
-    ("code", "field", "change"),
+    ("code", "field", "change", "values"),
     [
-        ("AXES", "the axes", lambda view: renamed(view, "dim", "width")),
-        ("DTYPE", "the dtype", lambda view: attrs.evolve(view, dtype="float16")),
-        ("SIZE", "the size of axis 'head'", lambda view: attrs.evolve(view, axes=grown(view, "head"))),
+        ("AXES", "the axes", lambda view: renamed(view, "dim", "width"), ("dim head kv", "head kv width")),
+        ("DTYPE", "the dtype", lambda view: attrs.evolve(view, dtype="float16"), ("bfloat16", "float16")),
+        ("SIZE", "the size of axis 'head'", lambda view: attrs.evolve(view, axes=grown(view, "head")), (4, 5)),
     ],
 )
-def test_m3_a_difference_names_the_field_and_both_values(code, field, change):
+def test_m3_a_difference_names_the_field_and_both_values(code, field, change, values):
     """M3: whatever differs, the message gives the tensor, the field and each side's value."""
     (ours,), (theirs,) = engine("decode"), engine("prefill")
     with pytest.raises(KVPlanError) as caught:
         match(ours, Sources([with_views(theirs, change)]))
     error = caught.value
     assert (error.code, error.details["field"], error.details["tensor"]) == (code, field, "layers.0")
-    assert error.details["destination"] != error.details["source"]
+    assert (error.details["destination"], error.details["source"]) == values
     for side in ("destination decode/0", "source prefill/0"):
         assert side in str(error)
 

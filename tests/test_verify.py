@@ -230,6 +230,20 @@ def test_an_address_of_another_worker_is_named_as_that() -> None:
     )
 
 
+def test_an_address_that_several_workers_have_is_named_once() -> None:
+    """Two other sources keep their regions at one address: the first of them is named."""
+    first, second, third, fourth = engine("prefill", 4)
+    third, fourth = (attrs.evolve(worker, regions=second.regions) for worker in (third, fourth))
+    (local,) = engine("decode", order="NH")
+    plan = plan_reads(local, [first, second, third, fourth])
+    specs = plan.bind(**REQUEST)
+    copies = {(local.key, spec.remote): spec.descriptors() for spec in specs}
+    copies[local.key, first.key] = (specs[0].descriptors()[0], specs[1].descriptors()[1])
+    (told,) = (text for code, text in verify(plan, **REQUEST, copies=copies).failures if code == "BOUNDS")
+    assert told.count(", which is ") == 1
+    assert told.endswith(" of prefill/1")
+
+
 def test_a_write_outside_the_requests_blocks_is_found() -> None:
     """Right bytes, one copy too many, in a block of another request: OWN."""
 
