@@ -316,9 +316,9 @@ def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
     """R2: within one group, and both layers of one block of the pool."""
     ours, theirs = two_layers("d", *pages), two_layers("p", *pages)
     size = pages[0][0]
-    tables = {"local": {"attn": Blocks([3, 5])}, "remote": {"attn": Blocks([8, 1])}}
+    near, far = {"attn": Blocks([3, 5])}, {"attn": Blocks([8, 1])}
     for tokens in ((0, 2 * size), (1, 2 * size - 1)):
-        assert verify(plan_reads(ours, [theirs]), **tables, tokens=tokens).ok
+        assert verify(plan_reads(ours, [theirs]), local=near, remote=far, tokens=tokens).ok
 
 
 @pytest.mark.parametrize(("order", "least"), [("NH", 1), ("HN", 4)])
