@@ -4,10 +4,12 @@
     python -m benchmarks.staging --blocks 64 --case block
 
 Each row is a way to move the same request to one worker of the destination, from blocks to blocks in no order, through
-NIXL in main memory. All ways take turns, and every byte of each is compared with what the first one leaves. A time
-goes from the request's tables to its last byte in its place; it is the median of as many rounds as the time allows.
+NIXL in main memory. This process is the destination that reads, or the source that writes; the other one is a process
+of its own. All ways of one direction take turns, and every byte that any way leaves at the destination is compared with
+what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the median of as
+many rounds as the time allows.
 
-Below each table is how fast leg 2 is by itself: bytes put in order, beside one plain copy of as many bytes at a time.
+Below each table is how fast bytes are put in order by itself, beside one plain copy of as many bytes at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,19 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan import Blocks, Model, Pipeline, Region, StagedPlan, Worker, plan_reads, stage
+from kvplan import (
+    Blocks,
+    Model,
+    Pipeline,
+    Region,
+    StagedPlan,
+    TransferPlan,
+    Worker,
+    plan_reads,
+    plan_writes,
+    stage,
+    stage_writes,
+)
 
 STAGING: Final = "staging"
 TIMEOUT_S: Final = 300.0
@@ -33,7 +47,7 @@ TIMEOUT_S: Final = 300.0
 
 @attrs.frozen
 class Case:
-    """A pair of engines, by their sides; the first worker of the destination reads."""
+    """A pair of engines, by their sides; what one worker of the destination needs is moved."""
 
     name: str
     model: str
@@ -52,7 +66,7 @@ class Case:
 
 CASES: Final = (
     Case("token-major to head-major, tp 1 to 2", "qwen3-0.6b", {"layout": "LBNHC"}, {"layout": "LBHNC", "tp": 2}),
-    Case("MLA, dcp 1 to 8", "deepseek-v3", {}, {"tp": 8, "dcp": 8}),
+    Case("MLA, dcp 1 to one rank of 8", "deepseek-v3", {}, {"tp": 8, "dcp": 8}),
     Case(
         "block 16 to 64, head-major",
         "qwen3-0.6b",
@@ -64,33 +78,52 @@ CASES: Final = (
 
 @attrs.frozen
 class World:
-    """A worker that reads from another process, its memory, and one request."""
+    """A worker of this process that reads from one of another process, or writes to it, and one request."""
 
-    source: Worker
+    operation: str
     local: Worker
+    remote: Worker
     memory: dict[str, Any]
     executor: Any
+    peer: Any
     request: dict[str, Any]
 
     @classmethod
     @contextmanager
-    def of(cls, case: Case, blocks: int, staging_bytes: int) -> Iterator[World]:
-        """The world of a case."""
+    def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int) -> Iterator[World]:
+        """The world of a case. Sources have bytes of no pattern, the same in each world."""
         from kvplan_nixl import UCX, NixlExecutor
-        from tests.nixl.peers import PeerProcess
+        from tests.nixl.peers import PeerProcess, pattern
         from tests.nixl.worlds import placed
 
-        source, local = case.workers(blocks)
+        source, destination = case.workers(blocks)
         rng = np.random.default_rng(1)
-        near, far = (Blocks(rng.permutation(worker.views[0].num_blocks)) for worker in (local, source))
-        request = {"local": {"attn": near}, "remote": {"attn": far}, "tokens": (0, 16 * blocks)}
+        into, out_of = ({"attn": Blocks(rng.permutation(side.views[0].num_blocks))} for side in (destination, source))
+        reads = operation == "READ"
+        local, remote = (destination, source) if reads else (source, destination)
+        tables = (into, out_of) if reads else (out_of, into)
+        request = {"local": tables[0], "remote": tables[1], "tokens": (0, 16 * blocks)}
         there, memory = placed(attrs.evolve(local, regions=(*local.regions, Region(STAGING, 1 << 50, staging_bytes))))
-        with PeerProcess(source, UCX) as peer, NixlExecutor(there) as executor:
-            yield cls(executor.connect(peer.ask("envelope")), there, memory, executor, request)
+        for region in () if reads else source.regions:
+            memory[region.name].numpy()[:] = pattern(source, region.name)
+        with PeerProcess(remote, UCX) as peer, NixlExecutor(there) as executor:
+            yield cls(operation, there, executor.connect(peer.ask("envelope")), memory, executor, peer, request)
 
-    def caches(self) -> list[Any]:
-        """The destination's tensors but for the staging one."""
-        return [tensor for name, tensor in self.memory.items() if name != STAGING]
+    def clear(self) -> None:
+        """Zeros at the destination."""
+        if self.operation == "WRITE":
+            self.peer.ask("clear")
+        for tensor in self._caches().values() if self.operation == "READ" else ():
+            tensor.zero_()
+
+    def found(self) -> dict[str, str]:
+        """What tells the bytes at the destination from others, region by region."""
+        from tests.nixl.peers import digests
+
+        return digests(self._caches()) if self.operation == "READ" else dict(self.peer.ask("digests"))
+
+    def _caches(self) -> dict[str, Any]:
+        return {name: tensor for name, tensor in self.memory.items() if name != STAGING}
 
 
 @attrs.frozen
@@ -107,7 +140,7 @@ def direct(world: World) -> Way:
     """One plan, one leg."""
     from kvplan_nixl import settle
 
-    plan = plan_reads(world.local, [world.source])
+    plan = planned(world)
     world.executor.prepare(plan)
 
     def once() -> None:
@@ -118,14 +151,20 @@ def direct(world: World) -> Way:
         world.executor.release(transfer)
 
     (spec,) = plan.bind(**world.request)
-    return Way("direct", spec.num_descriptors, spec.num_bytes, once)
+    return Way(f"direct {world.operation.lower()}", spec.num_descriptors, spec.num_bytes, once)
 
 
-def receive_staged(world: World, whole: bool) -> Way:
-    """Long runs into staging memory, put in order there."""
+def planned(world: World) -> TransferPlan:
+    """The plan of one leg."""
+    make = plan_reads if world.operation == "READ" else plan_writes
+    return make(world.local, [world.remote])
+
+
+def staged(world: World, whole: bool = False) -> Way:
+    """Long runs, and bytes put in order in staging memory of this process: of the receiver, or of the sender."""
     from kvplan_nixl.rearrange import TorchCopier
 
-    plan = stage(world.local, [world.source], staging=STAGING, whole=whole)
+    plan = planned_in_two(world, whole)
     pipeline = Pipeline(world.executor, plan, TorchCopier(world.memory))
 
     def once() -> None:
@@ -136,30 +175,35 @@ def receive_staged(world: World, whole: bool) -> Way:
             raise transfer.error
 
     specs = [spec for chunk in plan.bind(**world.request) for spec in chunk.specs]
-    name = f"receive-staged, {'whole' if whole else 'exact'}"
-    return Way(name, *(sum(getattr(spec, what) for spec in specs) for what in ("num_descriptors", "num_bytes")), once)
+    name = f"receive-staged, {'whole' if whole else 'exact'}" if world.operation == "READ" else "send-staged"
+    descriptors, num_bytes = (sum(getattr(spec, what) for spec in specs) for what in ("num_descriptors", "num_bytes"))
+    return Way(name, descriptors, num_bytes, once)
 
 
-WAYS: Final[tuple[Callable[[World], Way], ...]] = (
-    direct,
-    partial(receive_staged, whole=False),
-    partial(receive_staged, whole=True),
-)
-"""The rows of each table. The first one's bytes are those that all have to leave."""
+def planned_in_two(world: World, whole: bool = False) -> StagedPlan:
+    """The plan of two legs."""
+    if world.operation == "READ":
+        return stage(world.local, [world.remote], staging=STAGING, whole=whole)
+    return stage_writes(world.local, [world.remote], staging=STAGING)
 
 
-def check(world: World, ways: Sequence[Way]) -> None:
-    """Make sure that all ways leave the same bytes, each once by itself."""
-    expected: list[np.ndarray] = []
+WAYS: Final[dict[str, tuple[Callable[[World], Way], ...]]] = {
+    "READ": (direct, staged, partial(staged, whole=True)),
+    "WRITE": (direct, staged),
+}
+"""The rows of each table, by operation. The first one's bytes are those that all have to leave."""
+
+
+def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[str, str]:
+    """What all ways leave, each once by itself. Make sure that it is the same, and as ``expected`` if that is known."""
     for way in ways:
-        for cache in world.caches():
-            cache.zero_()
+        world.clear()
         way.once()
-        found = [cache.numpy() for cache in world.caches()]
-        if not expected:
-            expected = [values.copy() for values in found]
-        if not all(map(np.array_equal, found, expected)):
-            raise RuntimeError(f"{way.name} leaves other bytes than {ways[0].name}")
+        found = world.found()
+        expected = expected or found
+        if found != expected:
+            raise RuntimeError(f"{way.name} leaves other bytes than the first way")
+    return expected
 
 
 def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
@@ -177,15 +221,15 @@ def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
     return took
 
 
-def in_order(world: World, plan: StagedPlan) -> str:
-    """Leg 2 by itself, chunk by chunk, and as many bytes in one piece."""
+def in_order(world: World) -> str:
+    """Copies by themselves, chunk by chunk, and as many bytes in one piece."""
     import torch
 
     from kvplan_nixl.rearrange import TorchCopier
 
     copier = TorchCopier(world.memory)
     rates: list[tuple[float, float]] = []
-    for chunk in list(plan.bind(**world.request))[:8]:
+    for chunk in list(planned_in_two(world).bind(**world.request))[:8]:
         num_bytes = sum(copy.num_bytes for copy in chunk.copies)
         into, out_of = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
         times = []
@@ -198,19 +242,25 @@ def in_order(world: World, plan: StagedPlan) -> str:
             times.append(num_bytes / statistics.median(rounds[1:]) / 1e9)
         rates.append((times[0], times[1]))
     ours, plain = (statistics.median(side) for side in zip(*rates, strict=True))
+    when = "what was read" if world.operation == "READ" else "what is to be written"
     beside = f"plain copy {plain:.2f} GB/s, {plain / ours:.1f}x"
-    return f"put in order: {ours:.2f} GB/s, {len(chunk.copies)} copies a chunk; {beside}"
+    return f"{when}, put in order: {ours:.2f} GB/s, {len(chunk.copies)} copies a chunk; {beside}"
 
 
 def table(case: Case, given: argparse.Namespace) -> Iterator[str]:
     """The lines of one case."""
-    with World.of(case, given.blocks, given.staging << 20) as world:
-        ways = [make(world) for make in WAYS]
-        check(world, ways)
-        took = measured(ways, given.seconds)
-        yield f"\n{case.name}: {case.model}, {16 * given.blocks} tokens, {given.staging} MiB of staging memory\n"
-        yield "| way | descriptors | bytes each | MB read | ms | rounds | GB/s of need | direct / this |"
-        yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield f"\n{case.name}: {case.model}, {16 * given.blocks} tokens, {given.staging} MiB of staging memory\n"
+    yield "| way | descriptors | bytes each | MB moved | ms | rounds | GB/s of need | direct / this |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    expected: dict[str, str] = {}
+    remarks = []
+    for operation, makers in WAYS.items():
+        # one world at a time: each has two threads that are never idle
+        with World.of(operation, case, given.blocks, given.staging << 20) as world:
+            ways = [make(world) for make in makers]
+            expected = check(world, ways, expected)
+            took = measured(ways, given.seconds / len(WAYS))
+            remarks.append(in_order(world))
         first = statistics.median(took[0])
         for way, times in zip(ways, took, strict=True):
             median, each = statistics.median(times), way.num_bytes // way.descriptors
@@ -218,7 +268,7 @@ def table(case: Case, given: argparse.Namespace) -> Iterator[str]:
                 f"| {way.name} | {way.descriptors:,} | {each:,} | {way.num_bytes / 1e6:.0f} "
                 f"| {median * 1e3:.0f} | {len(times)} | {ways[0].num_bytes / median / 1e9:.2f} | {first / median:.2f} |"
             )
-    yield "\n" + in_order(world, stage(world.local, [world.source], staging=STAGING))
+    yield from ("", *remarks)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import FakeMemory
-from kvplan.executor import FakeNetwork, Status
+from kvplan.executor import Status
 from kvplan.pipeline import StagedTransfer
 from property_tests import fewer
 from tests.late import broken
-from tests.staged import NAME, cells, labelled
-from tests.test_pipeline import Rig, opened, tables, workers
+from tests.rigs import OPERATIONS, Rig, network_of, own_blocks, plans
 
 REQUESTS = 6
 TOKENS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda ends: (min(ends), max(ends)))
-STEPS = st.lists(st.tuples(st.sampled_from("ppprrrrrrccccsssxfFRC"), st.integers(0, 99)), min_size=10, max_size=80)
-"""What happens next: the pipeline is polled, a read ends, copies end, a request is submitted or cancelled, a read or
-copies fail, an executor or a copier refuses for a while."""
+STEPS = st.lists(st.tuples(st.sampled_from("pppttttttccccsssxfFRC"), st.integers(0, 99)), min_size=10, max_size=80)
+"""What happens next: the pipeline is polled, a transfer ends, copies end, a request is submitted or cancelled, a
+transfer or copies fail, an executor or a copier refuses for a while."""
 
 
 class Schedule:
@@ -35,14 +32,14 @@ class Schedule:
     def step(self, what: str, which: int) -> None:
         """One thing that happens."""
         rig, error = self.rig, broken(what)
-        reads, copies = rig.executor.running, rig.copier.running
+        transfers, copies = rig.executor.running, rig.copier.running
         if what == "s" and len(self.submitted) < REQUESTS:
             number = len(self.submitted)
             self.submitted.append(rig.submit(number, self.tokens[number]))
         elif what == "x" and self.submitted:
             rig.pipeline.cancel(self.submitted[which % len(self.submitted)])
-        elif what in "rf" and reads:
-            rig.executor.end(reads[which % len(reads)], error if what == "f" else None)
+        elif what in "tf" and transfers:
+            rig.executor.end(transfers[which % len(transfers)], error if what == "f" else None)
         elif what in "cF" and copies:
             rig.copier.end(copies[which % len(copies)], error if what == "F" else None)
         elif what == "R":
@@ -65,19 +62,18 @@ class Schedule:
         """Everything that is under way ends."""
         self.rig.executor.refuses = self.rig.copier.refuses = None
         for _ in range(200):
-            self.step("r", 0)
+            self.step("t", 0)
             self.step("c", 0)
             self.step("p", 0)
 
 
 @fewer(2)
-@given(st.lists(TOKENS, min_size=REQUESTS, max_size=REQUESTS), STEPS)
-def test_any_order_of_events(tokens: list[tuple[int, int]], steps: list[tuple[str, int]]) -> None:
+@given(st.sampled_from(OPERATIONS), st.lists(TOKENS, min_size=REQUESTS, max_size=REQUESTS), STEPS)
+def test_any_order_of_events(operation: str, tokens: list[tuple[int, int]], steps: list[tuple[str, int]]) -> None:
     """Every request is settled once; those that are DONE have all bytes and are told of; others spoil no others."""
-    plan, sources = workers(5 * REQUESTS)
-    network = FakeNetwork([plan.direct.local, *sources])
-    with network.memory as memory:
-        rig = opened(memory, network, plan, sources)
+    network = network_of(plan := plans(5 * REQUESTS, operation))
+    with network.memory:
+        rig = Rig.of(network, plan)
         schedule = Schedule(rig, tokens)
         for step in steps:
             schedule.step(*step)
@@ -90,35 +86,4 @@ def test_any_order_of_events(tokens: list[tuple[int, int]], steps: list[tuple[st
             assert len(told) == len({*told})
             assert {f"request {at}" for at in done} <= {*told}
         spoilt = [at for at in range(len(schedule.submitted)) if at not in done]
-        assert differing(rig, done).issubset(own_blocks(rig, spoilt))
-
-
-Places = set[tuple[str, int]]
-
-
-def differing(rig: Rig, requests: dict[int, tuple[int, int]]) -> Places:
-    """The blocks, by region, that differ from what direct plans write of some requests."""
-    local = rig.plan.direct.local
-    with FakeMemory([local, *rig.sources]) as memory:
-        labelled(memory, rig.sources)
-        for number, tokens in requests.items():
-            for spec in rig.plan.direct.bind(**tables(number), tokens=tokens):
-                memory.execute(spec)
-        wanted, found = cells(memory, local), cells(rig.network.memory, local)
-        block_bytes = local.views[0].block_stride_bytes
-        return {
-            (name, int(at) // block_bytes)
-            for name in wanted
-            if name != NAME
-            for at in np.flatnonzero(wanted[name] != found[name])
-        }
-
-
-def own_blocks(rig: Rig, numbers: list[int]) -> Places:
-    """The blocks, by region, of some requests."""
-    return {
-        (region.name, int(block))
-        for region in rig.plan.direct.local.regions
-        for number in numbers
-        for block in tables(number)["local"]["attn"].ids
-    }
+        assert rig.wrong(done) <= own_blocks(plan, spoilt)

@@ -1,7 +1,7 @@
 """An executor and a copier that end what they have begun when a test says so, and leave garbage until then.
 
-A transfer writes garbage when it starts and its bytes when it ends; so do copies. So what is put in order too early, or
-read into too early, shows in the bytes at the end.
+A transfer writes garbage when it starts and its bytes when it ends; so do copies. So what is taken from a half too
+early, or put into it too early, shows in the bytes at the end.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class LateExecutor:
         self.asked: list[Transfer] = []
         self.released: list[Transfer] = []
         self.refuses: KVPlanError | None = None
+        self.gone: Key | None = None
         self.keeps: KVPlanError | None = None
 
     def prepare(self, plan: TransferPlan) -> None:
@@ -48,11 +49,12 @@ class LateExecutor:
         self.inner.prepare(plan)
 
     def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
-        """A transfer that runs until it is ended."""
-        if self.refuses is not None:
+        """A transfer that runs until it is ended; none where it refuses, be it all workers or the one that is gone."""
+        if self.refuses is not None and self.gone in (None, spec.remote):
             raise self.refuses
         transfer = self.inner.start(spec, request, tell=tell)
-        spoil(self.inner.network.memory, spec.local, spec.descriptors()[0])
+        side = 0 if spec.operation == "READ" else 1
+        spoil(self.inner.network.memory, (spec.local, spec.remote)[side], spec.descriptors()[side])
         self.running.append(transfer)
         return transfer
 

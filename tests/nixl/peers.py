@@ -1,8 +1,9 @@
-"""A source worker in a process of its own, which tests tell what to do, stop and kill."""
+"""A remote worker in a process of its own, which tests tell what to do, stop and kill."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,11 @@ def pattern(worker: Worker, region: str) -> Any:
     """What the process keeps in a region: no two neighbouring blocks are alike, and no byte is 0."""
     (held,) = (held for held in worker.regions if held.name == region)
     return np.random.default_rng(held.size_bytes).integers(1, 256, held.size_bytes, np.uint8)
+
+
+def digests(memory: Mapping[str, Any]) -> dict[str, str]:
+    """What tells the bytes of regions from others, region by region."""
+    return {name: hashlib.sha256(tensor.numpy()).hexdigest() for name, tensor in memory.items()}
 
 
 CLONE_NEWNS, CLONE_NEWNET, MS_PRIVATE, MNT_DETACH = 1 << 17, 1 << 30, 1 << 18, 2
@@ -72,6 +78,12 @@ def serve(
             while len(told) < count and time.monotonic() < deadline:
                 told += executor.notices()
             channel.send(tuple(told))
+        elif command == "clear":
+            for tensor in memory.values():
+                tensor.zero_()
+            channel.send(True)
+        elif command == "digests":
+            channel.send(digests(memory))
         elif command == "deregister":
             executor._agent.deregister(executor._registered or ())
             channel.send(True)

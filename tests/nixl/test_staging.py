@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from kvplan import Blocks, Model, Pipeline, Region, StagedTransfer, Worker, stage
+from kvplan import Blocks, Model, Pipeline, Region, StagedPlan, StagedTransfer, Worker, completions, stage, stage_writes
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
-from tests.nixl.peers import PeerProcess, pattern
+from tests.nixl.peers import PeerProcess, digests, pattern
 from tests.nixl.worlds import NixlWorld, placed, synchronized
+from tests.rigs import OPERATIONS
 from tests.small import engine
 from tests.staged import NAME, with_staging
 
 TIMEOUT_S = 60.0
-TOKENS = ((0, 128), (5, 101), (64, 66), (32, 32))
-"""The positions of each request, at most 128: 8 blocks of 16, or 2 of 64."""
+TOKENS = ((0, 256), (5, 201), (64, 66), (32, 32))
+"""The positions of each request, at most 256: 16 blocks of 16, or 4 of 64."""
+
+SIZES = {"exact": 1 << 19, "whole": 1 << 19, "write": 1_600_000}
+"""Bytes of the staging region. Who writes has room for two blocks of each destination."""
 
 
 def few_layers(model: str, layers: int = 3) -> Model:
@@ -34,25 +38,43 @@ def few_layers(model: str, layers: int = 3) -> Model:
 def token_major_to_head_major() -> tuple[Sequence[Worker], Sequence[Worker]]:
     model = few_layers("qwen3-0.6b")
     return (
-        model.engine("prefill", layout="LBNHC", num_blocks=40),
-        model.engine("decode", tp=2, layout="LBHNC", num_blocks=40),
+        model.engine("prefill", layout="LBNHC", num_blocks=80),
+        model.engine("decode", tp=2, layout="LBHNC", num_blocks=80),
     )
 
 
 def to_context_parallel_ranks() -> tuple[Sequence[Worker], Sequence[Worker]]:
     model = few_layers("deepseek-v3")
-    return model.engine("prefill", num_blocks=40), model.engine("decode", tp=8, dcp=8, num_blocks=5)
+    return model.engine("prefill", num_blocks=80), model.engine("decode", tp=8, dcp=8, num_blocks=10)
 
 
 def to_longer_blocks() -> tuple[Sequence[Worker], Sequence[Worker]]:
     model = few_layers("qwen3-0.6b")
     return (
-        model.engine("prefill", layout="LBHNC", num_blocks=40),
-        model.engine("decode", layout="LBHNC", num_blocks=10, tokens_per_block=64),
+        model.engine("prefill", layout="LBHNC", num_blocks=80),
+        model.engine("decode", layout="LBHNC", num_blocks=20, tokens_per_block=64),
     )
 
 
-PAIRS = [token_major_to_head_major, to_context_parallel_ranks, to_longer_blocks]
+def from_two_ranks() -> tuple[Sequence[Worker], Sequence[Worker]]:
+    model = few_layers("qwen3-0.6b")
+    return (
+        model.engine("prefill", tp=2, layout="LBNHC", num_blocks=80),
+        model.engine("decode", layout="LBHNC", num_blocks=80),
+    )
+
+
+PAIRS = [token_major_to_head_major, to_context_parallel_ranks, to_longer_blocks, from_two_ranks]
+
+
+def planned(way: str, sources: Sequence[Worker], destinations: Sequence[Worker]) -> list[StagedPlan]:
+    """The plans of all destinations, or of all sources where they write."""
+    if way == "write":
+        return [
+            stage_writes(worker, destinations, [other for other in sources if other is not worker], staging=NAME)
+            for worker in sources
+        ]
+    return [stage(worker, sources, staging=NAME, whole=way == "whole") for worker in destinations]
 
 
 def tables(pool: int, seed: int) -> list[Blocks]:
@@ -61,9 +83,9 @@ def tables(pool: int, seed: int) -> list[Blocks]:
 
 
 def until_settled(
-    world: NixlWorld, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer]
+    world: NixlWorld, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
 ) -> dict[Any, list[Notice]]:
-    """Poll all executors of a world until requests are settled; what workers have been told."""
+    """Poll all executors of a world until requests are settled; what workers have been told, so often in all."""
     told: dict[Any, list[Notice]] = {key: [] for key in world.executors}
     deadline = time.monotonic() + TIMEOUT_S
     while not all(transfer.status.is_settled for transfer in submitted):
@@ -73,7 +95,7 @@ def until_settled(
         for key, executor in world.executors.items():
             told[key] += executor.notices()
     deadline = time.monotonic() + 2
-    while sum(map(len, told.values())) < len(submitted) and time.monotonic() < deadline:
+    while sum(map(len, told.values())) < notices and time.monotonic() < deadline:
         for key, executor in world.executors.items():
             told[key] += executor.notices()
     return told
@@ -90,38 +112,39 @@ def taken(world: NixlWorld, workers: Sequence[Worker]) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("way", ["exact", "whole", "write"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_requests_are_what_direct_plans_make_them(pair: Any, whole: bool, device: str) -> None:
-    """Of several requests at once, of several chunks each, all bytes are right; each source is told of each once."""
-    sources, locals_ = pair()
-    size = 1 << 19
-    with NixlWorld([*sources, *(with_staging(worker, size) for worker in locals_)], device) as world:
-        sources, locals_ = world.workers[: len(sources)], world.workers[len(sources) :]
+def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: str) -> None:
+    """Of several requests at once, of several chunks each, all bytes are right; each peer is told of each once."""
+    sources, destinations = pair()
+    number = len(sources)
+    with NixlWorld([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
+        sources, destinations = world.workers[:number], world.workers[number:]
         for worker in sources:
             for region in worker.regions:
                 world.write(worker, region.name, pattern(worker, region.name))
-        ours, theirs = (tables(side[0].views[0].num_blocks, seed) for seed, side in enumerate((locals_, sources)))
+        near, far = (sources, destinations) if way == "write" else (destinations, sources)
+        ours, theirs = (tables(side[0].views[0].num_blocks, seed) for seed, side in enumerate((near, far)))
         requests: list[dict[str, Any]] = [
-            {"local": {"attn": near}, "remote": {"attn": far}, "tokens": tokens}
-            for near, far, tokens in zip(ours, theirs, TOKENS, strict=False)
+            {"local": {"attn": local}, "remote": {"attn": remote}, "tokens": tokens}
+            for local, remote, tokens in zip(ours, theirs, TOKENS, strict=False)
         ]
-        plans = [stage(worker, sources, staging=NAME, whole=whole) for worker in locals_]
+        plans = planned(way, sources, destinations)
+        assert max(len(list(plan.bind(**requests[0]))) for plan in plans) > 1
         pipelines = [
             Pipeline(world.executors[worker.key], plan, TorchCopier(world.memory[worker.key]))
-            for worker, plan in zip(locals_, plans, strict=True)
+            for worker, plan in zip(near, plans, strict=True)
         ]
         submitted = [
             pipeline.submit(f"request {i}", **request) for pipeline in pipelines for i, request in enumerate(requests)
         ]
-        assert max(len(list(plan.bind(**requests[0]))) for plan in plans) > 1
-        told = until_settled(world, pipelines, submitted)
+        expected = {worker.key: completions(plan.direct for plan in plans)[worker.key].awaits for worker in far}
+        told = until_settled(world, pipelines, submitted, sum(map(len, expected.values())) * len(requests))
         assert {(transfer.status, transfer.error) for transfer in submitted} == {(Status.DONE, None)}
-        for source in sources:
-            heard = [(notice.rank, notice.request) for notice in told[source.key]]
-            served = [plan.direct.local.rank for plan in plans for read in plan.reads if read.remotes == (source,)]
-            assert sorted(heard) == [(rank, f"request {i}") for rank in sorted(served) for i in range(len(requests))]
-        found = taken(world, locals_)
+        for key, awaits in expected.items():
+            heard = sorted((notice.request, (notice.engine_id, notice.rank)) for notice in told[key])
+            assert heard == [(f"request {i}", sender) for i in range(len(requests)) for sender in sorted(awaits)]
+        found = taken(world, destinations)
         started: list[tuple[Executor, Transfer]] = []
         for plan in plans:
             executor = world.executors[plan.direct.local.key]
@@ -136,9 +159,9 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, whole: bool, device
             assert time.monotonic() < deadline, started
             for executor in world.executors.values():
                 executor.notices()
-        expected = taken(world, locals_)
-        assert all(np.array_equal(found[place], expected[place]) for place in expected)
-        assert any(values.any() for values in expected.values())
+        direct = taken(world, destinations)
+        assert all(np.array_equal(found[place], direct[place]) for place in direct)
+        assert any(values.any() for values in direct.values())
 
 
 @pytest.fixture
@@ -147,20 +170,26 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-@attrs.define
-class Reader:
-    """A worker of this process that stages what it reads of two others, in a region for each."""
+HEADS, PAGE_BYTES, BLOCKS, REQUEST_BLOCKS = 64, 4096, 1024, 256
+"""Of small engines: heads, bytes of a block's 4 tokens in each of 2 layers, blocks of a pool and of a request."""
 
+
+@attrs.define
+class Mover:
+    """A worker of this process that reads from two others, or writes to them, by a staging region for each."""
+
+    operation: str
     executor: NixlExecutor
     memory: dict[str, Any]
     peers: tuple[PeerProcess, PeerProcess]
     pipelines: list[Pipeline]
 
     def submit(self, which: int, number: int) -> StagedTransfer:
-        """A request of 256 blocks of its own."""
-        ids = np.random.default_rng(which).permutation(256) + 256 * number
+        """A request of blocks of its own, with one of the peers."""
+        ids = np.random.default_rng(which).permutation(REQUEST_BLOCKS) + REQUEST_BLOCKS * number
         blocks = {"attn": Blocks(ids)}
-        return self.pipelines[which].submit(f"request {number}", local=blocks, remote=blocks, tokens=(0, 1024))
+        positions = (0, 4 * REQUEST_BLOCKS)
+        return self.pipelines[which].submit(f"request {number}", local=blocks, remote=blocks, tokens=positions)
 
     def polled_until(self, *transfers: StagedTransfer) -> None:
         """Let requests go on until some are settled."""
@@ -170,93 +199,140 @@ class Reader:
             for pipeline in self.pipelines:
                 pipeline.poll()
 
+    def is_done(self, which: int, number: int) -> bool:
+        """Carry out a request."""
+        transfer = self.submit(which, number)
+        self.polled_until(transfer)
+        return transfer.status is Status.DONE
+
+    def caches(self) -> dict[str, np.ndarray]:
+        """The blocks of each layer."""
+        return {
+            name: tensor.numpy().reshape(BLOCKS, PAGE_BYTES)
+            for name, tensor in self.memory.items()
+            if name.startswith("kv")
+        }
+
     def blocks(self, number: int) -> np.ndarray:
         """The bytes of a request's blocks, layer by layer."""
-        return np.concatenate(
-            [
-                tensor.numpy().reshape(1024, -1)[256 * number : 256 * (number + 1)]
-                for name, tensor in self.memory.items()
-                if name.startswith("kv")
-            ]
-        )
+        mine = slice(REQUEST_BLOCKS * number, REQUEST_BLOCKS * (number + 1))
+        return np.concatenate([pages[mine] for pages in self.caches().values()])
+
+    def destination(self) -> dict[str, str]:
+        """What tells the bytes of the worker that is written to from others, be it this one or its first peer."""
+        return digests(self.memory) if self.operation == "READ" else dict(self.peers[0].ask("digests"))
 
 
 @pytest.fixture
-def reader(tcp: None) -> Iterator[Reader]:
-    """A worker and two peers, of 1024 blocks of 8 KiB, and chunks of 128 blocks."""
-    sources = [engine(name, heads=64, blocks=1024, layers=2)[0] for name in ("first", "second")]
-    (local,) = engine("decode", heads=64, order="NH", blocks=1024, layers=2)
-    staging = [Region(f"{NAME}.{i}", (1 << 50) + (i << 40), 2 << 20) for i in range(2)]
-    there, memory = placed(attrs.evolve(local, regions=(*local.regions, *staging)))
+def operation() -> str:
+    """Which way bytes go, where nothing else is said."""
+    return "READ"
+
+
+@pytest.fixture
+def mover(tcp: None, operation: str) -> Iterator[Mover]:
+    """A worker and two peers, of 1024 blocks of 8 KiB, and chunks of 128 blocks. What is to be written to is 0."""
+    theirs, ours = ("HN", "NH") if operation == "READ" else ("NH", "HN")
+    remotes = [engine(name, heads=HEADS, order=theirs, blocks=BLOCKS, layers=2)[0] for name in ("first", "second")]
+    (local,) = engine("near", heads=HEADS, order=ours, blocks=BLOCKS, layers=2)
+    regions = [Region(f"{NAME}.{i}", (1 << 50) + (i << 40), 2 << 20) for i in range(2)]
+    there, memory = placed(attrs.evolve(local, regions=(*local.regions, *regions)))
+    staged = stage if operation == "READ" else stage_writes
     with (
-        PeerProcess(sources[0], UCX) as first,
-        PeerProcess(sources[1], UCX) as second,
+        PeerProcess(remotes[0], UCX) as first,
+        PeerProcess(remotes[1], UCX) as second,
         NixlExecutor(there) as executor,
     ):
         copier = TorchCopier(memory)
         pipelines = [
-            Pipeline(executor, stage(there, [executor.connect(peer.ask("envelope"))], staging=region.name), copier)
-            for peer, region in zip((first, second), staging, strict=True)
+            Pipeline(executor, staged(there, [executor.connect(peer.ask("envelope"))], staging=region.name), copier)
+            for peer, region in zip((first, second), regions, strict=True)
         ]
-        yield Reader(executor, memory, (first, second), pipelines)
+        made = Mover(operation, executor, memory, (first, second), pipelines)
+        if operation == "WRITE":
+            for name, pages in made.caches().items():
+                pages[:] = pattern(there, name).reshape(pages.shape)
+            for peer in made.peers:
+                peer.ask("clear")
+        yield made
 
 
-def test_a_peer_killed_under_a_request(reader: Reader) -> None:
-    """Requests that read from it are FAILED; those of another peer go on, and no other block is touched."""
-    before = reader.submit(0, 0)
-    reader.polled_until(before)
-    assert before.status is Status.DONE
-    done = reader.blocks(0).copy()
-    reader.peers[0].stop()
-    lost = [reader.submit(0, 1), reader.submit(0, 2)]
-    reader.pipelines[0].poll()
+def killed(mover: Mover) -> None:
+    """The first peer is killed under two requests of it, which fail; the next one, of the second peer, is done."""
+    assert mover.is_done(0, 0)
+    mover.peers[0].stop()
+    lost = [mover.submit(0, 1), mover.submit(0, 2)]
+    mover.pipelines[0].poll()
     assert {transfer.status for transfer in lost} == {Status.RUNNING}
-    reader.peers[0].kill()
-    kept = reader.submit(1, 3)
-    reader.polled_until(*lost, kept)
+    mover.peers[0].kill()
+    kept = mover.submit(1, 3)
+    mover.polled_until(*lost, kept)
     for transfer in lost:
         assert transfer.status is Status.FAILED
         assert transfer.error is not None
         assert transfer.error.code == "PEER"
     assert kept.status is Status.DONE
-    assert reader.peers[1].ask("notices", 1) == (Notice("decode", 0, "request 3"),)
-    assert np.array_equal(reader.blocks(0), done)
-    assert not reader.blocks(1).any()
-    assert not reader.blocks(2).any()
-    assert reader.blocks(3).all()
+    assert mover.peers[1].ask("notices", 1) == (Notice("near", 0, "request 3"),)
 
 
-def test_a_request_that_is_cancelled_while_its_peer_hangs(reader: Reader) -> None:
+def test_a_source_killed_under_a_request(mover: Mover) -> None:
+    """Requests that read from it are FAILED; those of another one go on, and no other block is touched."""
+    killed(mover)
+    assert mover.blocks(0).all()
+    assert not mover.blocks(1).any()
+    assert not mover.blocks(2).any()
+    assert mover.blocks(3).all()
+
+
+@pytest.mark.parametrize("operation", ["WRITE"])
+def test_a_destination_killed_under_a_request(mover: Mover) -> None:
+    """Requests that write to it are FAILED; another one gets its bytes and no others, and the source has its own."""
+    before = {name: pages.copy() for name, pages in mover.caches().items()}
+    killed(mover)
+    expected = {}
+    for name, pages in mover.caches().items():
+        assert np.array_equal(pages, before[name])
+        written = np.zeros_like(pages)
+        in_order = pages.reshape(BLOCKS, HEADS, 4, -1).swapaxes(1, 2).reshape(pages.shape)
+        written[3 * REQUEST_BLOCKS :] = in_order[3 * REQUEST_BLOCKS :]
+        expected[name] = torch.from_numpy(written)
+    assert mover.peers[1].ask("digests") == digests(expected)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
     """It is CANCELLED when the peer goes on, and not before; then its blocks and the staging region are left alone."""
-    reader.submit(0, 0)
-    reader.polled_until(*reader.pipelines[0]._requests)
-    reader.peers[0].stop()
-    transfer = reader.submit(0, 1)
-    reader.pipelines[0].cancel(transfer)
+    assert mover.is_done(0, 0)
+    mover.peers[0].stop()
+    transfer = mover.submit(0, 1)
+    mover.pipelines[0].cancel(transfer)
     for _ in range(100):
-        reader.pipelines[0].poll()
+        mover.pipelines[0].poll()
     assert transfer.status is Status.RUNNING
-    reader.peers[0].go_on()
-    reader.polled_until(transfer)
+    mover.peers[0].go_on()
+    mover.polled_until(transfer)
     assert (transfer.status, transfer.error) == (Status.CANCELLED, None)
-    staging = reader.memory[f"{NAME}.0"]
-    staging.zero_()
+    mover.memory[f"{NAME}.0"].zero_()
+    before = mover.destination()
     time.sleep(0.2)
-    assert not staging.any()
-    assert not reader.blocks(1).any()
+    assert mover.destination() == before
+    assert mover.peers[0].ask("notices", 1) == (Notice("near", 0, "request 0"),)
+    if mover.operation == "READ":
+        assert not mover.blocks(1).any()
 
 
-def test_an_executor_closed_under_a_request(reader: Reader) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_executor_closed_under_a_request(mover: Mover) -> None:
     """What runs is CANCELLED; what is submitted afterwards is FAILED."""
-    reader.submit(0, 0)
-    reader.polled_until(*reader.pipelines[0]._requests)
-    reader.peers[0].stop()
-    transfer = reader.submit(0, 1)
-    reader.executor.close()
-    assert reader.pipelines[0].poll() == (transfer,)
+    assert mover.is_done(0, 0)
+    mover.peers[0].stop()
+    transfer = mover.submit(0, 1)
+    assert mover.pipelines[0].poll() == ()
+    mover.executor.close()
+    assert mover.pipelines[0].poll() == (transfer,)
     assert transfer.status is Status.CANCELLED
-    late = reader.submit(0, 2)
-    assert reader.pipelines[0].poll() == (late,)
+    late = mover.submit(0, 2)
+    assert mover.pipelines[0].poll() == (late,)
     assert late.status is Status.FAILED
 
 
