@@ -74,11 +74,12 @@ class Rates:
 
 
 SHARED_MEMORY: Final = Rates(
-    "UCX between two processes of one host in main memory, 2 cores of a shared Xeon at 2.5 GHz, 2026-11-22",
-    transfer_s=1.5e-4,
-    descriptor_s=5e-6,
-    byte_s=2.5e-10,
-    copy_s=4e-5,
-    copied_byte_s=4e-10,
+    "UCX of NIXL 1.5.1 between two processes, main memory, two busy cores of a Xeon at 2.5 GHz, 2026-11-22",
+    transfer_s=3.4e-4,
+    descriptor_s=9.1e-6,
+    byte_s=1e-9,
+    copy_s=1.7e-4,
+    copied_byte_s=4.4e-10,
 )
-"""What :func:`kvplan.choose` goes by where it is given nothing else. Measure your own: networks and GPUs differ."""
+"""What :func:`kvplan.choose` goes by where it is given nothing else: ``python -m kvplan_nixl calibrate``, the medians of
+three runs. Measure your own: networks and GPUs differ."""
