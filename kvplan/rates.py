@@ -81,5 +81,7 @@ SHARED_MEMORY: Final = Rates(
     copy_s=1.7e-4,
     copied_byte_s=4.4e-10,
 )
-"""What :func:`kvplan.choose` goes by where it is given nothing else: by ``python -m kvplan_nixl calibrate``, the medians
-of three runs. Measure your own: networks and GPUs differ."""
+"""What :func:`kvplan.choose` goes by where it is given nothing else: medians of three calibrations.
+
+Measure your own: networks and GPUs differ.
+"""
