@@ -144,7 +144,8 @@ class Pipeline:
     def submit(self, request: str, *, local: Tables, remote: Tables, tokens: Tokens = None) -> StagedTransfer:
         """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does; nothing is queued then.
 
-        Its blocks are the request's until it is settled. Ids are made chunk by chunk.
+        Its blocks are the request's until it is settled; those that a writer sends from must be filled by now, and on a
+        GPU no other stream is waited for. Ids are made chunk by chunk.
         """
         chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, halves=self._turns())
         transfer = StagedTransfer(request)

@@ -94,7 +94,7 @@ def until_settled(
             pipeline.poll()
         for key, executor in world.executors.items():
             told[key] += executor.notices()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while sum(map(len, told.values())) < notices and time.monotonic() < deadline:
         for key, executor in world.executors.items():
             told[key] += executor.notices()
