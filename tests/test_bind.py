@@ -352,3 +352,11 @@ def test_sources_of_another_context_than_those_that_serve_make_no_difference(tok
     assert [bool(pair.layouts) for pair in plan.pairs] == [True, True, False]
     report = verify(plan, local={"attn": Blocks(range(18))}, remote={"attn": Blocks(range(1, 10))}, tokens=tokens)
     assert report.ok, str(report)
+
+
+def test_a_range_in_a_gap_moves_nothing():
+    """Of three blocks the middle one is not there, and nothing else is asked for."""
+    (ours,), (theirs,) = engine("d"), engine("p")
+    window = {"attn": Blocks([3, 0, 5], null=0)}
+    (spec,) = plan_reads(ours, [theirs]).bind(local=window, remote={"attn": Blocks([1, 2, 4])}, tokens=(4, 8))
+    assert spec.local_ids.size == spec.remote_ids.size == 0

@@ -96,3 +96,9 @@ def test_what_is_too_much_to_count_is_refused() -> None:
         with pytest.raises(KVPlanError) as refused:
             plan.cost(tokens)  # type: ignore[arg-type]
         assert refused.value.code == code
+
+
+def test_an_outlay_is_one_short_line() -> None:
+    """Outlays print as how many descriptors two legs take, for how many of one."""
+    (local,), sources = engine("decode", order="NH"), engine("prefill")
+    assert repr(staged(local, sources).cost(8)) == "<Outlay of 8 tokens: 4 descriptors for 64>"
