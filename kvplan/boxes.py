@@ -18,7 +18,6 @@ import numpy as np
 
 from kvplan.axes import Segments
 from kvplan.cells import Cell
-from kvplan.mirrors import sides
 from kvplan.sources import Part
 from kvplan.views import TOKEN, Region
 
@@ -40,7 +39,7 @@ class Box:
 
 def pieces(cell: Cell) -> Iterator[tuple[Pair, Dims]]:
     """What a cell moves of one token of one tensor: boxes by offsets on both sides and dims, rule S9."""
-    (ours, theirs), axes = sides(cell), [axis for axis in cell.parts if axis != TOKEN]
+    (ours, theirs), axes = cell.sides, [axis for axis in cell.parts if axis != TOKEN]
     every = [_cut(cell.parts[axis], ours.segments[axis], theirs.segments[axis]) for axis in axes]
     for product in itertools.product(*every):
         offsets = sum(at[0] for at, _ in product), sum(at[1] for at, _ in product)

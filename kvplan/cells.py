@@ -30,7 +30,7 @@ from kvplan.axes import MAX_SEGMENTS, Bools, Ints
 from kvplan.errors import KVPlanError
 from kvplan.match import Match
 from kvplan.sources import Part
-from kvplan.views import TOKEN
+from kvplan.views import TOKEN, Geometry
 from kvplan.workers import Worker
 
 
@@ -47,6 +47,11 @@ class Cell:
     source: int
     parts: Mapping[str, Part]
     every: int
+
+    @property
+    def sides(self) -> tuple[Geometry, Geometry]:
+        """The geometries of both views, the destination's first."""
+        return self.match.destination[self.destination], self.match.holding.sources[self.source][1]
 
 
 def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:

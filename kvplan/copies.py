@@ -145,7 +145,7 @@ class Panel:
     def facts(self) -> str:
         """How much moves, in words."""
         lengths = [copy.num_bytes for copy in self.copies]
-        copies = "1 copy" if len(lengths) == 1 else f"{len(lengths)} copies"
+        copies = count(len(lengths), "copy")
         moved = f"{size(sum(lengths))} in {copies} of {sizes(min(lengths), max(lengths))}"
         where = f"positions [{self.tokens[0]}, {self.tokens[1]})" if self.tokens else "one state"
         layers = f" of one of {self.num_layers} equal layers" if self.num_layers > 1 else ""

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvplan.align import cycle, period, repeated
 from kvplan.cells import Cell
-from kvplan.mirrors import Groups, Mirror, sides
+from kvplan.mirrors import Groups, Mirror
 from kvplan.rearrange import ordinals
 from kvplan.views import TOKEN
 
@@ -23,7 +23,7 @@ def excess(served: Iterable[tuple[Mirror, Sequence[Cell]]]) -> Mapping[str, floa
         for groups, group in staged.groups.items():
             sums = found.setdefault(groups[0].name, [0.0, 0.0])
             if staged.side == 1:
-                cells = [cell for cell in share if tuple(side.group for side in sides(cell)) == groups]
+                cells = [cell for cell in share if tuple(side.group for side in cell.sides) == groups]
                 block_bytes = sum(view.block_bytes for view in staged.worker.views if view.group == group.name)
                 needed, read = _counted(cells, groups, block_bytes)
                 sums[0], sums[1] = sums[0] + needed, sums[1] + read
@@ -38,5 +38,5 @@ def _counted(cells: Sequence[Cell], groups: Groups, block_bytes: int) -> tuple[f
     needed = 0
     for cell, position in zip(cells, carried, strict=True):
         sizes = [part.size for axis, part in cell.parts.items() if axis != TOKEN]
-        needed += len(cell.match.names) * sides(cell)[0].itemsize * math.prod(sizes) * position.size
+        needed += len(cell.match.names) * cell.sides[0].itemsize * math.prod(sizes) * position.size
     return needed / positions, block_bytes * ordinals(groups[1], carried).size / positions

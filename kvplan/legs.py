@@ -16,7 +16,7 @@ import numpy as np
 
 from kvplan.axes import Ints, distinct
 from kvplan.cells import Cell
-from kvplan.mirrors import Mirror, sides, view_numbers
+from kvplan.mirrors import Mirror, view_numbers
 from kvplan.plan import shares
 from kvplan.sources import Holding
 from kvplan.views import Geometry, Group
@@ -47,7 +47,7 @@ def _replaced(staged: Mirror, share: Iterable[Cell], side: int) -> Iterator[Cell
     """Cells with views of the mirror on one side: one for each of their geometries."""
     geometry_of = np.array(staged.worker.geometry_of, np.int64)
     for cell in share:
-        ours, theirs = sides(cell)
+        ours, theirs = cell.sides
         key = staged.groups[ours.group, theirs.group].name
         numbers = np.array([staged.numbers[key, number] for number in view_numbers(cell)[staged.side].tolist()])
         kinds = geometry_of[numbers]

@@ -29,7 +29,7 @@ import numpy as np
 from kvplan.axes import Axis, Ints
 from kvplan.cells import Cell
 from kvplan.reading import INT64_END
-from kvplan.views import TOKEN, Geometry, Group, View
+from kvplan.views import TOKEN, Group, View
 from kvplan.workers import Worker
 
 Groups = tuple[Group, Group]
@@ -96,11 +96,6 @@ class Mirror:
         return attrs.evolve(self.worker, engine_id=worker.engine_id, rank=worker.rank)
 
 
-def sides(cell: Cell) -> tuple[Geometry, Geometry]:
-    """The geometries of the views between which a cell moves, the destination's first."""
-    return cell.match.destination[cell.destination], cell.match.holding.sources[cell.source][1]
-
-
 def view_numbers(cell: Cell) -> tuple[Ints, Ints]:
     """For every tensor of a cell, the indices of its views among those of destination and source."""
     ours, theirs = cell.match.views
@@ -111,7 +106,7 @@ def pools(peer: Worker, share: Iterable[Cell], side: int, whole: bool = False) -
     """The pools that mirror a peer's side of these cells, rules S1 to S4."""
     needed: dict[Groups, dict[int, dict[str, tuple[int, int]]]] = {}
     for cell in share:
-        ours, theirs = sides(cell)
+        ours, theirs = cell.sides
         views = needed.setdefault((ours.group, theirs.group), {})
         for number in view_numbers(cell)[side].tolist():
             spans = views.setdefault(number, {})

@@ -41,7 +41,7 @@ class Outlay:
         return self.transfers.num_bytes / self.direct.num_bytes - 1 if self.direct.num_bytes else 0.0
 
     def __str__(self) -> str:
-        copies = f"{self.num_copies} {'copy' if self.num_copies == 1 else 'copies'}"
+        copies = count(self.num_copies, "copy")
         chunks, staging = count(self.num_chunks, "chunk"), count(self.staging_bytes, "byte")
         lines = [
             _told("in one leg", self.direct),

@@ -21,10 +21,11 @@ ID_END: Final = 1 << 31
 def count(number: int, what: str) -> str:
     """``number`` of a thing, in words.
 
-    >>> count(1, "byte"), count(2, "byte")
-    ('1 byte', '2 bytes')
+    >>> count(1, "byte"), count(2, "byte"), count(2, "copy")
+    ('1 byte', '2 bytes', '2 copies')
     """
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{number} {what if number == 1 else several}"
 
 
 def shown(value: Any) -> str:

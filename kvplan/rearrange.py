@@ -22,7 +22,7 @@ from kvplan.axes import Ints, distinct, read_only
 from kvplan.blocks import Blocks, places
 from kvplan.boxes import Box, Pair, merged, nested, pieces
 from kvplan.cells import Cell
-from kvplan.mirrors import Groups, sides
+from kvplan.mirrors import Groups
 from kvplan.tables import Descriptors
 from kvplan.views import TOKEN, Geometry, Group, Region
 
@@ -45,6 +45,14 @@ class Side:
     strides_bytes: tuple[int, ...]
     index: tuple[Ints, ...]
     inner_bytes: tuple[int, ...]
+
+    @property
+    def offsets(self) -> Ints:
+        """How far behind ``offset_bytes`` the box of each entry begins."""
+        at = np.zeros(self.index[0].size, np.int64)
+        for index, stride in zip(self.index, self.strides_bytes, strict=True):
+            at += index * stride
+        return at
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -77,9 +85,7 @@ class Copy:
 
 
 def _ranges(side: Side, extents: Sequence[int], length: int) -> Descriptors:
-    at = np.full(side.index[0].size, side.offset_bytes, np.int64)
-    for index, stride in zip(side.index, side.strides_bytes, strict=True):
-        at = at + index * stride
+    at = side.offset_bytes + side.offsets
     for extent, stride in zip(extents, side.inner_bytes, strict=True):
         at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)
     found = np.empty((at.size, 3), np.uint64)
@@ -225,7 +231,7 @@ def lanes(regions: Sequence[Region], share: Iterable[Cell]) -> tuple[Lane, ...]:
     """How what cells move inside the regions of one worker is put in order."""
     alike: dict[Any, list[Cell]] = {}
     for cell in share:
-        ours, theirs = sides(cell)
+        ours, theirs = cell.sides
         paging, carried = (Paging.of(ours), Paging.of(theirs)), cell.parts[TOKEN].intervals[:, 0]
         alike.setdefault(((ours.group, theirs.group), paging, cell.every, carried.tobytes()), []).append(cell)
     made = []
@@ -254,7 +260,7 @@ def _boxes_of(
     boxes = []
     along = (tokens, paging[0].step[1], paging[1].step[1])
     for cell in members:
-        shapes = [(at, nested(sides(cell)[0].itemsize, [along, *dims])) for at, dims in pieces(cell)]
+        shapes = [(at, nested(cell.sides[0].itemsize, [along, *dims])) for at, dims in pieces(cell)]
         for (at, offset), (other, there) in zip(
             *cell.match.places(cell.destination, cell.source).tolist(), strict=True
         ):

@@ -23,7 +23,7 @@ from kvplan.align import period, repeated, slots, stand
 from kvplan.axes import Ints, Segments, distinct, heads
 from kvplan.cells import Cell
 from kvplan.errors import KVPlanError
-from kvplan.views import TOKEN, Geometry, Group
+from kvplan.views import TOKEN, Group
 
 MAX_LISTED: Final = 1 << 20
 """At most so many runs of one token are listed, and so many positions or runs of one period. Strands of a longer
@@ -83,7 +83,7 @@ def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
     """The sections of the cells that one source serves."""
     by_groups: dict[tuple[Group, Group], dict[Any, list[Cell]]] = {}
     for cell in cells:
-        ours, theirs = _sides(cell)
+        ours, theirs = cell.sides
         by_groups.setdefault((ours.group, theirs.group), {}).setdefault(_pace(cell), []).append(cell)
     return tuple(_section(groups, [_lane(cells) for cells in lanes.values()]) for groups, lanes in by_groups.items())
 
@@ -97,7 +97,7 @@ def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
     found: list[tuple[Any, ...]] = []
     begin = np.zeros(2, np.int64)
     for cell in cells:
-        sides, places, at = _sides(cell), cell.match.places(cell.destination, cell.source), [0, 0]
+        sides, places, at = cell.sides, cell.match.places(cell.destination, cell.source), [0, 0]
         axes: list[Any] = []
         for axis, part in cell.parts.items():
             if axis != TOKEN:
@@ -113,19 +113,15 @@ def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
 
 def _pace(cell: Cell) -> tuple[Any, ...]:
     """What cells have in common that step alike from token to token and from block to block."""
-    sides = _sides(cell)
+    sides = cell.sides
     token = [side.segments[TOKEN].seen(0, slots(side.group)) for side in sides]
     blocks = [(side.block_stride_bytes, side.num_blocks) for side in sides]
     return *token, *blocks, cell.every, cell.parts[TOKEN].intervals.tobytes()
 
 
-def _sides(cell: Cell) -> tuple[Geometry, Geometry]:
-    return cell.match.destination[cell.destination], cell.match.holding.sources[cell.source][1]
-
-
 def content(cell: Cell) -> tuple[Ints, int]:
     """The runs of one token of one tensor by rule R1: offsets (2, n) at slot 0, and their length."""
-    ours, theirs = _sides(cell)
+    ours, theirs = cell.sides
     length, listed = ours.itemsize, np.zeros((2, 1), np.int64)
     axes = [axis for axis in cell.parts if axis != TOKEN]
     for axis in sorted(axes, key=lambda axis: int(ours.segments[axis].stride[0])):
@@ -167,7 +163,7 @@ def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
 
 def _lane(cells: Sequence[Cell]) -> Lane:
     """The strands of cells that step alike, by rule R2."""
-    sides = _sides(cells[0])
+    sides = cells[0].sides
     found = []
     for cell in cells:
         inner, length = content(cell)

@@ -95,11 +95,6 @@ class StagedPlan:
         """``READ`` or ``WRITE``."""
         return self.direct.operation
 
-    @property
-    def reads(self) -> tuple[TransferPlan, ...]:
-        """The transfers of a plan that reads."""
-        return self.transfers if self.operation == "READ" else ()
-
     def bind(
         self, *, local: Tables, remote: Tables, tokens: Tokens = None, halves: Iterator[int] | None = None
     ) -> Iterator[Chunk]:

@@ -47,9 +47,7 @@ class Option:
 
     def __str__(self) -> str:
         moved = f"{count(self.num_descriptors, 'descriptor')}, {size(self.num_bytes)}"
-        copies = (
-            f", {self.num_copies} {'copy' if self.num_copies == 1 else 'copies'} at home" if self.num_copies else ""
-        )
+        copies = f", {count(self.num_copies, 'copy')} at home" if self.num_copies else ""
         return f"{self.strategy}: {self.seconds * 1e3:.4g} ms for {moved}{copies}"
 
 

@@ -12,7 +12,7 @@ import multiprocessing
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -102,7 +102,16 @@ def moving(device: str, size: int) -> tuple[float, float, float]:
         took = [reading(executor, plan, group, number) for group, number, _ in work]
         channel.send_bytes(b"end")
         process.join(TIMEOUT_S)
-    rates = np.linalg.solve([[1, number, number * length] for _, number, length in work], took)
+    return apart([(number, length) for _, number, length in work], took)
+
+
+def apart(work: Sequence[tuple[int, int]], took: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds for a transfer, a descriptor and a byte, of three transfers of so many descriptors of so many bytes.
+
+    >>> [round(each, 9) for each in apart([(1, 8), (100, 8), (10, 800)], [0.012008, 0.2108, 0.038])]
+    [0.01, 0.002, 1e-06]
+    """
+    rates = np.linalg.solve([[1, number, number * length] for number, length in work], took)
     transfer, descriptor, byte = np.maximum(rates, 0.0).tolist()  # noise can make one that is small negative
     return transfer, descriptor, byte
 

@@ -12,54 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
 from kvplan.rearrange import Copy, Side
+from kvplan.spacing import grid, tables
 from kvplan.views import Region
-
-Ints = npt.NDArray[np.int64]
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. What is copied is bits, whatever numbers they would be."""
-
-
-def tables(at: Ints) -> Iterator[Ints]:
-    """The indices of a list of offsets, as tables whose rows and columns are evenly apart, as long as there are any.
-
-    A few may come before the first row, as where a request begins within a block; what is not even comes last.
-
-    >>> [part.tolist() for part in tables(np.array([103, 111, 203, 211, 303]))]
-    [[[0, 1], [2, 3]], [[4]]]
-    """
-    numbers, start = np.arange(at.size), 0
-    while start < at.size:
-        rest = at[start:]
-        turns = np.flatnonzero(np.diff(rest, 2))
-        columns = int(turns[0]) + 2 if turns.size else rest.size
-        rows = _even_rows(rest[: rest.size // columns * columns].reshape(-1, columns))
-        if 2 * rows * columns < rest.size:
-            rows, columns = 1, rest.size if start else columns
-        stop = start + rows * columns
-        yield numbers[start:stop].reshape(rows, columns)
-        start = stop
-
-
-def _even_rows(table: Ints) -> int:
-    """How many rows, from the first on, are each as far from the one before."""
-    step = table[min(1, len(table) - 1), 0] - table[0, 0]
-    uneven = np.flatnonzero((table != np.add.outer(np.arange(len(table)) * step, table[0])).any(axis=1))
-    return int(uneven[0]) if uneven.size else len(table)
-
-
-def offsets(side: Side) -> Ints:
-    """Where the box of each entry begins, from the first box of all on, in bytes."""
-    return sum(
-        (index * stride for index, stride in zip(side.index, side.strides_bytes, strict=True)),
-        start=np.zeros(side.index[0].size, np.int64),
-    )
 
 
 @attrs.frozen(eq=False)
@@ -70,19 +32,6 @@ class Boxes:
     strides_bytes: tuple[int, ...]
     offset_bytes: int = 0
     index: tuple[torch.Tensor, ...] = ()
-
-
-def grid(at: Ints) -> Boxes | None:
-    """A table of offsets as evenly spaced rows and columns, if it is that.
-
-    >>> grid(np.array([[3, 11], [103, 111]]))
-    Boxes(shape=(2, 2), strides_bytes=(100, 8), offset_bytes=3, index=())
-    >>> grid(np.array([[3, 11], [103, 112]]))
-    """
-    first, spans = int(at[0, 0]), (int(at[-1, 0] - at[0, 0]), int(at[0, -1] - at[0, 0]))
-    steps = tuple([span // max(extent - 1, 1) for span, extent in zip(spans, at.shape, strict=True)])
-    made = first + np.add.outer(*(np.arange(extent) * step for extent, step in zip(at.shape, steps, strict=True)))
-    return Boxes(at.shape, steps, first) if min(steps) >= 0 and np.array_equal(at, made) else None
 
 
 class Memory:
@@ -115,6 +64,7 @@ class TorchCopier:
 
     Raises ``MEMORY`` for tensors on several devices.
 
+    >>> import numpy as np
     >>> from kvplan import region_of
     >>> cache, staging = torch.zeros(4, 8, dtype=torch.int16), torch.arange(32, dtype=torch.int16)
     >>> into, out_of = (Side(region_of(tensor, name), 0, (4,), (16,), (np.array(blocks),), ())
@@ -183,14 +133,14 @@ class TorchCopier:
 
     def _parts(self, destination: Side, source: Side) -> Iterator[tuple[Boxes, Boxes]]:
         """The entries of a copy, as tables of boxes that are evenly apart on the source's side, if they can be."""
-        into, out_of = offsets(destination), offsets(source)
+        into, out_of = destination.offsets, source.offsets
         for entries in tables(out_of):
             yield self._boxes(destination, into, entries), self._boxes(source, out_of, entries)
 
     def _boxes(self, side: Side, at: Ints, entries: Ints) -> Boxes:
-        found = grid(at[entries])
-        if found is not None:
-            return found
+        even = grid(at[entries])
+        if even is not None:
+            return Boxes(even.shape, even.strides_bytes, even.offset_bytes)
         several = [i for i, extent in enumerate(side.shape) if extent > 1]
         return Boxes(
             tuple([side.shape[i] for i in several]),

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 
-from kvplan import Axis, FakeMemory, Region, View, Worker
+from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Region, View, Worker
 from kvplan.arenas import Cells
 from kvplan.rearrange import run
 from kvplan.staging import StagedPlan, stage, stage_writes
@@ -95,6 +96,34 @@ def descriptors(plan: StagedPlan, request: dict[str, Any]) -> list[int]:
         for spec in chunk.specs
         for length in spec.descriptors()[1][:, 1].tolist()
     ]
+
+
+def refused_as_direct(plan: StagedPlan, request: dict[str, Any], code: str) -> None:
+    """Make sure that a request is refused as the direct plan refuses it, before there is a chunk."""
+    with pytest.raises(KVPlanError) as direct:
+        plan.direct.bind(**request)
+    with pytest.raises(KVPlanError) as refused:
+        plan.bind(**request)
+    assert refused.value.code == code
+    assert str(refused.value) == str(direct.value)
+
+
+def ends_of_ids() -> tuple[Worker, Worker]:
+    """A worker of ten blocks, and one of other order with more blocks than there are ids for its single heads."""
+    group, axes = [Group("attn", 4)], [Axis("token", 0, 4, 4, 8), Axis("head", 0, 2, 2, 4), Axis("dim", 0, 4, 4, 1)]
+    swapped = [attrs.evolve(axes[0], stride_bytes=4), attrs.evolve(axes[1], stride_bytes=16), axes[2]]
+    small = Worker("small", 0, [Region("kv", 0, 320)], group, [View("a", "attn", "kv", "uint8", swapped, 10, 32)])
+    view = View("a", "attn", "kv", "uint8", axes, 1 << 30, 32)
+    return small, Worker("large", 0, [Region("kv", 0, 1 << 36)], group, [view])
+
+
+def last_id_refused(plan: StagedPlan) -> None:
+    """Make sure that the last block of a remote with too many ids is refused, and an earlier one is not."""
+    tables: dict[str, Any] = {"local": {"attn": Blocks([1, 2])}, "tokens": (0, 7)}
+    assert len(list(plan.bind(**tables, remote={"attn": Blocks([5, 9])}))) == 2
+    with pytest.raises(KVPlanError) as refused:
+        plan.bind(**tables, remote={"attn": Blocks([5, (1 << 30) - 1])})
+    assert refused.value.code == "INT"
 
 
 def labelled(memory: FakeMemory, workers: Iterable[Worker]) -> None:

@@ -17,7 +17,7 @@ PACKAGE = Path(kvplan.__file__).parent
 DESCRIPTIONS = ("errors", "reading", "axes", "views", "overlap", "workers", "tensors", "blocks")
 HANDSHAKES = ("names", "findings", "schema", "messages", "offers", "peers", "compare")
 PROOF = ("pieces", "certificate")
-STAGED = ("mirrors", "legs", "windows", "boxes", "rearrange", "excess", "outlay", "staging")
+STAGED = ("mirrors", "legs", "windows", "boxes", "rearrange", "spacing", "excess", "outlay", "staging")
 DIRECT = (
     "align",
     "sources",

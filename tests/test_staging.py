@@ -12,7 +12,18 @@ from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Model, Region, 
 from kvplan import excess as module
 from kvplan.staging import StagedPlan, stage
 from tests.small import engine
-from tests.staged import NAME, carry_out, cells, descriptors, labelled, staged, with_staging
+from tests.staged import (
+    NAME,
+    carry_out,
+    cells,
+    descriptors,
+    ends_of_ids,
+    labelled,
+    last_id_refused,
+    refused_as_direct,
+    staged,
+    with_staging,
+)
 
 TABLES = {"local": {"attn": Blocks([7, 3, 5, 0, 9])}, "remote": {"attn": Blocks([2, 8, 4, 6, 1])}}
 ONE_BLOCK = 2 * 2 * 256
@@ -69,7 +80,7 @@ def test_each_leg_is_verified_by_itself() -> None:
     """S12: leg 1 as a plan of reads into the mirror, leg 2 as copies of the mirror into the destination."""
     (_, local), sources = engine("decode", tp=2, order="NH", tokens=6), engine("prefill")
     plan = staged(local, sources)
-    (mirror,), (read,) = plan.mirrors, plan.reads
+    (mirror,), (read,) = plan.mirrors, plan.transfers
     (chunk,) = plan.bind(**request((5, 18)))
     mirrored = {"attn<-attn": Blocks([0, 1, 2, 3], first=1)}
     report = verify(read, local=mirrored, remote=TABLES["remote"], tokens=(5, 18))
@@ -92,11 +103,11 @@ def test_reads_are_plans_of_the_destination() -> None:
     """S12: one for each source that serves, between the destination and that source."""
     local, sources = engine("decode", tp=2, order="NH")[1], engine("prefill", tp=4)
     plan = staged(local, sources)
-    assert [(read.local.key, read.remotes) for read in plan.reads] == [
+    assert [(read.local.key, read.remotes) for read in plan.transfers] == [
         (("decode", 1), (sources[2],)),
         (("decode", 1), (sources[3],)),
     ]
-    assert {read.local.regions for read in plan.reads} == {plan.direct.local.regions}
+    assert {read.local.regions for read in plan.transfers} == {plan.direct.local.regions}
     assert repr(plan) == "<StagedPlan decode/1: 2 sources, 8192 positions at a time>"
 
 
@@ -263,35 +274,13 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 def test_a_bad_request_is_refused_as_a_direct_one_is(code: str, wrong: dict[str, Any]) -> None:
     """S15: the same error, before there is a chunk."""
     (local,), sources = engine("decode", order="NH"), engine("prefill")
-    plan = staged(local, sources, 2 * ONE_BLOCK)
-    with pytest.raises(KVPlanError) as direct:
-        plan.direct.bind(**wrong)
-    with pytest.raises(KVPlanError) as refused:
-        plan.bind(**wrong)
-    assert refused.value.code == code
-    assert str(refused.value) == str(direct.value)
+    refused_as_direct(staged(local, sources, 2 * ONE_BLOCK), wrong, code)
 
 
 def test_an_id_that_does_not_fit_is_refused_before_there_is_a_chunk() -> None:
     """S15: of a source with more descriptors than ids, some can be read and others not."""
-    axes = [Axis("token", 0, 4, 4, 8), Axis("head", 0, 2, 2, 4), Axis("dim", 0, 4, 4, 1)]
-    source = Worker(
-        "prefill",
-        0,
-        [Region("kv", 0, 1 << 36)],
-        [Group("attn", 4)],
-        [View("a", "attn", "kv", "uint8", axes, 1 << 30, 32)],
-    )
-    mine = [attrs.evolve(axes[0], stride_bytes=4), attrs.evolve(axes[1], stride_bytes=16), axes[2]]
-    local = Worker(
-        "decode", 0, [Region("kv", 0, 320)], [Group("attn", 4)], [View("a", "attn", "kv", "uint8", mine, 10, 32)]
-    )
-    plan = staged(local, [source], 2 * 32)
-    tables: dict[str, Any] = {"local": {"attn": Blocks([1, 2])}, "tokens": (0, 7)}
-    assert len(list(plan.bind(**tables, remote={"attn": Blocks([5, 9])}))) == 2
-    with pytest.raises(KVPlanError) as refused:
-        plan.bind(**tables, remote={"attn": Blocks([5, (1 << 30) - 1])})
-    assert refused.value.code == "INT"
+    local, source = ends_of_ids()
+    last_id_refused(staged(local, [source], 2 * 32))
 
 
 @pytest.mark.parametrize("whole, excess", [(False, 0.0), (True, 1.0)])
@@ -322,7 +311,7 @@ def test_what_is_not_transferred_is_not_staged() -> None:
     plan = staged(local, sources, not_transferred=["layers.1"])
     assert {view.name for mirror in plan.mirrors for view in mirror.worker.views} == {"layers.0"}
     nothing = staged(local, sources, 1, not_transferred=["layers.0", "layers.1"])
-    assert (nothing.reads, nothing.mirrors, nothing.excess, list(nothing.bind(**request()))) == ((), (), {}, [])
+    assert (nothing.transfers, nothing.mirrors, nothing.excess, list(nothing.bind(**request()))) == ((), (), {}, [])
 
 
 def test_replicas_take_a_share_each() -> None:
@@ -355,7 +344,7 @@ def test_memory_that_views_have_is_no_staging_region(shift: int) -> None:
     with pytest.raises(KVPlanError, match="OVERLAP"):
         stage(attrs.evolve(local, regions=(*local.regions, over)), sources, staging="spare")
     apart = attrs.evolve(over, address=first.address + shift * first.size_bytes, device_id=int(shift == 0))
-    assert stage(attrs.evolve(local, regions=(*local.regions, apart)), sources, staging="spare").reads
+    assert stage(attrs.evolve(local, regions=(*local.regions, apart)), sources, staging="spare").transfers
 
 
 def test_a_region_without_room_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.rearrange import Copy, Side, run
 from kvplan.staging import stage
-from kvplan_nixl.rearrange import TorchCopier, tables
+from kvplan_nixl.rearrange import TorchCopier
 from tests.nixl.worlds import Memory, placed, synchronized
 from tests.small import engine
 from tests.staged import NAME, with_staging
@@ -88,26 +88,6 @@ def test_words_of_any_width(odd: int, device: str) -> None:
     assert found[128 + odd : 144 + odd].tolist() == list(range(16))
     assert found[odd : 16 + odd].tolist() == list(range(48, 64))
     assert np.count_nonzero(found) == 31
-
-
-@pytest.mark.parametrize(
-    "at, shapes",
-    [
-        ([7], [(1, 1)]),
-        ([3, 11, 19], [(1, 3)]),
-        ([3, 11, 103, 111], [(2, 2)]),
-        ([8, 100, 108, 200, 208, 300], [(3, 2)]),
-        ([8, 16, 100, 108, 116, 200, 208, 216, 300, 308, 316], [(1, 2), (3, 3)]),
-        ([0, 8, 16, 100, 108, 116, 200, 208], [(2, 3), (1, 2)]),
-        ([0, 8, 100, 108, 200, 208, 999, 1, 5], [(3, 2), (1, 2), (1, 1)]),
-        ([5, 3, 9, 1, 2, 0, 77], [(1, 2), (1, 5)]),
-    ],
-)
-def test_offsets_are_tables_as_long_as_they_are_even(at: list[int], shapes: list[tuple[int, int]]) -> None:
-    """Each entry is in one table, in order."""
-    found = list(tables(np.array(at)))
-    assert [table.shape for table in found] == shapes
-    assert [entry for table in found for entry in table.reshape(-1).tolist()] == list(range(len(at)))
 
 
 def side(name: str, tensor: Any, block: int = 0) -> Side:

@@ -336,17 +336,15 @@ def test_an_executor_closed_under_a_request(mover: Mover) -> None:
     assert late.status is Status.FAILED
 
 
-def test_copies_on_a_gpu_are_done_when_they_say_so() -> None:
-    """The stream of copies is not waited for by others: what a request says is that they are done."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
+def test_copies_are_done_when_they_say_so(device: str) -> None:
+    """A GPU's stream of copies is not waited for by others: what a ticket says is that they are done."""
     (local,), sources = engine("decode", order="NH"), engine("prefill")
-    there, memory = placed(with_staging(local), "cuda:0")
+    there, memory = placed(with_staging(local), device)
     plan = stage(there, sources, staging=NAME)
     blocks = {"attn": Blocks([7, 3, 5])}
     (chunk,) = plan.bind(local=blocks, remote=blocks, tokens=(0, 12))
     memory[NAME].fill_(7)
-    synchronized("cuda:0")
+    synchronized(device)
     copier = TorchCopier(memory)
     ticket = copier.begin(chunk.copies)
     while not copier.done(ticket):
