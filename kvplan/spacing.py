@@ -1,26 +1,40 @@
-"""Spacing: lists of offsets as tables of rows and columns that are evenly apart, which strides alone can say.
+"""Spacing: lists of offsets in strips that are evenly apart, which a stride can say without a list of indices.
 
-Blocks of a staging region mostly follow each other, and a request's runs in them too. What strides can say needs no
-list of indices to be copied by.
+Blocks of a staging region mostly follow each other, and a request's runs in them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-import attrs
 import numpy as np
 
 from kvplan.axes import Ints
 
+MAX_STRIPS: Final = 4
+"""A table is one list of indices rather than more strips than these: each is a launch."""
 
-@attrs.frozen
-class Grid:
-    """Offsets of rows and columns: how many of each, how far apart, and where the first one is."""
 
-    shape: tuple[int, ...]
-    strides_bytes: tuple[int, ...]
-    offset_bytes: int
+def even(at: Ints) -> bool:
+    """Whether offsets are evenly apart, and none is before the one before it.
+
+    >>> even(np.array([3, 11, 19])), even(np.array([3, 11, 20])), even(np.array([19, 11, 3]))
+    (True, False, False)
+    """
+    steps = np.diff(at)
+    return not steps.size or bool(steps[0] >= 0 and (steps == steps[0]).all())
+
+
+def strips(at: Ints) -> Iterator[Ints]:
+    """The indices of a list of offsets: in strips that are evenly apart, where few of them do; as they come, elsewhere.
+
+    >>> [part.tolist() for part in strips(np.array([103, 111, 119, 203, 211, 219, 303]))]
+    [[0, 1, 2], [3, 4, 5], [6]]
+    """
+    for table in tables(at):
+        fewer = min(table, table.T, key=len)
+        yield from fewer if len(fewer) <= MAX_STRIPS else [table.reshape(-1)]
 
 
 def tables(at: Ints) -> Iterator[Ints]:
@@ -49,16 +63,3 @@ def _even_rows(table: Ints) -> int:
     step = table[min(1, len(table) - 1), 0] - table[0, 0]
     uneven = np.flatnonzero((table != np.add.outer(np.arange(len(table)) * step, table[0])).any(axis=1))
     return int(uneven[0]) if uneven.size else len(table)
-
-
-def grid(at: Ints) -> Grid | None:
-    """A table of offsets as evenly spaced rows and columns, none of them going back, if it is that.
-
-    >>> grid(np.array([[3, 11], [103, 111]]))
-    Grid(shape=(2, 2), strides_bytes=(100, 8), offset_bytes=3)
-    >>> grid(np.array([[3, 11], [103, 112]]))
-    """
-    first, spans = int(at[0, 0]), (int(at[-1, 0] - at[0, 0]), int(at[0, -1] - at[0, 0]))
-    steps = tuple([span // max(extent - 1, 1) for span, extent in zip(spans, at.shape, strict=True)])
-    made = first + np.add.outer(*(np.arange(extent) * step for extent, step in zip(at.shape, steps, strict=True)))
-    return Grid(at.shape, steps, first) if min(steps) >= 0 and np.array_equal(at, made) else None

@@ -1,8 +1,8 @@
 """TorchCopier: puts staged bytes in order by torch, in main memory or on a GPU.
 
-A copy is a few operations of torch, whatever the request: tensors of the widest word that divides all offsets, strided
-over the copy's boxes. Which boxes those are is said by index tensors, or by strides alone where boxes are evenly apart,
-as they mostly are in a staging region. That takes half the time, since nothing is gathered before it is written.
+A copy is a few operations of torch, whatever the request: between tensors of the widest word that divides all offsets,
+whose rows are boxes. Where boxes of one side follow each other by a stride, as they mostly do in a staging region, the
+other side's are selected or written by an index in one pass.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 
 from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
-from kvplan.rearrange import Copy, Side
-from kvplan.spacing import grid, tables
+from kvplan.rearrange import Copy
+from kvplan.spacing import even, strips
 from kvplan.views import Region
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
@@ -25,13 +26,13 @@ WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"
 
 
 @attrs.frozen(eq=False)
-class Boxes:
-    """Boxes that are evenly apart along each dimension: those that ``index`` says, or all where it is empty."""
+class Rows:
+    """Boxes of a side, one for each stride: those that ``index`` says, or all in a row where it is ``None``."""
 
-    shape: tuple[int, ...]
-    strides_bytes: tuple[int, ...]
-    offset_bytes: int = 0
-    index: tuple[torch.Tensor, ...] = ()
+    count: int
+    stride_bytes: int
+    offset_bytes: int
+    index: torch.Tensor | None
 
 
 class Memory:
@@ -66,6 +67,7 @@ class TorchCopier:
 
     >>> import numpy as np
     >>> from kvplan import region_of
+    >>> from kvplan.rearrange import Side
     >>> cache, staging = torch.zeros(4, 8, dtype=torch.int16), torch.arange(32, dtype=torch.int16)
     >>> into, out_of = (Side(region_of(tensor, name), 0, (4,), (16,), (np.array(blocks),), ())
     ...                 for tensor, name, blocks in ((cache, "kv", [3, 0]), (staging, "staging", [0, 1])))
@@ -115,53 +117,55 @@ class TorchCopier:
             raise _refused(error) from None
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        known: dict[Any, list[tuple[Boxes, Boxes]]] = {}
+        known: dict[Any, list[tuple[Rows, Rows]]] = {}
         for copy in copies:
             # copies between several layers have their indices in common
             sides = copy.destination, copy.source
-            key = tuple((*map(id, side.index), *side.shape, *side.strides_bytes) for side in sides)
+            key = tuple((*map(id, side.index), *side.strides_bytes) for side in sides)
             if key not in known:
-                known[key] = list(self._parts(*sides))
+                known[key] = list(self._parts(*(side.offsets for side in sides)))
             for into, out_of in known[key]:
                 written, read = self._strided(copy, (into, out_of))
-                if out_of.index:
-                    read = read[out_of.index]
-                if into.index:
-                    written[into.index] = read
+                if into.index is not None:
+                    read = read if out_of.index is None else read.index_select(0, out_of.index)
+                    written.index_copy_(0, into.index, read)
+                elif out_of.index is not None:
+                    torch.index_select(read, 0, out_of.index, out=written)
                 else:
                     written.copy_(read)
 
-    def _parts(self, destination: Side, source: Side) -> Iterator[tuple[Boxes, Boxes]]:
-        """The entries of a copy, as tables of boxes that are evenly apart on the source's side, if they can be."""
-        into, out_of = destination.offsets, source.offsets
-        for entries in tables(out_of):
-            yield self._boxes(destination, into, entries), self._boxes(source, out_of, entries)
-
-    def _boxes(self, side: Side, at: Ints, entries: Ints) -> Boxes:
-        even = grid(at[entries])
-        if even is not None:
-            return Boxes(even.shape, even.strides_bytes, even.offset_bytes)
-        several = [i for i, extent in enumerate(side.shape) if extent > 1]
-        return Boxes(
-            tuple([side.shape[i] for i in several]),
-            tuple([side.strides_bytes[i] for i in several]),
-            index=tuple([self._tensor(side.index[i][entries]) for i in several]),
+    def _parts(self, into: Ints, out_of: Ints) -> Iterator[tuple[Rows, Rows]]:
+        """The boxes of a copy, as few times as they can be copied without indices on at least one side."""
+        parts = min(
+            (list(strips(at)) for at in (into, out_of)),
+            key=lambda parts: (sum(not (even(into[part]) or even(out_of[part])) for part in parts), len(parts)),
         )
+        for part in parts:
+            yield self._rows(into[part]), self._rows(out_of[part])
+
+    def _rows(self, at: Ints) -> Rows:
+        """Boxes that begin at these offsets, in this order."""
+        first = int(at.min())
+        stride = int(np.gcd.reduce(at - first))
+        if even(at):
+            return Rows(at.size, stride, first, None)
+        index = (at - first) // stride
+        return Rows(int(index.max()) + 1, stride, first, self._tensor(index))
 
     def _tensor(self, index: Ints) -> torch.Tensor:
         made = torch.tensor(index)
         return made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
 
-    def _strided(self, copy: Copy, boxes: tuple[Boxes, Boxes]) -> list[torch.Tensor]:
+    def _strided(self, copy: Copy, rows: tuple[Rows, Rows]) -> list[torch.Tensor]:
         """Both sides' boxes as tensors of the widest word that fits."""
         found = [
             (
                 self._memory(side.region),
-                (*box.shape, *copy.extents),
-                (*box.strides_bytes, *side.inner_bytes),
-                side.region.address + side.offset_bytes + box.offset_bytes,
+                (row.count, *copy.extents),
+                (row.stride_bytes, *side.inner_bytes),
+                side.region.address + side.offset_bytes + row.offset_bytes,
             )
-            for side, box in zip((copy.destination, copy.source), boxes, strict=True)
+            for side, row in zip((copy.destination, copy.source), rows, strict=True)
         ]
         numbers = [number for memory, _, strides, at in found for number in (*strides, at, memory.address)]
         word = math.gcd(max(WORDS), copy.length_bytes, *numbers)

@@ -1,11 +1,11 @@
-"""Spacing: offsets as tables, and tables as strides."""
+"""Spacing: offsets as tables, and tables in strips."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvplan.spacing import Grid, grid, tables
+from kvplan.spacing import even, strips, tables
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,29 @@ def test_offsets_are_tables_as_long_as_they_are_even(at: list[int], shapes: list
 @pytest.mark.parametrize(
     ("at", "found"),
     [
-        ([[5]], Grid((1, 1), (0, 0), 5)),
-        ([[5, 7, 9]], Grid((1, 3), (0, 2), 5)),
-        ([[5], [5]], Grid((2, 1), (0, 0), 5)),
-        ([[0, 2], [8, 10]], Grid((2, 2), (8, 2), 0)),
-        ([[0, 2], [8, 11]], None),
-        ([[0, 2, 5]], None),
-        ([[4, 2]], None),
-        ([[4], [2]], None),
+        ([5], True),
+        ([5, 7, 9], True),
+        ([5, 5], True),
+        ([0, 2, 5], False),
+        ([4, 2], False),
     ],
 )
-def test_a_table_is_strides_if_all_of_it_is_evenly_apart(at: list[list[int]], found: Grid | None) -> None:
-    """Rows and columns; one of either is no distance at all; none goes back."""
-    assert grid(np.array(at)) == found
+def test_offsets_are_even_if_one_stride_says_them(at: list[int], found: bool) -> None:
+    """One alone always; none goes back."""
+    assert even(np.array(at)) is found
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ((1, 7), [[0, 1, 2, 3, 4, 5, 6]]),
+        ((2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ((3, 2), [[0, 2, 4], [1, 3, 5]]),
+        ((4, 5), [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]),
+        ((5, 5), [[*range(25)]]),
+    ],
+)
+def test_a_table_is_cut_along_its_longer_side(shape: tuple[int, int], found: list[list[int]]) -> None:
+    """Into rows or columns, unless there are too many of both."""
+    at = np.add.outer(np.arange(shape[0]) * 100, np.arange(shape[1]) * 8).reshape(-1)
+    assert [part.tolist() for part in strips(at)] == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -11,11 +12,13 @@ import torch
 
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.rearrange import Copy, Side, run
-from kvplan.staging import stage
+from kvplan.staging import StagedPlan, stage, stage_writes
 from kvplan_nixl.rearrange import TorchCopier
 from tests.nixl.worlds import Memory, placed, synchronized
 from tests.small import engine
 from tests.staged import NAME, with_staging
+
+Make = Callable[..., StagedPlan]
 
 
 def filled(worker: Worker, device: str) -> tuple[Worker, Memory]:
@@ -35,10 +38,10 @@ def copied(copier: TorchCopier, copies: Any) -> None:
         pass
 
 
-def check(local: Worker, sources: tuple[Worker, ...], request: dict[str, Any], device: str) -> None:
+def check(make: Make, local: Worker, remotes: tuple[Worker, ...], request: dict[str, Any], device: str) -> None:
     """Every chunk of a request, put in order by torch and by numpy."""
     there, memory = filled(local, device)
-    plan = stage(there, sources, staging=NAME)
+    plan = make(there, remotes, staging=NAME)
     copier = TorchCopier(memory)
     for chunk in plan.bind(**request):
         expected = {name: tensor.cpu().numpy().copy() for name, tensor in memory.items()}
@@ -47,29 +50,33 @@ def check(local: Worker, sources: tuple[Worker, ...], request: dict[str, Any], d
         assert all(np.array_equal(memory[name].cpu().numpy(), expected[name]) for name in memory)
 
 
+WAYS = [stage, stage_writes]
 LAYOUTS = [("LBNHC", "LBHNC"), ("LBHNC", "LBNHC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")]
 
 
 @pytest.mark.parametrize("tokens", [(0, 192), (5, 187), (64, 65)])
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_layouts_of_a_model(layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
+@pytest.mark.parametrize("make", WAYS)
+def test_layouts_of_a_model(make: Make, layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
     """Whole blocks and ranges that cut them, of other block lengths, into one region and into one for each layer."""
     model = Model.shipped("llama-3.2-1b")
     model = attrs.evolve(model, layers=model.layers[:3])
-    sources = model.engine("prefill", tp=2, layout=layouts[0], num_blocks=20)
-    (local,) = model.engine("decode", layout=layouts[1], num_blocks=10, tokens_per_block=48)
+    others = model.engine("others", tp=2, layout=layouts[0], num_blocks=20)
+    (local,) = model.engine("local", layout=layouts[1], num_blocks=10, tokens_per_block=48)
     tables = {"local": {"attn": Blocks([7, 3, 9, 0])}, "remote": {"attn": Blocks(np.arange(12) * 7 % 20)}}
-    check(with_staging(local, 3 << 20), sources, {**tables, "tokens": tokens}, device)
+    check(make, with_staging(local, 3 << 20), others, {**tables, "tokens": tokens}, device)
 
 
-@pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("tokens", [(0, 60), (7, 55)])
-def test_context_parallel_workers(rank: int, tokens: tuple[int, int], device: str) -> None:
+@pytest.mark.parametrize("make", WAYS)
+def test_context_parallel_workers(make: Make, tokens: tuple[int, int], device: str) -> None:
     """Tokens that lie here and there on both sides."""
-    sources = engine("prefill", tokens=5, blocks=20)
-    local = engine("decode", tokens=4, contexts=(3, 2), order="NH", blocks=20)[rank]
-    blocks = {"local": {"attn": Blocks([7, 3, 9, 0, 11])}, "remote": {"attn": Blocks(np.arange(12) * 7 % 20)}}
-    check(with_staging(local, 1 << 14), sources, {**blocks, "tokens": tokens}, device)
+    one = Blocks(np.arange(12) * 7 % 20)
+    (there,), context = engine("one", tokens=5, blocks=20), engine("many", tokens=4, contexts=(3, 2), order="NH")
+    for local, others in [(local, (there,)) for local in context] if make is stage else [(there, context)]:
+        tables = [Blocks([7, 3, 9, 0, 1]), one][:: 1 if make is stage else -1]
+        request = {"local": {"attn": tables[0]}, "remote": {"attn": tables[1]}, "tokens": tokens}
+        check(make, with_staging(local, 1 << 14), others, request, device)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2, 4, 8])
@@ -88,6 +95,21 @@ def test_words_of_any_width(odd: int, device: str) -> None:
     assert found[128 + odd : 144 + odd].tolist() == list(range(16))
     assert found[odd : 16 + odd].tolist() == list(range(48, 64))
     assert np.count_nonzero(found) == 31
+
+
+@pytest.mark.parametrize("out_of", [[0, 1, 2, 3, 4], [4, 0, 3, 1, 2]])
+@pytest.mark.parametrize("into", [[0, 1, 2, 3, 4], [2, 4, 0, 3, 1]])
+def test_blocks_in_any_order(into: list[int], out_of: list[int], device: str) -> None:
+    """Blocks that follow each other, or do not, on either side."""
+    kv, staging = torch.zeros(80, dtype=torch.uint8, device=device), torch.arange(80, device=device).to(torch.uint8)
+    synchronized(device)
+    destination, source = (
+        Side(Region(name, tensor.data_ptr(), 80), 0, (5,), (16,), (np.array(blocks),), ())
+        for name, tensor, blocks in (("kv", kv, into), (NAME, staging, out_of))
+    )
+    copied(TorchCopier({"kv": kv, NAME: staging}), [Copy(destination, source, (), 16)])
+    found = kv.cpu().numpy().reshape(5, 16)
+    assert found[into].tolist() == np.arange(80).reshape(5, 16)[out_of].tolist()
 
 
 def side(name: str, tensor: Any, block: int = 0) -> Side:
