@@ -7,9 +7,11 @@ Each row is a way to move the same request to one worker of the destination, fro
 NIXL in main memory. This process is the destination that reads, or the source that writes; the other one is a process
 of its own. All ways of one direction take turns, and every byte that any way leaves at the destination is compared with
 what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the median of as
-many rounds as the time allows.
+many rounds as the time allows, three at least.
 
-Below each table is how fast bytes are put in order by itself, beside one plain copy of as many bytes at a time.
+Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does. Below each table is what
+``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy of as many at a time.
+Torch has one thread, since two of NIXL's are never idle.
 """
 
 from __future__ import annotations
@@ -31,15 +33,14 @@ from kvplan import (
     Blocks,
     Model,
     Pipeline,
+    Rates,
     Region,
     StagedPlan,
     TransferPlan,
     Worker,
-    plan_reads,
-    plan_writes,
-    stage,
-    stage_writes,
+    choose,
 )
+from kvplan.strategies import Option
 
 STAGING: Final = "staging"
 TIMEOUT_S: Final = 300.0
@@ -128,19 +129,16 @@ class World:
 
 @attrs.frozen
 class Way:
-    """A way to move the request: how many descriptors of how many bytes travel, and the whole of it, done once."""
+    """A way to move the request, and the whole of it, done once."""
 
-    name: str
-    descriptors: int
-    num_bytes: int
+    option: Option
     once: Callable[[], None]
 
 
-def direct(world: World) -> Way:
-    """One plan, one leg."""
+def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
+    """One leg."""
     from kvplan_nixl import settle
 
-    plan = planned(world)
     world.executor.prepare(plan)
 
     def once() -> None:
@@ -150,21 +148,13 @@ def direct(world: World) -> Way:
             raise transfer.error or TimeoutError(f"{transfer!r}")
         world.executor.release(transfer)
 
-    (spec,) = plan.bind(**world.request)
-    return Way(f"direct {world.operation.lower()}", spec.num_descriptors, spec.num_bytes, once)
+    return once
 
 
-def planned(world: World) -> TransferPlan:
-    """The plan of one leg."""
-    make = plan_reads if world.operation == "READ" else plan_writes
-    return make(world.local, [world.remote])
-
-
-def staged(world: World, whole: bool = False) -> Way:
+def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
     """Long runs, and bytes put in order in staging memory of this process: of the receiver, or of the sender."""
     from kvplan_nixl.rearrange import TorchCopier
 
-    plan = planned_in_two(world, whole)
     pipeline = Pipeline(world.executor, plan, TorchCopier(world.memory))
 
     def once() -> None:
@@ -174,24 +164,19 @@ def staged(world: World, whole: bool = False) -> Way:
         if transfer.error is not None:
             raise transfer.error
 
-    specs = [spec for chunk in plan.bind(**world.request) for spec in chunk.specs]
-    name = f"receive-staged, {'whole' if whole else 'exact'}" if world.operation == "READ" else "send-staged"
-    descriptors, num_bytes = (sum(getattr(spec, what) for spec in specs) for what in ("num_descriptors", "num_bytes"))
-    return Way(name, descriptors, num_bytes, once)
+    return once
 
 
-def planned_in_two(world: World, whole: bool = False) -> StagedPlan:
-    """The plan of two legs."""
-    if world.operation == "READ":
-        return stage(world.local, [world.remote], staging=STAGING, whole=whole)
-    return stage_writes(world.local, [world.remote], staging=STAGING)
-
-
-WAYS: Final[dict[str, tuple[Callable[[World], Way], ...]]] = {
-    "READ": (direct, staged, partial(staged, whole=True)),
-    "WRITE": (direct, staged),
-}
-"""The rows of each table, by operation. The first one's bytes are those that all have to leave."""
+def ways(world: World, tokens: int, rates: Rates) -> list[Way]:
+    """All that there are, the one first that is chosen."""
+    choice = choose(world.local, [world.remote], tokens=tokens, operation=world.operation, staging=STAGING, rates=rates)
+    return [
+        Way(
+            option,
+            staged(world, option.plan) if isinstance(option.plan, StagedPlan) else direct(world, option.plan),
+        )
+        for option in choice.options
+    ]
 
 
 def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[str, str]:
@@ -202,7 +187,7 @@ def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[s
         found = world.found()
         expected = expected or found
         if found != expected:
-            raise RuntimeError(f"{way.name} leaves other bytes than the first way")
+            raise RuntimeError(f"{way.option.strategy} leaves other bytes than the first way")
     return expected
 
 
@@ -221,7 +206,7 @@ def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
     return took
 
 
-def in_order(world: World) -> str:
+def in_order(world: World, plan: StagedPlan) -> str:
     """Copies by themselves, chunk by chunk, and as many bytes in one piece."""
     import torch
 
@@ -229,9 +214,9 @@ def in_order(world: World) -> str:
 
     copier = TorchCopier(world.memory)
     rates: list[tuple[float, float]] = []
-    for chunk in list(planned_in_two(world).bind(**world.request))[:8]:
+    for chunk in list(plan.bind(**world.request))[:8]:
         num_bytes = sum(copy.num_bytes for copy in chunk.copies)
-        into, out_of = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+        into, out_of = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))  # zeros would all be one page
         times = []
         for once in (partial(copier.begin, chunk.copies), partial(into.copy_, out_of)):
             rounds = []
@@ -242,38 +227,47 @@ def in_order(world: World) -> str:
             times.append(num_bytes / statistics.median(rounds[1:]) / 1e9)
         rates.append((times[0], times[1]))
     ours, plain = (statistics.median(side) for side in zip(*rates, strict=True))
-    when = "what was read" if world.operation == "READ" else "what is to be written"
     beside = f"plain copy {plain:.2f} GB/s, {plain / ours:.1f}x"
-    return f"{when}, put in order: {ours:.2f} GB/s, {len(chunk.copies)} copies a chunk; {beside}"
+    return f"  {plan.direct.local.key[0]} puts in order {ours:.2f} GB/s, {len(chunk.copies)} copies a chunk; {beside}"
 
 
-def table(case: Case, given: argparse.Namespace) -> Iterator[str]:
+def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
     """The lines of one case."""
-    yield f"\n{case.name}: {case.model}, {16 * given.blocks} tokens, {given.staging} MiB of staging memory\n"
-    yield "| way | descriptors | bytes each | MB moved | ms | rounds | GB/s of need | direct / this |"
+    tokens = 16 * given.blocks
+    yield f"\n{case.name}: {case.model}, {tokens} tokens, {given.staging} MiB of staging memory\n"
+    yield "| way | descriptors | bytes each | MB moved | ms by rates | ms | GB/s of need | direct / this |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     expected: dict[str, str] = {}
     remarks = []
-    for operation, makers in WAYS.items():
+    for operation in ("READ", "WRITE"):
         # one world at a time: each has two threads that are never idle
         with World.of(operation, case, given.blocks, given.staging << 20) as world:
-            ways = [make(world) for make in makers]
-            expected = check(world, ways, expected)
-            took = measured(ways, given.seconds / len(WAYS))
-            remarks.append(in_order(world))
-        first = statistics.median(took[0])
-        for way, times in zip(ways, took, strict=True):
-            median, each = statistics.median(times), way.num_bytes // way.descriptors
+            made = ways(world, tokens, rates)
+            expected = check(world, made, expected)
+            took = [statistics.median(times) for times in measured(made, given.seconds / 2)]
+            plans = [way.option.plan for way in made]
+            rearranged = [in_order(world, plan) for plan in plans if isinstance(plan, StagedPlan)]
+        strategies = [way.option.strategy for way in made]
+        direct_s, need = (each[strategies.index("direct")] for each in (took, [way.option.num_bytes for way in made]))
+        for way, median in zip(made, took, strict=True):
+            option = way.option
             yield (
-                f"| {way.name} | {way.descriptors:,} | {each:,} | {way.num_bytes / 1e6:.0f} "
-                f"| {median * 1e3:.0f} | {len(times)} | {ways[0].num_bytes / median / 1e9:.2f} | {first / median:.2f} |"
+                f"| {operation.lower()}, {option.strategy} | {option.num_descriptors:,} "
+                f"| {option.num_bytes // option.num_descriptors:,} | {option.num_bytes / 1e6:.0f} "
+                f"| {option.seconds * 1e3:.0f} | {median * 1e3:.0f} "
+                f"| {need / median / 1e9:.2f} | {direct_s / median:.2f} |"
             )
+        slower = 100 * (took[0] / min(took) - 1)
+        remarks.append(f"{operation.lower()}: auto takes {strategies[0]}, {slower:.0f} % above the fastest")
+        remarks += rearranged
     yield from ("", *remarks)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print."""
     import torch
+
+    from kvplan_nixl.calibrate import calibrate
 
     logging.getLogger("nixl").setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -283,9 +277,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case; three rounds of each way at least")
     given = parser.parse_args(arguments)
+    rates = calibrate()
+    print(attrs.asdict(rates))
     for case in CASES:
         if given.case in case.name:
-            for line in table(case, given):
+            for line in table(case, given, rates):
                 print(line, flush=True)
     return 0
 

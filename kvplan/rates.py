@@ -74,14 +74,14 @@ class Rates:
 
 
 SHARED_MEMORY: Final = Rates(
-    "UCX of NIXL 1.5.1 between two processes, main memory, two busy cores of a Xeon at 2.5 GHz, 2026-11-22",
-    transfer_s=3.4e-4,
-    descriptor_s=9.1e-6,
-    byte_s=1e-9,
-    copy_s=1.7e-4,
-    copied_byte_s=4.4e-10,
+    "UCX of NIXL 1.5.1 between two processes, main memory, two cores of a Xeon at 2.5 GHz, 2026-11-22",
+    transfer_s=2.1e-3,
+    descriptor_s=4.8e-6,
+    byte_s=4.3e-10,
+    copy_s=3.6e-5,
+    copied_byte_s=6.8e-10,
 )
-"""What :func:`kvplan.choose` goes by where it is given nothing else: medians of three calibrations.
+"""What :func:`kvplan.choose` goes by where it is given nothing else: medians of seven calibrations.
 
-Measure your own: networks and GPUs differ.
+Torch had one thread. Measure your own: networks and GPUs differ.
 """

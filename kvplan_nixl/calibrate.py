@@ -1,8 +1,8 @@
 """Calibration: the :class:`~kvplan.rates.Rates` of this machine, by transfers between two of its processes.
 
-One process keeps memory, the other one reads: one descriptor, many small ones, and a few large ones, in random places.
-Those three times are what a transfer, a descriptor and a byte take. Copies are of one block and of many, head by head
-from token-major to head-major blocks, which is what staged requests mostly are.
+One process keeps memory, the other one reads: one descriptor, many small ones, as between token-major and head-major
+blocks here and there, and a few large ones. Those three times are what a transfer, a descriptor and a byte take. Copies
+are of one block of each layer and of many, from token-major to head-major blocks too, as staged requests mostly are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import multiprocessing
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Final
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from kvplan import Axis, Blocks, Group, Region, TransferPlan, View, Worker, plan_reads, region_of
+from kvplan.axes import Ints
 from kvplan.rates import Rates
 from kvplan.rearrange import Copy, Side
 from kvplan_nixl.executor import NixlExecutor, settle
@@ -32,9 +35,9 @@ SIZE: Final = 64 << 20
 """Bytes of each memory: more than the caches of most processors."""
 
 SMALL, LARGE, MANY = 256, 256 << 10, 1 << 14
-HEADS, TOKENS = 8, 16
+HEADS, TOKENS, LAYERS = 8, 16, 32
 BLOCK: Final = HEADS * TOKENS * SMALL
-ROUNDS: Final = 7
+ROUNDS: Final = 31
 TIMEOUT_S: Final = 120.0
 
 
@@ -58,25 +61,12 @@ def serve(channel: Connection, device: str, size: int) -> None:
         channel.recv_bytes()
 
 
-def median(once: Callable[[], None]) -> float:
-    """Seconds that something takes, after it was done once."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        began = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
-
-
-def reading(executor: NixlExecutor, plan: TransferPlan, group: str, number: int) -> float:
-    """Seconds to read so many pieces of a group from random places to random places."""
-    pool = next(view.num_blocks for view in plan.local.views if view.group == group)
-    rng = np.random.default_rng(number)
-    none = {"small": Blocks([]), "large": Blocks([])}
-    ours, theirs = ({**none, group: Blocks(rng.permutation(pool)[:number])} for _ in "ab")
+def reader(executor: NixlExecutor, plan: TransferPlan, group: str, ours: Ints, theirs: Ints) -> Callable[[], None]:
+    """What reads pieces of a group."""
+    tables = [{"small": Blocks([]), "large": Blocks([]), group: Blocks(ids)} for ids in (ours, theirs)]
 
     def once() -> None:
-        (spec,) = plan.bind(local=ours, remote=theirs)
+        (spec,) = plan.bind(local=tables[0], remote=tables[1])
         transfer = executor.start(spec, "calibration")
         if not settle(executor, [transfer], TIMEOUT_S):
             raise TimeoutError(f"{transfer!r}")
@@ -84,25 +74,35 @@ def reading(executor: NixlExecutor, plan: TransferPlan, group: str, number: int)
             raise transfer.error
         executor.release(transfer)
 
-    return median(once)
+    return once
 
 
-def moving(device: str, size: int) -> tuple[float, float, float]:
-    """Seconds for a transfer, a descriptor and a byte: those by which the three times come about."""
+@contextmanager
+def peer(device: str, size: int) -> Iterator[bytes]:
+    """The envelope of a worker of another process, which keeps its memory for so long."""
     context = multiprocessing.get_context("spawn")
     channel, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, device, size), daemon=True)  # which ends with this one
     process.start()
     theirs.close()  # so that its end is noticed
-    worker, _held = memory("local", device, size)
-    with channel, NixlExecutor(worker) as executor:
-        plan = plan_reads(worker, [executor.connect(channel.recv_bytes())])
-        executor.prepare(plan)
-        work = [("small", 1, SMALL), ("small", MANY, SMALL), ("large", size // LARGE, LARGE)]
-        took = [reading(executor, plan, group, number) for group, number, _ in work]
+    with channel:
+        yield channel.recv_bytes()
         channel.send_bytes(b"end")
         process.join(TIMEOUT_S)
-    return apart([(number, length) for _, number, length in work], took)
+
+
+def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[tuple[int, int, Callable[[], None]]]:
+    """Three transfers: how many descriptors of how many bytes each has, and what reads them."""
+    executor.prepare(plan)
+    rng = np.random.default_rng(1)
+    here, there = (rng.permutation(size // BLOCK)[:, None] * (HEADS * TOKENS) for _ in range(2))
+    by_head = np.arange(HEADS * TOKENS)
+    by_token = by_head.reshape(HEADS, TOKENS).T.reshape(-1)
+    ours, theirs = (here + by_head).reshape(-1)[:MANY], (there + by_token).reshape(-1)[:MANY]
+    large = rng.permutation(size // LARGE), rng.permutation(size // LARGE)
+    yield 1, SMALL, reader(executor, plan, "small", ours[:1], theirs[:1])
+    yield MANY, SMALL, reader(executor, plan, "small", ours, theirs)
+    yield size // LARGE, LARGE, reader(executor, plan, "large", *large)
 
 
 def apart(work: Sequence[tuple[int, int]], took: Sequence[float]) -> tuple[float, float, float]:
@@ -116,46 +116,64 @@ def apart(work: Sequence[tuple[int, int]], took: Sequence[float]) -> tuple[float
     return transfer, descriptor, byte
 
 
-def copying(device: str, size: int) -> tuple[float, float]:
-    """Seconds for a copy and a byte of it."""
+def copiers(device: str, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
+    """As many copies as a request has layers, of one block each and of many: how many, and what copies them."""
     tensors = {name: torch.ones(size, dtype=torch.uint8, device=device) for name in ("cache", "staging")}
-    regions = {name: region_of(tensor, name) for name, tensor in tensors.items()}
+    cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
 
-    def took(number: int) -> float:
-        copies = [heads(regions["cache"], regions["staging"], number)]
+    def once(copies: Sequence[Copy]) -> None:
+        ticket = copier.begin(copies)
+        while not copier.done(ticket):
+            pass
 
-        def once() -> None:
-            ticket = copier.begin(copies)
-            while not copier.done(ticket):
-                pass
-
-        return median(once)
-
-    blocks = size // BLOCK
-    one, many = took(1), took(blocks)
-    byte = (many - one) / (blocks - 1) / BLOCK
-    return max(one - byte * BLOCK, 0.0), max(byte, 0.0)
+    for number in (1, size // LAYERS // BLOCK):
+        yield number, partial(once, heads(cache, staging, number))
 
 
-def heads(cache: Region, staging: Region, number: int) -> Copy:
-    """So many token-major blocks of a staging region into head-major blocks of a cache, in random places."""
-    pool = cache.size_bytes // BLOCK
-    scattered = np.random.default_rng(1).permutation(pool)[:number]
-    ours = Side(cache, 0, (pool,), (BLOCK,), (scattered,), (TOKENS * SMALL, SMALL))
-    theirs = Side(staging, 0, (pool,), (BLOCK,), (np.arange(number),), (SMALL, HEADS * SMALL))
-    return Copy(ours, theirs, (HEADS, TOKENS), SMALL)
+def medians(each: Sequence[Callable[[], None]]) -> list[float]:
+    """Seconds that each takes, after it was done once. They take turns: machines have better moments and worse ones."""
+    took: list[list[float]] = [[] for _ in each]
+    for _ in range(ROUNDS + 1):
+        for times, once in zip(took, each, strict=True):
+            began = time.perf_counter()
+            once()
+            times.append(time.perf_counter() - began)
+    return [statistics.median(times[1:]) for times in took]
+
+
+def heads(cache: Region, staging: Region, number: int) -> list[Copy]:
+    """So many token-major blocks of each layer in staging memory, into head-major blocks here and there in a cache."""
+    layer_bytes = cache.size_bytes // LAYERS
+    pool = layer_bytes // BLOCK
+    here, there = np.random.default_rng(1).permutation(pool)[:number], np.arange(number)
+    return [
+        Copy(
+            Side(cache, layer * layer_bytes, (pool,), (BLOCK,), (here,), (TOKENS * SMALL, SMALL)),
+            Side(staging, layer * layer_bytes, (pool,), (BLOCK,), (there,), (SMALL, HEADS * SMALL)),
+            (HEADS, TOKENS),
+            SMALL,
+        )
+        for layer in range(LAYERS)
+    ]
 
 
 def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
     """Measure, which takes some seconds on a machine that does nothing else.
 
-    It takes ``size`` bytes in each of two processes, and twice that later; at least 4 MiB. ``device`` is where the
-    memory is, as torch names it. UCX moves bytes as its own environment variables say.
+    It takes ``size`` bytes, at least 4 MiB, in another process, and three times that in this one. ``device`` is where
+    the memory is, as torch names it. UCX moves bytes as its own environment variables say.
     """
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    transfer, descriptor, byte = moving(device, size)
-    copy, copied = copying(device, size)
+    worker, _held = memory("local", device, size)
+    with peer(device, size) as envelope, NixlExecutor(worker) as executor:
+        moves = list(readers(executor, plan_reads(worker, [executor.connect(envelope)]), size))
+        copies = list(copiers(device, size))
+        took = medians([*(once for _, _, once in moves), *(once for _, once in copies)])
+    transfer, descriptor, byte = apart([(number, length) for number, length, _ in moves], took[:3])
+    few, many = ((number * BLOCK, seconds / LAYERS) for (number, _), seconds in zip(copies, took[3:], strict=True))
+    copied = max((many[1] - few[1]) / (many[0] - few[0]), 0.0)
+    copy = max(few[1] - copied * few[0], 0.0)
     where = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
     measured = f"UCX of NIXL {version('nixl')} between two processes, {device} memory, {where}, {date.today()}"
     return Rates(measured, transfer, descriptor, byte, copy, copied)

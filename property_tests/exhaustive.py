@@ -3,7 +3,7 @@
 Chunks of worlds stand in an order that spreads any part of a run over all grids. ``--limit`` does the first of them,
 ``--slice 2/5`` every fifth from the second on, for several machines. With ``--state`` a run that was stopped goes on
 where it was. What is wrong is printed with the world's number and what makes the world again, and the exit status is 1;
-``--world`` does one by its number.
+``--world`` does one by its number. ``--strategy`` goes through them in two legs instead.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import attrs
 
 import kvplan
 from property_tests.grids import Worlds
-from property_tests.labelled import FaultError, Tally, check
+from property_tests.labelled import Tally, check
+from property_tests.staged import CHECKS
 
 CHUNK = 100
 SAVED_EVERY_SECONDS = 10
@@ -36,8 +37,22 @@ Failure = tuple[int, str]
 """A world's number, and what is wrong."""
 
 
-Job = tuple[int, int]
-"""A chunk's number, and of how many worlds one has its plans certified."""
+DIRECT = "direct"
+MORE = 0, 1, 100, 1000, 10_000
+"""How many bytes more than are needed staging regions have, by turns."""
+REQUESTS = 4
+"""How many requests of each world go in two legs, which takes longer, at most."""
+
+
+@attrs.frozen
+class Job:
+    """Worlds in one leg, one in ``certify_every`` with its plans certified; or in two, by a strategy."""
+
+    strategy: str = DIRECT
+    certify_every: int = 4
+
+    def __str__(self) -> str:
+        return f"certified 1/{self.certify_every}" if self.strategy == DIRECT else self.strategy
 
 
 @cache
@@ -46,13 +61,18 @@ def all_worlds() -> Worlds:
     return Worlds()
 
 
-def do_world(number: int, certify_every: int, tally: Tally) -> str | None:
+def do_world(number: int, job: Job, tally: Tally) -> str | None:
     """Check one world, with certificates if it is its turn. What is wrong, if anything."""
     worlds = all_worlds()
+    world, requests = worlds[number], worlds.requests(number)
     try:
-        check(worlds[number], worlds.requests(number), number // 7 % certify_every == 0, tally)
-    except FaultError as error:
-        return str(error)
+        if job.strategy == DIRECT:
+            check(world, requests, number // 7 % job.certify_every == 0, tally)
+        else:
+            some = requests[:: -(-len(requests) // REQUESTS)]
+            CHECKS[job.strategy](world, some, MORE[number // 7 % len(MORE)], tally)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return None
 
 
@@ -61,11 +81,10 @@ def worlds_of(chunk: int, total: int) -> range:
     return range(chunk * CHUNK, min((chunk + 1) * CHUNK, total))
 
 
-def do_chunk(job: Job) -> tuple[int, Tally, list[Failure]]:
+def do_chunk(job: Job, chunk: int) -> tuple[int, Tally, list[Failure]]:
     """Check the worlds of a chunk."""
-    chunk, certify_every = job
     tally = Tally()
-    found = [(number, do_world(number, certify_every, tally)) for number in worlds_of(chunk, len(all_worlds()))]
+    found = [(number, do_world(number, job, tally)) for number in worlds_of(chunk, len(all_worlds()))]
     return chunk, tally, [(number, why) for number, why in found if why is not None]
 
 
@@ -120,13 +139,14 @@ def code() -> str:
 
 
 @contextlib.contextmanager
-def results(jobs: Sequence[Job], processes: int) -> Iterator[Iterable[tuple[int, Tally, list[Failure]]]]:
-    """What the jobs find, in any order: from some processes, or from this one."""
+def results(job: Job, chunks: Sequence[int], processes: int) -> Iterator[Iterable[tuple[int, Tally, list[Failure]]]]:
+    """What is found in chunks, in any order: from some processes, or from this one."""
+    do = partial(do_chunk, job)
     if processes == 1:
-        yield map(do_chunk, jobs)
+        yield map(do, chunks)
         return
     with multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield pool.imap_unordered(do_chunk, jobs)
+        yield pool.imap_unordered(do, chunks)
 
 
 @contextlib.contextmanager
@@ -145,14 +165,14 @@ def progress(done: int, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda more: bar.advance(task, more)
 
 
-def go(run: Run, chunks: Sequence[int], certify_every: int, processes: int, state: Path | None) -> None:
+def go(run: Run, chunks: Sequence[int], job: Job, processes: int, state: Path | None) -> None:
     """Do the chunks that a run has not done, and add what is found to it."""
     total = len(all_worlds())
     known = set(run.chunks)
-    left = [(chunk, certify_every) for chunk in chunks if chunk not in known]
+    left = [chunk for chunk in chunks if chunk not in known]
     before, saved = run.seconds - time.monotonic(), time.monotonic()
     size = sum(len(worlds_of(chunk, total)) for chunk in chunks)
-    with results(left, processes) as found, progress(run.tally.worlds, size) as advance:
+    with results(job, left, processes) as found, progress(run.tally.worlds, size) as advance:
         for chunk, tally, failures in found:
             run.chunks.append(chunk)
             run.tally.add(tally)
@@ -185,22 +205,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, metavar="WORLDS", help=f"about so many, in chunks of {CHUNK}")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--certify-every", type=int, default=4, metavar="N", help="certificates of one world in N")
+    parser.add_argument("--strategy", choices=(DIRECT, *CHECKS), default=DIRECT)
     parser.add_argument("--state", type=Path, metavar="FILE", help="where to go on, and to keep what is done")
     parser.add_argument("--world", type=int, metavar="NUMBER", help="only this one")
     given = parser.parse_args(arguments)
     if given.world is not None:
-        why = do_world(given.world, 1, Tally())
+        why = do_world(given.world, Job(given.strategy, 1), Tally())
         print(describe(given.world, why))
         return int(why is not None)
     total = len(all_worlds())
     chunks = chunks_of(total, given.slice)
     if given.limit is not None:
         chunks = chunks[: -(-given.limit // CHUNK)]
-    part = "/".join(map(str, given.slice))
-    run = Run.load(given.state, f"slice {part} of {total} worlds, certified 1/{given.certify_every}, code {code()}")
+    part, job = "/".join(map(str, given.slice)), Job(given.strategy, given.certify_every)
+    run = Run.load(given.state, f"slice {part} of {total} worlds, {job}, code {code()}")
     stopped = False
     try:
-        go(run, chunks, given.certify_every, given.processes, given.state)
+        go(run, chunks, job, given.processes, given.state)
     except KeyboardInterrupt:
         stopped = True
     run.save(given.state)

@@ -6,7 +6,7 @@ so that halves have to be apart; and of each byte of the staging region it is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import attrs
@@ -199,7 +199,7 @@ def engines(world: World) -> tuple[Engine, Engine]:
     return ours, theirs
 
 
-def check(world: World, requests: Iterable[Request], whole: bool, more: int, tally: Tally) -> None:
+def check(whole: bool, world: World, requests: Iterable[Request], more: int, tally: Tally) -> None:
     """Stage for every destination worker, in a region of ``more`` bytes more than are needed. Raises FaultError."""
     ours, theirs = engines(world)
     tally.worlds += 1
@@ -233,3 +233,13 @@ def check_writes(world: World, requests: Iterable[Request], more: int, tally: Ta
         memory.compare(request, total)
         tally.requests += 1
         tally.num_bytes += total
+
+
+Check = Callable[[World, Iterable[Request], int, Tally], None]
+
+CHECKS: Mapping[str, Check] = {
+    "receive-staged": partial(check, False),
+    "receive-staged-whole": partial(check, True),
+    "send-staged": check_writes,
+}
+"""The checks of worlds by strategy, with how many bytes more than are needed staging regions have."""

@@ -12,10 +12,12 @@ import attrs
 import pytest
 
 from kvplan import MeshPlan, ReadSpec, TransferPlan, Worker, plan_mesh
+from kvplan.staging import StagedPlan
 from property_tests import labelled
-from property_tests.exhaustive import all_worlds, do_world, main
+from property_tests.exhaustive import Job, all_worlds, do_world, main
 from property_tests.grids import BLOCKS, GRIDS, LAYOUTS, PACKINGS, SPREADS, UP_TO_4, Grid
 from property_tests.labelled import Tally
+from property_tests.staged import CHECKS
 from property_tests.worlds import APART, WITHIN, Heads, Side, workers
 
 PART_OF_GRID = 60
@@ -50,10 +52,19 @@ def test_a_part_of_each_grid_is_right(grid: Grid) -> None:
     tally = Tally()
     for turn in range(count):
         number = numbers[turn * len(numbers) // count + turn % 7]
-        assert do_world(number, 2, tally) is None, number
+        assert do_world(number, Job(certify_every=2), tally) is None, number
     assert tally.worlds == count
     assert tally.certificates
     assert tally.num_bytes
+
+
+@pytest.mark.parametrize("strategy", CHECKS)
+def test_some_worlds_are_right_in_two_legs(strategy: str) -> None:
+    """Some go through by each strategy, several requests of each."""
+    tally, total = Tally(), len(all_worlds())
+    for number in range(0, total, total // 12):
+        assert do_world(number, Job(strategy), tally) is None, number
+    assert tally.requests > tally.worlds > 12
 
 
 def test_there_are_more_than_a_million_worlds() -> None:
@@ -188,9 +199,9 @@ def test_a_wrong_plan_is_found(
 
     monkeypatch.setattr(labelled, "plan_mesh", faulty)
     number = first_of("sharding, blocks and layouts")
-    assert reason in (do_world(number + number % 2, 10**9, Tally()) or "")
+    assert reason in (do_world(number + number % 2, Job(certify_every=10**9), Tally()) or "")
     monkeypatch.undo()
-    assert do_world(number + number % 2, 1, Tally()) is None
+    assert do_world(number + number % 2, Job(certify_every=1), Tally()) is None
 
 
 def of_the_first_source(destinations: Sequence[Worker], sources: Sequence[Worker]) -> MeshPlan:
@@ -201,9 +212,19 @@ def of_the_first_source(destinations: Sequence[Worker], sources: Sequence[Worker
 def test_a_source_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal to plan is a fault of its world."""
     monkeypatch.setattr(labelled, "plan_mesh", of_the_first_source)
-    why = do_world(first_of("two tensors, sharded"), 1, Tally())
+    why = do_world(first_of("two tensors, sharded"), Job(certify_every=1), Tally())
     assert why
-    assert why.startswith("plan: KVPlanError: COVER: cannot plan for decode/0: ")
+    assert why.startswith("FaultError: plan: KVPlanError: COVER: cannot plan for decode/0: ")
+
+
+def test_a_wrong_chunk_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Worlds in two legs are checked as well."""
+    argument = ["--strategy", "receive-staged", "--world", str(first_of("any strides"))]
+    assert main(argument) == 0
+    bind = StagedPlan.bind
+    monkeypatch.setattr(StagedPlan, "bind", lambda plan, **request: list(bind(plan, **request))[:-1])
+    assert main(argument) == 1
+    assert "FaultError: " in capsys.readouterr().out
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from property_tests import fewer
 from property_tests.exhaustive import all_worlds
 from property_tests.labelled import Tally
 from property_tests.oracle import Copy, Place, by_byte, contents, copies_of, problems
-from property_tests.staged import STAGING, check, check_writes, planned
+from property_tests.staged import CHECKS, STAGING, planned
 from property_tests.test_tails import Block, by_block, gapped, joined, requests_with_gaps, serving, some
 
 DEVICE = 1 << 20
@@ -27,21 +27,12 @@ SIZES = st.sampled_from([0, 1, 100, 1000, 10_000])
 """How many bytes more than are needed a staging region has."""
 
 
-@fewer(2)
-@given(st.integers(0, len(all_worlds()) - 1), st.booleans(), SIZES)
-def test_small_worlds_are_right_in_two_legs(number: int, whole: bool, more: int) -> None:
+@fewer(4)
+@given(st.integers(0, len(all_worlds()) - 1), st.sampled_from([*CHECKS]), SIZES)
+def test_small_worlds_are_right_in_two_legs(number: int, strategy: str, more: int) -> None:
     """Whatever the layouts, heads, blocks and contexts, and however few positions are staged at a time."""
     tally = Tally()
-    check(all_worlds()[number], all_worlds().requests(number)[:3], whole, more, tally)
-    assert tally.num_bytes
-
-
-@fewer(2)
-@given(st.integers(0, len(all_worlds()) - 1), SIZES)
-def test_small_worlds_are_written_in_two_legs(number: int, more: int) -> None:
-    """By all sources together, each through staging memory of its own."""
-    tally = Tally()
-    check_writes(all_worlds()[number], all_worlds().requests(number)[:3], more, tally)
+    CHECKS[strategy](all_worlds()[number], all_worlds().requests(number)[:3], more, tally)
     assert tally.num_bytes
 
 

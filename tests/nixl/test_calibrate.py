@@ -29,12 +29,12 @@ def test_rates_are_measured_and_saved(
     assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
 
 
-def test_the_copy_is_one_from_token_major_to_head_major_blocks() -> None:
-    """What is timed moves each head of each token where it belongs."""
-    shape = (4, module.HEADS, module.TOKENS, module.SMALL)
+def test_copies_are_from_token_major_to_head_major_blocks() -> None:
+    """What is timed moves each head of each token of each layer where it belongs."""
+    shape = (module.LAYERS, 4, module.HEADS, module.TOKENS, module.SMALL)
     staging, cache = torch.randint(256, (np.prod(shape),), dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8)
-    copy = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)
-    TorchCopier({"cache": cache, "staging": staging}).begin([copy])
+    copies = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)
+    TorchCopier({"cache": cache, "staging": staging}).begin(copies)
     blocks = np.random.default_rng(1).permutation(4)
-    heads = staging.view(4, module.TOKENS, module.HEADS, module.SMALL).transpose(1, 2)
-    assert torch.equal(cache[blocks], heads)
+    heads = staging.view(module.LAYERS, 4, module.TOKENS, module.HEADS, module.SMALL).transpose(2, 3)
+    assert torch.equal(cache[:, blocks], heads)
