@@ -6,6 +6,7 @@ so that halves have to be apart; and of each byte of the staging region it is kn
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import KVPlanError, Region, Worker
+from kvplan.certificate import prove
 from kvplan.rearrange import run
 from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
 from property_tests.labelled import (
@@ -206,6 +208,7 @@ def check(whole: bool, world: World, requests: Iterable[Request], more: int, tal
     for number, worker in enumerate(ours.workers):
         staged = planned(worker, number, more, partial(stage, remotes=theirs.workers, staging=STAGING, whole=whole))
         tally.plans += 1
+        tally.certificates += len([transfer.certificate() for transfer in staged.transfers])
         for request in requests:
             near, far, memory = ours.tables(request.start), theirs.tables(request.start), Memory(ours)
             chunks = staged.bind(local=near, remote=far, tokens=(request.start, request.stop))
@@ -225,6 +228,10 @@ def check_writes(world: World, requests: Iterable[Request], more: int, tally: Ta
         plan = partial(stage_writes, remotes=ours.workers, siblings=others, staging=STAGING)
         plans.append(planned(worker, number, more, plan))
         tally.plans += 1
+    moving = [staged.transfers or [staged.direct] for staged in plans]  # the direct plan of a source without a share
+    if not prove(itertools.chain(*moving)).complete:
+        raise FaultError("a certificate of writes that is not complete")
+    tally.certificates += 1
     for request in requests:
         near, far, memory, total = theirs.tables(request.start), ours.tables(request.start), Memory(ours), 0
         for staged in plans:

@@ -82,6 +82,7 @@ def test_each_leg_is_verified_by_itself() -> None:
     plan = staged(local, sources)
     (mirror,), (read,) = plan.mirrors, plan.transfers
     (chunk,) = plan.bind(**request((5, 18)))
+    assert read.certificate().complete
     mirrored = {"attn<-attn": Blocks([0, 1, 2, 3], first=1)}
     report = verify(read, local=mirrored, remote=TABLES["remote"], tokens=(5, 18))
     assert report.ok, str(report)
