@@ -8,12 +8,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import attrs
 import numpy as np
 
 from kvplan.axes import Ints
 
 MAX_STRIPS: Final = 4
 """A table is one list of indices rather than more strips than these: each is a launch."""
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """Boxes, one for each stride: those that ``index`` says, or all in a row where it is ``None``."""
+
+    count: int
+    stride_bytes: int
+    offset_bytes: int
+    index: Ints | None
+
+
+def rows(at: Ints) -> Rows:
+    """Boxes that begin at these offsets, in this order.
+
+    >>> rows(np.array([32, 8, 24]))
+    Rows(count=4, stride_bytes=8, offset_bytes=8, index=array([3, 0, 2]))
+    """
+    first = int(at.min())
+    stride = int(np.gcd.reduce(at - first))
+    if even(at):
+        return Rows(at.size, stride, first, None)
+    index = (at - first) // stride
+    return Rows(int(index.max()) + 1, stride, first, index)
+
+
+def paired(into: Ints, out_of: Ints) -> list[tuple[Rows, Rows]]:
+    """Where boxes go and where they come from, in as few parts as have no index on at least one side.
+
+    >>> [(there.index, here.index) for there, here in paired(np.array([32, 8, 24]), np.array([0, 4, 8]))]
+    [(array([3, 0, 2]), None)]
+    """
+    parts = min(
+        (list(strips(at)) for at in (into, out_of)),
+        key=lambda parts: (sum(not (even(into[part]) or even(out_of[part])) for part in parts), len(parts)),
+    )
+    return [(rows(into[part]), rows(out_of[part])) for part in parts]
 
 
 def even(at: Ints) -> bool:

@@ -40,6 +40,9 @@ BLOCK: Final = HEADS * TOKENS * SMALL
 ROUNDS: Final = 31
 TIMEOUT_S: Final = 120.0
 
+Work = tuple[tuple[int, ...], Callable[[], None]]
+"""How much there is of each thing that has a rate, and what does it."""
+
 
 def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor]:
     """A worker whose memory is in small pieces and, the same bytes, in large ones."""
@@ -91,8 +94,8 @@ def peer(device: str, size: int) -> Iterator[bytes]:
         process.join(TIMEOUT_S)
 
 
-def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[tuple[int, int, Callable[[], None]]]:
-    """Three transfers: how many descriptors of how many bytes each has, and what reads them."""
+def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Work]:
+    """Three transfers, of so many descriptors and bytes."""
     executor.prepare(plan)
     rng = np.random.default_rng(1)
     here, there = (rng.permutation(size // BLOCK)[:, None] * (HEADS * TOKENS) for _ in range(2))
@@ -100,24 +103,23 @@ def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[t
     by_token = by_head.reshape(HEADS, TOKENS).T.reshape(-1)
     ours, theirs = (here + by_head).reshape(-1)[:MANY], (there + by_token).reshape(-1)[:MANY]
     large = rng.permutation(size // LARGE), rng.permutation(size // LARGE)
-    yield 1, SMALL, reader(executor, plan, "small", ours[:1], theirs[:1])
-    yield MANY, SMALL, reader(executor, plan, "small", ours, theirs)
-    yield size // LARGE, LARGE, reader(executor, plan, "large", *large)
+    yield (1, 1, SMALL), reader(executor, plan, "small", ours[:1], theirs[:1])
+    yield (1, MANY, MANY * SMALL), reader(executor, plan, "small", ours, theirs)
+    yield (1, size // LARGE, size), reader(executor, plan, "large", *large)
 
 
-def apart(work: Sequence[tuple[int, int]], took: Sequence[float]) -> tuple[float, float, float]:
-    """Seconds for a transfer, a descriptor and a byte, of three transfers of so many descriptors of so many bytes.
+def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float]:
+    """Seconds for one of each, of as many measures of so much of each as there are rates.
 
-    >>> [round(each, 9) for each in apart([(1, 8), (100, 8), (10, 800)], [0.012008, 0.2108, 0.038])]
+    >>> [round(each, 9) for each in apart([(1, 1, 8), (1, 100, 800), (1, 10, 8000)], [0.012008, 0.2108, 0.038])]
     [0.01, 0.002, 1e-06]
     """
-    rates = np.linalg.solve([[1, number, number * length] for number, length in work], took)
-    transfer, descriptor, byte = np.maximum(rates, 0.0).tolist()  # noise can make one that is small negative
-    return transfer, descriptor, byte
+    rates: list[float] = np.maximum(np.linalg.solve(amounts, took), 0.0).tolist()  # noise can make small ones negative
+    return rates
 
 
-def copiers(device: str, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-    """As many copies as a request has layers, of one block each and of many: how many, and what copies them."""
+def copiers(device: str, size: int) -> Iterator[Work]:
+    """As many copies as a request has layers, of one block each and of many: so many copies and bytes."""
     tensors = {name: torch.ones(size, dtype=torch.uint8, device=device) for name in ("cache", "staging")}
     cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
@@ -128,7 +130,7 @@ def copiers(device: str, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
             pass
 
     for number in (1, size // LAYERS // BLOCK):
-        yield number, partial(once, heads(cache, staging, number))
+        yield (LAYERS, LAYERS * number * BLOCK), partial(once, heads(cache, staging, number))
 
 
 def medians(each: Sequence[Callable[[], None]]) -> list[float]:
@@ -169,11 +171,9 @@ def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
     with peer(device, size) as envelope, NixlExecutor(worker) as executor:
         moves = list(readers(executor, plan_reads(worker, [executor.connect(envelope)]), size))
         copies = list(copiers(device, size))
-        took = medians([*(once for _, _, once in moves), *(once for _, once in copies)])
-    transfer, descriptor, byte = apart([(number, length) for number, length, _ in moves], took[:3])
-    few, many = ((number * BLOCK, seconds / LAYERS) for (number, _), seconds in zip(copies, took[3:], strict=True))
-    copied = max((many[1] - few[1]) / (many[0] - few[0]), 0.0)
-    copy = max(few[1] - copied * few[0], 0.0)
+        took = medians([once for _, once in moves + copies])
+    transfer, descriptor, byte = apart([amounts for amounts, _ in moves], took[: len(moves)])
+    copy, copied = apart([amounts for amounts, _ in copies], took[len(moves) :])
     where = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
     measured = f"UCX of NIXL {version('nixl')} between two processes, {device} memory, {where}, {date.today()}"
     return Rates(measured, transfer, descriptor, byte, copy, copied)

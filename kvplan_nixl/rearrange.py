@@ -8,31 +8,19 @@ other side's are selected or written by an index in one pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import attrs
-import numpy as np
 import torch
 
 from kvplan.axes import Ints
 from kvplan.errors import KVPlanError
 from kvplan.rearrange import Copy
-from kvplan.spacing import even, strips
+from kvplan.spacing import Rows, paired
 from kvplan.views import Region
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. What is copied is bits, whatever numbers they would be."""
-
-
-@attrs.frozen(eq=False)
-class Rows:
-    """Boxes of a side, one for each stride: those that ``index`` says, or all in a row where it is ``None``."""
-
-    count: int
-    stride_bytes: int
-    offset_bytes: int
-    index: torch.Tensor | None
 
 
 class Memory:
@@ -117,42 +105,26 @@ class TorchCopier:
             raise _refused(error) from None
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        known: dict[Any, list[tuple[Rows, Rows]]] = {}
+        known: dict[Any, list[tuple[tuple[Rows, Rows], list[torch.Tensor | None]]]] = {}
         for copy in copies:
             # copies between several layers have their indices in common
             sides = copy.destination, copy.source
             key = tuple((*map(id, side.index), *side.strides_bytes) for side in sides)
             if key not in known:
-                known[key] = list(self._parts(*(side.offsets for side in sides)))
-            for into, out_of in known[key]:
-                written, read = self._strided(copy, (into, out_of))
-                if into.index is not None:
-                    read = read if out_of.index is None else read.index_select(0, out_of.index)
-                    written.index_copy_(0, into.index, read)
-                elif out_of.index is not None:
-                    torch.index_select(read, 0, out_of.index, out=written)
+                pairs = paired(*(side.offsets for side in sides))
+                known[key] = [(pair, [self._tensor(side.index) for side in pair]) for pair in pairs]
+            for pair, (into, out_of) in known[key]:
+                written, read = self._strided(copy, pair)
+                if into is not None:
+                    written.index_copy_(0, into, read if out_of is None else read.index_select(0, out_of))
+                elif out_of is not None:
+                    torch.index_select(read, 0, out_of, out=written)
                 else:
                     written.copy_(read)
 
-    def _parts(self, into: Ints, out_of: Ints) -> Iterator[tuple[Rows, Rows]]:
-        """The boxes of a copy, as few times as they can be copied without indices on at least one side."""
-        parts = min(
-            (list(strips(at)) for at in (into, out_of)),
-            key=lambda parts: (sum(not (even(into[part]) or even(out_of[part])) for part in parts), len(parts)),
-        )
-        for part in parts:
-            yield self._rows(into[part]), self._rows(out_of[part])
-
-    def _rows(self, at: Ints) -> Rows:
-        """Boxes that begin at these offsets, in this order."""
-        first = int(at.min())
-        stride = int(np.gcd.reduce(at - first))
-        if even(at):
-            return Rows(at.size, stride, first, None)
-        index = (at - first) // stride
-        return Rows(int(index.max()) + 1, stride, first, self._tensor(index))
-
-    def _tensor(self, index: Ints) -> torch.Tensor:
+    def _tensor(self, index: Ints | None) -> torch.Tensor | None:
+        if index is None:
+            return None
         made = torch.tensor(index)
         return made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
 

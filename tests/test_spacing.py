@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvplan.spacing import even, strips, tables
+from kvplan.spacing import even, paired, strips, tables
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,15 @@ def test_a_table_is_cut_along_its_longer_side(shape: tuple[int, int], found: lis
     """Into rows or columns, unless there are too many of both."""
     at = np.add.outer(np.arange(shape[0]) * 100, np.arange(shape[1]) * 8).reshape(-1)
     assert [part.tolist() for part in strips(at)] == found
+
+
+@pytest.mark.parametrize("at", [[0, 8, 16, 200, 208, 216], [216, 0, 8, 200, 208, 16]])
+def test_boxes_are_paired_in_few_parts(at: list[int]) -> None:
+    """One part is enough where either side is evenly apart, whatever the other is."""
+    lined, here_and_there = np.arange(6) * 8, np.array(at)
+    for sides in ((here_and_there, lined), (lined, here_and_there)):
+        (pair,) = paired(*sides)
+        assert [found.index is None for found in pair] == [side is lined for side in sides]
+        for found, side in zip(pair, sides, strict=True):
+            which = np.arange(found.count) if found.index is None else found.index
+            assert (found.offset_bytes + which * found.stride_bytes).tolist() == side.tolist()

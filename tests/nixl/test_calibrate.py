@@ -29,6 +29,19 @@ def test_rates_are_measured_and_saved(
     assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
 
 
+def test_rates_are_those_by_which_times_come_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of times as a machine of certain rates would take them."""
+    many, blocks = module.MANY, SMALLEST // module.LAYERS // module.BLOCK
+    moves = [(1, module.SMALL), (many, many * module.SMALL), (SMALLEST // module.LARGE, SMALLEST)]
+    copies = [(module.LAYERS, module.LAYERS * number * module.BLOCK) for number in (1, blocks)]
+    took = [0.01 + descriptors * 3e-6 + size * 2e-10 for descriptors, size in moves]
+    took += [number * 4e-5 + size * 5e-10 for number, size in copies]
+    monkeypatch.setattr(module, "medians", lambda each: took if len(each) == 5 else [])
+    rates = module.calibrate(size=SMALLEST)
+    found = rates.transfer_s, rates.descriptor_s, rates.byte_s, rates.copy_s, rates.copied_byte_s
+    assert found == pytest.approx((0.01, 3e-6, 2e-10, 4e-5, 5e-10))
+
+
 def test_copies_are_from_token_major_to_head_major_blocks() -> None:
     """What is timed moves each head of each token of each layer where it belongs."""
     shape = (module.LAYERS, 4, module.HEADS, module.TOKENS, module.SMALL)
