@@ -7,6 +7,7 @@
 - B3: an id is ``base + step * block id + sub``, one broadcast add for all strands of a family. Inside a strand ids
   follow positions, so neighbouring blocks are neighbouring ids.
 - B4: whatever is wrong with the tables or the range is an error before any id is made.
+- B5: pairs that differ in where their rows begin alone have the same ids, made once.
 """
 
 from __future__ import annotations

@@ -97,27 +97,31 @@ class TransferPlan:
         """
         parts, memory = self._terms(local, remote, tokens), Workspace() if workspace is None else workspace
         memory.clear()
-        near, specs = 0 if self.operation == "READ" else 1, []
-        for pair, sums in zip(self.pairs, parts, strict=True):
+        near, made = 0 if self.operation == "READ" else 1, {}
+        for each, sums in parts.items():
             ids = add(sums, memory)
-            shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
-            ends = self.local.key, pair.remote, pair.local_table, pair.remote_table
-            specs.append(ReadSpec(self.operation, *ends, ids[near], ids[1 - near], shapes))
+            made[each] = ids[near], ids[1 - near], tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
+        key, specs = self.local.key, []
+        for pair in self.pairs:
+            ends = key, pair.remote, pair.local_table, pair.remote_table
+            specs.append(ReadSpec(self.operation, *ends, *made[pair.layouts]))
         return tuple(specs)
 
     def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
         """Raises what :meth:`bind` would of a request's tables and range; makes no ids, so does not raise ``INT``."""
         self._terms(local, remote, tokens)
 
-    def _terms(self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens) -> list[list[Terms]]:
-        """For each pair, what the ids of a request are the sums of."""
+    def _terms(
+        self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
+    ) -> dict[tuple[Layout, ...], list[Terms]]:
+        """What the ids of a request are the sums of, for each pair's layouts, which several pairs may share."""
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
         destination, source, near, sides = tables
-        found: list[list[Terms]] = [[] for _ in self.pairs]
-        for pair, parts in zip(self.pairs, found, strict=True):
-            for layout in pair.layouts:
+        found: dict[tuple[Layout, ...], list[Terms]] = {pair.layouts: [] for pair in self.pairs}
+        for each, parts in found.items():
+            for layout in each:
                 ours, theirs = layout.groups
                 blocks, given = (destination[ours.name], source[theirs.name]), ranges[layout.groups[near].name]
                 try:

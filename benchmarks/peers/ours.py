@@ -1,7 +1,8 @@
 """kvplan's rows, and the floor: the least that numpy can do for the same ids.
 
 The floor knows everything but the block ids beforehand. It makes an array of each list, takes from it what runs of a
-block add where blocks have several, and adds that to a column of strands: one broadcast int32 add a side and pair.
+block add where blocks have several, and adds that to a column of strands: one broadcast int32 add a side, once for all
+pairs that have the same ids.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ def bound(plan: TransferPlan, request: Request, workspace: Workspace | None = No
     return plan.bind(local=local, remote=remote, tokens=(0, request.stop), workspace=workspace)
 
 
-def terms(world: World) -> list[tuple[Term, Term]]:
-    """What the floor knows of each pair: local and remote."""
+def terms(world: World) -> dict[Any, tuple[Term, Term]]:
+    """What the floor knows of pairs, by their layouts: local and remote."""
     sizes = world.case.destination.tokens, world.case.source.tokens
     span = 2 * max(sizes)
     counts = [span // size for size in sizes]
     probe = Request(list(range(counts[1])), list(range(counts[0])), span)
     strands = world.case.strands
-    return [
-        (Term.of(spec.local_ids, strands, counts[0]), Term.of(spec.remote_ids, strands, counts[1]))
-        for spec in bound(world.plan, probe)
-    ]
+    return {
+        pair.layouts: (Term.of(spec.local_ids, strands, counts[0]), Term.of(spec.remote_ids, strands, counts[1]))
+        for pair, spec in zip(world.plan.pairs, bound(world.plan, probe), strict=True)
+    }
 
 
 class Floor:
@@ -69,7 +70,8 @@ class Floor:
 
     def __init__(self, world: World, request: Request) -> None:
         self._terms, self._request = terms(world), request
-        self._made = self.fresh()
+        self._pairs = [pair.layouts for pair in world.plan.pairs]
+        self._made = self._new()
 
     def arrays(self) -> tuple[Ids, Ids]:
         """The block ids of both sides, local and remote."""
@@ -77,18 +79,24 @@ class Floor:
 
     def fresh(self) -> Sides:
         """Local and remote ids of each pair, in new arrays."""
+        made = self._new()
+        return [made[pair] for pair in self._pairs]
+
+    def _new(self) -> dict[Any, tuple[Ids, Ids]]:
         ours, theirs = self.arrays()
-        return [
-            (np.add(near.strands, near.row(ours)), np.add(far.strands, far.row(theirs))) for near, far in self._terms
-        ]
+        return {
+            pair: (np.add(near.strands, near.row(ours)), np.add(far.strands, far.row(theirs)))
+            for pair, (near, far) in self._terms.items()
+        }
 
     def reused(self) -> Sides:
         """The same, in arrays that are there already."""
         ours, theirs = self.arrays()
-        for (near, far), (local, remote) in zip(self._terms, self._made, strict=True):
+        for pair, (near, far) in self._terms.items():
+            local, remote = self._made[pair]
             np.add(near.strands, near.row(ours), out=local)
             np.add(far.strands, far.row(theirs), out=remote)
-        return self._made
+        return [self._made[pair] for pair in self._pairs]
 
 
 def rows(world: World, request: Request) -> Iterator[Row]:
