@@ -3,7 +3,8 @@
 - S9: along each axis both sides' segments and the cell's intervals cut intervals of constant strides. A box is a
   product of these.
 - S10: boxes that are alike, in the same regions, and whose offsets grow by one step on either side, are one box with
-  one more extent: layers, K and V, the digits of an axis. So one copy serves all layers of a pool.
+  one more extent: layers, K and V, the digits of an axis. Boxes that are alike elsewhere differ in their *origins*
+  alone: layers in regions of their own. So one copy serves all layers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from kvplan.views import TOKEN, Region
 
 Pair = tuple[int, int]
 
+Origin = tuple[Region, int]
+"""A region and an offset in it, in bytes."""
+
 Dims = tuple[tuple[int, int, int], ...]
 """Extents, each with the strides of the destination and of the source, in bytes; by ascending stride of the first."""
 
@@ -33,6 +37,15 @@ class Box:
 
     regions: tuple[Region, Region]
     offsets: Pair
+    length: int
+    dims: Dims
+
+
+@attrs.frozen
+class Boxes:
+    """Boxes that are alike: one from each of a side's ``origins`` on, of which the destination's come first."""
+
+    origins: tuple[tuple[Origin, ...], tuple[Origin, ...]]
     length: int
     dims: Dims
 
@@ -78,20 +91,29 @@ def nested(length: int, dims: Iterable[tuple[int, int, int]]) -> tuple[int, Dims
     return length, tuple(made)
 
 
-def merged(boxes: Iterable[Box]) -> tuple[Box, ...]:
+def merged(boxes: Iterable[Box]) -> tuple[Boxes, ...]:
     """As few boxes as rule S10 makes of them: again and again the steps that most boxes are apart."""
     found = list(boxes)
-    while True:
-        alike: dict[Any, list[Pair]] = {}
-        for box in found:
-            alike.setdefault((box.regions, box.length, box.dims), []).append(box.offsets)
-        made = []
-        for (regions, length, dims), offsets in alike.items():
-            for start, extent in _chains(sorted(offsets)):
-                made.append(Box(regions, start, *nested(length, [*dims, extent])))
-        if len(made) == len(found):
-            return tuple(made)
-        found = made
+    while len(fewer := list(_joined(found))) < len(found):
+        found = fewer
+    alike: dict[tuple[int, Dims], list[Box]] = {}
+    for box in found:
+        alike.setdefault((box.length, box.dims), []).append(box)
+    return tuple(Boxes((_origins(same, 0), _origins(same, 1)), *shape) for shape, same in alike.items())
+
+
+def _origins(boxes: Iterable[Box], side: int) -> tuple[Origin, ...]:
+    return tuple((box.regions[side], box.offsets[side]) for box in boxes)
+
+
+def _joined(boxes: Iterable[Box]) -> Iterator[Box]:
+    """Boxes with one more extent for each step that is frequent, where there are any."""
+    alike: dict[Any, list[Pair]] = {}
+    for box in boxes:
+        alike.setdefault((box.regions, box.length, box.dims), []).append(box.offsets)
+    for (regions, length, dims), offsets in alike.items():
+        for start, extent in _chains(sorted(offsets)):
+            yield Box(regions, start, *nested(length, [*dims, extent]))
 
 
 def _chains(offsets: Sequence[Pair]) -> Iterator[tuple[Pair, tuple[int, int, int]]]:

@@ -25,8 +25,9 @@ class Outlay:
     """What one request takes whose blocks are scattered, from position 0 on; states move once.
 
     ``direct`` is what it takes in one leg; ``transfers`` what goes between workers in two. Besides there are at most
-    ``num_copies`` copies at home, in at most ``num_chunks`` chunks, in ``staging_bytes`` of a staging region. Where
-    chunks end inside blocks, more descriptors than these go between workers. See :func:`kvplan.staging.stage_writes`.
+    ``num_copies`` copies at home, one for each origin, in at most ``num_chunks`` chunks, in ``staging_bytes`` of a
+    staging region. Where chunks end inside blocks, more descriptors than these go between workers. See
+    :func:`kvplan.staging.stage_writes`.
     """
 
     direct: Cost
@@ -82,7 +83,8 @@ def outlay(plan: StagedPlan, tokens: int | None = None) -> Outlay:
 def _num_copies(lane: Lane, tokens: int, window: int) -> int:
     """The most copies that a lane makes of one window: of runs, and of what windows and the request cut off of runs."""
     whole = lane.groups[0].tokens_per_block is None or not (window % lane.run or tokens % lane.run)
-    return len(lane.boxes[lane.run]) + (0 if whole else len(lane.boxes[1]))
+    lengths = (lane.run,) if whole else (lane.run, 1)
+    return sum(len(boxes.origins[0]) for length in lengths for boxes in lane.boxes[length])
 
 
 def _staging_bytes(plan: StagedPlan) -> int:

@@ -21,10 +21,10 @@ ID_END: Final = 1 << 31
 def count(number: int, what: str) -> str:
     """``number`` of a thing, in words.
 
-    >>> count(1, "byte"), count(2, "byte"), count(2, "copy")
-    ('1 byte', '2 bytes', '2 copies')
+    >>> count(1, "byte"), count(2, "byte"), count(2, "copy"), count(2, "box")
+    ('1 byte', '2 bytes', '2 copies', '2 boxes')
     """
-    several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
     return f"{number} {what if number == 1 else several}"
 
 

@@ -3,8 +3,8 @@
 - S11: positions go in runs of ``L``, the greatest length for which runs from multiples of ``L`` on lie within one block
   and digit on both sides, and are held as a whole or not at all. What a range cuts off of runs goes token by token.
 
-So there are at most two copies, of runs and of single tokens, for each box, whatever the request. No two elements of a
-copy's destination share a byte, over all blocks: a strided tensor may be written through it.
+So there are at most two copies, of runs and of single tokens, for boxes of one shape, whatever the request. No two
+elements of a copy's destination share a byte, over all blocks: a strided tensor may be written from each origin on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import numpy.typing as npt
 from kvplan.align import local_index, repeated, slots
 from kvplan.axes import Ints, distinct, read_only
 from kvplan.blocks import Blocks, places
-from kvplan.boxes import Box, Pair, merged, nested, pieces
+from kvplan.boxes import Box, Boxes, Origin, Pair, merged, nested, pieces
 from kvplan.cells import Cell
 from kvplan.mirrors import Groups
+from kvplan.names import fold
+from kvplan.reading import count
 from kvplan.tables import Descriptors
 from kvplan.views import TOKEN, Geometry, Group, Region
 
@@ -32,15 +34,14 @@ STANDS: Final = ("destination", "source")
 
 @attrs.frozen(eq=False)
 class Side:
-    """One side of a copy: a strided box of a region for each entry of ``index``.
+    """One side of a copy: from each of ``origins`` on, a strided box for each entry of ``index``.
 
-    The box of an entry ``i`` begins at ``offset_bytes + sum of index[k][i] * strides_bytes[k]``, the first for blocks,
-    others for slots, outer digit first. ``shape`` has an end for each index. ``inner_bytes`` has the stride of each of
-    the copy's extents.
+    Origins are regions and offsets in them. The box of an entry ``i`` begins ``sum of index[k][i] * strides_bytes[k]``
+    behind an origin, the first for blocks, others for slots, outer digit first. ``shape`` has an end for each index.
+    ``inner_bytes`` has the stride of each of the copy's extents.
     """
 
-    region: Region
-    offset_bytes: int
+    origins: tuple[Origin, ...]
     shape: tuple[int, ...]
     strides_bytes: tuple[int, ...]
     index: tuple[Ints, ...]
@@ -48,7 +49,7 @@ class Side:
 
     @property
     def offsets(self) -> Ints:
-        """How far behind ``offset_bytes`` the box of each entry begins."""
+        """How far behind an origin the box of each entry begins."""
         at = np.zeros(self.index[0].size, np.int64)
         for index, stride in zip(self.index, self.strides_bytes, strict=True):
             at += index * stride
@@ -57,10 +58,10 @@ class Side:
 
 @attrs.frozen(eq=False, repr=False)
 class Copy:
-    """Boxes of ``extents``, of runs of ``length_bytes``, of one region into another one: as many as indices have.
+    """Boxes of ``extents``, of runs of ``length_bytes``: from each origin of the source on to that of the destination.
 
-    In words of torch, with bytes as elements: ``destination.as_strided(shape + extents + length)[index] =
-    source.as_strided(...)[index]``.
+    In words of torch, with the bytes from an origin on as elements: ``destination.as_strided(shape + extents +
+    length)[index] = source.as_strided(...)[index]``. Only origins tell one layer from the next.
     """
 
     destination: Side
@@ -69,9 +70,15 @@ class Copy:
     length_bytes: int
 
     @property
+    def num_origins(self) -> int:
+        """How many strided tensors it takes on either side."""
+        return len(self.destination.origins)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are copied."""
-        return self.destination.index[0].size * math.prod(self.extents) * self.length_bytes
+        boxes = self.num_origins * self.destination.index[0].size
+        return boxes * math.prod(self.extents) * self.length_bytes
 
     def ranges(self) -> tuple[Descriptors, Descriptors]:
         """What is written and what is read, run by run: (n, 3) uint64 of address, length, device."""
@@ -80,18 +87,21 @@ class Copy:
 
     def __repr__(self) -> str:
         box = " x ".join(map(str, (*self.extents, self.length_bytes)))
-        ends = f"{self.destination.region.name} <- {self.source.region.name}"
-        return f"<Copy {ends}: {self.destination.index[0].size} boxes of {box} bytes>"
+        ends = [fold([region.name for region, _ in side.origins]) for side in (self.destination, self.source)]
+        boxes = count(self.destination.index[0].size, "box")
+        times = f"{self.num_origins} times " if self.num_origins > 1 else ""
+        return f"<Copy {' <- '.join(ends)}: {times}{boxes} of {box} bytes>"
 
 
 def _ranges(side: Side, extents: Sequence[int], length: int) -> Descriptors:
-    at = side.offset_bytes + side.offsets
+    at = side.offsets
     for extent, stride in zip(extents, side.inner_bytes, strict=True):
         at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)
-    found = np.empty((at.size, 3), np.uint64)
-    found[:, 0] = at.astype(np.uint64) + np.uint64(side.region.address)
-    found[:, 1], found[:, 2] = length, side.region.device_id
-    return read_only(found)
+    begin = np.array([[region.address + offset, region.device_id] for region, offset in side.origins], np.uint64)
+    found = np.empty((len(begin), at.size, 3), np.uint64)
+    found[:, :, 0] = np.add.outer(begin[:, 0], at.astype(np.uint64))
+    found[:, :, 1], found[:, :, 2] = length, begin[:, 1:]
+    return read_only(found.reshape(-1, 3))
 
 
 def run(copies: Iterable[Copy], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -100,25 +110,27 @@ def run(copies: Iterable[Copy], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     Elements may be wider than bytes, where they stand for bytes. What is aligned is copied in words of up to 8 bytes.
     """
     for copy in copies:
-        numbers = [copy.length_bytes]
-        for side in (copy.destination, copy.source):
-            numbers += side.offset_bytes, *side.strides_bytes, *side.inner_bytes
-        into, out_of = (arrays[side.region.name] for side in (copy.destination, copy.source))
-        word = math.gcd(8, into.itemsize * math.gcd(*numbers))
-        written, read = (
-            _boxes(array, side, copy, word) for array, side in ((into, copy.destination), (out_of, copy.source))
+        sides = copy.destination, copy.source
+        even = math.gcd(
+            copy.length_bytes, *(stride for side in sides for stride in side.strides_bytes + side.inner_bytes)
         )
-        written[copy.destination.index] = read[copy.source.index]
+        for (ours, at), (theirs, there) in zip(*(side.origins for side in sides), strict=True):
+            into, out_of = arrays[ours.name], arrays[theirs.name]
+            word = math.gcd(8, into.itemsize * math.gcd(even, at, there))
+            written, read = (
+                _boxes(*each, copy, word) for each in ((into, at, copy.destination), (out_of, there, copy.source))
+            )
+            written[copy.destination.index] = read[copy.source.index]
 
 
-def _boxes(array: npt.NDArray[Any], side: Side, copy: Copy, word: int) -> npt.NDArray[Any]:
-    """All boxes that there are, as an array of words."""
+def _boxes(array: npt.NDArray[Any], offset: int, side: Side, copy: Copy, word: int) -> npt.NDArray[Any]:
+    """All boxes that there are from an origin on, as an array of words."""
     size = array.itemsize
     return np.ndarray(
         (*side.shape, *copy.extents, copy.length_bytes * size // word),
         np.dtype(f"u{word}"),
         array,
-        side.offset_bytes * size,
+        offset * size,
         (*(stride * size for stride in (*side.strides_bytes, *side.inner_bytes)), word),
     )
 
@@ -180,7 +192,7 @@ class Lane:
     every: int
     paging: tuple[Paging, Paging]
     run: int
-    boxes: Mapping[int, tuple[Box, ...]]
+    boxes: Mapping[int, tuple[Boxes, ...]]
 
     def positions(self, table: Blocks, low: int, high: int) -> Ints:
         """The positions in ``[low, high)`` that move, given the destination's blocks."""
@@ -200,19 +212,17 @@ class Lane:
                 paging.found(*_stand(group, table, position[which], side), tokens)
                 for paging, group, table, side in zip(self.paging, self.groups, tables, STANDS, strict=True)
             ]
-            for box in self.boxes[tokens]:
+            for boxes in self.boxes[tokens]:
                 ours, theirs = (
                     Side(
-                        region=box.regions[i],
-                        offset_bytes=box.offsets[i],
-                        shape=self.paging[i].steps(tokens)[0],
-                        strides_bytes=self.paging[i].steps(tokens)[1],
-                        index=index[i],
-                        inner_bytes=tuple([dim[1 + i] for dim in box.dims]),
+                        boxes.origins[i],
+                        *self.paging[i].steps(tokens),
+                        index[i],
+                        tuple([dim[1 + i] for dim in boxes.dims]),
                     )
                     for i in (0, 1)
                 )
-                yield Copy(ours, theirs, tuple([dim[0] for dim in box.dims]), box.length)
+                yield Copy(ours, theirs, tuple([dim[0] for dim in boxes.dims]), boxes.length)
 
 
 def _stand(group: Group, table: Blocks, position: Ints, side: str) -> tuple[Ints, Ints]:
@@ -255,7 +265,7 @@ def _run(groups: Groups, paging: tuple[Paging, Paging], carried: Ints, every: in
 
 def _boxes_of(
     regions: Sequence[Region], paging: tuple[Paging, Paging], members: Iterable[Cell], tokens: int
-) -> tuple[Box, ...]:
+) -> tuple[Boxes, ...]:
     """The boxes of a lane for runs of so many tokens."""
     boxes = []
     along = (tokens, paging[0].step[1], paging[1].step[1])

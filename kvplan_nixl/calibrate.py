@@ -119,13 +119,13 @@ def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float
 
 
 def copiers(device: str, size: int) -> Iterator[Work]:
-    """As many copies as a request has layers, of one block each and of many: so many copies and bytes."""
+    """A copy of as many origins as a request has layers, of one block each and of many: so many origins and bytes."""
     tensors = {name: torch.ones(size, dtype=torch.uint8, device=device) for name in ("cache", "staging")}
     cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
 
-    def once(copies: Sequence[Copy]) -> None:
-        ticket = copier.begin(copies)
+    def once(copy: Copy) -> None:
+        ticket = copier.begin([copy])
         while not copier.done(ticket):
             pass
 
@@ -144,20 +144,18 @@ def medians(each: Sequence[Callable[[], None]]) -> list[float]:
     return [statistics.median(times[1:]) for times in took]
 
 
-def heads(cache: Region, staging: Region, number: int) -> list[Copy]:
+def heads(cache: Region, staging: Region, number: int) -> Copy:
     """So many token-major blocks of each layer in staging memory, into head-major blocks here and there in a cache."""
-    layer_bytes = cache.size_bytes // LAYERS
-    pool = layer_bytes // BLOCK
+    pool = cache.size_bytes // LAYERS // BLOCK
     here, there = np.random.default_rng(1).permutation(pool)[:number], np.arange(number)
-    return [
-        Copy(
-            Side(cache, layer * layer_bytes, (pool,), (BLOCK,), (here,), (TOKENS * SMALL, SMALL)),
-            Side(staging, layer * layer_bytes, (pool,), (BLOCK,), (there,), (SMALL, HEADS * SMALL)),
-            (HEADS, TOKENS),
-            SMALL,
+    ours, theirs = (
+        Side(tuple((region, layer * pool * BLOCK) for layer in range(LAYERS)), (pool,), (BLOCK,), (index,), inner)
+        for region, index, inner in (
+            (cache, here, (TOKENS * SMALL, SMALL)),
+            (staging, there, (SMALL, HEADS * SMALL)),
         )
-        for layer in range(LAYERS)
-    ]
+    )
+    return Copy(ours, theirs, (HEADS, TOKENS), SMALL)
 
 
 def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:

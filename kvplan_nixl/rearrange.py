@@ -1,8 +1,8 @@
 """TorchCopier: puts staged bytes in order by torch, in main memory or on a GPU.
 
-A copy is a few operations of torch, whatever the request: between tensors of the widest word that divides all offsets,
-whose rows are boxes. Where boxes of one side follow each other by a stride, as they mostly do in a staging region, the
-other side's are selected or written by an index in one pass.
+A copy is an operation of torch for each of its origins, or a few, whatever the request: between tensors of the widest
+word that divides all offsets, whose rows are boxes. Where boxes of one side follow each other by a stride, as they
+mostly do in a staging region, the other side's are selected or written by an index in one pass.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TorchCopier:
     >>> from kvplan import region_of
     >>> from kvplan.rearrange import Side
     >>> cache, staging = torch.zeros(4, 8, dtype=torch.int16), torch.arange(32, dtype=torch.int16)
-    >>> into, out_of = (Side(region_of(tensor, name), 0, (4,), (16,), (np.array(blocks),), ())
+    >>> into, out_of = (Side(((region_of(tensor, name), 0),), (4,), (16,), (np.array(blocks),), ())
     ...                 for tensor, name, blocks in ((cache, "kv", [3, 0]), (staging, "staging", [0, 1])))
     >>> copier = TorchCopier({"kv": cache, "staging": staging})
     >>> copier.done(copier.begin([Copy(into, out_of, (), 16)]))
@@ -107,20 +107,20 @@ class TorchCopier:
     def _copy(self, copies: Sequence[Copy]) -> None:
         known: dict[Any, list[tuple[tuple[Rows, Rows], list[torch.Tensor | None]]]] = {}
         for copy in copies:
-            # copies between several layers have their indices in common
+            # runs of several shapes have their indices in common
             sides = copy.destination, copy.source
             key = tuple((*map(id, side.index), *side.strides_bytes) for side in sides)
             if key not in known:
                 pairs = paired(*(side.offsets for side in sides))
                 known[key] = [(pair, [self._tensor(side.index) for side in pair]) for pair in pairs]
             for pair, (into, out_of) in known[key]:
-                written, read = self._strided(copy, pair)
-                if into is not None:
-                    written.index_copy_(0, into, read if out_of is None else read.index_select(0, out_of))
-                elif out_of is not None:
-                    torch.index_select(read, 0, out_of, out=written)
-                else:
-                    written.copy_(read)
+                for written, read in zip(*self._strided(copy, pair), strict=True):
+                    if into is not None:
+                        written.index_copy_(0, into, read if out_of is None else read.index_select(0, out_of))
+                    elif out_of is not None:
+                        torch.index_select(read, 0, out_of, out=written)
+                    else:
+                        written.copy_(read)
 
     def _tensor(self, index: Ints | None) -> torch.Tensor | None:
         if index is None:
@@ -128,30 +128,27 @@ class TorchCopier:
         made = torch.tensor(index)
         return made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
 
-    def _strided(self, copy: Copy, rows: tuple[Rows, Rows]) -> list[torch.Tensor]:
-        """Both sides' boxes as tensors of the widest word that fits."""
-        found = [
-            (
-                self._memory(side.region),
-                (row.count, *copy.extents),
-                (row.stride_bytes, *side.inner_bytes),
-                side.region.address + side.offset_bytes + row.offset_bytes,
-            )
-            for side, row in zip((copy.destination, copy.source), rows, strict=True)
+    def _strided(self, copy: Copy, rows: tuple[Rows, Rows]) -> list[list[torch.Tensor]]:
+        """Both sides' boxes, from each origin on, as tensors of the widest word that fits all."""
+        sides = copy.destination, copy.source
+        places = [
+            [self._place(region, offset + row.offset_bytes) for region, offset in side.origins]
+            for side, row in zip(sides, rows, strict=True)
         ]
-        numbers = [number for memory, _, strides, at in found for number in (*strides, at, memory.address)]
-        word = math.gcd(max(WORDS), copy.length_bytes, *numbers)
+        strides = [(row.stride_bytes, *side.inner_bytes) for side, row in zip(sides, rows, strict=True)]
+        numbers = [number for found in places for memory, at in found for number in (memory.address, at)]
+        word = math.gcd(max(WORDS), copy.length_bytes, *strides[0], *strides[1], *numbers)
+        shape = *copy.extents, copy.length_bytes // word
         return [
-            memory.words(word).as_strided(
-                (*shape, copy.length_bytes // word),
-                (*[stride // word for stride in strides], 1),
-                (at - memory.address) // word,
-            )
-            for memory, shape, strides, at in found
+            [
+                memory.words(word).as_strided((row.count, *shape), (*[each // word for each in stride], 1), at // word)
+                for memory, at in found
+            ]
+            for found, row, stride in zip(places, rows, strides, strict=True)
         ]
 
-    def _memory(self, region: Region) -> Memory:
-        """The memory that a region is in."""
+    def _place(self, region: Region, offset: int) -> tuple[Memory, int]:
+        """The memory that a region is in, and how far into that an offset of it lies."""
         memory = self._memories.get(region.name)
         if memory is None or not memory.has(region):
             raise KVPlanError(
@@ -161,7 +158,7 @@ class TorchCopier:
                 got="none" if memory is None else "one in other memory",
                 region=region.name,
             )
-        return memory
+        return memory, region.address - memory.address + offset
 
 
 def _refused(error: RuntimeError) -> KVPlanError:

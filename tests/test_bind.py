@@ -275,13 +275,13 @@ def test_b5_pairs_that_differ_by_an_offset_share_their_ids():
     """Two ranks' halves of the heads are the same rows elsewhere."""
     (ours,), theirs = engine("d"), engine("p", tp=2)
     plan = plan_reads(ours, theirs)
-    tables = {"local": {"attn": Blocks([3, 1, 7])}, "remote": {"attn": Blocks([2, 5, 4])}}
-    one, other = plan.bind(**tables, tokens=(2, 11))
+    request: dict[str, Any] = {"local": {"attn": Blocks([3, 1, 7])}, "remote": {"attn": Blocks([2, 5, 4])}}
+    one, other = plan.bind(**request, tokens=(2, 11))
     assert one.local_ids.size
     assert one.local_ids is other.local_ids
     assert one.remote_ids is other.remote_ids
     assert (one.local_table.rows != other.local_table.rows).any()
-    assert verify(plan, **tables, tokens=(2, 11)).ok
+    assert verify(plan, **request, tokens=(2, 11)).ok
 
 
 def ids_of(ours, theirs, tokens):

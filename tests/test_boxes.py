@@ -7,7 +7,7 @@ import itertools
 import attrs
 
 from kvplan import Region
-from kvplan.boxes import Box, Pair, merged, nested
+from kvplan.boxes import Box, Boxes, Dims, Pair, merged, nested
 
 KV, STAGING = Region("kv", 0, 1 << 20), Region("staging", 1 << 30, 1 << 20)
 
@@ -16,40 +16,46 @@ def box(ours: int, theirs: int, length: int = 8, region: Region = KV) -> Box:
     return Box((region, STAGING), (ours, theirs), length, ())
 
 
-def places(found: Box) -> list[Pair]:
-    """Where all runs of a box begin, on both sides."""
+def boxes(*origins: Pair, length: int = 8, dims: Dims = ()) -> Boxes:
+    """Boxes of the one region and the other, from such offsets on."""
+    return Boxes((tuple((KV, ours) for ours, _ in origins), tuple((STAGING, at) for _, at in origins)), length, dims)
+
+
+def places(found: Boxes) -> list[Pair]:
+    """Where all runs of boxes begin, on both sides."""
     made = []
-    for point in itertools.product(*(range(extent) for extent, _, _ in found.dims)):
-        steps = list(zip(point, found.dims, strict=True))
-        ours, theirs = (sum(i * dim[side] for i, dim in steps) for side in (1, 2))
-        made.append((found.offsets[0] + ours, found.offsets[1] + theirs))
+    for (_, here), (_, there) in zip(*found.origins, strict=True):
+        for point in itertools.product(*(range(extent) for extent, _, _ in found.dims)):
+            steps = list(zip(point, found.dims, strict=True))
+            ours, theirs = (sum(i * dim[side] for i, dim in steps) for side in (1, 2))
+            made.append((here + ours, there + theirs))
     return made
 
 
 def test_layers_of_one_step_are_one_box() -> None:
     """S10: 28 layers, as far from each other as the next on either side."""
-    (found,) = merged([box(i * 4096, 512 + i * 64) for i in range(28)])
-    assert found == Box((KV, STAGING), (0, 512), 8, ((28, 4096, 64),))
+    assert merged([box(i * 4096, 512 + i * 64) for i in range(28)]) == (boxes((0, 512), dims=((28, 4096, 64),)),)
 
 
 def test_layers_and_halves_are_one_box() -> None:
     """S10: steps inside steps, such as K and V of each layer."""
-    (found,) = merged([box(i * 4096 + half * 100, i * 64 + half * 32) for i in range(5) for half in (0, 1)])
-    assert found == Box((KV, STAGING), (0, 0), 8, ((2, 100, 32), (5, 4096, 64)))
+    found = merged([box(i * 4096 + half * 100, i * 64 + half * 32) for i in range(5) for half in (0, 1)])
+    assert found == (boxes((0, 0), dims=((2, 100, 32), (5, 4096, 64))),)
 
 
 def test_neighbours_on_both_sides_become_longer_runs() -> None:
     """S10: what goes on where another ends, on both sides, is one run."""
-    assert merged([box(i * 8, 64 + i * 8) for i in range(4)]) == (box(0, 64, 32),)
+    assert merged([box(i * 8, 64 + i * 8) for i in range(4)]) == (boxes((0, 64), length=32),)
 
 
-def test_what_differs_stays_apart() -> None:
-    """S10: boxes of another region, another length or another step are others, and no step goes backwards."""
+def test_what_is_alike_elsewhere_differs_in_its_origins() -> None:
+    """S10: boxes of other regions, and such as no step reaches, or one that goes backwards; those of a length."""
     other = attrs.evolve(KV, name="other")
-    apart = [box(0, 0), box(100, 50, region=other), box(100, 100, length=4)]
-    assert set(merged(apart)) == set(apart)
-    backwards = [box(0, 100), box(100, 0)]
-    assert set(merged(backwards)) == set(backwards)
+    apart = [box(0, 0), box(100, 50, region=other), box(4, 100, length=4)]
+    alike, short = merged(apart)
+    assert alike == Boxes((((KV, 0), (other, 100)), ((STAGING, 0), (STAGING, 50))), 8, ())
+    assert short == boxes((4, 100), length=4)
+    assert merged([box(0, 100), box(100, 0)]) == (boxes((0, 100), (100, 0)),)
 
 
 def test_no_run_is_lost_or_made() -> None:

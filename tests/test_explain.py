@@ -200,4 +200,4 @@ def test_what_staged_plans_are_made_of_is_told_in_a_line() -> None:
     blocks = {"attn": Blocks([4])}
     (chunk,) = plan.bind(local=blocks, remote=blocks)
     assert explain(chunk) == "chunk of attn [0, 4): 512 bytes read, 512 bytes put in order"
-    assert explain(chunk.copies[0]) == "copy kv.0 <- staging: 1 boxes of 4 x 4 x 16 bytes"
+    assert explain(chunk.copies[0]) == "copy kv.0-1 <- staging: 2 times 1 box of 4 x 4 x 16 bytes"

@@ -16,15 +16,15 @@ from kvplan.rearrange import Copy, Paging, Side, run
 from kvplan.staging import StagedPlan
 from kvplan.views import Geometry
 from tests.small import engine, padded, worker
-from tests.staged import carry_out, cells, labelled, staged
+from tests.staged import NAME, carry_out, cells, labelled, staged
 
 LOCAL, STAGING = Region("kv", (1 << 63) - 8, 4096, device_id=3), Region("staging", 1 << 40, 4096, device_id=3)
 
 
 def copy_of(offset: int = 64, length: int = 8, **changes: Any) -> Copy:
     """Blocks 2 and 0, each 3 boxes of 2 slots, from slots 1 and 3 of blocks 1 and 5."""
-    ours = Side(LOCAL, offset, (4, 2), (256, 64), (np.array([2, 0]), np.array([1, 0])), (16, 128))
-    theirs = Side(STAGING, 8, (8, 4), (512, 128), (np.array([1, 5]), np.array([1, 3])), (32, 8))
+    ours = Side(((LOCAL, offset),), (4, 2), (256, 64), (np.array([2, 0]), np.array([1, 0])), (16, 128))
+    theirs = Side(((STAGING, 8),), (8, 4), (512, 128), (np.array([1, 5]), np.array([1, 3])), (32, 8))
     return Copy(attrs.evolve(ours, **changes), theirs, (2, 1), length)
 
 
@@ -63,6 +63,24 @@ def test_a_copy_does_what_its_ranges_say(dtype: type, offset: int, length: int) 
     assert np.array_equal(arrays["staging"], staging)
 
 
+def test_origins_are_taken_one_after_the_other() -> None:
+    """A copy of two origins is that of the first one, and then that of the other, each in words of its own."""
+    one, other = copy_of(64, 8), copy_of(1100, 8)
+    both = attrs.evolve(
+        one,
+        destination=attrs.evolve(one.destination, origins=((LOCAL, 64), (LOCAL, 1100))),
+        source=attrs.evolve(one.source, origins=((STAGING, 8), (STAGING, 8))),
+    )
+    assert (both.num_origins, both.num_bytes) == (2, 64)
+    for whole, *parts in zip(both.ranges(), one.ranges(), other.ranges(), strict=True):
+        assert np.array_equal(whole, np.concatenate(parts))
+    arrays = filled()
+    expected = by_ranges(both, arrays)
+    run([both], arrays)
+    assert np.array_equal(arrays["kv"], expected)
+    assert repr(both) == "<Copy kv <- staging: 2 times 2 boxes of 2 x 1 x 8 bytes>"
+
+
 def test_what_is_aligned_is_copied_in_wide_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest word that divides every offset, stride and length of both sides."""
     words = []
@@ -73,9 +91,10 @@ def test_what_is_aligned_is_copied_in_wide_words(monkeypatch: pytest.MonkeyPatch
         return made(*given)
 
     monkeypatch.setattr("kvplan.rearrange.np.ndarray", spy)
-    for offset, length in ((64, 8), (68, 8), (66, 8), (65, 8)):
-        run([copy_of(offset, length)], filled())
-    assert words == [8, 8, 4, 4, 2, 2, 1, 1]
+    for offset, there in ((64, 8), (68, 8), (66, 8), (65, 8), (64, 12), (64, 14), (64, 15)):
+        copy = copy_of(offset, 8)
+        run([attrs.evolve(copy, source=attrs.evolve(copy.source, origins=((STAGING, there),)))], filled())
+    assert words == [8, 8, 4, 4, 2, 2, 1, 1, 4, 4, 2, 2, 1, 1]
 
 
 def test_copies_are_in_words_of_torch() -> None:
@@ -85,12 +104,11 @@ def test_copies_are_in_words_of_torch() -> None:
     expected = by_ranges(copy, arrays)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     ours, theirs = (
-        tensors[side.region.name].as_strided(
-            (*side.shape, *copy.extents, copy.length_bytes),
-            (*side.strides_bytes, *side.inner_bytes, 1),
-            side.offset_bytes,
+        tensors[region.name][offset:].as_strided(
+            (*side.shape, *copy.extents, copy.length_bytes), (*side.strides_bytes, *side.inner_bytes, 1)
         )
         for side in (copy.destination, copy.source)
+        for region, offset in side.origins
     )
     ours[tuple(map(torch.from_numpy, copy.destination.index))] = theirs[tuple(map(torch.from_numpy, copy.source.index))]
     assert np.array_equal(tensors["kv"].numpy(), expected)
@@ -162,6 +180,16 @@ def test_one_copy_serves_all_layers_and_blocks() -> None:
     assert (copy.extents, copy.length_bytes, copy.num_bytes) == ((4, 4, 2), 16, 4 * 2 * 4 * 64)
 
 
+def test_one_copy_serves_layers_in_regions_of_their_own() -> None:
+    """S10: each layer is an origin of the one copy."""
+    (local,), sources = engine("decode", order="NH"), engine("prefill")
+    (copy,) = copies(staged(local, sources), (4, 20))
+    assert [region.name for region, _ in copy.destination.origins] == ["kv.0", "kv.1"]
+    assert {region.name for region, _ in copy.source.origins} == {NAME}
+    assert copy.num_bytes == 4 * 2 * 4 * 64
+    assert repr(copy) == "<Copy kv.0-1 <- staging: 2 times 4 boxes of 4 x 4 x 16 bytes>"
+
+
 def test_what_a_range_cuts_off_goes_token_by_token() -> None:
     """S11: a second copy has the tokens of runs that begin before the range or end behind it."""
     (local,), sources = in_one_region("NH"), in_one_region("HN")
@@ -174,11 +202,11 @@ def test_what_a_range_cuts_off_goes_token_by_token() -> None:
 
 
 def every_run(copy: Copy) -> Ints:
-    """Where each run of each box begins that a copy's destination could be asked for."""
+    """Where each run of each box begins that a copy's destination could be asked for, (origins, runs)."""
     side = copy.destination
-    at = np.full(1, side.offset_bytes)
+    at = np.array([[offset] for _, offset in side.origins])
     for extent, stride in zip((*side.shape, *copy.extents), (*side.strides_bytes, *side.inner_bytes), strict=True):
-        at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)
+        at = np.add.outer(at, np.arange(extent) * stride).reshape(len(at), -1)
     return at
 
 
@@ -191,9 +219,10 @@ def test_no_two_elements_of_a_destination_share_a_byte(layout: str) -> None:
     found = copies(staged(local, sources, 1 << 25), (5, 70), [2, 0, 1], [5, 3, 1, 8, 2])
     assert found
     for copy in found:
-        at = np.sort(every_run(copy))
-        assert (np.diff(at) >= copy.length_bytes).all()
-        assert at[-1] + copy.length_bytes <= copy.destination.region.size_bytes
+        assert {region.size_bytes for region, _ in copy.destination.origins} == {local.regions[0].size_bytes}
+        for at in every_run(copy):
+            assert (np.diff(np.sort(at)) >= copy.length_bytes).all()
+            assert at.max() + copy.length_bytes <= local.regions[0].size_bytes
 
 
 def same_as_direct(local: Worker, sources: Sequence[Worker], size: int = 1 << 16) -> StagedPlan:

@@ -454,7 +454,8 @@ def test_no_two_elements_of_a_mirror_share_a_byte() -> None:
     tables: dict[str, Any] = {"local": {"attn": Blocks([5, 3, 1, 8, 2])}, "remote": {"attn": Blocks([2, 0, 1])}}
     for chunk in plan.bind(**tables, tokens=(5, 70)):
         for copy in chunk.copies:
-            at, side = np.full(1, copy.destination.offset_bytes), copy.destination
+            side = copy.destination
+            at = np.array([offset for _, offset in side.origins])
             strides: Sequence[int] = (*side.strides_bytes, *side.inner_bytes)
             for extent, stride in zip((*side.shape, *copy.extents), strides, strict=True):
                 at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)

@@ -46,8 +46,8 @@ def test_copies_are_from_token_major_to_head_major_blocks() -> None:
     """What is timed moves each head of each token of each layer where it belongs."""
     shape = (module.LAYERS, 4, module.HEADS, module.TOKENS, module.SMALL)
     staging, cache = torch.randint(256, (np.prod(shape),), dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8)
-    copies = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)
-    TorchCopier({"cache": cache, "staging": staging}).begin(copies)
+    copy = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)
+    TorchCopier({"cache": cache, "staging": staging}).begin([copy])
     blocks = np.random.default_rng(1).permutation(4)
     heads = staging.view(module.LAYERS, 4, module.TOKENS, module.HEADS, module.SMALL).transpose(2, 3)
     assert torch.equal(cache[:, blocks], heads)

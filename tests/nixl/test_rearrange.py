@@ -88,8 +88,8 @@ def test_words_of_any_width(odd: int, device: str) -> None:
         regions[name] = Region(name, memory[name].data_ptr(), 200)
     memory["kv"].zero_()
     synchronized(device)
-    into = Side(regions["kv"], odd, (3,), (64,), (np.array([2, 0]),), ())
-    out_of = Side(regions[NAME], 0, (3,), (48,), (np.array([0, 1]),), ())
+    into = Side(((regions["kv"], odd),), (3,), (64,), (np.array([2, 0]),), ())
+    out_of = Side(((regions[NAME], 0),), (3,), (48,), (np.array([0, 1]),), ())
     copied(TorchCopier(memory), [Copy(into, out_of, (), 16)])
     found = memory["kv"].cpu().numpy()
     assert found[128 + odd : 144 + odd].tolist() == list(range(16))
@@ -104,7 +104,7 @@ def test_blocks_in_any_order(into: list[int], out_of: list[int], device: str) ->
     kv, staging = torch.zeros(80, dtype=torch.uint8, device=device), torch.arange(80, device=device).to(torch.uint8)
     synchronized(device)
     destination, source = (
-        Side(Region(name, tensor.data_ptr(), 80), 0, (5,), (16,), (np.array(blocks),), ())
+        Side(((Region(name, tensor.data_ptr(), 80), 0),), (5,), (16,), (np.array(blocks),), ())
         for name, tensor, blocks in (("kv", kv, into), (NAME, staging, out_of))
     )
     copied(TorchCopier({"kv": kv, NAME: staging}), [Copy(destination, source, (), 16)])
@@ -112,10 +112,29 @@ def test_blocks_in_any_order(into: list[int], out_of: list[int], device: str) ->
     assert found[into].tolist() == np.arange(80).reshape(5, 16)[out_of].tolist()
 
 
+def test_regions_within_a_storage(device: str) -> None:
+    """A region that begins inside its tensor's storage, and several origins in it and in another tensor."""
+    storage, staging = (
+        torch.zeros(96, dtype=torch.uint8, device=device),
+        torch.arange(64, device=device).to(torch.uint8),
+    )
+    kv, other = storage[32:], torch.zeros(32, dtype=torch.uint8, device=device)
+    synchronized(device)
+    regions = {
+        name: Region(name, tensor.data_ptr(), tensor.numel())
+        for name, tensor in (("kv", kv), ("other", other), (NAME, staging))
+    }
+    into = Side(((regions["kv"], 16), (regions["other"], 0)), (2,), (16,), (np.array([1, 0]),), ())
+    out_of = Side(((regions[NAME], 0), (regions[NAME], 32)), (2,), (16,), (np.array([0, 1]),), ())
+    copied(TorchCopier({"kv": kv, "other": other, NAME: staging}), [Copy(into, out_of, (), 16)])
+    assert storage.tolist() == [0] * 48 + [*range(16, 32), *range(16)] + [0] * 16
+    assert other.tolist() == [*range(48, 64), *range(32, 48)]
+
+
 def side(name: str, tensor: Any, block: int = 0) -> Side:
     """A block of 16 bytes of a tensor."""
     region = Region(name, tensor.data_ptr(), tensor.numel())
-    return Side(region, 0, (block + 1,), (16,), (np.array([block]),), ())
+    return Side(((region, 0),), (block + 1,), (16,), (np.array([block]),), ())
 
 
 @pytest.mark.parametrize("what", ["another", "no", "short"])
