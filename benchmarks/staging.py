@@ -228,7 +228,8 @@ def in_order(world: World, plan: StagedPlan) -> str:
         rates.append((times[0], times[1]))
     ours, plain = (statistics.median(side) for side in zip(*rates, strict=True))
     beside = f"plain copy {plain:.2f} GB/s, {plain / ours:.1f}x"
-    return f"  {plan.direct.local.key[0]} puts in order {ours:.2f} GB/s, {len(chunk.copies)} copies a chunk; {beside}"
+    origins = sum(copy.num_origins for copy in chunk.copies)
+    return f"  {plan.direct.local.key[0]} puts in order {ours:.2f} GB/s, {origins} copies a chunk; {beside}"
 
 
 def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:

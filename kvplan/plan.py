@@ -101,11 +101,11 @@ class TransferPlan:
         for each, sums in parts.items():
             ids = add(sums, memory)
             made[each] = ids[near], ids[1 - near], tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
-        key, specs = self.local.key, []
-        for pair in self.pairs:
+        key, specs = self.local.key, dict(self.idle)
+        for pair in self._moving:
             ends = key, pair.remote, pair.local_table, pair.remote_table
-            specs.append(ReadSpec(self.operation, *ends, *made[pair.layouts]))
-        return tuple(specs)
+            specs[pair.remote] = ReadSpec(self.operation, *ends, *made[pair.layouts])
+        return tuple(specs.values())
 
     def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
         """Raises what :meth:`bind` would of a request's tables and range; makes no ids, so does not raise ``INT``."""
@@ -119,7 +119,7 @@ class TransferPlan:
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
         destination, source, near, sides = tables
-        found: dict[tuple[Layout, ...], list[Terms]] = {pair.layouts: [] for pair in self.pairs}
+        found: dict[tuple[Layout, ...], list[Terms]] = {pair.layouts: [] for pair in self._moving}
         for each, parts in found.items():
             for layout in each:
                 ours, theirs = layout.groups
@@ -197,6 +197,22 @@ class TransferPlan:
                 side = pools[i if self.operation == "READ" else 1 - i]
                 side[group.name] = min(layout.num_blocks[i], side.get(group.name, layout.num_blocks[i]))
         return pools
+
+    @cached_property
+    def _moving(self) -> tuple[Pair, ...]:
+        """The pairs that bytes move between."""
+        return tuple(pair for pair in self.pairs if pair.layouts)
+
+    @cached_property
+    def idle(self) -> Mapping[Key, ReadSpec]:
+        """What a request that moves nothing is bound to: a spec for each pair, by its remote worker."""
+        none = read_only(np.zeros(0, np.int32))
+        return {
+            pair.remote: ReadSpec(
+                self.operation, self.local.key, pair.remote, pair.local_table, pair.remote_table, none, none
+            )
+            for pair in self.pairs
+        }
 
     @cached_property
     def _group_names(self) -> tuple[frozenset[str], frozenset[str]]:

@@ -25,7 +25,6 @@ import attrs
 import numpy as np
 
 from kvplan.arguments import checked_staging
-from kvplan.axes import read_only
 from kvplan.bind import Range, Tokens, range_of, wanted
 from kvplan.blocks import Blocks
 from kvplan.cells import Cell
@@ -120,14 +119,7 @@ class StagedPlan:
     @cached_property
     def closing(self) -> tuple[ReadSpec, ...]:
         """A spec of no bytes for each transfer: carried out when all chunks are, it tells the remote worker so."""
-        none = read_only(np.zeros(0, np.int32))
-        return tuple(
-            [
-                ReadSpec(plan.operation, plan.local.key, pair.remote, pair.local_table, pair.remote_table, none, none)
-                for plan in self.transfers
-                for pair in plan.pairs
-            ]
-        )
+        return tuple([spec for plan in self.transfers for spec in plan.idle.values()])
 
     @property
     def _near(self) -> int:

@@ -284,6 +284,20 @@ def test_b5_pairs_that_differ_by_an_offset_share_their_ids():
     assert verify(plan, **request, tokens=(2, 11)).ok
 
 
+def test_what_moves_nothing_is_the_same_for_every_request():
+    """Of four ranks one serves; the specs of the others are in their places, and made once."""
+    (ours, *_), theirs = engine("d", tp=4), engine("p", tp=4)
+    plan = plan_reads(ours, theirs)
+    first, again = (
+        plan.bind(local={"attn": Blocks([block])}, remote={"attn": Blocks([block])}, tokens=(0, 4)) for block in (1, 2)
+    )
+    assert [spec.remote for spec in first] == [worker.key for worker in theirs]
+    assert [spec.local_ids.size > 0 for spec in first] == [True, False, False, False]
+    assert first[1:] == again[1:] == tuple(plan.idle.values())[1:]
+    assert [spec.remote_ids.tolist() for spec in plan.idle.values()] == [[], [], [], []]
+    assert first[0].local_ids.tolist() != again[0].local_ids.tolist()
+
+
 def ids_of(ours, theirs, tokens):
     """How many ids each spec of a request has."""
     local, remote = (
