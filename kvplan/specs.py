@@ -42,10 +42,9 @@ class ReadSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes that move, counted without joining descriptors."""
-        table = self.local_table
-        return sum(
-            along.size * int(table.rows[table.row_of(first[:, 0]), 1].sum()) for (first, along), _ in self._strands()
-        )
+        table, ids = self.local_table, np.sort(self.local_ids)
+        by_row = np.diff(np.searchsorted(ids, table.first), append=ids.size)
+        return int(by_row @ table.rows[:, 1].astype(np.int64))
 
     @property
     def num_descriptors(self) -> int:
