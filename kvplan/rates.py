@@ -1,7 +1,8 @@
 """Rates: what a machine needs to move bytes between workers and to put them in order, in seconds.
 
 Time is taken to be proportional: so much for each transfer that is begun, for each of its descriptors and for each
-byte; and so much for each copy at home and each byte of it. ``python -m kvplan_nixl calibrate`` measures all five.
+byte; and so much for each copy at home, once for each of its origins, and each byte of it. ``python -m kvplan_nixl
+calibrate`` measures all five.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ class Rates:
 
 SHARED_MEMORY: Final = Rates(
     "UCX of NIXL 1.5.1 between two processes, main memory, two cores of a Xeon at 2.5 GHz, 2026-11-22",
-    transfer_s=2.1e-3,
-    descriptor_s=4.8e-6,
-    byte_s=4.3e-10,
-    copy_s=3.6e-5,
-    copied_byte_s=6.8e-10,
+    transfer_s=3.1e-3,
+    descriptor_s=4.6e-6,
+    byte_s=5.7e-10,
+    copy_s=2.6e-5,
+    copied_byte_s=8.2e-10,
 )
-"""What :func:`kvplan.choose` goes by where it is given nothing else: medians of seven calibrations.
+"""What :func:`kvplan.choose` goes by where it is given nothing else: medians of nine calibrations.
 
 Torch had one thread. Measure your own: networks and GPUs differ.
 """
