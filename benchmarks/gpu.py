@@ -72,7 +72,7 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
     import torch
 
     from kvplan_nixl import NixlExecutor, settle
-    from tests.nixl.peers import pattern
+    from tests.nixl.peers import fill
     from tests.nixl.worlds import placed, synchronized
 
     def synchronize() -> None:
@@ -85,8 +85,7 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
         for name, layout in zip(("prefill", "decode"), layouts, strict=True)
     ]
     (source, theirs), (local, ours) = (placed(worker, device) for worker, device in zip(made, devices, strict=True))
-    for name, tensor in theirs.items():
-        tensor.copy_(torch.from_numpy(pattern(source, name)))
+    fill(source, theirs, devices[0])
     rng = np.random.default_rng(1)
     near, far = (Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS]) for _ in range(2))
     synchronize()

@@ -2,12 +2,13 @@
 
     python -m benchmarks.staging                    # some minutes
     python -m benchmarks.staging --blocks 64 --case block
+    python -m benchmarks.staging --device cuda:0    # all memory on a GPU
 
 Each row is a way to move the same request to one worker of the destination, from blocks to blocks in no order, through
-NIXL in main memory. This process is the destination that reads, or the source that writes; the other one is a process
-of its own. All ways of one direction take turns, and every byte that any way leaves at the destination is compared with
-what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the median of as
-many rounds as the time allows, three at least.
+NIXL in main memory, or on a GPU. This process is the destination that reads, or the source that writes; the other one
+is a process of its own. All ways of one direction take turns, and every byte that any way leaves at the destination is
+compared with what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the
+median of as many rounds as the time allows, three at least.
 
 Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does. Below each table is what
 ``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy of as many at a time.
@@ -40,6 +41,7 @@ from kvplan import (
     Worker,
     choose,
 )
+from kvplan.rearrange import Copy
 from kvplan.strategies import Option
 
 STAGING: Final = "staging"
@@ -91,10 +93,10 @@ class World:
 
     @classmethod
     @contextmanager
-    def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int) -> Iterator[World]:
+    def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int, device: str) -> Iterator[World]:
         """The world of a case. Sources have bytes of no pattern, the same in each world."""
         from kvplan_nixl import UCX, NixlExecutor
-        from tests.nixl.peers import PeerProcess, pattern
+        from tests.nixl.peers import PeerProcess, fill
         from tests.nixl.worlds import placed
 
         source, destination = case.workers(blocks)
@@ -104,10 +106,11 @@ class World:
         local, remote = (destination, source) if reads else (source, destination)
         tables = (into, out_of) if reads else (out_of, into)
         request = {"local": tables[0], "remote": tables[1], "tokens": (0, 16 * blocks)}
-        there, memory = placed(attrs.evolve(local, regions=(*local.regions, Region(STAGING, 1 << 50, staging_bytes))))
-        for region in () if reads else source.regions:
-            memory[region.name].numpy()[:] = pattern(source, region.name)
-        with PeerProcess(remote, UCX) as peer, NixlExecutor(there) as executor:
+        staging = Region(STAGING, 1 << 50, staging_bytes)
+        there, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device)
+        if not reads:
+            fill(there, memory, device)
+        with PeerProcess(remote, UCX, device=device) as peer, NixlExecutor(there) as executor:
             yield cls(operation, there, executor.connect(peer.ask("envelope")), memory, executor, peer, request)
 
     def clear(self) -> None:
@@ -116,6 +119,13 @@ class World:
             self.peer.ask("clear")
         for tensor in self._caches().values() if self.operation == "READ" else ():
             tensor.zero_()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until what torch has begun is done."""
+        from tests.nixl.worlds import synchronized
+
+        synchronized(str(self.memory[STAGING].device))
 
     def found(self) -> dict[str, str]:
         """What tells the bytes at the destination from others, region by region."""
@@ -212,17 +222,27 @@ def in_order(world: World, plan: StagedPlan) -> str:
 
     from kvplan_nixl.rearrange import TorchCopier
 
-    copier = TorchCopier(world.memory)
+    copier, device = TorchCopier(world.memory), world.memory[STAGING].device
+
+    def arrange(copies: Sequence[Copy]) -> None:
+        ticket = copier.begin(copies)
+        while not copier.done(ticket):
+            pass
+
     rates: list[tuple[float, float]] = []
     for chunk in list(plan.bind(**world.request))[:8]:
         num_bytes = sum(copy.num_bytes for copy in chunk.copies)
-        into, out_of = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))  # zeros would all be one page
+        into, out_of = (
+            torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        )  # zeros would be one page
         times = []
-        for once in (partial(copier.begin, chunk.copies), partial(into.copy_, out_of)):
+        for once in (partial(arrange, chunk.copies), partial(into.copy_, out_of)):
             rounds = []
             for _ in range(4):
+                world.synchronize()
                 began = time.perf_counter()
                 once()
+                world.synchronize()
                 rounds.append(time.perf_counter() - began)
             times.append(num_bytes / statistics.median(rounds[1:]) / 1e9)
         rates.append((times[0], times[1]))
@@ -242,7 +262,7 @@ def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
     remarks = []
     for operation in ("READ", "WRITE"):
         # one world at a time: each has two threads that are never idle
-        with World.of(operation, case, given.blocks, given.staging << 20) as world:
+        with World.of(operation, case, given.blocks, given.staging << 20, given.device) as world:
             made = ways(world, tokens, rates)
             expected = check(world, made, expected)
             took = [statistics.median(times) for times in measured(made, given.seconds / 2)]
@@ -275,10 +295,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.staging", description="requests in one leg and in two")
     parser.add_argument("--blocks", type=int, default=512, metavar="N", help="of 16 tokens, in the request")
     parser.add_argument("--staging", type=int, default=64, metavar="MIB", help="memory that is set aside")
+    parser.add_argument("--device", default="cpu", help="where all memory is, as torch names it")
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case; three rounds of each way at least")
     given = parser.parse_args(arguments)
-    rates = calibrate()
+    rates = calibrate(given.device)
     print(attrs.asdict(rates))
     for case in CASES:
         if given.case in case.name:

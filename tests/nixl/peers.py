@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvplan import Worker
 from kvplan_nixl import NixlExecutor
-from tests.nixl.worlds import placed
+from tests.nixl.worlds import placed, synchronized
 
 TIMEOUT_S = 60.0
 
@@ -31,7 +32,14 @@ def pattern(worker: Worker, region: str) -> Any:
 
 def digests(memory: Mapping[str, Any]) -> dict[str, str]:
     """What tells the bytes of regions from others, region by region."""
-    return {name: hashlib.sha256(tensor.numpy()).hexdigest() for name, tensor in memory.items()}
+    return {name: hashlib.sha256(tensor.cpu().numpy()).hexdigest() for name, tensor in memory.items()}
+
+
+def fill(worker: Worker, memory: Mapping[str, Any], device: str) -> None:
+    """Write :func:`pattern` to all regions."""
+    for name, tensor in memory.items():
+        tensor.copy_(torch.from_numpy(pattern(worker, name)))
+    synchronized(device)
 
 
 CLONE_NEWNS, CLONE_NEWNET, MS_PRIVATE, MNT_DETACH = 1 << 17, 1 << 30, 1 << 18, 2
@@ -58,14 +66,14 @@ def serve(
     backends: Mapping[str, Mapping[str, str]],
     environment: Mapping[str, str],
     namespace: str | None,
+    device: str,
 ) -> None:
     """The process: memory of the worker with :func:`pattern` in it, and an executor that does as it is told."""
     os.environ.update(environment)
     if namespace is not None:
         enter(namespace)
-    there, memory = placed(worker)
-    for name, tensor in memory.items():
-        tensor.numpy()[:] = pattern(worker, name)
+    there, memory = placed(worker, device)
+    fill(worker, memory, device)
     executor = NixlExecutor(there, backends)
     told: list[Any] = []
     while True:
@@ -81,6 +89,7 @@ def serve(
         elif command == "clear":
             for tensor in memory.values():
                 tensor.zero_()
+            synchronized(device)
             channel.send(True)
         elif command == "digests":
             channel.send(digests(memory))
@@ -102,12 +111,18 @@ def forkserver() -> ForkServerContext:
 class PeerProcess:
     """The process, seen from the test."""
 
-    def __init__(self, worker: Worker, backends: Mapping[str, Mapping[str, str]], namespace: str | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        backends: Mapping[str, Mapping[str, str]],
+        namespace: str | None = None,
+        device: str = "cpu",
+    ) -> None:
         context = forkserver()
         self.channel, theirs = context.Pipe()
         plain = {name: dict(options) for name, options in backends.items()}
         environment = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
-        arguments = (theirs, worker, plain, environment, namespace)
+        arguments = (theirs, worker, plain, environment, namespace, device)
         self.process = context.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
 
