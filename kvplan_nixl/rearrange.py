@@ -8,7 +8,7 @@ mostly do in a staging region, the other side's are selected or written by an in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -98,29 +98,23 @@ class TorchCopier:
         except RuntimeError as error:
             raise _refused(error) from None
 
-    def _checked(self, copies: Sequence[Copy]) -> None:
+    def _checked(self, copies: Iterable[Copy]) -> None:
         try:
-            self._copy(copies)
+            for copy in copies:
+                self._copy(copy)
         except RuntimeError as error:
             raise _refused(error) from None
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        known: dict[Any, list[tuple[tuple[Rows, Rows], list[torch.Tensor | None]]]] = {}
-        for copy in copies:
-            # runs of several shapes have their indices in common
-            sides = copy.destination, copy.source
-            key = tuple((*map(id, side.index), *side.strides_bytes) for side in sides)
-            if key not in known:
-                pairs = paired(*(side.offsets for side in sides))
-                known[key] = [(pair, [self._tensor(side.index) for side in pair]) for pair in pairs]
-            for pair, (into, out_of) in known[key]:
-                for written, read in zip(*self._strided(copy, pair), strict=True):
-                    if into is not None:
-                        written.index_copy_(0, into, read if out_of is None else read.index_select(0, out_of))
-                    elif out_of is not None:
-                        torch.index_select(read, 0, out_of, out=written)
-                    else:
-                        written.copy_(read)
+    def _copy(self, copy: Copy) -> None:
+        for rows in paired(copy.destination.offsets, copy.source.offsets):
+            into, out_of = (self._tensor(side.index) for side in rows)
+            for written, read in zip(*self._strided(copy, rows), strict=True):
+                if into is not None:
+                    written.index_copy_(0, into, read if out_of is None else read.index_select(0, out_of))
+                elif out_of is not None:
+                    torch.index_select(read, 0, out_of, out=written)
+                else:
+                    written.copy_(read)
 
     def _tensor(self, index: Ints | None) -> torch.Tensor | None:
         if index is None:
