@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -225,14 +224,18 @@ def _positions(group: Group, family: Family, table: Blocks, first: int, last: in
     return position[np.isin(position % family.every, family.starts)]
 
 
-def add(parts: Sequence[Terms], workspace: Workspace) -> Ids:
-    """All ids, (2, n), one broadcast add for each of the terms. Raises ``INT`` if an id does not fit 31 bits."""
-    stops = list(accumulate(base.size * rows.size // 4 for base, rows in parts))  # each of two sides
-    ids, start = workspace.take(stops[-1] if stops else 0), 0
-    for (base, rows), stop in zip(parts, stops, strict=True):
+def add(parts: Iterable[Terms], shapes: Sequence[tuple[int, int]], workspace: Workspace | None) -> Ids:
+    """All ids, (2, n), one broadcast add for each of the terms, of so many strands and runs or tokens.
+
+    Raises ``INT`` if an id does not fit 31 bits.
+    """
+    number, start = sum([strands * each for strands, each in shapes]), 0
+    ids = np.empty((2, number), np.int32) if workspace is None else workspace.take(number)
+    for (base, rows), (strands, each) in zip(parts, shapes, strict=True):
         if base.itemsize > ids.itemsize:
             base, rows = _narrow(base, rows)
-        np.add(base, rows, ids[:, start:stop].reshape(2, base.shape[1], -1))
+        stop = start + strands * each
+        np.add(base, rows, ids[:, start:stop].reshape(2, strands, each))
         start = stop
     return read_only(ids)
 

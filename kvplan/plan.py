@@ -95,12 +95,14 @@ class TransferPlan:
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
         """
-        parts, memory = self._terms(local, remote, tokens), Workspace() if workspace is None else workspace
-        memory.clear()
+        parts = self._terms(local, remote, tokens)
+        if workspace is not None:
+            workspace.clear()
         near, made = 0 if self.operation == "READ" else 1, {}
         for each, sums in parts.items():
-            ids = add(sums, memory)
-            made[each] = ids[near], ids[1 - near], tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
+            shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
+            ids = add(sums, shapes, workspace)
+            made[each] = ids[near], ids[1 - near], shapes
         key, specs = self.local.key, dict(self.idle)
         for pair in self._moving:
             ends = key, pair.remote, pair.local_table, pair.remote_table

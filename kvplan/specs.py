@@ -21,7 +21,7 @@ Sum = tuple[Ids, Ids]
 _NOTHING: Final = (np.zeros(0, np.int64),) * 4
 
 
-@attrs.frozen(eq=False, repr=False)
+@attrs.frozen(eq=False, repr=False, slots=False)  # a dict is filled sooner than frozen slots are
 class ReadSpec:
     """What one request moves from, or to, one remote worker: two equally long arrays of ids, int32.
 
