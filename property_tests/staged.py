@@ -7,7 +7,7 @@ so that halves have to be apart; and of each byte of the staging region it is kn
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import attrs
@@ -201,6 +201,13 @@ def engines(world: World) -> tuple[Engine, Engine]:
     return ours, theirs
 
 
+def counted(chunks: Iterable[Chunk], tally: Tally) -> Iterator[Chunk]:
+    """The chunks, and how many descriptors go between workers."""
+    for chunk in chunks:
+        tally.descriptors += sum(spec.num_descriptors for spec in chunk.specs)
+        yield chunk
+
+
 def check(whole: bool, world: World, requests: Iterable[Request], more: int, tally: Tally) -> None:
     """Stage for every destination worker, in a region of ``more`` bytes more than are needed. Raises FaultError."""
     ours, theirs = engines(world)
@@ -211,7 +218,7 @@ def check(whole: bool, world: World, requests: Iterable[Request], more: int, tal
         tally.certificates += len([transfer.certificate() for transfer in staged.transfers])
         for request in requests:
             near, far, memory = ours.tables(request.start), theirs.tables(request.start), Memory(ours)
-            chunks = staged.bind(local=near, remote=far, tokens=(request.start, request.stop))
+            chunks = counted(staged.bind(local=near, remote=far, tokens=(request.start, request.stop)), tally)
             total = reads(staged, chunks, memory, theirs)
             memory.compare(request, total, own(ours, number))
             tally.requests += 1
@@ -235,7 +242,7 @@ def check_writes(world: World, requests: Iterable[Request], more: int, tally: Ta
     for request in requests:
         near, far, memory, total = theirs.tables(request.start), ours.tables(request.start), Memory(ours), 0
         for staged in plans:
-            chunks = staged.bind(local=near, remote=far, tokens=(request.start, request.stop))
+            chunks = counted(staged.bind(local=near, remote=far, tokens=(request.start, request.stop)), tally)
             total += writes(staged, chunks, memory, theirs)
         memory.compare(request, total)
         tally.requests += 1
