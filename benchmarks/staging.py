@@ -41,7 +41,6 @@ from kvplan import (
     Worker,
     choose,
 )
-from kvplan.rearrange import Copy
 from kvplan.strategies import Option
 
 STAGING: Final = "staging"
@@ -220,15 +219,10 @@ def in_order(world: World, plan: StagedPlan) -> str:
     """Copies by themselves, chunk by chunk, and as many bytes in one piece."""
     import torch
 
+    from kvplan_nixl.calibrate import copied
     from kvplan_nixl.rearrange import TorchCopier
 
     copier, device = TorchCopier(world.memory), world.memory[STAGING].device
-
-    def arrange(copies: Sequence[Copy]) -> None:
-        ticket = copier.begin(copies)
-        while not copier.done(ticket):
-            pass
-
     rates: list[tuple[float, float]] = []
     for chunk in list(plan.bind(**world.request))[:8]:
         num_bytes = sum(copy.num_bytes for copy in chunk.copies)
@@ -236,7 +230,7 @@ def in_order(world: World, plan: StagedPlan) -> str:
             torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         )  # zeros would be one page
         times = []
-        for once in (partial(arrange, chunk.copies), partial(into.copy_, out_of)):
+        for once in (partial(copied, copier, chunk.copies), partial(into.copy_, out_of)):
             rounds = []
             for _ in range(4):
                 world.synchronize()

@@ -71,6 +71,8 @@ Terms = tuple[Ids | Ints, Ids | Ints]
 """Ids of both sides as sums, destination first: strands, (2, n, 1), and what each run or token of the request adds to
 them, (2, 1, m)."""
 
+Shapes = tuple[tuple[int, int], ...]
+
 Taken = tuple[Ids, Ints | None]
 """Block ids of one side, one for each run or token, and what their slots add, if anything."""
 
@@ -224,11 +226,12 @@ def _positions(group: Group, family: Family, table: Blocks, first: int, last: in
     return position[np.isin(position % family.every, family.starts)]
 
 
-def add(parts: Iterable[Terms], shapes: Sequence[tuple[int, int]], workspace: Workspace | None) -> Ids:
-    """All ids, (2, n), one broadcast add for each of the terms, of so many strands and runs or tokens.
+def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shapes]:
+    """All ids, (2, n), one broadcast add for each of the terms, and of each its strands and its runs or tokens.
 
     Raises ``INT`` if an id does not fit 31 bits.
     """
+    shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in parts])
     number, start = sum([strands * each for strands, each in shapes]), 0
     ids = np.empty((2, number), np.int32) if workspace is None else workspace.take(number)
     for (base, rows), (strands, each) in zip(parts, shapes, strict=True):
@@ -237,7 +240,7 @@ def add(parts: Iterable[Terms], shapes: Sequence[tuple[int, int]], workspace: Wo
         stop = start + strands * each
         np.add(base, rows, ids[:, start:stop].reshape(2, strands, each))
         start = stop
-    return read_only(ids)
+    return read_only(ids), shapes
 
 
 def _narrow(base: Ids | Ints, rows: Ids | Ints) -> Terms:

@@ -100,8 +100,7 @@ class TransferPlan:
             workspace.clear()
         near, made = 0 if self.operation == "READ" else 1, {}
         for each, sums in parts.items():
-            shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in sums])
-            ids = add(sums, shapes, workspace)
+            ids, shapes = add(sums, workspace)
             made[each] = ids[near], ids[1 - near], shapes
         key, specs = self.local.key, dict(self.idle)
         for pair in self._moving:

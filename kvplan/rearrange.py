@@ -117,10 +117,8 @@ def run(copies: Iterable[Copy], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for (ours, at), (theirs, there) in zip(*(side.origins for side in sides), strict=True):
             into, out_of = arrays[ours.name], arrays[theirs.name]
             word = math.gcd(8, into.itemsize * math.gcd(even, at, there))
-            written, read = (
-                _boxes(*each, copy, word) for each in ((into, at, copy.destination), (out_of, there, copy.source))
-            )
-            written[copy.destination.index] = read[copy.source.index]
+            written = _boxes(into, at, copy.destination, copy, word)
+            written[copy.destination.index] = _boxes(out_of, there, copy.source, copy, word)[copy.source.index]
 
 
 def _boxes(array: npt.NDArray[Any], offset: int, side: Side, copy: Copy, word: int) -> npt.NDArray[Any]:

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from kvplan.axes import heads
-from kvplan.bind import Ids
+from kvplan.bind import Ids, Shapes
 from kvplan.tables import Descriptors, Table
 from kvplan.workers import Key, label_of
 
@@ -37,7 +37,7 @@ class ReadSpec:
     remote_table: Table
     local_ids: Ids
     remote_ids: Ids
-    shapes: tuple[tuple[int, int], ...] = ()
+    shapes: Shapes = ()
 
     @property
     def num_bytes(self) -> int:

@@ -123,14 +123,15 @@ def copiers(device: str, size: int) -> Iterator[Work]:
     tensors = {name: torch.ones(size, dtype=torch.uint8, device=device) for name in ("cache", "staging")}
     cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
-
-    def once(copy: Copy) -> None:
-        ticket = copier.begin([copy])
-        while not copier.done(ticket):
-            pass
-
     for number in (1, size // LAYERS // BLOCK):
-        yield (LAYERS, LAYERS * number * BLOCK), partial(once, heads(cache, staging, number))
+        yield (LAYERS, LAYERS * number * BLOCK), partial(copied, copier, [heads(cache, staging, number)])
+
+
+def copied(copier: TorchCopier, copies: Sequence[Copy]) -> None:
+    """Copies, begun and waited for."""
+    ticket = copier.begin(copies)
+    while not copier.done(ticket):
+        pass
 
 
 def medians(each: Sequence[Callable[[], None]]) -> list[float]:

@@ -49,7 +49,7 @@ def test_neighbours_on_both_sides_become_longer_runs() -> None:
 
 
 def test_what_is_alike_elsewhere_differs_in_its_origins() -> None:
-    """S10: boxes of other regions, and such as no step reaches, or one that goes backwards; those of a length."""
+    """S10: boxes of other regions, or one step back, are origins of their own; those of another length are others."""
     other = attrs.evolve(KV, name="other")
     apart = [box(0, 0), box(100, 50, region=other), box(4, 100, length=4)]
     alike, short = merged(apart)

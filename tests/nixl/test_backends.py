@@ -18,8 +18,8 @@ from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.executor import Backends
 from tests.contents import contents
 from tests.contract import Engines, move
-from tests.nixl.peers import PeerProcess, forkserver, pattern
-from tests.nixl.worlds import NixlWorld, placed, synchronized
+from tests.nixl.peers import PeerProcess, fill, forkserver, pattern
+from tests.nixl.worlds import NixlWorld, placed
 from tests.small import engine
 
 TIMEOUT_S = 60.0
@@ -182,9 +182,7 @@ def test_a_worker_of_the_same_process(device: str) -> None:
     """Blocks are moved to a second engine in this process by one executor alone."""
     (source,), (local,) = engine("prefill"), engine("decode", tokens=6)
     (source, theirs), (local, ours) = placed(source, device), placed(local, device)
-    for name, tensor in theirs.items():
-        tensor.copy_(tensor.new_tensor(pattern(source, name)))
-    synchronized(device)
+    fill(source, theirs, device)
     with NixlExecutor(local) as executor:
         executor.attach(source)
         plan = plan_reads(local, [source])

@@ -13,6 +13,7 @@ import torch
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.rearrange import Copy, Side, run
 from kvplan.staging import StagedPlan, stage, stage_writes
+from kvplan_nixl.calibrate import copied
 from kvplan_nixl.rearrange import TorchCopier
 from tests.nixl.worlds import Memory, placed, synchronized
 from tests.small import engine
@@ -29,13 +30,6 @@ def filled(worker: Worker, device: str) -> tuple[Worker, Memory]:
         tensor[: tensor.numel() // 8] = 0xFF  # no number, of any float
     synchronized(device)
     return there, memory
-
-
-def copied(copier: TorchCopier, copies: Any) -> None:
-    """Copies, begun and waited for."""
-    ticket = copier.begin(copies)
-    while not copier.done(ticket):
-        pass
 
 
 def check(make: Make, local: Worker, remotes: tuple[Worker, ...], request: dict[str, Any], device: str) -> None:
