@@ -35,8 +35,9 @@ TIMEOUT_S: Final = 120.0
 
 def check(device: str) -> int:
     """Move all hard pairs in memory of a device, both ways; how many there were. AssertionErrors say what differs."""
-    from tests.nixl.test_contract import move_both_ways
     from tests.test_hard_pairs import PAIRS
+
+    from tests.nixl.test_contract import move_both_ways
 
     for pair in PAIRS:
         move_both_ways(*pair, device)

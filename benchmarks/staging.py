@@ -41,7 +41,7 @@ from kvplan import (
     Worker,
     choose,
 )
-from kvplan.strategies import Option
+from kvplan.staging.choice import Option
 
 STAGING: Final = "staging"
 TIMEOUT_S: Final = 300.0

@@ -28,38 +28,38 @@ what is refused      KVPlanError, with a code of CODES; PeerError, for a peer's 
 The package kvplan_nixl carries plans out on real memory. ``kvplan --help`` is the command line.
 """
 
-from kvplan.assembly import Seat
-from kvplan.axes import Axis
-from kvplan.bind import Workspace
-from kvplan.blocks import Blocks
-from kvplan.certificate import Certificate
-from kvplan.chunks import from_lmcache
-from kvplan.compare import Comparison, Difference, compare
-from kvplan.cost import Cost
+from kvplan.bridges.assembly import Seat
+from kvplan.bridges.lmcache import from_lmcache
+from kvplan.bridges.recipes import from_sglang, from_tensorrt_llm, from_vllm
+from kvplan.describe.axes import Axis
+from kvplan.describe.blocks import Blocks
+from kvplan.describe.tensors import region_of, view_of
+from kvplan.describe.views import Context, Group, Region, View
+from kvplan.describe.worker import Worker
 from kvplan.errors import CODES, KVPlanError
-from kvplan.explain import explain
-from kvplan.findings import PeerError, Problem
-from kvplan.memory import FakeMemory
-from kvplan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
-from kvplan.models import Model
-from kvplan.offers import encode, fingerprint
-from kvplan.outlay import Outlay
-from kvplan.peers import decode, problems
-from kvplan.pictures import Picture, show
-from kvplan.pipeline import Pipeline, StagedTransfer
-from kvplan.plan import Pair, TransferPlan, plan_reads, plan_writes
-from kvplan.rates import Rates
-from kvplan.recipes import from_sglang, from_tensorrt_llm, from_vllm
-from kvplan.report import Report
-from kvplan.specs import ReadSpec
-from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
-from kvplan.strategies import Choice, Option, choose
-from kvplan.tables import Table
-from kvplan.tails import tails
-from kvplan.tensors import region_of, view_of
-from kvplan.verify import verify, verify_together
-from kvplan.views import Context, Group, Region, View
-from kvplan.workers import Worker
+from kvplan.handshake.comparison import Comparison, Difference, compare
+from kvplan.handshake.decoding import decode, problems
+from kvplan.handshake.encoding import encode, fingerprint
+from kvplan.handshake.errors import PeerError, Problem
+from kvplan.models.model import Model
+from kvplan.plan.bind import Workspace
+from kvplan.plan.cost import Cost
+from kvplan.plan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
+from kvplan.plan.rows import Table
+from kvplan.plan.specs import ReadSpec
+from kvplan.plan.tails import tails
+from kvplan.plan.transfer import Pair, TransferPlan, plan_reads, plan_writes
+from kvplan.show.pictures import Picture, show
+from kvplan.show.text import explain
+from kvplan.staging.choice import Choice, Option, choose
+from kvplan.staging.outlay import Outlay
+from kvplan.staging.pipeline import Pipeline, StagedTransfer
+from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
+from kvplan.staging.rates import Rates
+from kvplan.verification.certificate import Certificate
+from kvplan.verification.memory import FakeMemory
+from kvplan.verification.report import Report
+from kvplan.verification.verifier import verify, verify_together
 
 __all__ = [
     "CODES",

@@ -11,7 +11,7 @@ A plan says what moves; an executor moves it. Its rules, which every implementat
 - E4: what goes wrong under way is the transfer's ``error``, never an exception, and concerns no other transfer.
 - E5: a plan is prepared with remote workers exactly as it describes them. Of its local worker the regions alone have to
   be those of the executor's: where bytes are read into, views have no part. So plans whose local worker is a mirror
-  (:mod:`kvplan.mirrors`) are prepared by the executor of the worker that keeps the mirror.
+  (:mod:`kvplan.staging.mirrors`) are prepared by the executor of the worker that keeps the mirror.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
+from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
-from kvplan.memory import FakeMemory
-from kvplan.workers import Key, Worker, label_of
+from kvplan.verification.memory import FakeMemory
 
 if TYPE_CHECKING:
-    from kvplan.plan import TransferPlan
-    from kvplan.specs import ReadSpec
+    from kvplan.plan.specs import ReadSpec
+    from kvplan.plan.transfer import TransferPlan
 
 
 class Status(enum.Enum):
@@ -151,7 +151,7 @@ def check_local(plan: TransferPlan, worker: Worker) -> None:
 
 
 class FakeNetwork:
-    """Executors of workers that share one :class:`~kvplan.memory.FakeMemory`.
+    """Executors of workers that share one :class:`~kvplan.verification.memory.FakeMemory`.
 
     Bytes move when a transfer is polled for the first time, so one that is cancelled before moves none.
 

@@ -17,8 +17,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
-from kvplan.views import Region
 
 try:
     import nixl

@@ -1,4 +1,4 @@
-"""Calibration: the :class:`~kvplan.rates.Rates` of this machine, by transfers between two of its processes.
+"""Calibration: the :class:`~kvplan.staging.rates.Rates` of this machine, by transfers between two of its processes.
 
 One process keeps memory, the other one reads: one descriptor, many small ones, as between token-major and head-major
 blocks here and there, and a few large ones. Those three times are what a transfer, a descriptor and a byte take. Copies
@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from kvplan import Axis, Blocks, Group, Region, TransferPlan, View, Worker, plan_reads, region_of
-from kvplan.axes import Ints
-from kvplan.rates import Rates
-from kvplan.rearrange import Copy, Side
+from kvplan.describe.axes import Ints
+from kvplan.staging.rates import Rates
+from kvplan.staging.rearrange import Copy, Side
 from kvplan_nixl.executor import NixlExecutor, settle
 from kvplan_nixl.rearrange import TorchCopier
 

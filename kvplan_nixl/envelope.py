@@ -3,8 +3,8 @@
 An envelope is a worker's offer with the metadata of its NIXL agent: the line ``kvplan_nixl 1``, three lengths (big
 endian, 4 bytes each), then the agent's name, its metadata and the offer, as :func:`kvplan.encode` makes it.
 
-All of it is a stranger's: what can't be used is a :class:`~kvplan.findings.PeerError`. But the metadata is in NIXL's
-own format, and NIXL reads it: exchange envelopes over a channel that only your engines can write to.
+All of it is a stranger's: what can't be used is a :class:`~kvplan.handshake.errors.PeerError`. But the metadata is in
+NIXL's own format, and NIXL reads it: exchange envelopes over a channel that only your engines can write to.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 import attrs
 
 from kvplan import KVPlanError, decode, encode
-from kvplan.findings import PeerError, Problem
-from kvplan.workers import Worker
+from kvplan.describe.worker import Worker
+from kvplan.handshake.errors import PeerError, Problem
 
 MAGIC: Final = b"kvplan_nixl 1\n"
 LENGTHS: Final = struct.Struct(">III")

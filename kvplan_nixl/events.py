@@ -16,8 +16,8 @@ from typing import Final
 
 import attrs
 
+from kvplan.describe.worker import Key, label_of
 from kvplan.executor import Status, Transfer
-from kvplan.workers import Key, label_of
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
 

@@ -24,12 +24,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
 
+from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Notice, Status, Transfer, check_local, not_planned_for, still_running, unprepared
-from kvplan.plan import TransferPlan
-from kvplan.specs import ReadSpec
-from kvplan.tables import Table
-from kvplan.workers import Key, Worker, label_of
+from kvplan.plan.rows import Table
+from kvplan.plan.specs import ReadSpec
+from kvplan.plan.transfer import TransferPlan
 from kvplan_nixl.agent import LOCAL, Agent, Prepared
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.events import UNWATCHED, Listener, Unwatched, watch

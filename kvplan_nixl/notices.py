@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 
+from kvplan.describe.worker import Key
 from kvplan.executor import Notice
-from kvplan.workers import Key
 
 
 def opening(key: Key) -> bytes:

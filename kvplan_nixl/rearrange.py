@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import torch
 
-from kvplan.axes import Ints
+from kvplan.describe.axes import Ints
+from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
-from kvplan.rearrange import Copy
-from kvplan.spacing import Rows, paired
-from kvplan.views import Region
+from kvplan.staging.rearrange import Copy
+from kvplan.staging.spacing import Rows, paired
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. What is copied is bits, whatever numbers they would be."""
@@ -46,7 +46,7 @@ class Memory:
 
 
 class TorchCopier:
-    """The :class:`~kvplan.pipeline.Copier` of a worker whose regions are tensors, all on one device.
+    """The :class:`~kvplan.staging.pipeline.Copier` of a worker whose regions are tensors, all on one device.
 
     ``tensors`` has for each region, by name, a tensor in its memory: caches, and the staging region. In main memory
     bytes are copied when copies begin. On a GPU copies run on a stream of their own, for which no other stream waits.
@@ -55,7 +55,7 @@ class TorchCopier:
 
     >>> import numpy as np
     >>> from kvplan import region_of
-    >>> from kvplan.rearrange import Side
+    >>> from kvplan.staging.rearrange import Side
     >>> cache, staging = torch.zeros(4, 8, dtype=torch.int16), torch.arange(32, dtype=torch.int16)
     >>> into, out_of = (Side(((region_of(tensor, name), 0),), (4,), (16,), (np.array(blocks),), ())
     ...                 for tensor, name, blocks in ((cache, "kv", [3, 0]), (staging, "staging", [0, 1])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvplan.errors import KVPlanError
-from kvplan.tables import Table
+from kvplan.plan.rows import Table
 from kvplan_nixl.agent import Prepared
 
 

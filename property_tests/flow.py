@@ -10,10 +10,10 @@ from fractions import Fraction
 import numpy as np
 
 from kvplan import Worker
-from kvplan.cells import cells
-from kvplan.match import match
-from kvplan.sources import Sources
-from kvplan.views import TOKEN
+from kvplan.describe.views import TOKEN
+from kvplan.plan.cells import cells
+from kvplan.plan.match import match
+from kvplan.plan.sources import Sources
 
 Holders = frozenset[int]
 """Sources, by index, that all hold something."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Blocks, Group, ReadSpec, Worker, plan_mesh
-from kvplan.memory import expand
+from kvplan.verification.memory import expand
 from property_tests.worlds import DIM, WITHIN, Heads, Request, Side, World, needed_blocks, pools, workers
 
 Ints = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import FakeMemory, View, Worker
-from kvplan.axes import Axis
+from kvplan.describe.axes import Axis
 from property_tests.oracle import elements, positions_of
 
 Ints = npt.NDArray[np.int64]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import KVPlanError, Region, Worker
-from kvplan.certificate import prove
-from kvplan.rearrange import run
-from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
+from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
+from kvplan.staging.rearrange import run
+from kvplan.verification.certificate import prove
 from property_tests.labelled import (
     DESTINATION,
     SOURCE,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplan import KVPlanError, TransferPlan, plan_mesh
 from kvplan.testing.strategies import Case, cases
-from kvplan.verify import verify
+from kvplan.verification.verifier import verify
 
 
 @given(cases())

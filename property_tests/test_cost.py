@@ -10,7 +10,7 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, plan_mesh
-from kvplan.cost import PairCost
+from kvplan.plan.cost import PairCost
 from kvplan.testing.engines import POOL, Side, held, workers
 from kvplan.testing.strategies import Case, cases
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors

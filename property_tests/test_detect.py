@@ -9,7 +9,7 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from kvplan.testing.strategies import Case, cases
-from kvplan.verify import verify
+from kvplan.verification.verifier import verify
 from property_tests.oracle import by_byte, contents, problems
 from tests.edits import Edit, Ranges
 

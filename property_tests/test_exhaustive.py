@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from kvplan import MeshPlan, ReadSpec, TransferPlan, Worker, plan_mesh
-from kvplan.staging import StagedPlan
+from kvplan.staging.plan import StagedPlan
 from property_tests import labelled
 from property_tests.exhaustive import Job, all_worlds, do_world, main
 from property_tests.grids import BLOCKS, GRIDS, LAYOUTS, PACKINGS, SPREADS, UP_TO_4, Grid

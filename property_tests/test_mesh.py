@@ -9,7 +9,7 @@ from hypothesis import given
 
 from kvplan import plan_mesh
 from kvplan.testing.strategies import Case, cases
-from kvplan.verify import verify
+from kvplan.verification.verifier import verify
 
 
 @given(cases())

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 from hypothesis import given
 
 from kvplan import TransferPlan, show
-from kvplan.pages import pages
-from kvplan.panels import panels
-from kvplan.samples import sample
+from kvplan.show.pages import pages
+from kvplan.show.panels import panels
+from kvplan.show.samples import sample
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan.executor import Status
-from kvplan.pipeline import StagedTransfer
+from kvplan.staging.pipeline import StagedTransfer
 from property_tests import fewer
 from tests.late import broken
 from tests.rigs import OPERATIONS, Rig, network_of, own_blocks, plans

@@ -10,9 +10,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvplan import Worker, plan_writes
-from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
+from kvplan.describe.worker import Key
+from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
 from kvplan.testing.strategies import Case, Request, cases
-from kvplan.workers import Key
 from property_tests import fewer
 from property_tests.exhaustive import all_worlds
 from property_tests.labelled import Tally

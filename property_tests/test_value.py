@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import event, given
 
 from kvplan.testing.strategies import Case, cases
-from kvplan.verify import verify
+from kvplan.verification.verifier import verify
 from property_tests.oracle import contents, copies_of, problems
 
 

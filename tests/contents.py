@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Blocks, FakeMemory, Worker
-from kvplan.labels import needed, number, window
-from kvplan.workers import Key
+from kvplan.describe.worker import Key
+from kvplan.verification.labels import needed, number, window
 
 Bytes = npt.NDArray[np.uint8]
 Contents = dict[tuple[Key, str], Bytes]

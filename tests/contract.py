@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, KVPlanError, MeshPlan, Region, Worker, plan_mesh, plan_reads
+from kvplan.describe.worker import Key
 from kvplan.executor import Executor, Notice, Status, Transfer
-from kvplan.workers import Key
 from tests.contents import Bytes, Contents, contents
 from tests.small import engine
 

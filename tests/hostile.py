@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvplan import decode, problems
-from kvplan.messages import MAX_BYTES, MAX_CONTAINERS, MAX_STRINGS
-from kvplan.schema import MAX_AXES, MAX_LAYOUTS, MAX_ROWS
+from kvplan.handshake.messages import MAX_BYTES, MAX_CONTAINERS, MAX_STRINGS
+from kvplan.handshake.schema import MAX_AXES, MAX_LAYOUTS, MAX_ROWS
 
 Layout = dict[str, Any]
 

@@ -12,10 +12,10 @@ import attrs
 import numpy as np
 
 from kvplan import KVPlanError, ReadSpec, TransferPlan
+from kvplan.describe.worker import Key
 from kvplan.executor import FakeExecutor, Notice, Status, Transfer, still_running
-from kvplan.memory import FakeMemory
-from kvplan.rearrange import Copy
-from kvplan.workers import Key
+from kvplan.staging.rearrange import Copy
+from kvplan.verification.memory import FakeMemory
 
 GARBAGE = 0xEE
 

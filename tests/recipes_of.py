@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Blocks, FakeMemory, Model, View, Worker, plan_reads
-from kvplan.caches import attention, latent
-from kvplan.states import delta, mamba1, mamba2
+from kvplan.models.states import delta, mamba1, mamba2
+from kvplan.models.tensors import attention, latent
 
 HEADS, DIM, TOKENS = 4, 8, 29
 """Heads of K and V, their size, and the tokens of a request."""

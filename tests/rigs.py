@@ -9,10 +9,10 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, FakeMemory, Worker
+from kvplan.describe.worker import Key
 from kvplan.executor import FakeNetwork, Transfer
-from kvplan.pipeline import Pipeline, StagedTransfer
-from kvplan.staging import StagedPlan
-from kvplan.workers import Key
+from kvplan.staging.pipeline import Pipeline, StagedTransfer
+from kvplan.staging.plan import StagedPlan
 from tests.late import LateCopier, LateExecutor
 from tests.small import engine
 from tests.staged import NAME, cells, labelled, staged, staged_writes

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Region, View, Worker
-from kvplan.arenas import Cells
-from kvplan.rearrange import run
-from kvplan.staging import StagedPlan, stage, stage_writes
+from kvplan.staging.plan import StagedPlan, stage, stage_writes
+from kvplan.staging.rearrange import run
+from kvplan.verification.arenas import Cells
 
 NAME, ADDRESS = "staging", 1 << 50
 

@@ -14,7 +14,7 @@ import pytest
 import kvplan
 import kvplan.testing
 import kvplan.testing.strategies
-from kvplan.report import PROMISES
+from kvplan.verification.report import PROMISES
 from tests.conftest import Cli
 from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 

@@ -27,8 +27,8 @@ from kvplan import (
     plan_writes,
     view_of,
 )
-from kvplan.axes import MAX_SEGMENTS
-from kvplan.reading import shown
+from kvplan._checks import shown
+from kvplan.describe.axes import MAX_SEGMENTS
 from tests.small import engine
 from tests.stand_in import StandIn
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from kvplan import Blocks, KVPlanError, ReadSpec, Worker, plan_reads
+from kvplan.describe.worker import Key
 from kvplan.executor import Executor, FakeNetwork, Status
-from kvplan.workers import Key
 from tests.contents import Bytes
 from tests.contract import Contract, OpenWorld
 from tests.small import engine

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvplan.models import Model
+from kvplan.models.model import Model
 from tests.conftest import Cli
 from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplan.units import size, sizes
+from kvplan._units import size, sizes
 
 
 @pytest.mark.parametrize(

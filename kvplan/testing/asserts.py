@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvplan.mesh import plan_mesh
-from kvplan.verify import verify
+from kvplan.plan.mesh import plan_mesh
+from kvplan.verification.verifier import verify
 
 if TYPE_CHECKING:
-    from kvplan.blocks import Blocks
-    from kvplan.jobs import Tokens
-    from kvplan.moves import Pair
-    from kvplan.report import Report
-    from kvplan.workers import Worker
+    from kvplan.describe.blocks import Blocks
+    from kvplan.describe.worker import Worker
+    from kvplan.verification.jobs import Tokens
+    from kvplan.verification.moves import Pair
+    from kvplan.verification.report import Report
 
 
 def assert_copies(

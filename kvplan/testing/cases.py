@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from hypothesis import strategies as st
 
-from kvplan.blocks import Blocks
-from kvplan.jobs import Tokens
-from kvplan.plan import plan_reads, plan_writes
+from kvplan.describe.blocks import Blocks
+from kvplan.describe.views import Context, Group
+from kvplan.plan.transfer import plan_reads, plan_writes
 from kvplan.testing.engines import (
     BOTH,
     DESTINATION,
@@ -30,11 +30,11 @@ from kvplan.testing.engines import (
     workers,
 )
 from kvplan.testing.requests import Request
-from kvplan.views import Context, Group
+from kvplan.verification.jobs import Tokens
 
 if TYPE_CHECKING:
-    from kvplan.plan import TransferPlan
-    from kvplan.workers import Worker
+    from kvplan.describe.worker import Worker
+    from kvplan.plan.transfer import TransferPlan
 
 Spans = Mapping[str, Span | None]
 """By tensor or by group, a range of positions or of states; None for all that the destination lists."""

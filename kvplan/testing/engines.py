@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from kvplan.axes import Axis
-from kvplan.blocks import Blocks
-from kvplan.views import ITEMSIZE, Context, Group, Region, View
-from kvplan.workers import Worker
+from kvplan.describe.axes import Axis
+from kvplan.describe.blocks import Blocks
+from kvplan.describe.views import ITEMSIZE, Context, Group, Region, View
+from kvplan.describe.worker import Worker
 
 Span = tuple[int, int]
 Part = tuple[str, int, int, int]

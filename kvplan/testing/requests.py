@@ -10,11 +10,11 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from kvplan.blocks import Blocks
-from kvplan.jobs import Tokens
-from kvplan.labels import Ints, local_slots, needed
-from kvplan.views import Group
-from kvplan.workers import Worker
+from kvplan.describe.blocks import Blocks
+from kvplan.describe.views import Group
+from kvplan.describe.worker import Worker
+from kvplan.verification.jobs import Tokens
+from kvplan.verification.labels import Ints, local_slots, needed
 
 Span = tuple[int, int]
 

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import attrs
 
 from kvplan import KVPlanError, Report
-from kvplan.report import PROMISES
+from kvplan.verification.report import PROMISES
 
 Look = Callable[[], Report | tuple[Report, ...] | str]
 """Makes reports, or says in a word what it saw, or raises a KVPlanError."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan import Axis, Blocks, Group, MeshPlan, ReadSpec, Region, Table, TransferPlan, View, Worker
-from kvplan.workers import Key
+from kvplan.describe.worker import Key
 from tests.edits import EditedPlan, edited_specs
 from tests.museum.exhibit import VERIFIED
 from tests.small import DIM, HEAD_BYTES, axes

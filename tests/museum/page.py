@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplan import CODES
-from kvplan.report import PROMISES
+from kvplan.verification.report import PROMISES
 from tests.museum.exhibit import Exhibit
 from tests.museum.outside import OUTSIDE, Outside
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan import Blocks, MeshPlan, Model, TransferPlan, plan_mesh, plan_reads, verify
-from kvplan.trials import DESTINATION_SPREAD, SOURCE_SPREAD, scattered
+from kvplan.cli.trials import DESTINATION_SPREAD, SOURCE_SPREAD, scattered
 from tests.museum.exhibit import VERIFIED, Look, check, exhibit, outcome
 from tests.museum.faults import asking, cost
 from tests.museum.mistakes import in_pieces, layers_of

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvplan import Axis, Blocks, Group, Model, View, Worker, plan_mesh, plan_reads, verify
-from kvplan.shipped import configs
+from kvplan.models.shipped import configs
 from tests.museum.exhibit import Look, exhibit
 from tests.museum.faults import asking, moving
 from tests.museum.mistakes import taken_for

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvplan import Blocks, Model, Worker, decode, encode, fingerprint, plan_mesh, plan_reads, verify
-from kvplan.compare import compare
+from kvplan.handshake.comparison import compare
 from tests.museum.exhibit import Look, accepted, exhibit
 from tests.museum.faults import asking, moving
 from tests.small import engine

@@ -8,12 +8,12 @@ import attrs
 import pytest
 
 from kvplan import Model, Worker, contacts
-from kvplan.matrix import shortened
-from kvplan.sides import Side
-from kvplan.trials import Request, blocks_needed
+from kvplan.cli.matrix import shortened
+from kvplan.cli.sides import Side
+from kvplan.cli.trials import Request, blocks_needed
 from tests.contract import Contract, Engines, OpenWorld, move
 from tests.nixl.worlds import NixlWorld
-from tests.test_hard_pairs import PAIRS, TWELVE_HEADS
+from tests.plan.test_hard_pairs import PAIRS, TWELVE_HEADS
 
 TOKENS = (5, 70)
 

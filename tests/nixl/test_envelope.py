@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError, plan_reads
-from kvplan.findings import PeerError
+from kvplan.handshake.errors import PeerError
 from kvplan_nixl import Envelope, NixlExecutor
 from tests.nixl.worlds import placed
 from tests.small import engine

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
-from kvplan.rearrange import Copy, Side, run
-from kvplan.staging import StagedPlan, stage, stage_writes
+from kvplan.staging.plan import StagedPlan, stage, stage_writes
+from kvplan.staging.rearrange import Copy, Side, run
 from kvplan_nixl.calibrate import copied
 from kvplan_nixl.rearrange import TorchCopier
 from tests.nixl.worlds import Memory, placed, synchronized

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from kvplan import Worker
+from kvplan.describe.worker import Key
 from kvplan.executor import Executor
-from kvplan.workers import Key
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.executor import Backends
 from tests.contents import Bytes

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvplan import Blocks, Report, plan_mesh, verify
-from kvplan.workers import Key, Worker
+from kvplan.describe.worker import Key, Worker
 from tests.second_opinion.copies import Copies
 from tests.second_opinion.engines import Engine, Ints
 from tests.second_opinion.peers import Pair

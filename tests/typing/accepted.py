@@ -39,8 +39,8 @@ from kvplan import (
     stage,
 )
 from kvplan.executor import Executor, FakeNetwork, Notice, Status, Transfer
-from kvplan.pipeline import FakeCopier
-from kvplan.rearrange import Copy
+from kvplan.staging.pipeline import FakeCopier
+from kvplan.staging.rearrange import Copy
 from kvplan.testing import assert_copies
 from kvplan.testing.requests import Request
 from kvplan.testing.strategies import requests

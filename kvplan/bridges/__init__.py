@@ -1,0 +1,1 @@
+"""Workers of what an engine has allocated."""

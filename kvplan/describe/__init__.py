@@ -1,0 +1,1 @@
+"""What a worker keeps, and where: axes, views, workers, block tables."""

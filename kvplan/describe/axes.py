@@ -1,0 +1,228 @@
+"""Axes: one dimension of a view, and the canonical form of all digits of one name.
+
+An axis says which part ``[start, stop)`` of a global size a worker holds, and how many bytes lie between
+neighbours. The same name may stand twice, outer digit first: ``token`` as 33 kernel blocks of 16 slots is
+``Axis("token", 0, 33, 33, outer)`` and ``Axis("token", 0, 16, 16, inner)``, together 528 slots.
+
+:func:`segments` turns the digits of a name into the one form the planner uses: intervals of the global
+coordinate on which the byte offset grows by a constant stride.
+
+>>> kernel = (Axis("token", 0, 3, 3, 8192), Axis("token", 0, 16, 16, 256))
+>>> print(segments(kernel))
+[0, 16) at 0 step 256, [16, 32) at 8192 step 256, [32, 48) at 16384 step 256
+>>> dense = (Axis("token", 0, 3, 3, 4096), Axis("token", 0, 16, 16, 256))
+>>> print(segments(dense))
+[0, 48) at 0 step 256
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan._checks import integer, name, settle
+from kvplan.errors import KVPlanError
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Array = TypeVar("Array", bound=npt.NDArray[Any])
+
+MAX_SEGMENTS: Final = 1 << 20
+"""A name's digits may make at most this many segments, so that a description cannot inflate memory."""
+
+
+@attrs.frozen
+class Axis:
+    """One dimension of a view: the part ``[start, stop)`` of ``size``, ``stride_bytes`` between neighbours.
+
+    All are integers in ``[0, 2**63)`` with ``start < stop <= size``. The stride of an axis that holds a
+    single coordinate has no meaning and is stored as 0.
+
+    >>> print(Axis("head", 4, 8, 8, 4096))
+    head [4, 8) of 8 step 4096
+    """
+
+    name: str
+    start: int
+    stop: int
+    size: int
+    stride_bytes: int
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "an axis", name, "name")
+        settle(self, "an axis", integer, "start", "stop", "size", "stride_bytes")
+        if not self.start < self.stop <= self.size:
+            raise KVPlanError(
+                "RANGE",
+                f"describe axis {self.name!r}",
+                expected="0 <= start < stop <= size",
+                got=f"[{self.start}, {self.stop}) of {self.size}",
+                start=self.start,
+                stop=self.stop,
+                size=self.size,
+            )
+        if self.extent == 1:
+            object.__setattr__(self, "stride_bytes", 0)
+
+    @property
+    def extent(self) -> int:
+        """How many coordinates are held: ``stop - start``."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.start}, {self.stop}) of {self.size} step {self.stride_bytes}"
+
+
+@attrs.frozen(eq=False)
+class Segments:
+    """Intervals of a coordinate, ascending, each with the byte offset of its first element and its stride.
+
+    Four int64 arrays of one length.
+    """
+
+    start: Ints
+    length: Ints
+    offset: Ints
+    stride: Ints
+
+    @cached_property
+    def stop(self) -> Ints:
+        """Where each interval ends."""
+        return self.start + self.length
+
+    @cached_property
+    def covered(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of the coordinate that are covered, touching ones joined."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in zip(self.start.tolist(), self.stop.tolist(), strict=True):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return tuple(joined)
+
+    def seen(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
+        """Where covered coordinates ``[start, stop)`` begin, and how they lie from there on.
+
+        The second is equal where they lie alike, wherever they begin and whatever surrounds them: for each segment its
+        first coordinate, length, offset and stride.
+
+        >>> head = segments((Axis("head", 4, 8, 8, 4096),))
+        >>> head.seen(5, 7), head.seen(6, 8), head.seen(4, 5)
+        ((4096, (0, 2, 0, 4096)), (8192, (0, 2, 0, 4096)), (0, (0, 1, 0, 0)))
+        """
+        found: list[int] = []
+        origin, which = 0, slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop))
+        columns = [side[which].tolist() for side in (self.start, self.stop, self.offset, self.stride)]
+        for low, high, offset, stride in zip(*columns, strict=True):
+            first, length = max(low, start), min(high, stop) - max(low, start)
+            begin = offset + (first - low) * stride
+            origin = origin if found else begin
+            found += first - start, length, begin - origin, stride if length > 1 else 0
+        return origin, tuple(found)
+
+    def steps(self, start: int, stop: int, step: int) -> bool:
+        """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""
+        i = int(np.searchsorted(self.start, start, "right")) - 1
+        return stop - start == 1 or (stop <= self.stop[i] and self.stride[i] == step)
+
+    def at(self, coordinate: Ints) -> Ints:
+        """The byte offset of each coordinate, which must be covered."""
+        i = np.searchsorted(self.start, coordinate, "right") - 1
+        offset: Ints = self.offset[i] + (coordinate - self.start[i]) * self.stride[i]
+        return offset
+
+    def __str__(self) -> str:
+        rows = zip(self.start, self.stop, self.offset, self.stride, strict=True)
+        return ", ".join(f"[{a}, {b}) at {offset} step {stride}" for a, b, offset, stride in rows)
+
+
+def segments(digits: Sequence[Axis]) -> Segments:
+    """The canonical form of the digits of one name, outer digit first: as few segments as there can be.
+
+    Raises ``RANGE`` where there would be more than :data:`MAX_SEGMENTS`.
+    """
+    if len(digits) == 1:
+        (one,) = digits
+        return Segments(*np.array([[one.start], [one.extent], [0], [one.stride_bytes]], np.int64))
+    width, start, offset = 1, np.zeros(1, np.int64), np.zeros(1, np.int64)
+    length, stride = 1, 0
+    for digit in reversed(digits):
+        whole = start.size == 1 and length == width
+        if digit.extent == 1 or not whole or (width > 1 and digit.stride_bytes != length * stride):
+            if digit.extent * start.size > MAX_SEGMENTS:
+                raise KVPlanError(
+                    "RANGE",
+                    f"describe axis {digit.name!r}",
+                    expected=f"at most {MAX_SEGMENTS} pieces",
+                    got=f"{digit.extent * start.size}",
+                    value=digit.extent * start.size,
+                )
+            steps = np.arange(digit.extent, dtype=np.int64)[:, None]
+            start = ((digit.start + steps) * width + start).reshape(-1)
+            offset = (steps * digit.stride_bytes + offset).reshape(-1)
+        else:
+            start = start + digit.start * width
+            stride = digit.stride_bytes if width == 1 else stride
+            length *= digit.extent
+        width *= digit.size
+    first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
+    pieces = np.append(first[1:], start.size) - first
+    return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride)
+
+
+def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
+    """Where chains begin, given for each element but the first whether it goes on from the one before.
+
+    >>> heads(np.array([True, False, True]))
+    array([0, 2])
+    """
+    begins = np.ones(goes_on.size + 1, bool)
+    np.logical_not(goes_on, out=begins[1:])
+    return np.flatnonzero(begins)
+
+
+def distinct(values: Ints) -> Ints:
+    """The different values of an array that has any, ascending.
+
+    ``np.unique`` loads ``numpy.ma`` when first called, which would take longer than a plan.
+
+    >>> distinct(np.array([[3, 1], [1, 2]]))
+    array([1, 2, 3])
+    """
+    ordered = np.sort(values, axis=None)
+    return ordered[heads(ordered[1:] == ordered[:-1])]
+
+
+def numbered(first: Ints, size: int) -> Ints:
+    """Which chain each of ``size`` elements belongs to, given where the chains begin.
+
+    >>> numbered(np.array([0, 2]), 4)
+    array([0, 0, 1, 1])
+    """
+    number = np.zeros(size, np.int64)
+    number[first[1:]] = 1
+    return np.cumsum(number, out=number)
+
+
+def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
+    """The global size of each name, in order of appearance: the product of its digits' sizes.
+
+    >>> global_sizes((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
+    {'token': 528, 'dim': 128}
+    """
+    sizes: dict[str, int] = {}
+    for axis in axes:
+        sizes[axis.name] = sizes.get(axis.name, 1) * axis.size
+    return sizes
+
+
+def read_only(array: Array) -> Array:
+    """The array, which nobody can write to from now on."""
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,217 @@
+"""Block tables: which blocks of a pool a request has, by their ordinals in the request.
+
+Blocks pair by ordinal, never by their place in a list. A table may say that a request has no block in some places: a
+sliding window has left them behind, or no state was kept there. Nothing is moved to those, and nothing is read there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvplan._checks import ID_END, integer, shown, wrong_type
+from kvplan.describe.axes import Ints, read_only
+from kvplan.errors import KVPlanError
+
+POSITION_END: Final = 1 << 48
+"""Positions and block ordinals are below this."""
+
+
+def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
+    """``values``, integers in ``[0, end)``, as they are and ascending."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise wrong_type("a block table", "a flat sequence of integers", values) from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        got = f"{array.dtype} of shape {array.shape}"
+        raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
+    wide = array.astype(np.int64, copy=False)
+    ordered = wide.copy()
+    ordered.sort()
+    if ordered.size and (ordered[0] < 0 or ordered[-1] >= end):
+        wrong = int(next(value for value in array if not 0 <= value < end))
+        raise KVPlanError("BLOCKS", "read a block table", expected=f"{what} in [0, {end})", got=f"{wrong}", id=wrong)
+    return wide, ordered
+
+
+@attrs.frozen(init=False, eq=False, repr=False)
+class Blocks:
+    """The blocks of a request in one group: ``ids`` of consecutive blocks, ``first`` the first one's ordinal.
+
+    Entries that equal ``null`` are no blocks (vLLM puts its ``null_block``, id 0, where a sliding window has passed).
+    Or ``ordinals`` gives each block's own, such as the positions at which states were kept.
+
+    What a table says has no block is not wanted by a destination; a request that would need it of a source is refused.
+
+    Raises ``TYPE``, ``RANGE`` or ``BLOCKS``.
+
+    >>> Blocks([7, 3, 9], first=2)
+    Blocks([7, 3, 9], first=2)
+    >>> window = Blocks([0, 0, 7, 3], null=0)
+    >>> window.ids.tolist(), window.first
+    ([7, 3], 2)
+    >>> Blocks([9, 5], ordinals=[2048, 1024])
+    Blocks([5, 9], ordinals=[1024, 2048])
+    """
+
+    ids: npt.NDArray[np.int32]
+    """The ids of the blocks that there are, by ascending ordinal."""
+
+    first: int
+    """The ordinal of the first of them."""
+
+    stop: int
+    """The ordinal after that of the last of them."""
+
+    listed: tuple[int, int]
+    """The ordinals ``[start, stop)`` that the table speaks of."""
+
+    scattered: Ints | None
+    """The ordinal of each of ``ids``, where they are not consecutive."""
+
+    null: int | None
+
+    highest: int
+    """The highest of ``ids``, -1 where there is none."""
+
+    twice: int | None
+    """An id that stands more than once, if there is one."""
+
+    def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None) -> None:
+        start = integer(first, "first of Blocks", high=POSITION_END)
+        owned, ordered = _integers(ids, "ids", ID_END)
+        stop = start + owned.size
+        listed, at = (start, stop), None
+        if ordinals is not None:
+            if start or null is not None:
+                raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
+            owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END)[0])
+            listed = (0, POSITION_END)
+        elif null is not None:
+            null = integer(null, "null of Blocks", high=ID_END)
+            there = np.flatnonzero(owned != null)
+            owned, at = owned[there], read_only(start + there)
+            ordered = ordered[ordered != null]
+        if at is not None:
+            start, stop = (int(at[0]), int(at[-1]) + 1) if at.size else (start, start)
+            at = at if stop - start > at.size else None
+        highest = int(ordered[-1]) if ordered.size else -1
+        same = ordered[1:] == ordered[:-1]
+        twice = int(ordered[same.argmax()]) if np.count_nonzero(same) else None
+        self.__attrs_init__(read_only(owned.astype(np.int32)), start, stop, listed, at, null, highest, twice)
+
+    @property
+    def ordinals(self) -> Ints:
+        """The ordinal of each of ``ids``, int64."""
+        return np.arange(self.first, self.stop) if self.scattered is None else self.scattered
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the table says of some of ``listed`` that there is no block."""
+        return self.scattered is not None or self.listed != (self.first, self.stop)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What makes the same table."""
+        start, stop = self.listed
+        if stop == POSITION_END:
+            return {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
+        if self.null is None:
+            return {"ids": self.ids.tolist(), "first": start}
+        entries = np.full(stop - start, self.null)
+        entries[self.ordinals - start] = self.ids
+        return {"ids": entries.tolist(), "first": start, "null": self.null}
+
+    def __repr__(self) -> str:
+        ids, *others = self._arguments().items()
+        return f"Blocks({', '.join([str(ids[1]), *(f'{name}={value}' for name, value in others)])})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._arguments(),)
+
+
+def _rebuild(arguments: dict[str, Any]) -> Blocks:
+    return Blocks(**arguments)
+
+
+def _ordered(ids: Ints, ordinals: Ints) -> tuple[Ints, Ints]:
+    """Both by ascending ordinal."""
+    order = np.argsort(ordinals)
+    ordinals = ordinals[order]
+    again = np.flatnonzero(ordinals[1:] == ordinals[:-1])
+    if ordinals.size != ids.size or again.size:
+        got = f"ordinal {ordinals[again[0]]} twice" if again.size else f"{ordinals.size} of {ids.size} ids"
+        raise KVPlanError("BLOCKS", "read a block table", expected="an ordinal of its own for each id", got=got)
+    return ids[order], read_only(ordinals)
+
+
+def _bind(side: str, key: str) -> str:
+    return " ".join(filter(None, ("bind", side, f"group {key!r}")))
+
+
+def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool, side: str = "") -> None:
+    """One group's block table against the smallest pool that it indexes. A destination block may stand once."""
+    if blocks is None:
+        raise KVPlanError("BLOCKS", _bind(side, key), expected="a block table", got="none", group=key, side=side)
+    if not isinstance(blocks, Blocks):
+        raise KVPlanError("TYPE", _bind(side, key), expected="Blocks", got=shown(blocks), group=key, side=side)
+    if blocks.highest >= num_blocks:
+        raise KVPlanError(
+            "BLOCKS",
+            _bind(side, key),
+            expected=f"block ids below {num_blocks}, the pool's size",
+            got=f"{blocks.highest}",
+            group=key,
+            side=side,
+            num_blocks=num_blocks,
+            id=blocks.highest,
+        )
+    if is_destination and blocks.twice is not None:
+        raise KVPlanError(
+            "BLOCKS",
+            _bind(side, key),
+            expected="each destination block once",
+            got=f"block {blocks.twice} twice",
+            group=key,
+            side=side,
+            id=blocks.twice,
+        )
+
+
+def check_listed(key: str, start: int, stop: int, low: int, high: int, side: str) -> None:
+    """Whether the ordinals ``[start, stop)`` that a request needs are among those that a table has."""
+    if start < low or stop > high:
+        raise KVPlanError(
+            "BLOCKS",
+            _bind(side, key),
+            expected=f"blocks [{start}, {stop}) of the request to be listed",
+            got=f"[{low}, {high})",
+            group=key,
+            side=side,
+            needed=(start, stop),
+            listed=(low, high),
+        )
+
+
+def places(key: str, table: Blocks, ordinals: Ints, side: str) -> Ints:
+    """The index in ``table.ids`` of each of some ascending ordinals, all of which it must have."""
+    if table.scattered is None:
+        check_listed(key, int(ordinals[0]), int(ordinals[-1]) + 1, table.first, table.stop, side)
+        return ordinals - table.first
+    found = np.minimum(np.searchsorted(table.scattered, ordinals), table.ids.size - 1)
+    missing = ordinals[table.scattered[found] != ordinals]
+    if missing.size:
+        got = f"no block {missing[0]} of the request"
+        raise KVPlanError(
+            "BLOCKS",
+            _bind(side, key),
+            expected="a block for each that the other side has",
+            got=got,
+            group=key,
+            side=side,
+            ordinal=int(missing[0]),
+        )
+    return found

@@ -1,0 +1,193 @@
+"""region_of and view_of: what a real tensor says of itself, whatever framework made it.
+
+A tensor is anything with ``data_ptr()``, ``stride()``, ``shape`` and ``dtype`` (PyTorch) or with
+``__array_interface__`` (numpy). It is read by these attributes alone, and no framework is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvplan._checks import integer, shown, wrong_type
+from kvplan.describe.axes import Axis
+from kvplan.describe.views import ITEMSIZE, Group, Region, View
+from kvplan.errors import KVPlanError
+
+BLOCK = "block"
+
+Device = tuple[str, int]
+"""Memory kind and device id."""
+
+
+def device_of(tensor: Any) -> Device:
+    """Where a tensor is: DRAM where it says ``cpu`` or nothing, else VRAM of the device it says.
+
+    >>> import numpy as np
+    >>> device_of(np.zeros(4))
+    ('DRAM', 0)
+    """
+    kind, _, number = str(getattr(tensor, "device", "cpu")).partition(":")
+    return ("DRAM", 0) if kind == "cpu" else ("VRAM", int(number or 0))
+
+
+def region_of(tensor: Any, name: str = "kv") -> Region:
+    """The region of memory that ``tensor`` lies in: address, size in bytes, memory kind and device read from it.
+
+    Of PyTorch, it is all of the storage that the tensor is a view of, so that tensors of one storage have one region.
+    Where a tensor does not tell its storage, it is what the tensor spans. That the memory stays allocated is up to the
+    caller.
+
+    Raises ``TYPE`` for what is no tensor, ``DTYPE`` for elements that no engine exchanges, ``SIZE`` for an empty one.
+
+    >>> import numpy as np
+    >>> from kvplan import region_of
+    >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)
+    >>> region = region_of(cache, "layers.0")
+    >>> region.address == cache.ctypes.data, region.size_bytes == cache.nbytes, region.memory, region.device_id
+    (True, True, 'DRAM', 0)
+    """
+    shape, strides, dtype, address = _read(tensor)
+    if hasattr(tensor, "untyped_storage"):
+        storage = tensor.untyped_storage()
+        return Region(name, int(storage.data_ptr()), int(storage.nbytes()), *device_of(tensor))
+    reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    before = sum(reach for reach in reaches if reach < 0)
+    size_bytes = sum(map(abs, reaches)) + ITEMSIZE[dtype]
+    return Region(name, address + before, size_bytes, *device_of(tensor))
+
+
+def view_of(
+    tensor: Any,
+    pattern: str,
+    *,
+    name: str,
+    group: Group | str,
+    region: Region,
+    parts: Mapping[str, tuple[int, int, int]] | None = None,
+) -> View:
+    """The view that ``tensor`` is: shape, strides, dtype and address read from it, nothing copied.
+
+    ``pattern`` names its dimensions in order; one of them is ``block``, and a name may stand twice, outer
+    digit first. ``parts`` gives ``(start, stop, size)`` for an axis of which the tensor holds a part; every
+    other axis is whole. ``region`` is the memory it lies in, as :func:`region_of` tells.
+
+    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part is not as long as its dimension,
+    ``STRIDE`` for a stride that is negative, ``BOUNDS`` where the tensor starts before its region, or is in
+    other memory: of another kind, or VRAM of another device.
+
+    >>> import numpy as np
+    >>> from kvplan import region_of, view_of
+    >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)          # block, K and V, heads 4-7 of 8, slot, dim
+    >>> view = view_of(cache, "block kv head token dim", name="layers.0.attn", group="attn",
+    ...                region=region_of(cache), parts={"head": (4, 8, 8)})
+    >>> print(*view.axes, sep="; ")
+    kv [0, 2) of 2 step 16384; head [4, 8) of 8 step 4096; token [0, 16) of 16 step 256; dim [0, 128) of 128 step 2
+    """
+    for what, value, kind in (("name", name, str), ("region", region, Region), ("pattern", pattern, str)):
+        if not isinstance(value, kind):
+            raise wrong_type(f"the {what} of a tensor's view", f"a value of type {kind.__name__}", value)
+    shape, strides, dtype, address = _read(tensor)
+    names = pattern.split()
+    if len(names) != len(shape) or names.count(BLOCK) != 1:
+        raise KVPlanError(
+            "AXES",
+            f"read a tensor as view {name!r}",
+            expected=f"one name for each of its {len(shape)} dimensions, 'block' once",
+            got=shown(pattern),
+            shape=shape,
+            pattern=" ".join(names),
+        )
+    for key, length, stride in zip(names, shape, strides, strict=True):
+        if stride < 0 and length > 1:
+            raise KVPlanError(
+                "STRIDE",
+                f"read a tensor as view {name!r}",
+                expected="strides >= 0",
+                got=f"{stride} on {key!r}",
+                axis=key,
+                stride_bytes=stride,
+            )
+    _check_memory(name, device_of(tensor), region)
+    if address < region.address:
+        raise KVPlanError(
+            "BOUNDS",
+            f"read a tensor as view {name!r}",
+            expected=f"an address in region {region.name!r} from {region.address:#x} on",
+            got=f"{address:#x}",
+            address=address,
+        )
+    steps = [max(stride, 0) for stride in strides]  # below 0 only where a dimension has one coordinate
+    held = _parts(name, dict(zip(names, shape, strict=True)), names, {} if parts is None else parts)
+    block = names.index(BLOCK)
+    axes = [
+        Axis(key, *held.get(key, (0, length, length)), step)
+        for key, length, step in zip(names, shape, steps, strict=True)
+        if key != BLOCK
+    ]
+    return View(name, group, region, dtype, axes, shape[block], steps[block], address - region.address)
+
+
+def _check_memory(view: str, device: Device, region: Region) -> None:
+    """Refuse a region in other memory than its tensor. Which DRAM a region means, no tensor knows."""
+    memory, number = device
+    if region.memory != memory or (memory == "VRAM" and region.device_id != number):
+        raise KVPlanError(
+            "BOUNDS",
+            f"read a tensor as view {view!r}",
+            expected=f"a tensor in {region.memory} {region.device_id}, as region {region.name!r}",
+            got=f"one in {memory} {number}",
+            hint="region_of(tensor) reads its device",
+            region=(region.memory, region.device_id),
+            tensor=device,
+        )
+
+
+def _parts(view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any) -> dict[str, tuple[int, int, int]]:
+    """``parts`` as exact ints, each of an axis that stands once and as long as its dimension."""
+    if not isinstance(parts, Mapping):
+        raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
+    held = {}
+    for key, part in parts.items():
+        if names.count(key) != 1 or key == BLOCK:
+            raise KVPlanError(
+                "AXES",
+                f"read the parts of view {view!r}",
+                expected=f"axes that stand once in {' '.join(names)!r}",
+                got=shown(key),
+                axis=shown(key),
+            )
+        what = f"the part of axis {key!r} of view {view!r}"
+        if not isinstance(part, Sequence) or len(part) != 3:
+            raise wrong_type(what, "(start, stop, size)", part)
+        start, stop, size = (integer(bound, what) for bound in part)
+        if stop - start != lengths[key]:
+            raise KVPlanError(
+                "SIZE",
+                f"read {what}",
+                expected=f"{lengths[key]} coordinates, as the tensor has",
+                got=f"[{start}, {stop}) of {size}",
+                axis=key,
+                length=lengths[key],
+            )
+        held[key] = (start, stop, size)
+    return held
+
+
+def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+    """Shape, strides in bytes, dtype name and address."""
+    is_torch = hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
+    if not (is_torch or hasattr(tensor, "__array_interface__")) or not hasattr(tensor, "dtype"):
+        raise wrong_type("a tensor", "data_ptr() and stride(), or __array_interface__", tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        raise KVPlanError(
+            "DTYPE", "read a tensor", expected=f"a dtype of {', '.join(ITEMSIZE)}", got=shown(dtype), dtype=dtype
+        )
+    shape = tuple(integer(n, "a dimension of a tensor") for n in tensor.shape)
+    if not math.prod(shape):
+        raise KVPlanError("SIZE", "read a tensor", expected="at least one element", got=f"shape {shape}", shape=shape)
+    if is_torch:
+        return shape, tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()), dtype, int(tensor.data_ptr())
+    return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])

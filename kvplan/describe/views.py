@@ -1,0 +1,277 @@
+"""Regions, groups and views: where a worker keeps a box of a logical tensor.
+
+The byte address of an element is a sum, one term per dimension::
+
+    region.address + offset_bytes + block * block_stride_bytes + sum over axes of (coordinate - start) * stride_bytes
+
+Nothing else in kvplan knows about memory: six axis orders, K and V side by side or apart, cross-layer
+blocks, padding and kernel blocks are different strides in this one formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final
+
+import attrs
+
+from kvplan._checks import integer, members, name, settle, wrong_type
+from kvplan.describe.axes import Axis, Segments, global_sizes, segments
+from kvplan.errors import KVPlanError
+
+TOKEN: Final = "token"
+"""The axis name that a token group pages: its global size is the group's ``tokens_per_block``."""
+
+ADDRESS_END: Final = 1 << 64
+
+ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        **dict.fromkeys(("bool", "int8", "uint8"), 1),
+        **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+        **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+        **dict.fromkeys(("int32", "uint32", "float32"), 4),
+        **dict.fromkeys(("int64", "uint64", "float64"), 8),
+    }
+)
+"""Bytes per element, by the names that numpy and PyTorch give their types."""
+
+MEMORY_KINDS: Final = ("DRAM", "VRAM", "FILE")
+
+
+@attrs.frozen
+class Region:
+    """One registered memory range: ``size_bytes`` at ``address``, of a memory kind, on a device.
+
+    Address and end lie in ``[0, 2**64]``; a range that would wrap is refused with ``BOUNDS``.
+
+    >>> print(Region("kv.0", 0x7f0000000000, 4096))
+    kv.0: 4096 bytes at 0x7f0000000000, DRAM 0
+    """
+
+    name: str
+    address: int
+    size_bytes: int
+    memory: str = "DRAM"
+    device_id: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "a region", name, "name", "memory")
+        settle(self, "a region", integer, "address", high=ADDRESS_END)
+        settle(self, "a region", integer, "size_bytes", low=1)
+        settle(self, "a region", integer, "device_id")
+        if self.memory not in MEMORY_KINDS:
+            raise KVPlanError(
+                "NAME",
+                f"describe region {self.name!r}",
+                expected=f"memory in {', '.join(MEMORY_KINDS)}",
+                got=f"{self.memory!r}",
+                memory=self.memory,
+            )
+        if self.address + self.size_bytes > ADDRESS_END:
+            raise KVPlanError(
+                "BOUNDS",
+                f"describe region {self.name!r}",
+                expected="address + size_bytes <= 2**64",
+                got=f"{self.address:#x} + {self.size_bytes}",
+                address=self.address,
+                size_bytes=self.size_bytes,
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.size_bytes} bytes at {self.address:#x}, {self.memory} {self.device_id}"
+
+
+@attrs.frozen
+class Context:
+    """How a token group spreads positions over context-parallel workers.
+
+    Runs of ``interleave_tokens`` positions go to the ranks in turn: position ``p`` belongs to rank
+    ``p // interleave_tokens % size``.
+
+    >>> [p for p in range(12) if p in Context(rank=1, size=2, interleave_tokens=3)]
+    [3, 4, 5, 9, 10, 11]
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave_tokens: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "a context", integer, "rank")
+        settle(self, "a context", integer, "size", "interleave_tokens", low=1)
+        if self.rank >= self.size:
+            raise KVPlanError(
+                "RANGE",
+                "describe a context",
+                expected=f"rank < size {self.size}",
+                got=f"rank {self.rank}",
+                rank=self.rank,
+                size=self.size,
+            )
+        if self.size == 1:
+            object.__setattr__(self, "interleave_tokens", 1)
+
+    def __contains__(self, position: int) -> bool:
+        return position // self.interleave_tokens % self.size == self.rank
+
+
+@attrs.frozen
+class Group:
+    """A block table: ``tokens_per_block`` slots a block, or ``None`` for a state group (one state a block)."""
+
+    name: str
+    tokens_per_block: int | None = None
+    context: Context = Context()
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "a group", name, "name")
+        if self.tokens_per_block is not None:
+            settle(self, "a group", integer, "tokens_per_block", low=1, high=1 << 31)
+        if not isinstance(self.context, Context):
+            raise wrong_type(f"context of group {self.name!r}", "a Context", self.context)
+        if self.tokens_per_block is None and self.context.size > 1:
+            raise KVPlanError(
+                "GROUP",
+                f"describe group {self.name!r}",
+                expected="no context for a state group",
+                got=f"size {self.context.size}",
+                size=self.context.size,
+            )
+
+
+def _group(value: Group | str) -> str:
+    return value.name if isinstance(value, Group) else value
+
+
+def _region(value: Region | str) -> str:
+    return value.name if isinstance(value, Region) else value
+
+
+def _axes(value: Iterable[Axis]) -> tuple[Axis, ...]:
+    return members(Axis, value, "axes of a view")
+
+
+@attrs.frozen
+class View:
+    """Where one worker keeps a box of the logical tensor ``name``, for every block of a group's pool.
+
+    ``group`` and ``region`` are names within the worker (or the objects themselves). ``offset_bytes`` is
+    where, inside the region, the first element that the view holds stands in block 0. ``dtype`` is a key
+    of :data:`ITEMSIZE`; packed types of less than a byte are described as ``uint8``.
+
+    >>> view = View("layers.0.attn", "attn", "kv.0", "bfloat16",
+    ...             (Axis("head", 4, 8, 8, 4096), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)),
+    ...             num_blocks=100, block_stride_bytes=16384)
+    >>> view.block_bytes, view.end_bytes
+    (16384, 1638400)
+    """
+
+    name: str
+    group: str = attrs.field(converter=_group)
+    region: str = attrs.field(converter=_region)
+    dtype: str
+    axes: tuple[Axis, ...] = attrs.field(converter=_axes)
+    num_blocks: int
+    block_stride_bytes: int
+    offset_bytes: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "a view", name, "name", "group", "region", "dtype")
+        settle(self, "a view", integer, "num_blocks", low=1, high=1 << 40)
+        settle(self, "a view", integer, "block_stride_bytes", "offset_bytes")
+        for axis_name, size in self.sizes.items():
+            integer(size, f"the global size of axis {axis_name!r} of view {self.name!r}")
+        if self.dtype not in ITEMSIZE:
+            raise KVPlanError(
+                "DTYPE",
+                f"describe view {self.name!r}",
+                expected=f"a dtype of {', '.join(ITEMSIZE)}",
+                got=f"{self.dtype!r}",
+                dtype=self.dtype,
+            )
+        self._check_token_axis_is_whole()
+        self._check_elements_apart()
+
+    def _check_token_axis_is_whole(self) -> None:
+        for axis in self.axes:
+            if axis.name == TOKEN and axis.extent != axis.size:
+                raise KVPlanError(
+                    "SIZE",
+                    f"describe view {self.name!r}",
+                    expected=f"all {axis.size} slots of the token axis",
+                    got=f"[{axis.start}, {axis.stop})",
+                    hint="a Context spreads positions over workers",
+                    start=axis.start,
+                    stop=axis.stop,
+                    size=axis.size,
+                )
+
+    def _check_elements_apart(self) -> None:
+        """By ascending stride, each step must clear the bytes that the finer axes span."""
+        steps = sorted((axis.stride_bytes, axis.extent, axis.name) for axis in self.axes if axis.extent > 1)
+        if self.num_blocks > 1:
+            steps = sorted([*steps, (self.block_stride_bytes, self.num_blocks, "block")])
+        span = self.itemsize
+        for stride, extent, axis_name in steps:
+            if stride < span:
+                raise KVPlanError(
+                    "STRIDE",
+                    f"describe view {self.name!r}",
+                    expected=f"axis {axis_name!r} to step over the {span} bytes that the finer axes span",
+                    got=f"stride {stride}",
+                    axis=axis_name,
+                    stride_bytes=stride,
+                    span_bytes=span,
+                )
+            span += (extent - 1) * stride
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of data that one block holds in this view, gaps not counted."""
+        return self.itemsize * math.prod(axis.extent for axis in self.axes)
+
+    @property
+    def end_bytes(self) -> int:
+        """Where, inside the region, the last byte of the last block ends."""
+        span = sum((axis.extent - 1) * axis.stride_bytes for axis in self.axes)
+        return self.offset_bytes + (self.num_blocks - 1) * self.block_stride_bytes + span + self.itemsize
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The logical tensor's global size by axis name."""
+        return global_sizes(self.axes)
+
+
+@attrs.frozen
+class Geometry:
+    """What a view is, apart from its name and its place: all that planning needs to know, shared by equal layers."""
+
+    axes: tuple[Axis, ...]
+    dtype: str
+    group: Group
+    num_blocks: int
+    block_stride_bytes: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.dtype]
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The logical tensor's global size by axis name."""
+        return MappingProxyType(global_sizes(self.axes))
+
+    @cached_property
+    def segments(self) -> Mapping[str, Segments]:
+        """Each axis name's digits in canonical form. A state group has a token axis of one slot."""
+        names = dict.fromkeys((TOKEN, *self.sizes))
+        return MappingProxyType({key: segments([a for a in self.axes if a.name == key]) for key in names})

@@ -1,0 +1,242 @@
+"""Workers: one rank's regions, groups and views, checked as a whole.
+
+Validate (V), on construction of each worker:
+
+- V1: names of regions and of groups are unique; a view names a region and a group of its worker.
+- V2: each view's bytes, over all its blocks, lie inside its region.
+- V3: in a token group the ``token`` axis counts exactly ``tokens_per_block``; in a state group there is none.
+- V4: views of one group share no byte, in one region or in regions that overlap.
+- V5: no two views of one group are of the same part of a tensor, as they are where a layer has another's name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from kvplan._checks import count, integer, members, name, settle
+from kvplan.describe._overlap import overlaps, told
+from kvplan.describe.axes import Ints
+from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
+from kvplan.errors import KVPlanError
+
+
+def _regions(values: Iterable[Region]) -> tuple[Region, ...]:
+    return members(Region, values, "regions of a worker")
+
+
+def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
+    return members(Group, values, "groups of a worker")
+
+
+def _views(values: Iterable[View]) -> tuple[View, ...]:
+    return members(View, values, "views of a worker")
+
+
+def _token_axis(slots: int | None) -> str:
+    return "no token axis" if slots is None else f"a token axis of {slots} slots"
+
+
+_DIGIT: Final = operator.attrgetter("name", "start", "stop", "size", "stride_bytes")
+_AXES: Final = operator.attrgetter("axes")
+_BESIDES: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
+
+
+Key = tuple[str, int]
+"""A worker: engine id and rank."""
+
+
+def label_of(key: Key) -> str:
+    """``engine_id/rank``, the way messages name a worker."""
+    return f"{key[0]}/{key[1]}"
+
+
+@attrs.frozen
+class Worker:
+    """One rank's process of an engine: what it registers and what it keeps there.
+
+    ``rank`` is unique within ``engine_id``. Raises a KVPlanError where V1 to V5 do not hold.
+
+    >>> from kvplan import Axis, Group, Region, View, Worker
+    >>> axes = (Axis("token", 0, 16, 16, 1152), Axis("dim", 0, 576, 576, 2))
+    >>> print(Worker("decode", 0, (Region("kv", 1 << 44, 100 * 18432),), (Group("mla", 16),),
+    ...              (View("layers.0.mla", "mla", "kv", "bfloat16", axes, 100, 18432),)))
+    decode/0: 1 view of 1 tensor in 1 region, 1 group
+    """
+
+    engine_id: str
+    rank: int
+    regions: tuple[Region, ...] = attrs.field(converter=_regions)
+    groups: tuple[Group, ...] = attrs.field(converter=_groups)
+    views: tuple[View, ...] = attrs.field(converter=_views, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "a worker", name, "engine_id")
+        settle(self, "a worker", integer, "rank")
+        regions = self._by_name("region", self.regions)
+        groups = self._by_name("group", self.groups)
+        for view in self.views:
+            region = self._named(view, "region", view.region, regions)
+            group = self._named(view, "group", view.group, groups)
+            if view.end_bytes > region.size_bytes:
+                raise KVPlanError(
+                    "BOUNDS",
+                    f"place view {view.name!r} of worker {self.label}",
+                    expected=f"bytes within [0, {region.size_bytes}) of region {region.name!r}",
+                    got=f"[{view.offset_bytes}, {view.end_bytes})",
+                    size_bytes=region.size_bytes,
+                    end_bytes=view.end_bytes,
+                )
+            slots = view.sizes.get(TOKEN)
+            if slots != group.tokens_per_block:
+                raise KVPlanError(
+                    "SIZE",
+                    f"page view {view.name!r} of worker {self.label}",
+                    expected=f"{_token_axis(group.tokens_per_block)} for group {group.name!r}",
+                    got=_token_axis(slots),
+                    tokens_per_block=group.tokens_per_block,
+                    token_axis=slots,
+                )
+        self._check_parts()
+        self._check_apart()
+
+    def _by_name(self, what: str, values: tuple[Any, ...]) -> dict[str, Any]:
+        by_name: dict[str, Any] = {}
+        for value in values:
+            if value.name in by_name:
+                raise KVPlanError(
+                    "NAME",
+                    f"describe worker {self.label}",
+                    expected=f"each {what} name once",
+                    got=f"{value.name!r} twice",
+                    name=value.name,
+                )
+            by_name[value.name] = value
+        return by_name
+
+    def _named(self, view: View, what: str, key: str, values: dict[str, Any]) -> Any:
+        if key not in values:
+            raise KVPlanError(
+                "NAME",
+                f"place view {view.name!r} of worker {self.label}",
+                expected=f"one of the {what}s {', '.join(map(repr, values))}" if values else f"a {what} of its worker",
+                got=f"{key!r}",
+                name=key,
+            )
+        return values[key]
+
+    def _check_parts(self) -> None:
+        if len({view.name for view in self.views}) == len(self.views):
+            return
+        known: dict[Any, View] = {}
+        for view in self.views:
+            part = frozenset((axis.name, axis.start, axis.stop, axis.size) for axis in view.axes)
+            if known.setdefault((view.name, view.group, part), view) is not view:
+                raise KVPlanError(
+                    "NAME",
+                    f"place view {view.name!r} of worker {self.label}",
+                    expected=f"each part of a tensor once in group {view.group!r}",
+                    got="two views of the same part",
+                    hint="does each layer have a name of its own?",
+                    name=view.name,
+                )
+
+    def _check_apart(self) -> None:
+        pools: dict[tuple[str, str], list[View]] = {}
+        joined = self._joined_regions()
+        for view in self.views:
+            pools.setdefault((joined[view.region][0], view.group), []).append(view)
+        for first, second in overlaps(*pools.values(), apart={region: apart for region, (_, apart) in joined.items()}):
+            raise KVPlanError(
+                "OVERLAP",
+                f"place view {second.view.name!r} of worker {self.label}",
+                expected=f"bytes of its own in region {second.view.region!r} for group {second.view.group!r}",
+                got=told(first, second),
+                first=first.view.name,
+                second=second.view.name,
+                blocks=(first.block, second.block),
+                bytes=(first.byte, second.byte),
+            )
+
+    def _joined_regions(self) -> dict[str, tuple[str, int]]:
+        """For each region, the first of those it overlaps with, in a chain, and how many bytes after it it starts."""
+        joined: dict[str, tuple[str, int]] = {}
+        first, end, device = None, 0, ("", 0)
+        for region in sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address)):
+            if first is None or region.address >= end or device != (region.memory, region.device_id):
+                first, end, device = region, 0, (region.memory, region.device_id)
+            end = max(end, region.address + region.size_bytes)
+            joined[region.name] = (first.name, region.address - first.address)
+        return joined
+
+    @cached_property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Each tensor's views, by name: indices into ``views``."""
+        found: dict[str, list[int]] = {}
+        for i, view in enumerate(self.views):
+            found.setdefault(view.name, []).append(i)
+        return MappingProxyType({key: tuple(indices) for key, indices in found.items()})
+
+    @cached_property
+    def _geometry(self) -> tuple[tuple[Geometry, ...], tuple[int, ...]]:
+        groups = {group.name: group for group in self.groups}
+        keys = list(zip(map(id, map(_AXES, self.views)), map(_BESIDES, self.views), strict=True))
+        numbers: dict[Any, int] = {}
+        known: dict[Any, int] = {}  # by identity of the axes, which equal layers often share
+        made: list[Geometry] = []
+        for key, view in dict(zip(keys, self.views, strict=True)).items():
+            known[key] = numbers.setdefault((*map(_DIGIT, view.axes), *key[1]), len(made))
+            if known[key] == len(made):
+                group = groups[view.group]
+                made.append(Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes))
+        return tuple(made), tuple([known[key] for key in keys])
+
+    @property
+    def geometries(self) -> tuple[Geometry, ...]:
+        """The different geometries among the views, in order of first appearance."""
+        return self._geometry[0]
+
+    @property
+    def geometry_of(self) -> tuple[int, ...]:
+        """Which of :attr:`geometries` each view has."""
+        return self._geometry[1]
+
+    @cached_property
+    def places(self) -> Ints:
+        """Where each view stands, (views, 2) int64: the index of its region, and its offset there in bytes."""
+        regions = {region.name: i for i, region in enumerate(self.regions)}
+        region = [regions[view.region] for view in self.views]
+        return np.array([region, [view.offset_bytes for view in self.views]], np.int64).T
+
+    @cached_property
+    def outline(self) -> tuple[Any, ...]:
+        """All that the worker keeps, and where in its regions: equal for workers that differ in name and address."""
+        names = tuple([view.name for view in self.views])
+        return self.groups, names, self.geometry_of, self.geometries, self.places.tobytes()
+
+    @property
+    def key(self) -> Key:
+        """``(engine_id, rank)``, the way specs and completions name a worker.
+
+        >>> Worker("decode", 3, (), (), ()).key
+        ('decode', 3)
+        """
+        return self.engine_id, self.rank
+
+    @property
+    def label(self) -> str:
+        """``engine_id/rank``, the way messages name a worker."""
+        return label_of(self.key)
+
+    def __str__(self) -> str:
+        tensors = count(len({view.name for view in self.views}), "tensor")
+        views, regions, groups = len(self.views), len(self.regions), len(self.groups)
+        return (
+            f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
+        )

@@ -1,0 +1,1 @@
+"""What workers tell each other of themselves: untrusted data, until it has been checked."""

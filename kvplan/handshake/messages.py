@@ -1,0 +1,140 @@
+"""Messages: bytes from a peer, read as JSON of bounded cost.
+
+The rules of any version of the format, checked before memory is taken:
+
+- at most :data:`MAX_BYTES` of UTF-8, with at most :data:`MAX_STRINGS` strings, and :data:`MAX_CONTAINERS` lists and
+  mappings, :data:`MAX_DEPTH` deep;
+- JSON as RFC 8259 has it: no NaN, no Infinity; no key twice in a mapping, no integer of more than 20 digits;
+- a mapping whose key ``kvplan`` is the version. Where it is unknown, nothing else is looked at;
+- the key ``extensions``, if there, is a mapping of anything. Who does not know an extension ignores it.
+
+JSON can build no objects and run no code; all that comes out is mappings, lists, strings and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Final, NoReturn
+
+from kvplan._checks import shown, wrong_type
+from kvplan.errors import KVPlanError
+from kvplan.handshake.errors import Findings
+from kvplan.handshake.schema import VERSION
+
+MAX_BYTES: Final = 1 << 20
+"""Length of a message: over 100 times the offer of a worker of 80 layers."""
+
+MAX_DEPTH: Final = 16
+"""How deep lists and mappings may nest: an offer takes five levels, extensions may take more."""
+
+MAX_CONTAINERS: Final = 1 << 15
+"""Lists and mappings in a message: an empty one takes two bytes there, and thirty times that in memory."""
+
+MAX_STRINGS: Final = 1 << 17
+"""Strings in a message, keys among them: a short one takes three bytes there, and twenty times that in memory."""
+
+MAX_DIGITS: Final = 20
+"""Digits of an integer, as many as 2**64 has: reading many takes time that grows with their square."""
+
+NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def parse(data: bytes, found: Findings) -> Any:
+    """The mapping in a message of this version, without ``kvplan`` and ``extensions``; BAD where there is none.
+
+    >>> found = Findings()
+    >>> parse(b'{"kvplan": 1, "rank": 3}', found)
+    {'rank': 3}
+    >>> _ = parse(b'{"kvplan": 7, "rank": -1}', found)
+    >>> print(*found.problems)
+    kvplan: VERSION: cannot read a message: expected version 1, got 7
+    """
+    if not isinstance(data, bytes):
+        raise wrong_type("a message", "bytes", data)
+    message = found.attempt("", _load, data)
+    message = found.attempt("kvplan", _of_this_version, message)
+    return found.attempt("extensions", _without_extensions, message)
+
+
+def _refused(code: str, expected: str, got: str) -> KVPlanError:
+    return KVPlanError(code, "read a message", expected=expected, got=got)
+
+
+def _load(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_BYTES:
+        raise _refused("MESSAGE", f"at most {MAX_BYTES} bytes", f"{len(data)}")
+    _check_counts(data)
+    try:
+        value = DECODER.decode(data.decode())
+    except UnicodeDecodeError as error:
+        raise _refused("MESSAGE", "UTF-8", f"byte {data[error.start]:#x} at {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise _refused("MESSAGE", "JSON", f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
+    if not isinstance(value, dict):
+        raise wrong_type("a message", "a mapping", value)
+    return value
+
+
+def _check_counts(data: bytes) -> None:
+    """Counts quotes, and the brackets outside strings. Where these are not what JSON sees, it meets an error before."""
+    strings = data.count(b'"') // 2
+    if strings > MAX_STRINGS:
+        raise _refused("MESSAGE", f"at most {MAX_STRINGS} strings", f"{strings}")
+    outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
+    brackets = b"".join(outside).translate(None, NOT_BRACKETS)
+    number = brackets.count(b"[") + brackets.count(b"{")
+    if number > MAX_CONTAINERS:
+        raise _refused("MESSAGE", f"at most {MAX_CONTAINERS} lists and mappings", f"{number}")
+    depth = max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+    if depth > MAX_DEPTH:
+        raise _refused("MESSAGE", f"lists and mappings at most {MAX_DEPTH} deep", f"{depth}")
+
+
+def _of_this_version(message: dict[str, Any]) -> dict[str, Any]:
+    version = message.pop("kvplan", None)
+    if type(version) is not int or version != VERSION:
+        raise _refused("VERSION", f"version {VERSION}", shown(version))
+    return message
+
+
+def _without_extensions(message: dict[str, Any]) -> dict[str, Any]:
+    extensions = message.pop("extensions", {})
+    if not isinstance(extensions, dict):
+        raise wrong_type("extensions", "a mapping", extensions)
+    try:
+        json.dumps(extensions, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _refused("MESSAGE", "characters", "half of a surrogate pair") from None
+    return message
+
+
+def _mapping(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _refused("KEY", "each key of a mapping once", f"{shown(twice)} twice")
+    return made
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _refused("RANGE", f"integers of at most {MAX_DIGITS} digits", f"one of {len(digits)}")
+    return int(digits)
+
+
+def _real(text: str) -> float:
+    """A number that no part of an offer may be; how large it is does not matter."""
+    return float(text) if len(text) <= MAX_DIGITS else math.inf
+
+
+def _constant(text: str) -> NoReturn:
+    raise _refused("MESSAGE", "JSON", text)
+
+
+DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_mapping, parse_int=_integer, parse_float=_real, parse_constant=_constant
+)

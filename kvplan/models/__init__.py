@@ -1,0 +1,1 @@
+"""From a model's config.json to the workers of an engine."""

@@ -1,0 +1,243 @@
+"""Costs: what a request takes, counted from a plan's tables alone.
+
+A request's descriptors depend on its blocks only where these are neighbours in a pool. Take none to be, on either side:
+then which descriptors there are, and how long each is, repeats after every period of a layout. So one period is
+listed, block ids left open, and counted as often as a request has it; what is left of a request is listed once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import numpy as np
+
+from kvplan._checks import count, integer
+from kvplan.describe.axes import Ints
+from kvplan.describe.blocks import POSITION_END
+from kvplan.describe.worker import label_of
+from kvplan.errors import KVPlanError
+from kvplan.plan.align import repeated, stand
+from kvplan.plan.bind import shared
+from kvplan.plan.rows import Family, Layout, Table
+from kvplan.plan.runs import join
+from kvplan.plan.specs import ReadSpec
+
+if TYPE_CHECKING:
+    from kvplan.plan.transfer import TransferPlan
+
+MAX_LISTED: Final = 1 << 24
+"""No more descriptors of one layout and period are listed than this."""
+
+SHOWN: Final = 3
+"""Of more lengths than this, only the shortest and the longest are told."""
+
+
+@attrs.frozen
+class PairCost:
+    """What one request takes between two workers, each (engine id, rank).
+
+    ``local_rows`` and ``remote_rows`` are registered once, ``num_ids`` bound on each side. ``lengths`` has how many
+    coalesced descriptors there are of each length in bytes, ascending.
+    """
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    local_rows: int
+    remote_rows: int
+    num_ids: int
+    lengths: Mapping[int, int]
+
+    @classmethod
+    def of(cls, spec: ReadSpec) -> PairCost:
+        """The cost of a request that was bound."""
+        lengths = Counter(spec.descriptors()[0][:, 1].tolist())
+        rows = len(spec.local_table.rows), len(spec.remote_table.rows)
+        return cls(spec.local, spec.remote, *rows, int(spec.local_ids.size), _ascending(lengths))
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors on each side."""
+        return sum(self.lengths.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that move."""
+        return sum(length * times for length, times in self.lengths.items())
+
+
+@attrs.frozen(repr=False)
+class Cost:
+    """What one request of ``tokens`` positions takes whose blocks are scattered; states move once.
+
+    ``pairs`` has each pair of workers of the plan or plans, in order, also where nothing moves between them. Where
+    blocks of a request are neighbours in their pools on both sides, it takes fewer descriptors than this.
+
+    >>> from kvplan import Model, plan_mesh
+    >>> model = Model.shipped("llama-3.2-1b")
+    >>> prefill, decode = model.engine("prefill", tp=2), model.engine("decode", layout="LBNHC")
+    >>> cost = plan_mesh(decode, prefill).cost()
+    >>> cost
+    <Cost of 16 tokens: 524288 bytes in 2048 descriptors>
+    >>> print(cost)
+    16 tokens: 524288 bytes in 2048 descriptors of 256 bytes
+      decode/0 <- prefill/0: 262144 bytes in 1024 descriptors of 256 bytes; 16 and 16 rows
+      decode/0 <- prefill/1: 262144 bytes in 1024 descriptors of 256 bytes; 16 and 16 rows
+    >>> plan_mesh(model.engine("decode"), prefill).cost(tokens=1000).lengths
+    {2048: 128, 16384: 1984}
+    """
+
+    operation: str
+    tokens: int
+    pairs: tuple[PairCost, ...]
+
+    @property
+    def lengths(self) -> Mapping[int, int]:
+        """How many descriptors there are of each length in bytes, ascending, over all pairs."""
+        return _sum(pair.lengths for pair in self.pairs)
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors on each side, over all pairs."""
+        return sum(pair.num_descriptors for pair in self.pairs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that move, over all pairs."""
+        return sum(pair.num_bytes for pair in self.pairs)
+
+    @property
+    def num_ids(self) -> int:
+        """Ids bound on each side, over all pairs."""
+        return sum(pair.num_ids for pair in self.pairs)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows registered, those of both sides, over all pairs."""
+        return sum(pair.local_rows + pair.remote_rows for pair in self.pairs)
+
+    def __str__(self) -> str:
+        arrow = "<-" if self.operation == "READ" else "->"
+        lines = [f"{count(self.tokens, 'token')}: {_told(self.lengths)}"]
+        for pair in self.pairs:
+            if pair.lengths:
+                ends = f"{label_of(pair.local)} {arrow} {label_of(pair.remote)}"
+                lines.append(f"  {ends}: {_told(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        moved = f"{count(self.num_bytes, 'byte')} in {count(self.num_descriptors, 'descriptor')}"
+        return f"<Cost of {count(self.tokens, 'token')}: {moved}>"
+
+
+def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
+    """The cost of plans of one operation, for so many positions; ``None``: after which all of them repeat.
+
+    Raises ``TYPE`` or ``RANGE`` for a bad number of tokens, and ``RANGE`` for what is too large to list.
+    """
+    if tokens is None:
+        tokens = math.lcm(*(layout.period for plan in plans for pair in plan.pairs for layout in pair.layouts))
+    else:
+        tokens = integer(tokens, "tokens of a request", high=POSITION_END)
+    found = []
+    for plan in plans:
+        for pair in plan.pairs:
+            tables = pair.local_table, pair.remote_table
+            known = [
+                of_layout(tables if plan.operation == "READ" else tables[::-1], layout, tokens)
+                for layout in pair.layouts
+            ]
+            rows = len(tables[0].rows), len(tables[1].rows)
+            ends = plan.local.key, pair.remote
+            found.append(PairCost(*ends, *rows, sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)))
+    return Cost(plans[0].operation if plans else "READ", tokens, tuple(found))
+
+
+def of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple[int, Mapping[int, int]]:
+    """Ids and descriptors by length of the first ``tokens`` positions of a layout, or of one state."""
+    turns, rest = divmod(1 if layout.groups[0].tokens_per_block is None else tokens, layout.period)
+    num_ids, lengths = 0, Counter[int]()
+    for times, stop in ((turns, layout.period), (1, rest)):
+        if times and stop:
+            ids, found = _listed(tables, layout, stop)
+            num_ids += times * ids
+            lengths.update({length: times * number for length, number in found.items()})
+    return num_ids, lengths
+
+
+def _listed(tables: tuple[Table, Table], layout: Layout, stop: int) -> tuple[int, Mapping[int, int]]:
+    """Ids and descriptors by length of the positions ``[0, stop)`` of a layout, at most one period."""
+    parts = [_ends(tables, layout, family, position) for family, position in _positions(layout, stop)]
+    if not parts:
+        return 0, {}
+    ordinal, region, offset, length = (np.concatenate(column, axis=-1) for column in zip(*parts, strict=True))
+    order, first = join([*ordinal, *region], offset, length[0])
+    return length[0].size, Counter(np.add.reduceat(length[0][order], first).tolist())
+
+
+def _positions(layout: Layout, stop: int) -> Iterator[tuple[Family, Ints]]:
+    """The positions in ``[0, stop)`` of each family that has any."""
+    ranges = shared(layout, 0, stop)
+    listed = 0
+    for family in layout.families:
+        for begin, end in ranges[family.share]:
+            listed += -(-(end - begin) // family.every) * family.starts.size * len(family.base[0])
+            if listed > MAX_LISTED:
+                raise KVPlanError(
+                    "RANGE",
+                    f"count the descriptors of group {layout.groups[0].name!r}",
+                    expected=f"at most {MAX_LISTED} in {stop} positions",
+                    got="more",
+                    positions=stop,
+                )
+            position = repeated(family.starts, family.every, begin, end)
+            if position.size:
+                yield family, position
+
+
+def _ends(tables: tuple[Table, Table], layout: Layout, family: Family, position: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """The descriptors of a family: the ordinal of the block, region, offset in it and length, each (2, n).
+
+    Offsets are those in block 0, so that two descriptors are neighbours only if they are in one block.
+    """
+    ordinal, slot = stand(layout.groups, position)
+    columns = []
+    for table, base, sub, at, where in zip(tables, family.base, family.sub, ordinal, slot, strict=True):
+        ids = base.astype(np.int64) + sub[where]
+        row = table.row_of(ids)
+        start = np.array([region.address for region in table.regions], np.uint64)[table.region]
+        offset = (table.rows[:, 0] - start).astype(np.int64)[row]
+        stride, length = table.rows[:, [3, 1]].T.astype(np.int64)
+        offset += (ids - table.first[row]) * stride[row]
+        columns.append([np.broadcast_to(at, ids.shape), table.region[row], offset, length[row]])
+    ordinals, regions, offsets, lengths = (np.stack(column).reshape(2, -1) for column in zip(*columns, strict=True))
+    return ordinals, regions, offsets, lengths
+
+
+def _ascending(lengths: Mapping[int, int]) -> Mapping[int, int]:
+    return dict(sorted(lengths.items()))
+
+
+def _sum(several: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
+    total = Counter[int]()
+    for lengths in several:
+        total.update(lengths)
+    return _ascending(total)
+
+
+def _told(lengths: Mapping[int, int]) -> str:
+    """Descriptors by length, in words."""
+    if not lengths:
+        return "nothing"
+    sizes = [count(length, "byte") for length in lengths]
+    if len(lengths) == 1:
+        of = sizes[0]
+    elif len(lengths) <= SHOWN:
+        of = " and ".join(f"{size} ({times})" for size, times in zip(sizes, lengths.values(), strict=True))
+    else:
+        of = f"{sizes[0]} to {sizes[-1]}"
+    total = sum(length * times for length, times in lengths.items())
+    return f"{count(total, 'byte')} in {count(sum(lengths.values()), 'descriptor')} of {of}"

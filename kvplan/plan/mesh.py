@@ -1,0 +1,137 @@
+"""Meshes: whole engines planned at once, and what their workers have to tell each other.
+
+Whoever moves bytes, a reader or a writer, tells the other worker when it is done: one *completion* for each pair of
+workers that its plan has bytes for, in each request, also in one that moves none of them. Who must tell whom is read
+off the plans; nothing computes it a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
+
+import attrs
+
+from kvplan._checks import shown
+from kvplan.describe.worker import Key, Worker
+from kvplan.errors import KVPlanError
+from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
+from kvplan.plan.cost import Cost, cost
+from kvplan.plan.transfer import Known, TransferPlan, idle_pair, pair_of, proved, shares
+from kvplan.verification.certificate import Certificate, prove
+
+OPERATIONS: Final = ("READ", "WRITE")
+
+
+@attrs.frozen
+class Completions:
+    """Whom a worker tells that a request is done, and whom it hears that from: (engine id, rank) of each.
+
+    A worker that awaits nobody may free or use a request's blocks at once. Such are the replicas that serve nobody.
+    """
+
+    sends: tuple[Key, ...]
+    awaits: tuple[Key, ...]
+
+
+def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
+    """The completions of every worker that the plans know, local ones and remote ones.
+
+    Give the plans of a whole mesh, reads or writes: a worker awaits what all others send.
+    """
+    sends: dict[Key, list[Key]] = {}
+    awaits: dict[Key, list[Key]] = {}
+    for plan in plans:
+        local = plan.local.key
+        sends.setdefault(local, [])
+        for pair in plan.pairs:
+            awaits.setdefault(pair.remote, [])
+            if pair.layouts:
+                sends[local].append(pair.remote)
+                awaits[pair.remote].append(local)
+    return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in {**sends, **awaits}}
+
+
+@attrs.frozen(eq=False, repr=False)
+class MeshPlan:
+    """The plans of all workers of one engine with all workers of another."""
+
+    plans: tuple[TransferPlan, ...]
+
+    @property
+    def completions(self) -> Mapping[Key, Completions]:
+        """For each worker of both engines, whom it tells that a request is done, and whom it awaits."""
+        return completions(self.plans)
+
+    def certificate(self) -> Certificate:
+        """The proof that every request bound to these plans moves the right bytes, all of them, each once."""
+        return prove(self.plans)
+
+    def cost(self, tokens: int | None = None) -> Cost:
+        """What a request takes in all plans, as :meth:`kvplan.TransferPlan.cost` tells it of one."""
+        return cost(self.plans, tokens)
+
+    def __repr__(self) -> str:
+        return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
+
+
+def plan_mesh(
+    destinations: Iterable[Worker],
+    sources: Iterable[Worker],
+    operation: Literal["READ", "WRITE"] = "READ",
+    *,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
+    certify: bool = False,
+) -> MeshPlan:
+    """The plans of whole engines: what every destination worker reads, or what every source worker writes.
+
+    Raises what :func:`kvplan.plan_reads` does.
+    """
+    if operation not in OPERATIONS:
+        raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
+    needy = checked_workers("destinations", destinations)
+    holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
+    sharing = checked_replicas(replicas)
+    reads, known = operation == "READ", Known()
+    near, far = (needy, holders) if reads else (holders, needy)
+    idle = {worker.key: idle_pair(worker) for worker in far}
+    pairs = {worker.key: dict(idle) for worker in near}
+    for destination, source, share in shares(needy, holders, skipped, sharing):
+        local, remote = (destination, source) if reads else (source, destination)
+        pairs[local.key][remote.key] = pair_of(share, (destination, source), 0 if reads else 1, known)
+    plans = []
+    for i, worker in enumerate(near):
+        siblings = () if reads else holders[:i] + holders[i + 1 :]
+        plans.append(TransferPlan(operation, worker, far, siblings, skipped, tuple(pairs[worker.key].values())))
+    return proved(MeshPlan(tuple(plans)), certify)
+
+
+def contacts(
+    destinations: Iterable[Worker],
+    sources: Iterable[Worker],
+    *,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
+) -> Mapping[Key, tuple[Key, ...]]:
+    """For each worker of both engines, the workers of the other one that it exchanges bytes with.
+
+    Which these are depends on who holds what alone, not on layouts, block sizes, pools or addresses. So before any
+    offer has arrived, a worker finds out whom to shake hands with from the other engine's parallel sizes:
+
+    >>> from kvplan import Model
+    >>> model = Model.shipped("qwen3-235b-a22b")  # 4 KV heads
+    >>> decode, prefill = (model.engine(name, tp=tp, num_blocks=1) for name, tp in (("decode", 2), ("prefill", 8)))
+    >>> contacts(decode, prefill)["decode", 1]
+    (('prefill', 5), ('prefill', 7))
+
+    Raises what :func:`kvplan.plan_reads` does.
+    """
+    needy = checked_workers("destinations", destinations)
+    holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
+    sharing = checked_replicas(replicas)
+    found: dict[Key, list[Key]] = {worker.key: [] for worker in (*needy, *holders)}
+    for destination, source, _ in shares(needy, holders, skipped, sharing):
+        found[destination.key].append(source.key)
+        found[source.key].append(destination.key)
+    return {key: tuple(others) for key, others in found.items()}

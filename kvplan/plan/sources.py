@@ -1,0 +1,194 @@
+"""Sources: what those that can send hold, looked through once for all destinations of a mesh.
+
+Ranks of an engine list the same tensors in the same way and differ in which part they hold. So tensors are told apart
+once for all such ranks, and a tensor that all of them hold alike in every layer is one *holding*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+
+from kvplan.describe.axes import Bools, Ints, distinct, heads
+from kvplan.describe.views import Geometry, Group
+from kvplan.describe.worker import Worker
+from kvplan.plan.align import holds
+
+Value = TypeVar("Value")
+Intervals = tuple[tuple[int, int], ...]
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """Intervals of one axis, (n, 2) and ascending, and which views hold all of them."""
+
+    intervals: Ints
+    held: Bools
+
+    @cached_property
+    def size(self) -> int:
+        """How many coordinates."""
+        return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """Where the first interval starts, and where the last one stops."""
+        return int(self.intervals[0, 0]), int(self.intervals[-1, 1])
+
+    @cached_property
+    def shape(self) -> bytes:
+        """The intervals seen from the first one's start."""
+        return (self.intervals - self.span[0]).tobytes()
+
+    def __str__(self) -> str:
+        first = heads(self.intervals[1:, 0] == self.intervals[:-1, 1])
+        last = np.append(first[1:], len(self.intervals)) - 1
+        ends = zip(self.intervals[first, 0], self.intervals[last, 1], strict=True)
+        return " ".join(f"[{start}, {stop})" for start, stop in ends)
+
+
+@attrs.frozen(eq=False)
+class Cover:
+    """The coordinates of one axis that each of some views holds: the different sets of intervals, and whose each is.
+
+    ``intervals`` is (n, 2), those of all sets; ``of`` the set of each interval, ``which`` the set of each view.
+    """
+
+    intervals: Ints
+    of: Ints
+    which: Ints
+    _known: dict[Intervals, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
+
+    def parts(self, covered: Intervals) -> tuple[Part, ...]:
+        """These intervals, cut where any view begins or ends, by who holds them."""
+        if covered not in self._known:
+            ours = np.array(covered, np.int64)
+            bounds = distinct(np.concatenate([ours, self.intervals]))
+            wanted = _inside(bounds, ours, np.zeros(len(ours), np.int64))[0]
+            held = _inside(bounds, self.intervals, self.of)[:, wanted][self.which].T
+            self._known[covered] = _alike(np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted], held)
+        return self._known[covered]
+
+
+def _inside(bounds: Ints, intervals: Ints, of: Ints) -> Bools:
+    """Whether what is between each bound and the next is inside each set of intervals, which do not touch."""
+    steps = np.zeros((int(of.max(initial=-1)) + 1, bounds.size), np.int8)
+    begins, ends = np.searchsorted(bounds, intervals).T
+    steps[of, begins] = 1
+    steps[of, ends] = -1
+    inside: Bools = np.cumsum(steps, axis=1, dtype=np.int8)[:, :-1] > 0
+    return inside
+
+
+def _alike(intervals: Ints, held: Bools) -> tuple[Part, ...]:
+    """Intervals by their holders, which are (intervals, views)."""
+    by_holders: dict[bytes, list[int]] = {}
+    for i, holders in enumerate(held):
+        by_holders.setdefault(holders.tobytes(), []).append(i)
+    return tuple(Part(intervals=intervals[which], held=held[which[0]]) for which in by_holders.values())
+
+
+@attrs.frozen(eq=False)
+class Holding:
+    """The views by which sources hold some tensors, the same of each: the index of the source, and the geometry.
+
+    ``column`` says which of the views of such a tensor, in :attr:`Sources.views`, each of them is.
+    """
+
+    sources: tuple[tuple[int, Geometry], ...]
+    column: tuple[int, ...]
+    _covers: dict[str, Cover] = attrs.field(factory=dict, init=False)
+    _positions: dict[Group, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
+
+    @cached_property
+    def worker(self) -> Ints:
+        """The index of each view's source."""
+        return np.array([i for i, _ in self.sources], np.int64)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Group, ...], Ints]:
+        """The different groups of the views, and which each has."""
+        return _different(self.sources, lambda geometry: geometry.group)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, Geometry], ...]:
+        """The first of the views of each dtype, global sizes, and kind of group."""
+        found: dict[Any, tuple[int, Geometry]] = {}
+        for i, geometry in self.sources:
+            key = (geometry.dtype, geometry.group.tokens_per_block is None, *geometry.sizes.items())
+            found.setdefault(key, (i, geometry))
+        return tuple(found.values())
+
+    def cover(self, axis: str) -> Cover:
+        """What each view holds of an axis."""
+        if axis not in self._covers:
+            sets, which = _different(self.sources, lambda geometry: geometry.segments[axis].covered)
+            intervals = np.array([ends for each in sets for ends in each], np.int64).reshape(-1, 2)
+            of = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
+            self._covers[axis] = Cover(intervals, of, which)
+        return self._covers[axis]
+
+    def positions(self, group: Group, every: int) -> tuple[Part, ...]:
+        """The positions of a destination's group, of every so many, by the views that hold them."""
+        if group not in self._positions:
+            position = np.arange(every, dtype=np.int64)
+            mine = position[holds(group, position)]
+            groups, which = self.groups
+            held = np.array([holds(other, mine) for other in groups], bool).reshape(-1, mine.size)[which].T
+            self._positions[group] = _alike(np.stack([mine, mine + 1], axis=1), held)
+        return self._positions[group]
+
+
+def _different(
+    sources: Iterable[tuple[int, Geometry]], value: Callable[[Geometry], Value]
+) -> tuple[tuple[Value, ...], Ints]:
+    """The different values that geometries have, and which each has."""
+    known: dict[Value, int] = {}
+    which = np.array([known.setdefault(value(geometry), len(known)) for _, geometry in sources], np.int64)
+    return tuple(known), which
+
+
+class Sources:
+    """Workers that may send, and the holding of each of their tensors.
+
+    ``views`` are the indices of a tensor's views by its name, those of each cohort after another.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers: tuple[Worker, ...] = tuple(workers)
+        self.views: dict[str, tuple[int, ...]] = {}
+        cohorts: dict[Any, list[int]] = {}
+        for i, worker in enumerate(self.workers):
+            cohorts.setdefault((tuple([view.name for view in worker.views]), worker.geometry_of), []).append(i)
+        kinds: dict[str, tuple[Any, ...]] = {}
+        for members in cohorts.values():
+            worker = self.workers[members[0]]
+            for name, views in worker.tensors.items():
+                before = self.views.get(name, ())
+                alike = (members[0], len(before), tuple([worker.geometry_of[view] for view in views]))
+                self.views[name] = before + views
+                kinds[name] = (*kinds.get(name, ()), alike)
+        by_first = {members[0]: members for members in cohorts.values()}
+        made = {kind: self._holding(kind, by_first) for kind in dict.fromkeys([(), *kinds.values()])}
+        self._nobody = made[()]
+        self._holdings = {name: made[kind] for name, kind in kinds.items()}
+
+    def holding(self, name: str) -> Holding:
+        """How the sources hold a tensor: the same value for all tensors that they hold alike."""
+        return self._holdings.get(name, self._nobody)
+
+    def _holding(
+        self, kind: Iterable[tuple[int, int, tuple[int, ...]]], cohorts: Mapping[int, Sequence[int]]
+    ) -> Holding:
+        found = [
+            (i, column + n, self.workers[i].geometries[geometry])
+            for first, column, geometries in kind
+            for i in cohorts[first]
+            for n, geometry in enumerate(geometries)
+        ]
+        found.sort(key=lambda view: view[:2])
+        return Holding(tuple((i, geometry) for i, _, geometry in found), tuple(column for _, column, _ in found))

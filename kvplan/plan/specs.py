@@ -1,0 +1,115 @@
+"""Read specs: what one request moves between two workers, as ids and as descriptors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Final
+
+import attrs
+import numpy as np
+
+from kvplan.describe.axes import heads
+from kvplan.describe.worker import Key, label_of
+from kvplan.plan.bind import Ids, Shapes
+from kvplan.plan.rows import Descriptors, Table
+
+Sum = tuple[Ids, Ids]
+"""Ids as the sum of the first of each strand, (n, 1), and of how far from there the others are, (1, m)."""
+
+_NOTHING: Final = (np.zeros(0, np.int64),) * 4
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)  # a dict is filled sooner than frozen slots are
+class ReadSpec:
+    """What one request moves from, or to, one remote worker: two equally long arrays of ids, int32.
+
+    ``operation`` is ``READ`` (bytes go from remote to local) or ``WRITE``. ``local`` and ``remote`` are
+    (engine id, rank). The nth local id and the nth remote id, in their tables, are one copy. ``shapes`` tells how ids
+    are made up, if it is known: parts of so many strands with so many blocks or tokens each. It saves time alone.
+    """
+
+    operation: str
+    local: Key
+    remote: Key
+    local_table: Table
+    remote_table: Table
+    local_ids: Ids
+    remote_ids: Ids
+    shapes: Shapes = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that move, counted without joining descriptors."""
+        table, ids = self.local_table, np.sort(self.local_ids)
+        by_row = np.diff(np.searchsorted(ids, table.first), append=ids.size)
+        return int(by_row @ table.rows[:, 1].astype(np.int64))
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors on each side after coalescing, the fewest that can move these bytes."""
+        return len(self._descriptors[0])
+
+    def descriptors(self) -> tuple[Descriptors, Descriptors]:
+        """Local and remote descriptors, (n, 3) uint64: address, length, device; coalesced, in order of local address.
+
+        Descriptors that continue each other on both sides, inside one region each, are one.
+        """
+        return self._descriptors
+
+    @cached_property
+    def _descriptors(self) -> tuple[Descriptors, Descriptors]:
+        parts, tables = list(self._strands()), (self.local_table, self.remote_table)
+        if not parts:
+            return tables[0].descriptors(*_NOTHING), tables[1].descriptors(*_NOTHING)
+        rows, places = [], []
+        for side, table in enumerate(tables):
+            each = [table.row_of(part[side][0][:, 0]) for part in parts]
+            place = [table.places(*part[side], row).reshape(-1) for part, row in zip(parts, each, strict=True)]
+            rows.append(np.concatenate(each))
+            places.append(np.concatenate(place))
+        times = np.concatenate([np.full(first.size, along.size) for (first, along), _ in parts])
+        strand = np.repeat(np.arange(times.size), times)
+        if (places[0][1:] < places[0][:-1]).any():
+            order = np.argsort(places[0], kind="stable")
+            places, strand = [side[order] for side in places], strand[order]
+        length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][strand]
+        goes_on = np.logical_and(*(side[:-1] + length[:-1] == side[1:] for side in places))
+        if goes_on.any():
+            first = heads(goes_on)
+            places, strand, length = [side[first] for side in places], strand[first], np.add.reduceat(length, first)
+        local, remote = (
+            table.descriptors(place, length, row, strand)
+            for table, place, row in zip(tables, places, rows, strict=True)
+        )
+        return local, remote
+
+    def _strands(self) -> Iterator[tuple[Sum, Sum]]:
+        """The ids of each part as a sum for either side, nearly in order: each strand lies in one row of its table.
+
+        What is no such sum is taken apart: every id a strand of its own.
+        """
+        sides, size, start = (self.local_ids, self.remote_ids), self.local_ids.size, 0
+        known = sum(map(math.prod, self.shapes)) == size
+        for n, m in filter(math.prod, self.shapes if known else [(size, 1)]):
+            stop = start + n * m
+            ids = [side[start:stop].reshape(n, m) for side in sides]
+            sums = [(side[:, :1], side[:1] - side[:1, :1]) for side in ids]
+            if not all(map(_is_sum, (self.local_table, self.remote_table), ids, sums)):
+                sums = [(side.reshape(-1, 1), np.zeros((1, 1), np.int32)) for side in ids]
+            order = np.argsort(sums[0][1][0], kind="stable")
+            ours, theirs = ((first, along[:, order]) for first, along in sums)
+            yield ours, theirs
+            start = stop
+
+    def __repr__(self) -> str:
+        arrow = "<-" if self.operation == "READ" else "->"
+        return f"<ReadSpec {label_of(self.local)} {arrow} {label_of(self.remote)}: {self.local_ids.size} ids>"
+
+
+def _is_sum(table: Table, ids: Ids, terms: Sum) -> bool:
+    """Whether ids are what they seem to be the sum of, in one row for each strand."""
+    first, along = terms
+    low, high = (table.row_of(first + end) for end in (along.min(), along.max()))
+    return bool((ids == first + along).all() and (low == high).all())

@@ -1,0 +1,346 @@
+"""Plans: the whole pipeline for a worker and its remotes, from either side.
+
+The stages below know a destination and its sources. Here these become local and remote. A worker that reads is the
+destination. A worker that writes is a source: for each remote it plans with its siblings, the other workers of its
+engine, so that all of them agree, without talking, who sends what several hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final, Protocol, TypeVar
+
+import attrs
+import numpy as np
+
+from kvplan._checks import wrong_type
+from kvplan.describe.axes import Ints, read_only
+from kvplan.describe.blocks import Blocks, check_blocks
+from kvplan.describe.worker import Key, Worker, label_of
+from kvplan.errors import KVPlanError
+from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
+from kvplan.plan.bind import Terms, Tokens, Workspace, add, check_names, range_of, terms, wanted
+from kvplan.plan.cells import Cell, cells
+from kvplan.plan.cost import Cost, cost
+from kvplan.plan.match import match
+from kvplan.plan.rows import Layout, Table, bases, layouts
+from kvplan.plan.runs import outline, sections
+from kvplan.plan.sources import Sources
+from kvplan.plan.specs import ReadSpec
+from kvplan.verification.certificate import Certificate, prove
+
+Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]]
+"""The ids and rows of pairs, by their outlines, and where the bytes of those that they were made for begin."""
+
+SIDES: Final = ("local", "remote")
+NO_RANGE: Final = "without a range of tokens, all that the destination's blocks hold is to move"
+
+
+class Provable(Protocol):
+    """What has a certificate."""
+
+    def certificate(self) -> Certificate:
+        """The proof, or ``PROOF``."""
+
+
+Proved = TypeVar("Proved", bound=Provable)
+
+
+_EMPTY: Final = Table(
+    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
+)
+
+
+@attrs.frozen(eq=False, repr=False)
+class Pair:
+    """The tables of the local worker and one remote worker; empty where nothing moves between them.
+
+    Descriptor ids index the tables in step: the nth local id and the nth remote id are one copy.
+    """
+
+    remote: Key
+    local_table: Table
+    remote_table: Table
+    layouts: tuple[Layout, ...]
+
+    def __repr__(self) -> str:
+        return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"
+
+
+@attrs.frozen(eq=False, repr=False)
+class TransferPlan:
+    """All that a local worker moves from (``READ``) or to (``WRITE``) its remote workers, for any request."""
+
+    operation: str
+    local: Worker
+    remotes: tuple[Worker, ...]
+    siblings: tuple[Worker, ...]
+    not_transferred: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+
+    def bind(
+        self,
+        *,
+        local: Mapping[str, Blocks],
+        remote: Mapping[str, Blocks],
+        tokens: Tokens = None,
+        workspace: Workspace | None = None,
+    ) -> tuple[ReadSpec, ...]:
+        """What one request moves: a spec for each pair, in order, also where it moves nothing.
+
+        ``local`` and ``remote`` are block tables by group name. ``tokens`` is a range of positions for every token
+        group, or one per local group; a state group's range counts states. A group without a range moves
+        all that the destination's blocks list. With a ``workspace``, its memory is used for the ids.
+
+        Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
+        """
+        parts = self._terms(local, remote, tokens)
+        if workspace is not None:
+            workspace.clear()
+        near, made = 0 if self.operation == "READ" else 1, {}
+        for each, sums in parts.items():
+            ids, shapes = add(sums, workspace)
+            made[each] = ids[near], ids[1 - near], shapes
+        key, specs = self.local.key, dict(self.idle)
+        for pair in self._moving:
+            ends = key, pair.remote, pair.local_table, pair.remote_table
+            specs[pair.remote] = ReadSpec(self.operation, *ends, *made[pair.layouts])
+        return tuple(specs.values())
+
+    def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
+        """Raises what :meth:`bind` would of a request's tables and range; makes no ids, so does not raise ``INT``."""
+        self._terms(local, remote, tokens)
+
+    def _terms(
+        self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
+    ) -> dict[tuple[Layout, ...], list[Terms]]:
+        """What the ids of a request are the sums of, for each pair's layouts, which several pairs may share."""
+        self._check_request(local, remote, tokens)
+        ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
+        tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
+        destination, source, near, sides = tables
+        found: dict[tuple[Layout, ...], list[Terms]] = {pair.layouts: [] for pair in self._moving}
+        for each, parts in found.items():
+            for layout in each:
+                ours, theirs = layout.groups
+                blocks, given = (destination[ours.name], source[theirs.name]), ranges[layout.groups[near].name]
+                try:
+                    parts += terms(layout, blocks, wanted(ours, blocks[0], given, sides[0]), sides)
+                except KVPlanError as error:
+                    raise error if given is not None else error.with_hint(NO_RANGE) from None
+        return found
+
+    def with_remotes(self, remotes: Iterable[Worker]) -> TransferPlan:
+        """The plan with other remotes, each in the place of one that keeps the same: addresses alone are new.
+
+        For the many engines of one deployment that differ in nothing else. It is what planning anew would make.
+
+        >>> from kvplan import Model, plan_reads
+        >>> model = Model.shipped("qwen2.5-1.5b")
+        >>> decode, *peers = (model.engine(name, tp=2, num_blocks=9) for name in ("decode", "p1", "p2"))
+        >>> plan = plan_reads(decode[0], peers[0])
+        >>> plan.with_remotes(peers[1]).pairs
+        (<Pair with p2/0: 56 local rows>, <Pair with p2/1: 0 local rows>)
+
+        Raises ``WORKER`` where a remote has another rank or keeps something else than the one in its place.
+        """
+        workers = checked_workers("remotes", remotes, self.local)
+        ranks = [[worker.rank for worker in side] for side in (self.remotes, workers)]
+        orders = [sorted(range(len(side)), key=lambda i: side[i].key) for side in (self.remotes, workers)]
+        if ranks[0] != ranks[1] or orders[0] != orders[1]:
+            raise KVPlanError(
+                "WORKER",
+                "take the place of the remotes of a plan",
+                expected=f"workers in the same order, of ranks {ranks[0]}",
+                got=f"ranks {ranks[1]} of {', '.join(worker.label for worker in workers)}",
+            )
+        pairs = []
+        for pair, before, worker in zip(self.pairs, self.remotes, workers, strict=True):
+            if worker.outline != before.outline:
+                raise KVPlanError(
+                    "WORKER",
+                    f"take the place of {before.label}",
+                    expected="a worker that keeps the same in regions of its own",
+                    got=f"{worker.label}, which differs",
+                    hint="compare says where; plan anew",
+                )
+            table = pair.remote_table.in_regions(worker.regions) if pair.layouts else pair.remote_table
+            pairs.append(attrs.evolve(pair, remote=worker.key, remote_table=table))
+        return attrs.evolve(self, remotes=workers, pairs=tuple(pairs))
+
+    def certificate(self) -> Certificate:
+        """The proof that every request bound to this plan moves the right bytes. Raises ``PROOF`` if it does not.
+
+        It takes some time, like planning itself, and none at all in :meth:`bind`. A plan of writes proves its own
+        share; :meth:`kvplan.MeshPlan.certificate` also that the shares of all writers leave no byte out.
+
+        >>> from kvplan import Model, plan_reads
+        >>> decode, prefill = (Model.shipped("qwen2.5-1.5b").engine(name, tp=2, num_blocks=9) for name in "dp")
+        >>> plan_reads(decode[0], prefill).certificate()
+        Certificate(num_bytes=229376, num_parts=448, complete=True)
+        """
+        return prove([self])
+
+    def cost(self, tokens: int | None = None) -> Cost:
+        """What a request of so many positions takes whose blocks are scattered, counted without block tables.
+
+        ``None``: the fewest positions after which everything repeats. Raises what :func:`kvplan.plan.cost.cost` does.
+        """
+        return cost([self], tokens)
+
+    @cached_property
+    def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The groups that bytes move from or to, local and remote, and the fewest blocks that one's pool has."""
+        pools: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        for layout in (layout for pair in self.pairs for layout in pair.layouts):
+            for i, group in enumerate(layout.groups):
+                side = pools[i if self.operation == "READ" else 1 - i]
+                side[group.name] = min(layout.num_blocks[i], side.get(group.name, layout.num_blocks[i]))
+        return pools
+
+    @cached_property
+    def _moving(self) -> tuple[Pair, ...]:
+        """The pairs that bytes move between."""
+        return tuple(pair for pair in self.pairs if pair.layouts)
+
+    @cached_property
+    def idle(self) -> Mapping[Key, ReadSpec]:
+        """What a request that moves nothing is bound to: a spec for each pair, by its remote worker."""
+        none = read_only(np.zeros(0, np.int32))
+        return {
+            pair.remote: ReadSpec(
+                self.operation, self.local.key, pair.remote, pair.local_table, pair.remote_table, none, none
+            )
+            for pair in self.pairs
+        }
+
+    @cached_property
+    def _group_names(self) -> tuple[frozenset[str], frozenset[str]]:
+        """All groups of the local worker, and of the remotes."""
+        sides = ((self.local,), self.remotes)
+        ours, theirs = (frozenset(group.name for worker in side for group in worker.groups) for side in sides)
+        return ours, theirs
+
+    def _check_request(self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens) -> None:
+        for side, tables in enumerate((local, remote)):
+            if not isinstance(tables, Mapping):
+                raise wrong_type("block tables", "a mapping of groups to Blocks", tables)
+            check_names(self._group_names[side], tables, "block table")
+            is_destination = side == (self.operation == "WRITE")
+            for name, pool in self._pools[side].items():
+                check_blocks(name, tables.get(name), pool, is_destination, SIDES[side])
+        if isinstance(tokens, Mapping):
+            check_names(self._group_names[0], tokens, "token range")
+
+    def __repr__(self) -> str:
+        rows = sum(len(pair.local_table.rows) for pair in self.pairs)
+        return f"<TransferPlan {self.operation} {self.local.label}: {len(self.pairs)} remotes, {rows} local rows>"
+
+
+def plan_reads(
+    local: Worker,
+    remotes: Iterable[Worker],
+    *,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
+    certify: bool = False,
+) -> TransferPlan:
+    """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
+
+    ``not_transferred`` names tensors that ``local`` has and does not want moved. Where several remotes hold the
+    same bytes, one is chosen, the same whichever side plans; so that remotes are few, and descriptors long. With
+    ``replicas``, up to so many of them take a share each, tensor by tensor. The lowest load of the busiest source
+    takes about as many as there are sources to a destination; readers, writers and contacts have to name the same
+    number. ``certify`` asks for the plan's certificate as well.
+
+    >>> from kvplan import Model, plan_reads
+    >>> model = Model.shipped("deepseek-v2-lite")  # 27 latents, which every rank has
+    >>> decode, prefill = model.engine("decode", tp=2, num_blocks=9), model.engine("prefill", tp=4, num_blocks=9)
+    >>> [pair.num_bytes for pair in plan_reads(decode[1], prefill).cost().pairs]
+    [0, 497664, 0, 0]
+    >>> [pair.num_bytes for pair in plan_reads(decode[1], prefill, replicas=2).cost().pairs]
+    [0, 0, 258048, 239616]
+
+    Raises ``TENSOR`` or ``COVER`` for what no remote holds, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE`` where a tensor
+    differs between the sides, ``WORKER`` for a worker given twice, ``RANGE`` for what is too large to list.
+    """
+    sources = checked_workers("remotes", remotes, local)
+    skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
+    pairs, known = {worker.key: idle_pair(worker) for worker in sources}, Known()
+    for _, source, share in shares([local], sources, skipped, sharing):
+        pairs[source.key] = pair_of(share, (local, source), 0, known)
+    return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs.values())), certify)
+
+
+def plan_writes(
+    local: Worker,
+    remotes: Iterable[Worker],
+    siblings: Iterable[Worker] = (),
+    *,
+    not_transferred: Iterable[str] = (),
+    replicas: int = 1,
+    certify: bool = False,
+) -> TransferPlan:
+    """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
+
+    ``siblings`` are the other workers of the local engine; together they hold all that the remotes need. Raises what
+    :func:`plan_reads` does.
+    """
+    destinations = checked_workers("remotes", remotes, local)
+    others = checked_workers("siblings", siblings, local)
+    skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
+    pairs, known = {worker.key: idle_pair(worker) for worker in destinations}, Known()
+    for destination, source, share in shares(destinations, (local, *others), skipped, sharing):
+        if source is local:
+            pairs[destination.key] = pair_of(share, (destination, local), 1, known)
+    return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs.values())), certify)
+
+
+def proved(plan: Proved, certify: bool) -> Proved:
+    """The plan, with its certificate if that is asked for."""
+    if certify:
+        plan.certificate()
+    return plan
+
+
+def shares(
+    destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str], replicas: int
+) -> Iterator[tuple[Worker, Worker, list[Cell]]]:
+    """Each destination and source that have bytes to move between them, and the cells.
+
+    Sources are weighed in order of their keys, which is why all workers come to the same answer alone.
+    """
+    offered = Sources(sorted(sources, key=lambda worker: worker.key))
+    for destination in destinations:
+        served: dict[int, list[Cell]] = {}
+        for cell in cells(match(destination, offered, skipped), replicas):
+            served.setdefault(int(cell.match.holding.worker[cell.source]), []).append(cell)
+        for source, share in sorted(served.items()):
+            yield destination, offered.workers[source], share
+
+
+def idle_pair(remote: Worker) -> Pair:
+    """The pair with a remote that no bytes move from or to."""
+    return Pair(remote.key, _EMPTY, _EMPTY, ())
+
+
+def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Known) -> Pair:
+    """The pair of a destination and a source, ``sides``, of which one is local; ``known`` is what others have made."""
+    key, begin = outline(share)
+    if key not in known:
+        known[key] = (*layouts(sections(share)), begin)
+    made, rows, before = known[key]
+    tables = [_table(*side) for side in zip(sides, rows, begin - before, strict=True)]
+    remote = sides[1 - local]
+    return Pair(remote.key, tables[local], tables[1 - local], made)
+
+
+def _table(worker: Worker, rows: Ints, shift: np.int64) -> Table:
+    """Rows with offsets become rows with addresses."""
+    region, offset, length, stride, count = rows.T
+    base, device = bases(worker.regions)
+    made = np.empty(rows.shape, np.uint64)
+    made[:, 0] = base[region] + (offset + shift).astype(np.uint64)
+    made[:, 1], made[:, 2], made[:, 3], made[:, 4] = length, device[region], stride, count
+    return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))

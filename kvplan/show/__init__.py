@@ -1,0 +1,1 @@
+"""Any value as text, and plans as pictures."""

@@ -1,0 +1,1 @@
+"""Transfers through a staging buffer, for layouts that leave only short runs between them."""

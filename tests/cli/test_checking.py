@@ -1,0 +1,188 @@
+"""``kvplan check-offer``: what an offer describes, what is wrong with it, and how two differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvplan import Worker, compare, decode, encode, explain, fingerprint, problems
+from kvplan.handshake.messages import MAX_BYTES
+from tests.conftest import Cli
+from tests.small import engine
+
+DECODE, PREFILL = engine("decode", tp=2, tokens=8)[1], engine("prefill")[0]
+OTHER = engine("other", heads=2)[0]
+BROKEN = encode(PREFILL).replace(b'"size":4', b'"size":"4"').replace(b'"rank":0', b'"rank":-1')
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with some offers, where commands run."""
+    monkeypatch.chdir(tmp_path)
+    offers = {"decode": encode(DECODE), "prefill": encode(PREFILL), "other": encode(OTHER), "broken": BROKEN}
+    for name, data in offers.items():
+        (tmp_path / f"{name}.json").write_bytes(data)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_offer_is_explained(cli: Cli) -> None:
+    """An offer is told as the worker that it describes, with its fingerprint, and the exit status is 0."""
+    run = cli("check-offer", "decode.json")
+    assert (run.status, run.err) == (0, "")
+    assert run.out == f"{explain(DECODE)}\n  fingerprint {fingerprint(DECODE)}\n"
+
+
+@pytest.mark.usefixtures("folder")
+def test_all_problems_of_an_offer_are_told(cli: Cli) -> None:
+    """Each problem is a line with its path, as kvplan.problems tells them, and the exit status is 2."""
+    run = cli("check-offer", "broken.json")
+    assert (run.status, run.err) == (2, "")
+    found = problems(BROKEN)
+    assert len(found) > 1
+    assert run.out.splitlines() == ["broken.json: refused", *(f"  {problem}" for problem in found)]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "file, file2, workers, status",
+    [("decode", "prefill", (DECODE, PREFILL), 0), ("decode", "other", (DECODE, OTHER), 2)],
+)
+def test_two_offers_are_compared(cli: Cli, file: str, file2: str, workers: tuple[Worker, Worker], status: int) -> None:
+    """Of two offers the differences are told; the exit status is 2 if one of them is refused."""
+    run = cli("check-offer", f"{file}.json", f"{file2}.json")
+    assert (run.status, run.err) == (status, "")
+    assert run.out == f"{compare(*workers)}\n"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("files", [("decode.json", "broken.json"), ("broken.json", "decode.json")])
+def test_a_bad_offer_of_two_is_told(cli: Cli, files: tuple[str, str]) -> None:
+    """Where one of two offers is refused, both are told and nothing is compared."""
+    run = cli("check-offer", *files)
+    assert run.status == 2
+    assert "broken.json: refused\n" in run.out
+    assert explain(DECODE) in run.out
+    assert json.loads(cli("check-offer", *files, "--json").out)["comparison"] is None
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_offer_as_json(cli: Cli) -> None:
+    """--json tells whose offer it is and what it has, in numbers."""
+    run = cli("check-offer", "decode.json", "--json")
+    (told,) = json.loads(run.out)["offers"]
+    assert run.status == 0
+    assert told == {
+        "file": "decode.json",
+        "ok": True,
+        "problems": [],
+        "engine_id": "decode",
+        "rank": 1,
+        "fingerprint": fingerprint(DECODE),
+        "groups": [{"name": "attn", "tokens_per_block": 8, "context": {"rank": 0, "size": 1, "interleave_tokens": 1}}],
+        "regions": 2,
+        "tensors": 2,
+        "views": 2,
+    }
+
+
+@pytest.mark.usefixtures("folder")
+def test_problems_as_json(cli: Cli) -> None:
+    """--json tells problems by path, code and text."""
+    run = cli("check-offer", "broken.json", "--json")
+    document = json.loads(run.out)
+    found = [{"path": each.path, "code": each.code, "text": each.text} for each in problems(BROKEN)]
+    assert (run.status, run.err) == (2, "")
+    assert document == {"offers": [{"file": "broken.json", "ok": False, "problems": found}], "comparison": None}
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_comparison_as_json(cli: Cli) -> None:
+    """--json tells every difference, and whether one is refused."""
+    document = json.loads(cli("check-offer", "decode.json", "other.json", "--json").out)
+    comparison = document["comparison"]
+    assert [offer["ok"] for offer in document["offers"]] == [True, True]
+    assert (comparison["ok"], comparison["local"], comparison["remote"]) == (False, "decode/1", "other/0")
+    assert comparison["differences"][0] == {
+        "field": "size of head",
+        "where": "layers.0-1",
+        "local": "4",
+        "remote": "2",
+        "effect": "refused",
+        "code": "SIZE",
+    }
+
+
+def test_a_long_file_is_refused_unread(cli: Cli, folder: Path) -> None:
+    """Of a file that is too long, even one without an end, no more is read than shows it."""
+    line = f"message: MESSAGE: cannot read a message: expected at most {MAX_BYTES} bytes, got more"
+    with (folder / "huge.json").open("wb") as file:
+        file.truncate(1 << 40)
+    for path in ("huge.json", "/dev/zero"):
+        run = cli("check-offer", path)
+        assert (run.status, run.out) == (2, f"{path}: refused\n  {line}\n")
+
+
+def test_a_file_of_the_most_bytes_is_read(cli: Cli, folder: Path) -> None:
+    """A message of exactly the most bytes is not too long."""
+    (folder / "padded.json").write_bytes(encode(DECODE).ljust(MAX_BYTES))
+    assert cli("check-offer", "padded.json").status == 0
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("arguments", [("nothing.json",), (".",), ("a\0b",), ("",), ("decode.json", "nothing.json")])
+def test_what_is_no_file_is_refused(cli: Cli, arguments: tuple[str, ...]) -> None:
+    """A path that can't be read is one line on stderr that names it, and exit status 2."""
+    run = cli("check-offer", *arguments)
+    assert (run.status, run.out) == (2, "")
+    assert run.err.startswith(
+        f"NAME: cannot read an offer: expected a file that can be read, or -, got {arguments[-1]!r}"
+    )
+    assert run.err.count("\n") == 1
+
+
+def test_stdin_is_one_of_two_at_most(cli: Cli) -> None:
+    """Both offers can't come from stdin."""
+    run = cli("check-offer", "-", "-")
+    assert (run.status, run.out) == (2, "")
+    assert run.err == "NAME: cannot read offers: expected stdin for one of them, got for both\n"
+
+
+@pytest.mark.parametrize("data, status", [(encode(DECODE), 0), (encode(DECODE)[:-1], 2), (b"", 2), (b"\xff" * 99, 2)])
+def test_an_offer_comes_from_stdin(data: bytes, status: int) -> None:
+    """Bytes of stdin are an offer, whatever they are."""
+    command = [sys.executable, "-m", "kvplan", "check-offer", "-", "--json"]
+    run = subprocess.run(command, input=data, capture_output=True, check=False)
+    (told,) = json.loads(run.stdout)["offers"]
+    assert (run.returncode, run.stderr) == (status, b"")
+    assert (told["file"], told["ok"]) == ("-", status == 0)
+
+
+def test_a_closed_stdin_is_refused() -> None:
+    """Where there is no stdin, one line says so."""
+    command = f"{sys.executable} -m kvplan check-offer - <&-"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("NAME: cannot read an offer: expected a file that can be read, or -, got '-': ")
+
+
+def test_any_name_of_a_file_is_printed(cli: Cli, folder: Path) -> None:
+    """A name of bytes that are no text does not keep the problems from being told."""
+    name = os.fsdecode(b"bad\xff.json")
+    (folder / name).write_bytes(b"{}")
+    run = cli("check-offer", name)
+    assert run.status == 2
+    assert run.out.startswith("bad\N{REPLACEMENT CHARACTER}.json: refused\n")
+
+
+def test_an_offer_of_explain_is_an_offer(cli: Cli, folder: Path) -> None:
+    """The offers that explain prints as JSON are read as what they are made of."""
+    run = cli("explain", "qwen3-0.6b", "--src", "tp=2", "--json")
+    (folder / "made.json").write_text(json.dumps(json.loads(run.out)["offers"]["src"][1]))
+    assert cli("check-offer", "made.json").out.startswith("src/1: 28 views of 28 tensors in 28 regions, 1 group\n")
+    assert decode((folder / "made.json").read_bytes()).key == ("src", 1)

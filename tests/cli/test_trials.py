@@ -1,0 +1,125 @@
+"""Trials: how a request is placed, so that wrong pairs of blocks show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvplan import Context, Group, KVPlanError, Region, Worker
+from kvplan.cli.sides import Side
+from kvplan.cli.trials import DESTINATION_SPREAD, SOURCE_SPREAD, Request, Trial, blocks_needed, memory_needed, scattered
+from kvplan.models.model import Model
+
+TINY = Model.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+)
+
+
+@given(st.integers(1, 300), st.sampled_from([SOURCE_SPREAD, DESTINATION_SPREAD]))
+@example(pool=1, spread=SOURCE_SPREAD)
+def test_scattered_ids_are_different_and_in_the_pool(pool: int, spread: float) -> None:
+    """However many blocks of a pool are taken, no id comes twice and none leaves the pool."""
+    ids = scattered(pool, pool, spread)
+    assert sorted(ids.tolist()) == list(range(pool))
+
+
+@pytest.mark.parametrize("pool", range(10, 200))
+@pytest.mark.parametrize("spread", [SOURCE_SPREAD, DESTINATION_SPREAD])
+def test_no_two_blocks_are_neighbours(pool: int, spread: float) -> None:
+    """Consecutive blocks of a request are never neighbours in the pool."""
+    ids = scattered(pool, pool, spread)
+    assert np.abs(np.diff(ids)).min() > 1
+
+
+def test_the_two_sides_have_different_tables() -> None:
+    """A request's block ids differ between the engines, so that a mixed-up table shows."""
+    request = Request.of(TINY, Side(), Side(), (0, 1000))
+    assert not np.any(request.local["attn"].ids == request.remote["attn"].ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("interleave", [1, 4, 7])
+@pytest.mark.parametrize("stop", [0, 1, 5, 29, 64])
+def test_needed_blocks_are_counted_position_by_position(size: int, interleave: int, stop: int) -> None:
+    """As many blocks are needed as the fullest context-parallel worker fills."""
+    workers = [
+        Worker("e", rank, [Region("kv", 0, 8)], [Group("attn", 4, Context(rank, size, interleave))], [])
+        for rank in range(size)
+    ]
+    held = [sum(p in worker.groups[0].context for p in range(stop)) for worker in workers]
+    assert blocks_needed(workers, stop) == {"attn": -(-max(held) // 4)}
+
+
+def test_a_state_group_needs_one_block() -> None:
+    """A state is one block, however long the request."""
+    worker = Worker("e", 0, [Region("kv", 0, 8)], [Group("state")], [])
+    assert blocks_needed([worker], 1000) == {"state": 1}
+
+
+def test_given_blocks_are_the_pool() -> None:
+    """A side's blocks are what its pool has, and the tables stay inside."""
+    request = Request.of(TINY, Side(blocks=63), Side(blocks=70), (0, 1000))
+    assert request.sources[0].views[0].num_blocks == request.src.blocks == 63
+    assert request.destinations[0].views[0].num_blocks == request.dst.blocks == 70
+
+
+def test_too_few_blocks_are_refused() -> None:
+    """A pool that can't hold the request is refused with what it needs."""
+    with pytest.raises(KVPlanError) as caught:
+        Request.of(TINY, Side(blocks=62), Side(), (0, 1000))
+    assert caught.value.code == "BLOCKS"
+    assert caught.value.details == {"needed": 63, "blocks": 62}
+
+
+@pytest.mark.parametrize(
+    "src", ["tp=2", "dcp=2,tp=4", "block=5,layout=BHLNC", "pp=2,kv=split", "pcp=2,dcp=2,interleave=3", "pcp=2,spread=1"]
+)
+@pytest.mark.parametrize("tokens", [(0, 33), (7, 30), (8, 8)])
+def test_a_trial_moves_the_request_and_is_verified(src: str, tokens: tuple[int, int]) -> None:
+    """A pair of engines that differ moves exactly the bytes of the positions asked for."""
+    trial = Trial.of(Request.of(TINY, Side.parse(src, "--src"), Side(), tokens))
+    assert trial.report.ok, str(trial.report)
+    token_bytes = 2 * 2 * 2 * 16 * 2
+    assert sum(pair.num_bytes for pair in trial.pairs) == (tokens[1] - tokens[0]) * token_bytes
+
+
+def test_memory_is_asked_for_by_what_moves() -> None:
+    """Verification needs four bytes of label for each byte of the fullest worker, at both ends."""
+    request = Request.of(TINY, Side(), Side(tp=2, block=1 << 20), (100, 130))
+    assert memory_needed(request) == 2 * 4 * (30 * 2 * 2 * 16 * 2)
+
+
+def test_memory_is_asked_for_whole_states() -> None:
+    """A state moves whole, whatever the range."""
+    model = Model.shipped("falcon-mamba-7b")
+    request = Request.of(model, Side(), Side(), (0, 7))
+    assert memory_needed(request) == 2 * 4 * sum(view.block_bytes for view in request.destinations[0].views)
+
+
+def test_groups_that_share_memory_have_different_blocks() -> None:
+    """No block of a shared pool is in two groups' tables, and a pool with too few for all is refused."""
+    model = Model.shipped("granite-4.0-h-tiny")
+    request = Request.of(model, Side(shared=True), Side(), (0, 100))
+    ids = [int(i) for blocks in request.remote.values() for i in blocks.ids]
+    assert len(request.remote) == 10
+    assert len(ids) == len(set(ids)) == 9 + 7
+    with pytest.raises(KVPlanError, match="at least 16 blocks, got 15"):
+        Request.of(model, Side(shared=True, blocks=15), Side(), (0, 100))
+
+
+def test_a_draft_of_the_destination_alone_is_not_transferred() -> None:
+    """Only what the destination drafts with and no source has is left out; where both have it, it moves."""
+    draft = Side(draft="qwen3-0.6b")
+    assert len(Request.of(TINY, Side(), draft, (0, 9)).not_transferred) == 28
+    assert Request.of(TINY, draft, draft, (0, 9)).not_transferred == ()
+    trial = Trial.of(Request.of(TINY, Side(), draft, (0, 9)))
+    assert trial.report.ok
+    assert trial.to_json()["not_transferred"][0] == "draft.0.attn"

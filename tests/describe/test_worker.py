@@ -1,0 +1,252 @@
+"""Workers (V): what is checked of a worker as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import attrs
+import pytest
+from attrs.exceptions import FrozenInstanceError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import Axis, Context, Group, KVPlanError, Region, View, Worker
+from kvplan.describe.views import Geometry
+from tests.bytes_of import element_bytes, small_views
+from tests.small import engine
+
+TOKEN, DIM = Axis("token", 0, 4, 4, 16), Axis("dim", 0, 8, 8, 2)
+VIEW = View("layers.0", "attn", "kv", "bfloat16", (TOKEN, DIM), 10, 64)
+STATE = View("ssm.0", "ssm", "kv", "float32", (Axis("state", 0, 4, 4, 4),), 40, 16)
+FIELDS: dict[str, Any] = {
+    "engine_id": "prefill",
+    "rank": 3,
+    "regions": (Region("kv", 4096, 640),),
+    "groups": (Group("attn", 4), Group("ssm")),
+    "views": (VIEW, STATE),
+}
+
+
+def refusal(**changes: Any) -> KVPlanError:
+    """The error that a worker with these fields ends in."""
+    with pytest.raises(KVPlanError) as caught:
+        Worker(**{**FIELDS, **changes})
+    return caught.value
+
+
+def test_a_worker_is_made_of_any_sequences() -> None:
+    """Lists and iterators become tuples, so that equal workers are equal and hash alike."""
+    lists: dict[str, Any] = {key: list(FIELDS[key]) for key in ("regions", "groups")}
+    made = Worker(**{**FIELDS, **lists, "views": iter(FIELDS["views"])})
+    assert made == Worker(*FIELDS.values())
+    assert hash(made) == hash(Worker(**FIELDS))
+    assert (made.regions, made.groups, made.views) == (FIELDS["regions"], FIELDS["groups"], FIELDS["views"])
+
+
+@pytest.mark.parametrize("field", ["regions", "groups"])
+def test_v1_each_name_stands_once(field: str) -> None:
+    """V1: the same region or group twice is refused, also where it is the same object."""
+    value = FIELDS[field][0]
+    error = refusal(**{field: (*FIELDS[field], value)})
+    assert (error.code, error.details["name"]) == ("NAME", value.name)
+
+
+@pytest.mark.parametrize("field", ["regions", "groups"])
+def test_v1_a_view_names_what_there_is(field: str) -> None:
+    """V1: a view of an unknown region or group is refused by both names."""
+    error = refusal(**{field: FIELDS[field][1:]})
+    assert (error.code, error.details["name"]) == ("NAME", FIELDS[field][0].name)
+    assert "'layers.0'" in str(error)
+
+
+def two_views(**second: Any) -> list[View]:
+    """A view of each half of a pool, the second with other values."""
+    return [attrs.evolve(VIEW, num_blocks=5), attrs.evolve(VIEW, num_blocks=5, offset_bytes=320, **second)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"name": "layers.1"},
+        {"axes": (TOKEN, Axis("dim", 8, 16, 16, 2))},
+        {"axes": (TOKEN, Axis("dim", 0, 4, 8, 2))},
+        {"group": "other"},
+    ],
+)
+def test_v5_tensors_may_have_several_views(second: dict[str, Any]) -> None:
+    """V5: two views of one name are two boxes of one tensor, or a box of each group."""
+    groups = (*FIELDS["groups"], Group("other", 4))
+    assert len(Worker(**{**FIELDS, "groups": groups, "views": two_views(**second)}).views) == 2
+
+
+def test_v5_a_part_of_a_tensor_is_kept_once() -> None:
+    """V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
+    error = refusal(views=two_views())
+    assert (error.code, error.details["name"]) == ("NAME", "layers.0")
+    turned = two_views(axes=(Axis("dim", 0, 8, 8, 8), Axis("token", 0, 4, 4, 2)))
+    assert refusal(views=turned).code == "NAME"
+
+
+@given(small_views(), st.integers(-1, 1))
+def test_v2_bytes_lie_inside_the_region(view: View, more: int) -> None:
+    """V2: a view fits a region that reaches to its last byte, and none that is shorter."""
+    size = max(element_bytes(view)) + 1 + more
+    fields = ("e", 0, (Region("r", 0, size),), (Group("g"),), (view,)) if size else None
+    if more >= 0:
+        assert fields is not None
+        assert Worker(*fields).views == (view,)
+    elif fields is not None:
+        with pytest.raises(KVPlanError, match=r"^BOUNDS"):
+            Worker(*fields)
+
+
+@pytest.mark.parametrize(("tokens_per_block", "axes"), [(8, (TOKEN, DIM)), (4, (DIM,)), (None, (TOKEN, DIM))])
+def test_v3_the_token_axis_counts_the_slots(tokens_per_block: int | None, axes: tuple[Axis, ...]) -> None:
+    """V3: a token axis of another size, a missing one, and one in a state group are refused."""
+    error = refusal(groups=(Group("attn", tokens_per_block),), views=(attrs.evolve(VIEW, axes=axes),))
+    slots = 4 if TOKEN in axes else None
+    assert (error.code, error.details["tokens_per_block"], error.details["token_axis"]) == (
+        "SIZE",
+        tokens_per_block,
+        slots,
+    )
+
+
+def test_v3_the_digits_of_the_token_axis_multiply() -> None:
+    """V3: two kernel blocks of four slots fill a block of eight."""
+    view = attrs.evolve(VIEW, axes=(Axis("token", 0, 2, 2, 64), TOKEN, DIM), num_blocks=5, block_stride_bytes=128)
+    worker = Worker(**{**FIELDS, "groups": (Group("attn", 8),), "views": (view,)})
+    assert worker.views[0].sizes["token"] == 8
+
+
+@given(st.lists(small_views(), min_size=2, max_size=3))
+def test_v4_views_of_a_group_share_no_byte(views: list[View]) -> None:
+    """V4: views of one group and region are refused exactly where two of them share a byte."""
+    named = [attrs.evolve(view, name=f"v{i}") for i, view in enumerate(views)]
+    held = [set(element_bytes(view)) for view in named]
+    fields = ("e", 0, (Region("r", 0, 1 << 20),), (Group("g"),), named)
+    if any(a & b for a, b in itertools.combinations(held, 2)):
+        with pytest.raises(KVPlanError, match=r"^OVERLAP"):
+            Worker(*fields)
+    else:
+        assert Worker(*fields).views == tuple(named)
+
+
+def test_v4_groups_may_share_bytes() -> None:
+    """V4 is about one group: attention and state blocks of a hybrid pool lie over one another."""
+    assert Worker(**FIELDS).views == (VIEW, STATE)
+    error = refusal(views=(VIEW, attrs.evolve(VIEW, name="layers.1")))
+    assert (error.code, error.details["first"], error.details["second"]) == ("OVERLAP", "layers.0", "layers.1")
+    assert (error.details["blocks"], error.details["bytes"]) == ((0, 0), (0, 0))
+
+
+def test_v4_regions_are_apart() -> None:
+    """V4 compares offsets within one region: the same offsets in another are other bytes."""
+    views = (VIEW, attrs.evolve(VIEW, name="layers.1", region="kv.1"))
+    regions = (Region("kv", 4096, 640), Region("kv.1", 8192, 640))
+    assert Worker(**{**FIELDS, "regions": regions, "views": views}).views == views
+
+
+def test_a_worker_without_anything_is_a_worker() -> None:
+    """A rank that keeps nothing, as of a stage without cache, has a description too."""
+    assert str(Worker("e", 0, (), (), ())) == "e/0: 0 views of 0 tensors in 0 regions, 0 groups"
+
+
+def test_equal_layers_share_a_geometry() -> None:
+    """Layers that differ by name and place alone have one geometry."""
+    (worker,) = engine(layers=5)
+    group = worker.groups[0]
+    assert worker.geometries == (
+        Geometry(
+            worker.views[0].axes, "bfloat16", group, worker.views[0].num_blocks, worker.views[0].block_stride_bytes
+        ),
+    )
+
+
+def test_unlike_layers_have_geometries_of_their_own() -> None:
+    """A geometry for each difference in axes, dtype, group, blocks or block stride, in order of appearance."""
+    base = attrs.evolve(VIEW, num_blocks=2)
+    views = [
+        base,
+        attrs.evolve(base, dtype="float16"),
+        attrs.evolve(base, axes=(TOKEN, attrs.evolve(DIM, name="width"))),
+        attrs.evolve(base, block_stride_bytes=80),
+        attrs.evolve(base, num_blocks=3),
+        attrs.evolve(base, group="other"),
+        base,
+    ]
+    placed = [attrs.evolve(view, name=f"v{i}", offset_bytes=i << 10) for i, view in enumerate(views)]
+    groups = (Group("attn", 4), Group("other", 4))
+    worker = Worker("e", 0, (Region("kv", 0, 1 << 20),), groups, placed)
+    made = [
+        Geometry(view.axes, view.dtype, groups[view.group == "other"], view.num_blocks, view.block_stride_bytes)
+        for view in views[:6]
+    ]
+    assert worker.geometries == tuple(made)
+
+
+def test_tensors_and_places_follow_the_views() -> None:
+    """A tensor knows its views, a view its region and its offset there, and its geometry."""
+    lower, upper = (
+        attrs.evolve(VIEW, axes=(TOKEN, Axis("dim", start, start + 8, 16, 2)), num_blocks=5) for start in (0, 8)
+    )
+    upper = attrs.evolve(upper, offset_bytes=320, region="kv.1")
+    other = attrs.evolve(VIEW, name="layers.1", region="kv.1", num_blocks=4)
+    regions = (Region("kv", 4096, 640), Region("kv.1", 8192, 640))
+    worker = Worker(**{**FIELDS, "regions": regions, "views": (lower, other, upper)})
+    assert dict(worker.tensors) == {"layers.0": (0, 2), "layers.1": (1,)}
+    assert worker.places.tolist() == [[0, 0], [1, 0], [1, 320]]
+    assert worker.geometry_of == (0, 1, 2)
+
+
+def test_label_is_what_messages_call_a_worker() -> None:
+    """The engine and the rank name a worker."""
+    assert Worker(**FIELDS).label == "prefill/3"
+
+
+def test_a_worker_pickles() -> None:
+    """A worker that was planned with survives pickling, and is equal afterwards."""
+    (worker,) = engine(contexts=(1, 1))
+    assert worker.geometries
+    copy = pickle.loads(pickle.dumps(worker))
+    assert copy == worker
+    assert copy.geometries == worker.geometries
+
+
+def test_a_worker_is_frozen() -> None:
+    """Nobody changes a worker; evolving it checks it again."""
+    worker = Worker(**FIELDS)
+    with pytest.raises(FrozenInstanceError):
+        worker.rank = 4  # type: ignore[misc]
+    assert attrs.evolve(worker, rank=4).label == "prefill/4"
+    with pytest.raises(KVPlanError, match=r"^BOUNDS"):
+        attrs.evolve(worker, regions=(Region("kv", 4096, 639),))
+
+
+def test_context_belongs_to_the_group() -> None:
+    """Two groups of a worker may spread their positions differently."""
+    groups = (Group("attn", 4, Context(1, 2, 4)), Group("ssm"))
+    assert [group.context.size for group in Worker(**{**FIELDS, "groups": groups}).groups] == [2, 1]
+
+
+@pytest.mark.parametrize("apart", [0, 160, 639])
+def test_views_of_one_group_share_no_byte_across_regions_that_overlap(apart: int) -> None:
+    """V4: what counts is the memory, not under which region's name it is described."""
+    regions = [Region("kv", 4096, 640), Region("again", 4096 + apart, 640)]
+    views = [VIEW, attrs.evolve(VIEW, name="layers.1", region="again")]
+    with pytest.raises(KVPlanError, match=r"^OVERLAP: cannot place view 'layers\.1'"):
+        Worker("engine", 0, regions, [Group("attn", 4)], views)
+
+
+def test_views_stand_in_regions_that_overlap_where_they_do_not() -> None:
+    """V4: views of two groups may share memory, and so may regions that touch, or lie on different devices."""
+    groups = [Group("attn", 4), Group("swa", 4)]
+    other = attrs.evolve(VIEW, name="layers.1", region="again")
+    for region, view in (
+        (Region("again", 4096, 640), attrs.evolve(other, group="swa")),
+        (Region("again", 4096 + 640, 640), other),
+        (Region("again", 4096, 640, "VRAM", 1), other),
+    ):
+        assert len(Worker("engine", 0, [Region("kv", 4096, 640), region], groups, [VIEW, view]).views) == 2

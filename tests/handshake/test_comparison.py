@@ -1,0 +1,202 @@
+"""compare: every difference by field, and which of them no plan bridges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from kvplan import Axis, Context, Difference, Group, KVPlanError, Model, Region, View, Worker, compare, plan_reads
+from tests.small import engine
+
+MINE, OTHER = engine("decode")[0], engine("prefill")[0]
+
+
+def with_views(worker: Worker, **changes) -> Worker:
+    """The worker, with fields of all views changed."""
+    return attrs.evolve(worker, views=[attrs.evolve(view, **changes) for view in worker.views])
+
+
+def with_axis(worker: Worker, which: str, **changes) -> Worker:
+    """The worker, with an axis of all views changed."""
+    axes = [attrs.evolve(axis, **(changes if axis.name == which else {})) for axis in worker.views[0].axes]
+    return with_views(worker, axes=axes)
+
+
+def told(local: Worker, remote: Worker) -> list[tuple[str, str, str, str]]:
+    """Field, both values and effect of each difference."""
+    return [(d.field, d.local, d.remote, d.effect) for d in compare(local, remote).differences]
+
+
+def states(worker: Worker) -> Worker:
+    """The worker's tensors as states, without their token axis."""
+    axes = [axis for axis in worker.views[0].axes if axis.name != "token"]
+    views = [attrs.evolve(view, group="ssm", axes=axes) for view in worker.views]
+    return attrs.evolve(worker, groups=[Group("ssm")], views=views)
+
+
+def moved(worker: Worker) -> Worker:
+    """The worker in other memory: each region a byte longer, in VRAM of device 2."""
+    regions = [attrs.evolve(r, size_bytes=r.size_bytes + 1, memory="VRAM", device_id=2) for r in worker.regions]
+    return attrs.evolve(worker, regions=regions)
+
+
+def test_workers_alike_have_no_difference():
+    """Engine, rank, addresses and names of regions are not differences."""
+    regions = [attrs.evolve(r, name=f"at.{r.address}", address=r.address + 5) for r in OTHER.regions]
+    views = [attrs.evolve(view, region=region) for view, region in zip(OTHER.views, regions, strict=True)]
+    comparison = compare(MINE, attrs.evolve(OTHER, rank=7, regions=regions, views=views))
+    assert comparison.ok
+    assert comparison.differences == ()
+    assert str(comparison) == "decode/0 and prefill/7: 0 differences, none refused"
+
+
+REFUSED = {
+    "GROUP": (states(OTHER), ("group kind", "tokens", "states")),
+    "DTYPE": (with_views(OTHER, dtype="float16"), ("dtype", "bfloat16", "float16")),
+    "AXES": (with_axis(OTHER, "dim", name="channel"), ("axes", "dim head kv", "channel head kv")),
+    "SIZE": (with_axis(OTHER, "head", size=8), ("size of head", "4", "8")),
+    "TENSOR": (attrs.evolve(OTHER, views=OTHER.views[:1]), ("tensor", "kept", "not kept")),
+}
+
+
+@pytest.mark.parametrize("code, remote, difference", [(code, *row) for code, row in REFUSED.items()], ids=REFUSED)
+def test_what_is_refused_is_what_planning_refuses(code, remote, difference):
+    """Each field that must not differ comes first, with the code that plan_reads raises, and both values."""
+    comparison = compare(MINE, remote)
+    first = comparison.differences[0]
+    assert not comparison.ok
+    assert (first.field, first.local, first.remote) == difference
+    assert (first.effect, first.code) == ("refused", code)
+    with pytest.raises(KVPlanError, match=f"^{code}: "):
+        plan_reads(MINE, [remote])
+
+
+PARTS = "part of head", "all", "[2, 4) of 4"
+BLOCKS = "2 of 2560 bytes", "2 of 1792 bytes"
+STEP = with_views(engine("prefill", blocks=9)[0], num_blocks=8, block_stride_bytes=280)
+ORDERS = "head 64, token 16, kv 8, dim 2", "token 64, head 16, kv 8, dim 2"
+TURNS = "rank 0 of 1, 1 in turn", "rank 1 of 2, 3 in turn"
+GROUP = attrs.evolve(OTHER, groups=[Group("kv", 4)], views=[attrs.evolve(view, group="kv") for view in OTHER.views])
+PLANNED = {
+    "part": (engine("prefill", tp=2)[1], [PARTS, "block stride", "regions"]),
+    "block": (engine("prefill", tokens=6)[0], [("tokens per block", "4", "6"), "block stride", "strides", "regions"]),
+    "blocks": (engine("prefill", blocks=7)[0], [("blocks", "10", "7"), ("regions", *BLOCKS)]),
+    "step": (STEP, ["blocks", ("block stride", "256", "280"), "regions"]),
+    "order": (engine("prefill", order="NH")[0], [("strides", *ORDERS)]),
+    "turns": (engine("prefill", contexts=(2, 3))[1], [("context", *TURNS)]),
+    "group": (GROUP, [("group", "attn", "kv")]),
+    "memory": (moved(OTHER), [("memory", "DRAM 0", "VRAM 2"), ("regions", "2 of 2560 bytes", "2 of 2561 bytes")]),
+}
+
+
+@pytest.mark.parametrize("remote, expected", PLANNED.values(), ids=PLANNED)
+def test_what_is_planned_around_is_told(remote, expected):
+    """Fields that may differ are told with both values, and a plan is made all the same."""
+    rows = told(MINE, remote)
+    assert [row[3] for row in rows] == ["planned"] * len(expected)
+    for row, value in zip(rows, expected, strict=True):
+        assert value in (row[0], row[:3])
+    assert compare(MINE, remote).ok
+    assert plan_reads(MINE, [*engine("more", layers=2), remote])
+
+
+def test_a_tensor_that_the_source_alone_keeps_is_not_moved():
+    """It is no refusal and nothing that a plan bridges: it stays, is told before what is planned, and is counted."""
+    comparison = compare(with_views(MINE, num_blocks=8), engine("prefill", layers=4)[0])
+    assert comparison.ok
+    assert comparison.not_moved == ("layers.2", "layers.3")
+    first, *others = comparison.differences
+    assert first == Difference("tensor", "layers.2-3", "not kept", "kept", "not moved")
+    assert {each.effect for each in others} == {"planned"}
+    assert str(comparison).startswith("decode/0 and prefill/0: 3 differences, none refused, 2 tensors not moved\n")
+
+
+def test_a_slip_in_a_name_is_told_on_both_sides():
+    """A tensor of another name is refused for the destination, and what it should have been is not moved."""
+    named = [attrs.evolve(view, name=view.name.replace("layers.1", "layer.1")) for view in OTHER.views]
+    comparison = compare(MINE, attrs.evolve(OTHER, views=named))
+    assert [(d.where, d.effect, d.code) for d in comparison.differences] == [
+        ("layers.1", "refused", "TENSOR"),
+        ("layer.1", "not moved", ""),
+    ]
+    assert str(comparison).splitlines()[0].endswith(": 2 differences, 1 refused, 1 tensor not moved")
+
+
+def test_layers_of_one_difference_are_told_once():
+    """Tensors that differ in the same way share a line, folded by their number."""
+    local, remote = (engine(name, layers=12, heads=heads)[0] for name, heads in (("decode", 4), ("prefill", 4)))
+    views = [attrs.evolve(view, dtype="float16") if i != 5 else view for i, view in enumerate(remote.views)]
+    (difference,) = compare(local, attrs.evolve(remote, views=views)).differences
+    assert difference == Difference("dtype", "layers.0-4,6-11", "bfloat16", "float16", "refused", "DTYPE")
+
+
+def test_tensors_that_are_not_transferred_do_not_count():
+    """What the caller does not want moved is no difference, on either side."""
+    draft = engine("prefill", layers=3)[0]
+    assert compare(draft, MINE, not_transferred=("layers.2",)).ok
+    assert [d.field for d in compare(draft, MINE, ("layers.2",)).differences] == ["regions"]
+    assert compare(MINE, draft, not_transferred=("layers.2",)).not_moved == ()
+
+
+def parted(*dtypes: str) -> Worker:
+    """A worker that keeps K and V apart, each of a dtype of its own."""
+    views = [
+        View("kv", "g", "r", dtype, (Axis("kv", i, i + 1, 2, 0), Axis("dim", 0, 4, 4, 4)), 5, 16, i * 80)
+        for i, dtype in enumerate(dtypes)
+    ]
+    return Worker("p", 0, [Region("r", 0, 160)], [Group("g")], views)
+
+
+def test_views_of_one_tensor_that_differ_are_refused():
+    """Both sides keep K and V in the same two dtypes, but a plan would have to pair each with each."""
+    mixed = parted("bfloat16", "float16")
+    alike = attrs.evolve(mixed, engine_id="q")
+    assert told(mixed, alike) == [("dtype", "bfloat16 and float16", "bfloat16 and float16", "refused")]
+    with pytest.raises(KVPlanError, match=r"^DTYPE: "):
+        plan_reads(mixed, [alike])
+
+
+def test_parts_of_several_views_are_told_together():
+    """K and V apart, and in one view: a difference of parts that is planned around."""
+    axes = (Axis("kv", 0, 2, 2, 16), Axis("dim", 0, 4, 4, 4))
+    joined = Worker("p", 0, [Region("r", 0, 160)], [Group("g")], [View("kv", "g", "r", "uint8", axes, 5, 32)])
+    rows = told(joined, parted("uint8", "uint8"))
+    assert rows[0] == ("part of kv", "all", "[0, 1) of 2 and [1, 2) of 2", "planned")
+
+
+def test_digits_of_a_part_are_told():
+    """A part of an axis in two digits is told by both."""
+    axes = (Axis("head", 2, 4, 4, 16), Axis("head", 0, 2, 2, 8), Axis("dim", 0, 4, 4, 2))
+    digits = Worker("p", 0, [Region("r", 0, 64)], [Group("g")], [View("x", "g", "r", "uint8", axes, 2, 32)])
+    whole = with_views(digits, axes=(attrs.evolve(axes[0], start=0), *axes[1:]), num_blocks=1)
+    assert told(whole, digits)[0] == ("part of head", "all", "[2, 4) of 4 x [0, 2) of 2", "planned")
+
+
+def test_a_comparison_reads_as_a_table():
+    """The text has a title with the number refused, and a line for each difference under the names of both sides."""
+    model = Model.shipped("llama-3.1-8b")
+    local = model.engine("decode", tp=8, layout="LBNHC", kv="split", tokens_per_block=16, num_blocks=10)[3]
+    remote = model.engine("prefill", tp=4, layout="BLHNC", tokens_per_block=64, num_blocks=30)[1]
+    assert str(compare(local, remote)) == (Path(__file__).parents[1] / "golden" / "comparison.txt").read_text().rstrip()
+
+
+def test_regions_of_several_sizes_are_told_by_their_bounds():
+    """Regions are told by their number, and the smallest and the largest."""
+    empty = Worker("p", 0, (), (), ())
+    several = Worker("p", 0, [Region(f"{size}", size * 10, size) for size in (7, 3, 5)], (), ())
+    assert told(empty, several) == [("regions", "0 of 0 bytes", "3 of 3 to 7 bytes", "planned")]
+
+
+@pytest.mark.parametrize("sides", [(MINE, None), ("p/0", MINE)])
+def test_only_workers_compare(sides):
+    """What is no worker is refused by its type."""
+    with pytest.raises(KVPlanError, match=r"^TYPE: cannot read a side of a comparison: expected a Worker, got "):
+        compare(*sides)
+
+
+def test_one_context_is_like_another():
+    """A context of one worker has one form, whatever turns it was described with."""
+    spelled = attrs.evolve(OTHER, groups=[Group("attn", 4, Context(0, 1, 8))])
+    assert compare(MINE, spelled).differences == ()

@@ -1,0 +1,359 @@
+"""Peers: whatever a message says, a worker that holds what one's own does, or every problem with its path."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplan import CODES, Axis, Group, KVPlanError, PeerError, Problem, Region, View, Worker, decode, encode, problems
+from kvplan.handshake.errors import MAX_PROBLEMS
+from kvplan.handshake.schema import MAX_ROWS
+from tests import hostile
+from tests.small import engine
+from tests.test_errors import in_grammar
+
+OFFER = encode(engine(contexts=(2, 4))[1])
+Edit = Callable[[Any], object]
+
+
+def edited(*edits: Edit) -> bytes:
+    """The offer of two layers with some parts edited."""
+    message = json.loads(OFFER)
+    for edit in edits:
+        edit(message)
+    return json.dumps(message).encode()
+
+
+def put(value: Any, *keys: str | int) -> Edit:
+    """Puts a value at a path."""
+
+    def edit(message: Any) -> None:
+        for key in keys[:-1]:
+            message = message[key]
+        message[keys[-1]] = value
+
+    return edit
+
+
+def drop(key: str) -> Edit:
+    """Removes a key."""
+    return lambda message: message.pop(key)
+
+
+def column(table: str, key: str, row: int, value: Any) -> Edit:
+    """Puts a value in a row of a table."""
+    return put(value, table, key, row)
+
+
+def paths(message: Any) -> list[str]:
+    """The paths of all problems of a message."""
+    return [problem.path for problem in problems(json.dumps(message).encode())]
+
+
+HEAD, TOKEN = ("layouts", 0, "axes", 1), ("layouts", 0, "axes", 2)
+EDITS = [
+    drop("rank"),
+    put(1, "rang"),
+    put(1, "views", "n\n" + "x" * 99),
+    put("", "engine_id"),
+    put("a\u0000b", "engine_id"),
+    put("\ud800", "engine_id"),
+    put("x" * 257, "engine_id"),
+    put(5, "engine_id"),
+    put(True, "rank"),
+    put(3.0, "rank"),
+    put("3", "rank"),
+    put(None, "rank"),
+    put(-1, "rank"),
+    put(1 << 63, "rank"),
+    put({}, "groups"),
+    put([], "groups", 0),
+    put("x", "groups", 0, "tokens_per_block"),
+    put(None, "groups", 0, "tokens_per_block"),
+    put(2, "groups", 0, "context", "rank"),
+    put(0, "groups", 0, "context", "interleave_tokens"),
+    put(5, "groups", 0, "tokens_per_block"),
+    put(1, "layouts", 0, "group"),
+    put("int4", "layouts", 0, "dtype"),
+    put(1 << 40, "layouts", 0, "num_blocks"),
+    put((1 << 39) - 1, "layouts", 0, "num_blocks"),
+    put(1 << 60, "layouts", 0, "block_stride_bytes"),
+    put([], "layouts", 0, "axes"),
+    put({}, "layouts", 0, "axes"),
+    put(5, *HEAD, "stop"),
+    put(50, *HEAD, "stride_bytes"),
+    put(5, *TOKEN, "size"),
+    put("HBM", "memories", 0, "memory"),
+    put(0, "memories", 0, "size_bytes"),
+    put("\n", "stems", 0, "after"),
+    column("regions", "stem", 1, 2),
+    column("regions", "number", 1, False),
+    column("regions", "memory", 1, 9),
+    column("regions", "address", 1, 1 << 64),
+    column("regions", "address", 1, (1 << 64) - 2559),
+    column("regions", "number", 1, 0),
+    put([], "views", "layout"),
+    put([0] * (MAX_ROWS + 1), "views", "stem"),
+    column("views", "stem", 0, -1),
+    column("views", "layout", 1, 1),
+    column("views", "region", 1, 2),
+    column("views", "offset_bytes", 1, 2),
+    column("views", "region", 1, 0),
+]
+"""One wrong thing each; the golden lines say, in the same order, what it is told as."""
+
+LINES = (Path(__file__).parents[1] / "golden" / "problems.txt").read_text().splitlines()
+
+every_problem = pytest.mark.parametrize(
+    "edit, line", list(zip(EDITS, LINES, strict=True)), ids=[line.partition(": cannot")[0] for line in LINES]
+)
+
+
+@every_problem
+def test_a_problem_is_told_exactly_so(edit, line):
+    """One wrong thing is the first problem, on one line that starts with its path and its code."""
+    assert str(problems(edited(edit))[0]) == line
+
+
+@every_problem
+def test_decode_raises_the_first_problem(edit, line):
+    """The error has the code and the path of the first problem, one line of the grammar, and all problems."""
+    with pytest.raises(PeerError) as caught:
+        decode(edited(edit))
+    error, found = caught.value, problems(edited(edit))
+    assert error.problems == found
+    assert error.code == found[0].code in CODES
+    assert in_grammar(str(error))
+    assert found[0].path in str(error)
+
+
+def test_an_error_says_where_and_how_many_more():
+    """Its message is that of a plain error, with the path and the number of other problems."""
+    with pytest.raises(PeerError) as caught:
+        decode(edited(put(None, "rank"), put("", "engine_id")))
+    assert str(caught.value) == (
+        "NAME: cannot read engine_id at engine_id: expected a non-empty string of printable characters, got '' "
+        "(and 1 more problem)"
+    )
+    assert [problem.path for problem in caught.value.problems] == ["engine_id", "rank"]
+
+
+def test_an_error_survives_a_pickle():
+    """An error that crosses processes keeps its parts."""
+    with pytest.raises(PeerError) as caught:
+        decode(edited(put(None, "rank")))
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is PeerError
+    assert (str(copy), copy.code, copy.problems) == (str(caught.value), "TYPE", caught.value.problems)
+
+
+def test_independent_problems_are_told_at_once():
+    """A problem hides only what depends on it: those of other parts are told with it, in the order of a message."""
+    data = edited(
+        put(None, "rank"),
+        put(7, "groups", 0, "name"),
+        put(0, *HEAD, "size"),
+        put([], "memories", 0, "memory"),
+        column("regions", "stem", 0, 9),
+        column("views", "stem", 1, "x"),
+        column("views", "region", 0, 7),
+    )
+    assert [(problem.path, problem.code) for problem in problems(data)] == [
+        ("rank", "TYPE"),
+        ("groups[0].name", "TYPE"),
+        ("memories[0].memory", "TYPE"),
+        ("views.stem[1]", "TYPE"),
+        ("regions.stem[0]", "RANGE"),
+        ("layouts[0].axes[1]", "RANGE"),
+        ("views.region[0]", "RANGE"),
+    ]
+
+
+def test_each_view_that_leaves_its_region_is_told():
+    """What is wrong with a view is found for all of them, not for the first alone."""
+    three = json.loads(encode(engine("prefill", layers=3)[0]))
+    three["views"]["offset_bytes"] = [2, 0, 4]
+    assert paths(three) == ["views.offset_bytes[0]", "views.offset_bytes[2]"]
+
+
+@pytest.mark.parametrize("size_bytes", [1, 2559])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_regions_that_are_too_small_are_told_once(layers, size_bytes):
+    """A size that no offset could help is told where the message has it, and not for each view or region again."""
+    message = json.loads(encode(engine("prefill", layers=layers)[0]))
+    message["memories"][0]["size_bytes"] = size_bytes
+    (problem,) = problems(json.dumps(message).encode())
+    assert (problem.path, problem.code) == ("memories[0].size_bytes", "BOUNDS")
+    assert problem.text == (
+        f"cannot hold views: expected at least 2560 bytes, where view 'layers.0' of 10 blocks ends, got {size_bytes}"
+    )
+    with pytest.raises(PeerError) as caught:
+        decode(json.dumps(message).encode())
+    assert dict(caught.value.details) == {"size_bytes": size_bytes, "end_bytes": 2560}
+
+
+def halved(*sizes):
+    """An offer of regions of these sizes, each with K in its first 128 bytes, and V behind that."""
+    views = [
+        View(f"{i}.{kind}", "g", f"kv.{i}", "uint8", (Axis("dim", 0, 16, 16, 1),), 8, 16, offset)
+        for i, _ in enumerate(sizes)
+        for kind, offset in (("k", 0), ("v", 128))
+    ]
+    regions = [Region(f"kv.{i}", i << 20, size) for i, size in enumerate(sizes)]
+    return json.loads(encode(Worker("p", 0, regions, [Group("g")], views)))
+
+
+def test_several_views_that_leave_all_regions_of_a_size_are_its_fault():
+    """Where the last view of each region leaves it, the size is told; where one of them stays inside, each view is."""
+    offer = halved(256, 256, 300)
+    offer["memories"][0]["size_bytes"] = 200
+    assert paths(offer) == ["memories[0].size_bytes"]
+    offer["memories"][1]["size_bytes"] = 200
+    assert paths(offer) == ["memories[0].size_bytes", "views.offset_bytes[5]"]
+    offer = halved(256, 256, 300)
+    offer["views"]["offset_bytes"][1] = 129
+    assert paths(offer) == ["views.offset_bytes[1]"]
+    offer["views"]["offset_bytes"][5] = 129
+    assert paths(offer) == ["views.offset_bytes[1]"]
+
+
+def without(offer, table, column, much):
+    """An offer whose column of a table is a row short, or not there at all."""
+    del offer[table][column][-1:]
+    if much:
+        del offer[table][column]
+    return offer
+
+
+@pytest.mark.parametrize("table, column", [("regions", "address"), ("regions", "stem"), ("views", "layout")])
+def test_a_column_that_is_short_or_missing_is_told_alone(table, column):
+    """What refers to rows of a table that can't be read is not told: it may be right."""
+    data = json.loads(OFFER)
+    assert paths(without(data, table, column, much=False)) == [table]
+    assert paths(without(data, table, column, much=True)) == [f"{table}.{column}"]
+
+
+@pytest.mark.parametrize("key", ["groups", "layouts", "memories", "stems", "regions", "views"])
+def test_a_part_that_is_missing_is_told_alone(key):
+    """So it is with any part of a message that others refer to."""
+    message = json.loads(OFFER)
+    del message[key]
+    assert paths(message) == [key]
+
+
+def test_a_name_of_nothing_is_told_at_its_stem():
+    """A stem without text and number makes no name, which is told where the row names the stem."""
+    message = json.loads(OFFER)
+    message["stems"].append({"before": "", "after": ""})
+    for table in ("regions", "views"):
+        message[table]["stem"][1], message[table]["number"][1] = len(message["stems"]) - 1, None
+    assert paths(message) == ["regions.stem[1]", "views.stem[1]"]
+
+
+@every_problem
+def test_a_path_is_one_of_the_message(edit, line):
+    """Each path leads to a part that the message has, or to a key that it lacks or has too many."""
+    data = edited(edit)
+    for problem in problems(data):
+        part = json.loads(data)
+        *steps, last = re.findall(r"[^.\[\]]+", problem.path)
+        for step in steps:
+            part = part[int(step)] if isinstance(part, list) else part[step]
+        assert problem.code == "KEY" or (part[int(last)] if isinstance(part, list) else part[last]) is not Ellipsis
+
+
+def test_views_are_checked_although_others_are_bad():
+    """A bad region keeps nobody from telling that another view leaves its own."""
+    data = edited(column("regions", "stem", 0, 9), column("views", "offset_bytes", 1, 2))
+    assert [problem.path for problem in problems(data)] == ["regions.stem[0]", "views.offset_bytes[1]"]
+
+
+def test_a_layout_is_told_once():
+    """What is wrong with a layout is one problem, however many views have it."""
+    assert len(problems(edited(put("int4", "layouts", 0, "dtype")))) == 1
+
+
+def test_two_groups_of_one_name_are_refused():
+    """Block tables go by the names of groups."""
+    data = edited(lambda message: message["groups"].append(message["groups"][0]))
+    assert [(problem.path, problem.code) for problem in problems(data)] == [("groups", "NAME")]
+
+
+def test_there_is_an_end_to_problems():
+    """At most so many problems are kept, and a last line counts the others."""
+    data = edited(put(dict.fromkeys(map(str, range(250))), "views"))
+    found = problems(data)
+    assert len(found) == MAX_PROBLEMS + 1
+    assert str(found[-1]) == "message: MESSAGE: 155 more problems are left out"
+
+
+def test_an_offer_has_no_problems():
+    """What decodes has no problems."""
+    assert problems(OFFER) == ()
+
+
+@pytest.mark.parametrize("length", range(0, len(OFFER), 7))
+def test_an_offer_cut_off_anywhere_is_refused(length):
+    """A message that did not arrive whole is never taken for a smaller worker."""
+    assert [problem.code for problem in problems(OFFER[:length])] == ["MESSAGE"]
+
+
+def test_problems_are_values():
+    """Problems compare by what they say."""
+    text = "cannot read a message: expected JSON, got Expecting value at character 0"
+    assert problems(b"") == (Problem("", "MESSAGE", text),)
+
+
+def test_canonical_values_come_of_others():
+    """A peer need not send the canonical form: strides of single coordinates, turns of one worker, spaces."""
+    worker = engine(layers=1, heads=1)[0]
+    message = json.loads(encode(worker))
+    message["layouts"][0]["axes"][1]["stride_bytes"] = 77
+    message["groups"][0]["context"]["interleave_tokens"] = 3
+    message["stems"] = [{"before": "", "after": ""}, *message["stems"], {"before": "layers", "after": ".0"}]
+    message["regions"]["stem"] = [1]
+    message["views"] |= {"stem": [3], "number": [None]}
+    data = json.dumps(dict(reversed(message.items())), indent=2).encode()
+    assert decode(data) == worker
+    assert encode(decode(data)) == encode(worker)
+
+
+def test_a_worker_of_a_peer_is_a_worker():
+    """What decodes is a value like any other: it can be changed, and is checked then."""
+    worker = decode(OFFER)
+    with pytest.raises(KVPlanError, match=r"^OVERLAP: ") as caught:
+        attrs.evolve(worker, views=worker.views * 2)
+    assert not isinstance(caught.value, PeerError)
+
+
+@pytest.fixture(scope="module")
+def taken() -> Any:
+    """What reading the hostile messages took, in a process of their own."""
+    run = subprocess.run([sys.executable, "-m", "tests.hostile"], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def test_no_message_takes_64_mib(taken):
+    """All hostile messages, read one after another, make the process grow by less than 64 MiB at its peak."""
+    assert taken["grown_bytes"] < 64 << 20
+
+
+@pytest.mark.parametrize("name", list(hostile.inputs()))
+def test_no_message_takes_long(taken, name):
+    """Reading a hostile message of up to 1 MiB calls fewer than two million functions, nearly all of them built in."""
+    assert taken["taken"][name]["calls"] < 2_000_000
+
+
+def test_hostile_messages_meet_the_limits(taken):
+    """The messages get as far as they were made to: to JSON, to the schema, to the checks of workers, or through."""
+    codes = {one["code"] for one in taken["taken"].values()}
+    assert codes == {"", "MESSAGE", "VERSION", "KEY", "RANGE", "BOUNDS"}

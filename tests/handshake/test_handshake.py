@@ -1,0 +1,50 @@
+"""docs/handshake.md names every key and limit that the code has. Its Python is run by tests/test_docs.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan.describe import _overlap as overlap
+from kvplan.handshake import errors as findings
+from kvplan.handshake import messages, schema
+from kvplan.handshake.schema import Many, Node, Record, Table
+
+TEXT = (Path(__file__).parents[2] / "docs" / "handshake.md").read_text()
+LIMITS = re.findall(r"^\| (\d+) \| ", TEXT, re.MULTILINE)
+
+
+def keys(node: Node) -> Iterator[str]:
+    """Every key that a message may have, the outer ones first."""
+    if isinstance(node, Many):
+        yield from keys(node.item)
+    elif isinstance(node, Record | Table):
+        inner = node.fields if isinstance(node, Record) else node.columns
+        yield from inner
+        for each in inner.values():
+            yield from keys(each)
+
+
+def test_every_key_is_explained() -> None:
+    """The table of the message has each key of the schema, the version and the extensions, and no other."""
+    (table,) = re.findall(r"^\| key \| value \|\n\|---\|---\|\n(.*?)\n\n", TEXT, re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", table)) == {"kvplan", "extensions", *keys(schema.OFFER)}
+
+
+@pytest.mark.parametrize("module", [messages, schema, overlap, findings])
+def test_every_limit_is_told(module: Any) -> None:
+    """The table of limits has the number of every constant that is one."""
+    limits = {name: getattr(module, name) for name in dir(module) if name.startswith("MAX_")}
+    assert {str(number) for number in limits.values()} <= set(LIMITS)
+
+
+def test_no_limit_is_made_up() -> None:
+    """The table of limits has no number that no constant has."""
+    modules = (messages, schema, overlap, findings)
+    known = {str(getattr(module, name)) for module in modules for name in dir(module) if name.startswith("MAX_")}
+    assert len(LIMITS) == 13
+    assert set(LIMITS) <= known

@@ -1,0 +1,250 @@
+"""Layouts, held against arrays that numpy lays out in the order the letters say."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvplan import Axis, Group, KVPlanError, Region, View, Worker, view_of
+from kvplan.models.layouts import KV_FORMS, ORDERS, Held, Layout, Page
+from kvplan.models.pools import place
+
+LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 7, 4, 6, 5
+EXTENT = {"layer": LAYERS, "block": BLOCKS, "head": HEADS, "token": TOKENS, "kv": 2, "dim": DIM}
+WORD = {"L": "layer", "B": "block", "H": "head", "N": "token", "C": "dim"}
+
+ATTENTION = (
+    Axis("kv", 0, 2, 2, 0),
+    Axis("head", 4, 8, 12, 0),
+    Axis("token", 0, TOKENS, TOKENS, 0),
+    Axis("dim", 0, DIM, DIM, 0),
+)
+LATENT = (Axis("token", 0, TOKENS, TOKENS, 0), Axis("dim", 0, DIM, DIM, 0))
+
+
+def held(axes: tuple[Axis, ...] = ATTENTION, layers: int = LAYERS, dtype: str = "float16") -> list[Page]:
+    return [Page.of(Held(f"layers.{i}.attn", "attn", dtype, axes)) for i in range(layers)]
+
+
+def pattern(order: str, kv: str) -> list[str]:
+    """The dimensions of a pool as words, written out per form."""
+    words = [WORD[letter] for letter in order]
+    if kv == "content":
+        words.insert(words.index("dim"), "kv")
+    if kv == "axis":
+        words.insert(max(words.index("layer"), words.index("block")) + 1, "kv")
+    return words
+
+
+def of_array(array: np.ndarray, words: list[str], layer: int) -> View:
+    """The view of one layer of ``array``, by numpy's own strides."""
+    one = array[tuple(layer if word == "layer" else slice(None) for word in words)]
+    region = Region("pool", array.__array_interface__["data"][0], array.nbytes)
+    kept = " ".join(word for word in words if word != "layer")
+    return view_of(one, kept, name=f"layers.{layer}.attn", group="attn", region=region, parts={"head": (4, 8, 12)})
+
+
+def places(view: View, region_offset: int = 0) -> tuple[object, ...]:
+    return view.axes, view.block_stride_bytes, view.offset_bytes + region_offset
+
+
+@pytest.mark.parametrize("kv", ["content", "axis"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_order_is_the_array_that_its_letters_spell(order: str, kv: str) -> None:
+    """Strides and offsets of every layer equal those of an array with the dimensions in that order."""
+    words = pattern(order, kv)
+    array = np.zeros([EXTENT[word] for word in words], np.float16)
+    views, sizes = place(Layout(order, kv), "pool", held(), BLOCKS)
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
+    expected = [places(of_array(array, words, layer)) for layer in range(LAYERS)]
+    assert [places(view, starts[view.region]) for view in views] == expected
+    assert sum(sizes.values()) == array.nbytes
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_split_keeps_each_half_as_an_order_of_its_own(order: str) -> None:
+    """K and V lie each in its own region, with the strides of a pool that has no kv."""
+    words = [WORD[letter] for letter in order]
+    array = np.zeros([EXTENT[word] for word in words], np.float16)
+    views, sizes = place(Layout(order, "split"), "pool", held(layers=1), BLOCKS)
+    one = array[tuple(slice(0, 1) if word == "layer" else slice(None) for word in words)].copy()
+    expected = of_array(one, words, 0)
+    for view, suffix, half in zip(views, (".k", ".v"), range(2), strict=True):
+        assert view.region.endswith(suffix)
+        assert [a for a in view.axes if a.name == "kv"] == [Axis("kv", half, half + 1, 2, 0)]
+        assert tuple(a for a in view.axes if a.name != "kv") == expected.axes
+        assert view.block_stride_bytes == expected.block_stride_bytes
+    assert set(sizes.values()) == {one.nbytes}
+
+
+@pytest.mark.parametrize("kv", KV_FORMS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_latent_ignores_the_head_letter_and_the_kv_form(order: str, kv: str) -> None:
+    """A tensor without head and kv lies as one with a single head and no kv would, in one region per pool."""
+    words = [WORD[letter] for letter in order if letter != "H"]
+    array = np.zeros([EXTENT[word] for word in words], np.float16)
+    views, sizes = place(Layout(order, kv), "pool", held(LATENT), BLOCKS)
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
+    strides = dict(zip(words, array.strides, strict=True))
+    for layer, view in enumerate(views):
+        assert [(a.name, a.stride_bytes) for a in view.axes] == [("token", strides["token"]), ("dim", 2)]
+        assert view.block_stride_bytes == strides["block"]
+        assert starts[view.region] + view.offset_bytes == layer * strides["layer"]
+
+
+@pytest.mark.parametrize("kv", ["content", "axis"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_kernel_blocks_make_a_pool_of_smaller_blocks(order: str, kv: str) -> None:
+    """A pool of B blocks of 6 tokens in kernel blocks of 2 is the pool of 3*B blocks of 2 tokens."""
+    small = tuple(Axis("token", 0, 2, 2, 0) if axis.name == "token" else axis for axis in ATTENTION)
+    whole, sizes = place(Layout(order, kv, kernel_tokens=2), "pool", held(), BLOCKS)
+    pieces, piece_sizes = place(Layout(order, kv), "pool", held(small), BLOCKS * 3)
+    assert sizes == piece_sizes
+    for view, piece in zip(whole, pieces, strict=True):
+        outer = next(axis for axis in view.axes if axis.name == "token")
+        assert outer == Axis("token", 0, 3, 3, piece.block_stride_bytes)
+        assert tuple(axis for axis in view.axes if axis is not outer) == piece.axes
+        assert view.block_stride_bytes == 3 * piece.block_stride_bytes
+        assert view.offset_bytes == piece.offset_bytes
+
+
+def test_a_kernel_block_as_large_as_the_block_changes_nothing() -> None:
+    """One kernel block a block leaves the token axis a single digit."""
+    layout = Layout("LBNHC", kernel_tokens=TOKENS)
+    assert place(layout, "pool", held(), BLOCKS) == place(Layout("LBNHC"), "pool", held(), BLOCKS)
+
+
+def test_kernel_blocks_must_divide_the_block() -> None:
+    """4 slots do not divide 6: both numbers are named."""
+    with pytest.raises(KVPlanError, match="tokens_per_block 6, got 4") as caught:
+        place(Layout(kernel_tokens=4), "pool", held(), BLOCKS)
+    assert caught.value.code == "LAYOUT"
+
+
+def test_pad_follows_each_block() -> None:
+    """In LBHNC, blocks step over the pad, and nothing inside a block moves."""
+    plain, sizes = place(Layout("LBHNC"), "pool", held(), BLOCKS)
+    padded, padded_sizes = place(Layout("LBHNC", pad_bytes=24), "pool", held(), BLOCKS)
+    for before, after in zip(plain, padded, strict=True):
+        assert after.axes == before.axes
+        assert after.block_stride_bytes == before.block_stride_bytes + 24
+    assert [size + 24 * BLOCKS for size in sizes.values()] == list(padded_sizes.values())
+
+
+def test_a_head_outside_the_block_steps_over_every_padded_block() -> None:
+    """In LHBNC a head's stride is the whole pool of its blocks, pads included."""
+    view = place(Layout("LHBNC", pad_bytes=24), "pool", held(), BLOCKS)[0][0]
+    block = TOKENS * 2 * DIM * 2 + 24
+    assert view.block_stride_bytes == block
+    assert view.axes[0] == Axis("head", 4, 8, 12, BLOCKS * block)
+
+
+def test_pad_of_a_block_that_holds_all_layers_comes_once() -> None:
+    """In BLHNC the pad stands after the last layer of a block, not after each layer."""
+    views, sizes = place(Layout("BLHNC", pad_bytes=24), "pool", held(), BLOCKS)
+    page = HEADS * TOKENS * 2 * DIM * 2
+    assert [view.offset_bytes for view in views] == [0, page, 2 * page]
+    assert {view.block_stride_bytes for view in views} == {LAYERS * page + 24}
+    assert sizes == {"pool": BLOCKS * (LAYERS * page + 24)}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_regions_hold_one_layer_or_all(order: str) -> None:
+    """Orders with the layer slowest register a region per layer, the others one for the pool."""
+    _, sizes = place(Layout(order), "pool", held(), BLOCKS)
+    assert list(sizes) == ([page.name for page in held()] if order[0] == "L" else ["pool"])
+
+
+@pytest.mark.parametrize("kernel", [None, 3])
+@pytest.mark.parametrize("kv", KV_FORMS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_views_fill_their_regions_and_share_no_byte(order: str, kv: str, kernel: int | None) -> None:
+    """Without pad every byte of every region belongs to exactly one element."""
+    views, sizes = place(Layout(order, kv, 0, kernel), "pool", held(), BLOCKS)
+    regions = [Region(name, i << 20, size) for i, (name, size) in enumerate(sizes.items())]
+    Worker("e", 0, regions, [Group("attn", TOKENS)], views)
+    assert sum(view.block_bytes * BLOCKS for view in views) == sum(sizes.values())
+    assert sum(sizes.values()) == math.prod(EXTENT.values()) * 2
+
+
+def test_a_state_has_no_token_slots() -> None:
+    """A tensor of a state group keeps its content axes in their order, slowest first."""
+    axes = (Axis("step", 0, 3, 3, 0), Axis("channel", 8, 16, 32, 0))
+    (view,), sizes = place(Layout("LBHNC"), "pool", [Page.of(Held("layers.0.conv", "state", "bfloat16", axes))], BLOCKS)
+    assert view.axes == (Axis("step", 0, 3, 3, 16), Axis("channel", 8, 16, 32, 2))
+    assert sizes == {"layers.0.conv": BLOCKS * 48}
+
+
+def test_a_pool_of_one_block_keeps_its_stride() -> None:
+    """The block stride does not depend on how many blocks there are."""
+    (one, *_), _ = place(Layout("LBHNC"), "pool", held(), 1)
+    assert one.block_stride_bytes == HEADS * TOKENS * 2 * DIM * 2
+
+
+def test_layers_of_one_pool_have_one_shape() -> None:
+    """Tensors that would make rows of unequal length in one region are refused by name."""
+    other = Page.of(Held("layers.9.attn", "attn", "float16", LATENT))
+    with pytest.raises(KVPlanError, match=r"'layers\.9\.attn'") as caught:
+        place(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
+    assert caught.value.code == "LAYOUT"
+
+
+def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
+    """With the layer slowest nothing is shared, so nothing needs to be equal."""
+    other = Page.of(Held("layers.9.attn", "attn", "float16", LATENT))
+    assert len(place(Layout("LBHNC"), "pool", [*held(), other], BLOCKS)[0]) == LAYERS + 1
+
+
+@pytest.mark.parametrize("order", ["HND", "lbhnc", "", 5, None])
+def test_an_unknown_order_lists_the_known_ones(order: object) -> None:
+    """Whatever is not one of the six is refused with all six."""
+    with pytest.raises(KVPlanError, match=", ".join(ORDERS)) as caught:
+        Layout(order)
+    assert caught.value.code == "LAYOUT"
+
+
+def test_an_unknown_kv_form_lists_the_known_ones() -> None:
+    """Whatever is not one of the three forms is refused with all three."""
+    with pytest.raises(KVPlanError, match="content, axis, split") as caught:
+        Layout(kv="interleaved")
+    assert caught.value.code == "LAYOUT"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"pad_bytes": -1}, "RANGE"),
+        ({"pad_bytes": True}, "TYPE"),
+        ({"pad_bytes": 1.0}, "TYPE"),
+        ({"kernel_tokens": 0}, "RANGE"),
+        ({"kernel_tokens": "16"}, "TYPE"),
+    ],
+)
+def test_numbers_of_a_layout_are_exact_integers(options: dict[str, object], code: str) -> None:
+    """Bools, floats, strings and numbers out of range are refused."""
+    with pytest.raises(KVPlanError) as caught:
+        Layout(**options)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_pool_has_blocks(num_blocks: int) -> None:
+    """A pool of no blocks is refused."""
+    with pytest.raises(KVPlanError, match="num_blocks") as caught:
+        place(Layout(), "pool", held(), num_blocks)
+    assert caught.value.code == "RANGE"
+
+
+@pytest.mark.parametrize("axis", ["layer", "block"])
+def test_a_tensor_has_no_axis_that_the_pool_has(axis: str) -> None:
+    """Layers and blocks are the pool's own dimensions."""
+    with pytest.raises(KVPlanError, match=axis) as caught:
+        Held("layers.0.attn", "attn", "float16", (Axis(axis, 0, 4, 4, 0),))
+    assert caught.value.code == "AXES"
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    """Strides need an element size."""
+    with pytest.raises(KVPlanError, match="int4") as caught:
+        held(dtype="int4")
+    assert caught.value.code == "DTYPE"

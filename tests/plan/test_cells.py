@@ -1,0 +1,279 @@
+"""Cells (C)."""
+
+import itertools
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
+from kvplan.plan.cells import cells, choose, parts
+from kvplan.plan.match import match
+from kvplan.plan.sources import Part, Sources
+from tests.small import engine
+
+
+def served(ours, sources):
+    """(source rank, axis box) of every cell of a one-layer destination."""
+    found = cells(match(ours, Sources(sources)))
+    return [
+        (
+            sources[cell.match.holding.worker[cell.source]].rank,
+            cell.parts["head"].intervals.tolist(),
+            cell.parts["token"].intervals[:, 0].tolist(),
+        )
+        for cell in found
+    ]
+
+
+def test_c1_heads_held_alike_are_one_part():
+    """C1: a destination of heads [0, 6) over sources of three heads each has two parts, not six."""
+    (ours,) = engine("d", tp=1, heads=6, layers=1)
+    sources = engine("p", tp=2, heads=6, layers=1)
+    (found,) = match(ours, Sources(sources))
+    axes = parts(found, 0)
+    assert [part.intervals.tolist() for part in axes["head"]] == [[[0, 3]], [[3, 6]]]
+    assert [part.held.tolist() for part in axes["head"]] == [[True, False], [False, True]]
+
+
+def test_c1_positions_held_alike_are_one_part():
+    """C1: context rank 1 of 2 needs odd positions; of sources spread over 4 ranks, two hold them."""
+    ours = engine("d", layers=1, contexts=(2, 1))[1]
+    sources = engine("p", layers=1, contexts=(4, 1))
+    assert [(rank, turn) for rank, _, turn in served(ours, sources)] == [(1, [1]), (3, [3])]
+
+
+@pytest.mark.parametrize(("src", "dst"), [(2, 3), (3, 2), (4, 6), (3, 8), (1, 5), (5, 1), (8, 8), (12, 5)])
+def test_c2_every_head_has_exactly_one_source(src, dst):
+    """C2: without any ratio between the sizes, the cells' boxes tile each destination's heads."""
+    sources = engine("p", tp=src, heads=24, layers=1)
+    for ours in engine("d", tp=dst, heads=24, layers=1):
+        heads = [h for _, box, _ in served(ours, sources) for low, high in box for h in range(low, high)]
+        axis = next(a for a in ours.views[0].axes if a.name == "head")
+        assert sorted(heads) == list(range(axis.start, axis.stop))
+
+
+def test_c2_what_nobody_holds_is_listed_whole():
+    """C2: with two of four sources lost, one error lists both missing intervals."""
+    (ours,) = engine("d", tp=1, heads=8)
+    sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
+    with pytest.raises(KVPlanError) as caught:
+        cells(match(ours, Sources(sources)))
+    assert str(caught.value) == (
+        "COVER: cannot plan for d/0: expected every part of its tensors to be held by a source, "
+        "got layers.0 and 1 like it: head [2, 4) [6, 8) of 8"
+    )
+
+
+def test_c2_positions_that_nobody_holds_are_listed():
+    """C2: with one of two context ranks lost, the error says which positions are missing."""
+    (ours,) = engine("d", layers=1)
+    sources = engine("p", layers=1, contexts=(2, 1))[:1]
+    with pytest.raises(KVPlanError, match=r"layers\.0: positions \[1, 2\) of every 2$"):
+        cells(match(ours, Sources(sources)))
+
+
+def fewest(held):
+    """The size of the smallest set of sources that serves every cell, by trying all of them."""
+    for size in range(1, held.shape[1] + 1):
+        for some in itertools.combinations(range(held.shape[1]), size):
+            if held[:, some].any(1).all():
+                return size
+    raise AssertionError
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("src", "dst"), list(itertools.product([1, 2, 3, 4, 6, 8, 16], repeat=2)))
+def test_c3_no_set_of_fewer_sources_would_do(heads, src, dst):
+    """C3: for tensor-parallel engines of any sizes, replicated or overlapping, the peers are as few as can be."""
+    sources = engine("p", tp=src, heads=heads, layers=1)
+    for ours in engine("d", tp=dst, heads=heads, layers=1)[:: max(dst // 4, 1)]:
+        (found,) = match(ours, Sources(sources))
+        held = np.array([part.held for part in parts(found, 0)["head"]])
+        assert len({rank for rank, _, _ in served(ours, sources)}) == fewest(held)
+
+
+@pytest.mark.parametrize(("src", "dst", "heads"), [(16, 8, 1), (16, 4, 4), (8, 16, 4), (4, 4, 1), (8, 32, 2)])
+def test_c4_replicas_share_the_load(src, dst, heads):
+    """C4: over all destinations no source serves more than one above its fair share of the replicas in use."""
+    sources = engine("p", tp=src, heads=heads, layers=1)
+    load = np.zeros(src, int)
+    for ours in engine("d", tp=dst, heads=heads, layers=1):
+        for rank, _, _ in served(ours, sources):
+            load[rank] += 1
+    assert load.max() == max(-(-dst // src), 1)
+
+
+def test_c4_the_load_of_one_destination_is_even():
+    """C4: among needed sources the one with the fewest bytes so far takes the next cell."""
+    held = np.array([[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]], bool)
+    owner = choose(held, np.array([4.0, 1, 2, 1, 1]), np.zeros(5, bool), 0)
+    load = np.bincount(owner, np.array([4.0, 1, 2, 1, 1]))
+    assert owner[:2].tolist() == [0, 1]
+    assert sorted(load.tolist()) == [4, 5]
+
+
+def test_c4_every_worker_comes_to_the_same_answer():
+    """C4: the choice depends on the destination's rank and the sources alone, so repeating it changes nothing."""
+    sources = engine("p", tp=8, heads=2, layers=1)
+    for ours in engine("d", tp=4, heads=2, layers=1):
+        assert served(ours, sources) == served(ours, sources)
+
+
+def test_c4_states_do_not_weigh_on_who_sends_tokens():
+    """C4: whoever sends a large state is as likely to send tokens as a source without one."""
+    held = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], bool)
+    weight, states = np.array([100.0, 1, 2, 2]), np.array([True, True, False, False])
+    assert sorted(choose(held, weight, states, 0)[2:].tolist()) == [0, 1]
+
+
+def of_tensors(ours, sources, replicas):
+    """The rank that serves each tensor of a destination."""
+    found = cells(match(ours, Sources(sources)), replicas)
+    ranks = [sources[cell.match.holding.worker[cell.source]].rank for cell in found]
+    return {name: rank for cell, rank in zip(found, ranks, strict=True) for name in cell.match.names}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 9])
+def test_c5_every_tensor_is_in_one_share(replicas):
+    """C5: tensors are divided into neighbours, as many to a share as can be, and none is lost."""
+    (ours,) = engine("d", heads=1, layers=8)
+    sources = engine("p", tp=4, heads=1, layers=8)
+    served = of_tensors(ours, sources, replicas)
+    assert served.keys() == set(ours.tensors)
+    ranks = [served[f"layers.{layer}"] for layer in range(8)]
+    if replicas <= 4:
+        expected = [-(-8 * (i + 1) // replicas) - -(-8 * i // replicas) for i in range(replicas)]
+        assert [len(list(same)) for _, same in itertools.groupby(ranks)] == expected
+
+
+def test_c5_destinations_use_replicas_in_turn():
+    """C5: four destinations of sixteen replicas, four to each, ask each replica for a share."""
+    sources = engine("p", tp=16, heads=1, layers=4)
+    ranks = [set(of_tensors(ours, sources, 4).values()) for ours in engine("d", tp=4, heads=1, layers=4)]
+    assert ranks == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}]
+
+
+def test_c5_stages_are_divided_each_by_itself():
+    """C5: what each of two pipeline stages holds on two ranks is shared by these two, and no share is a stage."""
+    (ours,) = engine("d", heads=1, layers=4)
+    stages = [
+        Worker("p", worker.rank + 2 * stage, worker.regions, worker.groups, worker.views[2 * stage : 2 * stage + 2])
+        for stage, worker in itertools.product(range(2), engine("p", tp=2, heads=1, layers=4))
+    ]
+    assert sorted(of_tensors(ours, stages, 2).values()) == [0, 1, 2, 3]
+
+
+def test_c5_what_nobody_holds_is_listed_once():
+    """C5: shares do not take an error apart."""
+    (ours,) = engine("d", tp=1, heads=8)
+    sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
+    with pytest.raises(KVPlanError, match=r"got layers\.0 and 1 like it: head \[2, 4\) \[6, 8\) of 8$"):
+        cells(match(ours, Sources(sources)), 2)
+
+
+@pytest.mark.parametrize(("replicas", "code"), [(0, "RANGE"), (1 << 10, "RANGE"), (True, "TYPE"), ("2", "TYPE")])
+def test_a_bad_number_of_replicas_is_refused(replicas, code):
+    """Replicas are a number from 1 on."""
+    (ours,) = engine("d")
+    with pytest.raises(KVPlanError) as caught:
+        plan_reads(ours, engine("p"), replicas=replicas)
+    assert caught.value.code == code
+
+
+def test_c2_what_is_missing_is_told_by_all_its_axes():
+    """C2: intervals that touch are one; several, and several axes, are listed."""
+    held = np.ones(1, bool)
+    assert str(Part(intervals=np.array([[0, 2], [2, 5], [7, 8]]), held=held)) == "[0, 5) [7, 8)"
+    (ours,) = engine("d", layers=1)
+    sources = [engine("p", tp=2, layers=1, contexts=(2, 1))[rank] for rank in (0, 1, 2)]
+    with pytest.raises(KVPlanError) as caught:
+        cells(match(ours, Sources(sources)))
+    assert caught.value.details["missing"] == ("layers.0: head [2, 4) of 4, positions [1, 2) of every 2",)
+
+
+@pytest.mark.parametrize(
+    ("shared", "weight", "owners"),
+    [
+        ([[1, 1, 0], [1, 1, 0], [1, 1, 0]], [1, 1, 2], [1, 1, 0]),  # the heaviest is the first to be given away
+        ([[1, 1, 0], [1, 1, 1]], [1, 5], [0, 1]),  # before it, those that fewer sources could serve
+        ([[1, 1, 0]] * 4, [3, 2, 2, 1], [0, 1, 1, 0]),  # loads add up
+    ],
+)
+def test_c4_lots_go_to_the_source_with_the_least_load(shared, weight, owners):
+    """C4: of three sources that are asked anyway."""
+    held = np.concatenate([np.eye(3, dtype=bool), np.array(shared, bool)])
+    found = choose(held, np.array([0.0, 0, 0, *weight]), np.zeros(len(held), bool), 0)
+    assert found[3:].tolist() == owners
+
+
+def flat(name, tensors):
+    """A worker with tensors, each by its name and number of elements of a type, in a region of its own."""
+    regions = [Region(key, (i + 1) << 40, 64 * 10) for i, key in enumerate(tensors)]
+    views = [
+        View(
+            key,
+            "attn",
+            key,
+            dtype,
+            (Axis("token", 0, 1, 1, size * itemsize), Axis("dim", 0, size, size, itemsize)),
+            10,
+            64,
+        )
+        for key, (size, dtype, itemsize) in tensors.items()
+    ]
+    return Worker(name, 0, regions, [Group("attn", 1)], views)
+
+
+def test_c4_loads_are_bytes():
+    """C4: one source sends 64 bytes in one cell, another 28 in two: what both have comes from the second."""
+    every = {
+        "a": (32, "bfloat16", 2),
+        "b": (20, "uint8", 1),
+        "c": (8, "uint8", 1),
+        "d": (4, "uint8", 1),
+    }
+    sources = [flat(name, {key: every[key] for key in keys}) for name, keys in (("p", "ad"), ("q", "bcd"))]
+    found = cells(match(flat("decode", every), Sources(sources)))
+    assert {cell.match.names: cell.match.holding.worker[cell.source] for cell in found} == {
+        ("a",): 0,
+        ("b",): 1,
+        ("c",): 1,
+        ("d",): 1,
+    }
+
+
+def test_c5_tensors_of_each_size_are_divided():
+    """C5: large and small tensors are divided apart, in the destination's order, and take turns at the first share."""
+    sizes = {f"t.{i}": (60 if i in (0, 1, 2, 10) else 4, "uint8", 1) for i in range(12)}
+    ours, sources = flat("decode", sizes), [attrs.evolve(flat("p", sizes), rank=rank) for rank in range(3)]
+    served = of_tensors(ours, sources, 3)
+    assert [served[name] for name in sizes] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 0, 2, 0]
+
+
+def test_c5_shares_keep_the_places_of_their_tensors():
+    """C5: what each of two replicas sends of four layers is verified byte for byte."""
+    (ours,), sources = engine("d", heads=1, layers=4), engine("p", tp=2, heads=1, layers=4)
+    plan = plan_reads(ours, sources, replicas=2)
+    assert [len(pair.local_table.rows) > 0 for pair in plan.pairs] == [True, True]
+    assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(1, 7)).ok
+
+
+def test_c2_each_tensor_that_is_not_whole_is_told():
+    """C2: of tensors that differ each is listed, in one error that names the sources that were looked through."""
+    ours, whole = (flat(name, {"a": (8, "uint8", 1), "b": (6, "uint8", 1)}) for name in ("d", "p"))
+    views = [attrs.evolve(view, axes=(view.axes[0], attrs.evolve(view.axes[1], stop=4))) for view in whole.views]
+    with pytest.raises(KVPlanError, match=r"got a: dim \[4, 8\) of 8; b: dim \[4, 6\) of 6$") as caught:
+        cells(match(ours, Sources([attrs.evolve(whole, views=views)])))
+    assert caught.value.details["sources"] == ("p/0",)
+
+
+def test_c1_contexts_of_too_long_a_cycle_are_refused(monkeypatch):
+    """C1: two and three ranks take six turns: as many as may be, and more than that."""
+    ours, sources = engine("d", layers=1, contexts=(2, 1))[0], engine("p", layers=1, contexts=(3, 1))
+    monkeypatch.setattr("kvplan.plan.cells.MAX_SEGMENTS", 6)
+    assert cells(match(ours, Sources(sources)))
+    monkeypatch.setattr("kvplan.plan.cells.MAX_SEGMENTS", 5)
+    with pytest.raises(KVPlanError, match="expected a common cycle of at most 5 positions, got 6") as caught:
+        cells(match(ours, Sources(sources)))
+    assert dict(caught.value.details) == {"cycle": 6}

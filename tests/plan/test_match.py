@@ -1,0 +1,96 @@
+"""Match (M)."""
+
+import attrs
+import pytest
+
+from kvplan import Axis, Group, KVPlanError, Region, View, Worker
+from kvplan.plan.match import match
+from kvplan.plan.sources import Sources
+from tests.small import engine
+
+
+def with_views(worker: Worker, change) -> Worker:
+    return attrs.evolve(worker, views=tuple(change(view) for view in worker.views))
+
+
+def test_m1_tensors_pair_by_name_whatever_their_order():
+    """M1: reversing the sources' views changes which index is where, never which name pairs with which."""
+    (ours,), (theirs,) = engine("decode"), engine("prefill")
+    theirs = attrs.evolve(theirs, views=theirs.views[::-1])
+    (found,) = match(ours, Sources([theirs]))
+    regions = dict(zip(found.names, found.places(0, 0)[1, :, 0].tolist(), strict=True))
+    assert {name: theirs.regions[i].name for name, i in regions.items()} == {"layers.0": "kv.0", "layers.1": "kv.1"}
+
+
+def test_m2_a_tensor_that_no_source_offers_matches_no_source():
+    """M2: it stays among the matches, for the error that lists all that nobody holds."""
+    (ours,), (theirs,) = engine("decode", layers=3), engine("prefill", layers=2)
+    assert [(one.names, len(one.holding.sources)) for one in match(ours, Sources([theirs]))] == [
+        (("layers.0", "layers.1"), 1),
+        (("layers.2",), 0),
+    ]
+
+
+def test_m2_not_transferred_is_left_alone():
+    """M2: a tensor listed as not transferred takes no part."""
+    (ours,), (theirs,) = engine("decode", layers=3), engine("prefill", layers=2)
+    assert [m.names for m in match(ours, Sources([theirs]), ["layers.2"])] == [("layers.0", "layers.1")]
+
+
+def test_m2_what_only_a_source_has_is_left_alone():
+    """M2: extra tensors of a source are nobody's business."""
+    (ours,), (theirs,) = engine("decode", layers=1), engine("prefill", layers=3)
+    assert [m.names for m in match(ours, Sources([theirs]))] == [("layers.0",)]
+
+
+def renamed(view: View, old: str, new: str) -> View:
+    axes = tuple(attrs.evolve(a, name=new if a.name == old else a.name) for a in view.axes)
+    return attrs.evolve(view, axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("code", "field", "change", "values"),
+    [
+        ("AXES", "the axes", lambda view: renamed(view, "dim", "width"), ("dim head kv", "head kv width")),
+        ("DTYPE", "the dtype", lambda view: attrs.evolve(view, dtype="float16"), ("bfloat16", "float16")),
+        ("SIZE", "the size of axis 'head'", lambda view: attrs.evolve(view, axes=grown(view, "head")), (4, 5)),
+    ],
+)
+def test_m3_a_difference_names_the_field_and_both_values(code, field, change, values):
+    """M3: whatever differs, the message gives the tensor, the field and each side's value."""
+    (ours,), (theirs,) = engine("decode"), engine("prefill")
+    with pytest.raises(KVPlanError) as caught:
+        match(ours, Sources([with_views(theirs, change)]))
+    error = caught.value
+    assert (error.code, error.details["field"], error.details["tensor"]) == (code, field, "layers.0")
+    assert (error.details["destination"], error.details["source"]) == values
+    for side in ("destination decode/0", "source prefill/0"):
+        assert side in str(error)
+
+
+def grown(view: View, name: str) -> tuple[Axis, ...]:
+    return tuple(attrs.evolve(a, size=a.size + (a.name == name)) for a in view.axes)
+
+
+def test_m3_a_state_group_does_not_pair_with_a_token_group():
+    """M3: one whole state a block is not tokens in slots."""
+
+    def worker(engine_id: str, tokens: int | None) -> Worker:
+        token = () if tokens is None else (Axis("token", 0, tokens, tokens, 8),)
+        axes = (*token, Axis("dim", 0, 4, 4, 2))
+        view = View("ssm", "g", "r", "bfloat16", axes, 2, 64)
+        return Worker(engine_id, 0, [Region("r", 0, 1024)], [Group("g", tokens)], [view])
+
+    with pytest.raises(KVPlanError, match=r"^GROUP: .*a token group \(destination d/0\), got a state group"):
+        match(worker("d", 4), Sources([worker("p", None)]))
+
+
+def test_m4_equal_layers_are_one_match_and_others_are_not():
+    """M4: layers of one geometry share a match; a layer of another dtype has its own."""
+    (ours,), (theirs,) = engine("decode", layers=4), engine("prefill", layers=4)
+
+    def change(view: View) -> View:
+        return attrs.evolve(view, dtype="float16") if view.name == "layers.2" else view
+
+    found = match(with_views(ours, change), Sources([with_views(theirs, change)]))
+    assert [m.names for m in found] == [("layers.0", "layers.1", "layers.3"), ("layers.2",)]

@@ -1,0 +1,265 @@
+"""Tables (T)."""
+
+import pickle
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Group, KVPlanError, Model, plan_reads
+from kvplan.plan.rows import _run_families, place
+from kvplan.plan.runs import Section, Spans
+from tests.small import HEAD_BYTES, engine
+
+
+def job(offsets, length=64, stride=256, blocks=10, region=0):
+    """Bytes at these offsets of a block, each by itself, in the order that place takes."""
+    alike = np.array([[value] * len(offsets) for value in (0, region, stride, blocks, length)])
+    return alike, np.array(offsets)[:, None]
+
+
+def expanded(rows):
+    """Offset of every id."""
+    return [offset + i * stride for _, offset, _, stride, count in rows.tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 64, 128, 192], [64, 192], [0, 64], [192, 0, 64], [8, 72, 136]])
+@pytest.mark.parametrize("stride", [256, 320, 300])
+def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
+    """T2, T3: ``id + step * block`` is, for every block, the id of the same offset in that block."""
+    rows, (ids,) = place([job(offsets, stride=stride)])
+    where = expanded(rows)
+    for offset, first, step in zip(offsets, *ids[..., 0].tolist(), strict=True):
+        assert [where[first + step * block] for block in range(10)] == [offset + stride * block for block in range(10)]
+
+
+def test_t2_dense_pieces_are_one_row():
+    """T2: four pieces that fill a block are one row with four counts per block."""
+    rows, _ = place([job([0, 64, 128, 192])])
+    assert rows.tolist() == [[0, 0, 64, 64, 40]]
+
+
+def test_t2_a_step_shorter_than_the_bytes_is_never_taken():
+    """T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
+    rows, _ = place([job([0, 100])])
+    assert rows.tolist() == [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]
+
+
+def test_t2_a_row_ends_with_the_last_byte_it_needs():
+    """T2: offsets 0 and 64 of a block of 256 leave the last block's second half out of the count."""
+    rows, _ = place([job([0, 64], stride=256, blocks=3)])
+    assert rows.tolist() == [[0, 0, 64, 64, 10]]
+
+
+def test_t2_equal_bytes_share_an_id():
+    """T2: two strands that read the same bytes of a source use the same row."""
+    _, (a, b) = place([job([0, 128]), job([128])])
+    assert b[:, 0, 0].tolist() == a[:, 1, 0].tolist()
+
+
+def test_t1_one_block_needs_no_stride():
+    """T2: a pool of one block is rows of one descriptor each, whatever its block stride."""
+    rows, (ids,) = place([job([0, 100], stride=0, blocks=1)])
+    assert expanded(rows) == [0, 100]
+    assert ids[0, :, 0].tolist() == [0, 1]
+
+
+def test_t4_pools_may_differ():
+    """T4: each side's rows count its own blocks."""
+    (ours,), (theirs,) = engine("d", blocks=7, layers=1), engine("p", blocks=12, layers=1)
+    (pair,) = plan_reads(ours, [theirs]).pairs
+    page = 16 * HEAD_BYTES
+    assert pair.local_table.rows[0].tolist() == [ours.regions[0].address, page, 0, page, 7]
+    assert pair.remote_table.rows[0].tolist() == [theirs.regions[0].address, page, 0, page, 12]
+
+
+def test_t1_tables_are_read_only_and_small():
+    """T1: a plan's size does not grow with the number of blocks."""
+    small, large = (
+        plan_reads(engine("d", blocks=n)[0], engine("p", blocks=n)).pairs[0].local_table for n in (10, 10_000)
+    )
+    assert small.rows.shape == large.rows.shape
+    with pytest.raises(ValueError, match="read-only"):
+        small.rows[0, 0] = 1
+
+
+def test_t1_addresses_up_to_the_end_of_memory_are_exact():
+    """T1: rows near 2**64 keep every bit."""
+    (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
+    top = attrs.evolve(ours, regions=(attrs.evolve(ours.regions[0], address=2**64 - ours.regions[0].size_bytes),))
+    rows = plan_reads(top, [theirs]).pairs[0].local_table.rows
+    assert int(rows[0, 0]) == 2**64 - ours.regions[0].size_bytes
+
+
+def test_plans_survive_pickling():
+    """A plan is plain data."""
+    plan = plan_reads(engine("d")[0], engine("p"))
+    again = pickle.loads(pickle.dumps(plan))
+    assert (again.pairs[0].local_table.rows == plan.pairs[0].local_table.rows).all()
+
+
+def test_t2_a_row_of_mostly_unused_ids_is_split():
+    """T2: two values at the start of a block of a mebibyte are two rows of a hundred ids, not one of fifty million."""
+    rows, (ids,) = place([job([0, 2], length=2, stride=1 << 20, blocks=100)])
+    assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
+    assert ids[..., 0].tolist() == [[0, 100], [1, 1]]
+
+
+def test_t2_more_slots_than_can_be_listed_are_refused():
+    """T2: four heads in two layers of blocks of four million tokens are more strands' slots than a table lists."""
+    (ours,), (theirs,) = (engine(name, tokens=1 << 22, blocks=1) for name in "dp")
+    with pytest.raises(
+        KVPlanError, match=r"^RANGE: cannot list the slots of group 'attn': .* got 8 strands of 4194304"
+    ):
+        plan_reads(ours, [theirs])
+
+
+def test_a_table_is_one_short_line():
+    """Tables print as how much they register, and how much that stands for."""
+    (ours,), (theirs,) = engine("d", blocks=7), engine("p")
+    (pair,) = plan_reads(ours, [theirs]).pairs
+    assert repr(pair.local_table) == f"<Table of {len(pair.local_table.rows)} rows, {pair.local_table.num_ids} ids>"
+
+
+def families(ours, theirs):
+    """The families of the only pair with one group on each side, by their share."""
+    (pair,) = plan_reads(ours, theirs).pairs
+    (layout,) = pair.layouts
+    return [(family.share, family.starts.tolist(), turns(family)) for family in layout.families], layout.families
+
+
+def turns(family):
+    """A family's turns as numbers: ordinals, how many blocks a turn is, how starts go on, and what slots add."""
+    return family.turns and [
+        (turn.ordinal.tolist(), turn.num_blocks, turn.step, None if turn.sub is None else turn.sub.tolist())
+        for turn in family.turns
+    ]
+
+
+def test_t3_whole_blocks_need_no_arithmetic_on_slots():
+    """T3: runs that fill a block on each side are one family, whose nth run is in the nth block of both."""
+    found, (runs, ends) = families(engine("d")[0], engine("p"))
+    slots = [0] * 4, 1, 0, [0, 1, 2, 3]
+    assert found == [("runs", [0], [([0], 1, 1, None)] * 2), ("ends", [0, 1, 2, 3], [slots, slots])]
+    assert runs.step == (1, 1)
+    assert ends.step == (16, 16)
+
+
+def test_t3_pieces_of_a_block_are_one_family():
+    """T3: two blocks of 4 to one of 8 are one family with two starts, told apart by the slot where each begins."""
+    found, (runs, _) = families(engine("d", tokens=8)[0], engine("p"))
+    assert found[0] == ("runs", [0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
+    assert [side.tolist() for side in runs.sub] == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_t3_ids_behind_those_of_another_group_are_as_few_families():
+    """T3: the second of two groups has ids behind the first one's, and as many families and starts."""
+    (ours, *_), theirs = (
+        Model.shipped("gpt-oss-20b").engine(name, num_blocks=9, tokens_per_block=n)
+        for name, n in (("d", 32), ("p", 16))
+    )
+    (pair,) = plan_reads(ours, theirs).pairs
+    first, second = pair.layouts
+    assert [family.starts.size for family in second.families] == [family.starts.size for family in first.families]
+    assert (second.families[0].base.min(axis=1) > first.families[0].base.max(axis=1)).all()
+
+
+def test_t3_a_long_turn_is_not_listed(monkeypatch):
+    """T3: tokens of a block are a turn of as many starts, and of one where that is more than may be listed."""
+    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 4)
+    assert families(engine("d")[0], engine("p"))[0][1][1] == [0, 1, 2, 3]
+    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 3)
+    assert families(engine("d")[0], engine("p"))[0][1] == ("ends", [0], None)
+
+
+def test_t3_one_slot_of_each_block_is_part_of_the_base():
+    """T3: the second of two context ranks fills slot 1 of every block: its ids begin there."""
+    pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
+    first, second = (pair.layouts[0].families[0] for pair in pairs)
+    assert turns(first) == turns(second) == [([0], 1, 1, None)] * 2
+    assert (second.base - first.base)[:, :, 0].tolist() == [[1] * 8, [0] * 8]
+
+
+def test_t3_a_long_turn_of_several_starts_is_not_listed(monkeypatch):
+    """T3: a context that has two tokens of every four takes two turns for a block: four starts, unless that is more."""
+    ours, theirs = engine("d", contexts=(2, 2))[0], engine("p", contexts=(2, 2))[:1]
+    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 4)
+    assert families(ours, theirs)[0][-1][1] == [0, 1, 4, 5]
+    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 3)
+    assert families(ours, theirs)[0][-1] == ("ends", [0, 1], None)
+
+
+@pytest.mark.parametrize("tokens", [4, 6, 8])
+def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
+    """T3: int32 without gaps in memory, and strands in order of the destination's ids."""
+    _, every = families(engine("d", tokens=tokens)[0], engine("p"))
+    for family in every:
+        assert family.base.dtype == np.int32
+        assert family.base.flags.c_contiguous
+        assert (np.diff(family.base[0, :, 0]) > 0).all()
+        assert {side.dtype for side in family.sub} == {np.dtype(np.int32)}
+
+
+def test_t3_runs_are_in_the_destinations_order():
+    """T3: where the source has its layers the other way round, strands are in order of the destination's ids."""
+    (ours,), (theirs,) = engine("d"), engine("p")
+    _, (runs, _) = families(ours, [attrs.evolve(theirs, regions=theirs.regions[::-1])])
+    assert (np.diff(runs.base[0, :, 0]) > 0).all()
+    assert (np.diff(runs.base[1, :, 0]) < 0).any()
+
+
+def rows_of(*jobs):
+    rows, _ = place(list(jobs))
+    return rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        ({"offsets": [5], "blocks": 1, "stride": 0}, [[0, 5, 64, 64, 1]]),
+        ({"offsets": [0, 100], "blocks": 1}, [[0, 0, 64, 100, 2]]),
+        ({"offsets": [8, 72, 136]}, [[0, 8, 64, 64, 39]]),
+        ({"offsets": [0, 64], "blocks": 2}, [[0, 0, 64, 64, 6]]),
+        ({"offsets": [0, 64], "stride": 2048}, [[0, 0, 64, 64, 290]]),
+        ({"offsets": [0, 64], "stride": 2112}, [[0, 0, 64, 2112, 10], [0, 64, 64, 2112, 10]]),
+        ({"offsets": [0, 100, 100]}, [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]),
+    ],
+)
+def test_t2_bytes_are_one_row_where_they_can_be(how, rows):
+    """T2: one block, a first offset, few blocks; as many unused ids as may be, and one more; the same bytes twice."""
+    assert rows_of(job(**how)) == rows
+
+
+def test_t2_kinds_are_told_apart_in_any_order():
+    """T2: bytes of two regions, of two pools and of two lengths, in turns, are rows of each."""
+    kinds = [{"region": 1}, {"blocks": 9}, {"length": 32}, {"stride": 320}]
+    for kind in kinds:
+        jobs = [job([64 * i], **(kind if i % 2 else {})) for i in range(4)]
+        found = rows_of(*jobs)
+        assert sorted(found) == sorted(rows_of(*jobs[::2]) + rows_of(*jobs[1::2]))
+        assert len(found) == 2
+
+
+def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
+    """T2: eight strands of four slots, and not one less allowed; the error has what there are, and whose."""
+    (ours,), theirs = engine("d"), engine("p")
+    monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 32)
+    assert plan_reads(ours, theirs).pairs[0].layouts
+    monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 31)
+    with pytest.raises(KVPlanError, match="expected at most 31 of all strands, got 8 strands of 4 slots") as caught:
+        plan_reads(ours, theirs)
+    assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "strands": 8}
+
+
+def test_t3_starts_of_unequally_many_strands_are_families_of_their_own():
+    """T3: two strands begin at position 0, three at position 2."""
+    none = np.zeros((2, 5), np.int64)
+    groups = Group("attn", 4), Group("attn", 4)
+    runs = Spans(none, none, none, none, none[0])
+    section = Section(groups, 4, (), runs, np.array([0, 0, 2, 2, 2]), np.array([[0, 4]]))
+    side = np.array([[0, 10, 1, 11, 21], [1, 1, 1, 1, 1]])
+    found = _run_families(section, np.stack([side, side]), np.int32)
+    assert [(family.starts.tolist(), family.base[0, :, 0].tolist()) for family in found] == [
+        ([0], [0, 10]),
+        ([2], [1, 11, 21]),
+    ]

@@ -1,0 +1,350 @@
+"""Runs (R)."""
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
+from kvplan.plan.cells import cells
+from kvplan.plan.match import match
+from kvplan.plan.runs import join, outline, sections
+from kvplan.plan.sources import Part, Sources
+from tests.small import HEAD_BYTES, engine
+
+
+def section(ours, theirs):
+    (found,) = sections(cells(match(ours, Sources([theirs]))))
+    return found
+
+
+def test_r1_equal_geometry_is_one_run_per_block():
+    """R1, R3: the same page on both sides is one run of the whole page, for each layer."""
+    (ours,), (theirs,) = engine("d"), engine("p")
+    found = section(ours, theirs)
+    assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES] * 2
+    assert found.cuts.tolist() == [[0, 4]]
+
+
+def test_r1_a_shard_of_a_head_major_page_is_one_run():
+    """R3: heads outside, so half of the heads is half of the page in one piece."""
+    ours = engine("d", tp=2)[1]
+    (theirs,) = engine("p")
+    found = section(ours, theirs)
+    assert found.runs.length.tolist() == [2 * 4 * HEAD_BYTES] * 2
+    assert found.runs.offset.tolist() == [[0, 0], [128, 128]]
+
+
+def test_r1_a_shard_of_a_token_major_page_is_one_run_per_token():
+    """R4: tokens outside, so half of the heads is a strand of each token, which nothing joins."""
+    ours = engine("d", tp=2, order="NH")[1]
+    (theirs,) = engine("p", order="NH")
+    found = section(ours, theirs)
+    assert found.runs.length.size == 0
+    (lane,) = found.lanes
+    assert not lane.joined
+    assert lane.strands.length.tolist() == [2 * HEAD_BYTES] * 2
+
+
+def test_r2_head_major_to_token_major_is_one_strand_per_head():
+    """R2: only one head of one token is contiguous on both sides."""
+    (ours,), (theirs,) = engine("d", order="HN"), engine("p", order="NH")
+    (lane,) = section(ours, theirs).lanes
+    assert lane.strands.length.tolist() == [HEAD_BYTES] * 8
+
+
+def test_r3_pieces_of_unequal_blocks():
+    """R3: blocks of 6 from blocks of 4, token-major: the period of 12 has runs of 4, 2, 2 and 4 tokens."""
+    (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
+    found = section(ours, theirs)
+    order = np.argsort(found.position)
+    assert found.period == 12
+    assert (found.runs.length[order] // (4 * HEAD_BYTES)).tolist() == [4, 2, 2, 4]
+    assert found.position[order].tolist() == [0, 4, 6, 8]
+    assert found.cuts.tolist() == [[0, 4], [4, 6], [6, 8], [8, 12]]
+
+
+def test_r3_equal_context_parallel_is_one_run_per_block():
+    """R3: both sides keep every other position in order, so slots join though positions are apart."""
+    ours, theirs = engine("d", layers=1, contexts=(2, 1))[1], engine("p", layers=1, contexts=(2, 1))[1]
+    found = section(ours, theirs)
+    assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES]
+    assert found.cuts.tolist() == [[1, 8]]
+
+
+def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
+    """R3: every third position of a source's blocks of two is slot 0, 1, 0, 1, ... of blocks 0, 1, 3, 4, ..., so
+    slots that follow each other say nothing; the blocks must be the same.
+    """
+    ours = engine("d", layers=1, order="NH", contexts=(3, 1))[0]
+    (theirs,) = engine("p", layers=1, order="NH", tokens=2)
+    assert section(ours, theirs).runs.length.size == 0
+
+
+def test_r4_a_joined_run_and_its_strands_are_both_kept():
+    """R4: where a request ends inside a run, its tokens move one by one, so a joined lane keeps its strands."""
+    (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
+    (lane,) = section(ours, theirs).lanes
+    assert lane.joined
+    assert lane.strands.length.tolist() == [HEAD_BYTES] * 4
+
+
+def brute_force(offset, length):
+    """How many runs are left when spans that continue each other on both sides are joined, pair by pair."""
+    spans = {(int(a), int(b), int(n)) for a, b, n in zip(*offset, length, strict=True)}
+    while True:
+        pair = next(
+            ((x, y) for x in spans for y in spans if (x[0] + x[2], x[1] + x[2]) == (y[0], y[1])),
+            None,
+        )
+        if pair is None:
+            return len(spans)
+        (x, y) = pair
+        spans = spans - {x, y} | {(x[0], x[1], x[2] + y[2])}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_r2_joining_leaves_as_few_spans_as_can_be(seed):
+    """R2: one pass over sorted spans equals joining any two that fit until none do."""
+    rng = np.random.default_rng(seed)
+    size = 12
+    length = rng.integers(1, 4, size)
+    ours = np.cumsum(length + rng.integers(0, 2, size)) - length
+    theirs = ours + np.repeat(rng.integers(0, 2, 4) * 100, 3)
+    mixed = rng.permutation(size)
+    offset = np.stack([ours, theirs])[:, mixed]
+    _, first = join([], offset, length[mixed])
+    assert len(first) == brute_force(offset, length[mixed])
+
+
+def test_r2_spans_of_different_regions_are_not_joined():
+    """R2: a descriptor lies in one region, so equal keys are asked for."""
+    offset, length = np.array([[0, 8], [0, 8]]), np.array([8, 8])
+    assert len(join([np.array([0, 0])], offset, length)[1]) == 1
+    assert len(join([np.array([0, 1])], offset, length)[1]) == 2
+
+
+def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
+    """R1: two axes of a thousand, in one order here and in the other there, are a million runs of one byte."""
+
+    def square(name: str, order: str) -> Worker:
+        """One layer of 1025 by 1025 bytes a token; the last of ``order`` is the finer axis."""
+        axes = [Axis(axis, 0, 1025, 1025, 1 if axis == order[-1] else 1025) for axis in "ab"]
+        view = View("layers.0", "attn", "kv", "uint8", (*axes, Axis("token", 0, 1, 1, 1025**2)), 2, 1025**2)
+        return Worker(name, 0, [Region("kv", 1 << 40, 2 * 1025**2)], [Group("attn", 1)], [view])
+
+    assert plan_reads(square("d", "ab"), [square("p", "ab")]).cost().num_descriptors == 1
+    with pytest.raises(
+        KVPlanError,
+        match=r"RANGE: cannot list the runs of tensor 'layers.0': expected at most 1048576 in a token, got 1050625 or",
+    ):
+        plan_reads(square("d", "ab"), [square("p", "ba")])
+
+
+def test_r4_positions_of_different_cycles_are_different_lanes() -> None:
+    """Tensors of one pair of workers may recur differently: q/0 sends every second position of one, every fourth of
+    the other, whose position 2 of 4 the less loaded r/2 sends.
+    """
+    (ours,) = engine("d", layers=3)
+    halves = [attrs.evolve(q, views=q.views[:2]) for q in engine("q", layers=3, contexts=(2, 1))]
+    quarters = [
+        attrs.evolve(r, views=r.views[1 if r.rank == 2 else 2 :]) for r in engine("r", layers=3, contexts=(4, 1))
+    ]
+    plan = plan_reads(ours, [*halves, *quarters])
+    table = {"attn": Blocks([3, 1])}
+    specs = plan.bind(local=table, remote=table, tokens=(0, 8))
+    tokens = [spec.num_bytes // (4 * HEAD_BYTES) for spec in specs]
+    assert tokens == [4 + 2, 4 + 4, 2, 2, 2 + 2, 2]
+    report = verify(plan, local=table, remote=table, tokens=(0, 8))
+    assert report.ok, str(report)
+
+
+def test_r4_a_period_too_long_to_list_moves_token_by_token() -> None:
+    """R4: blocks of 1021 and 1031 tokens repeat after more than a million positions; ids are many, runs still whole."""
+    (ours,), (theirs,) = engine("d", tokens=1021, heads=1, layers=1), engine("p", tokens=1031, heads=1, layers=1)
+    assert section(ours, theirs).runs.length.size == 0
+    plan = plan_reads(ours, [theirs])
+    local, remote, tokens = {"attn": Blocks([7, 2])}, {"attn": Blocks([1, 4])}, (5, 2042)
+    (spec,) = plan.bind(local=local, remote=remote, tokens=tokens)
+    assert spec.local_ids.size == 2037
+    assert spec.descriptors()[0][:, 1].tolist() == [10 * HEAD_BYTES, 1011 * HEAD_BYTES, 1016 * HEAD_BYTES]
+    assert verify(plan, local=local, remote=remote, tokens=tokens).ok
+
+
+def only_cell(ours, theirs):
+    (found,) = cells(match(ours, Sources([theirs])))
+    return found
+
+
+def test_ranks_that_hold_other_heads_in_the_same_way_have_one_outline():
+    """Heads [0, 2) to [0, 2) or [2, 4) to [2, 4): the same rows, in other regions."""
+    pairs = zip(engine("d", tp=2), engine("p", tp=2), strict=True)
+    (one, begin), (other, there) = (outline([only_cell(ours, theirs)]) for ours, theirs in pairs)
+    assert one == other
+    assert begin.tolist() == there.tolist()
+
+
+def test_parts_of_one_rank_s_heads_have_one_outline():
+    """Heads [0, 2) and [2, 4) of one source: the same rows, shifted on its side."""
+    pairs = [(ours, THEIRS) for ours in engine("d", tp=2)]
+    (one, begin), (other, there) = (outline([only_cell(*pair)]) for pair in pairs)
+    assert one == other
+    assert (there - begin).tolist() == [0, 2 * 64]  # bytes to a head
+
+
+def test_where_cells_lie_to_each_other_is_in_the_outline():
+    """Two cells of a pair, in one order or the other, or one of them twice."""
+    one, other = (only_cell(ours, THEIRS) for ours in engine("d", tp=2))
+    assert len({outline(pair)[0] for pair in ([one, other], [other, one], [one, one])}) == 3
+
+
+def changed(worker: Worker, **changes) -> Worker:
+    """A worker whose group, or whose views, have other values."""
+    if "group" not in changes:
+        return attrs.evolve(worker, views=[attrs.evolve(view, **changes) for view in worker.views])
+    views = [attrs.evolve(view, group=changes["group"]) for view in worker.views]
+    return attrs.evolve(worker, groups=[attrs.evolve(worker.groups[0], name=changes["group"])], views=views)
+
+
+OURS, THEIRS = engine("d", tp=2)[0], engine("p")[0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (engine("d", tp=2, tokens=2)[0], THEIRS),
+        (OURS, engine("p", tokens=2)[0]),
+        (engine("d", tp=2, order="NH")[0], THEIRS),
+        (OURS, engine("p", order="NH")[0]),
+        (engine("d", tp=2, blocks=9)[0], THEIRS),
+        (OURS, engine("p", blocks=9)[0]),
+        (engine("d", tp=2, layers=1)[0], THEIRS),
+        (engine("d", tp=2, contexts=(2, 1))[0], engine("p", contexts=(2, 1))[0]),
+        (changed(OURS, group="other"), THEIRS),
+        (OURS, changed(THEIRS, group="other")),
+        (changed(OURS, dtype="uint8"), changed(THEIRS, dtype="uint8")),
+        (attrs.evolve(OURS, regions=OURS.regions[::-1]), THEIRS),
+    ],
+)
+def test_whatever_changes_rows_changes_the_outline(ours, theirs):
+    """Heads, tokens, order, pools, layers, positions, groups, dtype and places of either side."""
+    assert outline([only_cell(ours, theirs)])[0] != outline([only_cell(OURS, THEIRS)])[0]
+
+
+def padded(worker: Worker, **strides: int) -> Worker:
+    """A worker of large blocks, with other strides in them."""
+    views = [
+        attrs.evolve(
+            view,
+            block_stride_bytes=1024,
+            axes=[attrs.evolve(a, stride_bytes=strides.get(a.name, a.stride_bytes)) for a in view.axes],
+        )
+        for view in worker.views
+    ]
+    regions = [attrs.evolve(region, size_bytes=1 << 14) for region in worker.regions]
+    return attrs.evolve(worker, regions=regions, views=views)
+
+
+@pytest.mark.parametrize("strides", [{"head": 104}, {"token": 24}, {"kv": 12}])
+def test_every_stride_of_either_side_is_in_the_outline(strides):
+    """Blocks, the other axes and the other side stay as they are."""
+    first = {"head": 100, "token": 20}
+    same, others = ([padded(side, **every) for side in (OURS, THEIRS)] for every in (first, first | strides))
+    pairs = [same, (others[0], same[1]), (same[0], others[1])]
+    assert len({outline([only_cell(*pair)])[0] for pair in pairs}) == 3
+
+
+def test_a_part_of_an_axis_has_an_outline_of_its_own():
+    """One head of two that both sides hold, or both of them."""
+    cell = only_cell(OURS, THEIRS)
+    one = Part(intervals=np.array([[0, 1]]), held=cell.parts["head"].held)
+    assert outline([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != outline([cell])[0]
+
+
+def test_each_tensors_place_is_in_the_outline():
+    """Of two ranks that have the same layers in other places of one region, neither has the other's rows."""
+
+    def in_one_region(worker, order):
+        size = worker.regions[0].size_bytes
+        views = [
+            attrs.evolve(view, region="kv", offset_bytes=size * at)
+            for view, at in zip(worker.views, order, strict=True)
+        ]
+        return attrs.evolve(worker, regions=[Region("kv", worker.regions[0].address, 3 * size)], views=views)
+
+    (ours,), (first, second) = engine("d", layers=3), engine("p", tp=2, layers=3)
+    sources = [in_one_region(first, (0, 1, 2)), in_one_region(second, (1, 0, 2))]
+    plan = plan_reads(ours, sources)
+    assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(0, 8)).ok
+
+
+def test_ranks_whose_layers_begin_elsewhere_have_one_outline():
+    """Places count from where the first one begins: three layers of one rank lie 64 bytes further in their region."""
+    (ours,), (first, second) = engine("d", layers=3), engine("p", tp=2, layers=3)
+    regions = [attrs.evolve(region, size_bytes=region.size_bytes + 64) for region in second.regions]
+    views = [attrs.evolve(view, offset_bytes=64) for view in second.views]
+    moved = attrs.evolve(second, regions=regions, views=views)
+    made = [outline(cells(match(ours, Sources([first, other])))[1:])[0] for other in (second, moved)]
+    assert made[0] == made[1]
+
+
+def two_layers(name, *pages):
+    """A worker with a layer of each page: tokens of some bytes, so many bytes apart, in blocks of two tokens."""
+    views = [
+        View(
+            f"layers.{i}",
+            "attn",
+            "kv",
+            "uint8",
+            (Axis("token", 0, tokens, tokens, step), Axis("dim", 0, size, size, 1)),
+            9,
+            512,
+            128 * i,
+        )
+        for i, (tokens, size, step) in enumerate(pages)
+    ]
+    return Worker(name, 0, [Region("kv", 1 << 40, 9 * 512)], [Group("attn", pages[0][0])], views)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        ((2, 8, 8), (2, 8, 32)),  # the second token of a block lies elsewhere
+        ((4, 16, 16), (4, 8, 16)),  # one is in one piece, the other has gaps
+    ],
+)
+def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
+    """R2: within one group, and both layers of one block of the pool."""
+    ours, theirs = two_layers("d", *pages), two_layers("p", *pages)
+    size = pages[0][0]
+    near, far = {"attn": Blocks([3, 5])}, {"attn": Blocks([8, 1])}
+    for tokens in ((0, 2 * size), (1, 2 * size - 1)):
+        assert verify(plan_reads(ours, [theirs]), local=near, remote=far, tokens=tokens).ok
+
+
+@pytest.mark.parametrize(("order", "least"), [("NH", 1), ("HN", 4)])
+def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
+    """R1: what lies in one piece is listed as one, so is planned; four heads apart need room for four, and say so."""
+    (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
+    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least)
+    assert plan_reads(ours, [theirs]).pairs[0].layouts
+    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least - 1)
+    if least > 1:
+        with pytest.raises(KVPlanError, match="expected at most 3 in a token, got 4 or more") as caught:
+            plan_reads(ours, [theirs])
+        assert dict(caught.value.details) == {"axis": "head"}
+
+
+def test_r2_as_many_positions_as_can_be_listed(monkeypatch):
+    """R2: a block of four tokens is joined where four positions may be listed, and left apart where three may."""
+    (ours,), (theirs,) = engine("d", heads=2, layers=1), engine("p", heads=2, layers=1)
+    for most, runs in ((4, 1), (3, 0)):
+        monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+        assert section(ours, theirs).position.size == runs
+
+
+def test_r2_runs_of_all_strands_count(monkeypatch):
+    """R2: eight heads with two runs each are sixteen runs."""
+    (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
+    for most, runs in ((16, 16), (15, 0)):
+        monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+        assert section(ours, theirs).position.size == runs

@@ -1,0 +1,198 @@
+"""Panels: every copy of a sample, from a plan's own descriptors, told alike by both sides."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from kvplan import Blocks, Group, KVPlanError, Model, TransferPlan, Worker, plan_reads, plan_writes
+from kvplan.show.copies import Copy, Panel
+from kvplan.show.panels import panels
+from tests.small import engine
+
+LLAMA = Model.shipped("llama-3.1-8b")
+GRANITE = Model.shipped("granite-4.0-h-tiny")
+
+
+def lines(copy: Copy) -> tuple[str, str, str]:
+    """A copy's bytes, its remote end and its local end, in short."""
+    ends = [" ".join([f"{end.worker.label}:{end.ordinal}", *map(str, end.steps)]) for end in (copy.remote, copy.local)]
+    return f"{copy.num_bytes} of {copy.run_bytes}", ends[0], ends[1]
+
+
+def only(plan: TransferPlan) -> Panel:
+    (panel,) = panels(plan)
+    return panel
+
+
+def test_a_sample_is_as_long_as_both_sides_take_to_repeat() -> None:
+    """Blocks of 48 and of 32 tokens meet after 96 positions; what is too long to repeat is cut to two blocks."""
+    (source,), (local,) = engine("prefill", tokens=48), engine("decode", tokens=32)
+    assert only(plan_reads(local, [source])).tokens == (0, 96)
+    (source,) = engine("prefill", tokens=37)
+    assert only(plan_reads(local, [source])).tokens == (0, 64)
+
+
+def test_a_sample_fits_small_pools() -> None:
+    """Where a pool has too few blocks, the sample is as long as they hold."""
+    (source,), (local,) = engine("prefill", tokens=4, blocks=2), engine("decode", tokens=32)
+    assert only(plan_reads(local, [source])).tokens == (0, 8)
+
+
+def test_a_sample_has_every_byte_once() -> None:
+    """The copies of a panel are all the bytes of the sample's positions, each once."""
+    panel = only(plan_reads(LLAMA.engine("d", tp=2)[1], LLAMA.engine("p", tp=4, layout="LBNHC", tokens_per_block=64)))
+    assert panel.tokens == (0, 64)
+    assert sum(copy.num_bytes for copy in panel.copies) == 64 * 4 * 512
+    starts = {(copy.local.block, copy.local.box.start) for copy in panel.copies}
+    assert len(starts) == len(panel.copies) == 256
+
+
+def test_copies_are_told_by_their_coordinates() -> None:
+    """A destination of both heads takes one head from each source, a block at a time."""
+    sources, (local,) = engine("prefill", tp=2, heads=2), engine("decode", heads=2)
+    assert [lines(copy) for copy in only(plan_reads(local, sources)).copies] == [
+        ("64 of 64", "prefill/0:0 0", "decode/0:0 0"),
+        ("64 of 64", "prefill/1:0 1", "decode/0:0 1"),
+    ]
+
+
+def test_positions_are_those_of_the_request() -> None:
+    """Slots are told as positions, whatever block or context they stand in."""
+    sources, (local,) = engine("prefill", heads=1, contexts=(2, 1)), engine("decode", heads=1, tokens=8)
+    panel = only(plan_reads(local, sources))
+    assert panel.tokens == (0, 8)
+    assert [lines(copy)[1:] for copy in panel.copies[:2]] == [
+        ("prefill/0:0 0", "decode/0:0 0"),
+        ("prefill/0:0 2", "decode/0:0 2"),
+    ]
+    blocks = {copy.remote.worker.rank: str(copy.remote.positions) for copy in panel.copies}
+    assert blocks == {0: "0..6", 1: "1..7"}
+
+
+def test_a_run_over_layers_is_told_for_one() -> None:
+    """Where one descriptor moves all layers of a block, a copy is one layer's part of it."""
+    plan = plan_reads(LLAMA.engine("d", layout="BLHNC")[0], LLAMA.engine("p", layout="BLHNC"))
+    (copy,) = only(plan).copies
+    assert (copy.num_bytes, copy.run_bytes) == (65536, 32 * 65536)
+
+
+def test_layers_of_different_sources_are_panels_apart() -> None:
+    """Pipeline stages that hold different layers are told apart, and how many layers each has."""
+    found = panels(plan_reads(LLAMA.engine("d")[0], LLAMA.engine("p", layers_per_stage=[10, 22])))
+    assert [(panel.num_layers, panel.copies[0].remote.worker.label) for panel in found] == [(10, "p/0"), (22, "p/1")]
+    assert found[1].copies[0].local.coordinates.startswith("layers.10.attn: ")
+
+
+def test_equal_layers_of_several_groups_are_one_panel() -> None:
+    """Groups of a hybrid model that share their memory are told once where their layers are equal."""
+    model = GRANITE.grouped()
+    engines = [model.engine(name, tp=2, shared=True, num_blocks=9) for name in "dp"]
+    found = panels(plan_reads(engines[0][1], engines[1]))
+    assert [panel.num_layers for panel in found] == [36, 4]
+    assert [panel.tokens for panel in found] == [None, (0, 16)]
+    assert found[0].facts == "one state of one of 36 equal layers: 778.5 KiB in 4 copies of 768 bytes to 768 KiB"
+
+
+def test_tensors_apart_here_and_together_there() -> None:
+    """K and V in two regions here, in one there: both regions are in one panel."""
+    plan = plan_reads(LLAMA.engine("d", kv="split")[0], LLAMA.engine("p"))
+    panel = only(plan)
+    assert {copy.local.region for copy in panel.copies} == {"layers.0.attn.k", "layers.0.attn.v"}
+    assert {copy.remote.region for copy in panel.copies} == {"layers.0.attn"}
+    assert len(panel.tensors) == panel.num_layers == 32
+
+
+def test_a_writer_is_the_source() -> None:
+    """Of a plan of writes, the local end is the source's; only its own share is shown."""
+    sources, locals_ = engine("prefill", tp=2), engine("decode", tokens=8)
+    panel = only(plan_writes(sources[1], locals_, sources[:1]))
+    assert {copy.local.worker.label for copy in panel.copies} == {"prefill/1"}
+    assert panel.copies[0].told("WRITE").splitlines()[:3] == [
+        "layers.0: kv [0, 2) of 2, head [2, 3) of 4, position [0, 4), dim [0, 4) of 4",
+        "64 bytes from prefill/1 block 0, block id 0, region kv.0 + 0",
+        "to decode/0 block 0, block id 0, region kv.0 + 256",
+    ]
+
+
+def test_a_request_is_shown_with_its_own_blocks() -> None:
+    """With block tables, the copies are those of the request's first blocks, and no position outside its range."""
+    plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
+    tables = {"attn": Blocks([7, 3])}, {"attn": Blocks([4, 9, 5, 0])}, (3, 15)
+    (panel,) = panels(plan, tables)
+    assert panel.tokens == (3, 8)
+    assert {(copy.local.block, copy.remote.block) for copy in panel.copies} == {(7, 4), (7, 9)}
+    assert str(panel.copies[0].local.steps[-1]) == "3"
+
+
+def test_neighbouring_blocks_are_told_apart() -> None:
+    """A descriptor that goes on from one remote block to the next is a copy for each block."""
+    plan = plan_reads(engine("decode", heads=1, tokens=8)[0], engine("prefill", heads=1))
+    (panel,) = panels(plan, ({"attn": Blocks([0])}, {"attn": Blocks([4, 5])}, None))
+    assert [lines(copy) for copy in panel.copies] == [
+        ("64 of 128", "prefill/0:0 0-3", "decode/0:0 0-3"),
+        ("64 of 128", "prefill/0:1 4-7", "decode/0:0 4-7"),
+    ]
+
+
+def test_a_bad_request_is_refused_as_by_bind() -> None:
+    """Block tables that bind refuses are refused here in the same words."""
+    plan = plan_reads(engine("decode")[0], engine("prefill"))
+    with pytest.raises(KVPlanError, match="BLOCKS: cannot bind local group 'attn'"):
+        panels(plan, ({}, {}, None))
+
+
+def test_what_moves_nothing_is_not_shown() -> None:
+    """Tensors that are not transferred, and requests of nothing, have no panel."""
+    source = engine("prefill")
+    assert panels(plan_reads(engine("decode")[0], source, not_transferred=["layers.0", "layers.1"])) == ()
+    plan = plan_reads(engine("decode")[0], source)
+    assert panels(plan, ({"attn": Blocks([0])}, {"attn": Blocks([0])}, (2, 2))) == ()
+
+
+def test_groups_may_have_other_names_there() -> None:
+    """What pairs is tensors; the remote's blocks are those of its own group."""
+    (worker,) = engine("prefill")
+    views = [attrs.evolve(view, group="cache") for view in worker.views]
+    source = Worker("prefill", 0, worker.regions, [Group("cache", 4)], views)
+    (panel,) = panels(plan_reads(engine("decode")[0], [source]))
+    assert {(copy.local.page.group, copy.remote.page.group) for copy in panel.copies} == {("attn", "cache")}
+
+
+def test_a_group_that_no_remote_has_is_not_shown() -> None:
+    """Of a local group whose tensors are not transferred, and which no remote has, there is nothing to show or bind."""
+    (local,), sources = engine("decode"), engine("prefill")
+    views = [*local.views, attrs.evolve(local.views[0], name="draft.0", group="draft", offset_bytes=2560)]
+    regions = [attrs.evolve(region, size_bytes=2 * region.size_bytes) for region in local.regions]
+    both = attrs.evolve(local, regions=regions, groups=[Group("draft", 4), *local.groups], views=views)
+    plan = plan_reads(both, sources, not_transferred=["draft.0"])
+    for request in (None, ({"attn": Blocks([7])}, {"attn": Blocks([3])}, None)):
+        (panel,) = panels(plan, request)
+        assert panel.tensors == ("layers.0", "layers.1")
+
+
+def test_a_request_of_no_blocks_is_not_shown() -> None:
+    """Where the destination lists no block there is nothing to show, whatever the source has."""
+    plan = plan_reads(engine("decode")[0], engine("prefill"))
+    assert panels(plan, ({"attn": Blocks([])}, {"attn": Blocks([3, 1])}, None)) == ()
+
+
+def test_a_request_with_states_is_shown_with_one_of_them() -> None:
+    """Of the states that a request lists the first is shown, from the block that it has, and the first tokens."""
+    sources, (local,) = (GRANITE.engine(name, num_blocks=9) for name in "pd")
+    tables = {"attn": Blocks([7, 3]), "state": Blocks([5, 6])}, {"attn": Blocks([1, 8]), "state": Blocks([2, 4])}
+    states, tokens = panels(plan_reads(local, sources), (*tables, {"attn": (3, 20)}))
+    assert (states.tokens, tokens.tokens) == (None, (3, 16))
+    assert {(copy.local.block, copy.remote.block) for copy in states.copies} == {(5, 2)}
+    assert {(copy.local.block, copy.remote.block) for copy in tokens.copies} == {(7, 1)}
+
+
+def test_equal_addresses_of_two_devices_are_told_apart() -> None:
+    """Regions at one address of several devices: a copy is found on the device that its descriptor names."""
+    sources, (local,) = LLAMA.engine("p", kv="split", num_blocks=9), LLAMA.engine("d", num_blocks=9)
+    regions = [attrs.evolve(region, address=1 << 40, device_id=i) for i, region in enumerate(sources[0].regions)]
+    panel = only(plan_reads(local, [attrs.evolve(sources[0], regions=regions)]))
+    assert {(str(copy.remote.steps[0]), copy.remote.region) for copy in panel.copies} == {
+        ("K", "layers.0.attn.k"),
+        ("V", "layers.0.attn.v"),
+    }

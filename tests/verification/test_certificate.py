@@ -1,0 +1,247 @@
+"""Certificates: what is proved, and that a plan with any number changed is not."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Certificate, KVPlanError, Model, plan_mesh, plan_reads, plan_writes
+from kvplan.verification.certificate import prove
+from tests.small import engine
+
+MAMBA = Model.shipped("nemotron-h-8b")
+PLANS = {
+    "equal blocks": plan_reads(engine("d")[0], engine("p")),
+    "pieces of larger blocks": plan_reads(engine("d", tokens=4)[0], engine("p", tokens=16)),
+    "several starts": plan_reads(engine("d", tokens=6, order="NH")[0], engine("p", tp=2, tokens=4)),
+    "token by token": plan_reads(engine("d", order="NH")[0], engine("p", tp=2)),
+    "contexts": plan_reads(engine("d", contexts=(2, 3))[1], engine("p", tp=2, contexts=(3, 2))),
+}
+
+
+def layout_of(plan):
+    """The only layout of the first pair that moves bytes."""
+    return next(pair.layouts[0] for pair in plan.pairs if pair.layouts)
+
+
+def changed(plan, family=None, layout=0, **edits):
+    """The plan with fields of one family, or of the layout, of its first pair that moves bytes changed by functions."""
+    pairs = list(plan.pairs)
+    pair = next(i for i, pair in enumerate(pairs) if pair.layouts)
+    layouts = list(pairs[pair].layouts)
+    if family is None:
+        fields = {name: edit(getattr(layouts[layout], name)) for name, edit in edits.items()}
+        layouts[layout] = attrs.evolve(layouts[layout], **fields)
+    else:
+        families = list(layouts[layout].families)
+        fields = {name: edit(getattr(families[family], name)) for name, edit in edits.items()}
+        families[family] = attrs.evolve(families[family], **fields)
+        layouts[layout] = attrs.evolve(layouts[layout], families=tuple(families))
+    pairs[pair] = attrs.evolve(pairs[pair], layouts=tuple(layouts))
+    return attrs.evolve(plan, pairs=tuple(pairs))
+
+
+def with_rows(plan, side, column, by):
+    """The plan with one number of a table's first row changed."""
+    (first, *rest), name = plan.pairs, ("local_table", "remote_table")[side]
+    table = getattr(first, name)
+    rows = table.rows.copy()
+    rows.view(np.int64)[0, column] += by
+    return attrs.evolve(plan, pairs=(attrs.evolve(first, **{name: attrs.evolve(table, rows=rows)}), *rest))
+
+
+def padded(worker):
+    """The worker with 64 bytes in each region before its view, and as many behind it."""
+    regions = [attrs.evolve(region, size_bytes=region.size_bytes + 128) for region in worker.regions]
+    views = [attrs.evolve(view, offset_bytes=64) for view in worker.views]
+    return attrs.evolve(worker, regions=regions, views=views)
+
+
+def refused(plan):
+    """What the certificate says against a plan."""
+    with pytest.raises(KVPlanError, match="PROOF: cannot certify") as caught:
+        plan.certificate()
+    return str(caught.value)
+
+
+def shifted(side, by):
+    """Moves one side of a pair of arrays."""
+    return lambda pair: tuple(array + by if i == side else array for i, array in enumerate(pair))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
+    """Every byte of a period: blocks of a period, of two layers, as many heads as the worker has, of 16 bytes."""
+    plan = PLANS[name]
+    proof = plan.certificate()
+    (group,) = plan.local.groups
+    period = max(layout.period for pair in plan.pairs for layout in pair.layouts)
+    assert proof.complete
+    assert proof.num_bytes == period // group.context.size * 2 * 4 * 16
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("name", PLANS)
+def test_ids_that_are_off_by_one_are_no_proof(name, side):
+    """Of any family and either side, the first id, the step from block to block and the slots' part."""
+    plan = PLANS[name]
+    for i in range(len(layout_of(plan).families)):
+        refused(changed(plan, family=i, base=shifted(side, 1)))
+        refused(changed(plan, family=i, step=lambda step: tuple(n + (j == side) for j, n in enumerate(step))))
+        refused(changed(plan, family=i, turns=lambda _: None, sub=shifted(side, 1)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_family_more_or_less_is_no_proof(name):
+    """Without a family bytes are missing, with one twice they are written again; at other positions they are wrong."""
+    plan = PLANS[name]
+    for i, family in enumerate(layout_of(plan).families):
+        assert "not all" in refused(changed(plan, families=lambda f, i=i: f[:i] + f[i + 1 :]))
+        assert "some twice" in refused(changed(plan, families=lambda f, i=i: (*f, f[i])))
+        if family.starts.size > 1:
+            refused(changed(plan, family=i, turns=lambda _: None, starts=lambda starts: starts + 1))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("column", range(5))
+@pytest.mark.parametrize("by", [1, 1 << 40])
+def test_rows_with_another_number_are_no_proof(side, column, by):
+    """Address, length, device, stride and count of a row."""
+    plan = PLANS["pieces of larger blocks"]
+    refused(with_rows(plan, side, column, -1 if (column, by) == (4, 1) else by))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_descriptors_of_unequal_lengths_are_no_proof(side):
+    """A copy has one length; rows that are shorter on one side are still inside their region."""
+    assert "equal lengths" in refused(with_rows(PLANS["pieces of larger blocks"], side, 1, -1))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_of_other_strides_are_no_proof(side):
+    """A shorter stride keeps every row in its region, and is not that from block to block."""
+    assert "follow the blocks of every view" in refused(with_rows(PLANS["equal blocks"], side, 3, -1))
+
+
+@pytest.mark.parametrize("by", [-16, 16])
+@pytest.mark.parametrize("side", [0, 1])
+def test_bytes_that_no_view_holds_are_no_proof(side, by):
+    """A region may have more than its views: what is before them or behind them is nobody's."""
+    plan = with_rows(plan_reads(padded(engine("d")[0]), [padded(engine("p")[0])]), side, 0, by)
+    assert f"others at the {('destination', 'source')[side]}" in refused(plan)
+
+
+def test_a_region_too_large_to_count_through_is_refused():
+    """Regions are laid one behind another in 62 bits; a plan for larger ones has no certificate."""
+    (mine,), (other,) = engine("d", layers=1), engine("p", layers=1)
+    large = attrs.evolve(mine, regions=[attrs.evolve(mine.regions[0], size_bytes=1 << 62)])
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify the regions of d/0: expected fewer than \d+ bytes"):
+        plan_reads(large, [other]).certificate()
+
+
+def test_runs_that_pass_for_tokens_are_no_proof():
+    """What moves token by token, at the ends of a range, is of one position each."""
+    plan = PLANS["equal blocks"]
+    (which,) = [i for i, family in enumerate(layout_of(plan).families) if family.share == "runs"]
+    assert "a token to be one position" in refused(changed(plan, family=which, share=lambda _: "ends"))
+
+
+def test_cuts_that_are_no_cuts_are_no_proof():
+    """Cuts ascend, are not empty, do not overlap, and lie in one period."""
+    plan = PLANS["pieces of larger blocks"]
+    for wrong in (
+        lambda cuts: cuts[::-1],
+        lambda cuts: (*cuts, cuts[-1]),
+        lambda cuts: ((0, 0), *cuts),
+        lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
+    ):
+        assert "a cut after the other" in refused(changed(plan, cuts=wrong))
+
+
+def test_a_run_across_a_cut_is_no_proof():
+    """Cuts keep runs from being cut by a range; without them a run would stick out of it."""
+    plan = PLANS["pieces of larger blocks"]
+    assert "a cut" in refused(changed(plan, cuts=lambda cuts: ()))
+    assert "a cut" in refused(changed(plan, cuts=lambda cuts: tuple((low, high - 1) for low, high in cuts)))
+    assert "a cut" in refused(changed(plan, cuts=lambda cuts: tuple((low + 1, high) for low, high in cuts)))
+
+
+def test_pools_larger_than_they_are_are_no_proof():
+    """A layout says how many blocks may be bound; ids of more would leave their row."""
+    plan = PLANS["several starts"]
+    assert "ids" in refused(changed(plan, num_blocks=lambda blocks: (blocks[0], blocks[1] + 1)))
+    assert changed(plan, num_blocks=lambda blocks: (blocks[0] - 1, blocks[1])).certificate()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "sub"])
+@pytest.mark.parametrize("name", ["equal blocks", "several starts"])
+def test_wrong_turns_are_no_proof(name, field, side):
+    """What is listed of a turn is what the period says: blocks of starts, how they go on, what their slots add."""
+
+    def wrong(turns):
+        old = getattr(turns[side], field)
+        new = np.ones(len(turns[side].ordinal), np.int32) if old is None else old + 1
+        return tuple(attrs.evolve(turn, **{field: new}) if i == side else turn for i, turn in enumerate(turns))
+
+    plan = PLANS[name]
+    which = [i for i, family in enumerate(layout_of(plan).families) if family.turns]
+    assert which
+    for i in which:
+        assert "ids" in refused(changed(plan, family=i, turns=wrong))
+
+
+def test_a_plan_of_another_source_is_no_proof():
+    """Tables of one pair with the worker of another: heads of the wrong rank."""
+    plan = plan_reads(engine("d")[0], engine("p", tp=2))
+    swapped = attrs.evolve(plan, remotes=plan.remotes[::-1])
+    refused(swapped)
+
+
+def test_writers_that_are_missing_leave_a_proof_incomplete():
+    """Each writer proves its share; together they prove all."""
+    destinations, sources = engine("d", tp=3), engine("p", tp=2)
+    mesh = plan_mesh(destinations, sources, "WRITE")
+    whole = mesh.certificate()
+    assert whole == plan_mesh(destinations, sources).certificate()
+    shares = [plan_writes(sources[i], destinations, [sources[1 - i]]).certificate() for i in (0, 1)]
+    assert [share.complete for share in shares] == [False, False]
+    assert sum(share.num_bytes for share in shares) == whole.num_bytes
+    with pytest.raises(KVPlanError, match="some twice"):
+        prove([mesh.plans[0], *mesh.plans])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [({"tp": 16}, {"tp": 4}), ({"tp": 2}, {"tp": 1, "conv_order": "SD"}), ({"tp": 8, "shared": True}, {"tp": 16})],
+)
+def test_hybrid_models_are_proved(ours, theirs):
+    """States in both orders, replicated groups and overlaid pools, in numbers that a test has time for."""
+    destinations = MAMBA.engine("d", num_blocks=3, **ours)
+    sources = MAMBA.engine("p", num_blocks=5, tokens_per_block=48, **theirs)
+    proof = plan_reads(destinations[-1], sources).certificate()
+    assert isinstance(proof, Certificate)
+    assert proof.complete
+
+
+def test_a_plan_that_moves_nothing_is_proved():
+    """Zero bytes, in no parts."""
+    (mine,) = engine("d", layers=1)
+    assert plan_reads(mine, [], not_transferred=["layers.0"]).certificate() == Certificate(0, 0, True)
+
+
+def test_planning_can_ask_for_the_certificate(monkeypatch):
+    """With ``certify`` a plan that is not proved is an error, in every direction."""
+    destinations, sources = engine("d", tp=2), engine("p")
+    assert plan_reads(destinations[0], sources, certify=True).pairs
+    assert plan_mesh(destinations, sources, certify=True).plans
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 0)
+    for plan in (
+        lambda **how: plan_reads(destinations[0], sources, **how),
+        lambda **how: plan_writes(sources[0], destinations, **how),
+        lambda **how: plan_mesh(destinations, sources, **how),
+    ):
+        assert plan()
+        with pytest.raises(KVPlanError, match="cannot certify"):
+            plan(certify=True)

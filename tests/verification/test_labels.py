@@ -1,0 +1,109 @@
+"""Labels: which positions a worker needs, where its views keep them, and what an address means."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
+from kvplan.verification.labels import local_slots, locate, needed, number, position_at, window
+from kvplan.verification.memory import FakeMemory
+from tests.small import engine
+
+TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
+AXES = (Axis("head", 3, 5, 6, 8), *TOKEN, Axis("dim", 0, 2, 2, 2))
+VIEW = View("layers.0", "attn", "kv", "bfloat16", AXES, 6, 50, 9)
+WORKER = Worker("decode", 1, [Region("kv", 4096, 400, device_id=2)], [Group("attn", 4)], [VIEW])
+
+
+def test_q1_a_range_is_what_the_context_holds_of_it() -> None:
+    """Positions of other context ranks are not needed."""
+    group = Group("attn", 4, Context(2, 3, 2))
+    assert needed(group, None, (0, 20)).tolist() == [4, 5, 10, 11, 16, 17]
+
+
+def test_q1_without_a_range_all_listed_slots_are_needed() -> None:
+    """Blocks with an ordinal that is not 0 hold later positions."""
+    assert needed(Group("attn", 4, Context(1, 2, 3)), Blocks([9], first=1), None).tolist() == [10, 11, 15, 16]
+    assert needed(Group("state"), Blocks([5, 6], first=3), None).tolist() == [3, 4]
+    assert needed(Group("state"), None, None).tolist() == []
+
+
+@pytest.mark.parametrize("context", [Context(), Context(1, 2, 1), Context(2, 3, 2), Context(0, 2, 5)])
+def test_q2_held_positions_fill_the_local_slots_in_order(context: Context) -> None:
+    """The n-th position that a context holds stands in slot n."""
+    held = np.array([position for position in range(60) if position in context])
+    assert local_slots(Group("attn", 4, context), held).tolist() == list(range(len(held)))
+
+
+def test_labels_are_as_many_as_bytes_and_all_different() -> None:
+    """Every byte of every element of every position has a number of its own, for two tensors."""
+    other = View("layers.1", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 1),), 6, 4)
+    tensors = number([(VIEW, np.arange(5, 8)), (other, np.arange(5, 8))])
+    assert (tensors["layers.0"].base, tensors["layers.0"].end) == (1, 1 + 3 * 6 * 2 * 2)
+    assert (tensors["layers.1"].base, tensors["layers.1"].end) == (73, 76)
+    described = {tensors["layers.0"].describe(label) for label in range(1, 73)}
+    assert len(described) == 72
+    assert "layers.0 dim 1 head 5 byte 0 of position 7" in described
+
+
+def test_a_window_finds_each_byte_by_the_formula_of_the_view() -> None:
+    """Token digits, a part of the heads, an offset and a pad: label and address agree for every byte."""
+    tensors = number([(VIEW, np.arange(2, 11))])
+    blocks = Blocks([4, 2], first=1)
+    with FakeMemory([WORKER], label_bytes=4) as memory:
+        seen = window(memory, WORKER, VIEW, tensors["layers.0"], blocks)
+        assert seen.positions.tolist() == [4, 5, 6, 7, 8, 9, 10]
+        for index, labels in seen.chunks():
+            seen.cells[index] = labels
+        for position in seen.positions.tolist():
+            block, slot = (4, 2)[position // 4 - 1], position % 4
+            for head in (3, 4):
+                for dim in (0, 1):
+                    at = 4096 + 9 + block * 50 + (head - 3) * 8 + slot // 2 * 24 + slot % 2 * 4 + dim * 2
+                    (label, _) = memory.read(WORKER, at, 2).tolist()
+                    words = f"layers.0 dim {dim} head {head} byte 0 of position {position}"
+                    assert tensors["layers.0"].describe(label) == words
+                    slots = f"group attn block {block} slot {slot}, address {at:#x} of decode/1"
+                    assert locate(WORKER, at, 2) == f"layers.0 dim {dim} head {head} byte 0 in {slots}"
+        assert np.count_nonzero(memory.array(WORKER, VIEW)) == 7 * 2 * 2 * 2
+
+
+def test_a_window_can_be_narrowed() -> None:
+    """Only the coordinates asked for are in it; what the view does not hold is nothing."""
+    tensors = number([(VIEW, np.arange(4, 8))])
+    with FakeMemory([WORKER], label_bytes=4) as memory:
+        one = window(memory, WORKER, VIEW, tensors["layers.0"], Blocks([0], first=1), {"head": (4, 6)})
+        assert one.cells.shape == (6, 2, 2, 1, 2, 2)
+        words = [tensors["layers.0"].describe(1 + label) for label in one.inner.reshape(-1).tolist()]
+        assert words == [f"layers.0 dim {i} head 4 byte {j} of position 4" for i in (0, 1) for j in (0, 1)]
+        none = window(memory, WORKER, VIEW, tensors["layers.0"], Blocks([0], first=1), {"head": (0, 3)})
+        assert none.inner.size == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "device", "place"),
+    [
+        (4096, 2, "padding of region kv"),
+        (4096 + 9 + 23, 2, "padding of region kv"),
+        (4096 + 399, 2, "padding of region kv"),
+        (4096 + 400, 2, "no region"),
+        (4095, 2, "no region"),
+        (4105, 0, "no region"),
+    ],
+)
+def test_an_address_of_no_element_is_padding_or_nowhere(address: int, device: int, place: str) -> None:
+    """Bytes before, between and after the elements belong to none."""
+    assert locate(WORKER, address, device) == f"{place}, address {address:#x} of decode/1"
+
+
+def test_an_address_has_the_position_that_block_tables_give_it() -> None:
+    """By the block's ordinal and the slot; none for padding, and for a block that the request does not have."""
+    (worker,) = engine("decode")
+    padded = attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=4096) for region in worker.regions])
+    block = worker.regions[0].address + 7 * 256
+    tables = {"attn": Blocks([3, 7], first=5)}
+    assert position_at(padded, block + 2 * 16 + 64, 0, tables) == 6 * 4 + 2
+    assert position_at(padded, block + 256, 0, tables) is None
+    assert position_at(padded, worker.regions[0].address + 4000, 0, tables) is None

@@ -1,0 +1,176 @@
+"""FakeMemory: what a copy moves, records and refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, plan_writes
+from kvplan.verification import memory
+from kvplan.verification.memory import FakeMemory, expand
+from tests.small import engine
+
+AT = 1 << 44
+
+
+def plain(engine_id: str, address: int = AT, size: int = 256, device_id: int = 0) -> Worker:
+    return Worker(engine_id, 0, [Region("kv", address, size, device_id=device_id)], [], [])
+
+
+def test_a_copy_moves_bytes() -> None:
+    """Ranges are copied pairwise, in whatever order they stand."""
+    with FakeMemory([plain("a"), plain("b", (1 << 64) - 256)]) as fake:
+        fake.write(("a", 0), AT, bytes(range(256)))
+        top = (1 << 64) - 256
+        fake.move(("a", 0), ("b", 0), [(AT + 8, 4, 0), (AT, 2, 0)], [(top + 252, 4, 0), (top + 1, 2, 0)])
+        assert bytes(fake.read(("b", 0), top, 4)) == b"\0\0\1\0"
+        assert bytes(fake.read(("b", 0), top + 252, 4)) == bytes([8, 9, 10, 11])
+
+
+def test_long_ranges_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range longer than the working space arrives whole, and so do many short ones."""
+    monkeypatch.setattr(memory, "CHUNK_CELLS", 10)
+    with FakeMemory([plain("a"), plain("b")]) as fake:
+        fake.write(("a", 0), AT, bytes(range(256)))
+        fake.move(("a", 0), ("b", 0), [(AT + 7, 101, 0)], [(AT, 101, 0)])
+        assert bytes(fake.read(("b", 0), AT, 102)) == bytes([*range(7, 108), 0])
+        singles = [(AT + 2 * i, 1, 0) for i in range(30)]
+        fake.move(("a", 0), ("b", 0), singles, singles[::-1])
+        assert fake.read(("b", 0), AT, 60)[::2].tolist() == list(range(58, -2, -2))
+
+
+def test_copies_are_recorded_in_order() -> None:
+    """Reads and writes are kept per worker."""
+    with FakeMemory([plain("a"), plain("b")]) as fake:
+        fake.move(("a", 0), ("b", 0), [(AT, 4, 0)], [(AT + 9, 4, 0)])
+        fake.move(("a", 0), ("b", 0), [(AT + 4, 1, 0)], [(AT, 1, 0)])
+        assert fake.reads(("a", 0)).tolist() == [[AT, 4, 0], [AT + 4, 1, 0]]
+        assert fake.writes(("b", 0)).tolist() == [[AT + 9, 4, 0], [AT, 1, 0]]
+        assert fake.writes(("a", 0)).shape == (0, 3)
+
+
+def test_a_copy_that_leaves_its_region_moves_nothing() -> None:
+    """BOUNDS comes before the first byte, even for the last range."""
+    with FakeMemory([plain("a"), plain("b")]) as fake:
+        fake.write(("a", 0), AT, b"\1\1")
+        with pytest.raises(KVPlanError) as caught:
+            fake.move(("a", 0), ("b", 0), [(AT, 1, 0), (AT + 1, 1, 0)], [(AT, 1, 0), (AT + 256, 1, 0)])
+        assert caught.value.code == "BOUNDS"
+        assert fake.read(("b", 0), AT, 1).tolist() == [0]
+        assert not len(fake.writes(("b", 0)))
+
+
+@pytest.mark.parametrize("reads", [[(AT, 2, 0)], [(AT, 1, 0), (AT, 1, 0)]], ids=["length", "number"])
+def test_unpaired_ranges_are_refused(reads: list[tuple[int, int, int]]) -> None:
+    """Ranges pair up, with equal lengths."""
+    with FakeMemory([plain("a"), plain("b")]) as fake, pytest.raises(KVPlanError) as caught:
+        fake.move(("a", 0), ("b", 0), reads, [(AT, 1, 0)])
+    assert caught.value.code == "SIZE"
+
+
+def test_labels_are_wide_and_poison_marks_what_came_from_nowhere() -> None:
+    """Cells of four bytes hold a label per address; an unfilled one arrives as poison."""
+    with FakeMemory([plain("a"), plain("b")], label_bytes=4, poison=99) as fake:
+        fake.write(("a", 0), AT, [1 << 30, 0, 5])
+        fake.move(("a", 0), ("b", 0), [(AT, 3, 0)], [(AT, 3, 0)])
+        assert fake.read(("b", 0), AT, 4).tolist() == [1 << 30, 99, 5, 0]
+
+
+def test_poison_must_fit_a_cell() -> None:
+    """A poison wider than the cells is refused."""
+    with pytest.raises(KVPlanError, match=r"^RANGE"):
+        FakeMemory([], label_bytes=2, poison=1 << 16)
+
+
+def test_cells_have_a_width_of_an_integer() -> None:
+    """Three bytes are no cell."""
+    with pytest.raises(KVPlanError, match=r"^RANGE: .* got 3$"):
+        FakeMemory([], label_bytes=3)
+
+
+def test_an_array_is_the_view() -> None:
+    """Element [block, axes in order, byte] of the array is the cell at the address of the view's formula."""
+    axes = (Axis("head", 4, 6, 8, 3), Axis("token", 0, 4, 4, 6), Axis("dim", 0, 1, 1, 0))
+    view = View("layers.0", "attn", "kv", "bfloat16", axes, 5, 30, 7)
+    worker = Worker("a", 0, [Region("kv", AT, 256)], [Group("attn", 4)], [view])
+    with FakeMemory([worker]) as fake:
+        fake.array(worker, view)[3, 1, 2, 0, 1] = 42
+        assert fake.read(worker, AT + 7 + 3 * 30 + 1 * 3 + 2 * 6 + 1, 1).tolist() == [42]
+        assert fake.array(worker, view).shape == (5, 2, 4, 1, 2)
+
+
+@pytest.mark.parametrize(("region", "blocks"), [("other", 2), ("kv", 99)])
+def test_an_array_outside_its_region_is_refused(region: str, blocks: int) -> None:
+    """A view of another worker is checked before it is placed."""
+    view = View("layers.0", "attn", region, "uint8", (Axis("token", 0, 4, 4, 1),), blocks, 4)
+    with FakeMemory([plain("a")]) as fake, pytest.raises(KVPlanError) as caught:
+        fake.array(("a", 0), view)
+    assert caught.value.code == "BOUNDS"
+
+
+def test_the_device_may_be_left_out_where_it_is_clear() -> None:
+    """An address that one device has needs no device."""
+    with FakeMemory([plain("a", device_id=5)]) as fake:
+        fake.write(("a", 0), AT, b"\7")
+        assert fake.read(("a", 0), AT, 1, device_id=5).tolist() == [7]
+        with pytest.raises(KVPlanError, match=r"^BOUNDS"):
+            fake.read(("a", 0), AT, 1, device_id=0)
+
+
+def test_a_worker_stands_in_memory_once() -> None:
+    """Two workers of one engine and rank are refused."""
+    with pytest.raises(KVPlanError, match=r"^WORKER: .* got a/0 twice$"):
+        FakeMemory([plain("a"), plain("a")])
+
+
+def test_an_unknown_worker_is_refused() -> None:
+    """Only workers given can be read."""
+    with FakeMemory([plain("a")]) as fake, pytest.raises(KVPlanError, match=r"^WORKER: .* a worker of a/0, got b/0$"):
+        fake.read(("b", 0), AT, 1)
+
+
+def test_closed_memory_refuses() -> None:
+    """Leaving the context gives the arenas back."""
+    with FakeMemory([plain("a")]) as fake:
+        fake.write(("a", 0), AT, b"\1")
+    with pytest.raises(KVPlanError, match=r"^MEMORY"):
+        fake.read(("a", 0), AT, 1)
+
+
+def test_expand_walks_rows_of_any_stride() -> None:
+    """Ids count the elements of all rows; a row of no elements has none."""
+    rows = [(100, 8, 1, 16, 2), (500, 8, 2, 8, 0), (900, 4, 3, 100, 3)]
+    assert expand(rows, [4, 0, 1, 2]).tolist() == [[1100, 4, 3], [100, 8, 1], [116, 8, 1], [900, 4, 3]]
+    assert expand([], []).shape == (0, 3)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_expand_refuses_ids_of_no_row(wrong: int) -> None:
+    """An id outside the rows is RANGE."""
+    with pytest.raises(KVPlanError, match=rf"^RANGE: .*\[0, 5\), got {wrong}$"):
+        expand([(100, 8, 1, 16, 2), (900, 4, 3, 100, 3)], [0, wrong])
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+@pytest.mark.parametrize("operation", ["READ", "WRITE"])
+def test_a_plan_carried_out_moves_the_cache(operation: str, by_ids: bool) -> None:
+    """Real bytes of a source of two heads arrive, head by head, in the other axis order and other blocks."""
+    (source,), (destination, _) = (
+        engine("prefill", heads=2, layers=1),
+        engine("decode", 2, heads=2, order="NH", layers=1),
+    )
+    ours, theirs = {"attn": Blocks([3, 1])}, {"attn": Blocks([8, 2])}
+    if operation == "READ":
+        (spec,) = plan_reads(destination, [source]).bind(local=ours, remote=theirs, tokens=(1, 7))
+    else:
+        (spec,) = plan_writes(source, [destination]).bind(local=theirs, remote=ours, tokens=(1, 7))
+    with FakeMemory([source, destination]) as fake:
+        held = fake.array(source, source.views[0])
+        held[...] = np.random.default_rng(0).integers(1, 256, held.shape)
+        fake.execute(spec, by_ids=by_ids)
+        got = fake.array(destination, destination.views[0])
+        for position in range(8):
+            block, slot = divmod(position, 4)
+            expected = held[(8, 2)[block], :, 0, slot] * np.uint8(1 <= position < 7)
+            assert np.array_equal(got[(3, 1)[block], :, 0, slot], expected)
+        assert np.count_nonzero(got) == 6 * 16
