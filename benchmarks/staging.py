@@ -30,17 +30,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan import (
-    Blocks,
-    Model,
-    Pipeline,
-    Rates,
-    Region,
-    StagedPlan,
-    TransferPlan,
-    Worker,
-    choose,
-)
+from kvplan import Blocks, Model, Region, TransferPlan, Worker
+from kvplan.staging import Pipeline, Rates, StagedPlan, choose
 from kvplan.staging.choice import Option
 
 STAGING: Final = "staging"

@@ -15,110 +15,86 @@ True
 
 describe             Worker of Region, Group (with a Context) and View (of Axis); region_of, view_of: from a tensor
 from a model         Model.shipped, Model.from_config, then model.engine
-from an engine       from_vllm, from_sglang, from_tensorrt_llm, from_lmcache, each with a Seat
-plan                 plan_reads, plan_writes: a TransferPlan of Pair and Table; plan_mesh: a MeshPlan
+plan                 plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan; contacts: whom to shake hands with
 bind a request       plan.bind with Blocks (and a Workspace): a tuple of ReadSpec; tails: bytes to set to zero
-in two legs          stage, stage_writes: a StagedPlan of Chunk; Pipeline: its requests, each a StagedTransfer
-                     choose: the Choice that takes least time, by Rates
-check                verify, verify_together: a Report; plan.certificate(); FakeMemory; kvplan.testing.assert_copies
-shake hands          encode, decode, problems, compare, fingerprint; contacts; completions
-look                 explain, show: a Picture; plan.cost()
-what is refused      KVPlanError, with a code of CODES; PeerError, for a peer's message
+check                verify, verify_together: a Report; certify; FakeMemory
+shake hands          encode, decode, problems, compare
+execute              Executor, with a Transfer of a Status, and a Notice
+look                 explain; plan.cost()
+errors               KVPlanError; PeerError, for a peer's message
 
-The package kvplan_nixl carries plans out on real memory. ``kvplan --help`` is the command line.
+Each room has the rest of its own names: kvplan.describe, plan, verification, handshake and models; kvplan.bridges, with
+from_vllm and others for what engines have allocated; kvplan.staging, for transfers in two steps; kvplan.show, for
+pictures; kvplan.testing, for a connector's tests. The package kvplan_nixl carries plans out on real memory.
+``kvplan --help`` is the command line.
 """
 
-from kvplan.bridges.assembly import Seat
-from kvplan.bridges.lmcache import from_lmcache
-from kvplan.bridges.recipes import from_sglang, from_tensorrt_llm, from_vllm
-from kvplan.describe.axes import Axis
-from kvplan.describe.blocks import Blocks
-from kvplan.describe.tensors import region_of, view_of
-from kvplan.describe.views import Context, Group, Region, View
-from kvplan.describe.worker import Worker
-from kvplan.errors import CODES, KVPlanError
-from kvplan.handshake.comparison import Comparison, Difference, compare
-from kvplan.handshake.decoding import decode, problems
-from kvplan.handshake.encoding import encode, fingerprint
-from kvplan.handshake.errors import PeerError, Problem
-from kvplan.models.model import Model
-from kvplan.plan.bind import Workspace
-from kvplan.plan.cost import Cost
-from kvplan.plan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
-from kvplan.plan.rows import Table
-from kvplan.plan.specs import ReadSpec
-from kvplan.plan.tails import tails
-from kvplan.plan.transfer import Pair, TransferPlan, plan_reads, plan_writes
-from kvplan.show.pictures import Picture, show
-from kvplan.show.text import explain
-from kvplan.staging.choice import Choice, Option, choose
-from kvplan.staging.outlay import Outlay
-from kvplan.staging.pipeline import Pipeline, StagedTransfer
-from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
-from kvplan.staging.rates import Rates
-from kvplan.verification.certificate import Certificate
-from kvplan.verification.memory import FakeMemory
-from kvplan.verification.report import Report
-from kvplan.verification.verifier import verify, verify_together
+from typing import TYPE_CHECKING, Any
+
+from kvplan.describe import Axis, Blocks, Context, Group, Region, View, Worker, region_of, view_of
+from kvplan.errors import KVPlanError
+from kvplan.executor import Executor, Notice, Status, Transfer
+from kvplan.handshake import PeerError, compare, decode, encode, problems
+from kvplan.models import Model
+from kvplan.plan import (
+    MeshPlan,
+    ReadSpec,
+    TransferPlan,
+    Workspace,
+    contacts,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+    tails,
+)
+from kvplan.verification import FakeMemory, Report, certify, verify, verify_together
+
+if TYPE_CHECKING:
+    from kvplan.show import explain
 
 __all__ = [
-    "CODES",
     "Axis",
     "Blocks",
-    "Certificate",
-    "Choice",
-    "Chunk",
-    "Comparison",
-    "Completions",
     "Context",
-    "Cost",
-    "Difference",
+    "Executor",
     "FakeMemory",
     "Group",
     "KVPlanError",
     "MeshPlan",
     "Model",
-    "Option",
-    "Outlay",
-    "Pair",
+    "Notice",
     "PeerError",
-    "Picture",
-    "Pipeline",
-    "Problem",
-    "Rates",
     "ReadSpec",
     "Region",
     "Report",
-    "Seat",
-    "StagedPlan",
-    "StagedTransfer",
-    "Table",
+    "Status",
+    "Transfer",
     "TransferPlan",
     "View",
     "Worker",
     "Workspace",
-    "choose",
+    "certify",
     "compare",
-    "completions",
     "contacts",
     "decode",
     "encode",
     "explain",
-    "fingerprint",
-    "from_lmcache",
-    "from_sglang",
-    "from_tensorrt_llm",
-    "from_vllm",
     "plan_mesh",
     "plan_reads",
     "plan_writes",
     "problems",
     "region_of",
-    "show",
-    "stage",
-    "stage_writes",
     "tails",
     "verify",
     "verify_together",
     "view_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``explain`` is loaded when it is first asked for, and with it kvplan.show."""
+    if name != "explain":
+        raise AttributeError(f"module 'kvplan' has no attribute {name!r}")
+    from kvplan.show import explain
+
+    return explain

@@ -1,4 +1,4 @@
-"""Reading values that callers give: exact integers, names, sequences of one type; and showing what was wrong."""
+"""Checks of values that callers give: exact integers, names, sequences of one type."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kvplan._text import shown
 from kvplan.errors import KVPlanError
 
 Kind = TypeVar("Kind")
@@ -16,36 +17,6 @@ INT64_END: Final = 1 << 63
 
 ID_END: Final = 1 << 31
 """Block ids and descriptor ids are below this, so that they fit int32."""
-
-
-def count(number: int, what: str) -> str:
-    """``number`` of a thing, in words.
-
-    >>> count(1, "byte"), count(2, "byte"), count(2, "copy"), count(2, "box")
-    ('1 byte', '2 bytes', '2 copies', '2 boxes')
-    """
-    several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
-    return f"{number} {what if number == 1 else several}"
-
-
-def shown(value: Any) -> str:
-    """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
-
-    >>> print(shown(None), shown(np.float64(2)), shown((1, 2)), shown(np.arange(3)), sep=", ")
-    None, 2.0, a tuple of 2, a value of type ndarray
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    if value is None or isinstance(value, bool | int | float | str):
-        text = repr(value)
-        return text if len(text) <= 80 else f"{text[:80]}..."
-    if isinstance(value, type):
-        return f"the type {value.__name__}"
-    if isinstance(value, tuple | list | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a value of type {type(value).__name__}"
 
 
 def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:

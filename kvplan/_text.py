@@ -1,4 +1,4 @@
-"""Names: the number in a name of a layer or a rank, names that differ in it alone told as one, and slips in a name.
+"""The words of messages and reports: numbers of things, sizes, values of a wrong type, and names of numbered layers.
 
 >>> print(fold(["layers.0.attn", "layers.1.attn", "layers.3.attn", "draft"]))
 layers.0-1,3.attn, draft
@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 NUMBERED: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
 
@@ -72,3 +74,54 @@ def meant(name: str, known: Iterable[str]) -> str:
     lower, names = name.lower(), tuple(known)
     *others, last = [lower] if lower in names else difflib.get_close_matches(lower, names) or [""]
     return f"did you mean {' or '.join(filter(None, (', '.join(map(repr, others)), repr(last))))}?" if last else ""
+
+
+def count(number: int, what: str) -> str:
+    """``number`` of a thing, in words.
+
+    >>> count(1, "byte"), count(2, "byte"), count(2, "copy"), count(2, "box")
+    ('1 byte', '2 bytes', '2 copies', '2 boxes')
+    """
+    several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
+    return f"{number} {what if number == 1 else several}"
+
+
+def shown(value: Any) -> str:
+    """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
+
+    >>> print(shown(None), shown(np.float64(2)), shown((1, 2)), shown(np.arange(3)), sep=", ")
+    None, 2.0, a tuple of 2, a value of type ndarray
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:80]}..."
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
+    if isinstance(value, tuple | list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def size(number: int) -> str:
+    """Bytes, exact below 10 KiB, else to four digits in the binary unit that suits.
+
+    >>> size(8192), size(1 << 16), size(5_000_000_000)
+    ('8192 bytes', '64 KiB', '4.657 GiB')
+    """
+    if number < 10 << 10:
+        return count(number, "byte")
+    power = min((number.bit_length() - 1) // 10, 5)
+    return f"{number / (1 << 10 * power):.4g} {'KMGTP'[power - 1]}iB"
+
+
+def sizes(low: int, high: int) -> str:
+    """The sizes from ``low`` to ``high`` bytes.
+
+    >>> sizes(256, 256), sizes(256, 8192)
+    ('256 bytes', '256 bytes to 8192 bytes')
+    """
+    return size(low) if low == high else f"{size(low)} to {size(high)}"

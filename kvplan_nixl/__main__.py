@@ -9,7 +9,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m kvplan_nixl", description="Move bytes through NIXL on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="read requests between two processes, and check every value")
-    rates = commands.add_parser("calibrate", help="measure what transfers and copies take, for kvplan.choose")
+    rates = commands.add_parser("calibrate", help="measure what transfers and copies take, for kvplan.staging.choose")
     rates.add_argument("--device", default="cpu", help="where the memory is, as torch names it: cpu, cuda:0")
     rates.add_argument("--save", metavar="FILE", help="also write the rates to a JSON file, for Rates.load")
     given = parser.parse_args(arguments)

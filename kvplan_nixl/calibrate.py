@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from kvplan import Axis, Blocks, Group, Region, TransferPlan, View, Worker, plan_reads, region_of
-from kvplan.describe.axes import Ints
+from kvplan._arrays import Ints
 from kvplan.staging.rates import Rates
 from kvplan.staging.rearrange import Copy, Side
 from kvplan_nixl.executor import NixlExecutor, settle

@@ -65,7 +65,7 @@ class _Peer:
 
 
 class NixlExecutor:
-    """The :class:`~kvplan.executor.Executor` of one worker, with a NIXL agent of its own.
+    """The :class:`~kvplan.Executor` of one worker, with a NIXL agent of its own.
 
     ``backends`` are NIXL's, by name and in order of preference, each with its options: ``UCX`` for DRAM and VRAM;
     with ``POSIX`` behind it, files too. The worker's regions are registered until the executor is closed; use it as a

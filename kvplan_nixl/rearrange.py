@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from kvplan.describe.axes import Ints
+from kvplan._arrays import Ints
 from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
 from kvplan.staging.rearrange import Copy

@@ -14,10 +14,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import KVPlanError, Region, Worker
+from kvplan import KVPlanError, Region, Worker, certify
 from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
 from kvplan.staging.rearrange import run
-from kvplan.verification.certificate import prove
 from property_tests.labelled import (
     DESTINATION,
     SOURCE,
@@ -215,7 +214,7 @@ def check(whole: bool, world: World, requests: Iterable[Request], more: int, tal
     for number, worker in enumerate(ours.workers):
         staged = planned(worker, number, more, partial(stage, remotes=theirs.workers, staging=STAGING, whole=whole))
         tally.plans += 1
-        tally.certificates += len([transfer.certificate() for transfer in staged.transfers])
+        tally.certificates += len([certify(transfer) for transfer in staged.transfers])
         for request in requests:
             near, far, memory = ours.tables(request.start), theirs.tables(request.start), Memory(ours)
             chunks = counted(staged.bind(local=near, remote=far, tokens=(request.start, request.stop)), tally)
@@ -236,7 +235,7 @@ def check_writes(world: World, requests: Iterable[Request], more: int, tally: Ta
         plans.append(planned(worker, number, more, plan))
         tally.plans += 1
     moving = [staged.transfers or [staged.direct] for staged in plans]  # the direct plan of a source without a share
-    if not prove(itertools.chain(*moving)).complete:
+    if not certify(itertools.chain(*moving)).complete:
         raise FaultError("a certificate of writes that is not complete")
     tally.certificates += 1
     for request in requests:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import contacts, plan_mesh, plan_writes
+from kvplan import certify, contacts, plan_mesh, plan_writes
 from kvplan.testing.strategies import Case, cases
 from property_tests.flow import Holders, lots, lowest
 from tests.small import engine
@@ -48,8 +48,12 @@ def test_no_limit_is_lower_than_what_some_sources_hold_alone(bytes_of: dict[Hold
 def test_readers_and_writers_agree_on_the_shares(case: Case, replicas: int) -> None:
     """However many replicas share, plans are proved, and readers, single writers and contacts say the same."""
     names, engines = case.not_transferred, (case.destinations, case.sources)
-    reads = plan_mesh(*engines, not_transferred=names, replicas=replicas, certify=True).cost(1)
-    writes = plan_mesh(*engines, "WRITE", not_transferred=names, replicas=replicas, certify=True).cost(1)
+    meshes = [
+        plan_mesh(*engines, operation, not_transferred=names, replicas=replicas) for operation in ("READ", "WRITE")
+    ]
+    for mesh in meshes:
+        certify(mesh)
+    reads, writes = (mesh.cost(1) for mesh in meshes)
     read = {(pair.local, pair.remote): pair.lengths for pair in reads.pairs}
     assert read == {(pair.remote, pair.local): pair.lengths for pair in writes.pairs}
 

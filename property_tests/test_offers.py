@@ -9,7 +9,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvplan import KVPlanError, PeerError, Worker, compare, decode, encode, fingerprint, plan_reads, problems
+from kvplan import KVPlanError, PeerError, Worker, compare, decode, encode, plan_reads, problems
+from kvplan.handshake import fingerprint
 from kvplan.testing.strategies import Case, cases
 from property_tests import fuzz_offers
 

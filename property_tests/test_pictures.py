@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 from hypothesis import given
 
-from kvplan import TransferPlan, show
+from kvplan import TransferPlan
+from kvplan.show import show
 from kvplan.show.pages import pages
 from kvplan.show.panels import panels
 from kvplan.show.samples import sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -24,6 +25,10 @@ PROGRAMS = [name for name, path in PAGES.items() if "python" in dict(fences(path
 IMPORTED = r"^::: ([\w.]+)$"
 COMMANDS = list(commands(PAGES["command-line.md"]))
 TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
+ROOMS = {
+    name: {*importlib.import_module(f"kvplan.{name}").__all__} - {*kvplan.__all__}
+    for name in ("describe", "plan", "verification", "handshake", "models", "bridges", "staging", "show")
+}
 MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -68,8 +73,9 @@ def test_there_are_tables_of_both_kinds() -> None:
 @pytest.mark.parametrize(
     "page, names",
     [
-        ("kvplan", {name for name in kvplan.__all__ if name not in ("CODES", "KVPlanError", "PeerError")}),
-        ("errors", {"CODES", "KVPlanError", "PeerError"}),
+        ("kvplan", {*kvplan.__all__} - {"KVPlanError", "PeerError"}),
+        *[("kvplan", {f"{room}.{name}" for name in names}) for room, names in ROOMS.items()],
+        ("errors", {"errors.CODES", "KVPlanError", "PeerError"}),
         ("testing", {f"testing.{name}" for name in kvplan.testing.__all__}),
         ("testing", {f"testing.strategies.{name}" for name in kvplan.testing.strategies.__all__}),
     ],
@@ -88,7 +94,9 @@ def test_the_reference_has_every_name_of_the_executor() -> None:
     assert {f"kvplan_nixl.{name}" for name in re.findall(r'"(\w+)"', listed)} <= {*entries}
 
 
-@pytest.mark.parametrize("name, rows", [("reference/errors.md", kvplan.CODES), ("how-to/debugging.md", PROMISES)])
+@pytest.mark.parametrize(
+    "name, rows", [("reference/errors.md", kvplan.errors.CODES), ("how-to/debugging.md", PROMISES)]
+)
 def test_a_table_of_codes_is_that_of_the_code(name: str, rows: dict[str, str]) -> None:
     """The codes of errors and of promises stand on their pages, each with its meaning, in order, and no others."""
     found = re.findall(r"^\| `([A-Z]+)` \| (.*) \|$", PAGES[name].read_text(), re.MULTILINE)

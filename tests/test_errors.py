@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from kvplan import (
-    CODES,
     Axis,
     Blocks,
     Context,
@@ -22,13 +21,15 @@ from kvplan import (
     Region,
     View,
     Worker,
+    certify,
     plan_mesh,
     plan_reads,
     plan_writes,
     view_of,
 )
-from kvplan._checks import shown
+from kvplan._text import shown
 from kvplan.describe.axes import MAX_SEGMENTS
+from kvplan.errors import CODES
 from tests.small import engine
 from tests.stand_in import StandIn
 
@@ -125,7 +126,7 @@ class Row:
 def certify_nothing() -> object:
     """The certificate of a plan whose only pair was emptied."""
     plan = plan_reads(worker(engine_id="d"), [worker()])
-    return attrs.evolve(plan, pairs=(attrs.evolve(plan.pairs[0], layouts=()),)).certificate()
+    return certify(attrs.evolve(plan, pairs=(attrs.evolve(plan.pairs[0], layouts=()),)))
 
 
 REFUSALS: tuple[Row, ...] = (

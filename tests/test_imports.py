@@ -17,14 +17,14 @@ PACKAGE = Path(kvplan.__file__).parent
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
 # Rooms, each with the others that it may import. A module at the top of the package is a room of its own.
-LEAVES = {"errors", "_checks", "_text", "_units"}
+LEAVES = {"errors", "_text", "_checks", "_arrays"}
 CORE = {*LEAVES, "describe"}
 LIBRARY = {*CORE, "plan", "verification", "executor", "handshake", "models", "bridges"}
 MAY_IMPORT = {
     "errors": set(),
     "_text": set(),
-    "_checks": {"errors"},
-    "_units": {"_checks"},
+    "_checks": {"errors", "_text"},
+    "_arrays": set(),
     "describe": LEAVES,
     "plan": CORE,
     "verification": {*CORE, "plan"},
@@ -36,11 +36,11 @@ MAY_IMPORT = {
     "testing": {*LIBRARY, "staging"},
     "show": {*LIBRARY, "staging"},
     "cli": {*LIBRARY, "show"},
-    "__init__": LIBRARY,
+    "__init__": {*LIBRARY, "show"},
     "__main__": {"cli"},
 }
-LATE = {"cli"}
-"""What the ``cli`` extra brings is imported by a function, which says so where it is missing."""
+LATE = {"cli", "__init__"}
+"""Commands are imported by a function, which says so where their extra is missing; ``explain``, when asked for."""
 
 OTHER_PACKAGES = {"cli": {"click", "rich"}, "testing": {"hypothesis"}}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan._text import fold, intervals, join, split
+from kvplan._text import fold, intervals, join, size, sizes, split
 
 
 @given(st.text() | st.from_regex(r"[a-z.]*[0-9]{0,20}[a-z.]*[0-9]*", fullmatch=True))
@@ -48,3 +48,26 @@ def test_names_of_other_scripts_do_not_fold() -> None:
 def test_intervals_are_in_order() -> None:
     """Numbers are sorted, and repeats told once."""
     assert intervals([5, 1, 0, 1]) == "0-1,5"
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (10239, "10239 bytes"),
+        (10240, "10 KiB"),
+        (1 << 20, "1 MiB"),
+        ((1 << 30) * 3 // 2, "1.5 GiB"),
+        (1 << 62, "4096 PiB"),
+    ],
+)
+def test_sizes_are_exact_or_in_binary_units(number: int, text: str) -> None:
+    """Small sizes are told to the byte, large ones in the unit that suits."""
+    assert size(number) == text
+
+
+def test_a_range_of_one_size_is_that_size() -> None:
+    """Two equal ends are told once."""
+    assert sizes(5, 5) == "5 bytes"
+    assert sizes(5, 6) == "5 bytes to 6 bytes"

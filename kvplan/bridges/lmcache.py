@@ -56,7 +56,8 @@ def from_lmcache(model: Model, seat: Seat, chunk: Any, layers: Sequence[Sequence
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Chunk
-    >>> from kvplan import Model, Seat, from_lmcache
+    >>> from kvplan import Model
+    >>> from kvplan.bridges import Seat, from_lmcache
     >>> buffer = np.zeros(3 * 2 * 28 * 256 * 1024 * 2, np.uint8)  # 3 chunks of 256 tokens, 8 heads of 128
     >>> allocator = Chunk(buffer=buffer, align_bytes=buffer.size // 3, paged_buffers=np.split(buffer, 3))
     >>> meta = Chunk(fmt=Chunk(name="KV_2LTD"), address=2, shapes=[(2, 28, 256, 1024)], dtypes=["float16"])

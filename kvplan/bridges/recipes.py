@@ -54,7 +54,8 @@ def from_vllm(model: Model, seat: Seat, kv_cache_config: Any, kv_caches: Mapping
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Config
-    >>> from kvplan import Model, Seat, from_vllm
+    >>> from kvplan import Model
+    >>> from kvplan.bridges import Seat, from_vllm
     >>> names = [f"model.layers.{i}.self_attn.attn" for i in range(28)]
     >>> memory = np.zeros((28, 100, 16, 4, 256), np.float16)  # in LBNHC, heads inside slots: 4 of 8, with K and V
     >>> placed = Config(size=memory.nbytes, layers=names, offset=0, layer_stride=3276800, block_stride=32768)
@@ -130,7 +131,8 @@ def from_sglang(model: Model, seat: Seat, pool: Any) -> Worker:
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Pool
-    >>> from kvplan import Model, Seat, from_sglang
+    >>> from kvplan import Model
+    >>> from kvplan.bridges import Seat, from_sglang
     >>> k, v = np.zeros((2, 28, 640 + 16, 4, 128), np.float16)  # slots, of which one page is padding; 4 heads of 8
     >>> pool = Pool(page_size=16, start_layer=0, layer_num=28, kv_cache_layout="nhd", k_buffer=k, v_buffer=v)
     >>> model = Model.shipped("qwen3-0.6b").with_dtypes("float16")
@@ -209,7 +211,8 @@ resource_manager.py at commit 001541b), ``swapMemoryPoolBlockOffset`` (cpp/tenso
 kvCacheManager.cpp at commit 002ba6a).
 
     >>> import numpy as np
-    >>> from kvplan import Model, Seat, from_tensorrt_llm
+    >>> from kvplan import Model
+    >>> from kvplan.bridges import Seat, from_tensorrt_llm
     >>> class Manager:
     ...     tokens_per_block, layer_offsets, max_attention_window_vec = 32, {i: i for i in range(28)}, [4096]
     ...     pool = np.zeros((50, 28, 2, 4 * 32 * 128), np.float16)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._units import size
+from kvplan._text import size
 from kvplan.cli.sides import AUTO, Side
 from kvplan.cli.trials import undrafted
 from kvplan.describe.worker import Worker

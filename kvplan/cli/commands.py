@@ -11,8 +11,7 @@ from typing import Final
 import click
 from rich.text import Text
 
-from kvplan._text import fold, intervals
-from kvplan._units import size
+from kvplan._text import fold, intervals, size
 from kvplan.cli import matrix
 from kvplan.cli.advice import advise
 from kvplan.cli.bars import bar

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvplan._units import size
+from kvplan._text import size
 from kvplan.cli import demo
 from kvplan.cli.bars import bar
 from kvplan.cli.options import echo_json, json_option

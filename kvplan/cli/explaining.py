@@ -9,14 +9,15 @@ from typing import Any
 import attrs
 import click
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.cli.options import POOL, about_two_engines, echo_json, json_option, print_lines
 from kvplan.cli.sides import Side, load
 from kvplan.cli.trials import undrafted
 from kvplan.describe.worker import Worker, label_of
 from kvplan.handshake.encoding import encode
 from kvplan.plan.mesh import MeshPlan, plan_mesh
-from kvplan.plan.transfer import Pair, TransferPlan
+from kvplan.plan.specs import Pair
+from kvplan.plan.transfer import TransferPlan
 from kvplan.show.lines import fit
 from kvplan.show.rows import rows_of
 from kvplan.show.text import DETAILS, Detail, explained

@@ -14,9 +14,9 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._units import sizes
+from kvplan._arrays import Ints
+from kvplan._text import sizes
 from kvplan.cli.sides import Side
-from kvplan.describe.axes import Ints
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Worker

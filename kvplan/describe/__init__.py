@@ -1,1 +1,20 @@
-"""What a worker keeps, and where: axes, views, workers, block tables."""
+"""What a worker keeps, and where: regions, groups, views with their axes, block tables."""
+
+from kvplan.describe.axes import Axis
+from kvplan.describe.blocks import Blocks
+from kvplan.describe.tensors import region_of, view_of
+from kvplan.describe.views import ITEMSIZE, Context, Group, Region, View
+from kvplan.describe.worker import Worker
+
+__all__ = [
+    "ITEMSIZE",
+    "Axis",
+    "Blocks",
+    "Context",
+    "Group",
+    "Region",
+    "View",
+    "Worker",
+    "region_of",
+    "view_of",
+]

@@ -19,18 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
+from kvplan._arrays import Ints, heads
 from kvplan._checks import integer, name, settle
 from kvplan.errors import KVPlanError
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 MAX_SEGMENTS: Final = 1 << 20
 """A name's digits may make at most this many segments, so that a description cannot inflate memory."""
@@ -176,40 +172,6 @@ def segments(digits: Sequence[Axis]) -> Segments:
     return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride)
 
 
-def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
-    """Where chains begin, given for each element but the first whether it goes on from the one before.
-
-    >>> heads(np.array([True, False, True]))
-    array([0, 2])
-    """
-    begins = np.ones(goes_on.size + 1, bool)
-    np.logical_not(goes_on, out=begins[1:])
-    return np.flatnonzero(begins)
-
-
-def distinct(values: Ints) -> Ints:
-    """The different values of an array that has any, ascending.
-
-    ``np.unique`` loads ``numpy.ma`` when first called, which would take longer than a plan.
-
-    >>> distinct(np.array([[3, 1], [1, 2]]))
-    array([1, 2, 3])
-    """
-    ordered = np.sort(values, axis=None)
-    return ordered[heads(ordered[1:] == ordered[:-1])]
-
-
-def numbered(first: Ints, size: int) -> Ints:
-    """Which chain each of ``size`` elements belongs to, given where the chains begin.
-
-    >>> numbered(np.array([0, 2]), 4)
-    array([0, 0, 1, 1])
-    """
-    number = np.zeros(size, np.int64)
-    number[first[1:]] = 1
-    return np.cumsum(number, out=number)
-
-
 def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
     """The global size of each name, in order of appearance: the product of its digits' sizes.
 
@@ -220,9 +182,3 @@ def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
     for axis in axes:
         sizes[axis.name] = sizes.get(axis.name, 1) * axis.size
     return sizes
-
-
-def read_only(array: Array) -> Array:
-    """The array, which nobody can write to from now on."""
-    array.setflags(write=False)
-    return array

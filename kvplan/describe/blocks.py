@@ -12,8 +12,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._checks import ID_END, integer, shown, wrong_type
-from kvplan.describe.axes import Ints, read_only
+from kvplan._arrays import Ints, read_only
+from kvplan._checks import ID_END, integer, wrong_type
+from kvplan._text import shown
 from kvplan.errors import KVPlanError
 
 POSITION_END: Final = 1 << 48

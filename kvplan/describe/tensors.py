@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvplan._checks import integer, shown, wrong_type
+from kvplan._checks import integer, wrong_type
+from kvplan._text import shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE, Group, Region, View
 from kvplan.errors import KVPlanError

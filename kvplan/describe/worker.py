@@ -20,9 +20,10 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._checks import count, integer, members, name, settle
+from kvplan._arrays import Ints
+from kvplan._checks import integer, members, name, settle
+from kvplan._text import count
 from kvplan.describe._overlap import overlaps, told
-from kvplan.describe.axes import Ints
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
 

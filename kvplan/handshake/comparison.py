@@ -13,8 +13,8 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import count, wrong_type
-from kvplan._text import fold
+from kvplan._checks import wrong_type
+from kvplan._text import count, fold
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker

@@ -19,8 +19,8 @@ from typing import Any
 
 import attrs
 
-from kvplan._checks import INT64_END, count, name
-from kvplan._text import join
+from kvplan._checks import INT64_END, name
+from kvplan._text import count, join
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import Context, Group, Region, View
 from kvplan.describe.worker import Worker

@@ -67,7 +67,8 @@ def fingerprint(worker: Worker) -> str:
     and each region's name, address and device. So it stays as it is where a worker comes back at other addresses.
     It is the SHA-256 of a JSON text, and may change with the version of the format.
 
-    >>> from kvplan import Region, Worker, fingerprint
+    >>> from kvplan import Region, Worker
+    >>> from kvplan.handshake import fingerprint
     >>> before = Worker("decode", 3, [Region("kv", 1 << 40, 4096)], (), ())
     >>> fingerprint(before) == fingerprint(Worker("decode-2", 0, [Region("pool", 1 << 44, 4096)], (), ()))
     True

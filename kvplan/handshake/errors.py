@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.errors import KVPlanError
 
 Made = TypeVar("Made")
@@ -21,7 +21,7 @@ BAD: Final = object()
 
 @attrs.frozen
 class Problem:
-    """One thing wrong with a message: where, a code of :data:`kvplan.CODES`, and in words.
+    """One thing wrong with a message: where, a code of :data:`kvplan.errors.CODES`, and in words.
 
     ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or ``views.offset_bytes[7]`` for
     the offset of the eighth view. It is empty for the message as a whole.

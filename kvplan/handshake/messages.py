@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
-from kvplan._checks import shown, wrong_type
+from kvplan._checks import wrong_type
+from kvplan._text import shown
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import Findings
 from kvplan.handshake.schema import VERSION

@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import INT64_END, integer, name, shown, wrong_type
+from kvplan._checks import INT64_END, integer, name, wrong_type
+from kvplan._text import shown
 from kvplan.describe.views import ADDRESS_END
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import BAD, Findings

@@ -1,1 +1,9 @@
-"""From a model's config.json to the workers of an engine."""
+"""From a model's Hugging Face config.json to the workers of an engine."""
+
+from kvplan.models.families import FAMILIES
+from kvplan.models.model import Model
+
+__all__ = [
+    "FAMILIES",
+    "Model",
+]

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvplan.describe.axes import Bools, Ints
+from kvplan._arrays import Bools, Ints
 from kvplan.describe.views import Group
 
 Position = TypeVar("Position", int, Ints)

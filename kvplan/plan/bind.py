@@ -18,8 +18,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._checks import ID_END, integer, shown, wrong_type
-from kvplan.describe.axes import Ints, read_only
+from kvplan._arrays import Ints, read_only
+from kvplan._checks import ID_END, integer, wrong_type
+from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, check_listed, places
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError

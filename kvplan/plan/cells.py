@@ -25,7 +25,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan.describe.axes import MAX_SEGMENTS, Bools, Ints
+from kvplan._arrays import Bools, Ints
+from kvplan.describe.axes import MAX_SEGMENTS
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError

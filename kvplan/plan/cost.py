@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import attrs
 import numpy as np
 
-from kvplan._checks import count, integer
-from kvplan.describe.axes import Ints
+from kvplan._arrays import Ints
+from kvplan._checks import integer
+from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END
-from kvplan.describe.worker import label_of
+from kvplan.describe.worker import Key, label_of
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import repeated, stand
 from kvplan.plan.bind import shared
 from kvplan.plan.rows import Family, Layout, Table
 from kvplan.plan.runs import join
-from kvplan.plan.specs import ReadSpec
-
-if TYPE_CHECKING:
-    from kvplan.plan.transfer import TransferPlan
+from kvplan.plan.specs import Pair, ReadSpec
 
 MAX_LISTED: Final = 1 << 24
 """No more descriptors of one layout and period are listed than this."""
@@ -133,27 +131,25 @@ class Cost:
         return f"<Cost of {count(self.tokens, 'token')}: {moved}>"
 
 
-def cost(plans: Sequence[TransferPlan], tokens: int | None = None) -> Cost:
-    """The cost of plans of one operation, for so many positions; ``None``: after which all of them repeat.
+def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None = None) -> Cost:
+    """The cost of pairs, each with its local worker, for so many positions; ``None``: after which all of them repeat.
 
     Raises ``TYPE`` or ``RANGE`` for a bad number of tokens, and ``RANGE`` for what is too large to list.
     """
+    every = list(pairs)
     if tokens is None:
-        tokens = math.lcm(*(layout.period for plan in plans for pair in plan.pairs for layout in pair.layouts))
+        tokens = math.lcm(*(layout.period for _, pair in every for layout in pair.layouts))
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
     found = []
-    for plan in plans:
-        for pair in plan.pairs:
-            tables = pair.local_table, pair.remote_table
-            known = [
-                of_layout(tables if plan.operation == "READ" else tables[::-1], layout, tokens)
-                for layout in pair.layouts
-            ]
-            rows = len(tables[0].rows), len(tables[1].rows)
-            ends = plan.local.key, pair.remote
-            found.append(PairCost(*ends, *rows, sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)))
-    return Cost(plans[0].operation if plans else "READ", tokens, tuple(found))
+    for local, pair in every:
+        tables = pair.local_table, pair.remote_table
+        sides = tables if operation == "READ" else tables[::-1]
+        known = [of_layout(sides, layout, tokens) for layout in pair.layouts]
+        rows = len(tables[0].rows), len(tables[1].rows)
+        num_ids, lengths = sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)
+        found.append(PairCost(local, pair.remote, *rows, num_ids, lengths))
+    return Cost(operation, tokens, tuple(found))
 
 
 def of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple[int, Mapping[int, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvplan.describe.axes import Ints
+from kvplan._arrays import Ints
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError

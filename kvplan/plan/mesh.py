@@ -12,13 +12,13 @@ from typing import Final, Literal
 
 import attrs
 
-from kvplan._checks import shown
+from kvplan._text import shown
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.transfer import Known, TransferPlan, idle_pair, pair_of, proved, shares
-from kvplan.verification.certificate import Certificate, prove
+from kvplan.plan.specs import idle_pair
+from kvplan.plan.transfer import Known, TransferPlan, pair_of, shares
 
 OPERATIONS: Final = ("READ", "WRITE")
 
@@ -63,13 +63,10 @@ class MeshPlan:
         """For each worker of both engines, whom it tells that a request is done, and whom it awaits."""
         return completions(self.plans)
 
-    def certificate(self) -> Certificate:
-        """The proof that every request bound to these plans moves the right bytes, all of them, each once."""
-        return prove(self.plans)
-
     def cost(self, tokens: int | None = None) -> Cost:
         """What a request takes in all plans, as :meth:`kvplan.TransferPlan.cost` tells it of one."""
-        return cost(self.plans, tokens)
+        pairs = [(plan.local.key, pair) for plan in self.plans for pair in plan.pairs]
+        return cost(self.plans[0].operation if self.plans else "READ", pairs, tokens)
 
     def __repr__(self) -> str:
         return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
@@ -82,7 +79,6 @@ def plan_mesh(
     *,
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
-    certify: bool = False,
 ) -> MeshPlan:
     """The plans of whole engines: what every destination worker reads, or what every source worker writes.
 
@@ -104,7 +100,7 @@ def plan_mesh(
     for i, worker in enumerate(near):
         siblings = () if reads else holders[:i] + holders[i + 1 :]
         plans.append(TransferPlan(operation, worker, far, siblings, skipped, tuple(pairs[worker.key].values())))
-    return proved(MeshPlan(tuple(plans)), certify)
+    return MeshPlan(tuple(plans))
 
 
 def contacts(

@@ -26,8 +26,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan._arrays import Ints, heads, numbered, read_only
 from kvplan._checks import ID_END
-from kvplan.describe.axes import Ints, heads, numbered, read_only
 from kvplan.describe.views import Group, Region
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import period, repeated, slots, stand

@@ -19,7 +19,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan.describe.axes import Ints, Segments, distinct, heads
+from kvplan._arrays import Ints, distinct, heads
+from kvplan.describe.axes import Segments
 from kvplan.describe.views import TOKEN, Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import period, repeated, slots, stand

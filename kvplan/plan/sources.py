@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from kvplan.describe.axes import Bools, Ints, distinct, heads
+from kvplan._arrays import Bools, Ints, distinct, heads
 from kvplan.describe.views import Geometry, Group
 from kvplan.describe.worker import Worker
 from kvplan.plan.align import holds

@@ -10,15 +10,41 @@ from typing import Final
 import attrs
 import numpy as np
 
-from kvplan.describe.axes import heads
-from kvplan.describe.worker import Key, label_of
+from kvplan._arrays import heads, read_only
+from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.plan.bind import Ids, Shapes
-from kvplan.plan.rows import Descriptors, Table
+from kvplan.plan.rows import Descriptors, Layout, Table
 
 Sum = tuple[Ids, Ids]
 """Ids as the sum of the first of each strand, (n, 1), and of how far from there the others are, (1, m)."""
 
 _NOTHING: Final = (np.zeros(0, np.int64),) * 4
+
+
+_EMPTY: Final = Table(
+    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
+)
+
+
+@attrs.frozen(eq=False, repr=False)
+class Pair:
+    """The tables of the local worker and one remote worker; empty where nothing moves between them.
+
+    Descriptor ids index the tables in step: the nth local id and the nth remote id are one copy.
+    """
+
+    remote: Key
+    local_table: Table
+    remote_table: Table
+    layouts: tuple[Layout, ...]
+
+    def __repr__(self) -> str:
+        return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"
+
+
+def idle_pair(remote: Worker) -> Pair:
+    """The pair with a remote that no bytes move from or to."""
+    return Pair(remote.key, _EMPTY, _EMPTY, ())
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # a dict is filled sooner than frozen slots are

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvplan.describe.axes import Ints, heads, read_only
+from kvplan._arrays import Ints, heads, read_only
 from kvplan.describe.blocks import Blocks, check_blocks
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import attrs
 import numpy as np
 
+from kvplan._arrays import Ints, read_only
 from kvplan._checks import wrong_type
-from kvplan.describe.axes import Ints, read_only
 from kvplan.describe.blocks import Blocks, check_blocks
-from kvplan.describe.worker import Key, Worker, label_of
+from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
 from kvplan.plan.bind import Terms, Tokens, Workspace, add, check_names, range_of, terms, wanted
@@ -27,45 +27,13 @@ from kvplan.plan.match import match
 from kvplan.plan.rows import Layout, Table, bases, layouts
 from kvplan.plan.runs import outline, sections
 from kvplan.plan.sources import Sources
-from kvplan.plan.specs import ReadSpec
-from kvplan.verification.certificate import Certificate, prove
+from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
 Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]]
 """The ids and rows of pairs, by their outlines, and where the bytes of those that they were made for begin."""
 
 SIDES: Final = ("local", "remote")
 NO_RANGE: Final = "without a range of tokens, all that the destination's blocks hold is to move"
-
-
-class Provable(Protocol):
-    """What has a certificate."""
-
-    def certificate(self) -> Certificate:
-        """The proof, or ``PROOF``."""
-
-
-Proved = TypeVar("Proved", bound=Provable)
-
-
-_EMPTY: Final = Table(
-    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
-)
-
-
-@attrs.frozen(eq=False, repr=False)
-class Pair:
-    """The tables of the local worker and one remote worker; empty where nothing moves between them.
-
-    Descriptor ids index the tables in step: the nth local id and the nth remote id are one copy.
-    """
-
-    remote: Key
-    local_table: Table
-    remote_table: Table
-    layouts: tuple[Layout, ...]
-
-    def __repr__(self) -> str:
-        return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -169,25 +137,12 @@ class TransferPlan:
             pairs.append(attrs.evolve(pair, remote=worker.key, remote_table=table))
         return attrs.evolve(self, remotes=workers, pairs=tuple(pairs))
 
-    def certificate(self) -> Certificate:
-        """The proof that every request bound to this plan moves the right bytes. Raises ``PROOF`` if it does not.
-
-        It takes some time, like planning itself, and none at all in :meth:`bind`. A plan of writes proves its own
-        share; :meth:`kvplan.MeshPlan.certificate` also that the shares of all writers leave no byte out.
-
-        >>> from kvplan import Model, plan_reads
-        >>> decode, prefill = (Model.shipped("qwen2.5-1.5b").engine(name, tp=2, num_blocks=9) for name in "dp")
-        >>> plan_reads(decode[0], prefill).certificate()
-        Certificate(num_bytes=229376, num_parts=448, complete=True)
-        """
-        return prove([self])
-
     def cost(self, tokens: int | None = None) -> Cost:
         """What a request of so many positions takes whose blocks are scattered, counted without block tables.
 
         ``None``: the fewest positions after which everything repeats. Raises what :func:`kvplan.plan.cost.cost` does.
         """
-        return cost([self], tokens)
+        return cost(self.operation, [(self.local.key, pair) for pair in self.pairs], tokens)
 
     @cached_property
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -244,7 +199,6 @@ def plan_reads(
     *,
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
-    certify: bool = False,
 ) -> TransferPlan:
     """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
 
@@ -252,7 +206,7 @@ def plan_reads(
     same bytes, one is chosen, the same whichever side plans; so that remotes are few, and descriptors long. With
     ``replicas``, up to so many of them take a share each, tensor by tensor. The lowest load of the busiest source
     takes about as many as there are sources to a destination; readers, writers and contacts have to name the same
-    number. ``certify`` asks for the plan's certificate as well.
+    number.
 
     >>> from kvplan import Model, plan_reads
     >>> model = Model.shipped("deepseek-v2-lite")  # 27 latents, which every rank has
@@ -270,7 +224,7 @@ def plan_reads(
     pairs, known = {worker.key: idle_pair(worker) for worker in sources}, Known()
     for _, source, share in shares([local], sources, skipped, sharing):
         pairs[source.key] = pair_of(share, (local, source), 0, known)
-    return proved(TransferPlan("READ", local, sources, (), skipped, tuple(pairs.values())), certify)
+    return TransferPlan("READ", local, sources, (), skipped, tuple(pairs.values()))
 
 
 def plan_writes(
@@ -280,7 +234,6 @@ def plan_writes(
     *,
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
-    certify: bool = False,
 ) -> TransferPlan:
     """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
 
@@ -294,14 +247,7 @@ def plan_writes(
     for destination, source, share in shares(destinations, (local, *others), skipped, sharing):
         if source is local:
             pairs[destination.key] = pair_of(share, (destination, local), 1, known)
-    return proved(TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs.values())), certify)
-
-
-def proved(plan: Proved, certify: bool) -> Proved:
-    """The plan, with its certificate if that is asked for."""
-    if certify:
-        plan.certificate()
-    return plan
+    return TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs.values()))
 
 
 def shares(
@@ -318,11 +264,6 @@ def shares(
             served.setdefault(int(cell.match.holding.worker[cell.source]), []).append(cell)
         for source, share in sorted(served.items()):
             yield destination, offered.workers[source], share
-
-
-def idle_pair(remote: Worker) -> Pair:
-    """The pair with a remote that no bytes move from or to."""
-    return Pair(remote.key, _EMPTY, _EMPTY, ())
 
 
 def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Known) -> Pair:

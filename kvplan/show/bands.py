@@ -18,8 +18,8 @@ from typing import Final, Literal
 import attrs
 import numpy as np
 
-from kvplan._checks import count
-from kvplan.describe.axes import Ints, heads
+from kvplan._arrays import Ints, heads
+from kvplan._text import count
 from kvplan.errors import KVPlanError
 
 TENSOR: Final = "tensor"

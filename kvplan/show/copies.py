@@ -7,8 +7,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import count
-from kvplan._units import size, sizes
+from kvplan._text import count, size, sizes
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, View
 from kvplan.describe.worker import Worker

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.describe.worker import Worker
 from kvplan.show.copies import Panel
 from kvplan.show.grids import Cell, Grid, common, opened

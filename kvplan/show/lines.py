@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvplan._checks import count
-from kvplan._text import fold, intervals
-from kvplan._units import size, sizes
+from kvplan._text import count, fold, intervals, size, sizes
 from kvplan.bridges.assembly import Seat
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks
@@ -26,8 +24,8 @@ from kvplan.models.model import Model
 from kvplan.plan.cost import Cost, PairCost
 from kvplan.plan.mesh import Completions, MeshPlan
 from kvplan.plan.rows import Table
-from kvplan.plan.specs import ReadSpec
-from kvplan.plan.transfer import Pair, TransferPlan
+from kvplan.plan.specs import Pair, ReadSpec
+from kvplan.plan.transfer import TransferPlan
 from kvplan.show.pictures import Picture
 from kvplan.staging.choice import Choice, Option
 from kvplan.staging.outlay import Outlay

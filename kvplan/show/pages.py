@@ -24,8 +24,9 @@ from typing import Any, Final
 
 import attrs
 
+from kvplan._arrays import Ints
 from kvplan._text import fold, intervals, split
-from kvplan.describe.axes import Axis, Ints
+from kvplan.describe.axes import Axis
 from kvplan.describe.views import View
 from kvplan.describe.worker import Worker
 from kvplan.show.bands import Band, Box, Digit, boxes, spans

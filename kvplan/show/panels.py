@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan._arrays import Ints
 from kvplan._text import split
-from kvplan.describe.axes import Ints
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.plan.align import before, slots

@@ -38,7 +38,8 @@ class Picture:
 
         Raises ``NAME`` for any other name, and where the file cannot be written.
 
-        >>> from kvplan import Model, show
+        >>> from kvplan import Model
+        >>> from kvplan.show import show
         >>> show(Model.shipped("llama-3.1-8b").engine("decode")[0]).save("a.png")
         Traceback (most recent call last):
         ...
@@ -88,7 +89,8 @@ def show(
     one that is given. ``about`` is a line under the title of the SVG, ``width`` how many characters the lines of the
     text may have: what is wider goes on below.
 
-    >>> from kvplan import Model, plan_reads, show
+    >>> from kvplan import Model, plan_reads
+    >>> from kvplan.show import show
     >>> model = Model.shipped("llama-3.1-70b")
     >>> prefill, decode = model.engine("prefill", tp=8), model.engine("decode", tp=4, layout="BLNHC")
     >>> print(show(decode[1]))

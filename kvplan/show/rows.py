@@ -18,15 +18,15 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import View
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.plan.cost import Cost
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.rows import Table
-from kvplan.plan.specs import ReadSpec
-from kvplan.plan.transfer import Pair, TransferPlan
+from kvplan.plan.specs import Pair, ReadSpec
+from kvplan.plan.transfer import TransferPlan
 from kvplan.show.lines import arrow, group_line, line, mesh_title, plan_title, views_line
 from kvplan.verification.report import Report
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 from xml.etree.ElementTree import Element
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.describe.worker import Worker
 from kvplan.show.bands import TENSOR
 from kvplan.show.copies import Panel

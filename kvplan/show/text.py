@@ -7,9 +7,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from kvplan._checks import count, shown
-from kvplan._text import fold, intervals
-from kvplan._units import size
+from kvplan._text import count, fold, intervals, shown, size
 from kvplan.describe.views import View
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
@@ -18,7 +16,8 @@ from kvplan.handshake.errors import PeerError
 from kvplan.plan.cost import Cost
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.rows import Table
-from kvplan.plan.transfer import Pair, TransferPlan
+from kvplan.plan.specs import Pair
+from kvplan.plan.transfer import TransferPlan
 from kvplan.show.lines import arrow, cut, fit, group_line, line, mesh_title, plan_title, staged_title, views_line
 from kvplan.show.rows import ROWS
 from kvplan.staging.choice import Choice

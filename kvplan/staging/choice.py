@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import count, integer, shown
-from kvplan._units import size
+from kvplan._checks import integer
+from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.transfer import TransferPlan, plan_reads, plan_writes
@@ -33,8 +33,8 @@ Ways = Mapping[str, Callable[[], Plan]]
 class Option:
     """One way to move a request: what goes between workers, the copies at home, and how long all takes, in seconds.
 
-    ``plan`` is a :class:`~kvplan.TransferPlan` or, in two legs, a :class:`~kvplan.StagedPlan` for a
-    :class:`~kvplan.Pipeline`.
+    ``plan`` is a :class:`~kvplan.TransferPlan` or, in two legs, a :class:`~kvplan.staging.StagedPlan` for a
+    :class:`~kvplan.staging.Pipeline`.
     """
 
     strategy: str
@@ -100,7 +100,8 @@ def choose(
     Arguments besides are those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`.
 
     >>> import attrs
-    >>> from kvplan import Model, Region, choose
+    >>> from kvplan import Model, Region
+    >>> from kvplan.staging import choose
     >>> model = Model.shipped("qwen3-0.6b")
     >>> (prefill,) = model.engine("prefill", layout="LBNHC", num_blocks=600)
     >>> decode, _ = model.engine("decode", tp=2, layout="LBHNC", num_blocks=600)

@@ -14,7 +14,7 @@ from itertools import compress
 import attrs
 import numpy as np
 
-from kvplan.describe.axes import Ints, distinct
+from kvplan._arrays import Ints, distinct
 from kvplan.describe.views import Geometry, Group
 from kvplan.describe.worker import Worker
 from kvplan.plan.cells import Cell

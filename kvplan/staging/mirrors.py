@@ -26,8 +26,9 @@ from typing import Final
 import attrs
 import numpy as np
 
+from kvplan._arrays import Ints
 from kvplan._checks import INT64_END
-from kvplan.describe.axes import Axis, Ints
+from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, View
 from kvplan.describe.worker import Worker
 from kvplan.plan.cells import Cell

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.describe.views import Group
 from kvplan.plan.align import before, period, position_of, repeated, slots
 from kvplan.plan.cost import Cost, PairCost, cost, of_layout
@@ -68,7 +68,7 @@ def outlay(plan: StagedPlan, tokens: int | None = None) -> Outlay:
 
     Raises what :func:`kvplan.plan.cost.cost` does.
     """
-    direct = cost([plan.direct], tokens)
+    direct = plan.direct.cost(tokens)
     chunks = max(-(-direct.tokens // plan.num_positions), 1) if plan.transfers else 0
     return Outlay(
         direct=direct,
@@ -94,7 +94,9 @@ def _staging_bytes(plan: StagedPlan) -> int:
 
 def _transfers(plan: StagedPlan, tokens: int) -> Cost:
     """What goes between workers: of reads, without those blocks of sources that nothing is needed of."""
-    found = cost(plan.transfers, tokens)
+    found = cost(
+        plan.direct.operation, [(each.local.key, pair) for each in plan.transfers for pair in each.pairs], tokens
+    )
     if plan.operation == "WRITE":
         return found
     pairs = [

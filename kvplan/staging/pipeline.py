@@ -1,6 +1,6 @@
 """Pipelines: carry staged requests out, one chunk on its way while another is put in order.
 
-An :class:`~kvplan.executor.Executor` moves chunks, a :class:`Copier` puts them in order, and a staged plan says what. A
+An :class:`~kvplan.Executor` moves chunks, a :class:`Copier` puts them in order, and a staged plan says what. A
 chunk of a ``READ`` moves first, one of a ``WRITE`` is put in order first. Rules:
 
 - D1: chunks go through the staging region in the order in which requests were submitted, the halves in turn, also from
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from kvplan._checks import count
+from kvplan._text import count
 from kvplan.describe.worker import Key
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, still_running
@@ -113,7 +113,8 @@ class Pipeline:
     Prepares the plan's transfers. Raises ``PEER`` as :meth:`Executor.prepare` does. Not for several threads at once.
 
     >>> import attrs
-    >>> from kvplan import Blocks, Model, Region, stage
+    >>> from kvplan import Blocks, Model, Region
+    >>> from kvplan.staging import stage
     >>> from kvplan.executor import FakeNetwork
     >>> model = Model.shipped("qwen2.5-1.5b")
     >>> (decode,), (prefill,) = (model.engine(name, num_blocks=99, layout=layout)

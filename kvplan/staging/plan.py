@@ -24,7 +24,8 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from kvplan._checks import ID_END, count
+from kvplan._checks import ID_END
+from kvplan._text import count
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Region
 from kvplan.describe.worker import Worker

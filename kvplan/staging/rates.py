@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import name, settle, shown
+from kvplan._checks import name, settle
+from kvplan._text import shown
 from kvplan.errors import KVPlanError
 
 
@@ -82,7 +83,7 @@ SHARED_MEMORY: Final = Rates(
     copy_s=2.6e-5,
     copied_byte_s=8.2e-10,
 )
-"""What :func:`kvplan.choose` goes by where it is given nothing else: medians of nine calibrations.
+"""What :func:`kvplan.staging.choose` goes by where it is given nothing else: medians of nine calibrations.
 
 Torch had one thread. Measure your own: networks and GPUs differ.
 """

@@ -17,9 +17,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._checks import count
-from kvplan._text import fold
-from kvplan.describe.axes import Ints, distinct, read_only
+from kvplan._arrays import Ints, distinct, read_only
+from kvplan._text import count, fold
 from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
 from kvplan.plan.align import local_index, repeated, slots

@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from kvplan.describe.axes import Ints
+from kvplan._arrays import Ints
 
 MAX_STRIPS: Final = 4
 """A table is one list of indices rather than more strips than these: each is a launch."""

@@ -20,6 +20,7 @@ from kvplan.verification.labels import Ints, needed
 from kvplan.verification.moves import NONE, Move, Tables, read_copies
 
 if TYPE_CHECKING:
+    from kvplan.plan.mesh import MeshPlan
     from kvplan.plan.transfer import TransferPlan
 
 Tokens = tuple[int, int] | Mapping[str, tuple[int, int]] | None
@@ -30,6 +31,12 @@ def span_of(tokens: Tokens, group: Group, name: str) -> tuple[int, int] | None:
     if isinstance(tokens, Mapping):
         return tokens.get(name)
     return None if group.tokens_per_block is None else tokens
+
+
+def plans_of(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> tuple[TransferPlan, ...]:
+    """The plans of what verifying and certifying take: a plan, a mesh, or several plans."""
+    given: Any = plan
+    return tuple(getattr(given, "plans", (given,) if hasattr(given, "bind") else given))
 
 
 @attrs.frozen(eq=False)

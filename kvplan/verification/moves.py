@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 
-from kvplan._checks import count, integer, wrong_type
+from kvplan._checks import integer, wrong_type
+from kvplan._text import count
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.verification.arenas import Words

@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import count
+from kvplan._text import count
 
 PROMISES: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._checks import INT64_END, count
+from kvplan._checks import INT64_END
+from kvplan._text import count
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 from kvplan.verification.arenas import Words
-from kvplan.verification.jobs import Job, Tokens, jobs, span_of
+from kvplan.verification.jobs import Job, Tokens, jobs, plans_of, span_of
 from kvplan.verification.labels import (
     Ints,
     Span,
@@ -97,12 +98,8 @@ def verify_together(
     >>> report.ok, report.num_bytes
     (True, 573440)
     """
-    every = jobs((_plans(plan), request) for plan, request in parts)
+    every = jobs((plans_of(plan), request) for plan, request in parts)
     return Report.of([_Check(job, tokens).run(part(progress, i, len(every))) for i, job in enumerate(every)])
-
-
-def _plans(plan: Any) -> tuple[TransferPlan, ...]:
-    return tuple(getattr(plan, "plans", (plan,) if hasattr(plan, "bind") else plan))
 
 
 class _Check:

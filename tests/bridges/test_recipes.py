@@ -10,17 +10,8 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import (
-    Blocks,
-    Context,
-    KVPlanError,
-    Model,
-    Seat,
-    from_lmcache,
-    from_sglang,
-    from_tensorrt_llm,
-    from_vllm,
-)
+from kvplan import Blocks, Context, KVPlanError, Model
+from kvplan.bridges import Seat, from_lmcache, from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.models.layouts import ORDERS
 from kvplan.models.tensors import sparse_latent
 from tests.recipes_of import (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import Worker, compare, decode, encode, explain, fingerprint, problems
+from kvplan import Worker, compare, decode, encode, explain, problems
+from kvplan.handshake import fingerprint
 from kvplan.handshake.messages import MAX_BYTES
 from tests.conftest import Cli
 from tests.small import engine

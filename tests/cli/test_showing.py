@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvplan import Blocks, KVPlanError, Picture, Worker, plan_mesh, plan_reads, show
+from kvplan import Blocks, KVPlanError, Worker, plan_mesh, plan_reads
+from kvplan.show import Picture, show
 from tests.conftest import Cli
 from tests.pages import commands, wrong_prints
 from tests.small import engine

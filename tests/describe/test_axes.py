@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplan import Axis, KVPlanError
+from kvplan._arrays import heads
 from kvplan._checks import integer
-from kvplan.describe.axes import MAX_SEGMENTS, Segments, global_sizes, heads, segments
+from kvplan.describe.axes import MAX_SEGMENTS, Segments, global_sizes, segments
 
 
 @st.composite

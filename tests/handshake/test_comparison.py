@@ -7,7 +7,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvplan import Axis, Context, Difference, Group, KVPlanError, Model, Region, View, Worker, compare, plan_reads
+from kvplan import Axis, Context, Group, KVPlanError, Model, Region, View, Worker, compare, plan_reads
+from kvplan.handshake import Difference
 from tests.small import engine
 
 MINE, OTHER = engine("decode")[0], engine("prefill")[0]

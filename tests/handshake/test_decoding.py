@@ -14,7 +14,9 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import CODES, Axis, Group, KVPlanError, PeerError, Problem, Region, View, Worker, decode, encode, problems
+from kvplan import Axis, Group, KVPlanError, PeerError, Region, View, Worker, decode, encode, problems
+from kvplan.errors import CODES
+from kvplan.handshake import Problem
 from kvplan.handshake.errors import MAX_PROBLEMS
 from kvplan.handshake.schema import MAX_ROWS
 from tests import hostile

@@ -8,7 +8,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvplan import Axis, Context, Group, KVPlanError, Model, Region, View, Worker, decode, encode, fingerprint
+from kvplan import Axis, Context, Group, KVPlanError, Model, Region, View, Worker, decode, encode
+from kvplan.handshake import fingerprint
 from kvplan.handshake.schema import MAX_AXES, MAX_LAYOUTS, MAX_ROWS
 from kvplan.models.layouts import KV_FORMS, ORDERS
 from tests.small import axes, engine

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Axis, Blocks, Group, MeshPlan, ReadSpec, Region, Table, TransferPlan, View, Worker
+from kvplan import Axis, Blocks, Group, MeshPlan, ReadSpec, Region, TransferPlan, View, Worker
 from kvplan.describe.worker import Key
+from kvplan.plan import Table
 from tests.edits import EditedPlan, edited_specs
 from tests.museum.exhibit import VERIFIED
 from tests.small import DIM, HEAD_BYTES, axes

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from kvplan import CODES
+from kvplan.errors import CODES
 from kvplan.verification.report import PROMISES
 from tests.museum.exhibit import Exhibit
 from tests.museum.outside import OUTSIDE, Outside

@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvplan import Blocks, Model, Worker, decode, encode, fingerprint, plan_mesh, plan_reads, verify
+from kvplan import Blocks, Model, Worker, decode, encode, plan_mesh, plan_reads, verify
+from kvplan.handshake import fingerprint
 from kvplan.handshake.comparison import compare
 from tests.museum.exhibit import Look, accepted, exhibit
 from tests.museum.faults import asking, moving

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvplan import Rates, region_of
+from kvplan import region_of
+from kvplan.staging import Rates
 from kvplan_nixl import calibrate as module
 from kvplan_nixl.__main__ import main
 from kvplan_nixl.rearrange import TorchCopier

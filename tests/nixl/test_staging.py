@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvplan import Blocks, Model, Pipeline, Region, StagedPlan, StagedTransfer, Worker, completions, stage, stage_writes
+from kvplan import Blocks, Model, Region, Worker
 from kvplan.executor import Executor, Notice, Status, Transfer
+from kvplan.plan import completions
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 from tests.nixl.peers import PeerProcess, digests, pattern

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvplan import Blocks, Cost, KVPlanError, Model, explain, plan_mesh, plan_reads
+from kvplan import Blocks, KVPlanError, Model, explain, plan_mesh, plan_reads
+from kvplan.plan import Cost
 from kvplan.plan.cost import PairCost
 from tests.small import HEAD_BYTES, engine
 

@@ -5,7 +5,8 @@ from typing import Any, Literal
 import attrs
 import pytest
 
-from kvplan import Blocks, Completions, KVPlanError, Model, completions, contacts, plan_mesh, plan_writes, verify
+from kvplan import Blocks, KVPlanError, Model, contacts, plan_mesh, plan_writes, verify
+from kvplan.plan import Completions, completions
 from tests.small import engine
 
 MODELS: Any = {

@@ -14,7 +14,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan import Blocks, KVPlanError, Seat, from_vllm
+from kvplan import Blocks, KVPlanError
+from kvplan.bridges import Seat, from_vllm
 from tests.recipes_of import (
     DIM,
     GQA,

@@ -12,37 +12,37 @@ import kvplan
 from kvplan import (
     Axis,
     Blocks,
-    Certificate,
-    Completions,
     Context,
-    Difference,
+    Executor,
     FakeMemory,
     Group,
     KVPlanError,
     Model,
+    Notice,
     PeerError,
-    Pipeline,
-    Problem,
-    Rates,
     Region,
     Report,
-    Seat,
-    StagedTransfer,
+    Status,
+    Transfer,
     View,
     Worker,
     Workspace,
-    choose,
     compare,
     explain,
     plan_mesh,
     plan_reads,
     plan_writes,
-    show,
     verify,
 )
+from kvplan.bridges import Seat
+from kvplan.handshake import Difference, Problem
+from kvplan.plan import Completions
 from kvplan.plan.cost import PairCost
+from kvplan.show import show
 from kvplan.show.lines import WIDTH, cut, fit, line
 from kvplan.show.text import DETAILS
+from kvplan.staging import Rates, choose
+from kvplan.verification import Certificate
 from kvplan.verification.report import Tail
 from tests.small import engine
 from tests.staged import staged, staged_writes
@@ -125,9 +125,9 @@ def test_a_value_is_a_line(value: object, text: str) -> None:
 
 
 def test_every_public_value_class_has_a_line() -> None:
-    """No public class is left out but those that are no values: two that hold memory, and two of requests under way."""
+    """No public class is left out but those that hold memory, and those of transfers under way."""
     public = {each for name in kvplan.__all__ if inspect.isclass(each := getattr(kvplan, name))}
-    assert public - {FakeMemory, Workspace, Pipeline, StagedTransfer} <= {type(value) for value in VALUES}
+    assert public - {Executor, FakeMemory, Notice, Status, Transfer, Workspace} <= {type(value) for value in VALUES}
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

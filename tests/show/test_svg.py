@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from kvplan import Axis, Group, Model, Picture, ReadSpec, Region, Table, View, Worker, plan_reads, plan_writes, show
+from kvplan import Axis, Group, Model, ReadSpec, Region, View, Worker, plan_reads, plan_writes
+from kvplan.plan import Table
 from kvplan.plan.bind import Ids
+from kvplan.show import Picture, show
 from kvplan.show.pages import pages
 from kvplan.show.panels import panels
 from kvplan.show.samples import sample

@@ -19,7 +19,7 @@ from kvplan import (
     plan_reads,
     plan_writes,
 )
-from kvplan._units import size
+from kvplan._text import size
 from kvplan.models.model import Model
 from kvplan.show.text import explain
 from kvplan.staging.plan import stage, stage_writes

@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import KVPlanError, Rates, StagedPlan, TransferPlan, choose
+from kvplan import KVPlanError, TransferPlan
+from kvplan.staging import Rates, StagedPlan, choose
 from tests.small import engine
 from tests.staged import NAME, with_staging
 

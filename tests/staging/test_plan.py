@@ -8,7 +8,20 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Model, Region, View, Worker, plan_reads, verify
+from kvplan import (
+    Axis,
+    Blocks,
+    FakeMemory,
+    Group,
+    KVPlanError,
+    Model,
+    Region,
+    View,
+    Worker,
+    certify,
+    plan_reads,
+    verify,
+)
 from kvplan.staging import excess as module
 from kvplan.staging.plan import StagedPlan, stage
 from tests.small import engine
@@ -82,7 +95,7 @@ def test_each_leg_is_verified_by_itself() -> None:
     plan = staged(local, sources)
     (mirror,), (read,) = plan.mirrors, plan.transfers
     (chunk,) = plan.bind(**request((5, 18)))
-    assert read.certificate().complete
+    assert certify(read).complete
     mirrored = {"attn<-attn": Blocks([0, 1, 2, 3], first=1)}
     report = verify(read, local=mirrored, remote=TABLES["remote"], tokens=(5, 18))
     assert report.ok, str(report)

@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import KVPlanError, Rates
+from kvplan import KVPlanError
+from kvplan.staging import Rates
 from kvplan.staging.rates import SHARED_MEMORY
 
 RATES = Rates("here", 1e-4, 2e-6, 3e-10, 4e-5, 5e-10)

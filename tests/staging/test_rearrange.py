@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Blocks, Context, FakeMemory, Group, Model, Region, View, Worker
-from kvplan.describe.axes import Ints
+from kvplan._arrays import Ints
 from kvplan.describe.views import Geometry
 from kvplan.staging.plan import StagedPlan
 from kvplan.staging.rearrange import Copy, Paging, Side, run

@@ -9,9 +9,8 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Context, Group, KVPlanError, Model, Region, View, Worker, plan_writes, verify
+from kvplan import Axis, Blocks, Context, Group, KVPlanError, Model, Region, View, Worker, certify, plan_writes, verify
 from kvplan.staging.plan import Chunk, StagedPlan, stage_writes
-from kvplan.verification.certificate import prove
 from tests.small import HEAD_BYTES, engine, padded, worker
 from tests.staged import (
     NAME,
@@ -88,7 +87,7 @@ def test_transfers_of_all_writers_are_proved_together(tokens: tuple[int, int]) -
     """
     destinations = engine("decode", order="NH", tokens=6)
     plans = staged_writes(engine("prefill", tp=2, contexts=(2, 1)), destinations)
-    proof = prove(transfer for plan in plans for transfer in plan.transfers)
+    proof = certify(transfer for plan in plans for transfer in plan.transfers)
     assert proof.complete
     assert proof.num_bytes == 6 * 2 * 4 * HEAD_BYTES
     for plan in plans:

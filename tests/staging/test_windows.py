@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvplan import Context, Group, KVPlanError
-from kvplan.describe.axes import distinct
+from kvplan._arrays import distinct
 from kvplan.plan.align import holds, local_index
 from kvplan.staging.windows import ALIGNMENT, blocks, fit
 

@@ -14,36 +14,32 @@ import kvplan
 from kvplan import (
     Axis,
     Blocks,
-    Certificate,
-    Comparison,
-    Completions,
     Context,
-    Cost,
     Group,
     KVPlanError,
     MeshPlan,
     Model,
-    Picture,
-    Pipeline,
-    Problem,
     ReadSpec,
     Region,
     Report,
-    Seat,
-    StagedPlan,
-    StagedTransfer,
     TransferPlan,
     View,
     Worker,
     Workspace,
-    stage,
+    certify,
 )
+from kvplan.bridges import Seat
 from kvplan.executor import Executor, FakeNetwork, Notice, Status, Transfer
+from kvplan.handshake import Comparison, Problem
+from kvplan.plan import Completions, Cost
+from kvplan.show import Picture, show
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.staging.pipeline import FakeCopier
 from kvplan.staging.rearrange import Copy
 from kvplan.testing import assert_copies
 from kvplan.testing.requests import Request
 from kvplan.testing.strategies import requests
+from kvplan.verification import Certificate
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
 
 Key = tuple[str, int]
@@ -74,7 +70,7 @@ def read_from_a_tensor(tensor: object, region: Region) -> View:
 
 def planned(decode: list[Worker], prefill: tuple[Worker, ...]) -> TransferPlan:
     """Any iterables of workers."""
-    plan = kvplan.plan_reads(decode[0], iter(prefill), not_transferred=["layers.7.k"], replicas=2, certify=True)
+    plan = kvplan.plan_reads(decode[0], iter(prefill), not_transferred=["layers.7.k"], replicas=2)
     assert_type(plan, TransferPlan)
     assert_type(kvplan.plan_writes(prefill[0], decode, siblings=prefill[1:]), TransferPlan)
     mesh = kvplan.plan_mesh(decode, prefill, operation="WRITE")
@@ -84,7 +80,7 @@ def planned(decode: list[Worker], prefill: tuple[Worker, ...]) -> TransferPlan:
     assert_type(mesh.completions["decode", 0].awaits, tuple[Key, ...])
     assert_type(kvplan.contacts(decode, prefill), Mapping[Key, tuple[Key, ...]])
     assert_type(plan.pairs[0].local_table.rows, Rows)
-    assert_type(plan.certificate(), Certificate)
+    assert_type(certify(plan), Certificate)
     assert_type(plan.cost(tokens=1000), Cost)
     return plan.with_remotes(worker for worker in prefill)
 
@@ -119,7 +115,7 @@ def shaken_hands(worker: Worker, message: bytes) -> Worker:
     assert_type(kvplan.encode(worker), bytes)
     assert_type(kvplan.problems(message), tuple[Problem, ...])
     assert_type(kvplan.compare(worker, worker), Comparison)
-    assert_type(kvplan.fingerprint(worker), str)
+    assert_type(kvplan.handshake.fingerprint(worker), str)
     try:
         return kvplan.decode(message)
     except KVPlanError as error:
@@ -134,9 +130,9 @@ def made_of_models(config: dict[str, object], engine_object: object) -> Worker:
     assert_type(model.engine("decode", tp=2, layout="BLHNC", num_blocks=10), tuple[Worker, ...])
     assert_type(model.tokens(0, 100), dict[str, tuple[int, int]])
     seat = Seat("decode", 0, tp_rank=0, tp=2)
-    assert_type(kvplan.from_sglang(model, seat, engine_object), Worker)
-    assert_type(kvplan.from_tensorrt_llm(model, seat, engine_object, "HND"), Worker)
-    return kvplan.from_vllm(model, seat, engine_object, {"model.layers.0.self_attn.attn": engine_object})
+    assert_type(kvplan.bridges.from_sglang(model, seat, engine_object), Worker)
+    assert_type(kvplan.bridges.from_tensorrt_llm(model, seat, engine_object, "HND"), Worker)
+    return kvplan.bridges.from_vllm(model, seat, engine_object, {"model.layers.0.self_attn.attn": engine_object})
 
 
 def carried_out(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Transfer:
@@ -184,7 +180,7 @@ def in_two_legs(network: FakeNetwork, local: Worker, source: Worker, blocks: Blo
 def shown(worker: Worker, plan: MeshPlan) -> Picture:
     """Text and pictures."""
     assert_type(kvplan.explain(worker), str)
-    return kvplan.show(plan)
+    return show(plan)
 
 
 def tested(decode: list[Worker], prefill: list[Worker], tables: dict[str, Blocks]) -> Report:

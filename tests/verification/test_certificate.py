@@ -6,8 +6,8 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Certificate, KVPlanError, Model, plan_mesh, plan_reads, plan_writes
-from kvplan.verification.certificate import prove
+from kvplan import KVPlanError, Model, certify, plan_mesh, plan_reads, plan_writes
+from kvplan.verification import Certificate
 from tests.small import engine
 
 MAMBA = Model.shipped("nemotron-h-8b")
@@ -61,7 +61,7 @@ def padded(worker):
 def refused(plan):
     """What the certificate says against a plan."""
     with pytest.raises(KVPlanError, match="PROOF: cannot certify") as caught:
-        plan.certificate()
+        certify(plan)
     return str(caught.value)
 
 
@@ -74,7 +74,7 @@ def shifted(side, by):
 def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
     """Every byte of a period: blocks of a period, of two layers, as many heads as the worker has, of 16 bytes."""
     plan = PLANS[name]
-    proof = plan.certificate()
+    proof = certify(plan)
     (group,) = plan.local.groups
     period = max(layout.period for pair in plan.pairs for layout in pair.layouts)
     assert proof.complete
@@ -137,7 +137,7 @@ def test_a_region_too_large_to_count_through_is_refused():
     (mine,), (other,) = engine("d", layers=1), engine("p", layers=1)
     large = attrs.evolve(mine, regions=[attrs.evolve(mine.regions[0], size_bytes=1 << 62)])
     with pytest.raises(KVPlanError, match=r"RANGE: cannot certify the regions of d/0: expected fewer than \d+ bytes"):
-        plan_reads(large, [other]).certificate()
+        certify(plan_reads(large, [other]))
 
 
 def test_runs_that_pass_for_tokens_are_no_proof():
@@ -171,7 +171,7 @@ def test_pools_larger_than_they_are_are_no_proof():
     """A layout says how many blocks may be bound; ids of more would leave their row."""
     plan = PLANS["several starts"]
     assert "ids" in refused(changed(plan, num_blocks=lambda blocks: (blocks[0], blocks[1] + 1)))
-    assert changed(plan, num_blocks=lambda blocks: (blocks[0] - 1, blocks[1])).certificate()
+    assert certify(changed(plan, num_blocks=lambda blocks: (blocks[0] - 1, blocks[1])))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -203,13 +203,13 @@ def test_writers_that_are_missing_leave_a_proof_incomplete():
     """Each writer proves its share; together they prove all."""
     destinations, sources = engine("d", tp=3), engine("p", tp=2)
     mesh = plan_mesh(destinations, sources, "WRITE")
-    whole = mesh.certificate()
-    assert whole == plan_mesh(destinations, sources).certificate()
-    shares = [plan_writes(sources[i], destinations, [sources[1 - i]]).certificate() for i in (0, 1)]
+    whole = certify(mesh)
+    assert whole == certify(plan_mesh(destinations, sources))
+    shares = [certify(plan_writes(sources[i], destinations, [sources[1 - i]])) for i in (0, 1)]
     assert [share.complete for share in shares] == [False, False]
     assert sum(share.num_bytes for share in shares) == whole.num_bytes
     with pytest.raises(KVPlanError, match="some twice"):
-        prove([mesh.plans[0], *mesh.plans])
+        certify([mesh.plans[0], *mesh.plans])
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_hybrid_models_are_proved(ours, theirs):
     """States in both orders, replicated groups and overlaid pools, in numbers that a test has time for."""
     destinations = MAMBA.engine("d", num_blocks=3, **ours)
     sources = MAMBA.engine("p", num_blocks=5, tokens_per_block=48, **theirs)
-    proof = plan_reads(destinations[-1], sources).certificate()
+    proof = certify(plan_reads(destinations[-1], sources))
     assert isinstance(proof, Certificate)
     assert proof.complete
 
@@ -228,20 +228,18 @@ def test_hybrid_models_are_proved(ours, theirs):
 def test_a_plan_that_moves_nothing_is_proved():
     """Zero bytes, in no parts."""
     (mine,) = engine("d", layers=1)
-    assert plan_reads(mine, [], not_transferred=["layers.0"]).certificate() == Certificate(0, 0, True)
+    assert certify(plan_reads(mine, [], not_transferred=["layers.0"])) == Certificate(0, 0, True)
 
 
-def test_planning_can_ask_for_the_certificate(monkeypatch):
-    """With ``certify`` a plan that is not proved is an error, in every direction."""
+def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
+    """In every direction, and before its parts are listed."""
     destinations, sources = engine("d", tp=2), engine("p")
-    assert plan_reads(destinations[0], sources, certify=True).pairs
-    assert plan_mesh(destinations, sources, certify=True).plans
+    plans = (
+        plan_reads(destinations[0], sources),
+        plan_writes(sources[0], destinations),
+        plan_mesh(destinations, sources),
+    )
     monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 0)
-    for plan in (
-        lambda **how: plan_reads(destinations[0], sources, **how),
-        lambda **how: plan_writes(sources[0], destinations, **how),
-        lambda **how: plan_mesh(destinations, sources, **how),
-    ):
-        assert plan()
-        with pytest.raises(KVPlanError, match="cannot certify"):
-            plan(certify=True)
+    for plan in plans:
+        with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 descriptors"):
+            certify(plan)
