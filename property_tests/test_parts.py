@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Group, contacts, plan_mesh, verify_together
+from kvplan.describe.blocks import Tokens
 from kvplan.testing.strategies import Case, cases
-from kvplan.verification.jobs import Tokens
 from property_tests import fewer
 from property_tests.oracle import copies_of
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import attrs
 
 from kvplan import Blocks, FakeMemory, MeshPlan, ReadSpec, tails
+from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key
-from kvplan.verification.jobs import Tokens
 from property_tests.allocator import NULL, Allocator
 from property_tests.serving import FULL, STATE, Engine, Seat, Spans
 from property_tests.shadow import END

@@ -6,6 +6,7 @@ sliding window has left them behind, or no state was kept there. Nothing is move
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
@@ -19,6 +20,12 @@ from kvplan.errors import KVPlanError
 
 POSITION_END: Final = 1 << 48
 """Positions and block ordinals are below this."""
+
+Range = tuple[int, int]
+"""Positions ``[start, stop)``."""
+
+Tokens = Range | Mapping[str, Range] | None
+"""What a request moves: one range for all token groups, one for each group by name, or all that its blocks hold."""
 
 
 def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:

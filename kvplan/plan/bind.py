@@ -21,15 +21,13 @@ import numpy.typing as npt
 from kvplan._arrays import Ints, read_only
 from kvplan._checks import ID_END, integer, wrong_type
 from kvplan._text import shown
-from kvplan.describe.blocks import POSITION_END, Blocks, check_listed, places
+from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed, places
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import before, ends, local_index, position_of, reach, repeated, slots, stand
 from kvplan.plan.rows import Family, Layout
 
 Ids = npt.NDArray[np.int32]
-Range = tuple[int, int]
-Tokens = Range | Mapping[str, Range] | None
 Sides = tuple[str, str]
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvplan._arrays import Ints, heads, read_only
-from kvplan.describe.blocks import Blocks, check_blocks
+from kvplan.describe.blocks import Blocks, Tokens, check_blocks
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.plan.align import before, slots
-from kvplan.plan.bind import Tokens, check_names, range_of
+from kvplan.plan.bind import check_names, range_of
 from kvplan.plan.rows import Descriptors
 
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from kvplan._arrays import Ints, read_only
 from kvplan._checks import wrong_type
-from kvplan.describe.blocks import Blocks, check_blocks
+from kvplan.describe.blocks import Blocks, Tokens, check_blocks
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
-from kvplan.plan.bind import Terms, Tokens, Workspace, add, check_names, range_of, terms, wanted
+from kvplan.plan.bind import Terms, Workspace, add, check_names, range_of, terms, wanted
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.match import match

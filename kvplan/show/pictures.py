@@ -10,10 +10,9 @@ import attrs
 
 from kvplan._checks import integer, name, wrong_type
 from kvplan._text import fold
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.bind import Tokens
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.transfer import TransferPlan
 from kvplan.show.copies import Panel

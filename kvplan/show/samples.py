@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import Group
 from kvplan.plan.align import before, period, reach, slots
-from kvplan.plan.bind import Tokens, range_of
+from kvplan.plan.bind import range_of
 from kvplan.plan.transfer import TransferPlan
 from kvplan.show.pages import Page, pages
 

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import attrs
 
 from kvplan._text import count
+from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, still_running
-from kvplan.plan.bind import Tokens
 from kvplan.plan.specs import ReadSpec
 from kvplan.staging.plan import Chunk, StagedPlan
 from kvplan.staging.rearrange import Copy

@@ -26,11 +26,11 @@ import numpy as np
 
 from kvplan._checks import ID_END
 from kvplan._text import count
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Range, Tokens
 from kvplan.describe.views import Region
 from kvplan.describe.worker import Worker
 from kvplan.plan._arguments import checked_staging
-from kvplan.plan.bind import Range, Tokens, range_of, wanted
+from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.specs import ReadSpec
 from kvplan.plan.transfer import SIDES, Known, TransferPlan, pair_of, plan_reads, plan_writes, shares

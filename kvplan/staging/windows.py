@@ -21,11 +21,10 @@ from typing import Final
 import attrs
 import numpy as np
 
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle, period, position_of, slots
-from kvplan.plan.bind import Range
 
 Demand = tuple[Group, int]
 """A group, and the bytes that one block of a pool has."""

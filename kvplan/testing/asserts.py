@@ -9,9 +9,8 @@ from kvplan.plan.mesh import plan_mesh
 from kvplan.verification.verifier import verify
 
 if TYPE_CHECKING:
-    from kvplan.describe.blocks import Blocks
+    from kvplan.describe.blocks import Blocks, Tokens
     from kvplan.describe.worker import Worker
-    from kvplan.verification.jobs import Tokens
     from kvplan.verification.moves import Pair
     from kvplan.verification.report import Report
 

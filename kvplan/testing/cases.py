@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from hypothesis import strategies as st
 
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import Context, Group
 from kvplan.plan.transfer import plan_reads, plan_writes
 from kvplan.testing.engines import (
@@ -30,7 +30,6 @@ from kvplan.testing.engines import (
     workers,
 )
 from kvplan.testing.requests import Request
-from kvplan.verification.jobs import Tokens
 
 if TYPE_CHECKING:
     from kvplan.describe.worker import Worker

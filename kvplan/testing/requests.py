@@ -10,10 +10,9 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
-from kvplan.verification.jobs import Tokens
 from kvplan.verification.labels import Ints, local_slots, needed
 
 Span = tuple[int, int]

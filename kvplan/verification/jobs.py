@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -22,8 +22,6 @@ from kvplan.verification.moves import NONE, Move, Tables, read_copies
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
     from kvplan.plan.transfer import TransferPlan
-
-Tokens = tuple[int, int] | Mapping[str, tuple[int, int]] | None
 
 
 def span_of(tokens: Tokens, group: Group, name: str) -> tuple[int, int] | None:

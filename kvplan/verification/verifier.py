@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 from kvplan._checks import INT64_END
 from kvplan._text import count
+from kvplan.describe.blocks import Tokens
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 from kvplan.verification.arenas import Words
-from kvplan.verification.jobs import Job, Tokens, jobs, plans_of, span_of
+from kvplan.verification.jobs import Job, jobs, plans_of, span_of
 from kvplan.verification.labels import (
     Ints,
     Span,
