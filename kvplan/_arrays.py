@@ -1,4 +1,4 @@
-"""What numpy arrays of integers have in common everywhere: their types, and chains of neighbours in sorted ones."""
+"""Helpers for sorted integer arrays: their types, and chains of elements that continue each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
-    """Where chains begin, given for each element but the first whether it goes on from the one before.
+    """The index of the first element of each chain; ``goes_on[i]``: whether element i + 1 continues element i.
 
     >>> heads(np.array([True, False, True]))
     array([0, 2])
@@ -24,9 +24,9 @@ def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
 
 
 def distinct(values: Ints) -> Ints:
-    """The different values of an array that has any, ascending.
+    """The distinct values of an array, ascending; the array must not be empty.
 
-    ``np.unique`` loads ``numpy.ma`` when first called, which would take longer than a plan.
+    This replaces ``np.unique``, whose first call imports ``numpy.ma`` and takes longer than a plan.
 
     >>> distinct(np.array([[3, 1], [1, 2]]))
     array([1, 2, 3])
@@ -36,7 +36,7 @@ def distinct(values: Ints) -> Ints:
 
 
 def numbered(first: Ints, size: int) -> Ints:
-    """Which chain each of ``size`` elements belongs to, given where the chains begin.
+    """The index of the chain that each of ``size`` elements belongs to; ``first`` is what :func:`heads` returns.
 
     >>> numbered(np.array([0, 2]), 4)
     array([0, 0, 1, 1])
@@ -47,6 +47,6 @@ def numbered(first: Ints, size: int) -> Ints:
 
 
 def read_only(array: Array) -> Array:
-    """The array, which nobody can write to from now on."""
+    """The same array, no longer writable."""
     array.setflags(write=False)
     return array

@@ -72,11 +72,11 @@ def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
 
 
 def wrong_type(what: str, expected: str, got: Any) -> KVPlanError:
-    """The error for a value of a wrong type; it holds the text shown, not the value, which may be anything."""
+    """The error for a value of the wrong type. It keeps the printed form only: the value itself may be anything."""
     return KVPlanError("TYPE", f"read {what}", expected=expected, got=shown(got), value=shown(got))
 
 
 def settle(owner: Any, kind: str, check: Callable[..., Any], *fields: str, **limits: int) -> None:
-    """Puts fields of a frozen value under construction in canonical form, by :func:`integer` or :func:`name`."""
+    """Replace fields of a frozen value under construction by what :func:`integer` or :func:`name` makes of them."""
     for field in fields:
         object.__setattr__(owner, field, check(getattr(owner, field), f"{field} of {kind}", **limits))

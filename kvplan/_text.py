@@ -1,4 +1,4 @@
-"""The words of messages and reports: numbers of things, sizes, values of a wrong type, and names of numbered layers.
+"""Text for messages and reports: counts, sizes, values of the wrong type, and lists of numbered names.
 
 >>> print(fold(["layers.0.attn", "layers.1.attn", "layers.3.attn", "draft"]))
 layers.0-1,3.attn, draft
@@ -17,9 +17,9 @@ NUMBERED: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.D
 
 
 def split(name: str) -> tuple[str, int | None, str]:
-    """What stands before the first number of a name, the number, and what stands after it.
+    """The text before the first number of a name, the number, and the text after it.
 
-    A number with leading zeros or of more than 18 digits is a word, not a number.
+    A number with leading zeros or more than 18 digits counts as text.
 
     >>> split("layers.7.attn.k"), split("draft"), split("layers.07")
     (('layers.', 7, '.attn.k'), ('draft', None, ''), ('layers.07', None, ''))
@@ -38,7 +38,7 @@ def join(before: str, number: int | None, after: str) -> str:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Names that differ in their first number alone, told as one with all its numbers.
+    """Names that differ only in their first number, written as one name with all numbers.
 
     >>> fold(f"layers.{i}.attn" for i in range(80))
     'layers.0-79.attn'
@@ -51,7 +51,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def intervals(numbers: Iterable[int]) -> str:
-    """Numbers, neighbours as one interval.
+    """Numbers in ascending order, runs of consecutive ones as intervals.
 
     >>> intervals([0, 1, 2, 3, 5])
     '0-3,5'
@@ -66,7 +66,7 @@ def intervals(numbers: Iterable[int]) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question for who gave a name that is not known: the known ones that are like it, three at most; else nothing.
+    """A hint for an unknown name: up to three known names that are close to it, or an empty string.
 
     >>> meant("Llama-3.1-8B", ["llama-3.1-8b", "llama-3.1-70b"]), meant("tpp", ["tp", "pp", "block"]), meant("x", [])
     ("did you mean 'llama-3.1-8b'?", "did you mean 'tp' or 'pp'?", '')
@@ -77,7 +77,7 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """``number`` of a thing, in words.
+    """A number with its noun, in the plural where it needs one.
 
     >>> count(1, "byte"), count(2, "byte"), count(2, "copy"), count(2, "box")
     ('1 byte', '2 bytes', '2 copies', '2 boxes')
@@ -87,7 +87,7 @@ def count(number: int, what: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of the wrong type, the way messages show it: short, on one line, a number as a number.
+    """A value of the wrong type as messages show it: short and on one line.
 
     >>> print(shown(None), shown(np.float64(2)), shown((1, 2)), shown(np.arange(3)), sep=", ")
     None, 2.0, a tuple of 2, a value of type ndarray
@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes, exact below 10 KiB, else to four digits in the binary unit that suits.
+    """A number of bytes: exact below 10 KiB, else in a binary unit with four digits.
 
     >>> size(8192), size(1 << 16), size(5_000_000_000)
     ('8192 bytes', '64 KiB', '4.657 GiB')
@@ -119,7 +119,7 @@ def size(number: int) -> str:
 
 
 def sizes(low: int, high: int) -> str:
-    """The sizes from ``low`` to ``high`` bytes.
+    """A range of sizes in bytes, or one size where both ends are equal.
 
     >>> sizes(256, 256), sizes(256, 8192)
     ('256 bytes', '256 bytes to 8192 bytes')

@@ -1,9 +1,9 @@
-"""Which views of one region share bytes, and where, decided without walking over blocks.
+"""Finds views that share bytes, and one byte that they share, without visiting every block.
 
-A view's bytes are a set of *runs*: ``length`` bytes at ``start + k * step`` for ``k < count``, one for each
-contiguous piece of its block. Two runs can only meet where their spans overlap and where they overlap modulo the
-greatest common divisor of their steps; the few pairs left are decided one by one, exactly.
-Descriptions come from peers too, so there is a limit to how many runs and pairs a worker may need.
+The bytes of a view are a set of *strided runs*, one for each contiguous piece of a block: ``length`` bytes at
+``start + k * step`` for ``k < count``. Two strided runs can share a byte only if their spans overlap, and if they
+overlap modulo the greatest common divisor of their steps. The few pairs that remain are decided exactly, in closed
+form. Descriptions also come from peers, so the number of runs and of pairs is limited.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan._arrays import Ints
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
+Addresses = npt.NDArray[np.uint64]
 
 MAX_RUNS: Final = 1 << 18
-"""How many runs the views that share regions may have, in all: they take 100 bytes of memory each."""
+"""The most strided runs that the views of shared regions may have in all. Each takes about 100 bytes of memory."""
 
 MAX_PAIRS: Final = 1 << 13
-"""How many pairs of runs may come so near each other that they have to be compared: they take 50 µs of time each."""
+"""The most pairs of strided runs that are decided one by one. Each takes about 50 µs."""
 
 
 Split = tuple[int, int, list[tuple[int, int]]]
-"""How many runs a block has, of how many bytes each, and (stride, extent) of each axis that they step along."""
+"""The contiguous runs of a block: how many, bytes of each, and (stride, extent) of each axis that lists them."""
 
 NOWHERE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @attrs.frozen
-class _Run:
+class _StridedRun:
     """``length`` bytes at ``start + k * step`` for each ``k < count``."""
 
     start: int
@@ -46,13 +46,13 @@ class _Run:
     count: int
 
     @classmethod
-    def of(cls, view: View, start: int, length: int) -> _Run:
+    def of(cls, view: View, start: int, length: int) -> _StridedRun:
         return cls(start, length, _step(view), view.num_blocks)
 
 
 @attrs.frozen
 class Shared:
-    """A byte of a view that it shares with another one: the block that has it, and which byte of its region it is."""
+    """A byte that a view shares with another view: its block, and its offset in the region."""
 
     view: View
     block: int
@@ -60,17 +60,17 @@ class Shared:
 
 
 def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iterator[tuple[Shared, Shared]]:
-    """The pairs of views of one pool that share a byte, by address: each at least once, with a byte that they share.
+    """Every pair of views in a pool that share bytes, at least once, with one byte that they share.
 
-    A pool is the views of one group in one region, or in regions that overlap: ``apart`` says how many bytes after
-    the first of them each region starts. Raises ``RANGE`` where telling would take more than
-    :data:`MAX_RUNS` runs or :data:`MAX_PAIRS` pairs.
+    A pool is the views of one group in one region, or in a chain of regions that overlap; ``apart`` gives the
+    distance of each region from the first one of its chain, in bytes. Raises ``RANGE`` if the answer needs more than
+    :data:`MAX_RUNS` strided runs or :data:`MAX_PAIRS` pairs.
 
     >>> from kvplan import Axis, View
     >>> def view(name, offset):
     ...     return View(name, "attn", "kv", "uint8", (Axis("dim", 0, 8, 8, 1),), 4, 24, offset)
     >>> for pair in overlaps([view("k", 0), view("v", 8), view("x", 44)]):
-    ...     print(told(*pair))
+    ...     print(where(*pair))
     byte 48 of region 'kv': block 0 of 'x' and block 2 of 'k'
     """
     number = pairs = 0
@@ -88,15 +88,15 @@ def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iter
             a, b = int(owner[i]), int(owner[j])
             if pairs > MAX_PAIRS:
                 raise _too_many(views[b], "pairs of runs to compare", MAX_PAIRS, pairs)
-            runs = [_Run.of(views[n], int(start[at]), lengths[n]) for n, at in ((a, i), (b, j))]
+            runs = [_StridedRun.of(views[n], int(start[at]), lengths[n]) for n, at in ((a, i), (b, j))]
             if a != b and (met := _meeting(*runs)):
                 pair = zip((views[a], views[b]), met[:2], strict=True)
                 one, other = (Shared(view, block, met[2] - apart.get(view.region, 0)) for view, block in pair)
                 yield one, other
 
 
-def told(first: Shared, second: Shared) -> str:
-    """Where two views meet, in words: never the same ones for both."""
+def where(first: Shared, second: Shared) -> str:
+    """The shared byte in words that tell the two views apart."""
     one, other = (f"block {each.block} of {each.view.name!r}" for each in (second, first))
     at = f"byte {second.byte} of region {second.view.region!r}"
     if first.view.region != second.view.region:
@@ -117,7 +117,7 @@ def _step(view: View) -> int:
 
 
 def _split(view: View) -> Split:
-    """The runs of a view's block."""
+    """The contiguous runs of one block: axes by ascending stride, merged while they continue each other."""
     runs, length = 1, view.itemsize
     steps: list[tuple[int, int]] = []
     for axis in sorted(view.axes, key=lambda axis: axis.stride_bytes):
@@ -129,8 +129,8 @@ def _split(view: View) -> Split:
     return runs, length, steps
 
 
-def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Words, Ints]:
-    """Where each run starts, ascending, and the index of its view."""
+def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Addresses, Ints]:
+    """The start of each run in block 0, ascending, and the index of its view: two arrays of shape (runs,)."""
     parts = []
     for offset, (_, _, steps) in zip(offsets, splits, strict=True):
         part = np.array([offset], np.uint64)
@@ -142,12 +142,15 @@ def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Words, Int
     return start[order], np.repeat(np.arange(len(parts)), [part.size for part in parts])[order]
 
 
-def _near(views: Sequence[View], lengths: Sequence[int], start: Words, owner: Ints) -> Iterator[tuple[int, int]]:
-    """Pairs of runs whose spans are joined by overlaps, and that overlap modulo the steps of all that are."""
+def _near(views: Sequence[View], lengths: Sequence[int], start: Addresses, owner: Ints) -> Iterator[tuple[int, int]]:
+    """Pairs of runs that may share a byte: their spans form one chain, and they overlap modulo its common step."""
+    # Arrays of shape (runs,), by ascending start. A chain ends where a start lies beyond every byte seen so far.
     length = np.array(lengths, np.uint64)[owner]
     reach = [(view.num_blocks - 1) * _step(view) + length - 1 for view, length in zip(views, lengths, strict=True)]
     step = np.array([_step(view) for view in views], np.uint64)[owner]
-    last = np.maximum.accumulate(start + np.array(reach, np.uint64)[owner])  # the last byte, since 2**64 is no uint64
+    last = np.maximum.accumulate(
+        start + np.array(reach, np.uint64)[owner]
+    )  # the last byte, not its end: 2**64 is no uint64
     first = np.flatnonzero(np.r_[True, start[1:] > last[:-1]])
     several = np.flatnonzero(np.diff(np.r_[first, start.size]) > 1)
     for low, high in zip(first[several].tolist(), np.r_[first, start.size][several + 1].tolist(), strict=True):
@@ -156,8 +159,10 @@ def _near(views: Sequence[View], lengths: Sequence[int], start: Words, owner: In
             yield low + i, low + j
 
 
-def _meet(start: Words, length: Words, modulus: int) -> Iterator[tuple[int, int]]:
-    """Pairs of intervals that overlap modulo ``modulus`` (0: as they stand)."""
+def _meet(start: Addresses, length: Addresses, modulus: int) -> Iterator[tuple[int, int]]:
+    """Pairs of intervals that overlap modulo ``modulus``; 0 means without a modulus."""
+    # Intervals by ascending residue, listed twice so that those that wrap past the modulus meet the first ones.
+    # `follower[i]` is the index of the first interval that begins after interval i ends.
     residue = start % np.uint64(modulus) if modulus else start
     order = np.argsort(residue, kind="stable")
     owner = np.r_[order, order] if modulus else order
@@ -168,12 +173,12 @@ def _meet(start: Words, length: Words, modulus: int) -> Iterator[tuple[int, int]
             yield int(min(owner[i], j)), int(max(owner[i], j))
 
 
-def _meeting(a: _Run, b: _Run) -> tuple[int, int, int] | None:
-    """The first interval of each of two runs that have a byte in common, and that byte; none where they are apart.
+def _meeting(a: _StridedRun, b: _StridedRun) -> tuple[int, int, int] | None:
+    """The block of each run in which they first share a byte, and that byte; ``None`` if they share none.
 
-    Interval ``i`` of a meets some interval of b where ``reach = a.start + i * a.step + a.length - 1 - b.start``, how
-    far its last byte lies behind the start of b, is neither before b's first interval nor past its last, and is
-    less than ``near`` modulo ``b.step``.
+    Let ``reach = a.start + i * a.step + a.length - 1 - b.start`` be the distance from the start of b to the last byte
+    of block i of a. That block shares a byte with b if ``reach`` lies between the first and the last block of b, and
+    is less than ``near`` modulo ``b.step``.
     """
     near = a.length + b.length - 1
     reach = a.start + a.length - 1 - b.start
@@ -191,7 +196,7 @@ def _meeting(a: _Run, b: _Run) -> tuple[int, int, int] | None:
 
 
 def _first_hit(count: int, step: int, start: int, modulus: int, near: int) -> int:
-    """The first ``i`` that :func:`_hits` counts; there must be one.
+    """The first ``i`` that :func:`_hits` counts. There must be one.
 
     >>> _first_hit(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
     2
@@ -200,7 +205,7 @@ def _first_hit(count: int, step: int, start: int, modulus: int, near: int) -> in
 
 
 def _hits(count: int, step: int, start: int, modulus: int, near: int) -> int:
-    """For how many ``i < count`` the remainder of ``start + i * step`` by ``modulus`` is less than ``near``.
+    """The number of ``i < count`` for which ``(start + i * step) % modulus < near``.
 
     >>> _hits(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
     2
@@ -212,10 +217,10 @@ def _hits(count: int, step: int, start: int, modulus: int, near: int) -> int:
 
 
 def _floors(count: int, modulus: int, step: int, start: int) -> int:
-    """The sum of ``(start + i * step) // modulus`` over ``i < count``, none negative, as fast as Euclid's algorithm.
+    """The sum of ``(start + i * step) // modulus`` over ``i < count``, in as many steps as Euclid's algorithm.
 
-    The sum counts the lattice points under a line; where the line rises by less than 1 a step, it is the same line
-    looked at from its other axis, with a smaller modulus.
+    All arguments are non-negative. The sum counts lattice points under a line. A line that rises by less than 1 in
+    each step is seen from its other axis instead, which makes the modulus smaller.
     """
     total = 0
     while True:

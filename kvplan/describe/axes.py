@@ -1,10 +1,10 @@
-"""Axes: one dimension of a view, and the canonical form of all digits of one name.
+"""Axes: one dimension of a view, and the byte offset of every coordinate along it.
 
-An axis says which part ``[start, stop)`` of a global size a worker holds, and how many bytes lie between
-neighbours. The same name may stand twice, outer digit first: ``token`` as 33 kernel blocks of 16 slots is
+An axis names the part ``[start, stop)`` of a global size that a worker holds, and the bytes between neighbouring
+coordinates. A name may appear twice in a view, outer digit first: ``token`` as 33 kernel blocks of 16 slots is
 ``Axis("token", 0, 33, 33, outer)`` and ``Axis("token", 0, 16, 16, inner)``, together 528 slots.
 
-:func:`segments` turns the digits of a name into the one form the planner uses: intervals of the global
+:func:`segments` turns the digits of one name into the form that the planner uses: intervals of the global
 coordinate on which the byte offset grows by a constant stride.
 
 >>> kernel = (Axis("token", 0, 3, 3, 8192), Axis("token", 0, 16, 16, 256))
@@ -29,15 +29,15 @@ from kvplan._checks import integer, name, settle
 from kvplan.errors import KVPlanError
 
 MAX_SEGMENTS: Final = 1 << 20
-"""A name's digits may make at most this many segments, so that a description cannot inflate memory."""
+"""The digits of one name may make at most this many segments, so that a small offer cannot claim much memory."""
 
 
 @attrs.frozen
 class Axis:
     """One dimension of a view: the part ``[start, stop)`` of ``size``, ``stride_bytes`` between neighbours.
 
-    All are integers in ``[0, 2**63)`` with ``start < stop <= size``. The stride of an axis that holds a
-    single coordinate has no meaning and is stored as 0.
+    All are integers in ``[0, 2**63)`` with ``start < stop <= size``. An axis that holds a single coordinate has no
+    meaningful stride; it is stored as 0.
 
     >>> print(Axis("head", 4, 8, 8, 4096))
     head [4, 8) of 8 step 4096
@@ -67,7 +67,7 @@ class Axis:
 
     @property
     def extent(self) -> int:
-        """How many coordinates are held: ``stop - start``."""
+        """Coordinates held: ``stop - start``."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -76,9 +76,9 @@ class Axis:
 
 @attrs.frozen(eq=False)
 class Segments:
-    """Intervals of a coordinate, ascending, each with the byte offset of its first element and its stride.
+    """Intervals of one coordinate: four int64 arrays of shape (n,), ascending by ``start``.
 
-    Four int64 arrays of one length.
+    ``offset`` is the byte offset of an interval's first coordinate, ``stride`` the bytes between its coordinates.
     """
 
     start: Ints
@@ -88,12 +88,12 @@ class Segments:
 
     @cached_property
     def stop(self) -> Ints:
-        """Where each interval ends."""
+        """The end of each interval, (n,)."""
         return self.start + self.length
 
     @cached_property
     def covered(self) -> tuple[tuple[int, int], ...]:
-        """The intervals of the coordinate that are covered, touching ones joined."""
+        """The intervals as pairs of integers; intervals that touch are joined."""
         joined: list[tuple[int, int]] = []
         for start, stop in zip(self.start.tolist(), self.stop.tolist(), strict=True):
             if joined and joined[-1][1] == start:
@@ -103,10 +103,10 @@ class Segments:
         return tuple(joined)
 
     def seen(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
-        """Where covered coordinates ``[start, stop)`` begin, and how they lie from there on.
+        """The byte offset of coordinate ``start``, and the layout of ``[start, stop)`` relative to it.
 
-        The second is equal where they lie alike, wherever they begin and whatever surrounds them: for each segment its
-        first coordinate, length, offset and stride.
+        The layout is, for each segment, first coordinate, length, offset and stride. Two ranges with equal layouts
+        differ only in where they begin.
 
         >>> head = segments((Axis("head", 4, 8, 8, 4096),))
         >>> head.seen(5, 7), head.seen(6, 8), head.seen(4, 5)
@@ -123,12 +123,12 @@ class Segments:
         return origin, tuple(found)
 
     def steps(self, start: int, stop: int, step: int) -> bool:
-        """Whether the covered coordinates ``[start, stop)`` lie ``step`` bytes apart; a single one always does."""
+        """Whether neighbours in ``[start, stop)`` are ``step`` bytes apart; a single coordinate always qualifies."""
         i = int(np.searchsorted(self.start, start, "right")) - 1
         return stop - start == 1 or (stop <= self.stop[i] and self.stride[i] == step)
 
     def at(self, coordinate: Ints) -> Ints:
-        """The byte offset of each coordinate, which must be covered."""
+        """The byte offset of each coordinate, all of which must lie in an interval."""
         i = np.searchsorted(self.start, coordinate, "right") - 1
         offset: Ints = self.offset[i] + (coordinate - self.start[i]) * self.stride[i]
         return offset
@@ -139,7 +139,7 @@ class Segments:
 
 
 def segments(digits: Sequence[Axis]) -> Segments:
-    """The canonical form of the digits of one name, outer digit first: as few segments as there can be.
+    """The fewest segments for the digits of one name, outer digit first.
 
     Raises ``RANGE`` where there would be more than :data:`MAX_SEGMENTS`.
     """
@@ -148,6 +148,8 @@ def segments(digits: Sequence[Axis]) -> Segments:
         return Segments(*np.array([[one.start], [one.extent], [0], [one.stride_bytes]], np.int64))
     width, start, offset = 1, np.zeros(1, np.int64), np.zeros(1, np.int64)
     length, stride = 1, 0
+    # From the inner digit outwards. `start` and `offset` list the segments so far, `width` is the size of all digits
+    # seen, and every segment has the same `length` and `stride`.
     for digit in reversed(digits):
         whole = start.size == 1 and length == width
         if digit.extent == 1 or not whole or (width > 1 and digit.stride_bytes != length * stride):
@@ -159,21 +161,23 @@ def segments(digits: Sequence[Axis]) -> Segments:
                     got=f"{digit.extent * start.size}",
                     value=digit.extent * start.size,
                 )
+            # The segments repeat for every coordinate of this digit.
             steps = np.arange(digit.extent, dtype=np.int64)[:, None]
             start = ((digit.start + steps) * width + start).reshape(-1)
             offset = (steps * digit.stride_bytes + offset).reshape(-1)
-        else:
+        else:  # one segment that this digit continues without a gap
             start = start + digit.start * width
             stride = digit.stride_bytes if width == 1 else stride
             length *= digit.extent
         width *= digit.size
+    # Neighbouring segments that continue each other in coordinate and in offset become one.
     first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
     pieces = np.append(first[1:], start.size) - first
     return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride)
 
 
 def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
-    """The global size of each name, in order of appearance: the product of its digits' sizes.
+    """The global size of each axis name, in order of appearance: the product of the sizes of its digits.
 
     >>> global_sizes((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
     {'token': 528, 'dim': 128}

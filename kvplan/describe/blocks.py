@@ -1,7 +1,8 @@
-"""Block tables: which blocks of a pool a request has, by their ordinals in the request.
+"""Block tables: the blocks of a pool that a request owns, each with its ordinal in the request.
 
-Blocks pair by ordinal, never by their place in a list. A table may say that a request has no block in some places: a
-sliding window has left them behind, or no state was kept there. Nothing is moved to those, and nothing is read there.
+The two sides pair blocks by position, which follows from the ordinal; an index in a list has no meaning. A table may
+have gaps: blocks that a sliding window has left, or positions at which no state was kept. No bytes move to or from a
+gap.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Tokens = Range | Mapping[str, Range] | None
 
 
 def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
-    """``values``, integers in ``[0, end)``, as they are and ascending."""
+    """``values``, integers in ``[0, end)``, twice: in their order, and ascending."""
     try:
         array = np.asarray(values)
     except ValueError:
@@ -48,12 +49,13 @@ def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
 
 @attrs.frozen(init=False, eq=False, repr=False)
 class Blocks:
-    """The blocks of a request in one group: ``ids`` of consecutive blocks, ``first`` the first one's ordinal.
+    """The block table of a request in one group.
 
-    Entries that equal ``null`` are no blocks (vLLM puts its ``null_block``, id 0, where a sliding window has passed).
-    Or ``ordinals`` gives each block's own, such as the positions at which states were kept.
+    ``ids`` are the ids of consecutive blocks, and ``first`` is the ordinal of the first one. Entries equal to ``null``
+    are gaps: vLLM puts its ``null_block``, id 0, where a sliding window has passed. Instead of ``first`` and ``null``,
+    ``ordinals`` may give the ordinal of each block, such as the positions at which states were kept.
 
-    What a table says has no block is not wanted by a destination; a request that would need it of a source is refused.
+    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused.
 
     Raises ``TYPE``, ``RANGE`` or ``BLOCKS``.
 
@@ -67,27 +69,27 @@ class Blocks:
     """
 
     ids: npt.NDArray[np.int32]
-    """The ids of the blocks that there are, by ascending ordinal."""
+    """The block ids, without gaps, by ascending ordinal."""
 
     first: int
-    """The ordinal of the first of them."""
+    """The ordinal of the first block."""
 
     stop: int
-    """The ordinal after that of the last of them."""
+    """One more than the ordinal of the last block."""
 
     listed: tuple[int, int]
-    """The ordinals ``[start, stop)`` that the table speaks of."""
+    """The ordinals ``[start, stop)`` that the table covers, gaps included."""
 
     scattered: Ints | None
-    """The ordinal of each of ``ids``, where they are not consecutive."""
+    """The ordinal of each of ``ids``; ``None`` where they are consecutive."""
 
     null: int | None
 
     highest: int
-    """The highest of ``ids``, -1 where there is none."""
+    """The highest of ``ids``; -1 in an empty table."""
 
     twice: int | None
-    """An id that stands more than once, if there is one."""
+    """An id that appears more than once, or ``None``."""
 
     def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None) -> None:
         start = integer(first, "first of Blocks", high=POSITION_END)
@@ -119,11 +121,11 @@ class Blocks:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether the table says of some of ``listed`` that there is no block."""
+        """Whether some of the ordinals in ``listed`` have no block."""
         return self.scattered is not None or self.listed != (self.first, self.stop)
 
     def _arguments(self) -> dict[str, Any]:
-        """What makes the same table."""
+        """The arguments that construct an equal table."""
         start, stop = self.listed
         if stop == POSITION_END:
             return {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
@@ -146,7 +148,7 @@ def _rebuild(arguments: dict[str, Any]) -> Blocks:
 
 
 def _ordered(ids: Ints, ordinals: Ints) -> tuple[Ints, Ints]:
-    """Both by ascending ordinal."""
+    """Ids and ordinals, sorted by ordinal."""
     order = np.argsort(ordinals)
     ordinals = ordinals[order]
     again = np.flatnonzero(ordinals[1:] == ordinals[:-1])
@@ -161,7 +163,10 @@ def _bind(side: str, key: str) -> str:
 
 
 def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool, side: str = "") -> None:
-    """One group's block table against the smallest pool that it indexes. A destination block may stand once."""
+    """Check the block table of one group against the smallest pool that it indexes.
+
+    In a destination's table each block may appear once only.
+    """
     if blocks is None:
         raise KVPlanError("BLOCKS", _bind(side, key), expected="a block table", got="none", group=key, side=side)
     if not isinstance(blocks, Blocks):
@@ -190,7 +195,7 @@ def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool
 
 
 def check_listed(key: str, start: int, stop: int, low: int, high: int, side: str) -> None:
-    """Whether the ordinals ``[start, stop)`` that a request needs are among those that a table has."""
+    """Check that the ordinals ``[start, stop)``, which a request needs, lie in ``[low, high)``, which its table has."""
     if start < low or stop > high:
         raise KVPlanError(
             "BLOCKS",
@@ -205,7 +210,7 @@ def check_listed(key: str, start: int, stop: int, low: int, high: int, side: str
 
 
 def places(key: str, table: Blocks, ordinals: Ints, side: str) -> Ints:
-    """The index in ``table.ids`` of each of some ascending ordinals, all of which it must have."""
+    """The index in ``table.ids`` of each ordinal; ``ordinals`` must be ascending and all in the table."""
     if table.scattered is None:
         check_listed(key, int(ordinals[0]), int(ordinals[-1]) + 1, table.first, table.stop, side)
         return ordinals - table.first

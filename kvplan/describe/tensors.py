@@ -1,7 +1,7 @@
-"""region_of and view_of: what a real tensor says of itself, whatever framework made it.
+"""region_of and view_of: regions and views from the tensors of any framework.
 
-A tensor is anything with ``data_ptr()``, ``stride()``, ``shape`` and ``dtype`` (PyTorch) or with
-``__array_interface__`` (numpy). It is read by these attributes alone, and no framework is imported.
+A tensor is any object with ``data_ptr()``, ``stride()``, ``shape`` and ``dtype`` (PyTorch) or with
+``__array_interface__`` (numpy). This module reads these attributes and imports no framework.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Device = tuple[str, int]
 
 
 def device_of(tensor: Any) -> Device:
-    """Where a tensor is: DRAM where it says ``cpu`` or nothing, else VRAM of the device it says.
+    """The memory kind and device of a tensor: DRAM for ``cpu`` or no device at all, else VRAM of its device.
 
     >>> import numpy as np
     >>> device_of(np.zeros(4))
@@ -34,13 +34,13 @@ def device_of(tensor: Any) -> Device:
 
 
 def region_of(tensor: Any, name: str = "kv") -> Region:
-    """The region of memory that ``tensor`` lies in: address, size in bytes, memory kind and device read from it.
+    """The memory region of ``tensor``: its address, size in bytes, memory kind and device.
 
-    Of PyTorch, it is all of the storage that the tensor is a view of, so that tensors of one storage have one region.
-    Where a tensor does not tell its storage, it is what the tensor spans. That the memory stays allocated is up to the
-    caller.
+    For PyTorch the region is the tensor's whole storage, so tensors that share a storage share a region. For other
+    frameworks it is the range that the tensor's elements span. The caller keeps the memory allocated.
 
-    Raises ``TYPE`` for what is no tensor, ``DTYPE`` for elements that no engine exchanges, ``SIZE`` for an empty one.
+    Raises ``TYPE`` for a value that is not a tensor, ``DTYPE`` for an element type that no engine exchanges, and
+    ``SIZE`` for an empty tensor.
 
     >>> import numpy as np
     >>> from kvplan import region_of
@@ -68,15 +68,15 @@ def view_of(
     region: Region,
     parts: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> View:
-    """The view that ``tensor`` is: shape, strides, dtype and address read from it, nothing copied.
+    """The view that describes ``tensor``: its shape, strides, dtype and address. Nothing is copied.
 
-    ``pattern`` names its dimensions in order; one of them is ``block``, and a name may stand twice, outer
-    digit first. ``parts`` gives ``(start, stop, size)`` for an axis of which the tensor holds a part; every
-    other axis is whole. ``region`` is the memory it lies in, as :func:`region_of` tells.
+    ``pattern`` names the dimensions in order. One of them is ``block``; a name may appear twice, outer digit first.
+    ``parts`` gives ``(start, stop, size)`` for each axis of which the tensor holds only a part. ``region`` is the
+    memory that holds the tensor, as returned by :func:`region_of`.
 
-    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part is not as long as its dimension,
-    ``STRIDE`` for a stride that is negative, ``BOUNDS`` where the tensor starts before its region, or is in
-    other memory: of another kind, or VRAM of another device.
+    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part and its dimension differ in length,
+    ``STRIDE`` for a negative stride, and ``BOUNDS`` where the tensor starts before its region or lies in memory of
+    another kind or device.
 
     >>> import numpy as np
     >>> from kvplan import region_of, view_of
@@ -119,7 +119,7 @@ def view_of(
             got=f"{address:#x}",
             address=address,
         )
-    steps = [max(stride, 0) for stride in strides]  # below 0 only where a dimension has one coordinate
+    steps = [max(stride, 0) for stride in strides]  # a negative one is left only on a dimension of length 1
     held = _parts(name, dict(zip(names, shape, strict=True)), names, {} if parts is None else parts)
     block = names.index(BLOCK)
     axes = [
@@ -131,7 +131,7 @@ def view_of(
 
 
 def _check_memory(view: str, device: Device, region: Region) -> None:
-    """Refuse a region in other memory than its tensor. Which DRAM a region means, no tensor knows."""
+    """Refuse a region in other memory than the tensor's. DRAM device ids are not compared: no tensor knows its own."""
     memory, number = device
     if region.memory != memory or (memory == "VRAM" and region.device_id != number):
         raise KVPlanError(
@@ -146,7 +146,7 @@ def _check_memory(view: str, device: Device, region: Region) -> None:
 
 
 def _parts(view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any) -> dict[str, tuple[int, int, int]]:
-    """``parts`` as exact ints, each of an axis that stands once and as long as its dimension."""
+    """``parts`` with exact integers. Each axis must appear once in the pattern and match its dimension's length."""
     if not isinstance(parts, Mapping):
         raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
     held = {}

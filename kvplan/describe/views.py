@@ -1,11 +1,11 @@
-"""Regions, groups and views: where a worker keeps a box of a logical tensor.
+"""Regions, groups and views: where a worker keeps its part of a logical tensor.
 
-The byte address of an element is a sum, one term per dimension::
+The byte address of an element is a sum with one term per dimension::
 
     region.address + offset_bytes + block * block_stride_bytes + sum over axes of (coordinate - start) * stride_bytes
 
-Nothing else in kvplan knows about memory: six axis orders, K and V side by side or apart, cross-layer
-blocks, padding and kernel blocks are different strides in this one formula.
+This formula is all that kvplan knows about memory layouts. The six axis orders, K and V interleaved or apart,
+cross-layer blocks, padding and kernel blocks are strides in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvplan.describe.axes import Axis, Segments, global_sizes, segments
 from kvplan.errors import KVPlanError
 
 TOKEN: Final = "token"
-"""The axis name that a token group pages: its global size is the group's ``tokens_per_block``."""
+"""The axis over the slots of a block; its global size is the group's ``tokens_per_block``."""
 
 ADDRESS_END: Final = 1 << 64
 
@@ -36,16 +36,16 @@ ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
         **dict.fromkeys(("int64", "uint64", "float64"), 8),
     }
 )
-"""Bytes per element, by the names that numpy and PyTorch give their types."""
+"""Bytes per element, by the type names of numpy and PyTorch."""
 
 MEMORY_KINDS: Final = ("DRAM", "VRAM", "FILE")
 
 
 @attrs.frozen
 class Region:
-    """One registered memory range: ``size_bytes`` at ``address``, of a memory kind, on a device.
+    """A memory range that a worker registers once: ``size_bytes`` at ``address``, with its memory kind and device.
 
-    Address and end lie in ``[0, 2**64]``; a range that would wrap is refused with ``BOUNDS``.
+    Address and end lie in ``[0, 2**64]``. Raises ``BOUNDS`` for a range that would wrap.
 
     >>> print(Region("kv.0", 0x7f0000000000, 4096))
     kv.0: 4096 bytes at 0x7f0000000000, DRAM 0
@@ -86,9 +86,9 @@ class Region:
 
 @attrs.frozen
 class Context:
-    """How a token group spreads positions over context-parallel workers.
+    """The positions that one context-parallel rank holds.
 
-    Runs of ``interleave_tokens`` positions go to the ranks in turn: position ``p`` belongs to rank
+    ``interleave_tokens`` consecutive positions go to each rank in turn: position ``p`` belongs to rank
     ``p // interleave_tokens % size``.
 
     >>> [p for p in range(12) if p in Context(rank=1, size=2, interleave_tokens=3)]
@@ -120,7 +120,10 @@ class Context:
 
 @attrs.frozen
 class Group:
-    """A block table: ``tokens_per_block`` slots a block, or ``None`` for a state group (one state a block)."""
+    """A KV cache group: its layers share a block table.
+
+    A token group has ``tokens_per_block`` slots in a block. A state group has ``None``: each block holds one state.
+    """
 
     name: str
     tokens_per_block: int | None = None
@@ -156,11 +159,11 @@ def _axes(value: Iterable[Axis]) -> tuple[Axis, ...]:
 
 @attrs.frozen
 class View:
-    """Where one worker keeps a box of the logical tensor ``name``, for every block of a group's pool.
+    """Where one worker keeps its part of the logical tensor ``name``, in every block of a group's pool.
 
-    ``group`` and ``region`` are names within the worker (or the objects themselves). ``offset_bytes`` is
-    where, inside the region, the first element that the view holds stands in block 0. ``dtype`` is a key
-    of :data:`ITEMSIZE`; packed types of less than a byte are described as ``uint8``.
+    ``group`` and ``region`` are names within the worker, or the objects themselves. ``offset_bytes`` is the offset in
+    the region of the first element of block 0. ``dtype`` is a key of :data:`ITEMSIZE`; describe types of less than a
+    byte as packed ``uint8``.
 
     >>> view = View("layers.0.attn", "attn", "kv.0", "bfloat16",
     ...             (Axis("head", 4, 8, 8, 4096), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)),
@@ -210,7 +213,7 @@ class View:
                 )
 
     def _check_elements_apart(self) -> None:
-        """By ascending stride, each step must clear the bytes that the finer axes span."""
+        """No two elements share a byte: by ascending stride, each stride clears the bytes that finer axes span."""
         steps = sorted((axis.stride_bytes, axis.extent, axis.name) for axis in self.axes if axis.extent > 1)
         if self.num_blocks > 1:
             steps = sorted([*steps, (self.block_stride_bytes, self.num_blocks, "block")])
@@ -235,12 +238,12 @@ class View:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of data that one block holds in this view, gaps not counted."""
+        """Bytes of data in one block of this view, without gaps."""
         return self.itemsize * math.prod(axis.extent for axis in self.axes)
 
     @property
     def end_bytes(self) -> int:
-        """Where, inside the region, the last byte of the last block ends."""
+        """The offset in the region at which the last block ends."""
         span = sum((axis.extent - 1) * axis.stride_bytes for axis in self.axes)
         return self.offset_bytes + (self.num_blocks - 1) * self.block_stride_bytes + span + self.itemsize
 
@@ -252,7 +255,7 @@ class View:
 
 @attrs.frozen
 class Geometry:
-    """What a view is, apart from its name and its place: all that planning needs to know, shared by equal layers."""
+    """All that planning needs of a view, without its name and its place in memory. Equal layers share one."""
 
     axes: tuple[Axis, ...]
     dtype: str
@@ -272,6 +275,6 @@ class Geometry:
 
     @cached_property
     def segments(self) -> Mapping[str, Segments]:
-        """Each axis name's digits in canonical form. A state group has a token axis of one slot."""
+        """The segments of each axis name. A state group has a token axis of one slot."""
         names = dict.fromkeys((TOKEN, *self.sizes))
         return MappingProxyType({key: segments([a for a in self.axes if a.name == key]) for key in names})

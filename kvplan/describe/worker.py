@@ -1,12 +1,12 @@
-"""Workers: one rank's regions, groups and views, checked as a whole.
+"""Workers: the regions, groups and views of one rank, checked as a whole.
 
-Validate (V), on construction of each worker:
+Every worker satisfies the rules of validation (V) from its construction on:
 
-- V1: names of regions and of groups are unique; a view names a region and a group of its worker.
-- V2: each view's bytes, over all its blocks, lie inside its region.
-- V3: in a token group the ``token`` axis counts exactly ``tokens_per_block``; in a state group there is none.
-- V4: views of one group share no byte, in one region or in regions that overlap.
-- V5: no two views of one group are of the same part of a tensor, as they are where a layer has another's name.
+- V1: Names of regions and names of groups are unique. Each view names a region and a group of its worker.
+- V2: The bytes of each view, in all its blocks, lie inside its region.
+- V3: In a token group the ``token`` axis has exactly ``tokens_per_block`` slots. In a state group there is none.
+- V4: Views of one group share no byte, neither in one region nor in regions that overlap.
+- V5: A group has at most one view of each part of a tensor. Two layers under one name break this rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import integer, members, name, settle
 from kvplan._text import count
-from kvplan.describe._overlap import overlaps, told
+from kvplan.describe._overlap import overlaps, where
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
 
@@ -50,19 +50,19 @@ _BESIDES: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_str
 
 
 Key = tuple[str, int]
-"""A worker: engine id and rank."""
+"""What identifies a worker: engine id and rank."""
 
 
 def label_of(key: Key) -> str:
-    """``engine_id/rank``, the way messages name a worker."""
+    """``engine_id/rank``: how messages name a worker."""
     return f"{key[0]}/{key[1]}"
 
 
 @attrs.frozen
 class Worker:
-    """One rank's process of an engine: what it registers and what it keeps there.
+    """One rank of an engine: the regions it registers, and the views it keeps in them.
 
-    ``rank`` is unique within ``engine_id``. Raises a KVPlanError where V1 to V5 do not hold.
+    ``rank`` is unique within ``engine_id``. Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
 
     >>> from kvplan import Axis, Group, Region, View, Worker
     >>> axes = (Axis("token", 0, 16, 16, 1152), Axis("dim", 0, 576, 576, 2))
@@ -158,7 +158,7 @@ class Worker:
                 "OVERLAP",
                 f"place view {second.view.name!r} of worker {self.label}",
                 expected=f"bytes of its own in region {second.view.region!r} for group {second.view.group!r}",
-                got=told(first, second),
+                got=where(first, second),
                 first=first.view.name,
                 second=second.view.name,
                 blocks=(first.block, second.block),
@@ -166,7 +166,7 @@ class Worker:
             )
 
     def _joined_regions(self) -> dict[str, tuple[str, int]]:
-        """For each region, the first of those it overlaps with, in a chain, and how many bytes after it it starts."""
+        """For each region, the first region of its chain of overlapping ones, and its distance from that in bytes."""
         joined: dict[str, tuple[str, int]] = {}
         first, end, device = None, 0, ("", 0)
         for region in sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address)):
@@ -178,7 +178,7 @@ class Worker:
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Each tensor's views, by name: indices into ``views``."""
+        """For each tensor name, the indices of its views in ``views``."""
         found: dict[str, list[int]] = {}
         for i, view in enumerate(self.views):
             found.setdefault(view.name, []).append(i)
@@ -189,7 +189,7 @@ class Worker:
         groups = {group.name: group for group in self.groups}
         keys = list(zip(map(id, map(_AXES, self.views)), map(_BESIDES, self.views), strict=True))
         numbers: dict[Any, int] = {}
-        known: dict[Any, int] = {}  # by identity of the axes, which equal layers often share
+        known: dict[Any, int] = {}  # by identity of the axes tuple, which equal layers often share
         made: list[Geometry] = []
         for key, view in dict(zip(keys, self.views, strict=True)).items():
             known[key] = numbers.setdefault((*map(_DIGIT, view.axes), *key[1]), len(made))
@@ -200,30 +200,30 @@ class Worker:
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:
-        """The different geometries among the views, in order of first appearance."""
+        """The distinct geometries of the views, in order of first appearance."""
         return self._geometry[0]
 
     @property
     def geometry_of(self) -> tuple[int, ...]:
-        """Which of :attr:`geometries` each view has."""
+        """For each view, the index of its geometry in :attr:`geometries`."""
         return self._geometry[1]
 
     @cached_property
     def places(self) -> Ints:
-        """Where each view stands, (views, 2) int64: the index of its region, and its offset there in bytes."""
+        """The place of each view, (views, 2) int64: the index of its region, and its offset there in bytes."""
         regions = {region.name: i for i, region in enumerate(self.regions)}
         region = [regions[view.region] for view in self.views]
         return np.array([region, [view.offset_bytes for view in self.views]], np.int64).T
 
     @cached_property
     def outline(self) -> tuple[Any, ...]:
-        """All that the worker keeps, and where in its regions: equal for workers that differ in name and address."""
+        """All views with their places in the regions: equal for workers that differ in name and addresses alone."""
         names = tuple([view.name for view in self.views])
         return self.groups, names, self.geometry_of, self.geometries, self.places.tobytes()
 
     @property
     def key(self) -> Key:
-        """``(engine_id, rank)``, the way specs and completions name a worker.
+        """``(engine_id, rank)``: how specs and completions name a worker.
 
         >>> Worker("decode", 3, (), (), ()).key
         ('decode', 3)
@@ -232,7 +232,7 @@ class Worker:
 
     @property
     def label(self) -> str:
-        """``engine_id/rank``, the way messages name a worker."""
+        """``engine_id/rank``: how messages name a worker."""
         return label_of(self.key)
 
     def __str__(self) -> str:
