@@ -1,4 +1,4 @@
-"""Arguments: what planning is given, read and checked before anything is planned."""
+"""Checks of the arguments of planning, made before anything is planned."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 
 MAX_REPLICAS: Final = 1 << 10
-"""At most so many sources take a share of what they all hold."""
+"""The most sources among which a replica set may be divided."""
 
 
 def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
-    """``values``, after making sure that they and the others are workers, and all different."""
+    """``values`` as a tuple of workers. They and ``others`` must all differ."""
     workers = members(Worker, values, what)
     times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
     label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
@@ -38,7 +38,7 @@ def checked_names(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def checked_staging(local: Worker, value: str) -> Region:
-    """The region that a worker has set aside, after making sure that it has, and that no view has bytes of it."""
+    """The region that a worker has set aside for staging; it must exist, and no view may use its bytes."""
     key, regions = name(value, "staging"), {region.name: region for region in local.regions}
     if key not in regions:
         raise KVPlanError(

@@ -1,9 +1,9 @@
-"""Align (A): where a position stands on each side.
+"""Align (A): the block and the slot of every position, on each side.
 
-- A1: a worker counts its own positions: the nth that its context gives it has local index n.
-- A2: local index ``n`` stands in slot ``n % slots`` of the request's block ``n // slots``. One state is one slot.
-- A3: with both sides' contexts and block sizes, blocks and slots repeat after a *period* of positions, the least
-  common multiple of both sides' own. Any two block sizes have one; nothing has to divide.
+- A1: A worker counts the positions that its context gives it: the n-th of them has local index n.
+- A2: Local index ``n`` is in slot ``n % slots`` of the request's block ``n // slots``. A state is a block of one slot.
+- A3: Blocks and slots of both sides repeat after a *period* of positions: the least common multiple of both sides'
+  own periods. Any two block sizes have one; neither has to divide the other.
 
 >>> ours, theirs = Group("attn", 16), Group("attn", 48)
 >>> period(ours, theirs)
@@ -29,40 +29,40 @@ Position = TypeVar("Position", int, Ints)
 
 
 def slots(group: Group) -> int:
-    """Slots per block: a state is one slot."""
+    """Slots in a block; a block of a state group counts as one slot."""
     return group.tokens_per_block or 1
 
 
 def cycle(*groups: Group) -> int:
-    """After how many positions it is the same workers' turn again."""
+    """The number of positions after which the same ranks hold positions again, for all given groups together."""
     return math.lcm(*(group.context.size * group.context.interleave_tokens for group in groups))
 
 
 def period(*groups: Group) -> int:
-    """After how many positions workers, blocks and slots repeat, rule A3."""
+    """The number of positions after which ranks, block boundaries and slots repeat, by rule A3."""
     return math.lcm(*(g.context.size * math.lcm(slots(g), g.context.interleave_tokens) for g in groups))
 
 
 def holds(group: Group, position: Ints) -> Bools:
-    """Whether a worker holds each position."""
+    """Whether the group's worker holds each position, (n,) bool."""
     held: Bools = position // group.context.interleave_tokens % group.context.size == group.context.rank
     return held
 
 
 def local_index(group: Group, position: Position) -> Position:
-    """How many positions before a held one the worker holds, rule A1; of one position, or of each in an array."""
+    """The local index, by rule A1, of a position that the worker holds, or of each one in an array."""
     run = group.context.interleave_tokens
     return position // cycle(group) * run + position % run if group.context.size > 1 else position
 
 
 def position_of(group: Group, local: Position) -> Position:
-    """The position of local index ``local``."""
+    """The position that has local index ``local``; the inverse of :func:`local_index`."""
     run, context = group.context.interleave_tokens, group.context
     return (local // run * context.size + context.rank) * run + local % run
 
 
 def before(group: Group, position: int) -> int:
-    """How many positions below ``position`` the worker holds.
+    """The number of positions below ``position`` that the worker holds.
 
     >>> from kvplan import Context
     >>> [before(Group("attn", 16, Context(1, 2, 4)), position) for position in (4, 5, 8, 13)]
@@ -74,7 +74,10 @@ def before(group: Group, position: int) -> int:
 
 
 def stand(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
-    """The block of the request and the slot of each position that all groups hold: two arrays (groups, positions)."""
+    """The block ordinal and the slot of each position, in each group: two int64 arrays of shape (groups, positions).
+
+    Every group must hold every position.
+    """
     block, slot = np.empty((2, len(groups), position.size), np.int64)
     for i, group in enumerate(groups):
         np.divmod(local_index(group, position), slots(group), out=(block[i], slot[i]))
@@ -82,7 +85,7 @@ def stand(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
 
 
 def reach(group: Group, first: int, count: int) -> tuple[int, int]:
-    """The positions that ``count`` blocks from block ``first`` on hold: from the first to past the last.
+    """The positions in ``count`` blocks from ordinal ``first`` on, as ``[start, stop)``.
 
     >>> reach(Group("attn", 16), 3, 2)
     (48, 80)
@@ -93,7 +96,7 @@ def reach(group: Group, first: int, count: int) -> tuple[int, int]:
 
 
 def ends(starts: Ints | Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:
-    """The first and last position in ``[low, high)`` that equals one of ``starts``, ascending, modulo ``every``.
+    """The first and the last position in ``[low, high)`` that is in ``starts`` modulo ``every``; ``None`` without one.
 
     >>> ends([0, 3], 4, 1, 9), ends([0, 3], 4, 1, 3)
     ((3, 8), None)
@@ -108,7 +111,7 @@ def ends(starts: Ints | Sequence[int], every: int, low: int, high: int) -> tuple
 
 
 def repeated(starts: Ints, every: int, low: int, high: int) -> Ints:
-    """The positions in ``[low, high)`` that equal one of ``starts``, ascending, modulo ``every``.
+    """All positions in ``[low, high)`` that are in ``starts`` modulo ``every``, ascending.
 
     >>> repeated(np.array([0, 3]), 4, 3, 9).tolist()
     [3, 4, 7, 8]

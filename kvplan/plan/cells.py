@@ -1,17 +1,16 @@
-"""Cells (C): which source serves which part of a destination.
+"""Cells (C): divides what a destination needs into boxes, and chooses one source for each.
 
-- C1: along each axis, coordinates that the same source views hold form one *part* (:mod:`kvplan.plan.sources`). For the
-  token axis these are the positions of a cycle of the contexts; block sizes play no role in who holds what.
-- C2: a cell is a product of parts. What no source holds is one error that lists every missing interval.
-- C3: cells that the same sources hold are one *lot*, so that who serves whom does not depend on layouts. Fewest peers
-  first: sources that alone hold some lot are needed anyway; to them are added, one by one, the source that holds the
-  most bytes still without one.
-- C4: a lot goes to the needed holder with the fewest bytes so far. States and tokens are lots of their own, and their
-  bytes are counted apart: how many tokens there are to a state is known only when a request comes. Ties, here and in
-  C3, are broken by turns: the destination's rank says whose turn it is, so every worker comes to the same answer alone.
-- C5: where ``replicas`` may take a share each of what they all hold, tensors are divided into as many shares, those of
-  one shape and the same holders evenly. Sources of a share are chosen as if it were a destination of its own, whose
-  turn comes after that of the share before it.
+- C1: Along each axis, the coordinates that the same source views hold form one *part* (:mod:`kvplan.plan.sources`). The
+  parts of the token axis are positions in one cycle of the contexts. Block sizes do not matter for who holds what.
+- C2: A cell is a product of parts, one of each axis. Cells without a holder make one error that lists all of them.
+- C3: The sources that hold a cell are its *replica set*. Cells with equal replica sets get the same source, so the
+  choice does not depend on layouts. The fewest sources are taken: first those that are the only holder of some cell;
+  then, one by one, the source that holds the most bytes that have none yet.
+- C4: Each replica set is read from its chosen holder with the fewest bytes assigned so far. States and tokens are
+  counted apart, because the number of tokens to a state is unknown before a request. Ties, here and in C3, are broken
+  by ``destination.rank % candidates``, so every worker computes the same choice without communication.
+- C5: With ``replicas=n``, the tensors are divided evenly into n shares, and each share is assigned as if it belonged to
+  a destination of its own, one rank after the share before it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from kvplan.plan.sources import Part
 
 @attrs.frozen(eq=False)
 class Cell:
-    """What one source view sends to one destination view, for every tensor of a match.
+    """The box that one source view sends to one destination view, for every tensor of a match.
 
-    ``destination`` and ``source`` index the match's views; ``parts`` has every axis, the token axis last and in
-    positions of a cycle of all contexts, ``every`` positions long.
+    ``destination`` and ``source`` are indices of the match's views. ``parts`` has one part of every axis. The token
+    axis comes last; its part lists positions in ``[0, every)``, one cycle of all contexts.
     """
 
     match: Match
@@ -51,12 +50,15 @@ class Cell:
 
     @property
     def sides(self) -> tuple[Geometry, Geometry]:
-        """The geometries of both views, the destination's first."""
+        """The geometries of the two views, the destination's first."""
         return self.match.destination[self.destination], self.match.holding.sources[self.source][1]
 
 
 def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
-    """Every cell of a destination, each with exactly one source. Raises ``TENSOR`` or ``COVER`` with what lacks one."""
+    """All cells of a destination, each with one source.
+
+    Raises ``TENSOR`` for tensors that no source has, else ``COVER`` for parts that no source holds, listing them all.
+    """
     if not matches:
         return ()
     destination, sources = matches[0].workers
@@ -85,30 +87,33 @@ def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
         )
-    lots, made = np.array(held), list[Cell]()
+    replica_sets, made = np.array(held), list[Cell]()  # (cells, sources) bool
     for turn, (which, share) in enumerate(_shares(found, _divide(matches, destination, replicas), replicas)):
-        owners = _owners(share, lots[which], destination.rank * replicas + turn)
+        owners = _owners(share, replica_sets[which], destination.rank * replicas + turn)
         made += [attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(share, owners, strict=True)]
     return tuple(made)
 
 
 def _divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dict[str, int]:
-    """The share of each tensor, in ``[0, replicas)``, by rule C5: neighbours stay together, which keeps runs long."""
-    alike: dict[Any, list[str]] = {}
+    """The share of each tensor, in ``[0, replicas)``, by rule C5.
+
+    Consecutive tensors of equal shape and equal holders stay in one share, which keeps runs long.
+    """
+    equal: dict[Any, list[str]] = {}
     for one in matches:
         sizes = sorted((axis, size) for axis, size in one.destination[0].sizes.items() if axis != TOKEN)
         key = (one.destination[0].dtype, *sizes, frozenset(one.holding.worker.tolist()))
-        alike.setdefault(key, []).extend(one.names)
+        equal.setdefault(key, []).extend(one.names)
     order = {name: i for i, name in enumerate(destination.tensors)}
     return {
         name: (at * replicas // len(names) + turn) % replicas
-        for turn, names in enumerate(alike.values())
+        for turn, names in enumerate(equal.values())
         for at, name in enumerate(sorted(names, key=order.__getitem__))
     }
 
 
 def _shares(found: Sequence[Cell], share: Mapping[str, int], replicas: int) -> Iterator[tuple[Ints, list[Cell]]]:
-    """For each share its cells, and which of all cells they are part of."""
+    """For each share, the indices of the cells that it takes part in, and those cells with its tensors alone."""
     for turn in range(replicas):
         mine = [_take(cell, [share[name] == turn for name in cell.match.names]) for cell in found]
         which = np.flatnonzero([len(cell.match.names) for cell in mine])
@@ -116,7 +121,7 @@ def _shares(found: Sequence[Cell], share: Mapping[str, int], replicas: int) -> I
 
 
 def _take(cell: Cell, which: Sequence[bool]) -> Cell:
-    """A cell of some of its match's tensors."""
+    """The cell with some of its match's tensors; ``which`` has a flag for each."""
     if all(which):
         return cell
     names, rows = tuple(itertools.compress(cell.match.names, which)), np.flatnonzero(which)
@@ -125,14 +130,15 @@ def _take(cell: Cell, which: Sequence[bool]) -> Cell:
 
 
 def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
-    """The source of each cell of a share, by the lots that they form."""
+    """The index of the source of each cell, (cells,); ``held`` is (cells, sources), one replica set in each row."""
     states = [cell.match.destination[cell.destination].group.tokens_per_block is None for cell in share]
     keys = [(state, holders.tobytes()) for state, holders in zip(states, held, strict=True)]
-    lots = {key: i for i, key in enumerate(sorted(set(keys)))}
-    alike = np.array([lots[key] for key in keys], np.int64)
-    weight = np.bincount(alike, [_bytes(cell) for cell in share]).astype(np.float64)
-    apart = np.array([np.frombuffer(holders, bool) for _, holders in lots], bool).reshape(-1, held.shape[1])
-    owners: Ints = choose(apart, weight, np.array([state for state, _ in lots], bool), turn)[alike]
+    # The distinct replica sets, states and tokens apart; sorted, so that the order of the cells does not matter.
+    numbers = {key: i for i, key in enumerate(sorted(set(keys)))}
+    number = np.array([numbers[key] for key in keys], np.int64)
+    weight = np.bincount(number, [_bytes(cell) for cell in share]).astype(np.float64)
+    distinct = np.array([np.frombuffer(holders, bool) for _, holders in numbers], bool).reshape(-1, held.shape[1])
+    owners: Ints = choose(distinct, weight, np.array([state for state, _ in numbers], bool), turn)[number]
     return owners
 
 
@@ -146,7 +152,7 @@ def parts(found: Match, destination: int) -> dict[str, tuple[Part, ...]]:
 
 
 def _cycle(found: Match, destination: int) -> int:
-    """After how many positions it is the same workers' turn again, of all that a match concerns."""
+    """The cycle of the contexts of a destination view and all sources of a match, in positions."""
     every = cycle(found.destination[destination].group, *found.holding.groups[0])
     if every > MAX_SEGMENTS:
         raise KVPlanError(
@@ -160,9 +166,10 @@ def _cycle(found: Match, destination: int) -> int:
 
 
 def choose(held: Bools, weight: npt.NDArray[np.float64], states: Bools, turn: int) -> Ints:
-    """The source of each lot by rules C3 and C4. ``held`` is (lots, sources), ``weight`` the lots' bytes.
+    """The source of each replica set by rules C3 and C4, (sets,) int64.
 
-    ``states`` says which lots are states and not tokens.
+    ``held`` is (sets, sources) bool; ``weight`` (sets,) has the bytes that each set holds; ``states`` (sets,) is true
+    for the sets of state groups.
 
     >>> replicas = np.ones((1, 4), bool)
     >>> [int(choose(replicas, np.ones(1), np.zeros(1, bool), rank)[0]) for rank in range(5)]
@@ -174,10 +181,11 @@ def choose(held: Bools, weight: npt.NDArray[np.float64], states: Bools, turn: in
         needed[_by_turn(np.flatnonzero(gain == gain.max()), turn)] = True
     loads = np.zeros((2, held.shape[1]))
     owner = np.zeros(len(held), np.int64)
-    for lot in np.lexsort((-weight, (held & needed).sum(1))).tolist():
-        holders, load = np.flatnonzero(held[lot] & needed), loads[int(states[lot])]
-        owner[lot] = _by_turn(holders[load[holders] == load[holders].min()], turn)
-        load[owner[lot]] += weight[lot]
+    # Sets with the fewest candidates first, among them those with the most bytes: they leave the least choice.
+    for i in np.lexsort((-weight, (held & needed).sum(1))).tolist():
+        holders, load = np.flatnonzero(held[i] & needed), loads[int(states[i])]
+        owner[i] = _by_turn(holders[load[holders] == load[holders].min()], turn)
+        load[owner[i]] += weight[i]
     return owner
 
 
@@ -191,18 +199,18 @@ def _bytes(cell: Cell) -> int:
 
 
 def _view(cell: Cell, owner: int) -> int:
-    """The first of the owner's views that holds a cell."""
+    """The index of the owner's first view that holds a cell."""
     return int(np.flatnonzero(_held(cell.parts.values()) & (cell.match.holding.worker == owner))[0])
 
 
 def _held(parts: Iterable[Part]) -> Bools:
-    """Which source views hold all of some parts."""
+    """Whether each source view holds all of these parts, (views,) bool."""
     held: Bools = np.logical_and.reduce([part.held for part in parts])
     return held
 
 
 def _describe(cell: Cell) -> str:
-    """What a cell is, without the axes that it has whole."""
+    """A cell in words; axes of which it has every coordinate are left out."""
     ours, names = cell.match.destination[cell.destination], cell.match.names
     sizes = {**ours.sizes, TOKEN: cell.every}
     shown = [
@@ -210,5 +218,5 @@ def _describe(cell: Cell) -> str:
         for axis, part in cell.parts.items()
         if part.size < sizes[axis]
     ]
-    alike = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} like it"
-    return f"{alike}: {', '.join(shown) or 'all of it'}"
+    tensors = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} like it"
+    return f"{tensors}: {', '.join(shown) or 'all of it'}"

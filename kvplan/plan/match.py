@@ -1,11 +1,11 @@
-"""Match (M): which views of the sources hold the tensors that a destination needs.
+"""Match (M): pairs the tensors of a destination with the views of the sources.
 
-- M1: tensors pair by name alone.
-- M2: a tensor that the destination needs and no source offers matches no source, unless the caller says that it is
-  not transferred. What only sources have is left alone.
-- M3: both sides of a tensor have the same axis names, global sizes and dtype. Token groups pair with token
-  groups, state groups with state groups.
-- M4: tensors whose views have the same geometries on the same workers are one *match*, planned once.
+- M1: Tensors pair by name, and by nothing else.
+- M2: Every tensor of the destination needs a source, except those that the caller lists as not transferred. Tensors
+  that only sources have do not take part.
+- M3: Both sides of a tensor have the same axis names, global sizes and dtype. A token group pairs with a token group,
+  a state group with a state group.
+- M4: Tensors whose views have equal geometries on the same workers form one *match* and are planned once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from kvplan.plan.sources import Holding, Sources
 
 @attrs.frozen(eq=False)
 class Match:
-    """Tensors of equal geometry: the destination's views of each, and how sources hold them.
+    """Tensors with equal geometries on both sides.
 
-    ``views`` are, for each side, (tensors, views) indices into a worker's views.
+    ``destination`` has the geometries of the destination's views of such a tensor; ``holding`` describes the views of
+    the sources. ``views`` has, for each side, the view indices of every tensor, (tensors, views) int64.
     """
 
     names: tuple[str, ...]
@@ -37,22 +38,22 @@ class Match:
     workers: tuple[Worker, tuple[Worker, ...]]
 
     def places(self, destination: int, source: int) -> Ints:
-        """Where one view of each side stands, for every tensor: (2, tensors, 2), region index and offset."""
+        """The places of one view of each side for every tensor, (2, tensors, 2) int64: region index and offset."""
         (ours, theirs), (local, workers) = self.views, self.workers
         sender = workers[self.holding.sources[source][0]]
         return np.stack([local.places[ours[:, destination]], sender.places[theirs[:, self.holding.column[source]]]])
 
 
 def match(destination: Worker, sources: Sources, not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
-    """The matches of a destination with sources. Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``."""
-    alike: dict[Any, list[str]] = {}
+    """The matches of a destination with its sources. Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule M3."""
+    tensors: dict[Any, list[str]] = {}  # names by what their views have in common, rule M4
     geometry_of = destination.geometry_of
     for name, views in destination.tensors.items():
         if name not in not_transferred:
             key = (sources.holding(name), tuple([geometry_of[view] for view in views]))
-            alike.setdefault(key, []).append(name)
+            tensors.setdefault(key, []).append(name)
     matches = []
-    for (holding, ours), names in alike.items():
+    for (holding, ours), names in tensors.items():
         geometries = tuple(destination.geometries[g] for g in ours)
         for mine in geometries:
             for i, other in holding.kinds:

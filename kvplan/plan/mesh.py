@@ -1,8 +1,8 @@
-"""Meshes: whole engines planned at once, and what their workers have to tell each other.
+"""Meshes: plans of whole engines, and the completions that their workers exchange.
 
-Whoever moves bytes, a reader or a writer, tells the other worker when it is done: one *completion* for each pair of
-workers that its plan has bytes for, in each request, also in one that moves none of them. Who must tell whom is read
-off the plans; nothing computes it a second time.
+The worker that moves bytes, a reader or a writer, notifies the other worker when a request is complete: one
+*completion* for each pair of workers that its plan has rows for, also in a request that moves no byte between them. Who
+notifies whom is read off the plans, so no second formula can disagree with them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OPERATIONS: Final = ("READ", "WRITE")
 
 @attrs.frozen
 class Completions:
-    """Whom a worker tells that a request is done, and whom it hears that from: (engine id, rank) of each.
+    """The workers that one worker notifies of a completed request, and those it waits for: (engine id, rank) each.
 
-    A worker that awaits nobody may free or use a request's blocks at once. Such are the replicas that serve nobody.
+    A worker that waits for nobody may free or use a request's blocks at once: a replica that serves no destination.
     """
 
     sends: tuple[Key, ...]
@@ -35,9 +35,9 @@ class Completions:
 
 
 def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
-    """The completions of every worker that the plans know, local ones and remote ones.
+    """The completions of every worker in the plans, local and remote.
 
-    Give the plans of a whole mesh, reads or writes: a worker awaits what all others send.
+    Pass the plans of a whole mesh, reads or writes: a worker waits for all others that move its bytes.
     """
     sends: dict[Key, list[Key]] = {}
     awaits: dict[Key, list[Key]] = {}
@@ -60,11 +60,11 @@ class MeshPlan:
 
     @property
     def completions(self) -> Mapping[Key, Completions]:
-        """For each worker of both engines, whom it tells that a request is done, and whom it awaits."""
+        """For each worker of both engines, whom it notifies of a completed request and for whom it waits."""
         return completions(self.plans)
 
     def cost(self, tokens: int | None = None) -> Cost:
-        """What a request takes in all plans, as :meth:`kvplan.TransferPlan.cost` tells it of one."""
+        """The cost of a request in all plans together; see :meth:`kvplan.TransferPlan.cost`."""
         pairs = [(plan.local.key, pair) for plan in self.plans for pair in plan.pairs]
         return cost(self.plans[0].operation if self.plans else "READ", pairs, tokens)
 
@@ -80,7 +80,7 @@ def plan_mesh(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> MeshPlan:
-    """The plans of whole engines: what every destination worker reads, or what every source worker writes.
+    """The plans of two whole engines: the reads of every destination worker, or the writes of every source worker.
 
     Raises what :func:`kvplan.plan_reads` does.
     """
@@ -110,10 +110,10 @@ def contacts(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> Mapping[Key, tuple[Key, ...]]:
-    """For each worker of both engines, the workers of the other one that it exchanges bytes with.
+    """For each worker of both engines, the workers of the other engine that it exchanges bytes with.
 
-    Which these are depends on who holds what alone, not on layouts, block sizes, pools or addresses. So before any
-    offer has arrived, a worker finds out whom to shake hands with from the other engine's parallel sizes:
+    The answer depends only on which parts each worker holds, not on layouts, block sizes, pools or addresses. A worker
+    can therefore ask before any offer arrives, from the other engine's parallel sizes:
 
     >>> from kvplan import Model
     >>> model = Model.shipped("qwen3-235b-a22b")  # 4 KV heads

@@ -1,7 +1,8 @@
-"""Sources: what those that can send hold, looked through once for all destinations of a mesh.
+"""Sources: an index of what every source holds, made once and used for all destinations of a mesh.
 
-Ranks of an engine list the same tensors in the same way and differ in which part they hold. So tensors are told apart
-once for all such ranks, and a tensor that all of them hold alike in every layer is one *holding*.
+The ranks of an engine usually list the same tensors with the same geometries, and differ in the parts they hold. The
+index therefore groups ranks of equal lists, and layers of equal geometry: all tensors that the sources hold in the same
+way share one :class:`Holding`.
 """
 
 from __future__ import annotations
@@ -24,24 +25,27 @@ Intervals = tuple[tuple[int, int], ...]
 
 @attrs.frozen(eq=False)
 class Part:
-    """Intervals of one axis, (n, 2) and ascending, and which views hold all of them."""
+    """Coordinates of one axis that the same views hold.
+
+    ``intervals`` is (n, 2) int64, ascending; ``held`` is (views,) bool.
+    """
 
     intervals: Ints
     held: Bools
 
     @cached_property
     def size(self) -> int:
-        """How many coordinates."""
+        """The number of coordinates."""
         return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
 
     @cached_property
     def span(self) -> tuple[int, int]:
-        """Where the first interval starts, and where the last one stops."""
+        """The start of the first interval and the stop of the last one."""
         return int(self.intervals[0, 0]), int(self.intervals[-1, 1])
 
     @cached_property
     def shape(self) -> bytes:
-        """The intervals seen from the first one's start."""
+        """The intervals relative to the start of the first one, as bytes: a key for parts of equal shape."""
         return (self.intervals - self.span[0]).tobytes()
 
     def __str__(self) -> str:
@@ -53,9 +57,10 @@ class Part:
 
 @attrs.frozen(eq=False)
 class Cover:
-    """The coordinates of one axis that each of some views holds: the different sets of intervals, and whose each is.
+    """The coordinates of one axis that each view holds.
 
-    ``intervals`` is (n, 2), those of all sets; ``of`` the set of each interval, ``which`` the set of each view.
+    Views with equal coordinates share a set of intervals: ``intervals`` is (n, 2) int64 and lists all sets, ``of`` (n,)
+    has the set of each interval, ``which`` (views,) the set of each view.
     """
 
     intervals: Ints
@@ -64,19 +69,24 @@ class Cover:
     _known: dict[Intervals, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
 
     def parts(self, covered: Intervals) -> tuple[Part, ...]:
-        """These intervals, cut where any view begins or ends, by who holds them."""
+        """The parts of a destination's intervals: cut wherever a view begins or ends, then grouped by their holders."""
         if covered not in self._known:
             ours = np.array(covered, np.int64)
+            # `bounds` are all ends of intervals; `held` is (pieces between bounds that the destination has, views).
             bounds = distinct(np.concatenate([ours, self.intervals]))
             wanted = _inside(bounds, ours, np.zeros(len(ours), np.int64))[0]
             held = _inside(bounds, self.intervals, self.of)[:, wanted][self.which].T
-            self._known[covered] = _alike(np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted], held)
+            self._known[covered] = _by_holders(np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted], held)
         return self._known[covered]
 
 
 def _inside(bounds: Ints, intervals: Ints, of: Ints) -> Bools:
-    """Whether what is between each bound and the next is inside each set of intervals, which do not touch."""
+    """Whether each piece between neighbouring bounds lies in each set of intervals, (sets, bounds - 1) bool.
+
+    The intervals of one set must not touch each other.
+    """
     steps = np.zeros((int(of.max(initial=-1)) + 1, bounds.size), np.int8)
+    # +1 where an interval begins, -1 where it ends; the running sum is 1 inside an interval.
     begins, ends = np.searchsorted(bounds, intervals).T
     steps[of, begins] = 1
     steps[of, ends] = -1
@@ -84,8 +94,8 @@ def _inside(bounds: Ints, intervals: Ints, of: Ints) -> Bools:
     return inside
 
 
-def _alike(intervals: Ints, held: Bools) -> tuple[Part, ...]:
-    """Intervals by their holders, which are (intervals, views)."""
+def _by_holders(intervals: Ints, held: Bools) -> tuple[Part, ...]:
+    """One part for each distinct row of ``held``, (intervals, views)."""
     by_holders: dict[bytes, list[int]] = {}
     for i, holders in enumerate(held):
         by_holders.setdefault(holders.tobytes(), []).append(i)
@@ -94,9 +104,10 @@ def _alike(intervals: Ints, held: Bools) -> tuple[Part, ...]:
 
 @attrs.frozen(eq=False)
 class Holding:
-    """The views by which sources hold some tensors, the same of each: the index of the source, and the geometry.
+    """All views of one tensor among the sources; equal for every tensor that the sources hold in the same way.
 
-    ``column`` says which of the views of such a tensor, in :attr:`Sources.views`, each of them is.
+    ``sources`` has, for each view, the index of its worker and its geometry. ``column`` has the index of that view in
+    :attr:`Sources.views` of the tensor.
     """
 
     sources: tuple[tuple[int, Geometry], ...]
@@ -106,17 +117,17 @@ class Holding:
 
     @cached_property
     def worker(self) -> Ints:
-        """The index of each view's source."""
+        """The index of each view's worker, (views,)."""
         return np.array([i for i, _ in self.sources], np.int64)
 
     @cached_property
     def groups(self) -> tuple[tuple[Group, ...], Ints]:
-        """The different groups of the views, and which each has."""
+        """The distinct groups of the views, and the index of each view's group, (views,)."""
         return _different(self.sources, lambda geometry: geometry.group)
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, Geometry], ...]:
-        """The first of the views of each dtype, global sizes, and kind of group."""
+        """One view and its worker for each distinct dtype, global sizes and kind of group: what rule M3 checks."""
         found: dict[Any, tuple[int, Geometry]] = {}
         for i, geometry in self.sources:
             key = (geometry.dtype, geometry.group.tokens_per_block is None, *geometry.sizes.items())
@@ -124,7 +135,7 @@ class Holding:
         return tuple(found.values())
 
     def cover(self, axis: str) -> Cover:
-        """What each view holds of an axis."""
+        """The coordinates of an axis that each view holds."""
         if axis not in self._covers:
             sets, which = _different(self.sources, lambda geometry: geometry.segments[axis].covered)
             intervals = np.array([ends for each in sets for ends in each], np.int64).reshape(-1, 2)
@@ -133,35 +144,35 @@ class Holding:
         return self._covers[axis]
 
     def positions(self, group: Group, every: int) -> tuple[Part, ...]:
-        """The positions of a destination's group, of every so many, by the views that hold them."""
+        """The parts of the positions ``[0, every)`` that a destination's group holds, by the views that hold them."""
         if group not in self._positions:
             position = np.arange(every, dtype=np.int64)
             mine = position[holds(group, position)]
             groups, which = self.groups
             held = np.array([holds(other, mine) for other in groups], bool).reshape(-1, mine.size)[which].T
-            self._positions[group] = _alike(np.stack([mine, mine + 1], axis=1), held)
+            self._positions[group] = _by_holders(np.stack([mine, mine + 1], axis=1), held)
         return self._positions[group]
 
 
 def _different(
     sources: Iterable[tuple[int, Geometry]], value: Callable[[Geometry], Value]
 ) -> tuple[tuple[Value, ...], Ints]:
-    """The different values that geometries have, and which each has."""
+    """The distinct values of the views' geometries, and the index of each view's value, (views,)."""
     known: dict[Value, int] = {}
     which = np.array([known.setdefault(value(geometry), len(known)) for _, geometry in sources], np.int64)
     return tuple(known), which
 
 
 class Sources:
-    """Workers that may send, and the holding of each of their tensors.
+    """The workers that can send, and the holding of each of their tensors.
 
-    ``views`` are the indices of a tensor's views by its name, those of each cohort after another.
+    ``views`` has the view indices of a tensor by its name: those of the first ranks with equal lists, then of the next.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers: tuple[Worker, ...] = tuple(workers)
         self.views: dict[str, tuple[int, ...]] = {}
-        cohorts: dict[Any, list[int]] = {}
+        cohorts: dict[Any, list[int]] = {}  # workers by the list of tensors and geometries that they share
         for i, worker in enumerate(self.workers):
             cohorts.setdefault((tuple([view.name for view in worker.views]), worker.geometry_of), []).append(i)
         kinds: dict[str, tuple[Any, ...]] = {}
@@ -178,7 +189,7 @@ class Sources:
         self._holdings = {name: made[kind] for name, kind in kinds.items()}
 
     def holding(self, name: str) -> Holding:
-        """How the sources hold a tensor: the same value for all tensors that they hold alike."""
+        """The holding of a tensor: one object for all tensors that the sources hold in the same way."""
         return self._holdings.get(name, self._nobody)
 
     def _holding(

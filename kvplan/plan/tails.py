@@ -1,7 +1,7 @@
-"""Tails: the bytes of a request's blocks that lie behind its last position.
+"""Tails: the bytes of a request's blocks after its last position.
 
-A block is visible to its engine as a whole. Slots behind the last position that was moved keep what an earlier request
-left there, until the engine writes them or sets them to zero.
+An engine sees whole blocks. The slots after the last transferred position still hold the bytes of an earlier request
+until the engine writes them or sets them to zero.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvplan.plan.rows import Descriptors
 
 
 def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[str, Descriptors]:
-    """By tensor, the bytes of a destination's blocks behind a request's range: (n, 3) uint64, address, length, device.
+    """The bytes of a destination's blocks after the request's range, by tensor: (n, 3) uint64 address, length, device.
 
-    ``blocks`` and ``tokens`` are what ``bind`` takes for this worker; a group without a table or a range has no tail.
-    What lies before the range is left out: there the worker holds tokens already. Raises what ``bind`` does.
+    ``blocks`` and ``tokens`` are the arguments of ``bind`` for this worker. A group without a table or a range has no
+    tail. Slots before the range are not listed: the worker already holds those tokens. Raises what ``bind`` raises.
 
     >>> from kvplan import Axis, Group, Region, View
     >>> view = View("mla", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 8), Axis("dim", 0, 6, 6, 1)), 10, 32)
@@ -53,12 +53,14 @@ def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[
 
 
 def _pieces(geometry: Geometry, table: Blocks, start: int) -> tuple[Ints, Ints]:
-    """Where the slots of a request from local slot ``start`` on lie in a pool: offsets and lengths, ascending."""
+    """The bytes of the request's slots from local index ``start`` on: offsets in the pool and lengths, ascending."""
     check_blocks(geometry.group.name, table, geometry.num_blocks, is_destination=True)
     size, ordinals = slots(geometry.group), table.ordinals
     block, slot = divmod(start, size)
     token = geometry.segments[TOKEN].at(np.arange(size))
     inner, length = _content(geometry)
+    # Offsets of all contiguous runs: blocks outside, slots next, the runs of one slot inside. The first block counts
+    # from `slot` on, later ones from slot 0. Runs that continue each other are then joined.
     parts = []
     for which, first in ((ordinals == block, slot), (ordinals > block, 0)):
         pages = np.add.outer(table.ids[which].astype(np.int64) * geometry.block_stride_bytes, token[first:])
@@ -69,7 +71,7 @@ def _pieces(geometry: Geometry, table: Blocks, start: int) -> tuple[Ints, Ints]:
 
 
 def _content(geometry: Geometry) -> tuple[Ints, int]:
-    """The runs of one slot: offsets, and the length of each."""
+    """The contiguous runs of one slot: their offsets, and the length that they share."""
     offset, length = np.zeros(1, np.int64), geometry.itemsize
     for axis in sorted(geometry.axes, key=lambda axis: axis.stride_bytes):
         if axis.name == TOKEN or axis.extent == 1:
