@@ -592,7 +592,7 @@ REFUSALS: tuple[Row, ...] = (
     ),
     Row(
         "BLOCKS: cannot bind remote group 'attn': expected blocks [0, 3) of the request to be listed, got [0, 2) "
-        "(without a range of tokens, all that the destination's blocks hold is to move)",
+        "(no token range given: every position in the destination's blocks is transferred)",
         lambda: bind(remote={"attn": Blocks([1, 2])}, tokens=None),
     ),
     Row(

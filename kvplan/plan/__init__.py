@@ -1,4 +1,49 @@
-"""Plans: from the descriptions of two engines to the descriptor ids of a request."""
+"""Plans: from the descriptions of two engines to the descriptor ids of a request.
+
+Theory of operation
+===================
+
+A plan is made once for each remote engine and knows no request. Binding turns the block tables and the token range of
+one request into ids, with numpy alone. No stage knows a model, a layout or an engine: everything is views.
+
+::
+
+    workers --match--> tensors on both sides --cells--> boxes, each with one source --runs--> contiguous bytes
+            --rows--> strided rows, registered once            block tables, range --bind--> ids into the rows
+
+1. **match** pairs tensors by name. Tensors of equal geometry are planned once: all layers of a kind.
+2. **cells** cuts the destination's part of a tensor where the part of a source begins or ends, along every axis, and
+   chooses one source for each box.
+3. **runs** finds the bytes of a box that are contiguous on both sides. First within one token: axes whose strides equal
+   on both sides merge, and neighbouring heads, K and V, layers and tensors join. Then across tokens, inside a block.
+4. **rows** gives each run a place in a strided row: equal runs at a constant step, repeated in every block of the pool.
+   A descriptor's id is ``base + step * block id + slot term``, where only the block id depends on the request.
+5. **bind** computes these sums for the blocks of a request: one addition for all equal runs of all blocks.
+
+Block sizes need not divide each other, because positions repeat after a *period*, the least common multiple of both
+block sizes (and of the context-parallel cycles). In a period there are a few **block pairs**: one block of the
+destination with one of the source, and the positions that are in both::
+
+    position        0              32      48      64              96
+    destination     |       block 0        |        block 1        |      blocks of 48 tokens
+    source          |   block 0     |    block 1    |    block 2   |      blocks of 32 tokens
+    block pairs     |     0-0       |  0-1 |  1-1   |      1-2     |
+
+    tokens (0, 40)  |###############|oo                                     #: longest runs   o: token by token
+
+>>> import numpy as np
+>>> from kvplan import Group
+>>> from kvplan.plan.align import period, stand
+>>> groups = Group("attn", 48), Group("attn", 32)
+>>> blocks, slots = stand(groups, np.array([0, 32, 48, 64]))  # of each side, where a block pair begins
+>>> period(*groups), list(zip(*blocks.tolist()))
+(96, [(0, 0), (0, 1), (1, 1), (1, 2)])
+
+A block pair that the request's range covers moves by its longest runs. A pair that the range cuts, at most the first
+and the last, moves token by token. Nothing joins across two blocks of one side: any two blocks may be anywhere in the
+pool. All offsets are relative to regions until the end, so remote workers of equal geometry share everything but base
+addresses.
+"""
 
 from kvplan.plan.bind import Workspace
 from kvplan.plan.cost import Cost, PairCost

@@ -1,13 +1,12 @@
-"""Bind (B): a request's block tables become descriptor ids.
+"""Bind (B): turns the block tables of a request into descriptor ids.
 
-- B1: blocks pair by position. A block's ordinal in the request, never its place in a list, says which positions it
-  holds.
-- B2: exactly the positions of the range move. Runs between the outermost cuts inside the range move as they are,
-  what is left at its two ends token by token.
-- B3: an id is ``base + step * block id + sub``, one broadcast add for all strands of a family. Inside a strand ids
-  follow positions, so neighbouring blocks are neighbouring ids.
-- B4: whatever is wrong with the tables or the range is an error before any id is made.
-- B5: pairs that differ in where their rows begin alone have the same ids, made once.
+- B1: Blocks pair by position. The ordinal of a block in the request determines its positions, not its index in a list.
+- B2: Exactly the positions of the range move. Runs inside the range move whole; what the range cuts off at its two ends
+  moves token by token.
+- B3: An id is ``base + step * block id + sub``: one broadcast addition for all runs of a family. The ids of one run
+  follow the positions, so neighbouring blocks get neighbouring ids.
+- B4: Everything wrong with the tables or the range is an error before any id is computed.
+- B5: Pairs whose rows differ only in where they begin share their ids, computed once.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ Sides = tuple[str, str]
 
 
 class Workspace:
-    """Memory for the ids of one request after another, for loops that bind many.
+    """Reusable memory for ids, for loops that bind many requests.
 
-    Fresh memory costs more than the ids in it: every page of it is mapped anew. Specs that were bound with a workspace
-    are good until the next ``bind`` with it.
+    Fresh memory costs more than computing the ids, because the system maps every page anew. Specs that were bound with
+    a workspace are valid until the next ``bind`` with it. One thread at a time may use a workspace.
 
     >>> from kvplan import Blocks, Model, Workspace, plan_reads
     >>> (decode,), (prefill,) = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in "dp")
@@ -53,13 +52,13 @@ class Workspace:
         self._used = 0
 
     def clear(self) -> None:
-        """Makes all memory free again, as much of it as was ever taken at once."""
+        """Free all memory for the next request, and grow it to the most that one request has needed."""
         if self._used > self._ids.size:
             self._ids = np.empty(self._used, np.int32)
         self._used = 0
 
     def take(self, number: int) -> Ids:
-        """Memory for a number of ids on each side, (2, number); fresh where the workspace has too little as yet."""
+        """Memory for the ids of both sides, (2, number) int32; newly allocated if the workspace is too small."""
         start, self._used = self._used, self._used + 2 * number
         if self._used > self._ids.size:
             return np.empty((2, number), np.int32)
@@ -67,13 +66,13 @@ class Workspace:
 
 
 Terms = tuple[Ids | Ints, Ids | Ints]
-"""Ids of both sides as sums, destination first: strands, (2, n, 1), and what each run or token of the request adds to
-them, (2, 1, m)."""
+"""Ids of both sides as sums, destination first: the ids of the runs in block 0, (2, n, 1), and what each occurrence of
+the runs in the request adds to them, (2, 1, m)."""
 
 Shapes = tuple[tuple[int, int], ...]
 
 Taken = tuple[Ids, Ints | None]
-"""Block ids of one side, one for each run or token, and what their slots add, if anything."""
+"""The block ids of one side, one for each occurrence, and what their slots add to the ids, or ``None``."""
 
 
 def check_names(known: Collection[str], given: Iterable[str], what: str) -> None:
@@ -89,7 +88,7 @@ def check_names(known: Collection[str], given: Iterable[str], what: str) -> None
 
 
 def range_of(tokens: Tokens, group: Group) -> Range | None:
-    """The range that a request names for a local group, checked."""
+    """The checked range of a local group; ``None`` if the request gives it none."""
     if isinstance(tokens, Mapping):
         given = tokens.get(group.name)
     else:
@@ -107,7 +106,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
 
 
 def wanted(group: Group, table: Blocks, given: Range | None, side: str) -> Range:
-    """The positions of a range that a destination wants: those of its blocks, where there is no range, or a gap."""
+    """The positions to move: the given range, reduced to the destination's blocks if it has gaps or gives no range."""
     if given is not None and not table.has_gaps:
         return given
     low, high = reach(group, table.first, table.stop - table.first)
@@ -120,9 +119,9 @@ def wanted(group: Group, table: Blocks, given: Range | None, side: str) -> Range
 
 
 def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range, sides: Sides) -> Iterator[Terms]:
-    """The ids of one section: one pair of terms for each family and range that has any.
+    """The ids of one pair of groups: terms for each family and each range in which it has positions.
 
-    ``sides`` are what messages call the destination's tables and the source's.
+    ``sides`` names the destination's and the source's tables in messages.
     """
     ranges = shared(layout, *tokens)
     for family in layout.families:
@@ -132,13 +131,13 @@ def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range, sides: Sides)
 
 
 def shared(layout: Layout, start: int, stop: int) -> Mapping[str, tuple[Range, ...]]:
-    """The positions of ``[start, stop)`` that families take, by their share, rule B2."""
+    """The ranges of positions within ``[start, stop)`` that families move, by their share, rule B2."""
     low, high = _whole(layout, start, stop)
     return {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
 
 
 def _whole(layout: Layout, start: int, stop: int) -> Range:
-    """The part of ``[start, stop)`` that no run sticks out of, rule B2."""
+    """The part of ``[start, stop)`` between runs that a range cuts, rule B2."""
     low, high = start, stop
     if (span := _span(layout, start)) is not None:
         low = span[1]
@@ -148,7 +147,7 @@ def _whole(layout: Layout, start: int, stop: int) -> Range:
 
 
 def _span(layout: Layout, position: int) -> Range | None:
-    """The span of the cuts, if any, that has a position inside it."""
+    """The span in the cuts that has ``position`` strictly inside, or ``None``."""
     turn, rest = divmod(position, layout.period)
     i = bisect_left(layout.cuts, (rest, 0)) - 1
     if i < 0 or layout.cuts[i][1] <= rest:
@@ -160,7 +159,7 @@ def _span(layout: Layout, position: int) -> Range | None:
 def _rows(
     groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
 ) -> Ids | Ints | None:
-    """``step * block id + sub`` of each position of a family in ``[begin, end)``, if there are any."""
+    """``step * block id + sub`` for each position of a family in ``[begin, end)``, (2, 1, positions), or ``None``."""
     gaps = blocks[0].scattered is not None or blocks[1].scattered is not None
     found = (_by_position if gaps or family.turns is None else _by_turn)(groups, family, blocks, begin, end, sides)
     if not found:
@@ -178,7 +177,7 @@ def _rows(
 def _by_turn(
     groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
 ) -> list[Taken]:
-    """What a family takes of tables without gaps, with no arithmetic on positions: slices, where they can be."""
+    """Block ids and slot terms of a family's positions, from tables without gaps: slices where blocks step evenly."""
     low, high, per_turn = family.before(begin), family.before(end), family.starts.size
     if low == high:
         return []
@@ -204,7 +203,7 @@ def _by_turn(
 def _by_position(
     groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
 ) -> list[Taken]:
-    """What a family takes of any tables: position by position, its blocks' ordinals and its slots."""
+    """Block ids and slot terms of a family's positions, from any tables: by the ordinal and slot of each position."""
     found = ends(family.starts, family.every, begin, end)
     if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
         return []
@@ -215,7 +214,7 @@ def _by_position(
 
 
 def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:
-    """The positions of a family from ``first`` to ``last`` that a destination has blocks for."""
+    """The positions of a family from ``first`` to ``last`` for which the destination has blocks."""
     if table.scattered is None:
         return repeated(family.starts, family.every, first, last + 1)
     size = slots(group)
@@ -226,7 +225,7 @@ def _positions(group: Group, family: Family, table: Blocks, first: int, last: in
 
 
 def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shapes]:
-    """All ids, (2, n), one broadcast add for each of the terms, and of each its strands and its runs or tokens.
+    """All ids, (2, n) int32, by one broadcast addition for each of the terms; and the shape of each addition.
 
     Raises ``INT`` if an id does not fit 31 bits.
     """
@@ -243,7 +242,7 @@ def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shape
 
 
 def _narrow(base: Ids | Ints, rows: Ids | Ints) -> Terms:
-    """Terms of tables that have more ids than fit, as int32, if these do."""
+    """The terms as int32, from tables with more ids than fit; the ids of these terms must fit."""
     last = int((base.max(axis=1) + rows.max(axis=2)).max())
     if last >= ID_END:
         raise KVPlanError(

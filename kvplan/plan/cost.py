@@ -1,8 +1,8 @@
-"""Costs: what a request takes, counted from a plan's tables alone.
+"""Costs: the descriptors, bytes and ids of a request, counted from a plan's tables alone.
 
-A request's descriptors depend on its blocks only where these are neighbours in a pool. Take none to be, on either side:
-then which descriptors there are, and how long each is, repeats after every period of a layout. So one period is
-listed, block ids left open, and counted as often as a request has it; what is left of a request is listed once more.
+The descriptors of a request depend on its block ids only where blocks are neighbours in a pool. If none are, on either
+side, the descriptors and their lengths repeat after every period. So one period is listed without block ids and
+counted as often as a request contains it; the rest of the request is listed once more.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kvplan.plan.runs import join
 from kvplan.plan.specs import Pair, ReadSpec
 
 MAX_LISTED: Final = 1 << 24
-"""No more descriptors of one layout and period are listed than this."""
+"""The most descriptors of one pair of groups and one period that are listed."""
 
 SHOWN: Final = 3
-"""Of more lengths than this, only the shortest and the longest are told."""
+"""With more lengths than this, only the shortest and the longest are printed."""
 
 
 @attrs.frozen
 class PairCost:
-    """What one request takes between two workers, each (engine id, rank).
+    """The cost of one request between two workers, each named by (engine id, rank).
 
-    ``local_rows`` and ``remote_rows`` are registered once, ``num_ids`` bound on each side. ``lengths`` has how many
-    coalesced descriptors there are of each length in bytes, ascending.
+    ``local_rows`` and ``remote_rows`` are registered once; ``num_ids`` ids are bound on each side. ``lengths`` maps
+    each length in bytes, ascending, to the number of coalesced descriptors of that length.
     """
 
     local: tuple[str, int]
@@ -51,7 +51,7 @@ class PairCost:
 
     @classmethod
     def of(cls, spec: ReadSpec) -> PairCost:
-        """The cost of a request that was bound."""
+        """The cost of one bound request."""
         lengths = Counter(spec.descriptors()[0][:, 1].tolist())
         rows = len(spec.local_table.rows), len(spec.remote_table.rows)
         return cls(spec.local, spec.remote, *rows, int(spec.local_ids.size), _ascending(lengths))
@@ -69,10 +69,10 @@ class PairCost:
 
 @attrs.frozen(repr=False)
 class Cost:
-    """What one request of ``tokens`` positions takes whose blocks are scattered; states move once.
+    """The cost of one request of ``tokens`` positions whose blocks are scattered in their pools. States move once.
 
-    ``pairs`` has each pair of workers of the plan or plans, in order, also where nothing moves between them. Where
-    blocks of a request are neighbours in their pools on both sides, it takes fewer descriptors than this.
+    ``pairs`` has every pair of workers, in order, including pairs that exchange nothing. A request whose blocks are
+    neighbours in the pools of both sides takes fewer descriptors.
 
     >>> from kvplan import Model, plan_mesh
     >>> model = Model.shipped("llama-3.2-1b")
@@ -94,7 +94,7 @@ class Cost:
 
     @property
     def lengths(self) -> Mapping[int, int]:
-        """How many descriptors there are of each length in bytes, ascending, over all pairs."""
+        """The number of descriptors of each length in bytes, ascending, over all pairs."""
         return _sum(pair.lengths for pair in self.pairs)
 
     @property
@@ -114,16 +114,16 @@ class Cost:
 
     @property
     def num_rows(self) -> int:
-        """Rows registered, those of both sides, over all pairs."""
+        """Rows registered on both sides, over all pairs."""
         return sum(pair.local_rows + pair.remote_rows for pair in self.pairs)
 
     def __str__(self) -> str:
         arrow = "<-" if self.operation == "READ" else "->"
-        lines = [f"{count(self.tokens, 'token')}: {_told(self.lengths)}"]
+        lines = [f"{count(self.tokens, 'token')}: {_text(self.lengths)}"]
         for pair in self.pairs:
             if pair.lengths:
                 ends = f"{label_of(pair.local)} {arrow} {label_of(pair.remote)}"
-                lines.append(f"  {ends}: {_told(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows")
+                lines.append(f"  {ends}: {_text(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -132,7 +132,9 @@ class Cost:
 
 
 def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None = None) -> Cost:
-    """The cost of pairs, each with its local worker, for so many positions; ``None``: after which all of them repeat.
+    """The cost of pairs, each with the key of its local worker, for a request of ``tokens`` positions.
+
+    ``None`` counts the fewest positions after which all pairs repeat.
 
     Raises ``TYPE`` or ``RANGE`` for a bad number of tokens, and ``RANGE`` for what is too large to list.
     """
@@ -153,7 +155,7 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
 
 
 def of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple[int, Mapping[int, int]]:
-    """Ids and descriptors by length of the first ``tokens`` positions of a layout, or of one state."""
+    """The number of ids, and of descriptors by length, of the first ``tokens`` positions, or of one state."""
     turns, rest = divmod(1 if layout.groups[0].tokens_per_block is None else tokens, layout.period)
     num_ids, lengths = 0, Counter[int]()
     for times, stop in ((turns, layout.period), (1, rest)):
@@ -165,7 +167,7 @@ def of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple
 
 
 def _listed(tables: tuple[Table, Table], layout: Layout, stop: int) -> tuple[int, Mapping[int, int]]:
-    """Ids and descriptors by length of the positions ``[0, stop)`` of a layout, at most one period."""
+    """The number of ids, and of descriptors by length, of the positions ``[0, stop)``, at most one period."""
     parts = [_ends(tables, layout, family, position) for family, position in _positions(layout, stop)]
     if not parts:
         return 0, {}
@@ -175,7 +177,7 @@ def _listed(tables: tuple[Table, Table], layout: Layout, stop: int) -> tuple[int
 
 
 def _positions(layout: Layout, stop: int) -> Iterator[tuple[Family, Ints]]:
-    """The positions in ``[0, stop)`` of each family that has any."""
+    """Each family with its positions in ``[0, stop)``, if it has any."""
     ranges = shared(layout, 0, stop)
     listed = 0
     for family in layout.families:
@@ -195,9 +197,9 @@ def _positions(layout: Layout, stop: int) -> Iterator[tuple[Family, Ints]]:
 
 
 def _ends(tables: tuple[Table, Table], layout: Layout, family: Family, position: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """The descriptors of a family: the ordinal of the block, region, offset in it and length, each (2, n).
+    """The descriptors of a family: block ordinal, region, offset in the region, and length, each (2, n).
 
-    Offsets are those in block 0, so that two descriptors are neighbours only if they are in one block.
+    Offsets are those in block 0, so two descriptors are neighbours only if they are in one block.
     """
     ordinal, slot = stand(layout.groups, position)
     columns = []
@@ -224,10 +226,10 @@ def _sum(several: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
     return _ascending(total)
 
 
-def _told(lengths: Mapping[int, int]) -> str:
-    """Descriptors by length, in words."""
+def _text(lengths: Mapping[int, int]) -> str:
+    """The number of bytes and of descriptors, with their lengths, as text."""
     if not lengths:
-        return "nothing"
+        return "no bytes"
     sizes = [count(length, "byte") for length in lengths]
     if len(lengths) == 1:
         of = sizes[0]

@@ -1,16 +1,15 @@
-"""Tables (T): the strided rows that both sides register once, and how ids are found in them.
+"""Tables (T): the strided rows that both sides register once, and the formula of the ids in them.
 
-- T1: a row is (address, length, device, stride, count). Ids number a table's descriptors row after row.
-- T2: bytes of one length, at offsets of a block whose differences and block stride are multiples of one step no
-  shorter than they, are one row of that step: four 16-token pieces of a dense 64-token block, or the tokens of
-  all heads of a page. Where that would leave most ids unused, or there is no such step, each offset is a row, one
-  descriptor per block.
-- T3: so every id is ``base + step * block id + sub``: ``base`` tells strands apart, ``sub`` the slot of the block
-  where a run begins. Both sides list the same strands and positions in the same order, so paired ids are equally
-  many.
-- T4: a row counts the blocks of its own pool; pools may differ by group, by worker and by side.
+- T1: A row is (address, length, device, stride, count): ``count`` descriptors of ``length`` bytes, ``stride`` apart.
+  Ids number the descriptors of a table, row after row.
+- T2: Runs of one length share a row if one step, at least as long as they are, divides the differences of their offsets
+  and the block stride: four 16-token pieces of a dense 64-token block, or the tokens of all heads of a page. If there
+  is no such step, or most ids of the row would be unused, each offset gets a row with one descriptor for each block.
+- T3: Therefore every id is ``base + step * block id + sub``, where ``base`` belongs to a run and ``sub`` to the slot at
+  which it begins. Both sides list the same runs and positions in the same order, so their ids pair up.
+- T4: A row counts the blocks of its own pool. Pools may differ by group, by worker and by side.
 
-Rows are made with offsets in regions, and become addresses at the end: equal geometry differs by that alone.
+Rows hold offsets in regions first and addresses at the end, so plans of equal geometry differ in that last step only.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from kvplan.plan.runs import Lane, Section, Spans
 Descriptors = npt.NDArray[np.uint64]
 
 MAX_ROWS: Final = 1 << 24
-"""The strands of one side of a pair times their slots may be at most this."""
+"""The most runs of one token times slots that one side of a pair may have."""
 
 MAX_STARTS: Final = 1 << 10
-"""The positions of a turn at which a family has descriptors are listed if they are at most this many."""
+"""The most positions of a period that a family lists."""
 
 MAX_IDS_PER_USED: Final = 16
-"""A row of more ids than this for each that can be used is split by offset, so that ids last for large pools."""
+"""A row with more ids than this for each usable one is split by offset, so that 31 bits last for large pools."""
 
 
 @attrs.frozen(eq=False)
 class Table:
-    """One side's rows. ``rows`` is (n, 5) uint64: address, length, device, stride, count.
+    """The rows of one side: ``rows`` is (n, 5) uint64: address, length, device, stride, count.
 
-    ``first`` has each row's first id, ``region`` the index in ``regions``, the worker's, that the row lies in.
+    ``first`` (n,) has the first id of each row, ``region`` (n,) the index of its region in the worker's ``regions``.
     """
 
     regions: tuple[Region, ...]
@@ -59,11 +58,11 @@ class Table:
 
     @property
     def num_ids(self) -> int:
-        """How many descriptors the rows stand for: ids are in ``[0, num_ids)``."""
+        """The number of descriptors of all rows: ids are in ``[0, num_ids)``."""
         return int(self.first[-1]) + int(self.rows[-1, 4]) if len(self.rows) else 0
 
     def row_of(self, ids: npt.NDArray[np.integer[Any]]) -> Ints:
-        """The row each id lies in."""
+        """The index of the row of each id."""
         return np.searchsorted(self.first, ids, "right") - 1
 
     @cached_property
@@ -72,21 +71,21 @@ class Table:
 
     @cached_property
     def _arena(self) -> Ints:
-        """Where each region would begin if all stood one after another, with a byte between."""
+        """The start of each region if all regions followed each other with a gap of one byte, (regions,)."""
         sizes = [region.size_bytes + 1 for region in self.regions]
         return np.cumsum([0, *sizes[:-1]])
 
     @cached_property
     def _lines(self) -> tuple[Ints, Ints]:
-        """Each row's place as a line over ids: its slope, and where it would be at id 0."""
+        """The place of an id as a linear function of each row, (rows,): its slope, and its value at id 0."""
         offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64) + self._arena[self.region]
         stride = self.rows[:, 3].astype(np.int64)
         return stride, offset - self.first * stride
 
     def places(self, first: npt.NDArray[np.int32], along: npt.NDArray[np.int32], row: Ints) -> Ints:
-        """Where the bytes of ids ``first`` (n, 1) + ``along`` (1, m) in these rows (n,) stand among all regions.
+        """The places, (n, m), of ids ``first`` (n, 1) + ``along`` (1, m), which lie in the rows ``row`` (n,).
 
-        Regions follow each other, none next to another.
+        A place is an offset in all regions one after another, with gaps, so that no two regions are contiguous.
         """
         stride, start = self._lines
         place: Ints = stride[row][:, None] * along
@@ -94,7 +93,7 @@ class Table:
         return place
 
     def descriptors(self, place: Ints, length: Ints, row: Ints, which: Ints) -> Descriptors:
-        """Address, length and device, (n, 3), of bytes at these places, each in ``row[which]``."""
+        """Address, length and device, (n, 3) uint64, of ``length`` bytes at each place, in the rows ``row[which]``."""
         base, device = self._bases
         shift, region = base - self._arena.astype(np.uint64), self.region[row]
         found = np.empty((place.size, 3), np.uint64)
@@ -104,7 +103,7 @@ class Table:
         return read_only(found)
 
     def in_regions(self, regions: tuple[Region, ...]) -> Table:
-        """The same rows in other regions, one in the place of each."""
+        """The same rows in other regions, region by region."""
         after = bases(regions)
         rows = self.rows.copy()
         rows[:, 0] += (after[0] - self._bases[0])[self.region]
@@ -116,16 +115,16 @@ class Table:
 
 
 def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
-    """Addresses and devices of regions, (2, n)."""
+    """Addresses and devices of regions, (2, n) uint64."""
     return np.array([[region.address for region in regions], [region.device_id for region in regions]], np.uint64)
 
 
 @attrs.frozen(eq=False)
 class Turn:
-    """What the starts of a family are on one side: the ordinals of their blocks in the first turn of positions, (n,).
+    """Block ordinals of one side within a period, (n,).
 
-    Each turn goes on by ``num_blocks``. ``step`` is by how many blocks every start goes on from the one before it, 0
-    where they differ in that or share a block. ``sub`` is what slots add to ids, ``None`` where that is nothing.
+    The next period begins ``num_blocks`` later. ``step`` is the constant difference between consecutive ordinals, 0 if
+    there is none. ``sub`` (n,) is what the slots add to the ids, ``None`` if that is nothing.
     """
 
     ordinal: Ints
@@ -136,14 +135,14 @@ class Turn:
 
 @attrs.frozen(eq=False)
 class Family:
-    """The ids of strands that begin runs, or lie in slots, alike: for each side, destination first.
+    """The ids of runs that begin at the same positions with the same formula, for both sides, destination first.
 
-    At position ``p`` the id of strand ``j`` is ``base[j] + step * block id + sub[slot of p]``, where ``p`` is any
-    position that equals one of ``starts`` modulo ``every``. ``share`` says which of a request's positions:
-    ``runs``, those between its cuts; ``ends``, those outside them; ``all``.
+    At a position ``p`` that is in ``starts`` modulo ``every``, run ``j`` has the id
+    ``base[j] + step * block id + sub[slot of p]``. ``share`` selects the positions of a request: ``runs`` between its
+    cuts, ``ends`` outside of them, or ``all``.
 
-    ``base`` is (2, strands, 1); it and ``sub``, 0 in the slot of the first start, are of int32 where every id of both
-    tables fits. Where blocks and slots repeat every ``every`` positions, ``turns`` says how.
+    ``base`` is (2, runs, 1). It and ``sub``, which is 0 in the slot of the first start, are int32 if all ids of both
+    tables fit, else int64. If blocks and slots repeat every ``every`` positions, ``turns`` has the ordinals.
     """
 
     base: Ints
@@ -155,14 +154,14 @@ class Family:
     turns: tuple[Turn, Turn] | None
 
     def before(self, position: int) -> int:
-        """How many of its positions are below some position."""
+        """The number of the family's positions below ``position``."""
         turn, rest = divmod(position, self.every)
         return turn * self.starts.size + bisect_left(self.starts, rest)
 
 
 @attrs.frozen(eq=False)
 class Layout:
-    """A section with its ids: all that bind needs to know. ``num_blocks`` is each side's smallest pool."""
+    """A pair of groups with its ids: all that bind needs. ``num_blocks`` has the size of each side's smallest pool."""
 
     groups: tuple[Group, Group]
     num_blocks: tuple[int, int]
@@ -172,7 +171,7 @@ class Layout:
 
 
 def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints, Ints]]:
-    """The ids of all sections of a pair, and each side's rows: (n, 5) region, offset, length, stride, count."""
+    """The ids of all sections of a pair, and the rows of each side, (n, 5): region, offset, length, stride, count."""
     lanes = [(section.groups, lane) for section in sections for lane in section.lanes]
     rows, ids = [], []
     for side in (0, 1):
@@ -197,16 +196,18 @@ def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints
 
 
 def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
-    """Rows by rule T2 for bytes: kind, region, block stride, number of blocks and length (5, n), and offsets (n, m).
+    """Assigns runs to rows, by rule T2.
 
-    Bytes of different kinds share no row. Returns the rows, (r, 5): region, offset, length, stride, count; and for
-    each job (2, n, m): the id of each of its bytes in block 0, and the step of that id from block to block.
+    A job is two arrays: (5, n) with kind, region, block stride, number of blocks and length of each run, and (n, m)
+    with its offsets in block 0. Runs of different kinds share no row. Returns the rows, (r, 5): region, offset, length,
+    stride, count; and for each job (2, n, m): the id of each offset in block 0, and the step of that id per block.
 
     >>> alike = np.array([[0], [0], [16384], [100], [4096]])
     >>> rows, (ids,) = place([(alike, np.array([[0, 4096, 8192, 12288]]))])
     >>> rows.tolist(), ids.tolist()
     ([[0, 0, 4096, 4096, 400]], [[[0, 1, 2, 3]], [[4, 4, 4, 4]]])
     """
+    # Runs with equal columns form a candidate row each: `group` is the number of its candidate, for every offset.
     columns = np.concatenate([alike for alike, _ in jobs], axis=1)
     order = np.lexsort(columns[::-1])
     ordered = columns[:, order]
@@ -217,6 +218,8 @@ def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     group = np.repeat(numbers, np.repeat(*np.array([offsets.shape[::-1] for _, offsets in jobs]).T))
     offset = np.concatenate([offsets.reshape(-1) for _, offsets in jobs])
 
+    # Offsets by candidate, ascending. The step of a candidate is the common divisor of its offsets' differences and
+    # its block stride; `used` counts its distinct offsets, which are the ids in use for each block.
     order = np.lexsort((offset, group))
     group, offset = group[order], offset[order]
     alike, same = group[1:] == group[:-1], offset[1:] == offset[:-1]
@@ -229,6 +232,7 @@ def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     step = np.where(one_row, step, np.maximum(block_step, length))
     per_block = np.where(one_row, block_step // step, 1)
 
+    # A row begins with each candidate, and with each new offset of a candidate that is not one row.
     first = heads(alike & (one_row[group[1:]] | same))
     row, of = numbered(first, order.size), group[first]
     sub = (offset - offset[first][row]) // step[group]
@@ -246,14 +250,14 @@ def _columns(kind: int, spans: Spans, side: int) -> Ints:
 
 
 def _slot_offsets(group: Group, lane: Lane, side: int) -> Ints:
-    """Where every strand is in every slot, (strands, slots)."""
+    """The offset of every run of one token in every slot, (runs, slots)."""
     start, size = lane.strands.offset[side], slots(group)
     if start.size * size > MAX_ROWS:
         raise KVPlanError(
             "RANGE",
             f"list the slots of group {group.name!r}",
-            expected=f"at most {MAX_ROWS} of all strands",
-            got=f"{start.size} strands of {size} slots",
+            expected=f"at most {MAX_ROWS} of all runs",
+            got=f"{start.size} runs of {size} slots",
             group=group.name,
             tokens_per_block=size,
             strands=start.size,
@@ -272,7 +276,7 @@ def _family(
     every: int,
     share: Literal["runs", "ends", "all"],
 ) -> Family:
-    """A family of ``base`` (2, strands)."""
+    """A family of ``base`` (2, runs). Lists the starts of a whole period if they are few enough."""
     turn = math.lcm(every, period(*groups))
     if turn // every * starts.size <= MAX_STARTS:
         starts, every = repeated(starts, every, 0, turn), turn
@@ -298,7 +302,11 @@ def _family(
 
 
 def _run_families(section: Section, ids: Ints, dtype: type) -> list[Family]:
-    """The runs of a section, ``ids`` (sides, 2, n): one family if their strands are alike, else one a position."""
+    """The families of a section's joined runs; ``ids`` is (sides, 2, n): the id in block 0, and its step.
+
+    Runs at all positions form one family if what their slots add is the same for all of them; else each position gets
+    a family of its own.
+    """
     base, step = ids[:, 0], ids[:, 1]
     families: list[Family] = []
     made = functools.partial(_family, section.groups, dtype, every=section.period, share="runs")
@@ -320,7 +328,7 @@ def _run_families(section: Section, ids: Ints, dtype: type) -> list[Family]:
 
 
 def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
-    """What the slot of a start adds to ``ids`` (sides, starts, strands), if that is the same for all strands."""
+    """What each slot adds to ``ids``, (sides, starts, runs), if that is the same for all runs; else ``None``."""
     _, slot = stand(section.groups, starts)
     found = []
     for group, where, side in zip(section.groups, slot, ids, strict=True):
@@ -333,7 +341,10 @@ def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
 
 
 def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], dtype: type) -> list[Family]:
-    """The strands of a lane token by token, ``ids`` (2, strands, slots) for each side."""
+    """The families of runs that move token by token; ``ids`` is (2, runs, slots) for each side.
+
+    Runs with the same steps, and with the same terms in all slots, form one family.
+    """
     strands = lane.strands.length.size
     base = np.stack([found[0, :, 0] for found in ids])
     sub = [found[0] - found[0, :, :1] for found in ids]

@@ -1,14 +1,16 @@
-"""Runs (R): the bytes of a cell that are contiguous on both sides, as long as they can be.
+"""Runs (R): the longest pieces of a cell that are contiguous on both sides.
 
-- R1: an axis whose step equals the run's length on both sides makes the run longer; every other axis is listed.
-- R2: the runs of one token are sorted and joined wherever one ends, on both sides, where another begins, across
-  axes, views and tensors. What is left are *strands*: the same bytes of every slot.
-- R3: a strand goes on to the next token where both sides step by its length inside one block. So does every
-  strand of its length; then all runs of a block pair are sorted and joined once more.
-- R4: other strands move token by token. So does what is left of a joined strand where a request begins or ends
-  inside a run: *cuts* are the spans of positions that runs cover.
+- R1: Within one token, an axis whose stride equals the run's length on both sides makes the run longer. Every other
+  axis is listed.
+- R2: The runs of one token are sorted and joined wherever one ends and another begins on both sides: across axes, views
+  and tensors. The result is the *runs of one token*, the same in every slot.
+- R3: A run of one token continues into the next token where both sides step by its length inside one block. All runs of
+  a block pair are then sorted and joined once more.
+- R4: Runs that do not continue move token by token. So does the part of a longer run that a request's range cuts off:
+  ``cuts`` are the spans of positions that the longer runs cover.
 
-Nothing is joined across regions (a descriptor lies in one region) or across blocks (any two may lie anywhere).
+Runs never join across regions, because a descriptor lies in one region, nor across blocks, because any two blocks may
+be anywhere in the pool.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from kvplan.plan.align import period, repeated, slots, stand
 from kvplan.plan.cells import Cell
 
 MAX_LISTED: Final = 1 << 20
-"""At most so many runs of one token are listed, and so many positions or runs of one period. Strands of a longer
-period move token by token."""
+"""The most runs of one token, and the most positions or runs of one period, that are listed. With a longer period, all
+runs move token by token."""
 
 
 @attrs.frozen(eq=False)
 class Spans:
-    """Bytes on both sides, arrays (2, n), destination first: region index, offset in it, stride and number of blocks.
+    """Runs in block 0 of their pools. Each array but ``length`` (n,) is (2, n) int64, the destination's row first.
 
-    ``length`` (n,) is common to both.
+    ``region`` is an index, ``offset`` in bytes within it. ``block_stride`` and ``num_blocks`` are those of the pool.
     """
 
     region: Ints
@@ -45,18 +47,22 @@ class Spans:
     length: Ints
 
     def take(self, which: Any, **changes: Ints) -> Spans:
-        """The spans at these indices, with some arrays replaced."""
+        """The runs at these indices, with some arrays replaced."""
         return Spans(**{f.name: changes.get(f.name, getattr(self, f.name)[..., which]) for f in attrs.fields(Spans)})
 
 
 def _all(parts: Sequence[Spans]) -> Spans:
-    """Spans one after another."""
+    """The runs of all parts, one part after another."""
     return Spans(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in attrs.fields(Spans)))
 
 
 @attrs.frozen(eq=False)
 class Lane:
-    """Strands that share a token axis on each side and the positions they carry, of every ``every``."""
+    """Runs of one token that share a token axis on each side, and the positions at which they move.
+
+    ``carried`` lists these positions in ``[0, every)``. ``joined`` says whether longer runs cover them, so that they
+    move token by token only at the ends of a range.
+    """
 
     token: tuple[Segments, Segments]
     carried: Ints
@@ -67,9 +73,10 @@ class Lane:
 
 @attrs.frozen(eq=False)
 class Section:
-    """All that moves between one group of the destination and one group of a source.
+    """Everything that moves between one group of the destination and one group of a source.
 
-    ``runs`` are the joined runs of one period, ``position`` the first position of each; ``cuts`` is (n, 2).
+    ``runs`` are the joined runs of one period, (n,); ``position`` (n,) has the first position of each. ``cuts`` (m, 2)
+    has the spans of positions that they cover, ascending.
     """
 
     groups: tuple[Group, Group]
@@ -81,7 +88,7 @@ class Section:
 
 
 def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
-    """The sections of the cells that one source serves."""
+    """The sections of all cells that one source serves."""
     by_groups: dict[tuple[Group, Group], dict[Any, list[Cell]]] = {}
     for cell in cells:
         ours, theirs = cell.sides
@@ -90,10 +97,10 @@ def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
 
 
 def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
-    """All of these cells that their sections and rows depend on, and where they begin: an offset on each side.
+    """A key of the cells' geometry, and their base offset on each side, (2,) int64.
 
-    Cells of equal outlines share sections and rows, but for a shift by how much further they begin: ranks that hold
-    other heads in the same way, or other parts of one rank's heads.
+    Cells with equal keys have the same sections and rows, shifted by the difference of their base offsets: ranks that
+    hold other heads in the same layout, or other parts of one rank's heads.
     """
     found: list[tuple[Any, ...]] = []
     begin = np.zeros(2, np.int64)
@@ -113,7 +120,7 @@ def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
 
 
 def _pace(cell: Cell) -> tuple[Any, ...]:
-    """What cells have in common that step alike from token to token and from block to block."""
+    """A key that is equal for cells with the same strides from token to token and from block to block."""
     sides = cell.sides
     token = [side.segments[TOKEN].seen(0, slots(side.group)) for side in sides]
     blocks = [(side.block_stride_bytes, side.num_blocks) for side in sides]
@@ -121,9 +128,10 @@ def _pace(cell: Cell) -> tuple[Any, ...]:
 
 
 def content(cell: Cell) -> tuple[Ints, int]:
-    """The runs of one token of one tensor by rule R1: offsets (2, n) at slot 0, and their length."""
+    """The runs of one token of one tensor, by rule R1: their offsets in slot 0, (2, n) int64, and their length."""
     ours, theirs = cell.sides
     length, listed = ours.itemsize, np.zeros((2, 1), np.int64)
+    # Axes by the destination's ascending stride, so that an axis can only continue the finer ones before it.
     axes = [axis for axis in cell.parts if axis != TOKEN]
     for axis in sorted(axes, key=lambda axis: int(ours.segments[axis].stride[0])):
         part, sides = cell.parts[axis], (ours.segments[axis], theirs.segments[axis])
@@ -146,13 +154,14 @@ def content(cell: Cell) -> tuple[Ints, int]:
 
 
 def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
-    """Chains of spans that continue each other on both sides: an order, and where in it each chain begins.
+    """Chains of runs that continue each other on both sides: an order (n,), and the start of each chain in it.
 
-    Only spans with equal values in every array of ``same`` are joined.
+    ``offset`` is (2, n). Runs join only if they have equal values in every array of ``same``.
 
     >>> join([], np.array([[0, 8, 32], [64, 72, 96]]), np.array([8, 8, 8]))
     (array([0, 1, 2]), array([0, 2]))
     """
+    # By the keys, then by local offset: runs that can continue each other are neighbours.
     order = np.lexsort((offset[0], *same))
     length, offset = length[order], offset[:, order]
     goes_on = (offset[:, :-1] + length[:-1] == offset[:, 1:]).all(0)
@@ -163,10 +172,11 @@ def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
 
 
 def _lane(cells: Sequence[Cell]) -> Lane:
-    """The strands of cells that step alike, by rule R2."""
+    """The runs of one token of cells with equal strides, by rule R2."""
     sides = cells[0].sides
     found = []
     for cell in cells:
+        # Every tensor of the match has these runs, each at the tensor's own place: (2, tensors, runs), flattened.
         inner, length = content(cell)
         places = cell.match.places(cell.destination, cell.source)
         region, offset = np.repeat(np.moveaxis(places, 2, 0), inner.shape[1], axis=2)
@@ -201,6 +211,8 @@ def _section(groups: tuple[Group, Group], lanes: Sequence[Lane]) -> Section:
             position = repeated(lane.carried, lane.every, 0, positions)
             block, slot = stand(groups, position)
             at = np.stack([token.at(where) for token, where in zip(lane.token, slot, strict=True)])
+            # `at` is the offset of every position's slot on both sides, (2, positions). Runs of one length continue
+            # wherever both offsets grow by that length within one pair of blocks.
             for length in distinct(lane.strands.length).tolist():
                 which = np.flatnonzero(lane.strands.length == length)
                 goes_on = ((block[:, 1:] == block[:, :-1]) & (at[:, 1:] - at[:, :-1] == length)).all(0)
@@ -216,7 +228,10 @@ def _section(groups: tuple[Group, Group], lanes: Sequence[Lane]) -> Section:
 
 
 def _over(strands: Spans, first: Ints, position: Ints, block: Ints, at: Ints) -> tuple[Spans, Ints]:
-    """Strands over chains of tokens: strands outside, chains inside; with (4, n) blocks and ends of positions."""
+    """Every run of one token over every chain of tokens, the chains of one run after those of another.
+
+    Returns the longer runs, and for each of them (4, n): both block ordinals, its first position and its end.
+    """
     last = np.append(first[1:], position.size) - 1
     pieces = np.concatenate([block[:, first], [position[first], position[last] + 1]])
     each = np.repeat(np.arange(strands.length.size), first.size)
@@ -229,11 +244,12 @@ def _over(strands: Spans, first: Ints, position: Ints, block: Ints, at: Ints) ->
 
 
 def _join_units(units: Sequence[tuple[Spans, Ints]]) -> tuple[Spans, Ints, Ints]:
-    """Rule R3 across strands: the runs, the first position of each, and the cuts."""
+    """Joins longer runs of one block pair, by rule R3: the runs, the first position of each, and the cuts."""
     if not units:
         none = np.zeros((2, 0), np.int64)
         return Spans(none, none, none, none, none[0]), none[0], none.T
     spans, pieces = _all([spans for spans, _ in units]), np.concatenate([where for _, where in units], axis=1)
+    # Runs may only join in the same block pair, regions and pools. A joined run spans the positions of all its parts.
     same = [*spans.num_blocks, *spans.block_stride, *pieces[:2], *spans.region]
     order, first = join(same, spans.offset, spans.length)
     low = np.minimum.reduceat(pieces[2, order], first)
@@ -243,7 +259,8 @@ def _join_units(units: Sequence[tuple[Spans, Ints]]) -> tuple[Spans, Ints, Ints]
 
 
 def _union(low: Ints, high: Ints) -> Ints:
-    """The union of intervals, (n, 2), ascending; intervals that merely touch stay apart."""
+    """The union of intervals, (n, 2), ascending; intervals that merely touch stay separate."""
+    # By ascending start, a new interval begins where the start is not below the highest end so far.
     order = np.argsort(low, kind="stable")
     low, reach = low[order], np.maximum.accumulate(high[order])
     first = heads(low[1:] < reach[:-1])

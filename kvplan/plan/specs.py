@@ -1,4 +1,4 @@
-"""Read specs: what one request moves between two workers, as ids and as descriptors."""
+"""Pairs of tables, and read specs: what one request moves between two workers, as ids and as descriptors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplan.plan.bind import Ids, Shapes
 from kvplan.plan.rows import Descriptors, Layout, Table
 
 Sum = tuple[Ids, Ids]
-"""Ids as the sum of the first of each strand, (n, 1), and of how far from there the others are, (1, m)."""
+"""Ids as a sum: the first id of each run, (n, 1), and the distances of the others from it, (1, m)."""
 
 _NOTHING: Final = (np.zeros(0, np.int64),) * 4
 
@@ -28,9 +28,9 @@ _EMPTY: Final = Table(
 
 @attrs.frozen(eq=False, repr=False)
 class Pair:
-    """The tables of the local worker and one remote worker; empty where nothing moves between them.
+    """The tables of the local worker and one remote worker. Both are empty if no bytes move between them.
 
-    Descriptor ids index the tables in step: the nth local id and the nth remote id are one copy.
+    Ids of the two tables go in pairs: the n-th local id and the n-th remote id of a request are one copy.
     """
 
     remote: Key
@@ -43,17 +43,17 @@ class Pair:
 
 
 def idle_pair(remote: Worker) -> Pair:
-    """The pair with a remote that no bytes move from or to."""
+    """The pair with a remote worker with which no bytes are exchanged."""
     return Pair(remote.key, _EMPTY, _EMPTY, ())
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # a dict is filled sooner than frozen slots are
 class ReadSpec:
-    """What one request moves from, or to, one remote worker: two equally long arrays of ids, int32.
+    """What one request reads from, or writes to, one remote worker: two int32 arrays of ids of equal length.
 
-    ``operation`` is ``READ`` (bytes go from remote to local) or ``WRITE``. ``local`` and ``remote`` are
-    (engine id, rank). The nth local id and the nth remote id, in their tables, are one copy. ``shapes`` tells how ids
-    are made up, if it is known: parts of so many strands with so many blocks or tokens each. It saves time alone.
+    ``operation`` is ``READ`` (from remote to local) or ``WRITE``. ``local`` and ``remote`` are (engine id, rank). The
+    n-th local id and the n-th remote id, each in its table, are one copy. ``shapes`` optionally lists the (runs,
+    occurrences) of consecutive parts of the ids; :meth:`descriptors` is faster with it.
     """
 
     operation: str
@@ -67,20 +67,20 @@ class ReadSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that move, counted without joining descriptors."""
+        """Bytes that move. Cheaper than :meth:`descriptors`: ids are counted by row."""
         table, ids = self.local_table, np.sort(self.local_ids)
         by_row = np.diff(np.searchsorted(ids, table.first), append=ids.size)
         return int(by_row @ table.rows[:, 1].astype(np.int64))
 
     @property
     def num_descriptors(self) -> int:
-        """Descriptors on each side after coalescing, the fewest that can move these bytes."""
+        """Descriptors on each side after coalescing: the fewest that can move these bytes."""
         return len(self._descriptors[0])
 
     def descriptors(self) -> tuple[Descriptors, Descriptors]:
-        """Local and remote descriptors, (n, 3) uint64: address, length, device; coalesced, in order of local address.
+        """Local and remote descriptors, (n, 3) uint64 each: address, length, device, in order of local address.
 
-        Descriptors that continue each other on both sides, inside one region each, are one.
+        They are coalesced: descriptors that continue each other on both sides, inside one region each, are one.
         """
         return self._descriptors
 
@@ -112,9 +112,9 @@ class ReadSpec:
         return local, remote
 
     def _strands(self) -> Iterator[tuple[Sum, Sum]]:
-        """The ids of each part as a sum for either side, nearly in order: each strand lies in one row of its table.
+        """The ids of each part as sums, one for each side; the ids of one run lie in one row of each table.
 
-        What is no such sum is taken apart: every id a strand of its own.
+        A part that is no such sum is listed id by id.
         """
         sides, size, start = (self.local_ids, self.remote_ids), self.local_ids.size, 0
         known = sum(map(math.prod, self.shapes)) == size
@@ -135,7 +135,7 @@ class ReadSpec:
 
 
 def _is_sum(table: Table, ids: Ids, terms: Sum) -> bool:
-    """Whether ids are what they seem to be the sum of, in one row for each strand."""
+    """Whether ``ids`` equal the sum, with one row of the table for each run."""
     first, along = terms
     low, high = (table.row_of(first + end) for end in (along.min(), along.max()))
     return bool((ids == first + along).all() and (low == high).all())

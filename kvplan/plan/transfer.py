@@ -1,8 +1,8 @@
-"""Plans: the whole pipeline for a worker and its remotes, from either side.
+"""Plans of one worker: all that it reads from, or writes to, its remote workers.
 
-The stages below know a destination and its sources. Here these become local and remote. A worker that reads is the
-destination. A worker that writes is a source: for each remote it plans with its siblings, the other workers of its
-engine, so that all of them agree, without talking, who sends what several hold.
+The stages of planning know a destination and its sources; here they become local and remote. A worker that reads is the
+destination. A worker that writes is one of the sources: it plans together with its siblings, the other workers of its
+engine, so that all of them agree without communication who writes what several of them hold.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kvplan.plan.sources import Sources
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
 Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]]
-"""The ids and rows of pairs, by their outlines, and where the bytes of those that they were made for begin."""
+"""Ids, rows and base offsets of pairs that are planned already, by the key of their geometry, for reuse."""
 
 SIDES: Final = ("local", "remote")
-NO_RANGE: Final = "without a range of tokens, all that the destination's blocks hold is to move"
+NO_RANGE: Final = "no token range given: every position in the destination's blocks is transferred"
 
 
 @attrs.frozen(eq=False, repr=False)
 class TransferPlan:
-    """All that a local worker moves from (``READ``) or to (``WRITE``) its remote workers, for any request."""
+    """All that a local worker reads from (``READ``) or writes to (``WRITE``) its remote workers, for any request."""
 
     operation: str
     local: Worker
@@ -55,11 +55,11 @@ class TransferPlan:
         tokens: Tokens = None,
         workspace: Workspace | None = None,
     ) -> tuple[ReadSpec, ...]:
-        """What one request moves: a spec for each pair, in order, also where it moves nothing.
+        """What one request moves: one spec for each pair, in order, including pairs that move nothing.
 
-        ``local`` and ``remote`` are block tables by group name. ``tokens`` is a range of positions for every token
-        group, or one per local group; a state group's range counts states. A group without a range moves
-        all that the destination's blocks list. With a ``workspace``, its memory is used for the ids.
+        ``local`` and ``remote`` are block tables by group name. ``tokens`` is one range of positions for all token
+        groups, or a range for each local group by name; the range of a state group counts states. A group without a
+        range moves every position in the destination's blocks. A ``workspace`` provides the memory for the ids.
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
         """
@@ -77,13 +77,13 @@ class TransferPlan:
         return tuple(specs.values())
 
     def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
-        """Raises what :meth:`bind` would of a request's tables and range; makes no ids, so does not raise ``INT``."""
+        """Raise what :meth:`bind` would raise, except ``INT``, without computing ids."""
         self._terms(local, remote, tokens)
 
     def _terms(
         self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
     ) -> dict[tuple[Layout, ...], list[Terms]]:
-        """What the ids of a request are the sums of, for each pair's layouts, which several pairs may share."""
+        """The terms of a request's ids for each distinct ``layouts``, which several pairs may share (rule B5)."""
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
@@ -100,9 +100,10 @@ class TransferPlan:
         return found
 
     def with_remotes(self, remotes: Iterable[Worker]) -> TransferPlan:
-        """The plan with other remotes, each in the place of one that keeps the same: addresses alone are new.
+        """This plan for other remote workers, each of the same geometry as the one that it replaces.
 
-        For the many engines of one deployment that differ in nothing else. It is what planning anew would make.
+        Use it for the many equal engines of a deployment: only addresses are computed, and the result is what planning
+        anew would give.
 
         >>> from kvplan import Model, plan_reads
         >>> model = Model.shipped("qwen2.5-1.5b")
@@ -111,7 +112,7 @@ class TransferPlan:
         >>> plan.with_remotes(peers[1]).pairs
         (<Pair with p2/0: 56 local rows>, <Pair with p2/1: 0 local rows>)
 
-        Raises ``WORKER`` where a remote has another rank or keeps something else than the one in its place.
+        Raises ``WORKER`` for a remote whose rank or geometry differs from those of the worker that it replaces.
         """
         workers = checked_workers("remotes", remotes, self.local)
         ranks = [[worker.rank for worker in side] for side in (self.remotes, workers)]
@@ -138,15 +139,15 @@ class TransferPlan:
         return attrs.evolve(self, remotes=workers, pairs=tuple(pairs))
 
     def cost(self, tokens: int | None = None) -> Cost:
-        """What a request of so many positions takes whose blocks are scattered, counted without block tables.
+        """Descriptors, bytes and ids of a request of ``tokens`` positions whose blocks are scattered in their pools.
 
-        ``None``: the fewest positions after which everything repeats. Raises what :func:`kvplan.plan.cost.cost` does.
+        ``None`` counts the fewest positions after which everything repeats. Raises ``TYPE`` or ``RANGE``.
         """
         return cost(self.operation, [(self.local.key, pair) for pair in self.pairs], tokens)
 
     @cached_property
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """The groups that bytes move from or to, local and remote, and the fewest blocks that one's pool has."""
+        """The groups that take part, local and remote, each with the size of its smallest pool in blocks."""
         pools: tuple[dict[str, int], dict[str, int]] = ({}, {})
         for layout in (layout for pair in self.pairs for layout in pair.layouts):
             for i, group in enumerate(layout.groups):
@@ -156,7 +157,7 @@ class TransferPlan:
 
     @cached_property
     def _moving(self) -> tuple[Pair, ...]:
-        """The pairs that bytes move between."""
+        """The pairs that exchange bytes."""
         return tuple(pair for pair in self.pairs if pair.layouts)
 
     @cached_property
@@ -200,13 +201,12 @@ def plan_reads(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> TransferPlan:
-    """The plan by which ``local``, the destination, reads all it needs from ``remotes``, the sources.
+    """The plan by which ``local``, the destination, reads all that it needs from ``remotes``, the sources.
 
-    ``not_transferred`` names tensors that ``local`` has and does not want moved. Where several remotes hold the
-    same bytes, one is chosen, the same whichever side plans; so that remotes are few, and descriptors long. With
-    ``replicas``, up to so many of them take a share each, tensor by tensor. The lowest load of the busiest source
-    takes about as many as there are sources to a destination; readers, writers and contacts have to name the same
-    number.
+    ``not_transferred`` names tensors of ``local`` that need no source. If several remotes hold the same bytes, one of
+    them is chosen, so that remotes are few and descriptors long; both sides compute the same choice. With
+    ``replicas=n``, up to n of them share the tensors instead, which balances the load of replicated sources: n is best
+    about the number of sources per destination. Readers, writers and ``contacts`` must use the same number.
 
     >>> from kvplan import Model, plan_reads
     >>> model = Model.shipped("deepseek-v2-lite")  # 27 latents, which every rank has
@@ -235,10 +235,10 @@ def plan_writes(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> TransferPlan:
-    """The plan by which ``local``, a source, writes its share of what ``remotes``, the destinations, need.
+    """The plan by which ``local``, a source, writes its part of what ``remotes``, the destinations, need.
 
-    ``siblings`` are the other workers of the local engine; together they hold all that the remotes need. Raises what
-    :func:`plan_reads` does.
+    ``siblings`` are the other workers of the local engine: together with ``local`` they hold all that the remotes need.
+    Raises what :func:`plan_reads` raises.
     """
     destinations = checked_workers("remotes", remotes, local)
     others = checked_workers("siblings", siblings, local)
@@ -253,9 +253,9 @@ def plan_writes(
 def shares(
     destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str], replicas: int
 ) -> Iterator[tuple[Worker, Worker, list[Cell]]]:
-    """Each destination and source that have bytes to move between them, and the cells.
+    """Every destination and source that exchange bytes, with their cells.
 
-    Sources are weighed in order of their keys, which is why all workers come to the same answer alone.
+    Sources are sorted by their keys, so that every worker computes the same choice.
     """
     offered = Sources(sorted(sources, key=lambda worker: worker.key))
     for destination in destinations:
@@ -267,7 +267,10 @@ def shares(
 
 
 def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Known) -> Pair:
-    """The pair of a destination and a source, ``sides``, of which one is local; ``known`` is what others have made."""
+    """The pair of a destination and a source; ``local`` is the index of the local one in ``sides``.
+
+    Pairs of equal geometry share ids and rows through ``known``.
+    """
     key, begin = outline(share)
     if key not in known:
         known[key] = (*layouts(sections(share)), begin)
@@ -278,7 +281,7 @@ def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, kno
 
 
 def _table(worker: Worker, rows: Ints, shift: np.int64) -> Table:
-    """Rows with offsets become rows with addresses."""
+    """The table of rows with offsets, (n, 5), shifted and placed at the worker's addresses."""
     region, offset, length, stride, count = rows.T
     base, device = bases(worker.regions)
     made = np.empty(rows.shape, np.uint64)

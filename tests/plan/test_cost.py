@@ -74,7 +74,7 @@ def test_a_plan_of_nothing_costs_nothing() -> None:
     names = DECODE.tensors
     cost = plan_reads(DECODE, PREFILL, not_transferred=names).cost()
     assert (cost.tokens, cost.num_descriptors, cost.num_bytes, len(cost.pairs)) == (1, 0, 0, 2)
-    assert str(cost) == "1 token: nothing"
+    assert str(cost) == "1 token: no bytes"
 
 
 def test_a_cost_in_words() -> None:

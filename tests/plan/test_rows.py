@@ -108,9 +108,7 @@ def test_t2_a_row_of_mostly_unused_ids_is_split():
 def test_t2_more_slots_than_can_be_listed_are_refused():
     """T2: four heads in two layers of blocks of four million tokens are more strands' slots than a table lists."""
     (ours,), (theirs,) = (engine(name, tokens=1 << 22, blocks=1) for name in "dp")
-    with pytest.raises(
-        KVPlanError, match=r"^RANGE: cannot list the slots of group 'attn': .* got 8 strands of 4194304"
-    ):
+    with pytest.raises(KVPlanError, match=r"^RANGE: cannot list the slots of group 'attn': .* got 8 runs of 4194304"):
         plan_reads(ours, [theirs])
 
 
@@ -241,12 +239,12 @@ def test_t2_kinds_are_told_apart_in_any_order():
 
 
 def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
-    """T2: eight strands of four slots, and not one less allowed; the error has what there are, and whose."""
+    """T2: eight runs of four slots, and not one less allowed; the error has their number and group."""
     (ours,), theirs = engine("d"), engine("p")
     monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 32)
     assert plan_reads(ours, theirs).pairs[0].layouts
     monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 31)
-    with pytest.raises(KVPlanError, match="expected at most 31 of all strands, got 8 strands of 4 slots") as caught:
+    with pytest.raises(KVPlanError, match="expected at most 31 of all runs, got 8 runs of 4 slots") as caught:
         plan_reads(ours, theirs)
     assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "strands": 8}
 
