@@ -1,0 +1,95 @@
+"""Prints the size and the shape of a package: `python -m benchmarks.structure [FOLDER]`, by default kvplan.
+
+Arrows are imports of one module by another, those for type checkers included. A floor is one step of the longest chain
+of imports: between rooms, which are a package's folders and its modules at the top, and between modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import graphlib
+import io
+import statistics
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The dotted name of everything that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def comments(text: str) -> int:
+    """Lines with a comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type == tokenize.COMMENT for token in tokens)
+
+
+def floors(arrows: Mapping[str, Iterable[str]]) -> str:
+    """The number of modules in the longest chain of imports, or the modules of a circle."""
+    height: dict[str, int] = {}
+    try:
+        for module in graphlib.TopologicalSorter(arrows).static_order():
+            height[module] = 1 + max((height[below] for below in arrows.get(module, ())), default=0)
+    except graphlib.CycleError as error:
+        return f"circle: {' -> '.join(error.args[1])}"
+    return f"{max(height.values())}"
+
+
+def main() -> None:
+    """Measure one package and print a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("kvplan"))
+    folder = parser.parse_args().folder
+    texts = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in folder.rglob("*.py")
+    }
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    arrows: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        found = {next((m for m in (full, full.rpartition(".")[0]) if m in trees), name) for full in imported(tree)}
+        arrows[name] = found - {name}
+    rooms = {name: name.split(".")[1] if "." in name else name for name in trees}
+    between: dict[str, set[str]] = {room: set() for room in rooms.values()}
+    for name, others in arrows.items():
+        between[rooms[name]] |= {rooms[other] for other in others} - {rooms[name]}
+    functions = [
+        node.end_lineno - node.lineno + 1
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.end_lineno
+    ]
+    classes = [node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    door = [
+        len(ast.literal_eval(node.value))
+        for node in trees[folder.name].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    inner = {name: others - {folder.name} for name, others in arrows.items() if name != folder.name}
+    for what, value in {
+        "modules": len(trees),
+        "rooms": len(list(folder.glob("*/__init__.py"))),
+        "lines": sum(text.count("\n") for text in texts.values()),
+        "comments": sum(map(comments, texts.values())),
+        "functions": len(functions),
+        "lines of a function, 90th percentile": round(statistics.quantiles(functions, n=10)[-1]),
+        "classes": len(classes),
+        "classes of a name that another has": len(classes) - len({*classes}),
+        "arrows between modules": sum(map(len, arrows.values())),
+        "arrows between rooms": sum(map(len, between.values())),
+        "floors of modules": floors(inner),
+        "floors of rooms": floors({room: others - {folder.name} for room, others in between.items()}),
+        "names at the door": sum(door),
+    }.items():
+        print(f"{value:>7}  {what}")
+
+
+if __name__ == "__main__":
+    main()
