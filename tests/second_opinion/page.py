@@ -1,4 +1,4 @@
-"""The page of the second opinion, `docs/second-opinion.md`, made of a run."""
+"""Generates the page of the second opinion, `docs/second-opinion.md`, from a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PAGE: Final = ROOT / "docs" / "second-opinion.md"
 
 TOP: Final = """# A second opinion
 
-This page compares kvplan with the planners in released vLLM and SGLang, pair of engines by pair of engines. The peers'
-own functions run as released, on arrays at the addresses that kvplan's Workers describe, and their copies are recorded.
-Both plans are expanded to the addresses of every byte they read and write, and compared. Where they differ, a judge
-that knows only the meaning of each byte decides which one is right.
+See here where kvplan's plans differ from those of released vLLM and SGLang, and which of them are right. The peers' own
+functions run as released, on arrays at the addresses that kvplan's Workers describe, and the test records their copies.
+It expands both plans to the addresses of every byte that they read and write, and compares them. Where they differ, a
+judge that knows only the meaning of each byte decides which one is right.
 
 {versions}
 
