@@ -1,7 +1,9 @@
-"""What the code of this project needs to be shown in the book: an extension of griffe, by which mkdocstrings reads it.
+"""Prepares the package for the book: an extension of griffe, the parser through which mkdocstrings reads the source.
 
-In docstrings, doctests become fenced blocks, and roles become links where the book has what they name. Classes made by
-attrs get the signature that attrs gives them. Names that a package shares with one of its modules are the package's.
+It turns doctests into fenced blocks and roles (``:func:`plan_reads```) into links, and gives attrs classes the
+signature of the ``__init__`` that attrs writes. Where a package exports a name that one of its modules also has, such
+as the function ``kvplan.plan.tails``, the name means what the package exports.
+
 Nothing is imported, so the book builds where NIXL is not installed.
 """
 
@@ -20,21 +22,19 @@ ATTRS = re.compile(r"attrs\.(frozen|define)\b(?!.*init=False)")
 
 
 class Code(griffe.Extension):
-    """Prepares each package once it is read."""
+    """Prepares each top-level package after griffe has read it."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Called by griffe with a package and all that is in it."""
+        """griffe calls this with a package and all its members."""
         for each in list(_objects(pkg)):
             if each.docstring is not None:
                 each.docstring.value = _markdown(each.docstring.value, each)
             if isinstance(each, griffe.Class) and _made_by_attrs(each):
                 init = griffe.Function("__init__", parameters=griffe.Parameters(*_parameters(each)))
                 each.set_member("__init__", init)
-        for name in pkg.exports or ():
-            shadow = pkg.members.get(str(name))
-            if isinstance(shadow, griffe.Module) and str(name) in shadow.members:
-                alias = griffe.Alias(str(name), shadow.members[str(name)], parent=pkg)
-                pkg.members[str(name)] = alias
+        for each in list(_objects(pkg)):
+            if isinstance(each, griffe.Module):
+                _prefer_exports(each)
 
 
 def _objects(within: griffe.Object) -> Iterator[griffe.Object]:
@@ -42,6 +42,18 @@ def _objects(within: griffe.Object) -> Iterator[griffe.Object]:
     for member in within.members.values():
         if not isinstance(member, griffe.Alias):
             yield from _objects(member)
+
+
+def _prefer_exports(package: griffe.Module) -> None:
+    """Point each exported name that griffe takes for a module of that name at the module's member instead."""
+    for name in map(str, package.exports or ()):
+        found = package.members.get(name)
+        try:
+            module = found.final_target if isinstance(found, griffe.Alias) else found
+        except griffe.AliasResolutionError:  # the name comes from a package that griffe has not read
+            continue
+        if isinstance(module, griffe.Module) and name in module.members:
+            package.members[name] = griffe.Alias(name, module.members[name], parent=package)
 
 
 def _markdown(text: str, within: griffe.Object) -> str:
@@ -52,13 +64,14 @@ def _markdown(text: str, within: griffe.Object) -> str:
 
 
 def _fence(example: str) -> str:
+    """A doctest as a fenced block, without doctest's own directives."""
     lines = example.replace("<BLANKLINE>", "").splitlines()
     shown = "\n".join(re.sub(r"\s+# doctest: .*$", "", line) for line in lines)
     return f"```pycon\n{shown}\n```"
 
 
 def _link(name: str, within: griffe.Object) -> str:
-    """A link to what a role names, or its name alone where the book does not have it."""
+    """A link to the object that a role names; plain code if the book has no entry for it."""
     first, _, rest = name.partition(".")
     try:
         path = f"{within.resolve(first)}.{rest}".rstrip(".")
@@ -68,11 +81,12 @@ def _link(name: str, within: griffe.Object) -> str:
 
 
 def _made_by_attrs(cls: griffe.Class) -> bool:
-    """Whether attrs writes a class's ``__init__``, from its own fields alone."""
+    """Whether attrs writes the class's ``__init__``, from the class's own fields alone."""
     return not cls.bases and any(ATTRS.match(str(decorator.value)) for decorator in cls.decorators)
 
 
 def _parameters(cls: griffe.Class) -> Iterator[griffe.Parameter]:
+    """The parameters of the ``__init__`` that attrs writes."""
     kind = griffe.ParameterKind.positional_or_keyword
     yield griffe.Parameter("self", kind=kind)
     for field in cls.attributes.values():
@@ -83,7 +97,7 @@ def _parameters(cls: griffe.Class) -> Iterator[griffe.Parameter]:
 
 
 def _default(value: Any) -> str | None:
-    """The default of a field: empty where there is none, None where the field is no parameter."""
+    """A field's default: empty if it has none, None if the field is not a parameter."""
     if value is None:
         return ""
     call = ast.parse(str(value), mode="eval").body

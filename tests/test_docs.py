@@ -1,8 +1,9 @@
-"""The book in docs/: its Python runs, its tables and reference are complete, and it builds without a warning."""
+"""The book in docs/: its Python runs, its tables and its reference are complete, and it builds without a warning."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -15,14 +16,14 @@ import pytest
 import kvplan
 import kvplan.testing
 import kvplan.testing.strategies
-from kvplan.verification.report import PROMISES
+from kvplan.verification import PROMISES
 from tests.conftest import Cli
 from tests.pages import ROOT, commands, fences, wrong_command, wrong_prints
 
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 PROGRAMS = [name for name, path in PAGES.items() if "python" in dict(fences(path.read_text()))]
-IMPORTED = r"^::: ([\w.]+)$"
+ENTRY = r"^::: ([\w.]+)$"
 COMMANDS = list(commands(PAGES["command-line.md"]))
 TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
 ROOMS = {
@@ -34,25 +35,25 @@ MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULT
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_python_prints_what_the_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's Python blocks run in order, as one program; each prints the text block behind it, or nothing."""
+    """A page's Python blocks run in order, as one program; each prints the text block that follows it, or nothing."""
     monkeypatch.chdir(tmp_path)
     assert wrong_prints(PAGES[name]) == []
 
 
 def test_python_is_on_every_page_that_teaches() -> None:
-    """The pages whose Python is run are the start, the tutorial, every how-to, for integrators, and of pictures."""
+    """The pages with Python are the start page, the tutorial, every how-to, and those listed here."""
     how_to = {name for name in PAGES if name.startswith("how-to/")}
     assert {*PROGRAMS} == {"index.md", "tutorial.md", "connectors.md", "handshake.md", "pictures/README.md", *how_to}
 
 
 @pytest.mark.parametrize("command, output, status", COMMANDS)
 def test_a_command_does_what_the_page_says(cli: Cli, command: str, output: str, status: int) -> None:
-    """Each command of the page exits with its status and prints its lines, where the README lies."""
+    """Each command on the page exits with the status and prints the lines shown, if run in the root of a checkout."""
     assert wrong_command(cli, command, output, status) == ""
 
 
 def test_consoles_are_on_pages_that_are_run() -> None:
-    """No other page shows a console but that of the pictures, whose commands have tests of their own."""
+    """No other page shows a console except that of the pictures, whose commands tests/cli runs."""
     shown = [name for name, path in PAGES.items() if list(commands(path))]
     assert shown == ["command-line.md", "pictures/README.md"]
 
@@ -66,7 +67,7 @@ def test_a_table_is_what_the_matrix_prints(cli: Cli, model: str, printed: str) -
 
 
 def test_there_are_tables_of_both_kinds() -> None:
-    """One generated table is of attention alone, and one of a model with states."""
+    """One generated table is of a model with attention alone, and one of a model with states."""
     assert {"state" in kvplan.Model.shipped(model).groups for model, _ in MATRICES} == {True, False}
 
 
@@ -81,30 +82,33 @@ def test_there_are_tables_of_both_kinds() -> None:
     ],
 )
 def test_the_reference_has_every_public_name(page: str, names: set[str]) -> None:
-    """Each name that is public has an entry on its page of the reference."""
-    entries = re.findall(IMPORTED, PAGES[f"reference/{page}.md"].read_text(), re.MULTILINE)
-    assert {f"kvplan.{name}" for name in names} <= {*entries}
+    """Each public name has an entry on its page of the reference."""
+    assert {f"kvplan.{name}" for name in names} <= {*entries(page)}
 
 
 def test_the_reference_has_every_name_of_the_executor() -> None:
-    """So has each name of kvplan_nixl, read from its source, as NIXL may not be installed."""
+    """Each public name of kvplan_nixl has an entry. They are read from its source, since NIXL may not be installed."""
     source = (ROOT / "kvplan_nixl" / "__init__.py").read_text()
     (listed,) = re.findall(r"^__all__ = \[(.*?)\]", source, re.DOTALL | re.MULTILINE)
-    entries = re.findall(IMPORTED, PAGES["reference/nixl.md"].read_text(), re.MULTILINE)
-    assert {f"kvplan_nixl.{name}" for name in re.findall(r'"(\w+)"', listed)} <= {*entries}
+    assert {f"kvplan_nixl.{name}" for name in re.findall(r'"(\w+)"', listed)} <= {*entries("nixl")}
+
+
+def entries(page: str) -> list[str]:
+    """The objects that a page of the reference documents."""
+    return re.findall(ENTRY, PAGES[f"reference/{page}.md"].read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "name, rows", [("reference/errors.md", kvplan.errors.CODES), ("how-to/debugging.md", PROMISES)]
 )
 def test_a_table_of_codes_is_that_of_the_code(name: str, rows: dict[str, str]) -> None:
-    """The codes of errors and of promises stand on their pages, each with its meaning, in order, and no others."""
+    """The tables of error codes and of promises have exactly those of the code, in order, each with its meaning."""
     found = re.findall(r"^\| `([A-Z]+)` \| (.*) \|$", PAGES[name].read_text(), re.MULTILINE)
     assert found == list(rows.items())
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:
-    """Each file that the README links to is there."""
+    """Each file that the README links to exists."""
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
     files = [target for target in targets if not urlsplit(target).scheme]
     assert files
@@ -112,7 +116,7 @@ def test_the_links_of_the_readme_lead_somewhere() -> None:
 
 
 class Links(HTMLParser):
-    """What a built page has: the ids that links may lead to, links, and what it loads by itself."""
+    """The ids of a built page, the targets of its links, and everything that it loads."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -132,7 +136,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The book as it is built. Every warning is an error; with ``--quiet``, mkdocs would not count them."""
+    """The built book. Every warning is an error; with ``--quiet``, mkdocs would not count them."""
     into = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(into)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -141,13 +145,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_book_has_every_page(site: Path) -> None:
-    """The book builds, and each page of docs/ is in it."""
+    """The book builds, and contains each page of docs/."""
     built = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")} - {Path("404")}
     assert built == {Path(re.sub("README$", "index", name.removesuffix(".md"))) for name in PAGES}
 
 
+def test_a_public_function_has_an_entry_with_its_signature(site: Path) -> None:
+    """The entry of a public function documents the function, also where a module has the same name."""
+    page = (site / "reference" / "kvplan.html").read_text()
+    shown = set(re.findall(r'doc-function">\s*<h3 id="([\w.]+)"', page))
+    names = [*kvplan.__all__, *(f"{room}.{name}" for room, names in ROOMS.items() for name in names)]
+    assert {f"kvplan.{name}" for name in names if inspect.isfunction(resolved(name))} <= shown
+
+
+def resolved(name: str) -> object:
+    """The object that ``kvplan.<name>`` is."""
+    room, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(f"kvplan.{room}".rstrip(".")), last)
+
+
 def test_the_demo_is_on_its_page(site: Path) -> None:
-    """The page on NIXL has the file to copy, whole."""
+    """The page on NIXL includes the whole demo to copy."""
     words = re.sub(r"<[^>]*>", "", (site / "how-to" / "nixl.html").read_text())
     names = re.findall(r"^(?:def|class) (\w+)", (ROOT / "kvplan_nixl" / "demo.py").read_text(), re.MULTILINE)
     assert names
@@ -155,7 +173,7 @@ def test_the_demo_is_on_its_page(site: Path) -> None:
 
 
 def test_every_link_of_the_book_leads_somewhere(site: Path) -> None:
-    """Each relative link of a page leads to a file of the book, and to an id on it where it names one."""
+    """Each relative link leads to a file of the book, and to an id on that page if it names one."""
     pages = {path: Links(path) for path in site.rglob("*.html") if path.name != "404.html"}
     lost = []
     for page, its in pages.items():
@@ -170,7 +188,7 @@ def test_every_link_of_the_book_leads_somewhere(site: Path) -> None:
 
 
 def test_the_book_loads_nothing_from_elsewhere(site: Path) -> None:
-    """Pages and their styles name no address on the network to load something from."""
+    """Pages and their styles load nothing from the network."""
     loads = {load for path in site.rglob("*.html") for load in Links(path).loads}
     loads |= {url for path in site.rglob("*.css") for url in re.findall(r"url\(\s*[\"']?([^\"')]+)", path.read_text())}
     assert loads

@@ -1,4 +1,4 @@
-"""The museum's page, `docs/museum.md`, made of the exhibits: `python -m tests.museum.page` writes it."""
+"""Generates `docs/museum.md` from the exhibits: `python -m tests.museum.page` writes it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ FAMILIES: Final = {
     "K": "Trust",
 }
 
-TOP: Final = """# The museum
+TOP: Final = """# The museum of bugs
 
-Faults that transfers of KV caches are known to have had, in public threads or released code. Each exhibit is a test
-in `tests/museum`: it rebuilds what went wrong, shows what catches it, and verifies what kvplan plans in its place.
-"Caught by" says how:
+Look up here how KV cache transfers have failed, in public threads or released code, and what catches each fault. Each
+exhibit is a test in `tests/museum`: it reproduces the fault, asserts what catches it, and verifies the plan that kvplan
+makes instead. The last column says what catches it:
 """
 
 WAYS: Final = {
-    "verify": "the wrong plan was carried out in fake memory, and these promises are reported as broken",
-    "refused": "kvplan, or its fake memory, raises a KVPlanError of this code in place of moving wrong bytes",
-    "completions": "who tells whom that a request is done differs from what the plans say",
-    "tails": "bytes of the request's blocks that nothing is moved to are not zeroed, though `kvplan.tails` lists them",
-    "cost": "the right bytes, in more descriptors than they need, in the same layout or in a better one",
-    "accepted": "nothing is to be caught: a valid pair or request was refused, or failed; kvplan plans it, verified",
+    "verify": "`verify` executes the wrong plan in fake memory and reports that it breaks these promises",
+    "refused": "kvplan, or its fake memory, raises a KVPlanError with this code instead of moving wrong bytes",
+    "completions": "the plans' completions differ from whom the faulty code notifies",
+    "tails": "`kvplan.tails` lists bytes of the request's blocks that the faulty code left without zeroing them",
+    "cost": "the plan's cost shows that the right bytes need fewer descriptors, in the same layout or in a better one",
+    "accepted": "there are no wrong bytes to catch: a valid pair or request was refused or failed; kvplan plans and "
+    "verifies it",
 }
 """The words of the last column."""
 
@@ -68,13 +69,13 @@ def page() -> str:
         rows = [one for one in shown if one.number[0] == letter]
         if rows:
             parts += ["", f"## {title}", "", *_table("caught by", ((one, f"`{one.caught_by}`") for one in rows))]
-    parts += ["", "## Outside", "", "What no plan can prevent. Whoever carries plans out has to take care.", ""]
-    parts += _table("who takes care", ((one, one.keeper) for one in sorted(OUTSIDE, key=_place)))
+    parts += ["", "## Outside", "", "No plan can prevent these faults. The last column says who must.", ""]
+    parts += _table("who must prevent it", ((one, one.keeper) for one in sorted(OUTSIDE, key=_place)))
     return "\n".join(parts) + "\n"
 
 
 def _legend(shown: Iterable[Exhibit]) -> list[str]:
-    """The ways in which exhibits are caught, each with the codes that it has there."""
+    """The ways in which exhibits are caught, each with the codes that occur in it."""
     found: dict[str, set[str]] = {}
     for one in shown:
         way, _, codes = one.caught_by.partition(": ")
@@ -94,7 +95,7 @@ def _table(last: str, rows: Iterable[tuple[Exhibit | Outside, str]]) -> list[str
 
 
 def links(reference: str) -> str:
-    """A reference with its GitHub threads as links.
+    """Turn the GitHub threads in a reference into links.
 
     >>> links("ai-dynamo/nixl#252, released")
     '[ai-dynamo/nixl#252](https://github.com/ai-dynamo/nixl/issues/252), released'

@@ -1,4 +1,4 @@
-"""The page of the second opinion, `docs/second-opinion.md`, made of a run."""
+"""Generates the page of the second opinion, `docs/second-opinion.md`, from a run."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ PAGE: Final = ROOT / "docs" / "second-opinion.md"
 
 TOP: Final = """# A second opinion
 
-kvplan beside planners that others wrote and released, on pairs of engines that both accept. A peer's own functions
-run as they were released, on the same arrays in memory that kvplan is told of, and say what they would copy. Both
-plans are laid out byte by byte, as addresses read and addresses written, and compared. A judge that knows only what
-each byte of the arrays means says who is right where they differ.
+See here where kvplan's plans differ from those of released vLLM and SGLang, and which of them are right. The peers' own
+functions run as released, on arrays at the addresses that kvplan's Workers describe, and the test records their copies.
+It expands both plans to the addresses of every byte that they read and write, and compares them. Where they differ, a
+judge that knows only the meaning of each byte decides which one is right.
 
 {versions}
 
-    python -m tests.second_opinion.environment     # once: an environment of its own in .second_opinion
-    python -m tests.second_opinion                 # this page; --every 20 for a quick look
+    python -m tests.second_opinion.environment     # once: makes a separate environment in .second_opinion
+    python -m tests.second_opinion                 # writes this page; --every 20 for a quick look
 
-No default run of tests starts this, and nothing of the peers is part of this repository.
+The default test run does not include this, and the repository contains no code of the peers.
 
-| peer | pairs | refused by them | refused by us | compared | the same bytes from and to the same addresses \
-| from another copy of the same bytes | different | descriptors: theirs, ours |
+| peer | pairs | refused by them | refused by us | compared | same copies \
+| another replica | different | descriptors: theirs, ours |
 |---|---|---|---|---|---|---|---|---|
 """
 
 NOTES: Final = """
-{compared} pairs were compared. "From another copy" are those of which several source workers hold the same bytes and
-the two plans read different ones of them; every byte is right in both. Of the {ours} pairs that kvplan planned, those
-included that peers refuse, {wrong} had a byte wrong, missing, written twice or written beyond the request.
+{compared} pairs were compared. *Same copies* read and write the same addresses. In *another replica*, several source
+workers hold the same bytes and the two plans read different ones; every byte is right in both. kvplan planned {ours}
+pairs, including those that peers refuse; {wrong} of them had a byte wrong, missing, written twice or written outside
+the request.
 
-Descriptors are what each would post for the pairs of which both are right. vLLM's offloading connector copies twice,
-into a page and out of it. Its NIXL connector posts a descriptor for each block and layer, which NIXL merges where they
-are neighbours; where blocks differ in size and heads stand outside slots it posts fewer than kvplan, as it copies
-slots to where they don't belong, and a kernel puts them in order afterwards. These requests have blocks in no order.
+*Descriptors* counts what each planner posts for the pairs that both plan right. The requests have scattered blocks.
+vLLM's offloading connector copies twice, into a page and out of it. Its NIXL connector posts a descriptor per block and
+layer, and NIXL merges neighbours. If block sizes differ and heads are outside slots, it posts fewer descriptors than
+kvplan, because it first copies slots to wrong places and a kernel rearranges them afterwards.
 """
 
 DIFFERS: Final = """## What differs
 
-Quoted is what `kvplan.verify` says first of the example, when it is given the peer's copies in place of its own."""
+Each quotation is the first line that `kvplan.verify` reports for the example when it checks the peer's copies."""
 
 REMARKS: Final = {
-    "_init_hetero_tp_prep_handle": "also where one size of TP divides the other, if the source has more ranks than "
-    "heads and the destination more than it: `num_groups` becomes 0. Mooncake's manager plans these pairs right.",
-    "a check of _validate_remote_agent_handshake": "the source has more ranks than heads, and than the destination.",
+    "_init_hetero_tp_prep_handle": "this also happens if one TP size divides the other, when the source has more "
+    "ranks than heads and the destination has more ranks than the source: `num_groups` becomes 0. Mooncake's manager "
+    "plans these pairs right.",
+    "a check of _validate_remote_agent_handshake": "the source has more ranks than heads and than the destination.",
 }
-"""What a reason does not say."""
+"""What a peer's own message leaves out."""
 
 
 def text(tallies: Iterable[Tally]) -> str:
@@ -68,7 +70,7 @@ def text(tallies: Iterable[Tally]) -> str:
         "",
         "## What peers refuse",
         "",
-        "kvplan plans these pairs.",
+        "kvplan plans all of these pairs.",
         *(line for tally in tallies for line in _refusals(tally)),
     ]
     return "\n".join([*parts, HOW])
@@ -119,22 +121,24 @@ def _remarked(reason: str) -> str:
 HOW: Final = """
 ## How it is run
 
-| peer | its own code that runs | what is set by hand |
+| peer | its code that runs | what the tests replace |
 |---|---|---|
-| vLLM offloading | `derive_canonical_mappings`, with the checks that it makes of itself | a configuration of sizes |
+| vLLM offloading | `derive_canonical_mappings`, with its own checks | the configuration, by sizes |
 | vLLM NIXL (pull) | `NixlPullConnectorWorker`: its construction, `register_kv_caches`, `handshake_target_ranks`, \
-`add_remote_agent`, `_read_blocks_for_req`, `get_transfer_results` | the agent, which notes what it is told; the \
-platform; messages pass without a socket, and all engines count as compatible |
+`add_remote_agent`, `_read_blocks_for_req`, `get_transfer_results` | the agent, by one that records its calls; the \
+platform; sockets, by direct calls; the compatibility check, which passes |
 | SGLang Mooncake, SGLang NIXL | `try_ensure_parallel_info`, `_prepare_payload_xfer`, `send_kvcache`, \
-`send_kvcache_slice`, `send_kvcache_dcp` | the agent or engine, which notes what it is told; a manager's attributes, \
-without its processes and sockets; the choice between pages and slices, as in `transfer_worker` |
+`send_kvcache_slice`, `send_kvcache_dcp` | the agent or engine, by one that records its calls; the manager's \
+processes and sockets; the choice between pages and slices, made as in `transfer_worker` |
 
-vLLM's blocks are put in order after a transfer where sizes differ: `get_transfer_results` does so, on addresses in
-place of values. SGLang is asked without its staging buffers. Modules that the planners import and never call are
-empty stand-ins, and calling one is an error. Requests are whole blocks, which is how most of these paths count;
-kvplan is exact to the position. SGLang's MoRI manager is not run: its descriptors are objects of the `mori` package.
+- If block sizes differ, vLLM rearranges blocks after a transfer: `get_transfer_results` does so here too, on addresses
+  instead of values.
+- SGLang runs without its staging buffers. SGLang's MoRI manager does not run, because its descriptors are objects of
+  the `mori` package.
+- Modules that the planners import but never call are empty stand-ins; calling one is an error.
+- Requests are whole blocks, since most of these paths count in blocks. kvplan is exact to the position.
 
-In examples an engine is the order of its cache, from the slowest dimension to the fastest (L layer, B block, K before
-V, H head, N slot, D dim; LBND are latents), and all sizes but 1: heads of the model, TP, tokens of a block, ranks that
-positions spread over (DCP, PCP) and the interleave.
+The examples name an engine by the order of its cache, from the slowest dimension to the fastest (L layer, B block, K
+before V, H head, N slot, D dim; LBND for latents), and by all sizes other than 1: heads of the model, TP, tokens per
+block, the ranks that share positions (DCP, PCP), and the interleave.
 """
