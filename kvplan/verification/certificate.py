@@ -29,7 +29,7 @@ from kvplan.verification.pieces import Ints, Pieces, numbering, pieces, regions_
 
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
-    from kvplan.plan.rows import Family, Layout, Table
+    from kvplan.plan.rows import GroupPair, RunIds, Table, TokenIds
     from kvplan.plan.transfer import TransferPlan
 
 MAX_PARTS: Final = 1 << 25
@@ -134,20 +134,26 @@ class Side:
         start = regions_in_a_row(self.worker)[self.table.region] + (address - base).astype(np.int64)
         return start, length.astype(np.int64), stride.astype(np.int64), count.astype(np.int64)
 
-    def ends(self, layout: Layout, family: Family, side: int, position: Ints) -> Ends | None:
-        """The descriptors of a family at some positions; ``None`` where ids leave their row or do not follow blocks."""
-        group, step, last = layout.groups[side], family.step[side], layout.num_blocks[side] - 1
+    def ends(self, pair: GroupPair, ids: RunIds | TokenIds, side: int, position: Ints) -> Ends | None:
+        """The descriptors of a series at some positions; ``None`` where ids leave their row or do not follow blocks."""
+        group, step, last = pair.groups[side], ids.step[side], pair.num_blocks[side] - 1
         ordinal, slot = _stand(group, position)
-        ids = (family.base[side].astype(np.int64) + family.sub[side][slot]).reshape(-1)
-        if family.turns is not None:
-            turn, (block, where) = family.turns[side], _stand(group, np.add.outer([0, family.every], family.starts))
-            right = block == [turn.ordinal, turn.ordinal + turn.num_blocks]
-            right &= family.sub[side][where] == (0 if turn.sub is None else turn.sub)
-            if not right.all() or (turn.step and (np.diff(block.reshape(-1)) != turn.step).any()):
+        runs = getattr(ids, "blocks", None)
+        if runs is None:
+            more = ids.sub[side][slot]
+        else:
+            # What is listed of a period must be what the positions say, in every period and in the next one.
+            listed, periods = runs[side], np.arange(position.size // len(ids.starts) + 1)
+            block, _ = _stand(group, np.add.outer(periods * ids.every, ids.starts))
+            if (block != np.add.outer(periods * listed.num_blocks, listed.ordinal)).any() or (
+                listed.step and (np.diff(block.reshape(-1)) != listed.step).any()
+            ):
                 return None
-        row = np.searchsorted(self.table.first, ids, "right") - 1
+            more = 0 if listed.sub is None else np.tile(listed.sub, len(periods) - 1)
+        found = (ids.base[side].astype(np.int64) + more + 0 * ordinal).reshape(-1)
+        row = np.searchsorted(self.table.first, found, "right") - 1
         start, length, stride, count = (column[row] for column in self.rows())
-        within = ids - self.table.first[row]
+        within = found - self.table.first[row]
         if (row < 0).any() or (within + step * last >= count).any():
             return None
         return Ends(ordinal, start + within * stride, length, step * stride)
@@ -158,7 +164,7 @@ class Share:
     """What one source brings to a destination, whose side is the first, and how ids are found."""
 
     sides: tuple[Side, Side]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[GroupPair, ...]
 
     def __str__(self) -> str:
         return f"the plan for {self.sides[0].worker.label} from {self.sides[1].worker.label}"
@@ -184,22 +190,26 @@ class _Proof:
             moved: dict[str, list[Ints]] = {"runs": [], "ends": [], "all": []}
             for share, layout in given:
                 theirs = pieces(share.sides[1].worker, layout.groups[1], self.tensors)
-                for family in layout.families:
-                    moved[family.share].append(self.follow(share, layout, family, (ours, theirs), period))
+                for ids in (*layout.runs, *layout.tokens):
+                    kind = "runs" if hasattr(ids, "blocks") else "ends" if ids.joined else "all"
+                    moved[kind].append(self.follow(share, layout, ids, (ours, theirs), period))
             for kind in ("runs", "ends"):
                 parts = np.concatenate([np.empty((4, 0), np.int64), *moved[kind], *moved["all"]], axis=1)
                 self.fill(group, ours, parts, blocks)
             yield int(parts[3].sum()), parts.shape[1]
 
-    def follow(self, share: Share, layout: Layout, family: Family, sides: tuple[Pieces, Pieces], period: int) -> Ints:
+    def follow(
+        self, share: Share, layout: GroupPair, ids: RunIds | TokenIds, sides: tuple[Pieces, Pieces], period: int
+    ) -> Ints:
         """All that a family moves in a period, (4, parts): the piece, its block's ordinal, where in it, how long."""
-        starts = np.array([-1, *family.starts, family.every])
-        if (starts[1:] <= starts[:-1]).any() or layout.period % family.every:
-            raise _error(share, "ascending positions of a period's divisor", f"{starts[1:-1]} of {family.every}")
-        position = np.add.outer(np.arange(0, period, family.every), family.starts).reshape(-1)
-        if position.size * len(family.base[0]) > MAX_PARTS:
+        first = ids.starts if hasattr(ids, "blocks") else ids.carried
+        starts = np.array([-1, *first, ids.every])
+        if (starts[1:] <= starts[:-1]).any() or layout.period % ids.every:
+            raise _error(share, "ascending positions of a period's divisor", f"{starts[1:-1]} of {ids.every}")
+        position = np.add.outer(np.arange(0, period, ids.every), first).reshape(-1)
+        if position.size * len(ids.base[0]) > MAX_PARTS:
             raise _error(share, f"at most {MAX_PARTS} descriptors in {period} positions", "more", "RANGE")
-        ours, theirs = (side.ends(layout, family, i, position) for i, side in enumerate(share.sides))
+        ours, theirs = (side.ends(layout, ids, i, position) for i, side in enumerate(share.sides))
         if ours is None or theirs is None:
             raise _error(share, "ids that stay in a row and follow the blocks", "others")
         if not np.array_equal(ours.length, theirs.length):
@@ -228,7 +238,7 @@ class _Proof:
             if (wrong := np.flatnonzero(mine != its)).size:
                 name = self.names[there[0][0][wrong[0]]]
                 raise _error(share, f"{what} {mine[wrong[0]]} of {name}", f"{its[wrong[0]]}")
-        _check_cuts(share, layout, family, position[turn], there[0][1])
+        _check_cuts(share, layout, hasattr(ids, "blocks"), position[turn], there[0][1])
         return np.stack([piece, ours.ordinal[turn], begin - sides[0].start[piece], size])
 
     def fill(self, group: Group, ours: Pieces, parts: Ints, blocks: int) -> None:
@@ -248,9 +258,9 @@ class _Proof:
                 )
 
 
-def _check_cuts(share: Share, layout: Layout, family: Family, start: Ints, position: Ints) -> None:
+def _check_cuts(share: Share, layout: GroupPair, joined: bool, start: Ints, position: Ints) -> None:
     """Rule K3, for what begins at positions ``start`` and has bytes of ``position``."""
-    if family.share != "runs":
+    if not joined:
         if (start != position).any():
             raise _error(share, "a token to be one position", "several")
         return
