@@ -5,9 +5,12 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model, certify, plan_mesh, plan_reads, plan_writes
 from kvplan.verification import Certificate
+from kvplan.verification.certificate import Pieces
 from tests.small import engine
 
 MAMBA = Model.shipped("nemotron-h-8b")
@@ -97,8 +100,8 @@ def test_a_family_more_or_less_is_no_proof(name):
     """Without a family bytes are missing, with one twice they are written again; at other positions they are wrong."""
     plan = PLANS[name]
     for i, family in enumerate(layout_of(plan).families):
-        assert "not all" in refused(changed(plan, families=lambda f, i=i: f[:i] + f[i + 1 :]))
-        assert "some twice" in refused(changed(plan, families=lambda f, i=i: (*f, f[i])))
+        assert "bytes not moved" in refused(changed(plan, families=lambda f, i=i: f[:i] + f[i + 1 :]))
+        assert "bytes moved twice" in refused(changed(plan, families=lambda f, i=i: (*f, f[i])))
         if family.starts.size > 1:
             refused(changed(plan, family=i, turns=lambda _: None, starts=lambda starts: starts + 1))
 
@@ -129,7 +132,7 @@ def test_rows_of_other_strides_are_no_proof(side):
 def test_bytes_that_no_view_holds_are_no_proof(side, by):
     """A region may have more than its views: what is before them or behind them is nobody's."""
     plan = with_rows(plan_reads(padded(engine("d")[0]), [padded(engine("p")[0])]), side, 0, by)
-    assert f"others at the {('destination', 'source')[side]}" in refused(plan)
+    assert f"other bytes at the {('destination', 'source')[side]}" in refused(plan)
 
 
 def test_a_region_too_large_to_count_through_is_refused():
@@ -156,7 +159,7 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         lambda cuts: ((0, 0), *cuts),
         lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
     ):
-        assert "a cut after the other" in refused(changed(plan, cuts=wrong))
+        assert "that ascend and do not overlap" in refused(changed(plan, cuts=wrong))
 
 
 def test_a_run_across_a_cut_is_no_proof():
@@ -208,7 +211,7 @@ def test_writers_that_are_missing_leave_a_proof_incomplete():
     shares = [certify(plan_writes(sources[i], destinations, [sources[1 - i]])) for i in (0, 1)]
     assert [share.complete for share in shares] == [False, False]
     assert sum(share.num_bytes for share in shares) == whole.num_bytes
-    with pytest.raises(KVPlanError, match="some twice"):
+    with pytest.raises(KVPlanError, match="bytes moved twice"):
         certify([mesh.plans[0], *mesh.plans])
 
 
@@ -243,3 +246,47 @@ def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
     for plan in plans:
         with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 descriptors"):
             certify(plan)
+
+
+Range = tuple[int, int]
+"""First byte and length."""
+
+
+def made(ranges: list[Range]) -> Pieces:
+    """Pieces that start and are as long as these ranges."""
+    start, length = np.array(ranges, np.int64).T
+    return Pieces(start, length, *[np.zeros_like(start)] * 5)
+
+
+def walked(pieces: list[Range], ranges: list[Range]) -> list[tuple[int, int, int]] | None:
+    """The range, the piece and the address of every byte; ``None`` where one is in no piece."""
+    holder = {start + i: piece for piece, (start, length) in enumerate(pieces) for i in range(length)}
+    every = [(i, start + at) for i, (start, length) in enumerate(ranges) for at in range(length)]
+    return [(i, holder[at], at) for i, at in every] if all(at in holder for _, at in every) else None
+
+
+@st.composite
+def pieces_of_a_block(draw: st.DrawFn) -> list[Range]:
+    """A few pieces that ascend, some with gaps before them."""
+    start, found = 0, []
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=5)):
+        found.append((start + gap, length))
+        start += gap + length
+    return found
+
+
+@given(pieces_of_a_block(), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=4))
+@example([(2, 2), (4, 2)], [(0, 6)])  # as many bytes before the pieces as the last one has
+@example([(2, 2)], [(0, 1)])
+@example([(0, 2)], [(1, 2)])
+def test_ranges_are_cut_where_a_walk_changes_pieces(pieces: list[Range], ranges: list[Range]) -> None:
+    """The parts are those bytes, each with its range and its piece, or there are none if a byte has no piece."""
+    start, length = np.array(ranges, np.int64).T
+    cut = made(pieces).cut(start, length)
+    expected = walked(pieces, ranges)
+    if expected is None:
+        assert cut is None
+    else:
+        assert cut is not None
+        parts = zip(*(column.tolist() for column in cut), strict=True)
+        assert [(of, piece, begin + i) for of, piece, begin, size in parts for i in range(size)] == expected

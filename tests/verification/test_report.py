@@ -6,11 +6,11 @@ from kvplan.verification.report import Report, Tail
 
 
 def test_a_report_without_failures_is_one_true_line() -> None:
-    """Bytes, descriptors, workers, slots left alone and promises stand in it."""
+    """It has the bytes, descriptors, workers, unused slots and promises."""
     report = Report(1, 2, 1, ("VALUE", "COVER"), tails=(Tail("decode/0", "attn", 5, 8),))
     assert report
     assert report.ok
-    assert str(report) == "verified: 1 byte in 2 descriptors to 1 worker, 3 slots left alone; VALUE, COVER hold"
+    assert str(report) == "verified: 1 byte in 2 descriptors to 1 worker, 3 unused slots; VALUE, COVER hold"
     assert report.promises == {"VALUE": True, "COVER": True}
 
 

@@ -224,7 +224,7 @@ def test_an_address_of_another_worker_is_named_as_that() -> None:
     report = verify(plan, **REQUEST, copies=copies)
     assert codes(report) == ["BOUNDS", "BOUNDS", "COVER"]
     assert report.failures[0][1] == (
-        "at decode/0: cannot touch fake memory of prefill/0: expected every range in one region, got 16 bytes at "
+        "at decode/0: cannot touch fake memory of prefill/0: expected every range inside one region, got 16 bytes at "
         f"{others[0, 0]:#x} on device 0, which is layers.0 dim 0 head 2 kv 0 byte 0 in group attn block 9 slot 0, "
         f"address {others[0, 0]:#x} of prefill/1"
     )
@@ -290,7 +290,7 @@ def test_bytes_of_no_needed_position_are_told_from_missing_ones() -> None:
     assert codes(report) == ["IDS", "VALUE"]
     assert "16 bytes wrong" in report.failures[1][1]
     assert "of position 1 (" in report.failures[1][1]
-    assert "holds position 0, no part of the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
+    assert "holds position 0 outside the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
     assert "block 2 slot 0" in report.failures[1][1]
 
 
@@ -301,7 +301,7 @@ def test_blocks_paired_by_list_head_are_found() -> None:
     report = verify(edited_specs(reads(), *unaware), **request)
     assert codes(report) == ["VALUE"]
     assert "of position 4 (" in report.failures[0][1]
-    assert "holds position 0, no part of the request" in report.failures[0][1]
+    assert "holds position 0 outside the request" in report.failures[0][1]
 
 
 def test_heads_that_are_not_needed_are_no_other_position() -> None:
@@ -313,7 +313,7 @@ def test_heads_that_are_not_needed_are_no_other_position() -> None:
 
     plan = plan_reads(engine("decode", tp=2)[0], engine("prefill"))
     report = report_of(edited(plan, two_heads_on, REQUEST))
-    assert "holds what is no part of the request, copied from layers.0 dim 0 head 2" in report.failures[1][1]
+    assert "holds bytes outside the request, copied from layers.0 dim 0 head 2" in report.failures[1][1]
 
 
 def test_tensors_paired_by_place_are_found() -> None:
@@ -460,7 +460,7 @@ def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
     destinations, sources = model.engine("d", shared=True, num_blocks=9), model.engine("s", num_blocks=9)
     tables = {"attn": Blocks([1, 2, 3, 4]), "state": Blocks([1])}
     report = verify(plan_mesh(destinations, sources), local=tables, remote=tables, tokens={"attn": (0, 50)})
-    assert re.search(r": [1-9]\d+ bytes called for by two groups, whose blocks share memory", str(report))
+    assert re.search(r": [1-9]\d+ bytes needed by two groups, whose blocks share memory", str(report))
     assert set(codes(report)) == {"VALUE", "DISJOINT"}
 
 
@@ -468,7 +468,7 @@ def test_a_region_too_large_to_map_is_an_error() -> None:
     """What this machine cannot hold is not said to be wrong: no report is better than one of nothing."""
     (destination,) = engine("decode", layers=1)
     large = attrs.evolve(destination, regions=[attrs.evolve(destination.regions[0], size_bytes=1 << 60)])
-    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena of fake memory"):
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map the regions of decode/0 as fake memory"):
         report_of(plan_reads(large, engine("prefill", layers=1)))
 
 
@@ -481,7 +481,7 @@ def test_a_copy_into_a_region_too_large_to_map_is_an_error() -> None:
         local[0, 0] = 1 << 62
         return local, remote
 
-    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena of fake memory"):
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map the regions of decode/0 as fake memory"):
         report_of(edited(plan_reads(more, engine("prefill")), stray, REQUEST))
 
 
@@ -492,7 +492,8 @@ def test_ids_that_are_no_pairs_are_found() -> None:
     (spec,) = plan.bind(**REQUEST)
     report = verify(edited_specs(plan, attrs.evolve(spec, remote_ids=spec.remote_ids[:-1])), **REQUEST)
     assert codes(report) == ["IDS", "COVER"]
-    assert f"{len(spec.local_ids)} local ids, {len(spec.local_ids) - 1} remote ones" in str(report)
+    ids = len(spec.local_ids)
+    assert f"IDS: at d/0: copy from p/0: {ids} local ids and {ids - 1} remote ids do not pair\n" in str(report)
 
 
 def on_one_address(worker: Worker) -> Worker:
