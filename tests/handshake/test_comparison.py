@@ -58,7 +58,7 @@ REFUSED = {
     "DTYPE": (with_views(OTHER, dtype="float16"), ("dtype", "bfloat16", "float16")),
     "AXES": (with_axis(OTHER, "dim", name="channel"), ("axes", "dim head kv", "channel head kv")),
     "SIZE": (with_axis(OTHER, "head", size=8), ("size of head", "4", "8")),
-    "TENSOR": (attrs.evolve(OTHER, views=OTHER.views[:1]), ("tensor", "kept", "not kept")),
+    "TENSOR": (attrs.evolve(OTHER, views=OTHER.views[:1]), ("tensor", "present", "missing")),
 }
 
 
@@ -78,7 +78,7 @@ PARTS = "part of head", "all", "[2, 4) of 4"
 BLOCKS = "2 of 2560 bytes", "2 of 1792 bytes"
 STEP = with_views(engine("prefill", blocks=9)[0], num_blocks=8, block_stride_bytes=280)
 ORDERS = "head 64, token 16, kv 8, dim 2", "token 64, head 16, kv 8, dim 2"
-TURNS = "rank 0 of 1, 1 in turn", "rank 1 of 2, 3 in turn"
+TURNS = "rank 0 of 1, interleave 1", "rank 1 of 2, interleave 3"
 GROUP = attrs.evolve(OTHER, groups=[Group("kv", 4)], views=[attrs.evolve(view, group="kv") for view in OTHER.views])
 PLANNED = {
     "part": (engine("prefill", tp=2)[1], [PARTS, "block stride", "regions"]),
@@ -109,7 +109,7 @@ def test_a_tensor_that_the_source_alone_keeps_is_not_moved():
     assert comparison.ok
     assert comparison.not_moved == ("layers.2", "layers.3")
     first, *others = comparison.differences
-    assert first == Difference("tensor", "layers.2-3", "not kept", "kept", "not moved")
+    assert first == Difference("tensor", "layers.2-3", "missing", "present", "not moved")
     assert {each.effect for each in others} == {"planned"}
     assert str(comparison).startswith("decode/0 and prefill/0: 3 differences, none refused, 2 tensors not moved\n")
 

@@ -196,7 +196,7 @@ def test_regions_that_are_too_small_are_told_once(layers, size_bytes):
     (problem,) = problems(json.dumps(message).encode())
     assert (problem.path, problem.code) == ("memories[0].size_bytes", "BOUNDS")
     assert problem.text == (
-        f"cannot hold views: expected at least 2560 bytes, where view 'layers.0' of 10 blocks ends, got {size_bytes}"
+        f"cannot fit views: expected at least 2560 bytes, the end of view 'layers.0' of 10 blocks, got {size_bytes}"
     )
     with pytest.raises(PeerError) as caught:
         decode(json.dumps(message).encode())
@@ -295,7 +295,7 @@ def test_there_is_an_end_to_problems():
     data = edited(put(dict.fromkeys(map(str, range(250))), "views"))
     found = problems(data)
     assert len(found) == MAX_PROBLEMS + 1
-    assert str(found[-1]) == "message: MESSAGE: 155 more problems are left out"
+    assert str(found[-1]) == "message: MESSAGE: 155 more problems not listed"
 
 
 def test_an_offer_has_no_problems():

@@ -12,7 +12,7 @@ import pytest
 from kvplan.describe import _overlap as overlap
 from kvplan.handshake import errors as findings
 from kvplan.handshake import messages, schema
-from kvplan.handshake.schema import Many, Node, Record, Table
+from kvplan.handshake.schema import Columns, Many, Node, Record
 
 TEXT = (Path(__file__).parents[2] / "docs" / "handshake.md").read_text()
 LIMITS = re.findall(r"^\| (\d+) \| ", TEXT, re.MULTILINE)
@@ -22,10 +22,9 @@ def keys(node: Node) -> Iterator[str]:
     """Every key that a message may have, the outer ones first."""
     if isinstance(node, Many):
         yield from keys(node.item)
-    elif isinstance(node, Record | Table):
-        inner = node.fields if isinstance(node, Record) else node.columns
-        yield from inner
-        for each in inner.values():
+    elif isinstance(node, Record | Columns):
+        yield from node.fields
+        for each in node.fields.values():
             yield from keys(each)
 
 

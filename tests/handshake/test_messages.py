@@ -98,7 +98,7 @@ def test_half_a_surrogate_pair_is_no_character(text):
     """An escape that makes no character is refused, in an extension too."""
     (problem,) = problems(extended(text))
     assert str(problem) == (
-        "extensions: MESSAGE: cannot read a message: expected characters, got half of a surrogate pair"
+        "extensions: MESSAGE: cannot read a message: expected Unicode characters, got half of a surrogate pair"
     )
 
 
