@@ -137,13 +137,8 @@ def _region_starts(worker: Worker) -> Ints:
     """Where each region starts if all are placed one behind another."""
     total = sum(region.size_bytes for region in worker.regions)
     if total >= 1 << 62:
-        raise KVPlanError(
-            "RANGE",
-            f"certify the regions of {worker.label}",
-            expected=f"fewer than {1 << 62} bytes in all",
-            got=f"{total}",
-            size_bytes=total,
-        )
+        what, expected = f"certify the regions of {worker.label}", f"fewer than {1 << 62} bytes in all"
+        raise KVPlanError("RANGE", what, expected=expected, got=f"{total}", size_bytes=total)
     return np.cumsum([0, *(region.size_bytes for region in worker.regions)])
 
 

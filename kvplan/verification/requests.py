@@ -55,35 +55,20 @@ class Move:
     fault: str = ""
 
 
-def move_of(spec: ReadSpec, source: Worker, blocks: Mapping[str, Blocks]) -> Move:
-    """What a spec copies; nothing if its ids do not pair or are not in its tables."""
-    sides, fault = NOTHING, ""
+def copies_of(spec: ReadSpec) -> tuple[Sides, str]:
+    """What a spec copies, and what is wrong with its ids: nothing moves if they do not pair or are not in a table."""
     if len(spec.local_ids) != len(spec.remote_ids):
-        fault = f"{count(len(spec.local_ids), 'local id')} and {count(len(spec.remote_ids), 'remote id')} do not pair"
-    else:
-        try:
-            # The ids and the coalesced descriptors of a spec must name the same bytes.
-            by_ids = [
-                expand(table.rows, ids)
-                for table, ids in ((spec.local_table, spec.local_ids), (spec.remote_table, spec.remote_ids))
-            ]
-            sides = spec.descriptors()
-            if not np.array_equal(_joined(*sides), _joined(*by_ids)):
-                ids, descriptors = count(len(spec.local_ids), "id"), count(len(sides[0]), "descriptor")
-                fault = f"{ids} and {descriptors} name different bytes"
-        except KVPlanError as error:
-            fault = str(error)
-    return _move((spec.local, spec.remote), spec.operation, sides, source, blocks, fault)
-
-
-def _move(
-    pair: KeyPair, operation: str, sides: Sides, source: Worker, blocks: Mapping[str, Blocks], fault: str = ""
-) -> Move:
-    """Copies between local and remote ranges: from remote to local for a READ, from local to remote for a WRITE."""
-    step = 1 if operation == "WRITE" else -1
-    (read, written), (reads, writes) = pair[::step], sides[::step]
-    fault = fault and f"copy from {source.label}: {fault}"
-    return Move(source, blocks, (read, written), reads, writes, fault)
+        ids = f"{count(len(spec.local_ids), 'local id')} and {count(len(spec.remote_ids), 'remote id')}"
+        return NOTHING, f"{ids} do not pair"
+    try:
+        by_ids = expand(spec.local_table.rows, spec.local_ids), expand(spec.remote_table.rows, spec.remote_ids)
+    except KVPlanError as error:
+        return NOTHING, str(error)
+    sides = spec.descriptors()
+    if np.array_equal(_joined(*sides), _joined(*by_ids)):
+        return sides, ""
+    ids, descriptors = count(len(spec.local_ids), "id"), count(len(sides[0]), "descriptor")
+    return sides, f"{ids} and {descriptors} name different bytes"
 
 
 def _joined(local: Addresses, remote: Addresses) -> Addresses:
@@ -156,14 +141,9 @@ class Job:
         again = np.flatnonzero(both[1:, 0] == both[:-1, 0])
         if again.size:
             ordinal, first = both[again[0]].tolist()
-            raise KVPlanError(
-                "BLOCKS",
-                f"verify requests of {self.worker.label} together",
-                expected=f"one block {ordinal} of the request in group {group!r}",
-                got=f"{first} and {int(both[again[0] + 1, 1])}",
-                group=group,
-                ordinal=ordinal,
-            )
+            what, got = f"verify requests of {self.worker.label} together", f"{first} and {both[again[0] + 1, 1]}"
+            expected = f"one block {ordinal} of the request in group {group!r}"
+            raise KVPlanError("BLOCKS", what, expected=expected, got=got, group=group, ordinal=ordinal)
         return Blocks(both[:, 1], ordinals=both[:, 0])
 
 
@@ -210,7 +190,7 @@ def _add_part(
         for other, spec in zip(plan.remotes, specs, strict=True):
             destination, source = (other, plan.local) if writes else (plan.local, other)
             blocks, source_blocks = (remote, local) if writes else (local, remote)
-            sources = (source, *plan.siblings) if writes else (source,)
+            sources = (source, *plan.siblings)  # siblings only write
             job = _job(made, destination)
             if writes:
                 job.writers.update(worker.key for worker in sources)
@@ -219,12 +199,16 @@ def _add_part(
             for view in (view for worker in sources for view in worker.views):
                 if view.name not in plan.not_transferred:
                     need.offered.setdefault(view.name, view.group if writes else None)
+            pair, fault = (spec.local, spec.remote), ""
             if given is None:
-                job.moves.append(move_of(spec, source, source_blocks))
+                sides, fault = copies_of(spec)
             else:
                 pair, job.has_ids = (plan.local.key, other.key), False
                 sides = given.pop(pair, NOTHING)  # once, even if several plans have the pair
-                job.moves.append(_move(pair, plan.operation, sides, source, source_blocks))
+            step = 1 if spec.operation == "WRITE" else -1  # a WRITE copies from local to remote, a READ back
+            (read, written), (from_ranges, to_ranges) = pair[::step], sides[::step]
+            fault = fault and f"copy from {source.label}: {fault}"
+            job.moves.append(Move(source, source_blocks, (read, written), from_ranges, to_ranges, fault))
 
 
 def _groups(workers: Iterable[Worker]) -> set[str]:
@@ -239,13 +223,8 @@ def _only(given: Mapping[str, Any], own: set[str], known: set[str]) -> dict[str,
 def _job(made: dict[Key, Job], worker: Worker) -> Job:
     job = made.setdefault(worker.key, Job(worker))
     if job.worker is not worker and job.worker != worker:
-        raise KVPlanError(
-            "WORKER",
-            "verify plans together",
-            expected="one description of each destination worker",
-            got=f"two of {worker.label}",
-            worker=worker.label,
-        )
+        expected, got = "one description of each destination worker", f"two of {worker.label}"
+        raise KVPlanError("WORKER", "verify plans together", expected=expected, got=got, worker=worker.label)
     return job
 
 
@@ -264,13 +243,9 @@ def read_copies(copies: Any, pairs: Collection[KeyPair]) -> dict[KeyPair, Sides]
         raise wrong_type("copies", "a mapping of pairs of workers to descriptors", copies)
     for pair in copies:
         if pair not in pairs:
-            raise KVPlanError(
-                "NAME",
-                "read copies",
-                expected=f"the keys of a local and a remote worker, such as {next(iter(pairs), None)}",
-                got=reprlib.repr(pair),
-                hint="destinations are the local workers of a READ, sources those of a WRITE",
-            )
+            expected = f"the keys of a local and a remote worker, such as {next(iter(pairs), None)}"
+            hint = "destinations are the local workers of a READ, sources those of a WRITE"
+            raise KVPlanError("NAME", "read copies", expected=expected, got=reprlib.repr(pair), hint=hint)
     return {
         pair: _sides(f"copies between {label_of(pair[0])} and {label_of(pair[1])}", copies[pair]) for pair in copies
     }
