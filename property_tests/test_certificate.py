@@ -1,4 +1,4 @@
-"""Certificates: every plan has one, and a plan that has one is right whatever its numbers are."""
+"""Certificates: every plan has one, and a changed plan that still has one moves the right bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_plan_is_proved(case: Case) -> None:
 
 @given(cases(), st.randoms(use_true_random=False))
 def test_what_is_proved_is_right(case: Case, random: Any) -> None:
-    """With a number of its tables changed, a plan is refused, or does what it did."""
+    """A plan with a changed number in its tables is refused, or still moves the right bytes."""
     plan = case.reads(case.destinations[random.randrange(len(case.destinations))])
     worse = damaged(plan, random)
     if worse is None:
@@ -48,7 +48,7 @@ def test_what_is_proved_is_right(case: Case, random: Any) -> None:
 
 
 def damaged(plan: TransferPlan, random: Any) -> TransferPlan | None:
-    """The plan with one number of one family or one row changed; ``None`` where it has none."""
+    """The plan with one number of a family or a row changed; ``None`` if it moves nothing."""
     which = [i for i, pair in enumerate(plan.pairs) if pair.layouts]
     if not which:
         return None

@@ -1,4 +1,4 @@
-"""Labels: which positions a worker needs, where its views keep them, and what an address means."""
+"""Labels: which positions a worker needs, where its views have them, and what is stored at an address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_q1_a_range_is_what_the_context_holds_of_it() -> None:
 
 
 def test_q1_without_a_range_all_listed_slots_are_needed() -> None:
-    """Blocks with an ordinal that is not 0 hold later positions."""
+    """Blocks that start at a later ordinal hold later positions."""
     assert needed(Group("attn", 4, Context(1, 2, 3)), Blocks([9], first=1), None).tolist() == [10, 11, 15, 16]
     assert needed(Group("state"), Blocks([5, 6], first=3), None).tolist() == [3, 4]
     assert needed(Group("state"), None, None).tolist() == []
@@ -33,7 +33,7 @@ def test_q1_without_a_range_all_listed_slots_are_needed() -> None:
 
 @pytest.mark.parametrize("context", [Context(), Context(1, 2, 1), Context(2, 3, 2), Context(0, 2, 5)])
 def test_q2_held_positions_fill_the_local_slots_in_order(context: Context) -> None:
-    """The n-th position that a context holds stands in slot n."""
+    """The n-th position that a context holds is in local slot n."""
     held = np.array([position for position in range(60) if position in context])
     assert local_slots(Group("attn", 4, context), held).tolist() == list(range(len(held)))
 
@@ -72,7 +72,7 @@ def test_a_window_finds_each_byte_by_the_formula_of_the_view() -> None:
 
 
 def test_a_source_is_labelled_only_where_the_destination_has_coordinates() -> None:
-    """Of heads that the destination does not have nothing is labelled; of an axis in digits, all heads are."""
+    """Heads that the destination does not have get no labels; if its heads are in digits, all heads get labels."""
     part = attrs.evolve(VIEW, axes=(attrs.evolve(AXES[0], start=4, stop=6), *AXES[1:]))
     other = attrs.evolve(VIEW, axes=(attrs.evolve(AXES[0], start=0, stop=2), *AXES[1:]))
     digits = attrs.evolve(VIEW, axes=(Axis("head", 1, 2, 2, 0), Axis("head", 0, 2, 3, 8), *AXES[1:]))
@@ -97,12 +97,12 @@ def test_a_source_is_labelled_only_where_the_destination_has_coordinates() -> No
     ],
 )
 def test_an_address_of_no_element_is_padding_or_nowhere(address: int, device: int, place: str) -> None:
-    """Bytes before, between and after the elements belong to none."""
+    """Bytes before, between and after the elements are padding."""
     assert str(locate(WORKER, address, device)) == f"{place}, address {address:#x} of decode/1"
 
 
 def test_an_address_has_the_position_that_block_tables_give_it() -> None:
-    """By the block's ordinal and the slot; none for padding, and for a block that the request does not have."""
+    """The position follows from ordinal and slot; padding and blocks of other requests have none."""
     (worker,) = engine("decode")
     padded = attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=4096) for region in worker.regions])
     block = worker.regions[0].address + 7 * 256

@@ -24,7 +24,7 @@ def plain(engine_id: str, address: int = AT, size: int = 256, device_id: int = 0
 
 
 def test_a_copy_moves_bytes() -> None:
-    """Ranges are copied pairwise, in whatever order they stand."""
+    """Ranges are copied pairwise, in any order."""
     with FakeMemory([plain("a"), plain("b", (1 << 64) - 256)]) as fake:
         fake.write(("a", 0), AT, bytes(range(256)))
         top = (1 << 64) - 256
@@ -34,7 +34,7 @@ def test_a_copy_moves_bytes() -> None:
 
 
 def test_long_ranges_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range longer than the working space arrives whole, and so do many short ones."""
+    """A range longer than the working memory arrives whole, and so do many short ones."""
     monkeypatch.setattr("kvplan.verification.memory.CHUNK_CELLS", 10)
     with FakeMemory([plain("a"), plain("b")]) as fake:
         fake.write(("a", 0), AT, bytes(range(256)))
@@ -46,7 +46,7 @@ def test_long_ranges_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_writes_are_recorded_in_order() -> None:
-    """What copies wrote is recorded by worker."""
+    """The ranges that copies write are recorded by worker."""
     with FakeMemory([plain("a"), plain("b")]) as fake:
         fake.move(("a", 0), ("b", 0), [(AT, 4, 0)], [(AT + 9, 4, 0)])
         fake.move(("a", 0), ("b", 0), [(AT + 4, 1, 0)], [(AT, 1, 0)])
@@ -67,7 +67,7 @@ def test_a_copy_that_leaves_its_region_moves_nothing() -> None:
 
 @pytest.mark.parametrize("reads", [[(AT, 2, 0)], [(AT, 1, 0), (AT, 1, 0)]], ids=["length", "number"])
 def test_unpaired_ranges_are_refused(reads: list[tuple[int, int, int]]) -> None:
-    """Ranges pair up, with equal lengths."""
+    """Ranges must pair, with equal lengths."""
     with FakeMemory([plain("a"), plain("b")]) as fake, pytest.raises(KVPlanError) as caught:
         fake.move(("a", 0), ("b", 0), reads, [(AT, 1, 0)])
     assert caught.value.code == "SIZE"
@@ -88,7 +88,7 @@ def test_poison_must_fit_a_cell() -> None:
 
 
 def test_cells_have_a_width_of_an_integer() -> None:
-    """Three bytes are no cell."""
+    """A cell of three bytes is refused."""
     with pytest.raises(KVPlanError, match=r"^RANGE: .* got 3$"):
         FakeMemory([], label_bytes=3)
 
@@ -114,7 +114,7 @@ def test_an_array_outside_its_region_is_refused(region: str, blocks: int) -> Non
 
 
 def test_the_device_may_be_left_out_where_it_is_clear() -> None:
-    """An address that one device has needs no device."""
+    """The device may be left out if only one has the address."""
     with FakeMemory([plain("a", device_id=5)]) as fake:
         fake.write(("a", 0), AT, b"\7")
         assert fake.read(("a", 0), AT, 1, device_id=5).tolist() == [7]
@@ -129,13 +129,13 @@ def test_a_worker_stands_in_memory_once() -> None:
 
 
 def test_an_unknown_worker_is_refused() -> None:
-    """Only workers given can be read."""
+    """Only the workers of the memory can be read."""
     with FakeMemory([plain("a")]) as fake, pytest.raises(KVPlanError, match=r"^WORKER: .* a worker of a/0, got b/0$"):
         fake.read(("b", 0), AT, 1)
 
 
 def test_closed_memory_refuses() -> None:
-    """Leaving the context gives the arenas back."""
+    """Memory cannot be touched after the context ends."""
     with FakeMemory([plain("a")]) as fake:
         fake.write(("a", 0), AT, b"\1")
     with pytest.raises(KVPlanError, match=r"^MEMORY"):
@@ -152,7 +152,7 @@ def test_neighbouring_regions_share_no_cell() -> None:
 
 
 def test_regions_that_overlap_share_their_cells() -> None:
-    """The same bytes registered several times are the same bytes, in whatever region a range lies."""
+    """Bytes that are registered several times are the same cells in every region."""
     pool = regions_of(Region("pool", 4096, 64), Region("view", 4112, 16), Region("beyond", 4150, 50))
     with FakeMemory([pool]) as fake:
         fake.write(("a", 0), 4096, bytes(range(64)))
