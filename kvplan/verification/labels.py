@@ -75,7 +75,7 @@ def position_at(place: Place, tables: Mapping[str, Blocks]) -> int | None:
     if place.view is None or (blocks := tables.get(place.view.group)) is None:
         return None
     group = next(group for group in place.worker.groups if group.name == place.view.group)
-    slots = blocks.ordinals[blocks.ids == place.block] * (group.tokens_per_block or 1) + (place.slot or 0)
+    slots = blocks.ordinals[blocks.ids == place.block] * (group.tokens_per_block or 1) + place.slot
     return int(positions_of(group, slots)[0]) if slots.size else None
 
 

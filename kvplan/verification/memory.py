@@ -1,6 +1,6 @@
 """Fake memory: carry out a plan's copies at the workers' own addresses, on one machine and without a network.
 
-Addresses are virtual: memory is allocated only for the pages that are touched. Every byte address has a *cell*, an
+ByteRanges are virtual: memory is allocated only for the pages that are touched. Every byte address has a *cell*, an
 unsigned integer. Cells of one byte hold data; wider cells hold a label, which differs for every byte of a request.
 
 Rules of a copy, all checked before any cell changes:
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from kvplan.plan.specs import ReadSpec
 
 Cells = npt.NDArray[np.unsignedinteger[Any]]
-Addresses = npt.NDArray[np.uint64]
-"""Byte addresses up to 2**64 - 1; as *ranges*, (n, 3): address, length, device."""
+ByteRanges = npt.NDArray[np.uint64]
+"""Ranges of bytes, (n, 3): address, length, device."""
 
 LABEL_BYTES: Final = (1, 2, 4, 8)
 CHUNK_CELLS: Final = 1 << 22
 """A copy uses at most this many cells of working memory."""
 
 
-def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> Addresses:
+def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> ByteRanges:
     """The range of each descriptor id, (n, 3) uint64: address, length, device.
 
     ``rows`` is (n, 5) uint64: address, length, device, stride, count. Ids number the elements of all rows
@@ -93,7 +93,7 @@ class FakeMemory:
         self.dtype: Final[np.dtype[np.unsignedinteger[Any]]] = np.dtype(f"u{label_bytes}")
         self.poison: Final = integer(poison, "poison", high=1 << 8 * label_bytes)
         self._cells: dict[Key, _WorkerCells] = {}
-        self._record: dict[Key, list[Addresses]] = {}
+        self._record: dict[Key, list[ByteRanges]] = {}
         for worker in workers:
             if worker.key in self._cells:
                 expected, got = "each worker once", f"{worker.label} twice"
@@ -200,7 +200,7 @@ class FakeMemory:
                 runs_of(self._cells[write_key].cells, part)[first_written[some] + offset] = copied
         self._record.setdefault(write_key, []).append(write)
 
-    def writes(self, worker: Worker | Key) -> Addresses:
+    def writes(self, worker: Worker | Key) -> ByteRanges:
         """The ranges that copies have written to ``worker``, in order: (n, 3) uint64, address, length, device."""
         return np.concatenate([np.empty((0, 3), np.uint64), *self._record.get(self._key(worker), ())])
 
@@ -232,12 +232,12 @@ class _WorkerCells:
         self.worker, self.dtype = worker, dtype
         self._size, self._closed = 0, False
         self._cells: Cells | None = None
-        self._devices: dict[int, Addresses] = {}
+        self._devices: dict[int, npt.NDArray[np.uint64]] = {}
         for device in {region.device_id for region in worker.regions}:
             regions = [region for region in worker.regions if region.device_id == device]
             self._devices[device] = self._add(sorted(regions, key=lambda region: region.address))
 
-    def _add(self, regions: list[Region]) -> Addresses:
+    def _add(self, regions: list[Region]) -> npt.NDArray[np.uint64]:
         """Cells for the regions of one device, in order of address. Rows of the result, with a column per region:
 
         its first byte, the last byte of any region up to it, and the address of which the first cell of all would be.
@@ -255,7 +255,7 @@ class _WorkerCells:
         """Free the cells; a later touch raises ``MEMORY``."""
         self._cells, self._closed = None, True
 
-    def place(self, ranges: Addresses) -> Ints:
+    def place(self, ranges: ByteRanges) -> Ints:
         """The first cell of each range, (n,). Raises ``BOUNDS`` for the first range that breaks rule X2."""
         inside, cell = np.zeros(len(ranges), bool), np.zeros(len(ranges), np.uint64)
         for device, (start, reach, origin) in self._devices.items():
@@ -264,8 +264,8 @@ class _WorkerCells:
             # `region` is the last region that starts at or before each range. Some region holds the range if its last
             # byte is no further than the furthest byte of all regions up to that one.
             region = np.searchsorted(start, address, side="right") - 1
-            last = address + (length - np.uint64(1))
-            inside[here] = (region >= 0) & (length > 0) & (last >= address) & (last <= reach[region])
+            last = address + (length - np.uint64(1))  # before `address` if the range is empty or wraps
+            inside[here] = (region >= 0) & (last >= address) & (last <= reach[region])
             cell[here] = address - origin[region]
         if not inside.all():
             first, size, device = ranges[int(np.argmin(inside))].tolist()

@@ -85,27 +85,18 @@ def _weighted(axes: tuple[Axis, ...], weights: Mapping[str, int]) -> list[tuple[
 
 @attrs.frozen
 class Place:
-    """What a worker stores at an address: a byte of a view's block, padding of a region, or nothing.
-
-    ``block``, ``slot`` and ``byte`` of the element are those of ``view``; ``coordinates`` those of its other axes.
-    """
+    """What a worker stores at an address: ``what`` in words, and the block and slot of ``view`` if it is in a view."""
 
     worker: Worker
     address: int
-    region: Region | None
+    what: str = "no region"
+    region: Region | None = None
     view: View | None = None
     block: int = 0
-    slot: int | None = None
-    coordinates: Mapping[str, int] = attrs.field(factory=dict)
-    byte: int = 0
+    slot: int = 0
 
     def __str__(self) -> str:
-        what = "no region" if self.region is None else f"padding of region {self.region.name}"
-        if self.view is not None:
-            words = "".join(f" {name} {value}" for name, value in sorted(self.coordinates.items()))
-            slot = "" if self.slot is None else f" slot {self.slot}"
-            what = f"{self.view.name}{words} byte {self.byte} in group {self.view.group} block {self.block}{slot}"
-        return f"{what}, address {self.address:#x} of {self.worker.label}"
+        return f"{self.what}, address {self.address:#x} of {self.worker.label}"
 
 
 def locate(worker: Worker, address: int, device_id: int) -> Place:
@@ -119,22 +110,23 @@ def locate(worker: Worker, address: int, device_id: int) -> Place:
     >>> print(locate(worker, 4096 + 7, 0))
     padding of region kv, address 0x1007 of decode/0
     """
-    found = Place(worker, address, None)
+    found = Place(worker, address)
     for region in worker.regions:
         offset = address - region.address
         if region.device_id == device_id and 0 <= offset < region.size_bytes:
-            found = Place(worker, address, region)
+            found = Place(worker, address, f"padding of region {region.name}", region)
             for view in worker.views:
                 if view.region == region.name and (element := _invert(view, offset - view.offset_bytes)):
-                    return Place(worker, address, region, view, *element)
+                    return Place(worker, address, element[0], region, view, *element[1:])
     return found
 
 
-def _invert(view: View, offset: int) -> tuple[int, int | None, dict[str, int], int] | None:
-    """Block, slot, coordinates and byte of the element at an offset from a view's first byte, if there is one."""
+def _invert(view: View, offset: int) -> tuple[str, int, int] | None:
+    """The element at an offset from a view's first byte, if there is one: in words, its block and its slot."""
     dims = [(view.block_stride_bytes if view.num_blocks > 1 else 0, view.num_blocks, -1)]
     dims += [(axis.stride_bytes, axis.extent, i) for i, axis in enumerate(view.axes)]
     at = {}
+    # The longest stride first: what is left of the offset is that of the finer axes.
     for stride, extent, i in sorted(dims, reverse=True):
         at[i] = min(max(offset, 0) // stride, extent - 1) if extent > 1 else 0
         offset -= at[i] * stride
@@ -143,4 +135,7 @@ def _invert(view: View, offset: int) -> tuple[int, int | None, dict[str, int], i
     coordinates: dict[str, int] = {}
     for i, axis in enumerate(view.axes):
         coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + axis.start + at[i]
-    return at[-1], coordinates.pop(TOKEN, None), coordinates, offset
+    slot = coordinates.pop(TOKEN, None)
+    words = " ".join([view.name, *(f"{name} {value}" for name, value in sorted(coordinates.items())), f"byte {offset}"])
+    words += f" in group {view.group} block {at[-1]}" + ("" if slot is None else f" slot {slot}")
+    return words, at[-1], slot or 0

@@ -22,7 +22,7 @@ from kvplan.describe.views import ADDRESS_END, Group, View
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.verification.labels import needed
-from kvplan.verification.memory import Addresses, expand
+from kvplan.verification.memory import ByteRanges, expand
 
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 KeyPair = tuple[Key, Key]
 """The keys of a local and a remote worker."""
 
-Sides = tuple[Addresses, Addresses]
+RangePair = tuple[ByteRanges, ByteRanges]
 """Ranges of both workers, (n, 3) each: address, length, device. The nth of one side is copied to or from the nth of
 the other."""
 
-NOTHING: Final[Sides] = (np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64))
+NOTHING: Final[RangePair] = (np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64))
 
 
 @attrs.frozen(eq=False)
@@ -50,12 +50,12 @@ class Move:
     source: Worker
     blocks: Mapping[str, Blocks]
     way: KeyPair
-    reads: Addresses
-    writes: Addresses
+    reads: ByteRanges
+    writes: ByteRanges
     fault: str = ""
 
 
-def copies_of(spec: ReadSpec) -> tuple[Sides, str]:
+def copies_of(spec: ReadSpec) -> tuple[RangePair, str]:
     """What a spec copies, and what is wrong with its ids: nothing moves if they do not pair or are not in a table."""
     if len(spec.local_ids) != len(spec.remote_ids):
         ids = f"{count(len(spec.local_ids), 'local id')} and {count(len(spec.remote_ids), 'remote id')}"
@@ -71,7 +71,7 @@ def copies_of(spec: ReadSpec) -> tuple[Sides, str]:
     return sides, f"{ids} and {descriptors} name different bytes"
 
 
-def _joined(local: Addresses, remote: Addresses) -> Addresses:
+def _joined(local: ByteRanges, remote: ByteRanges) -> ByteRanges:
     """Paired ranges, (n, 6), by local device and address, joined where they continue each other on both sides."""
     pairs = np.concatenate([local, remote], axis=1)[np.lexsort((local[:, 0], local[:, 2]))]
     ends = pairs[:, [0, 3]] + pairs[:, [1, 4]]
@@ -228,7 +228,7 @@ def _job(made: dict[Key, Job], worker: Worker) -> Job:
     return job
 
 
-def read_copies(copies: Any, pairs: Collection[KeyPair]) -> dict[KeyPair, Sides]:
+def read_copies(copies: Any, pairs: Collection[KeyPair]) -> dict[KeyPair, RangePair]:
     """The ranges that other code copies between each pair of workers, in its order.
 
     Raises ``NAME`` for a pair that is not one of ``pairs``, ``SIZE`` for sides that differ in number or lengths,
@@ -251,7 +251,7 @@ def read_copies(copies: Any, pairs: Collection[KeyPair]) -> dict[KeyPair, Sides]
     }
 
 
-def _sides(what: str, sides: Any) -> Sides:
+def _sides(what: str, sides: Any) -> RangePair:
     if not isinstance(sides, tuple | list) or len(sides) != 2:
         raise wrong_type(what, "(local descriptors, remote descriptors)", sides)
     local = _ranges(sides[0], f"local descriptors of {what}")
@@ -267,7 +267,7 @@ def _sides(what: str, sides: Any) -> Sides:
     return local, remote
 
 
-def _ranges(values: Any, what: str) -> Addresses:
+def _ranges(values: Any, what: str) -> ByteRanges:
     """Rows of address, length and device in any form, each with a length of at least 1."""
     is_table = isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype.kind in "iu"
     if is_table and values.shape[1] == 3 and (values >= [0, 1, 0]).all():

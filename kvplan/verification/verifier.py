@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvplan._arrays import Ints
 from kvplan._text import count
@@ -23,7 +24,7 @@ from kvplan.describe.blocks import Tokens
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 from kvplan.verification.labels import Window, listed_slots, local_slots, needed, number, position_at, window
-from kvplan.verification.memory import Addresses, FakeMemory
+from kvplan.verification.memory import ByteRanges, FakeMemory
 from kvplan.verification.pieces import Place, locate
 from kvplan.verification.report import PROMISES, Report, Tail
 from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of
@@ -228,7 +229,7 @@ class _Check:
         elif foreign:
             self.fail("OWN", f"{_bytes(foreign)} written outside the request, first: {self.stray(writes)}")
 
-    def stray(self, writes: Addresses) -> Place:
+    def stray(self, writes: ByteRanges) -> Place:
         """The first byte written that the destination does not need."""
         for view in self.views:
             held = self.held(view)
@@ -259,13 +260,13 @@ def _bytes(number: int) -> str:
     return count(int(number), "byte")
 
 
-def _holding(ranges: Addresses, address: int, device_id: int) -> Ints:
+def _holding(ranges: ByteRanges, address: int, device_id: int) -> Ints:
     """The indices of the ranges that contain a byte."""
     start, length, device = ranges.T
     return np.flatnonzero((device == device_id) & (start <= address) & (address <= start + (length - 1)))
 
 
-def _again(writes: Addresses) -> Addresses:
+def _again(writes: ByteRanges) -> npt.NDArray[np.uint64]:
     """For each range, sorted by device and address, how many of its bytes an earlier one has."""
     again = np.zeros(len(writes), np.uint64)
     for device in np.unique(writes[:, 2]):

@@ -31,6 +31,13 @@ def test_q1_without_a_range_all_listed_slots_are_needed() -> None:
     assert needed(Group("state"), None, None).tolist() == []
 
 
+def test_q1_where_a_table_has_gaps_nothing_is_needed() -> None:
+    """Positions of null blocks, and of ordinals that are not listed, are not needed."""
+    group = Group("attn", 4, Context(1, 2, 2))
+    assert needed(group, Blocks([0, 8, 0], null=0), (3, 20)).tolist() == [10, 11, 14, 15]
+    assert needed(Group("state"), Blocks([5, 6], ordinals=[1, 4]), (0, 6)).tolist() == [1, 4]
+
+
 @pytest.mark.parametrize("context", [Context(), Context(1, 2, 1), Context(2, 3, 2), Context(0, 2, 5)])
 def test_q2_held_positions_fill_the_local_slots_in_order(context: Context) -> None:
     """The n-th position that a context holds is in local slot n."""
