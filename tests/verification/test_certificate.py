@@ -95,6 +95,23 @@ def test_ids_that_are_off_by_one_are_no_proof(name, side):
         refused(changed(plan, family=i, turns=lambda _: None, sub=shifted(side, 1)))
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_strands_that_are_swapped_are_no_proof(side):
+    """With two strands of one side exchanged, heads or layers arrive in each other's place."""
+    plan, found = PLANS["pieces of larger blocks"], set()
+    for i, family in enumerate(layout_of(plan).families):
+        for j in range(len(family.base[0]) - 1):
+
+            def swapped(base, j=j):
+                other = base[side].copy()
+                other[[j, j + 1]] = other[[j + 1, j]]
+                return (other, base[1]) if side == 0 else (base[0], other)
+
+            text = refused(changed(plan, family=i, base=swapped))
+            found.add(text.partition("expected ")[2].split()[0])
+    assert found == {"tensor", "byte"}
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_family_more_or_less_is_no_proof(name):
     """A family left out leaves bytes missing, one given twice writes them again, and other positions are wrong."""

@@ -600,3 +600,11 @@ def test_a_report_with_failures_lists_them() -> None:
     assert not report
     assert str(report) == "not verified: 8 bytes in 1 descriptor to 2 workers\nOWN: at decode/0: far off"
     assert report.promises == {"VALUE": True, "OWN": False}
+
+
+def test_reports_of_several_workers_add_up() -> None:
+    """Numbers are sums; a promise counts as checked only if it was checked for every worker."""
+    one, other = Report(4, 1, 1, ("VALUE", "COVER")), Report(8, 2, 1, ("VALUE", "OWN"), (("OWN", "far off"),))
+    both = Report.of([one, other])
+    assert (both.num_bytes, both.num_descriptors, both.num_workers) == (12, 3, 2)
+    assert (both.checked, both.failures) == (("VALUE",), (("OWN", "far off"),))
