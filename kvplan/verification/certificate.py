@@ -218,6 +218,7 @@ class WorkerTable:
             right &= family.sub[side][where] == (0 if turn.sub is None else turn.sub)
             if not right.all() or (turn.step and (np.diff(block.reshape(-1)) != turn.step).any()):
                 return None
+        # The row of each id is the last that starts at or before it; `within` is the element of the row.
         row = np.searchsorted(self.table.first, ids, "right") - 1
         start, length, stride, count = (column[row] for column in self.rows())
         within = ids - self.table.first[row]
@@ -270,7 +271,7 @@ class _Proof:
         """What a family moves in a period, (4, parts): piece, block ordinal, first byte, length. Checks rule K1."""
         starts = np.array([-1, *family.starts, family.every])
         if (starts[1:] <= starts[:-1]).any() or layout.period % family.every:
-            raise _error(pair, "ascending positions of a period's divisor", f"{starts[1:-1]} of {family.every}")
+            raise _error(pair, "ascending positions in a divisor of the period", "other positions")
         position = np.add.outer(np.arange(0, period, family.every), family.starts).reshape(-1)
         if position.size * len(family.base[0]) > MAX_PARTS:
             raise _error(pair, f"at most {MAX_PARTS} descriptors in {period} positions", "more", "RANGE")
@@ -286,21 +287,17 @@ class _Proof:
             where = "source" if cut else "destination"
             raise _error(pair, "descriptors of bytes that views hold", f"other bytes at the {where}")
         part, other, other_begin, size = again
+        # By part: `of` is its descriptor, and `at` the position of that in the period.
         of, piece = cut[0][part], cut[1][part]
-        begin = other_begin - theirs.start[of] + ours.start[of]
-        at = of % position.size
+        begin, at = other_begin - theirs.start[of] + ours.start[of], of % position.size
         found = []
-        for i, (side, which, low, ranges) in enumerate(
-            ((sides[0], piece, begin, ours), (sides[1], other, other_begin, theirs))
-        ):
-            where_to = _positions(layout.groups[i], ranges.ordinal[at], side.slot[which])
-            found.append((side.tensor[which], where_to, side.number[which] + low - side.start[which]))
-            single = side.num_blocks[which] == 1
-            if (
-                not (single | (side.block_stride[which] == ranges.step[of])).all()
-                or layout.num_blocks[i] > side.num_blocks[which].min()
-            ):
+        for i, ranges, which, first in ((0, ours, piece, begin), (1, theirs, other, other_begin)):
+            side, stride = sides[i], sides[i].block_stride[which]
+            single, num_blocks = side.num_blocks[which] == 1, side.num_blocks[which].min()
+            if not (single | (stride == ranges.step[of])).all() or layout.num_blocks[i] > num_blocks:
                 raise _error(pair, "ids that follow the blocks of every view", "other ids")
+            held = _positions(layout.groups[i], ranges.ordinal[at], side.slot[which])
+            found.append((side.tensor[which], held, side.number[which] + first - side.start[which]))
         for what, mine, its in zip(("tensor", "position", "byte"), *found, strict=True):
             if (wrong := np.flatnonzero(mine != its)).size:
                 name = self.names[found[0][0][wrong[0]]]
@@ -314,7 +311,7 @@ class _Proof:
         piece, ordinal, begin, size = parts[:, np.lexsort(parts[2::-1])]
         target = piece * blocks + ordinal
         twice = target[1:][(target[1:] == target[:-1]) & (begin[:-1] + size[:-1] > begin[1:])]
-        filled = np.bincount(target, size, ours.start.size * blocks)
+        filled = np.bincount(target, size, ours.start.size * blocks)  # bytes by piece and block
         missing = np.flatnonzero(filled < np.repeat(ours.length, blocks)) if self.complete else twice[:0]
         for wrong, got in ((twice, "bytes moved twice"), (missing, "bytes not moved")):
             if wrong.size:
@@ -333,6 +330,7 @@ def _check_cuts(pair: PairTables, layout: Layout, family: Family, start: Ints, p
     low, high = np.array([(-1, -1), *layout.cuts], np.int64).T
     if (low >= high)[1:].any() or (high[:-1] > low[1:]).any() or high[-1] > layout.period:
         raise _error(pair, "cuts of one period that ascend and do not overlap", "other cuts")
+    # `turn` is where the period of each descriptor begins; `cut` is the last cut that begins at or before it.
     turn = start - start % layout.period
     cut = np.searchsorted(low, start - turn, "right") - 1
     inside = (start < turn + high[cut]) & (turn + low[cut] <= position) & (position < turn + high[cut])

@@ -59,7 +59,7 @@ def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> ByteRanges:
     if unknown.size:
         got = int(unknown[0])
         raise KVPlanError("RANGE", "expand descriptor ids", expected=f"ids in [0, {total})", got=f"{got}", value=got)
-    row = np.searchsorted(ends, index, side="right")
+    row = np.searchsorted(ends, index, side="right")  # the first row that ends after the id
     element = (index - (ends - counts)[row]).astype(np.uint64)
     return np.stack([table[row, 0] + element * table[row, 3], table[row, 1], table[row, 2]], axis=1)
 

@@ -1,8 +1,8 @@
 """verify: carry out plans in fake memory and check every byte by its coordinates.
 
-The sources are filled with labels where their views hold the positions of the request (:mod:`.labels`), the plans'
-copies are carried out, and each destination view is compared with the labels that it needs. Nothing here knows how
-plans are made.
+The sources are filled with labels (:mod:`kvplan.verification.labels`) where their views hold the positions of the
+request, the plans' copies are carried out, and each destination view is compared with the labels that it needs. Nothing
+here knows how plans are made.
 
 - O1: if the copies write as many different bytes as are needed, and every needed byte is written, no byte outside the
   request is written.
@@ -218,7 +218,7 @@ class _Check:
     def settle_writes(self) -> None:
         """Report bytes that are written twice, and by rule O1 bytes that are written outside the request."""
         writes = self.memory.writes(self.worker)
-        writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]
+        writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]  # by device, then by address
         again = _again(writes)
         if again.any():
             address, _, device = writes[np.flatnonzero(again)[0]].tolist()
@@ -248,6 +248,7 @@ class _Check:
             if used and (blocks := self.tables[group.name]) is not None:
                 slots = listed_slots(group, blocks)
                 free = slots[~np.isin(slots, local_slots(group, np.concatenate(used)))]
+                # The slots ascend; an interval ends where the next slot is not the neighbour.
                 for span in np.split(free, np.flatnonzero(np.diff(free) > 1) + 1):
                     if span.size:
                         yield Tail(self.worker.label, group.name, int(span[0]), int(span[-1]) + 1)

@@ -195,6 +195,20 @@ def test_pools_larger_than_they_are_are_no_proof():
 
 
 @pytest.mark.parametrize("side", [0, 1])
+def test_blocks_behind_a_view_are_no_proof(side):
+    """Rows and a layout of one block more than the view has are refused, although the region has room for it."""
+    mine, other = (
+        attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=region.size_bytes + 4096)])
+        for worker in (*engine("d", layers=1), *engine("p", layers=1))
+        for region in worker.regions
+    )
+    plan = with_rows(plan_reads(mine, [other]), side, 4, 1)
+    assert certify(plan)
+    more = changed(plan, num_blocks=lambda blocks: tuple(n + (i == side) for i, n in enumerate(blocks)))
+    assert "ids that follow the blocks of every view" in refused(more)
+
+
+@pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "sub"])
 @pytest.mark.parametrize("name", ["equal blocks", "several starts"])
 def test_wrong_ordinals_of_a_period_are_no_proof(name, field, side):
