@@ -1,6 +1,6 @@
 """Fake memory: carry out a plan's copies at the workers' own addresses, on one machine and without a network.
 
-ByteRanges are virtual: memory is allocated only for the pages that are touched. Every byte address has a *cell*, an
+Addresses are virtual: memory is allocated only for the pages that are touched. Every byte address has a *cell*, an
 unsigned integer. Cells of one byte hold data; wider cells hold a label, which differs for every byte of a request.
 
 Rules of a copy, all checked before any cell changes:

@@ -135,16 +135,15 @@ class Job:
         tables = [need.blocks[group] for need in self.needs.values() if group in need.blocks]
         if len(tables) < 2:
             return tables[0] if tables else None
-        ordinals, ids = (np.concatenate([getattr(table, name) for table in tables]) for name in ("ordinals", "ids"))
-        # Distinct rows (ordinal, id), ascending: two neighbours of one ordinal are different blocks for it.
-        both = np.unique(np.stack([ordinals, ids], axis=1), axis=0)
-        again = np.flatnonzero(both[1:, 0] == both[:-1, 0])
-        if again.size:
-            ordinal, first = both[again[0]].tolist()
-            what, got = f"verify requests of {self.worker.label} together", f"{first} and {both[again[0] + 1, 1]}"
-            expected = f"one block {ordinal} of the request in group {group!r}"
-            raise KVPlanError("BLOCKS", what, expected=expected, got=got, group=group, ordinal=ordinal)
-        return Blocks(both[:, 1], ordinals=both[:, 0])
+        ids: dict[int, int] = {}
+        for table in tables:
+            for ordinal, block in zip(table.ordinals.tolist(), table.ids.tolist(), strict=True):
+                if ids.setdefault(ordinal, block) != block:
+                    what = f"verify requests of {self.worker.label} together"
+                    expected = f"one block {ordinal} of the request in group {group!r}"
+                    got = f"{ids[ordinal]} and {block}"
+                    raise KVPlanError("BLOCKS", what, expected=expected, got=got, group=group, ordinal=ordinal)
+        return Blocks(list(ids.values()), ordinals=list(ids))
 
 
 def plans_of(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> tuple[TransferPlan, ...]:
