@@ -356,6 +356,7 @@ def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
     carried = held if carried is None else carried
     size = period(*groups)
     pairs = block_pairs(groups, np.array(carried), every, size)
+    assert pairs is not None
     found = []
     for position, count, block, slot in zip(pairs.position, pairs.count, pairs.block.T, pairs.slot.T, strict=True):
         found += [(position + n, *block, *(slot + n)) for n in range(count)]
