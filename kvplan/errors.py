@@ -1,4 +1,4 @@
-"""One error class with a closed set of codes and one message grammar.
+"""The one error that kvplan raises: a closed set of codes, and one grammar for all messages.
 
     cannot <do what>: expected <rule>, got <value> (<hint>)
 
@@ -18,41 +18,41 @@ from typing import Any, Final
 CODES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "TYPE": "a value has the wrong type",
-        "RANGE": "an integer lies outside its range",
+        "RANGE": "an integer is outside its range",
         "NAME": "a name is empty, unknown or used twice",
         "DTYPE": "an element type is unknown, or differs between the two sides",
-        "AXES": "a view lacks an axis, or has one too many",
-        "SIZE": "a size differs from what it must equal",
+        "AXES": "a view lacks an axis or has an unknown one",
+        "SIZE": "two sizes that must be equal differ",
         "STRIDE": "elements of one view share bytes",
-        "BOUNDS": "bytes lie outside their region, or an address wraps",
+        "BOUNDS": "bytes are outside their region, or an address wraps",
         "OVERLAP": "two views of one group share bytes",
         "GROUP": "a token group is paired with a state group",
-        "WORKER": "the workers given do not form one engine, or one is given twice",
-        "TENSOR": "a tensor that the destination needs is offered by no source",
-        "COVER": "part of a tensor that the destination needs is held by no source",
-        "BLOCKS": "a block table is missing, too short, repeats a block or leaves the pool",
-        "TOKENS": "a token range is malformed or leaves the block tables",
-        "INT": "a descriptor id does not fit 31 bits",
+        "WORKER": "the given workers do not form one engine, or one of them is given twice",
+        "TENSOR": "no source has a tensor that the destination needs",
+        "COVER": "no source has some part of a tensor that the destination needs",
+        "BLOCKS": "a block table is missing or too short, lists a block twice, or has an id outside the pool",
+        "TOKENS": "a token range is malformed or exceeds the block tables",
+        "INT": "a descriptor id does not fit in 31 bits",
         "LAYOUT": "a layout or one of its options is unknown or impossible",
-        "CONFIG": "a model configuration lacks a key, or a value is unusable",
+        "CONFIG": "a model configuration lacks a key or has an unusable value",
         "PROOF": "a plan does not move the right bytes",
-        "MEMORY": "memory cannot be had, or a copy leaves it",
-        "BACKEND": "a backend that moves bytes is missing, or does not take the memory",
-        "PEER": "a remote worker is not connected, not the one described, or gone",
-        "TRANSFER": "a transfer failed, or is not in the state that an action needs",
-        "MESSAGE": "bytes from a peer are no message: too many, not JSON, or nested too deeply",
-        "VERSION": "a message has no version, or one that is unknown",
-        "KEY": "a message lacks a key, or has one that is unknown or there twice",
+        "MEMORY": "memory cannot be allocated, or a copy leaves it",
+        "BACKEND": "a transfer backend is missing or does not accept the memory",
+        "PEER": "a remote worker is not connected, is not the one described, or is gone",
+        "TRANSFER": "a transfer failed or is not in the state that an action needs",
+        "MESSAGE": "bytes from a peer are not a message: too long, not JSON, or nested too deeply",
+        "VERSION": "a message has no version or an unknown one",
+        "KEY": "a message lacks a key, or has an unknown or repeated one",
     }
 )
 """Every code a :class:`KVPlanError` can carry, with its meaning."""
 
 
 class KVPlanError(ValueError):
-    """A description, pair or request that was refused, before anything moved.
+    """A description, pair or request is refused, before anything moves, or a transfer fails.
 
-    ``code`` is one of :data:`CODES`; ``details`` holds the values that disagreed, by field.
-    ``str(error)`` is one line, made of ``code``, ``action``, ``expected``, ``got`` and ``hint``.
+    ``code`` is one of :data:`CODES`; ``details`` has the values that disagree, by field. ``str(error)`` is one line:
+    ``code``, ``action``, ``expected``, ``got`` and ``hint``.
     """
 
     code: str

@@ -1,8 +1,8 @@
 """A fuzzer of decode: ``python -m property_tests.fuzz_offers --count 1000000 --seed 7``.
 
-Takes valid offers apart, byte by byte and value by value, and gives the pieces to decode. Whatever they are, it has
-to raise a PeerError or give a worker that encodes and decodes as itself. Prints how many inputs ended in which way;
-the first that ends in another stops it, with exit status 1.
+Changes valid offers by bytes and by values, and decodes the result. For any input, decode must raise a PeerError or
+return a worker that encodes and decodes to itself. Prints the number of each outcome; any other outcome stops the
+fuzzer with exit status 1.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ TOKENS: Final = (
 
 
 def bytes_changed(random: Random) -> bytes:
-    """A valid offer with a few bytes replaced, removed, doubled or put between; sometimes only a part of it."""
+    """A valid offer with a few bytes replaced, removed, doubled or inserted, or cut off."""
     data = bytearray(OFFERS[int(random.random() * len(OFFERS))])
     for _ in range(1 + int(random.random() ** 3 * 8)):
         at, kind = int(random.random() * (len(data) + 1)), int(random.random() * 6)
@@ -88,7 +88,7 @@ def bytes_changed(random: Random) -> bytes:
 
 
 def values_changed(random: Random) -> bytes:
-    """A valid offer, still JSON, in which a few values, keys or items are others."""
+    """A valid offer, still JSON, with a few values, keys or items changed."""
     message = json.loads(OFFERS[int(random.random() * len(OFFERS))])
     for _ in range(1 + int(random.random() ** 3 * 4)):
         if not message:
@@ -137,7 +137,7 @@ MAKERS: Final[tuple[Callable[[Random], bytes], ...]] = (bytes_changed,) * 6 + (v
 
 
 def outcome(data: bytes) -> str:
-    """How decoding ends: a code, or ``decoded``. Raises what decode should not, or what shows that it was wrong."""
+    """The result of decoding: a code, or ``decoded``. Raises AssertionError for a wrong worker."""
     try:
         worker = decode(data)
     except PeerError as error:
@@ -149,7 +149,7 @@ def outcome(data: bytes) -> str:
 
 
 def fuzz(count: int, seed: int) -> Counter[str]:
-    """The outcomes of ``count`` inputs. Raises an ExceptionGroup, which holds the input, where one ends badly."""
+    """The number of each outcome for ``count`` inputs. Any other one raises an ExceptionGroup that names the input."""
     random, outcomes = Random(seed), Counter[str]()
     for _ in range(count):
         data = MAKERS[int(random.random() * len(MAKERS))](random)

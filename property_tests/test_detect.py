@@ -1,4 +1,4 @@
-"""What is wrong is found: whatever is done to a plan's descriptors, both oracles judge it alike."""
+"""Faults are found: both oracles agree on any change of a plan's descriptors."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ FAULTS = (_drop, _repeat, _shift_local, _shift_remote, _shorten, _swap)
 
 
 @given(cases(), st.sampled_from(FAULTS), st.integers(0, 99), st.integers(-20, 20))
-def test_both_oracles_judge_faulty_copies_alike(case: Case, fault: Fault, at: int, by: int) -> None:
-    """Verify finds fault with descriptors exactly where the oracle in plain Python does."""
+def test_both_oracles_agree_on_faulty_copies(case: Case, fault: Fault, at: int, by: int) -> None:
+    """Verify reports a failure exactly if the oracle in plain Python does."""
     worker = case.destinations[at % len(case.destinations)]
     plan = case.reads(worker)
     request = case.request(plan)

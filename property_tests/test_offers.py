@@ -1,4 +1,4 @@
-"""TRUST: offers read as what they were written from, all else is refused, and comparisons say what planning does."""
+"""TRUST: offers decode to their workers, everything else is refused, and comparisons agree with planning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_offer_is_the_worker(case: Case) -> None:
 
 @given(cases(), st.integers(0, 1 << 40))
 def test_a_fingerprint_is_of_geometry(case: Case, distance: int) -> None:
-    """It stays where a worker moves to other addresses under other names, and two that are alike have no difference."""
+    """It does not change with addresses and names, and workers that differ in these alone have no difference."""
     for worker in all_of(case):
         regions = [attrs.evolve(r, name=f"at.{r.name}", address=r.address // 2, device_id=9) for r in worker.regions]
         apart = [attrs.evolve(region, address=(i + 1 << 50) + distance) for i, region in enumerate(regions)]
@@ -46,7 +46,7 @@ def test_a_fingerprint_is_of_geometry(case: Case, distance: int) -> None:
 
 @given(cases())
 def test_one_fingerprint_is_one_geometry(case: Case) -> None:
-    """Two workers of one fingerprint have offers that differ in engine, rank and places alone."""
+    """The offers of two workers with one fingerprint differ only in engine, rank and addresses."""
     known: dict[str, object] = {}
     for worker in all_of(case):
         offer = json.loads(encode(worker))
@@ -58,7 +58,7 @@ def test_one_fingerprint_is_one_geometry(case: Case) -> None:
 
 @given(cases(), cases(), st.booleans())
 def test_a_comparison_says_what_planning_does(case: Case, strange: Case, related: bool) -> None:
-    """A pair is refused for what its tensors are where the comparison says so, and not where it does not."""
+    """Planning refuses a pair exactly if the comparison does, with one of its codes."""
     sources = case.sources if related else strange.sources
     for destination, source in zip(case.destinations, sources, strict=False):
         comparison = compare(destination, source, case.not_transferred)
@@ -82,14 +82,14 @@ JSON = st.recursive(
 
 @given(JSON, st.sampled_from([*json.loads(fuzz_offers.OFFERS[0]), "extensions", "other"]))
 def test_any_json_is_read_or_refused(value: object, key: str) -> None:
-    """Whatever stands where a part of an offer should be, decode raises a PeerError or gives a worker."""
+    """For any JSON in place of a part of an offer, decode raises a PeerError or returns a worker."""
     message = {**json.loads(fuzz_offers.OFFERS[0]), key: value}
     for text in (json.dumps(message), json.dumps(message, ensure_ascii=False)):
         event(fuzz_offers.outcome(text.encode(errors="surrogatepass")))
 
 
 def test_pieces_of_offers_are_read_or_refused() -> None:
-    """A short run of the fuzzer: no input ends in anything else, and many get far."""
+    """A short run of the fuzzer has no other outcome, and many inputs get far."""
     outcomes = fuzz_offers.fuzz(3000, seed=1)
     assert outcomes.total() == 3000
     assert set(outcomes) >= {
@@ -107,7 +107,7 @@ def test_pieces_of_offers_are_read_or_refused() -> None:
 
 
 def unguarded(data: bytes) -> Worker:
-    """A decode that trusts its peer to send JSON, and lets out what JSON raises."""
+    """A decode that lets JSON errors escape."""
     json.loads(data)
     return decode(data)
 
@@ -121,7 +121,7 @@ def forgetful(data: bytes) -> Worker:
 
 @pytest.mark.parametrize("broken, error", [(unguarded, ValueError), (forgetful, AssertionError)])
 def test_the_fuzzer_finds_a_broken_decode(monkeypatch: pytest.MonkeyPatch, broken: object, error: type) -> None:
-    """An error that is no PeerError, or a worker that is not the one offered, stops the fuzzer with its input."""
+    """An error that is not a PeerError, or a wrong worker, stops the fuzzer and names the input."""
     monkeypatch.setattr(fuzz_offers, "decode", broken)
     with pytest.raises(ExceptionGroup, match=r"^decode\(b") as caught:
         fuzz_offers.fuzz(2000, seed=1)

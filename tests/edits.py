@@ -1,4 +1,4 @@
-"""Plans with a fault put in on purpose, to see that whoever checks plans finds it."""
+"""Plans with a deliberate fault, to test that checks find it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplan import ReadSpec, TransferPlan
 
 Ranges = npt.NDArray[np.uint64]
 Edit = Callable[[Ranges, Ranges], tuple[Ranges, Ranges]]
-"""What becomes of local and remote descriptors, (n, 3): address, length, device."""
+"""A function of local and remote descriptors, (n, 3) each: address, length, device."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -34,7 +34,7 @@ class EditedPlan(TransferPlan):
     specs: tuple[ReadSpec, ...]
 
     def bind(self, **request: Any) -> tuple[ReadSpec, ...]:
-        """The specs, whatever the request."""
+        """The specs, for any request."""
         return self.specs
 
 

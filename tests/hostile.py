@@ -1,4 +1,4 @@
-"""Messages of up to 1 MiB made to cost as much as they can: time, memory, or an error that is not a PeerError.
+"""Messages of up to 1 MiB, made to cost as much time or memory as possible, or to raise another error than PeerError.
 
 ``python -m tests.hostile`` reads all of them and prints, as JSON, by how many bytes the process grew, and for each the
 seconds of processor time and the first problem's code.
@@ -22,12 +22,12 @@ Layout = dict[str, Any]
 
 
 def filled(unit: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
-    """A message of the greatest length, of one unit again and again."""
+    """A message of the maximum length that repeats one unit."""
     return before + unit * ((MAX_BYTES - len(before) - len(after)) // len(unit)) + after
 
 
 def extension(unit: bytes, before: bytes = b"[", after: bytes = b"0]") -> bytes:
-    """The same as an extension, which is read although nothing is made of it."""
+    """The same as an extension, which is read and then ignored."""
     return filled(unit, b'{"kvplan":1,"extensions":{"x":' + before, after + b"}}")
 
 
@@ -89,7 +89,7 @@ def offer(
 
 
 def texts() -> dict[str, bytes]:
-    """Messages that cost at the level of JSON."""
+    """Messages that are expensive to read as JSON."""
     smile = "\N{GRINNING FACE}".encode()
     return {
         "lists in lists": b"[" * MAX_BYTES,
@@ -117,7 +117,7 @@ def texts() -> dict[str, bytes]:
 
 
 def descriptions() -> dict[str, bytes]:
-    """Messages that cost where workers are checked."""
+    """Messages that are expensive when workers are checked."""
     wide = layout((axis(f"a{i}", 2, 4 << i) for i in range(MAX_AXES - 1)), 2, 1 << 17)
     gaps = [axis("x", 1 << 17, 8)]
     fibonacci = [1, 1]
@@ -156,7 +156,7 @@ def descriptions() -> dict[str, bytes]:
 
 
 def inputs() -> dict[str, bytes]:
-    """All messages, by name; those of JSON at the limit of length, the others as long as their rows make them."""
+    """All messages, by name."""
     return {**texts(), **descriptions()}
 
 
@@ -165,7 +165,7 @@ def _event(events: Iterator[int], *_: object) -> None:
 
 
 def main() -> None:
-    """Reads each message and says what it took."""
+    """Read each message and print what it cost."""
     messages = inputs()
     decode(offer([layout([], 2, 8)], [(0, 0, 0), (0, 0, 4)]))  # whatever the first one loads and keeps
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

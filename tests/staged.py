@@ -12,7 +12,7 @@ import pytest
 from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Region, View, Worker
 from kvplan.staging.plan import StagedPlan, stage, stage_writes
 from kvplan.staging.rearrange import run
-from kvplan.verification.arenas import Cells
+from kvplan.verification.memory import Cells
 
 NAME, ADDRESS = "staging", 1 << 50
 

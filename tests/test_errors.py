@@ -642,7 +642,8 @@ REFUSALS: tuple[Row, ...] = (
         bind_large,
     ),
     Row(
-        "PROOF: cannot certify the plan for d/0: expected every byte of layers.0, position 0, once, got not all",
+        "PROOF: cannot certify the plan for d/0: expected every byte of layers.0, position 0, once, "
+        "got bytes not moved",
         certify_nothing,
     ),
 )

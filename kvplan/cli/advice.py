@@ -15,6 +15,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._text import size
+from kvplan.cli.bars import Progress, part, told, untold
 from kvplan.cli.sides import AUTO, Side
 from kvplan.cli.trials import undrafted
 from kvplan.describe.worker import Worker
@@ -24,7 +25,6 @@ from kvplan.models.layouts import CONV_ORDERS, KV, KV_FORMS, ORDERS, STEP
 from kvplan.models.model import Model
 from kvplan.plan.cost import Cost
 from kvplan.plan.mesh import plan_mesh
-from kvplan.verification.progress import Progress, part, told, untold
 
 BLOCKS: Final = (16, 32, 64, 128)
 """The block sizes that are tried, beside the other side's."""

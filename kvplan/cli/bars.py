@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from rich import progress
 from rich.console import Console
 
-from kvplan.verification.progress import Progress
+Progress = Callable[[float], object]
+Item = TypeVar("Item")
 
 PER_SECOND: Final = 5
 """How often a bar is drawn anew."""
+
+
+def untold(share: float) -> None:
+    """Tells nobody."""
+
+
+def part(progress: Progress, number: int, of: int) -> Progress:
+    """The progress of one of several equal parts, by its number from 0."""
+    return lambda share: progress((number + share) / of)
+
+
+def told(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
+    """The items, one after the other; when the next one is asked for, the one before is done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        progress(done / len(items))
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from typing import Final
 
 import attrs
 
+from kvplan.cli.bars import Progress, told, untold
 from kvplan.cli.sides import Side
 from kvplan.cli.trials import Request, Trial
 from kvplan.models.model import Model
-from kvplan.verification.progress import Progress, told, untold
 
 TOKENS: Final = (0, 150)
 

@@ -15,10 +15,9 @@ from rich.text import Text
 
 from kvplan._text import size
 from kvplan.cli import demo
-from kvplan.cli.bars import bar
+from kvplan.cli.bars import Progress, bar
 from kvplan.cli.options import echo_json, json_option
 from kvplan.cli.trials import Trial
-from kvplan.verification.progress import Progress
 
 Tried = tuple[demo.Case, Trial]
 

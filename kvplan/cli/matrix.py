@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 
+from kvplan.cli.bars import Progress, told, untold
 from kvplan.cli.sides import Side, in_bits
 from kvplan.cli.trials import Request, Trial, lengths_of
 from kvplan.describe.views import TOKEN
@@ -19,7 +20,6 @@ from kvplan.models.groups import tensors_of
 from kvplan.models.layouts import KV, STEP
 from kvplan.models.model import Model
 from kvplan.models.tensors import Layer
-from kvplan.verification.progress import Progress, told, untold
 
 TOKENS: Final = (5, 150)
 """The positions that move: they begin and end inside blocks."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvplan._arrays import Ints
 from kvplan._text import sizes
+from kvplan.cli.bars import Progress, untold
 from kvplan.cli.sides import Side
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
@@ -24,7 +25,6 @@ from kvplan.errors import KVPlanError
 from kvplan.models.model import Model
 from kvplan.plan.cost import PairCost
 from kvplan.plan.mesh import MeshPlan, plan_mesh
-from kvplan.verification.progress import Progress, untold
 from kvplan.verification.report import Report
 from kvplan.verification.verifier import verify
 
@@ -165,7 +165,7 @@ class Trial:
     def of(cls, request: Request, progress: Progress = untold) -> Trial:
         """Plan the whole mesh, bind the request, carry it out in fake memory and verify every destination worker."""
         mesh = plan_mesh(request.destinations, request.sources, not_transferred=request.not_transferred)
-        report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens, progress=progress)
+        report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens)
         return cls(request, tuple(_moved(mesh, request)), report)
 
     def to_json(self) -> dict[str, Any]:

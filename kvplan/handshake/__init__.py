@@ -1,4 +1,4 @@
-"""Offers: what a worker tells its peers of itself, and what becomes of a peer's message, which is untrusted data."""
+"""Offers: how workers describe themselves to their peers, and how a peer's message, untrusted data, is read."""
 
 from kvplan.handshake.comparison import Comparison, Difference, compare
 from kvplan.handshake.decoding import decode, problems

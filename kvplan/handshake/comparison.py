@@ -1,8 +1,8 @@
-"""compare: every difference between two workers, and whether it keeps them from exchanging what they keep.
+"""compare: every difference between two workers, and whether it prevents a transfer.
 
-Most differences are what plans are for: parts of axes, block sizes, strides, contexts. What no plan can bridge is a
-tensor that means something else on the other side, rule M3 of :mod:`kvplan.plan.match`. What the source alone keeps is
-not moved.
+Most differences are what plans handle: parts of axes, block sizes, strides, contexts. No plan can handle a tensor that
+means something else on the other side (rule M3 of :mod:`kvplan.plan.match`). A tensor that only the source has is not
+moved.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ NOT_MOVED: Final = "not moved"
 PLANNED: Final = "planned"
 
 EFFECTS: Final = (REFUSED, NOT_MOVED, PLANNED)
-"""What differences lead to, those that matter most first."""
-
-Kept = tuple[tuple[Geometry, str], ...]
-"""The views of a tensor: what each is, and in which memory."""
-
-Row = tuple[str, str, str, str, str]
-"""Field, local and remote value, the effect, and the code where that is a refusal."""
+"""What differences lead to, the most serious first."""
 
 REFUSALS: Final = MappingProxyType({"group kind": "GROUP", "dtype": "DTYPE", "axes": "AXES", "size": "SIZE"})
-"""The first words of the fields that must not differ, with the codes that planning refuses them with."""
+"""The first words of the fields that must be equal, with the codes that planning raises for them."""
+
+Stored = tuple[tuple[Geometry, str], ...]
+"""The views of one tensor on one worker: the geometry and the memory of each."""
 
 
 @attrs.frozen
 class Difference:
-    """One field in which two workers differ, for some tensors: ``where``, layers folded, or ``worker`` for it all.
+    """One field in which two workers differ. ``where`` are the tensors, layers folded, or ``worker`` for all.
 
-    ``effect`` is ``refused``, then planning raises ``code``, or that of another difference that is refused; ``not
-    moved``, then the source alone keeps these tensors, and they stay there; or ``planned``, then a plan bridges it.
+    ``effect`` is ``refused``: planning raises ``code``, or the code of another refused difference; ``not moved``: only
+    the source has these tensors, and they stay there; or ``planned``: a plan handles it.
     """
 
     field: str
@@ -56,7 +53,7 @@ class Difference:
 class Comparison:
     """All differences between two workers, in the order of :data:`EFFECTS`. ``str()`` is a table.
 
-    ``not_moved`` names the tensors that the source alone keeps.
+    ``not_moved`` names the tensors that only the source has.
     """
 
     local: str
@@ -71,26 +68,25 @@ class Comparison:
 
     def __str__(self) -> str:
         refused = sum(difference.effect == REFUSED for difference in self.differences)
-        number = count(len(self.differences), "difference")
-        head = ("field", self.local, self.remote, "effect", "where")
-        rows = [
-            head,
-            *((d.field, d.local, d.remote, f"{d.effect} {d.code}".strip(), d.where) for d in self.differences),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        title = f"{self.local} and {self.remote}: {number}, {refused or 'none'} refused"
+        title = f"{self.local} and {self.remote}: {count(len(self.differences), 'difference')}"
+        title += f", {refused or 'none'} refused"
         title += f", {count(len(self.not_moved), 'tensor')} not moved" if self.not_moved else ""
-        return "\n".join([title, *(f"  {line}" for line in lines if self.differences)])
+        if not self.differences:
+            return title
+        rows = [("field", self.local, self.remote, "effect", "where")]
+        rows += [(d.field, d.local, d.remote, f"{d.effect} {d.code}".strip(), d.where) for d in self.differences]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+        return "\n".join([title, *(f"  {'  '.join(row)}".rstrip() for row in cells)])
 
 
 def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()) -> Comparison:
-    """Every difference between a destination and a source, field by field, ``not_transferred`` tensors left out.
+    """Every difference between a destination and a source, field by field, except for ``not_transferred`` tensors.
 
-    A tensor that only the destination has is refused, as :func:`kvplan.plan_reads` does where no other source offers
-    it. One that only the source has is not moved, which is right for layers of other stages and wrong for a name with
-    a slip in it. A part that the source lacks is planned: another source may hold it. Addresses, ranks and names of
-    regions always differ, and are not told. Raises ``TYPE`` for what is no worker.
+    A tensor that only the destination has is refused, as :func:`kvplan.plan_reads` refuses it if no other source has
+    it. One that only the source has is not moved, which is right for layers of other pipeline stages and wrong for a
+    misspelt name. A part of an axis that the source lacks is planned: another source may have it. Addresses, ranks and
+    names of regions always differ and are not listed. Raises ``TYPE`` for anything but workers.
 
     >>> from kvplan import Axis, Group, Region, View, Worker, compare
     >>> def worker(engine, heads, tokens, dtype):
@@ -112,19 +108,16 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     for worker in (local, remote):
         if not isinstance(worker, Worker):
             raise wrong_type("a side of a comparison", "a Worker", worker)
-    found: dict[Row, list[str]] = {}
-    known: dict[tuple[Kept, Kept], list[Row]] = {}
+    found: dict[Difference, list[str]] = {}
+    known: dict[tuple[Stored, Stored], list[Difference]] = {}  # layers are often equal on both sides
     for name in dict.fromkeys((*local.tensors, *remote.tensors)):
         if name not in not_transferred:
-            ours, theirs = _kept(local, name), _kept(remote, name)
-            if (ours, theirs) not in known:
-                known[ours, theirs] = list(_differences(ours, theirs))
-            for difference in known[ours, theirs]:
+            pair = _stored(local, name), _stored(remote, name)
+            if pair not in known:
+                known[pair] = list(_differences(*pair))
+            for difference in known[pair]:
                 found.setdefault(difference, []).append(name)
-    made = [
-        Difference(field, fold(names), mine, other, effect, code)
-        for (field, mine, other, effect, code), names in found.items()
-    ]
+    made = [attrs.evolve(difference, where=fold(names)) for difference, names in found.items()]
     mine, other = _regions(local), _regions(remote)
     if mine != other:
         made.append(Difference("regions", "worker", mine, other, PLANNED))
@@ -133,7 +126,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     return Comparison(local.label, remote.label, tuple(made), stays)
 
 
-def _kept(worker: Worker, tensor: str) -> Kept:
+def _stored(worker: Worker, tensor: str) -> Stored:
     views = worker.tensors.get(tensor, ())
     regions = [worker.regions[int(worker.places[i, 0])] for i in views]
     geometries = [worker.geometries[worker.geometry_of[i]] for i in views]
@@ -141,22 +134,24 @@ def _kept(worker: Worker, tensor: str) -> Kept:
     return tuple(zip(geometries, memories, strict=True))
 
 
-def _differences(ours: Kept, theirs: Kept) -> Iterator[Row]:
+def _differences(ours: Stored, theirs: Stored) -> Iterator[Difference]:
+    """The differences of a tensor, ``where`` left open."""
     if not (ours and theirs):
-        missing = ("tensor", "kept", "not kept", REFUSED, "TENSOR")
-        yield missing if ours else ("tensor", "not kept", "kept", NOT_MOVED, "")
+        missing = Difference("tensor", "", "present", "missing", REFUSED, "TENSOR")
+        yield missing if ours else Difference("tensor", "", "missing", "present", NOT_MOVED)
         return
     local, remote = _facts(ours), _facts(theirs)
     for field in [field for field in local if field in remote]:
         code = REFUSALS.get(field.split(" of ")[0], "")
         if local[field] != remote[field] or (code and len(local[field]) > 1):
-            yield field, " and ".join(local[field]), " and ".join(remote[field]), REFUSED if code else PLANNED, code
+            mine, other = " and ".join(local[field]), " and ".join(remote[field])
+            yield Difference(field, "", mine, other, REFUSED if code else PLANNED, code)
 
 
-def _facts(kept: Kept) -> dict[str, list[str]]:
-    """What a tensor's views are, by field, each different value once."""
+def _facts(stored: Stored) -> dict[str, list[str]]:
+    """A tensor's views in words: the different values of each field."""
     facts: dict[str, set[str]] = {}
-    for geometry, memory in kept:
+    for geometry, memory in stored:
         for field, value in (*_facts_of(geometry), ("memory", memory)):
             facts.setdefault(field, set()).add(value)
     return {field: sorted(values) for field, values in facts.items()}
@@ -174,21 +169,17 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     yield "group", group.name
     if group.tokens_per_block is not None:
         yield "tokens per block", f"{group.tokens_per_block}"
-        yield "context", f"rank {context.rank} of {context.size}, {context.interleave_tokens} in turn"
+        yield "context", f"rank {context.rank} of {context.size}, interleave {context.interleave_tokens}"
     yield "blocks", f"{geometry.num_blocks}"
     yield "block stride", f"{geometry.block_stride_bytes}"
-    yield "strides", _strides(geometry.axes)
+    steps = [(axis.stride_bytes, axis.name) for axis in geometry.axes if axis.extent > 1]
+    yield "strides", ", ".join(f"{name} {stride}" for stride, name in sorted(steps, reverse=True)) or "none"
 
 
 def _part(digits: Sequence[Axis]) -> str:
     if all(digit.extent == digit.size for digit in digits):
         return "all"
     return " x ".join(f"[{digit.start}, {digit.stop}) of {digit.size}" for digit in digits)
-
-
-def _strides(axes: Sequence[Axis]) -> str:
-    steps = [(axis.stride_bytes, axis.name) for axis in axes if axis.extent > 1]
-    return ", ".join(f"{name} {stride}" for stride, name in sorted(steps, reverse=True)) or "none"
 
 
 def _regions(worker: Worker) -> str:

@@ -1,14 +1,14 @@
-"""Peers: the worker that a peer's message offers, or every problem of the message.
+"""Decoding: the worker that a peer's message offers, or every problem of the message.
 
-Whatever the bytes, the outcome is a worker or a :class:`~kvplan.handshake.errors.PeerError`, in bounded time and
+Whatever the bytes are, the result is a worker or a :class:`~kvplan.handshake.errors.PeerError`, in limited time and
 memory:
 
-- P1: nothing is made larger than the message says in its own length; :mod:`kvplan.handshake.schema` and
-  :mod:`kvplan.handshake.messages` have the limits. Nothing is expanded but names, of a stem and a number.
-- P2: regions, groups, axes, views and the worker are made by their constructors, which check them: a description
-  from a peer is held to what one's own is.
-- P3: a problem does not hide another one that does not depend on it. One that does depend on it is not told.
-- P4: a problem's path is one of the message: columns are lists, so that of a view's offset is
+- P1: nothing grows beyond what the message spells out; :mod:`kvplan.handshake.messages` and
+  :mod:`kvplan.handshake.schema` have the limits. Only names expand, from a stem and a number.
+- P2: regions, groups, axes, views and the worker are made by their own constructors, so a peer's description passes the
+  same checks as one's own.
+- P3: a problem hides no other problem that is independent of it. Problems that follow from another one are not listed.
+- P4: the path of a problem is a path of the message. Columns are lists, so the path of a view's offset is
   ``views.offset_bytes[7]``.
 """
 
@@ -23,7 +23,7 @@ from kvplan._checks import INT64_END, name
 from kvplan._text import count, join
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import Context, Group, Region, View
-from kvplan.describe.worker import Worker
+from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import BAD, Findings, Problem
 from kvplan.handshake.messages import parse
@@ -33,8 +33,8 @@ from kvplan.handshake.schema import OFFER, read
 def decode(data: bytes) -> Worker:
     """The worker that a message of :func:`kvplan.encode` offers.
 
-    Raises a :class:`kvplan.PeerError` for any bytes that are no offer; ``TYPE``, as a plain KVPlanError, for what is
-    not bytes.
+    Raises a :class:`kvplan.PeerError` for bytes that are not an offer, and ``TYPE``, as a plain KVPlanError, for
+    anything but bytes.
 
     >>> from kvplan import PeerError, Region, Worker, decode, encode
     >>> offer = encode(Worker("prefill", 3, [Region("kv", 1 << 40, 4096)], (), ()))
@@ -55,9 +55,9 @@ def decode(data: bytes) -> Worker:
 
 
 def problems(data: bytes) -> tuple[Problem, ...]:
-    """All that keeps :func:`decode` from reading a message, up to a hundred problems; none where it is an offer.
+    """Everything for which :func:`decode` refuses a message, up to a hundred problems; empty for an offer.
 
-    Raises ``TYPE`` for what is not bytes.
+    Raises ``TYPE`` for anything but bytes.
 
     >>> from kvplan import problems
     >>> for problem in problems(b'{"kvplan": 1, "engine_id": "", "rank": true}')[-2:]:
@@ -70,13 +70,9 @@ def problems(data: bytes) -> tuple[Problem, ...]:
     return found.problems
 
 
-Owner = tuple[str, int]
-"""Engine id and rank, or others in place of bad ones, to name the worker in messages."""
-
-
 @attrs.frozen
 class _Placed:
-    """A view with what it is placed in, and where the message has it: its row, and what its region is like."""
+    """A view with its region and group, and where the message has them: the view's row, the region's memory."""
 
     row: int
     memory: int
@@ -90,17 +86,17 @@ def _worker(data: bytes, found: Findings) -> Any:
     if offer is BAD:
         return BAD
     engine_id, rank = offer["engine_id"], offer["rank"]
-    owner = ("offer" if engine_id is BAD else engine_id, 0 if rank is BAD else rank)
+    key = ("offer" if engine_id is BAD else engine_id, 0 if rank is BAD else rank)  # for messages, even if bad
     groups = _each(offer["groups"], lambda i, group: _group(group, f"groups[{i}]", found))
     memories = _each(offer["memories"], lambda i, memory: _memory(memory, f"memories[{i}]", found))
     regions = _each(offer["regions"], lambda i, row: _region(offer["stems"], memories, i, row, found))
-    layouts = _each(offer["layouts"], lambda i, layout: _layout(layout, f"layouts[{i}]", owner, groups, found))
+    layouts = _each(offer["layouts"], lambda i, layout: _layout(layout, f"layouts[{i}]", key, groups, found))
     views = _each(offer["views"], lambda i, row: _view(offer, regions, layouts, i, row, found))
-    return _whole(owner, _good(regions), _good(groups), _good(views), found)
+    return _whole(key, _good(regions), _good(groups), _good(views), found)
 
 
 def _each(values: Any, make: Callable[[int, Any], Any]) -> Any:
-    """What is made of each value and its index; BAD where there is no list of them."""
+    """What ``make`` makes of each index and value; BAD if the list is."""
     return BAD if values is BAD else [make(i, value) for i, value in enumerate(values)]
 
 
@@ -114,8 +110,8 @@ def _pick(values: Any, index: Any, path: str, found: Findings) -> Any:
         return BAD
     if index < len(values):
         return values[index]
-    expected = f"an index below {len(values)}"
-    found.add(path, KVPlanError("RANGE", "find what is referred to", expected=expected, got=f"{index}", value=index))
+    expected = f"less than {len(values)}"
+    found.add(path, KVPlanError("RANGE", "look up an index", expected=expected, got=f"{index}", value=index))
     return BAD
 
 
@@ -127,20 +123,20 @@ def _group(fields: Any, path: str, found: Findings) -> Any:
 
 
 def _memory(fields: Any, path: str, found: Findings) -> Any:
-    """A region that is like those that name it, but for its name and address."""
+    """A region with the size and memory of those that refer to it; name and address come from each of them."""
     parts = (BAD,) if fields is BAD else (fields["size_bytes"], fields["memory"], fields["device_id"])
     return found.attempt(path, Region, path, 0, *parts)
 
 
 def _region(stems: Any, memories: Any, i: int, row: tuple[Any, ...], found: Findings) -> Any:
     stem, number, memory, address = row
-    called = _name(stems, stem, number, f"regions.stem[{i}]", found)
-    like = _pick(memories, memory, f"regions.memory[{i}]", found)
-    return found.attempt(f"regions.address[{i}]", _region_like, like, called, address)
+    full_name = _name(stems, stem, number, f"regions.stem[{i}]", found)
+    template = _pick(memories, memory, f"regions.memory[{i}]", found)
 
+    def make(template: Region, full_name: str, address: int) -> Region:
+        return attrs.evolve(template, name=full_name, address=address)
 
-def _region_like(like: Region, called: str, address: int) -> Region:
-    return attrs.evolve(like, name=called, address=address)
+    return found.attempt(f"regions.address[{i}]", make, template, full_name, address)
 
 
 def _name(stems: Any, stem: Any, number: Any, path: str, found: Findings) -> Any:
@@ -150,8 +146,8 @@ def _name(stems: Any, stem: Any, number: Any, path: str, found: Findings) -> Any
     return found.attempt(path, name, join(parts["before"], number, parts["after"]), "the name of a stem and a number")
 
 
-def _layout(fields: Any, path: str, owner: Owner, groups: Any, found: Findings) -> Any:
-    """A view of this layout, named as it, and its group: checked here, not again for each view that has the layout."""
+def _layout(fields: Any, path: str, key: Key, groups: Any, found: Findings) -> Any:
+    """A view of this layout and its group. Checked here once, not again for each view that has the layout."""
     if fields is BAD or fields["axes"] is BAD:
         return BAD
     axes = [
@@ -164,61 +160,56 @@ def _layout(fields: Any, path: str, owner: Owner, groups: Any, found: Findings) 
     blocks = (fields["num_blocks"], fields["block_stride_bytes"])
     view = found.attempt(path, View, path, group, path, fields["dtype"], tuple(axes), *blocks)
     region = Region(path, 0, INT64_END - 1)
-    worker = BAD if view is BAD else found.attempt(path, Worker, *owner, [region], [group], [view])
+    worker = BAD if view is BAD else found.attempt(path, Worker, *key, [region], [group], [view])
     return BAD if worker is BAD else (view, group)
 
 
 def _view(offer: Any, regions: Any, layouts: Any, i: int, row: tuple[Any, ...], found: Findings) -> Any:
     stem, number, layout, region, offset = row
-    called = _name(offer["stems"], stem, number, f"views.stem[{i}]", found)
-    like = _pick(layouts, layout, f"views.layout[{i}]", found)
+    full_name = _name(offer["stems"], stem, number, f"views.stem[{i}]", found)
+    template = _pick(layouts, layout, f"views.layout[{i}]", found)
     place = _pick(regions, region, f"views.region[{i}]", found)
-    if BAD in (called, like, place, offset):
+    if BAD in (full_name, template, place, offset):
         return BAD
-    view = attrs.evolve(like[0], name=called, region=place, offset_bytes=offset)
-    return _Placed(i, offer["regions"][region][2], view, place, like[1])
+    view = attrs.evolve(template[0], name=full_name, region=place, offset_bytes=offset)
+    return _Placed(i, offer["regions"][region][2], view, place, template[1])
 
 
 def _whole(
-    owner: Owner, regions: Sequence[Region], groups: Sequence[Group], views: Sequence[_Placed], found: Findings
+    key: Key, regions: Sequence[Region], groups: Sequence[Group], views: Sequence[_Placed], found: Findings
 ) -> Any:
-    """The worker; where its parts do not go together, which ones."""
+    """The worker. If its parts do not fit together, finds which ones do not."""
     try:
-        return Worker(*owner, regions, groups, tuple(placed.view for placed in views))
+        return Worker(*key, regions, groups, tuple(placed.view for placed in views))
     except KVPlanError as error:
         before = found.count
-        found.attempt("regions", Worker, *owner, regions, (), ())
-        found.attempt("groups", Worker, *owner, (), groups, ())
-        _leave(owner, views, found)
+        found.attempt("regions", Worker, *key, regions, (), ())
+        found.attempt("groups", Worker, *key, (), groups, ())
+        by_memory: dict[int, list[_Placed]] = {}
+        for placed in views:
+            by_memory.setdefault(placed.memory, []).append(placed)
+        for some in by_memory.values():
+            _check_inside(key, some, found)
         if found.count == before:
             found.add("views", error)
         return BAD
 
 
-def _leave(owner: Owner, views: Sequence[_Placed], found: Findings) -> None:
-    """Tells which views leave their regions; where all regions of one size are too small, that alone."""
-    of: dict[int, list[_Placed]] = {}
-    for placed in views:
-        of.setdefault(placed.memory, []).append(placed)
-    for memory, held in of.items():
-        over = [placed for placed in held if placed.view.end_bytes > placed.region.size_bytes]
-        if _all_too_small(held, over):
-            last = max(over, key=lambda placed: placed.view.end_bytes)
-            found.add(f"memories[{memory}].size_bytes", _too_small(last))
-            continue
-        for placed in over:
-            path = f"views.offset_bytes[{placed.row}]"
-            found.attempt(path, Worker, *owner, [placed.region], [placed.group], [placed.view])
-
-
-def _too_small(last: _Placed) -> KVPlanError:
-    size, end, blocks = last.region.size_bytes, last.view.end_bytes, count(last.view.num_blocks, "block")
-    expected = f"at least {end} bytes, where view {last.view.name!r} of {blocks} ends"
-    return KVPlanError("BOUNDS", "hold views", expected=expected, got=f"{size}", size_bytes=size, end_bytes=end)
-
-
-def _all_too_small(held: Sequence[_Placed], over: Sequence[_Placed]) -> bool:
-    """Whether no offsets of the views that leave their regions could help, or several views leave all their regions."""
-    if any(placed.view.end_bytes - placed.view.offset_bytes > placed.region.size_bytes for placed in over):
-        return True
-    return len(over) > 1 and {placed.region.name for placed in over} == {placed.region.name for placed in held}
+def _check_inside(key: Key, views: Sequence[_Placed], found: Findings) -> None:
+    """Find views that leave their regions, all of one memory and size; if that size is too small, only say so."""
+    over = [placed for placed in views if placed.view.end_bytes > placed.region.size_bytes]
+    if not over:
+        return
+    # No offset could help if a view is longer than its region. If several leave all regions, the size is suspect.
+    last = max(over, key=lambda placed: placed.view.end_bytes)
+    size, end = last.region.size_bytes, last.view.end_bytes
+    if any(placed.view.end_bytes - placed.view.offset_bytes > size for placed in over) or (
+        len(over) > 1 and {placed.region.name for placed in over} == {placed.region.name for placed in views}
+    ):
+        expected = f"at least {end} bytes, the end of view {last.view.name!r} of {count(last.view.num_blocks, 'block')}"
+        error = KVPlanError("BOUNDS", "fit views", expected=expected, got=f"{size}", size_bytes=size, end_bytes=end)
+        found.add(f"memories[{last.memory}].size_bytes", error)
+        return
+    for placed in over:
+        path = f"views.offset_bytes[{placed.row}]"
+        found.attempt(path, Worker, *key, [placed.region], [placed.group], [placed.view])

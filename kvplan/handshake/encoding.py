@@ -1,7 +1,7 @@
-"""Offers: what a worker tells its peers of itself, as a message; and a fingerprint of its geometry.
+"""Offers: how a worker describes itself to its peers, as a message, and a fingerprint of its geometry.
 
-A message is JSON: the standard library reads it, so does every language and every person; its integers are exact;
-it can build no objects and run no code. It is small since what is alike is told once. Of an offer of two layers:
+A message is JSON: every language and every person can read it, its integers are exact, and reading it runs no code. It
+is small because equal parts are written once. From an offer of two layers:
 
 >>> import json
 >>> from kvplan import Axis, Group, Region, View, Worker, encode
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -30,17 +30,14 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import Findings
 from kvplan.handshake.messages import MAX_BYTES
-from kvplan.handshake.schema import OFFER, REGIONS, VERSION, VIEWS, Table, read
-
-Places = dict[Any, int]
-"""Different values, and where each stands in a list of them."""
+from kvplan.handshake.schema import MEMORY, OFFER, REGIONS, STEM, VERSION, VIEWS, Columns, read
 
 
 def encode(worker: Worker) -> bytes:
-    """The offer of a worker: a message that :func:`kvplan.decode` makes an equal worker of.
+    """The offer of a worker: a message from which :func:`kvplan.decode` makes an equal worker.
 
-    ASCII, and in one form only, so that equal workers have equal messages. Raises ``RANGE`` where the worker has
-    more of something than a message may, ``TYPE`` for what is no worker.
+    The message is ASCII and has one form only, so equal workers have equal messages. Raises ``RANGE`` for a worker that
+    exceeds the limits of a message, ``TYPE`` for anything but a worker.
 
     >>> from kvplan import Worker, decode, encode
     >>> encode(Worker("decode", 3, (), (), ()))[:42]
@@ -48,24 +45,25 @@ def encode(worker: Worker) -> bytes:
     >>> decode(encode(Worker("decode", 3, (), (), ())))
     Worker(engine_id='decode', rank=3, regions=(), groups=())
     """
-    offer = _offer(worker)
-    found = Findings()
+    offer, found = _offer(worker), Findings()
     read(OFFER, offer, "", found)
-    if found.first:
-        raise _too_much(worker, found.first.expected, found.first.got, found.problems[0].path)
     message = _json({"kvplan": VERSION, **offer})
-    if len(message) > MAX_BYTES:
-        raise _too_much(worker, f"at most {MAX_BYTES} bytes", f"{len(message)}", "")
-    return message
+    if found.first:
+        expected, got, path = found.first.expected, found.first.got, found.problems[0].path
+    elif len(message) > MAX_BYTES:
+        expected, got, path = f"at most {MAX_BYTES} bytes", f"{len(message)}", ""
+    else:
+        return message
+    raise KVPlanError("RANGE", f"encode worker {worker.label}", expected=expected, got=got, hint=path)
 
 
 def fingerprint(worker: Worker) -> str:
-    """The geometry of a worker as 64 hexadecimal digits: equal for workers that keep the same things in the same way.
+    """The geometry of a worker as 64 hexadecimal digits: equal for workers that store the same things the same way.
 
-    In it, in their order: the groups; the size and memory kind of each region; and of each view its tensor, dtype,
-    axes, block count and stride, which of the groups and regions it has, and its offset. Not in it: engine id, rank,
-    and each region's name, address and device. So it stays as it is where a worker comes back at other addresses.
-    It is the SHA-256 of a JSON text, and may change with the version of the format.
+    It covers, in order: the groups; the size and memory kind of each region; and of each view its tensor, dtype, axes,
+    block count and stride, its group and region, and its offset. It does not cover engine id, rank, and the name,
+    address and device of a region. So it stays equal when a worker restarts at other addresses. It is the SHA-256 of a
+    JSON text, and may change with the version of the format.
 
     >>> from kvplan import Region, Worker
     >>> from kvplan.handshake import fingerprint
@@ -90,29 +88,30 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _too_much(worker: Worker, expected: str, got: str, path: str) -> KVPlanError:
-    return KVPlanError("RANGE", f"encode worker {worker.label}", expected=expected, got=got, hint=path)
-
-
 def _offer(worker: Worker) -> dict[str, Any]:
     """The message of a worker as plain data, without its version."""
     if not isinstance(worker, Worker):
         raise wrong_type("a worker", "a Worker", worker)
-    stems: Places = {}
-    memories: Places = {}
+    # Each different value, and its index in the list that has it once.
+    stems: dict[tuple[str, str], int] = {}
+    memories: dict[tuple[str, int, int], int] = {}
+    groups = {group: i for i, group in enumerate(worker.groups)}
+
+    def stem_and_number(name: str) -> tuple[int, int | None]:
+        before, number, after = split(name)
+        return stems.setdefault((before, after), len(stems)), number
+
+    def memory(*parts: Any) -> int:
+        return memories.setdefault(parts, len(memories))
+
     regions = [
-        (
-            *_stem(stems, region.name),
-            _at(memories, (region.memory, region.device_id, region.size_bytes)),
-            region.address,
-        )
+        (*stem_and_number(region.name), memory(region.memory, region.device_id, region.size_bytes), region.address)
         for region in worker.regions
     ]
     views = [
-        (*_stem(stems, view.name), layout, *place)
+        (*stem_and_number(view.name), layout, *place)
         for view, layout, place in zip(worker.views, worker.geometry_of, worker.places.tolist(), strict=True)
     ]
-    groups = {group: i for i, group in enumerate(worker.groups)}
     return {
         "engine_id": worker.engine_id,
         "rank": worker.rank,
@@ -127,21 +126,12 @@ def _offer(worker: Worker) -> dict[str, Any]:
             }
             for layout in worker.geometries
         ],
-        "memories": [dict(zip(("memory", "device_id", "size_bytes"), memory, strict=True)) for memory in memories],
-        "stems": [dict(zip(("before", "after"), stem, strict=True)) for stem in stems],
-        "regions": _columns(REGIONS, regions),
-        "views": _columns(VIEWS, views),
+        "memories": [dict(zip(MEMORY.fields, parts, strict=True)) for parts in memories],
+        "stems": [dict(zip(STEM.fields, parts, strict=True)) for parts in stems],
+        "regions": _by_column(REGIONS, regions),
+        "views": _by_column(VIEWS, views),
     }
 
 
-def _at(places: Places, value: Hashable) -> int:
-    return places.setdefault(value, len(places))
-
-
-def _stem(stems: Places, name: str) -> tuple[int, int | None]:
-    before, number, after = split(name)
-    return _at(stems, (before, after)), number
-
-
-def _columns(table: Table, rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
-    return {key: [row[i] for row in rows] for i, key in enumerate(table.columns)}
+def _by_column(node: Columns, rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
+    return {key: [row[i] for row in rows] for i, key in enumerate(node.fields)}

@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a message of a peer, each problem with its path, and the error that carries them."""
+"""What is wrong with a message of a peer: problems with their paths, and the error that carries them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvplan.errors import KVPlanError
 Made = TypeVar("Made")
 
 MAX_PROBLEMS: Final = 100
-"""How many problems are told: a message of one fault in each of its parts is not worth more lines."""
+"""The number of problems that are listed. The others are only counted."""
 
 BAD: Final = object()
-"""Stands for a part of a message that has a problem; what needs that part is not looked at."""
+"""Takes the place of a part of a message that has a problem. Whatever needs that part is skipped."""
 
 
 @attrs.frozen
 class Problem:
-    """One thing wrong with a message: where, a code of :data:`kvplan.errors.CODES`, and in words.
+    """One thing wrong with a message: its path, a code of :data:`kvplan.errors.CODES`, and the text.
 
     ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or ``views.offset_bytes[7]`` for
     the offset of the eighth view. It is empty for the message as a whole.
@@ -39,9 +39,9 @@ class Problem:
 
 
 class PeerError(KVPlanError):
-    """A message of a peer that was refused: the peer's mistake, where a plain KVPlanError is the caller's own.
+    """A peer's message was refused. The peer made the mistake; a plain KVPlanError is a mistake of the caller.
 
-    ``problems`` holds all that is wrong. ``code``, ``str(error)`` and the other parts tell the first one.
+    ``problems`` lists everything that is wrong; ``code``, ``str(error)`` and the other fields describe the first one.
     """
 
     problems: tuple[Problem, ...]
@@ -57,15 +57,14 @@ class PeerError(KVPlanError):
             hint="; ".join(filter(None, (first.hint, others))),
             **first.details,
         )
-        self.problems = tuple(problems)
-        self._first = first
+        self.problems, self._first = tuple(problems), first
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerError, (self.problems, self._first)
 
 
 class Findings:
-    """Collects problems, :data:`MAX_PROBLEMS` at most, and counts the rest."""
+    """Collects the problems of one message, :data:`MAX_PROBLEMS` at most, and counts the rest."""
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -73,14 +72,14 @@ class Findings:
         self.first: KVPlanError | None = None
 
     def add(self, path: str, error: KVPlanError) -> None:
-        """Keeps one more problem: that ``error`` was raised for the part of the message at ``path``."""
+        """Add the problem that ``error`` was raised for the part of the message at ``path``."""
         self.count += 1
         self.first = self.first or error
         if self.count <= MAX_PROBLEMS:
             self._problems.append(Problem(path, error.code, str(error).removeprefix(f"{error.code}: ")))
 
     def attempt(self, path: str, make: Callable[..., Made], *parts: Any) -> Made | Any:
-        """``make(*parts)``; :data:`BAD` where a part is bad already, or where making fails: that is a problem."""
+        """``make(*parts)``. :data:`BAD` if one of the parts is, or if ``make`` raises, which adds a problem."""
         if BAD in parts:
             return BAD
         try:
@@ -91,9 +90,9 @@ class Findings:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The problems in the order found; where there are too many, the last one says how many are left out."""
-        left_out = self.count - len(self._problems)
-        more = [Problem("", "MESSAGE", f"{left_out} more problems are left out")] if left_out else []
+        """The problems in the order found. If there are too many, the last one says how many are not listed."""
+        rest = self.count - len(self._problems)
+        more = [Problem("", "MESSAGE", f"{count(rest, 'more problem')} not listed")] if rest else []
         return (*self._problems, *more)
 
     @property

@@ -1,14 +1,14 @@
-"""Messages: bytes from a peer, read as JSON of bounded cost.
+"""Messages: bytes from a peer, read as JSON within fixed limits of time and memory.
 
-The rules of any version of the format, checked before memory is taken:
+The rules for every version of the format, checked before memory is allocated:
 
-- at most :data:`MAX_BYTES` of UTF-8, with at most :data:`MAX_STRINGS` strings, and :data:`MAX_CONTAINERS` lists and
-  mappings, :data:`MAX_DEPTH` deep;
-- JSON as RFC 8259 has it: no NaN, no Infinity; no key twice in a mapping, no integer of more than 20 digits;
-- a mapping whose key ``kvplan`` is the version. Where it is unknown, nothing else is looked at;
-- the key ``extensions``, if there, is a mapping of anything. Who does not know an extension ignores it.
+- at most :data:`MAX_BYTES` of UTF-8, with at most :data:`MAX_STRINGS` strings and :data:`MAX_CONTAINERS` lists and
+  mappings, nested at most :data:`MAX_DEPTH` deep;
+- JSON by RFC 8259: no NaN and no Infinity; also no key twice in a mapping, and no integer of more than 20 digits;
+- a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is checked;
+- the key ``extensions``, if present, is a mapping of anything. A reader ignores extensions that it does not know.
 
-JSON can build no objects and run no code; all that comes out is mappings, lists, strings and numbers.
+JSON builds no objects and runs no code: the result consists of mappings, lists, strings and numbers.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MAX_BYTES: Final = 1 << 20
 """Length of a message: over 100 times the offer of a worker of 80 layers."""
 
 MAX_DEPTH: Final = 16
-"""How deep lists and mappings may nest: an offer takes five levels, extensions may take more."""
+"""Nesting of lists and mappings: an offer has five levels, extensions may have more."""
 
 MAX_CONTAINERS: Final = 1 << 15
 """Lists and mappings in a message: an empty one takes two bytes there, and thirty times that in memory."""
 
 MAX_STRINGS: Final = 1 << 17
-"""Strings in a message, keys among them: a short one takes three bytes there, and twenty times that in memory."""
+"""Strings in a message, including keys: a short one takes three bytes there, and twenty times that in memory."""
 
 MAX_DIGITS: Final = 20
-"""Digits of an integer, as many as 2**64 has: reading many takes time that grows with their square."""
+"""Digits of an integer, as many as 2**64 has: the time to read an integer grows with their square."""
 
 NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def parse(data: bytes, found: Findings) -> Any:
-    """The mapping in a message of this version, without ``kvplan`` and ``extensions``; BAD where there is none.
+    """The mapping in a message of this version, without ``kvplan`` and ``extensions``; BAD if there is none.
 
     >>> found = Findings()
     >>> parse(b'{"kvplan": 1, "rank": 3}', found)
@@ -80,10 +80,11 @@ def _load(data: bytes) -> dict[str, Any]:
 
 
 def _check_counts(data: bytes) -> None:
-    """Counts quotes, and the brackets outside strings. Where these are not what JSON sees, it meets an error before."""
+    """Count quotes, and brackets outside strings. If JSON would count otherwise, it meets an error before that."""
     strings = data.count(b'"') // 2
     if strings > MAX_STRINGS:
         raise _refused("MESSAGE", f"at most {MAX_STRINGS} strings", f"{strings}")
+    # Without escapes, every second part between quotes is outside a string.
     outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
     brackets = b"".join(outside).translate(None, NOT_BRACKETS)
     number = brackets.count(b"[") + brackets.count(b"{")
@@ -108,7 +109,7 @@ def _without_extensions(message: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(extensions, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _refused("MESSAGE", "characters", "half of a surrogate pair") from None
+        raise _refused("MESSAGE", "Unicode characters", "half of a surrogate pair") from None
     return message
 
 
@@ -128,7 +129,7 @@ def _integer(digits: str) -> int:
 
 
 def _real(text: str) -> float:
-    """A number that no part of an offer may be; how large it is does not matter."""
+    """No part of an offer is a real number, so the value of a long one does not matter."""
     return float(text) if len(text) <= MAX_DIGITS else math.inf
 
 

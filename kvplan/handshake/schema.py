@@ -1,8 +1,8 @@
-"""The schema of an offer, as plain data: what a message of version 1 has, and how much of each.
+"""The schema of an offer as plain data: which keys a message of version 1 has, and how large each part may be.
 
-A schema is made of *nodes*. :func:`read` holds a value that came out of JSON against one, and gives back only what
-the schema names; all else is a problem with its path. It looks at shapes and types. What the numbers mean is for
-the values that are made of them to check.
+A schema consists of *nodes*. :func:`read` checks a value that was read from JSON against a node and returns only what
+the schema names; everything else is a problem with its path. It checks shapes and types. What the numbers mean is
+checked by the values that are built from them.
 
 >>> found = Findings()
 >>> read(AXIS, {"name": "head", "start": 0, "stop": True, "size": 8, "step": 4}, "axes[0]", found)["start"]
@@ -28,13 +28,13 @@ from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import BAD, Findings
 
 VERSION: Final = 1
-"""The version of the format: a message of any other is refused unread."""
+"""The version of the format. A message of any other version is refused without reading the rest."""
 
 MAX_NAME: Final = 256
-"""Characters of a text. With the limits of rows it bounds the names that stems and numbers make."""
+"""Characters of a text. Together with the number of rows, it limits the memory that names take."""
 
 MAX_ROWS: Final = 4096
-"""Regions of a worker, and views: twenty times what a model of 100 layers has that keeps K and V apart."""
+"""Regions of a worker, and views: twenty times those of a model of 100 layers that stores K and V separately."""
 
 MAX_LAYOUTS: Final = 1024
 """Different geometries among the views of a worker: one or a few for each kind of layer."""
@@ -48,7 +48,7 @@ MAX_AXES: Final = 16
 
 @attrs.frozen
 class Integer:
-    """An integer in ``[0, high)``, or null where ``or_null``."""
+    """An integer in ``[0, high)``, or null if ``or_null``."""
 
     high: int = INT64_END
     or_null: bool = False
@@ -56,7 +56,7 @@ class Integer:
 
 @attrs.frozen
 class Text:
-    """A string of printable characters, :data:`MAX_NAME` at most."""
+    """A string of at most :data:`MAX_NAME` printable characters."""
 
     or_empty: bool = False
 
@@ -81,70 +81,68 @@ class Record:
 
 
 @attrs.frozen
-class Table:
-    """A mapping of columns, which are lists of one length, at most ``most``; read as a list of rows."""
+class Columns:
+    """A mapping of lists of one length, at most ``most``, one for each of these keys. It is read as a list of rows."""
 
-    columns: Mapping[str, Node] = attrs.field(converter=_frozen)
+    fields: Mapping[str, Node] = attrs.field(converter=_frozen)
     most: int
 
 
-Node = Integer | Text | Many | Record | Table
+Node = Integer | Text | Many | Record | Columns
 
 INDEX: Final = Integer()
+NUMBER: Final = Integer(or_null=True)
 AXIS: Final = Record({"name": Text(), "start": INDEX, "stop": INDEX, "size": INDEX, "stride_bytes": INDEX})
 CONTEXT: Final = Record({"rank": INDEX, "size": INDEX, "interleave_tokens": INDEX})
-REGIONS: Final = Table(
-    {"stem": INDEX, "number": Integer(or_null=True), "memory": INDEX, "address": Integer(ADDRESS_END)}, MAX_ROWS
+GROUP: Final = Record({"name": Text(), "tokens_per_block": NUMBER, "context": CONTEXT})
+LAYOUT: Final = Record(
+    {
+        "group": INDEX,
+        "dtype": Text(),
+        "num_blocks": INDEX,
+        "block_stride_bytes": INDEX,
+        "axes": Many(AXIS, MAX_AXES),
+    }
 )
-VIEWS: Final = Table(
-    {"stem": INDEX, "number": Integer(or_null=True), "layout": INDEX, "region": INDEX, "offset_bytes": INDEX}, MAX_ROWS
+MEMORY: Final = Record({"memory": Text(), "device_id": INDEX, "size_bytes": INDEX})
+STEM: Final = Record({"before": Text(or_empty=True), "after": Text(or_empty=True)})
+REGIONS: Final = Columns({"stem": INDEX, "number": NUMBER, "memory": INDEX, "address": Integer(ADDRESS_END)}, MAX_ROWS)
+VIEWS: Final = Columns(
+    {"stem": INDEX, "number": NUMBER, "layout": INDEX, "region": INDEX, "offset_bytes": INDEX}, MAX_ROWS
 )
 OFFER: Final = Record(
     {
         "engine_id": Text(),
         "rank": INDEX,
-        "groups": Many(
-            Record({"name": Text(), "tokens_per_block": Integer(or_null=True), "context": CONTEXT}), MAX_GROUPS
-        ),
-        "layouts": Many(
-            Record(
-                {
-                    "group": INDEX,
-                    "dtype": Text(),
-                    "num_blocks": INDEX,
-                    "block_stride_bytes": INDEX,
-                    "axes": Many(AXIS, MAX_AXES),
-                }
-            ),
-            MAX_LAYOUTS,
-        ),
-        "memories": Many(Record({"memory": Text(), "device_id": INDEX, "size_bytes": INDEX}), MAX_ROWS),
-        "stems": Many(Record({"before": Text(or_empty=True), "after": Text(or_empty=True)}), 2 * MAX_ROWS),
+        "groups": Many(GROUP, MAX_GROUPS),
+        "layouts": Many(LAYOUT, MAX_LAYOUTS),
+        "memories": Many(MEMORY, MAX_ROWS),
+        "stems": Many(STEM, 2 * MAX_ROWS),
         "regions": REGIONS,
         "views": VIEWS,
     }
 )
-"""What an offer has beside its version and its extensions, in the order of a message."""
+"""An offer without its version and its extensions, in the order of a message."""
 
 
 def read(node: Node, value: Any, path: str, found: Findings) -> Any:
-    """What ``node`` makes of ``value``, :data:`~kvplan.handshake.errors.BAD` in place of each bad part."""
+    """``value`` as ``node`` describes it, with :data:`~kvplan.handshake.errors.BAD` in place of each bad part."""
     match node:
         case Integer():
             if (type(value) is int and 0 <= value < node.high) or (value is None and node.or_null):
                 return value
-            return found.attempt(path, integer, value, _last(path), 0, node.high)
+            return found.attempt(path, integer, value, _key(path), 0, node.high)
         case Text():
-            return found.attempt(path, _text, value, _last(path), node.or_empty)
+            return found.attempt(path, _text, value, _key(path), node.or_empty)
         case Many():
             return _many(node, value, path, found)
         case Record():
             return _record(node.fields, value, path, found)
         case _:
-            return _table(node, value, path, found)
+            return _columns(node, value, path, found)
 
 
-def _last(path: str) -> str:
+def _key(path: str) -> str:
     return path.rpartition(".")[2]
 
 
@@ -157,21 +155,21 @@ def _text(value: Any, what: str, or_empty: bool) -> str:
 
 def _many(node: Many, value: Any, path: str, found: Findings) -> Any:
     if not isinstance(value, list):
-        found.add(path, wrong_type(_last(path), "a list", value))
+        found.add(path, wrong_type(_key(path), "a list", value))
         return BAD
     if len(value) > node.most:
         expected = f"at most {node.most} items"
-        found.add(path, KVPlanError("RANGE", f"read {_last(path)}", expected=expected, got=f"{len(value)}"))
+        found.add(path, KVPlanError("RANGE", f"read {_key(path)}", expected=expected, got=f"{len(value)}"))
         return BAD
     item = node.item
     if isinstance(item, Integer) and all(type(each) is int and 0 <= each < item.high for each in value):
-        return value  # a column of thousands, which need no paths
+        return value  # no problem in a column of thousands: do not make a path for each item
     return [read(item, each, f"{path}[{i}]", found) for i, each in enumerate(value)]
 
 
 def _record(fields: Mapping[str, Node], value: Any, path: str, found: Findings) -> Any:
     if not isinstance(value, dict):
-        found.add(path, wrong_type(_last(path) or "an offer", "a mapping", value))
+        found.add(path, wrong_type(_key(path) or "an offer", "a mapping", value))
         return BAD
     dot = path and f"{path}."
     expected = f"keys {', '.join(fields)}"
@@ -183,14 +181,13 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, found: Findings) 
     return {key: read(node, value[key], f"{dot}{key}", found) if key in value else BAD for key, node in fields.items()}
 
 
-def _table(node: Table, value: Any, path: str, found: Findings) -> Any:
-    columns = {key: Many(item, node.most) for key, item in node.columns.items()}
-    record = _record(columns, value, path, found)
+def _columns(node: Columns, value: Any, path: str, found: Findings) -> Any:
+    record = _record({key: Many(item, node.most) for key, item in node.fields.items()}, value, path, found)
     if record is BAD or BAD in record.values():
         return BAD
     lengths = {key: len(column) for key, column in record.items()}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{key} of {length}" for key, length in lengths.items())
-        found.add(path, KVPlanError("SIZE", f"read {_last(path)}", expected="columns of one length", got=got))
+        found.add(path, KVPlanError("SIZE", f"read {_key(path)}", expected="columns of one length", got=got))
         return BAD
     return list(zip(*record.values(), strict=True))

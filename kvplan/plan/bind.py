@@ -24,7 +24,7 @@ from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_li
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import before, ends, local_index, position_of, reach, repeated, slots, stand
-from kvplan.plan.rows import Family, Layout
+from kvplan.plan.rows import GroupPair, RunIds, TokenIds
 
 Ids = npt.NDArray[np.int32]
 Sides = tuple[str, str]
@@ -118,110 +118,155 @@ def wanted(group: Group, table: Blocks, given: Range | None, side: str) -> Range
     return max(low, given[0]), min(high, given[1])
 
 
-def terms(layout: Layout, blocks: Sequence[Blocks], tokens: Range, sides: Sides) -> Iterator[Terms]:
-    """The ids of one pair of groups: terms for each family and each range in which it has positions.
+def terms(pair: GroupPair, blocks: Sequence[Blocks], tokens: Range, sides: Sides) -> Iterator[Terms]:
+    """The ids of one pair of groups: terms for each series and each range in which it has positions.
 
-    ``sides`` names the destination's and the source's tables in messages.
+    ``blocks`` and ``sides``, the names of the tables in messages, have the destination's first.
     """
-    ranges = shared(layout, *tokens)
-    for family in layout.families:
-        for begin, end in ranges[family.share]:
-            if begin < end and (rows := _rows(layout.groups, family, blocks, begin, end, sides)) is not None:
-                yield family.base, rows
+    inside, ends = split(pair, *tokens)
+    for runs in pair.runs:
+        if (taken := _of_runs(pair.groups, runs, blocks, inside, sides)) is not None:
+            yield runs.base, _sums(runs, taken)
+    for one in pair.tokens:
+        for given in ends if one.joined else (tokens,):
+            if (taken := _of_tokens(pair.groups, one, blocks, given, sides)) is not None:
+                yield one.base, _sums(one, taken)
 
 
-def shared(layout: Layout, start: int, stop: int) -> Mapping[str, tuple[Range, ...]]:
-    """The ranges of positions within ``[start, stop)`` that families move, by their share, rule B2."""
-    low, high = _whole(layout, start, stop)
-    return {"runs": ((low, high),), "ends": ((start, low), (high, stop)), "all": ((start, stop),)}
+def split(pair: GroupPair, start: int, stop: int) -> tuple[Range, tuple[Range, ...]]:
+    """The part of ``[start, stop)`` that moves by joined runs, and the parts that move token by token, by rule B2."""
+    low, high = _whole(pair, start, stop)
+    return (low, high), tuple(given for given in ((start, low), (high, stop)) if given[0] < given[1])
 
 
-def _whole(layout: Layout, start: int, stop: int) -> Range:
+def _whole(pair: GroupPair, start: int, stop: int) -> Range:
     """The part of ``[start, stop)`` between runs that a range cuts, rule B2."""
     low, high = start, stop
-    if (span := _span(layout, start)) is not None:
+    if (span := _span(pair, start)) is not None:
         low = span[1]
-    if (span := _span(layout, stop)) is not None:
+    if (span := _span(pair, stop)) is not None:
         high = span[0]
     return (low, high) if low < high else (stop, stop)
 
 
-def _span(layout: Layout, position: int) -> Range | None:
+def _span(pair: GroupPair, position: int) -> Range | None:
     """The span in the cuts that has ``position`` strictly inside, or ``None``."""
-    turn, rest = divmod(position, layout.period)
-    i = bisect_left(layout.cuts, (rest, 0)) - 1
-    if i < 0 or layout.cuts[i][1] <= rest:
+    turn, rest = divmod(position, pair.period)
+    i = bisect_left(pair.cuts, (rest, 0)) - 1
+    if i < 0 or pair.cuts[i][1] <= rest:
         return None
-    begin, end = layout.cuts[i]
-    return turn * layout.period + begin, turn * layout.period + end
+    begin, end = pair.cuts[i]
+    return turn * pair.period + begin, turn * pair.period + end
 
 
-def _rows(
-    groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
-) -> Ids | Ints | None:
-    """``step * block id + sub`` for each position of a family in ``[begin, end)``, (2, 1, positions), or ``None``."""
-    gaps = blocks[0].scattered is not None or blocks[1].scattered is not None
-    found = (_by_position if gaps or family.turns is None else _by_turn)(groups, family, blocks, begin, end, sides)
-    if not found:
-        return None
-    rows = np.empty((2, 1, found[0][0].size), family.base.dtype)
-    for i, (ids, sub) in enumerate(found):
-        rows[i] = ids
-        if family.step[i] != 1:
-            rows[i] *= family.step[i]
+def _sums(ids: RunIds | TokenIds, taken: Sequence[Taken]) -> Ids | Ints:
+    """``step * block id + sub`` of every occurrence, (2, 1, occurrences)."""
+    blocks, sub = taken[0]
+    rows = np.empty((2, 1, blocks.size if sub is None else sub.size), ids.base.dtype)
+    for i, (blocks, sub) in enumerate(taken):
+        rows[i] = blocks  # one block for each occurrence, or one for all of them
+        if ids.step[i] != 1:
+            rows[i] *= ids.step[i]
         if sub is not None:
             rows[i] += sub
     return rows
 
 
-def _by_turn(
-    groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
-) -> list[Taken]:
-    """Block ids and slot terms of a family's positions, from tables without gaps: slices where blocks step evenly."""
-    low, high, per_turn = family.before(begin), family.before(end), family.starts.size
-    if low == high:
-        return []
-    (first, start), (last, stop) = divmod(low, per_turn), divmod(high - 1, per_turn)
+def _of_runs(
+    groups: Sequence[Group], runs: RunIds, blocks: Sequence[Blocks], tokens: Range, sides: Sides
+) -> list[Taken] | None:
+    """Block ids and slot terms of the runs that begin in ``tokens``: slices of the tables where blocks step evenly."""
+    low, high = runs.before(tokens[0]), runs.before(tokens[1])
+    if low >= high:
+        return None
+    if blocks[0].scattered is not None or blocks[1].scattered is not None:
+        return _of_runs_with_gaps(groups, runs, blocks, (low, high), sides)
+    size = runs.starts.size
+    (first, start), (last, stop) = divmod(low, size), divmod(high - 1, size)
     found: list[Taken] = []
-    for i, turn in enumerate(family.turns or ()):
-        table, skipped = blocks[i], first * turn.num_blocks
-        at = skipped + turn.ordinal.item(start)
-        to = last * turn.num_blocks + turn.ordinal.item(stop) + 1
-        check_listed(groups[i].name, at, to, table.first, table.stop, sides[i])
-        if turn.step:
-            ids = table.ids[at - table.first : to - table.first : turn.step]
+    for group, side, table, name in zip(groups, runs.blocks, blocks, sides, strict=True):
+        # The run numbered `low` begins in block `at`, the last one in block `to - 1`.
+        skipped = first * side.num_blocks
+        at = skipped + side.ordinal.item(start)
+        to = last * side.num_blocks + side.ordinal.item(stop) + 1
+        check_listed(group.name, at, to, table.first, table.stop, name)
+        if side.step:
+            ids = table.ids[at - table.first : to - table.first : side.step]
         else:
-            begins = np.arange(skipped - table.first, to - table.first, turn.num_blocks)
-            ids = table.ids[np.add.outer(begins, turn.ordinal).reshape(-1)[start : start + high - low]]
-        sub = turn.sub
-        if sub is not None:
+            begins = np.arange(skipped - table.first, to - table.first, side.num_blocks)
+            ids = table.ids[np.add.outer(begins, side.ordinal).reshape(-1)[start : start + high - low]]
+        sub = side.sub
+        if sub is not None and size > 1:
             sub = sub[None].repeat(last - first + 1, axis=0).reshape(-1)[start : start + high - low]
         found.append((ids, sub))
     return found
 
 
-def _by_position(
-    groups: Sequence[Group], family: Family, blocks: Sequence[Blocks], begin: int, end: int, sides: Sides
-) -> list[Taken]:
-    """Block ids and slot terms of a family's positions, from any tables: by the ordinal and slot of each position."""
-    found = ends(family.starts, family.every, begin, end)
-    if found is None or not (position := _positions(groups[0], family, blocks[0], *found)).size:
-        return []
+def _of_runs_with_gaps(
+    groups: Sequence[Group], runs: RunIds, blocks: Sequence[Blocks], which: Range, sides: Sides
+) -> list[Taken] | None:
+    """Block ids and slot terms of the runs with numbers in ``which`` whose blocks the destination has."""
+    ours, size = runs.blocks[0], runs.starts.size
+    at, to = (number // size * ours.num_blocks + ours.ordinal[number % size] for number in (which[0], which[1] - 1))
+    ordinals = blocks[0].ordinals
+    ordinals = ordinals[(at <= ordinals) & (ordinals <= to)]
+    # For each of the destination's blocks, the period it is in, and which runs of a period begin in it.
+    turn, rest = np.divmod(ordinals, ours.num_blocks)
+    begin, end = np.searchsorted(ours.ordinal, [rest, rest + 1])
+    count = end - begin
+    run = np.repeat(turn * size + begin - np.cumsum(count) + count, count) + np.arange(count.sum())
+    run = run[(which[0] <= run) & (run < which[1])]
+    if not run.size:
+        return None
+    turn, start = np.divmod(run, size)
+    found: list[Taken] = []
+    for group, side, table, name in zip(groups, runs.blocks, blocks, sides, strict=True):
+        at = places(group.name, table, turn * side.num_blocks + side.ordinal[start], name)
+        found.append((table.ids[at], None if side.sub is None else side.sub[start]))
+    return found
+
+
+def _of_tokens(
+    groups: Sequence[Group], one: TokenIds, blocks: Sequence[Blocks], tokens: Range, sides: Sides
+) -> list[Taken] | None:
+    """Block ids and slot terms of every position in ``tokens`` for which the destination has a block."""
+    if tokens[0] >= tokens[1]:
+        return None
+    if one.every == 1 and (taken := _of_one_block_pair(groups, one, blocks, *tokens, sides)) is not None:
+        return taken
+    ends_of = ends(one.carried, one.every, *tokens)
+    if ends_of is None or not (position := _positions(groups[0], one, blocks[0], *ends_of)).size:
+        return None
     ordinals, slot = stand(groups, position)
     each = zip(groups, blocks, ordinals, sides, strict=True)
     at = [places(group.name, table, which, side) for group, table, which, side in each]
-    return [(table.ids[at[i]], family.sub[i][slot[i]]) for i, table in enumerate(blocks)]
+    return [(table.ids[at[i]], one.sub[i][slot[i]]) for i, table in enumerate(blocks)]
 
 
-def _positions(group: Group, family: Family, table: Blocks, first: int, last: int) -> Ints:
-    """The positions of a family from ``first`` to ``last`` for which the destination has blocks."""
+def _of_one_block_pair(
+    groups: Sequence[Group], one: TokenIds, blocks: Sequence[Blocks], start: int, stop: int, sides: Sides
+) -> list[Taken] | None:
+    """What :func:`_of_tokens` returns, by slices, if all positions are in one block of each side; else ``None``."""
+    found: list[Taken] = []
+    for group, sub, table, name in zip(groups, one.sub, blocks, sides, strict=True):
+        ordinal, slot = divmod(start, slots(group))
+        if slot + stop - start > slots(group) or table.scattered is not None:
+            return None
+        check_listed(group.name, ordinal, ordinal + 1, table.first, table.stop, name)
+        at = ordinal - table.first
+        found.append((table.ids[at : at + 1], sub[slot : slot + stop - start]))
+    return found
+
+
+def _positions(group: Group, one: TokenIds, table: Blocks, first: int, last: int) -> Ints:
+    """The positions from ``first`` to ``last`` that move token by token and for which the destination has blocks."""
     if table.scattered is None:
-        return repeated(family.starts, family.every, first, last + 1)
+        return repeated(one.carried, one.every, first, last + 1)
     size = slots(group)
     low, high = np.searchsorted(table.scattered, [local_index(group, at) // size for at in (first, last)])
     position = position_of(group, np.add.outer(table.scattered[low : high + 1] * size, np.arange(size)).reshape(-1))
     position = position[(first <= position) & (position <= last)]
-    return position[np.isin(position % family.every, family.starts)]
+    return position[np.isin(position % one.every, one.carried)]
 
 
 def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shapes]:

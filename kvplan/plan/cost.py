@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -22,8 +22,8 @@ from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import repeated, stand
-from kvplan.plan.bind import shared
-from kvplan.plan.rows import Family, Layout, Table
+from kvplan.plan.bind import split
+from kvplan.plan.rows import GroupPair, Table
 from kvplan.plan.runs import join
 from kvplan.plan.specs import Pair, ReadSpec
 
@@ -154,21 +154,21 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
     return Cost(operation, tokens, tuple(found))
 
 
-def of_layout(tables: tuple[Table, Table], layout: Layout, tokens: int) -> tuple[int, Mapping[int, int]]:
+def of_layout(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> tuple[int, Mapping[int, int]]:
     """The number of ids, and of descriptors by length, of the first ``tokens`` positions, or of one state."""
-    turns, rest = divmod(1 if layout.groups[0].tokens_per_block is None else tokens, layout.period)
+    turns, rest = divmod(1 if pair.groups[0].tokens_per_block is None else tokens, pair.period)
     num_ids, lengths = 0, Counter[int]()
-    for times, stop in ((turns, layout.period), (1, rest)):
+    for times, stop in ((turns, pair.period), (1, rest)):
         if times and stop:
-            ids, found = _listed(tables, layout, stop)
+            ids, found = _listed(tables, pair, stop)
             num_ids += times * ids
             lengths.update({length: times * number for length, number in found.items()})
     return num_ids, lengths
 
 
-def _listed(tables: tuple[Table, Table], layout: Layout, stop: int) -> tuple[int, Mapping[int, int]]:
+def _listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> tuple[int, Mapping[int, int]]:
     """The number of ids, and of descriptors by length, of the positions ``[0, stop)``, at most one period."""
-    parts = [_ends(tables, layout, family, position) for family, position in _positions(layout, stop)]
+    parts = [_descriptors(tables, *each) for each in _occurrences(pair, stop)]
     if not parts:
         return 0, {}
     ordinal, region, offset, length = (np.concatenate(column, axis=-1) for column in zip(*parts, strict=True))
@@ -176,35 +176,46 @@ def _listed(tables: tuple[Table, Table], layout: Layout, stop: int) -> tuple[int
     return length[0].size, Counter(np.add.reduceat(length[0][order], first).tolist())
 
 
-def _positions(layout: Layout, stop: int) -> Iterator[tuple[Family, Ints]]:
-    """Each family with its positions in ``[0, stop)``, if it has any."""
-    ranges = shared(layout, 0, stop)
+def _occurrences(pair: GroupPair, stop: int) -> Iterator[tuple[Ints, Sequence[Ints], Sequence[Ints]]]:
+    """For each series of ids with positions in ``[0, stop)``: its ids in block 0, and each occurrence's block and term.
+
+    The ids are (2, runs, 1); the block ordinals and the terms are (occurrences,) for each side.
+    """
+    (low, high), ends = split(pair, 0, stop)
     listed = 0
-    for family in layout.families:
-        for begin, end in ranges[family.share]:
-            listed += -(-(end - begin) // family.every) * family.starts.size * len(family.base[0])
+    for runs in pair.runs:
+        which = np.flatnonzero((low <= runs.starts) & (runs.starts < high))
+        listed += which.size * runs.base.shape[1]
+        if which.size:
+            terms = [0 * which if side.sub is None else side.sub[which] for side in runs.blocks]
+            yield runs.base, [side.ordinal[which] for side in runs.blocks], terms
+    for one in pair.tokens:
+        for begin, end in ends if one.joined else ((0, stop),):
+            listed += -(-(end - begin) // one.every) * one.carried.size * one.base.shape[1]
             if listed > MAX_LISTED:
                 raise KVPlanError(
                     "RANGE",
-                    f"count the descriptors of group {layout.groups[0].name!r}",
+                    f"count the descriptors of group {pair.groups[0].name!r}",
                     expected=f"at most {MAX_LISTED} in {stop} positions",
                     got="more",
                     positions=stop,
                 )
-            position = repeated(family.starts, family.every, begin, end)
+            position = repeated(one.carried, one.every, begin, end)
             if position.size:
-                yield family, position
+                ordinal, slot = stand(pair.groups, position)
+                yield one.base, [*ordinal], [sub[where] for sub, where in zip(one.sub, slot, strict=True)]
 
 
-def _ends(tables: tuple[Table, Table], layout: Layout, family: Family, position: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """The descriptors of a family: block ordinal, region, offset in the region, and length, each (2, n).
+def _descriptors(
+    tables: tuple[Table, Table], base: Ints, ordinal: Sequence[Ints], term: Sequence[Ints]
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Block ordinal, region, offset in the region, and length of every descriptor of a series, each (2, n).
 
     Offsets are those in block 0, so two descriptors are neighbours only if they are in one block.
     """
-    ordinal, slot = stand(layout.groups, position)
     columns = []
-    for table, base, sub, at, where in zip(tables, family.base, family.sub, ordinal, slot, strict=True):
-        ids = base.astype(np.int64) + sub[where]
+    for table, first, at, more in zip(tables, base, ordinal, term, strict=True):
+        ids = first.astype(np.int64) + more
         row = table.row_of(ids)
         start = np.array([region.address for region in table.regions], np.uint64)[table.region]
         offset = (table.rows[:, 0] - start).astype(np.int64)[row]

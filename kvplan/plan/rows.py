@@ -14,31 +14,26 @@ Rows hold offsets in regions first and addresses at the end, so plans of equal g
 
 from __future__ import annotations
 
-import functools
-import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, heads, numbered, read_only
+from kvplan._arrays import Ints, distinct, heads, numbered, read_only
 from kvplan._checks import ID_END
 from kvplan.describe.views import Group, Region
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import period, repeated, slots, stand
-from kvplan.plan.runs import Lane, Section, Spans
+from kvplan.plan.align import slots, stand
+from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 
 Descriptors = npt.NDArray[np.uint64]
 
 MAX_ROWS: Final = 1 << 24
 """The most runs of one token times slots that one side of a pair may have."""
-
-MAX_STARTS: Final = 1 << 10
-"""The most positions of a period that a family lists."""
 
 MAX_IDS_PER_USED: Final = 16
 """A row with more ids than this for each usable one is split by offset, so that 31 bits last for large pools."""
@@ -120,7 +115,7 @@ def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
 
 
 @attrs.frozen(eq=False)
-class Turn:
+class PeriodBlocks:
     """Block ordinals of one side within a period, (n,).
 
     The next period begins ``num_blocks`` later. ``step`` is the constant difference between consecutive ordinals, 0 if
@@ -134,64 +129,78 @@ class Turn:
 
 
 @attrs.frozen(eq=False)
-class Family:
-    """The ids of runs that begin at the same positions with the same formula, for both sides, destination first.
+class RunIds:
+    """The ids of joined runs that begin at the same positions, for both sides, destination first.
 
-    At a position ``p`` that is in ``starts`` modulo ``every``, run ``j`` has the id
-    ``base[j] + step * block id + sub[slot of p]``. ``share`` selects the positions of a request: ``runs`` between its
-    cuts, ``ends`` outside of them, or ``all``.
-
-    ``base`` is (2, runs, 1). It and ``sub``, which is 0 in the slot of the first start, are int32 if all ids of both
-    tables fit, else int64. If blocks and slots repeat every ``every`` positions, ``turns`` has the ordinals.
+    At the n-th position of ``starts``, modulo ``every``, run ``j`` has the id ``base[j] + step * block id + sub[n]``;
+    ``blocks`` has the ordinal of that block, and ``sub``, for each side. ``base`` is (2, runs, 1), int32 if all ids of
+    both tables fit, else int64.
     """
 
     base: Ints
     step: tuple[int, int]
-    sub: tuple[Ints, Ints]
     starts: Ints
     every: int
-    share: Literal["runs", "ends", "all"]
-    turns: tuple[Turn, Turn] | None
+    blocks: tuple[PeriodBlocks, PeriodBlocks]
 
     def before(self, position: int) -> int:
-        """The number of the family's positions below ``position``."""
+        """The number of starts below ``position``, over all periods."""
         turn, rest = divmod(position, self.every)
         return turn * self.starts.size + bisect_left(self.starts, rest)
 
 
 @attrs.frozen(eq=False)
-class Layout:
-    """A pair of groups with its ids: all that bind needs. ``num_blocks`` has the size of each side's smallest pool."""
+class TokenIds:
+    """The ids of runs of one token, for both sides, destination first.
+
+    At a position ``p`` that is in ``carried`` modulo ``every``, run ``j`` has the id
+    ``base[j] + step * block id + sub[slot of p]``. ``joined`` says that longer runs move these tokens, except at the
+    ends of a range. ``base`` is (2, runs, 1); it and ``sub`` are int32 if all ids of both tables fit, else int64.
+    """
+
+    base: Ints
+    step: tuple[int, int]
+    sub: tuple[Ints, Ints]
+    carried: Ints
+    every: int
+    joined: bool
+
+
+@attrs.frozen(eq=False)
+class GroupPair:
+    """All ids of one group of the destination and one of a source: all that bind needs.
+
+    ``num_blocks`` has the size of each side's smallest pool. ``cuts`` are the spans of positions in a period, of
+    ``period`` positions, that joined runs cover.
+    """
 
     groups: tuple[Group, Group]
     num_blocks: tuple[int, int]
     period: int
     cuts: tuple[tuple[int, int], ...]
-    families: tuple[Family, ...]
+    runs: tuple[RunIds, ...]
+    tokens: tuple[TokenIds, ...]
 
 
-def layouts(sections: Sequence[Section]) -> tuple[tuple[Layout, ...], tuple[Ints, Ints]]:
-    """The ids of all sections of a pair, and the rows of each side, (n, 5): region, offset, length, stride, count."""
-    lanes = [(section.groups, lane) for section in sections for lane in section.lanes]
+def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Ints, Ints]]:
+    """All ids of a pair of workers, and the rows of each side, (n, 5): region, offset, length, stride, count."""
+    tokens = [(each.groups, one) for each in found for one in each.tokens]
     rows, ids = [], []
     for side in (0, 1):
-        of_runs = [(_columns(0, section.runs, side), section.runs.offset[side][:, None]) for section in sections]
-        of_slots = [
-            (_columns(1, lane.strands, side), _slot_offsets(groups[side], lane, side)) for groups, lane in lanes
-        ]
+        of_runs = [(_columns(0, each.runs, side), each.runs.offset[side][:, None]) for each in found]
+        of_slots = [(_columns(1, one.runs, side), _slot_offsets(groups[side], one, side)) for groups, one in tokens]
         side_rows, side_ids = place([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
     dtype = np.int32 if max(side_rows[:, 4].sum() for side_rows in rows) <= ID_END else np.int64
     every = list(zip(*ids, strict=True))
-    slot_ids, made = iter(every[len(sections) :]), []
-    for section, found in zip(sections, every, strict=False):
-        families = _run_families(section, np.stack(found)[..., 0], dtype)
-        for lane in section.lanes:
-            families += _lane_families(section.groups, lane, next(slot_ids), dtype)
-        pools = np.min([lane.strands.num_blocks.min(axis=1) for lane in section.lanes], axis=0).tolist()
-        cuts = tuple((low, high) for low, high in section.cuts.tolist())
-        made.append(Layout(section.groups, (pools[0], pools[1]), section.period, cuts, tuple(families)))
+    slot_ids, made = iter(every[len(found) :]), []
+    for each, run_ids in zip(found, every, strict=False):
+        runs = tuple(_run_ids(each, np.stack(run_ids)[..., 0], dtype))
+        by_token = tuple(ids for one in each.tokens for ids in _token_ids(one, next(slot_ids), dtype))
+        pools = np.min([one.runs.num_blocks.min(axis=1) for one in each.tokens], axis=0).tolist()
+        cuts = tuple((low, high) for low, high in each.cuts.tolist())
+        made.append(GroupPair(each.groups, (pools[0], pools[1]), each.period, cuts, runs, by_token))
     return tuple(made), (rows[0], rows[1])
 
 
@@ -244,14 +253,14 @@ def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     return rows, [part.reshape(2, *offsets.shape) for part, (_, offsets) in zip(parts, jobs, strict=True)]
 
 
-def _columns(kind: int, spans: Spans, side: int) -> Ints:
-    stride, blocks = spans.block_stride[side], spans.num_blocks[side]
-    return np.stack([np.full_like(stride, kind), spans.region[side], stride, blocks, spans.length])
+def _columns(kind: int, runs: Runs, side: int) -> Ints:
+    stride, blocks = runs.block_stride[side], runs.num_blocks[side]
+    return np.stack([np.full_like(stride, kind), runs.region[side], stride, blocks, runs.length])
 
 
-def _slot_offsets(group: Group, lane: Lane, side: int) -> Ints:
+def _slot_offsets(group: Group, one: TokenRuns, side: int) -> Ints:
     """The offset of every run of one token in every slot, (runs, slots)."""
-    start, size = lane.strands.offset[side], slots(group)
+    start, size = one.runs.offset[side], slots(group)
     if start.size * size > MAX_ROWS:
         raise KVPlanError(
             "RANGE",
@@ -262,99 +271,64 @@ def _slot_offsets(group: Group, lane: Lane, side: int) -> Ints:
             tokens_per_block=size,
             strands=start.size,
         )
-    offsets: Ints = np.add.outer(start, lane.token[side].at(np.arange(size)))
+    offsets: Ints = np.add.outer(start, one.token[side].at(np.arange(size)))
     return offsets
 
 
-def _family(
-    groups: tuple[Group, Group],
-    dtype: type,
-    base: Ints,
-    step: Sequence[int],
-    sub: Sequence[Ints],
-    starts: Ints,
-    every: int,
-    share: Literal["runs", "ends", "all"],
-) -> Family:
-    """A family of ``base`` (2, runs). Lists the starts of a whole period if they are few enough."""
-    turn = math.lcm(every, period(*groups))
-    if turn // every * starts.size <= MAX_STARTS:
-        starts, every = repeated(starts, every, 0, turn), turn
-    ordinal, slot = stand(groups, starts)
-    first = np.array([[side[where[0]]] for side, where in zip(sub, slot, strict=True)])
-    subs = [(side - less).astype(dtype) for side, less in zip(sub, first, strict=True)]
-    turns = []
-    for group, block, where, side in zip(groups, ordinal, slot, subs, strict=True):
-        num_blocks, more = turn // (group.context.size * slots(group)), side[where]
-        steps = np.diff(block, append=block[0] + num_blocks)
-        turns.append(
-            Turn(block, num_blocks, int(steps[0]) if (steps == steps[0]).all() else 0, more if more.any() else None)
-        )
-    return Family(
-        (base + first).astype(dtype, order="C")[:, :, None],
-        (int(step[0]), int(step[1])),
-        (subs[0], subs[1]),
-        starts,
-        every,
-        share,
-        (turns[0], turns[1]) if every == turn else None,
-    )
+def _period_blocks(group: Group, ordinal: Ints, every: int, sub: Ints) -> PeriodBlocks:
+    num_blocks = every // (group.context.size * slots(group))
+    steps = np.diff(ordinal, append=ordinal[0] + num_blocks)
+    step = int(steps[0]) if (steps == steps[0]).all() else 0
+    return PeriodBlocks(ordinal, num_blocks, step, sub if sub.any() else None)
 
 
-def _run_families(section: Section, ids: Ints, dtype: type) -> list[Family]:
-    """The families of a section's joined runs; ``ids`` is (sides, 2, n): the id in block 0, and its step.
+def _run_ids(found: GroupRuns, ids: Ints, dtype: type) -> Iterator[RunIds]:
+    """The ids of joined runs; ``ids`` is (sides, 2, n): the id in block 0, and its step per block.
 
-    Runs at all positions form one family if what their slots add is the same for all of them; else each position gets
-    a family of its own.
+    All positions at which runs with the same steps begin, and with the same differences between their ids, form one
+    series: they differ in one number for each side, however long the runs are.
     """
     base, step = ids[:, 0], ids[:, 1]
-    families: list[Family] = []
-    made = functools.partial(_family, section.groups, dtype, every=section.period, share="runs")
     for steps in sorted(set(zip(*step.tolist(), strict=True))):
+        # Runs by position, then by local id. `first` has the index of the first run of each position.
         runs = np.flatnonzero((step[0] == steps[0]) & (step[1] == steps[1]))
-        runs = runs[np.lexsort((base[0, runs], section.position[runs]))]
-        first = heads(section.position[runs][1:] == section.position[runs][:-1])
-        starts, strands = section.position[runs[first]], runs.size // first.size
-        if (np.diff(first, append=runs.size) == strands).all():
-            together = base[:, runs].reshape(2, first.size, strands)
-            sub = _by_slot(section, starts, together)
-            if sub is not None:
-                families.append(made(together[:, 0], steps, sub, starts))
-                continue
-        for start, same in zip(starts, np.split(runs, first[1:]), strict=True):
-            none = [np.zeros(slots(group), np.int64) for group in section.groups]
-            families.append(made(base[:, same], steps, none, start[None]))
-    return families
+        runs = runs[np.lexsort((base[0, runs], found.position[runs]))]
+        first = heads(found.position[runs][1:] == found.position[runs][:-1])
+        number = np.diff(first, append=runs.size)
+        equal: dict[tuple[int, bytes], list[int]] = {}
+        for size in distinct(number).tolist():
+            begins = np.flatnonzero(number == size)
+            together = base[:, runs[np.add.outer(first[begins], np.arange(size))]]
+            apart = np.ascontiguousarray(np.moveaxis(together - together[..., :1], 1, 0))
+            for i, differences in zip(begins.tolist(), apart, strict=True):
+                equal.setdefault((size, differences.tobytes()), []).append(i)
+        for (size, _), which in equal.items():
+            begins = first[which]
+            starts = found.position[runs[begins]]
+            sub: Ints = (base[:, runs[begins]] - base[:, runs[begins[:1]]]).astype(dtype)
+            sides = [
+                _period_blocks(group, ordinal, found.period, more)
+                for group, ordinal, more in zip(found.groups, stand(found.groups, starts)[0], sub, strict=True)
+            ]
+            of_first: Ints = base[:, runs[begins[0] : begins[0] + size], None].astype(dtype, order="C")
+            yield RunIds(of_first, (int(steps[0]), int(steps[1])), starts, found.period, (sides[0], sides[1]))
 
 
-def _by_slot(section: Section, starts: Ints, ids: Ints) -> list[Ints] | None:
-    """What each slot adds to ``ids``, (sides, starts, runs), if that is the same for all runs; else ``None``."""
-    _, slot = stand(section.groups, starts)
-    found = []
-    for group, where, side in zip(section.groups, slot, ids, strict=True):
-        sub = np.zeros(slots(group), np.int64)
-        sub[where] = side[:, 0] - side[0, 0]
-        if (side != side[0] + sub[where][:, None]).any():
-            return None
-        found.append(sub)
-    return found
+def _token_ids(one: TokenRuns, ids: Sequence[Ints], dtype: type) -> Iterator[TokenIds]:
+    """The ids of runs that move token by token; ``ids`` is (2, runs, slots) for each side.
 
-
-def _lane_families(groups: tuple[Group, Group], lane: Lane, ids: Sequence[Ints], dtype: type) -> list[Family]:
-    """The families of runs that move token by token; ``ids`` is (2, runs, slots) for each side.
-
-    Runs with the same steps, and with the same terms in all slots, form one family.
+    Runs with the same steps, and to which all slots add the same, form one series.
     """
-    strands = lane.strands.length.size
+    runs = one.runs.length.size
     base = np.stack([found[0, :, 0] for found in ids])
     sub = [found[0] - found[0, :, :1] for found in ids]
-    alike = np.concatenate([*(found[1, :, :1] for found in ids), *sub], axis=1)
-    order = np.lexsort(alike.T[::-1])
-    which = np.empty(strands, np.int64)
-    which[order] = numbered(heads((alike[order[1:]] == alike[order[:-1]]).all(1)), strands)
-    made = functools.partial(_family, groups, dtype, starts=lane.carried, every=lane.every)
-    share: Literal["ends", "all"] = "ends" if lane.joined else "all"
-    return [
-        made(base[:, same], alike[same[0], :2].tolist(), [side[same[0]] for side in sub], share=share)
-        for same in (np.flatnonzero(which == n) for n in range(int(which.max()) + 1))
-    ]
+    # One row for each run: its steps, and what each slot adds, on both sides. Equal rows become neighbours.
+    rows = np.concatenate([*(found[1, :, :1] for found in ids), *sub], axis=1)
+    order = np.lexsort(rows.T[::-1])
+    which = np.empty(runs, np.int64)
+    which[order] = numbered(heads((rows[order[1:]] == rows[order[:-1]]).all(1)), runs)
+    for n in range(int(which.max()) + 1):
+        same = np.flatnonzero(which == n)
+        steps, subs = rows[same[0], :2].tolist(), [side[same[0]].astype(dtype) for side in sub]
+        of_slot_0: Ints = base[:, same, None].astype(dtype, order="C")
+        yield TokenIds(of_slot_0, (steps[0], steps[1]), (subs[0], subs[1]), one.carried, one.every, one.joined)

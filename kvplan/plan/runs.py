@@ -15,6 +15,7 @@ be anywhere in the pool.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -25,16 +26,16 @@ from kvplan._arrays import Ints, distinct, heads
 from kvplan.describe.axes import Segments
 from kvplan.describe.views import TOKEN, Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import period, repeated, slots, stand
+from kvplan.plan.align import period, position_of, slots, stand
 from kvplan.plan.cells import Cell
 
 MAX_LISTED: Final = 1 << 20
-"""The most runs of one token, and the most positions or runs of one period, that are listed. With a longer period, all
-runs move token by token."""
+"""The most runs of one token, and the most block pairs or runs of one period, that are listed. With more block pairs in
+a period, all runs move token by token."""
 
 
 @attrs.frozen(eq=False)
-class Spans:
+class Runs:
     """Runs in block 0 of their pools. Each array but ``length`` (n,) is (2, n) int64, the destination's row first.
 
     ``region`` is an index, ``offset`` in bytes within it. ``block_stride`` and ``num_blocks`` are those of the pool.
@@ -46,18 +47,18 @@ class Spans:
     num_blocks: Ints
     length: Ints
 
-    def take(self, which: Any, **changes: Ints) -> Spans:
+    def take(self, which: Any, **changes: Ints) -> Runs:
         """The runs at these indices, with some arrays replaced."""
-        return Spans(**{f.name: changes.get(f.name, getattr(self, f.name)[..., which]) for f in attrs.fields(Spans)})
+        return Runs(**{f.name: changes.get(f.name, getattr(self, f.name)[..., which]) for f in attrs.fields(Runs)})
 
 
-def _all(parts: Sequence[Spans]) -> Spans:
+def _all(parts: Sequence[Runs]) -> Runs:
     """The runs of all parts, one part after another."""
-    return Spans(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in attrs.fields(Spans)))
+    return Runs(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in attrs.fields(Runs)))
 
 
 @attrs.frozen(eq=False)
-class Lane:
+class TokenRuns:
     """Runs of one token that share a token axis on each side, and the positions at which they move.
 
     ``carried`` lists these positions in ``[0, every)``. ``joined`` says whether longer runs cover them, so that they
@@ -67,12 +68,12 @@ class Lane:
     token: tuple[Segments, Segments]
     carried: Ints
     every: int
-    strands: Spans
+    runs: Runs
     joined: bool
 
 
 @attrs.frozen(eq=False)
-class Section:
+class GroupRuns:
     """Everything that moves between one group of the destination and one group of a source.
 
     ``runs`` are the joined runs of one period, (n,); ``position`` (n,) has the first position of each. ``cuts`` (m, 2)
@@ -81,25 +82,40 @@ class Section:
 
     groups: tuple[Group, Group]
     period: int
-    lanes: tuple[Lane, ...]
-    runs: Spans
+    tokens: tuple[TokenRuns, ...]
+    runs: Runs
     position: Ints
     cuts: Ints
 
 
-def sections(cells: Iterable[Cell]) -> tuple[Section, ...]:
-    """The sections of all cells that one source serves."""
+@attrs.frozen(eq=False)
+class BlockPairs:
+    """Stretches of consecutive positions in one block of each side, by position, of one period.
+
+    ``position`` and ``count`` (n,) say which positions; ``block`` and ``slot`` (2, n) where the first of them is.
+    """
+
+    position: Ints
+    count: Ints
+    block: Ints
+    slot: Ints
+
+
+def group_runs(cells: Iterable[Cell]) -> tuple[GroupRuns, ...]:
+    """The runs of all cells that one source serves, by pair of groups."""
     by_groups: dict[tuple[Group, Group], dict[Any, list[Cell]]] = {}
     for cell in cells:
         ours, theirs = cell.sides
-        by_groups.setdefault((ours.group, theirs.group), {}).setdefault(_pace(cell), []).append(cell)
-    return tuple(_section(groups, [_lane(cells) for cells in lanes.values()]) for groups, lanes in by_groups.items())
+        by_groups.setdefault((ours.group, theirs.group), {}).setdefault(_strides(cell), []).append(cell)
+    return tuple(
+        _group_runs(groups, [_token_runs(cells) for cells in equal.values()]) for groups, equal in by_groups.items()
+    )
 
 
-def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
+def geometry_key(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
     """A key of the cells' geometry, and their base offset on each side, (2,) int64.
 
-    Cells with equal keys have the same sections and rows, shifted by the difference of their base offsets: ranks that
+    Cells with equal keys have the same runs and rows, shifted by the difference of their base offsets: ranks that
     hold other heads in the same layout, or other parts of one rank's heads.
     """
     found: list[tuple[Any, ...]] = []
@@ -115,11 +131,11 @@ def outline(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
         begin = begin if found else places[:, 0, 1] + at
         places[:, :, 1] += (at - begin)[:, None]
         groups, itemsize = [side.group for side in sides], sides[0].itemsize
-        found.append((*groups, itemsize, *_pace(cell), *axes, places.tobytes()))
+        found.append((*groups, itemsize, *_strides(cell), *axes, places.tobytes()))
     return tuple(found), begin
 
 
-def _pace(cell: Cell) -> tuple[Any, ...]:
+def _strides(cell: Cell) -> tuple[Any, ...]:
     """A key that is equal for cells with the same strides from token to token and from block to block."""
     sides = cell.sides
     token = [side.segments[TOKEN].seen(0, slots(side.group)) for side in sides]
@@ -171,7 +187,7 @@ def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
     return order, heads(goes_on)
 
 
-def _lane(cells: Sequence[Cell]) -> Lane:
+def _token_runs(cells: Sequence[Cell]) -> TokenRuns:
     """The runs of one token of cells with equal strides, by rule R2."""
     sides = cells[0].sides
     found = []
@@ -182,7 +198,7 @@ def _lane(cells: Sequence[Cell]) -> Lane:
         region, offset = np.repeat(np.moveaxis(places, 2, 0), inner.shape[1], axis=2)
         every = np.ones((2, region.shape[1]), np.int64)
         found.append(
-            Spans(
+            Runs(
                 region=region,
                 offset=offset + np.tile(inner, places.shape[1]),
                 block_stride=every * [[side.block_stride_bytes] for side in sides],
@@ -190,71 +206,124 @@ def _lane(cells: Sequence[Cell]) -> Lane:
                 length=every[0] * length,
             )
         )
-    spans = _all(found)
-    order, first = join([*spans.region], spans.offset, spans.length)
-    return Lane(
+    runs = _all(found)
+    order, first = join([*runs.region], runs.offset, runs.length)
+    return TokenRuns(
         token=(sides[0].segments[TOKEN], sides[1].segments[TOKEN]),
         carried=cells[0].parts[TOKEN].intervals[:, 0],
         every=cells[0].every,
-        strands=spans.take(order[first], length=np.add.reduceat(spans.length[order], first)),
+        runs=runs.take(order[first], length=np.add.reduceat(runs.length[order], first)),
         joined=False,
     )
 
 
-def _section(groups: tuple[Group, Group], lanes: Sequence[Lane]) -> Section:
-    positions = int(np.lcm.reduce([period(*groups), *(lane.every for lane in lanes)]))
-    split: list[Lane] = []
-    units: list[tuple[Spans, Ints]] = []
-    for lane in lanes:
-        alone = np.ones(lane.strands.length.size, bool)
-        if positions <= MAX_LISTED:
-            position = repeated(lane.carried, lane.every, 0, positions)
-            block, slot = stand(groups, position)
-            at = np.stack([token.at(where) for token, where in zip(lane.token, slot, strict=True)])
-            # `at` is the offset of every position's slot on both sides, (2, positions). Runs of one length continue
-            # wherever both offsets grow by that length within one pair of blocks.
-            for length in distinct(lane.strands.length).tolist():
-                which = np.flatnonzero(lane.strands.length == length)
-                goes_on = ((block[:, 1:] == block[:, :-1]) & (at[:, 1:] - at[:, :-1] == length)).all(0)
-                if goes_on.any() and which.size * (first := heads(goes_on)).size <= MAX_LISTED:
-                    alone[which] = False
-                    units.append(_over(lane.strands.take(which), first, position, block, at))
+def _group_runs(groups: tuple[Group, Group], tokens: Sequence[TokenRuns]) -> GroupRuns:
+    """Joins runs across tokens, by rule R3."""
+    every = math.lcm(period(*groups), *(one.every for one in tokens))
+    split: list[TokenRuns] = []
+    longer: list[tuple[Runs, Ints]] = []
+    for one in tokens:
+        alone = np.ones(one.runs.length.size, bool)
+        lengths = [n for n in distinct(one.runs.length).tolist() if all(_continues(side, n) for side in one.token)]
+        pairs = block_pairs(groups, one.carried, one.every, every) if lengths else None
+        for length in lengths:
+            which = np.flatnonzero(one.runs.length == length)
+            if pairs is None:
+                continue
+            at, count, spans = _chains(pairs, one.token, length)
+            if (count > 1).any() and which.size * count.size <= MAX_LISTED:
+                alone[which] = False
+                longer.append(_over(one.runs.take(which), at, count, spans))
         split += [
-            attrs.evolve(lane, strands=lane.strands.take(which), joined=joined)
-            for which, joined in ((~alone, True), (alone, False))
-            if which.any()
+            attrs.evolve(one, runs=one.runs.take(mask), joined=joined)
+            for mask, joined in ((~alone, True), (alone, False))
+            if mask.any()
         ]
-    return Section(groups, positions, tuple(split), *_join_units(units))
+    return GroupRuns(groups, every, tuple(split), *_join_longer(longer))
 
 
-def _over(strands: Spans, first: Ints, position: Ints, block: Ints, at: Ints) -> tuple[Spans, Ints]:
-    """Every run of one token over every chain of tokens, the chains of one run after those of another.
+def block_pairs(groups: Sequence[Group], carried: Ints, every: int, positions: int) -> BlockPairs | None:
+    """The block pairs of the positions that equal one of ``carried`` modulo ``every``; ``None`` if they are too many.
 
-    Returns the longer runs, and for each of them (4, n): both block ordinals, its first position and its end.
+    >>> pairs = block_pairs((Group("attn", 48), Group("attn", 32)), np.array([0]), 1, 96)
+    >>> pairs.position.tolist(), pairs.block.tolist(), pairs.slot.tolist()
+    ([0, 32, 48, 64], [[0, 0, 1, 1], [0, 1, 1, 2]], [[0, 32, 0, 16], [0, 0, 16, 0]])
     """
-    last = np.append(first[1:], position.size) - 1
-    pieces = np.concatenate([block[:, first], [position[first], position[last] + 1]])
-    each = np.repeat(np.arange(strands.length.size), first.size)
-    spans = strands.take(
+    first = heads(carried[1:] == carried[:-1] + 1)
+    blocks = [positions // (group.context.size * slots(group)) for group in groups]
+    if max(*blocks, positions // every * first.size if carried.size < every else 1) > MAX_LISTED:
+        return None
+    # Intervals of carried positions, repeated over all positions; one interval if every position is carried.
+    start, stop = np.array([0]), np.array([positions])
+    if carried.size < every:
+        begins = np.arange(0, positions, every)
+        start = np.add.outer(begins, carried[first]).reshape(-1)
+        stop = np.add.outer(begins, carried[np.append(first[1:], carried.size) - 1] + 1).reshape(-1)
+    bounds = [position_of(group, np.arange(n) * slots(group)) for group, n in zip(groups, blocks, strict=True)]
+    # A stretch begins with each interval and with each block inside an interval, and ends before the next one.
+    position = distinct(np.concatenate([start, *bounds]))
+    of = np.searchsorted(start, position, "right") - 1
+    inside = (of >= 0) & (position < stop[of])
+    count = np.minimum(np.append(position[1:], positions), stop[of]) - position
+    position = position[inside]
+    return BlockPairs(position, count[inside], *stand(groups, position))
+
+
+def _continues(token: Segments, length: int) -> bool:
+    """Whether tokens of a block can be ``length`` bytes apart: by the stride, or where one segment meets another."""
+    return token.start.size > 1 or bool(token.stride[0] == length)
+
+
+def _chains(pairs: BlockPairs, token: tuple[Segments, Segments], length: int) -> tuple[Ints, Ints, Ints]:
+    """The longest chains of tokens that are ``length`` bytes apart on both sides, inside one block of each side.
+
+    Returns their offsets in a block, (2, n), their tokens, (n,), and (4, n): both block ordinals, the first position
+    and the end of the last one.
+    """
+    position, count, block, slot = pairs.position, pairs.count, pairs.block, pairs.slot
+    whole = all(side.stride[0] == length for side in token)
+    for side, axis in enumerate(token):
+        # Cut stretches into pieces: where a segment begins or, if its tokens are further apart, at each token.
+        low = np.searchsorted(axis.start, slot[side], "right") - 1
+        number = np.searchsorted(axis.start, slot[side] + count, "left") - low if whole else count
+        if (number == 1).all():
+            continue
+        of = np.repeat(np.arange(count.size), number)
+        nth = np.arange(of.size) - np.repeat(np.cumsum(number) - number, number)
+        first, size = slot[side][of], count[of]
+        begin = np.maximum(axis.start[low[of] + nth] - first, 0) if whole else nth
+        end = np.minimum(axis.stop[low[of] + nth] - first, size) if whole else nth + 1
+        position, count, block, slot = position[of] + begin, end - begin, block[:, of], slot[:, of] + begin
+    at = np.stack([axis.at(where) for axis, where in zip(token, slot, strict=True)])
+    first = heads(((block[:, 1:] == block[:, :-1]) & (at[:, 1:] == at[:, :-1] + count[:-1] * length)).all(0))
+    last = np.append(first[1:], count.size) - 1
+    spans = np.concatenate([block[:, first], [position[first], position[last] + count[last]]])
+    return at[:, first], np.add.reduceat(count, first), spans
+
+
+def _over(runs: Runs, at: Ints, count: Ints, spans: Ints) -> tuple[Runs, Ints]:
+    """Every run of one token over every chain of tokens, and the spans of each, the chains of one run together."""
+    each = np.repeat(np.arange(runs.length.size), count.size)
+    longer = runs.take(
         each,
-        offset=(strands.offset[:, :, None] + at[:, None, first]).reshape(2, -1),
-        length=np.multiply.outer(strands.length, last - first + 1).reshape(-1),
+        offset=(runs.offset[:, :, None] + at[:, None]).reshape(2, -1),
+        length=np.multiply.outer(runs.length, count).reshape(-1),
     )
-    return spans, np.tile(pieces, strands.length.size)
+    return longer, np.tile(spans, runs.length.size)
 
 
-def _join_units(units: Sequence[tuple[Spans, Ints]]) -> tuple[Spans, Ints, Ints]:
+def _join_longer(parts: Sequence[tuple[Runs, Ints]]) -> tuple[Runs, Ints, Ints]:
     """Joins longer runs of one block pair, by rule R3: the runs, the first position of each, and the cuts."""
-    if not units:
+    if not parts:
         none = np.zeros((2, 0), np.int64)
-        return Spans(none, none, none, none, none[0]), none[0], none.T
-    spans, pieces = _all([spans for spans, _ in units]), np.concatenate([where for _, where in units], axis=1)
+        return Runs(none, none, none, none, none[0]), none[0], none.T
+    runs, spans = _all([runs for runs, _ in parts]), np.concatenate([where for _, where in parts], axis=1)
     # Runs may only join in the same block pair, regions and pools. A joined run spans the positions of all its parts.
-    same = [*spans.num_blocks, *spans.block_stride, *pieces[:2], *spans.region]
-    order, first = join(same, spans.offset, spans.length)
-    low = np.minimum.reduceat(pieces[2, order], first)
-    high = np.maximum.reduceat(pieces[3, order], first)
-    runs = spans.take(order[first], length=np.add.reduceat(spans.length[order], first))
+    same = [*runs.num_blocks, *runs.block_stride, *spans[:2], *runs.region]
+    order, first = join(same, runs.offset, runs.length)
+    low = np.minimum.reduceat(spans[2, order], first)
+    high = np.maximum.reduceat(spans[3, order], first)
+    runs = runs.take(order[first], length=np.add.reduceat(runs.length[order], first))
     return runs, low, _union(low, high)
 
 

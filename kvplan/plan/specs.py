@@ -13,7 +13,7 @@ import numpy as np
 from kvplan._arrays import heads, read_only
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.plan.bind import Ids, Shapes
-from kvplan.plan.rows import Descriptors, Layout, Table
+from kvplan.plan.rows import Descriptors, GroupPair, Table
 
 Sum = tuple[Ids, Ids]
 """Ids as a sum: the first id of each run, (n, 1), and the distances of the others from it, (1, m)."""
@@ -36,7 +36,7 @@ class Pair:
     remote: Key
     local_table: Table
     remote_table: Table
-    layouts: tuple[Layout, ...]
+    layouts: tuple[GroupPair, ...]
 
     def __repr__(self) -> str:
         return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"

@@ -24,12 +24,12 @@ from kvplan.plan.bind import Terms, Workspace, add, check_names, range_of, terms
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.match import match
-from kvplan.plan.rows import Layout, Table, bases, layouts
-from kvplan.plan.runs import outline, sections
+from kvplan.plan.rows import GroupPair, Table, bases, number
+from kvplan.plan.runs import geometry_key, group_runs
 from kvplan.plan.sources import Sources
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
-Known = dict[tuple[Any, ...], tuple[tuple[Layout, ...], tuple[Ints, Ints], Ints]]
+Known = dict[tuple[Any, ...], tuple[tuple[GroupPair, ...], tuple[Ints, Ints], Ints]]
 """Ids, rows and base offsets of pairs that are planned already, by the key of their geometry, for reuse."""
 
 SIDES: Final = ("local", "remote")
@@ -82,13 +82,13 @@ class TransferPlan:
 
     def _terms(
         self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
-    ) -> dict[tuple[Layout, ...], list[Terms]]:
+    ) -> dict[tuple[GroupPair, ...], list[Terms]]:
         """The terms of a request's ids for each distinct ``layouts``, which several pairs may share (rule B5)."""
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
         destination, source, near, sides = tables
-        found: dict[tuple[Layout, ...], list[Terms]] = {pair.layouts: [] for pair in self._moving}
+        found: dict[tuple[GroupPair, ...], list[Terms]] = {pair.layouts: [] for pair in self._moving}
         for each, parts in found.items():
             for layout in each:
                 ours, theirs = layout.groups
@@ -271,9 +271,9 @@ def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, kno
 
     Pairs of equal geometry share ids and rows through ``known``.
     """
-    key, begin = outline(share)
+    key, begin = geometry_key(share)
     if key not in known:
-        known[key] = (*layouts(sections(share)), begin)
+        known[key] = (*number(group_runs(share)), begin)
     made, rows, before = known[key]
     tables = [_table(*side) for side in zip(sides, rows, begin - before, strict=True)]
     remote = sides[1 - local]

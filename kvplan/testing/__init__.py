@@ -25,14 +25,14 @@ worker's heads for the one that has them all. So they are, where one TP size div
 ...     tables = {"local": {"attn": Blocks([7, 3])}, "remote": {"attn": Blocks([40, 12])}}
 ...     print(assert_copies(engine("decode", tp), engine("prefill", remote_tp), copies, **tables))
 >>> check(tp=6, remote_tp=2)
-verified: 49152 bytes in 12 descriptors to 6 workers, 0 slots left alone; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
+verified: 49152 bytes in 12 descriptors to 6 workers, 0 unused slots; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
 >>> check(tp=3, remote_tp=2)
 Traceback (most recent call last):
 ...
 AssertionError: not verified: 49152 bytes in 6 descriptors to 3 workers
 VALUE: at decode/1: 8192 bytes wrong, first: layers.0.k dim 0 head 3 byte 0 of position 0
 (layers.0.k dim 0 head 3 byte 0 in group attn block 7 slot 0, address 0x2000000f000 of decode/1)
-holds what is no part of the request, copied from
+holds bytes outside the request, copied from
 layers.0.k dim 0 head 0 byte 0 in group attn block 41 slot 0, address 0x1000007b000 of prefill/0
 
 Head 3 is on prefill/1; what follows head 2 on prefill/0 is another request's block.

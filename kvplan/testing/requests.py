@@ -10,10 +10,11 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
+from kvplan._arrays import Ints
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
-from kvplan.verification.labels import Ints, local_slots, needed
+from kvplan.verification.labels import local_slots, needed
 
 Span = tuple[int, int]
 

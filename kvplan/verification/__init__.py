@@ -1,4 +1,4 @@
-"""Plans are carried out in fake memory and checked byte by byte, or proved from their tables.
+"""Check plans: carry them out in fake memory and compare every byte, or prove them from their tables.
 
 Nothing here shares code with the planner.
 """

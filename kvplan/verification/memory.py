@@ -1,42 +1,49 @@
-"""FakeMemory: arenas at the workers' own addresses, to carry out a plan on one machine with no network.
+"""Fake memory: carry out a plan's copies at the workers' own addresses, on one machine and without a network.
 
-Addresses are virtual, and memory is taken only where it is touched. There is a *cell* for each byte address: cells
-of one byte hold data, wider cells hold a label that tells every byte of a request from every other.
+Addresses are virtual: memory is allocated only for the pages that are touched. Every byte address has a *cell*, an
+unsigned integer. Cells of one byte hold data; wider cells hold a label, which differs for every byte of a request.
 
-Rules of a copy, all checked before a cell changes:
+Rules of a copy, all checked before any cell changes:
 
-- X1: both sides list equally many ranges, of equal lengths in order.
-- X2: a range has at least one byte and lies in one region of its worker and device, without wrapping at 2**64.
-- X3: each copy adds to the record of what was read and written, in order.
+- X1: both sides list the same number of ranges, of equal lengths in order.
+- X2: every range has at least one byte and lies inside one region of its worker and device, without wrapping at 2**64.
+- X3: every copy is added to the record of what was written, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import mmap
+import sys
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvplan._arrays import Ints
 from kvplan._checks import integer
-from kvplan.describe.views import View
+from kvplan.describe.views import ADDRESS_END, Region, View
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
-from kvplan.verification.arenas import Arenas, Cells, Ints, Words
 
 if TYPE_CHECKING:
     from kvplan.plan.specs import ReadSpec
 
+Cells = npt.NDArray[np.unsignedinteger[Any]]
+ByteRanges = npt.NDArray[np.uint64]
+"""Ranges of bytes, (n, 3): address, length, device."""
+
 LABEL_BYTES: Final = (1, 2, 4, 8)
 CHUNK_CELLS: Final = 1 << 22
-"""A copy holds at most this many cells outside the arenas."""
+"""A copy uses at most this many cells of working memory."""
 
 
-def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> Words:
-    """The ranges that descriptor ``ids`` name in ``rows``: (n, 3) uint64 of address, length, device.
+def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> ByteRanges:
+    """The range of each descriptor id, (n, 3) uint64: address, length, device.
 
-    ``rows`` is (n, 5) uint64 of address, length, device, stride, count; ids number the elements of all rows
+    ``rows`` is (n, 5) uint64: address, length, device, stride, count. Ids number the elements of all rows
     consecutively, as NIXL does for strided descriptors. Raises ``RANGE`` for an id that no row has.
 
     >>> rows = [(4096, 16, 0, 64, 10), (8192, 32, 0, 32, 5)]
@@ -46,27 +53,26 @@ def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> Words:
     table = np.asarray(rows, np.uint64).reshape(-1, 5)
     index = np.asarray(ids, np.int64)
     counts = table[:, 4].astype(np.int64)
-    ends = np.cumsum(counts)
+    ends = np.cumsum(counts)  # the id after the last one of each row
     total = int(counts.sum())
     unknown = index[(index < 0) | (index >= total)]
     if unknown.size:
         got = int(unknown[0])
         raise KVPlanError("RANGE", "expand descriptor ids", expected=f"ids in [0, {total})", got=f"{got}", value=got)
-    row = np.searchsorted(ends, index, side="right")
+    row = np.searchsorted(ends, index, side="right")  # the first row that ends after the id
     element = (index - (ends - counts)[row]).astype(np.uint64)
     return np.stack([table[row, 0] + element * table[row, 3], table[row, 1], table[row, 2]], axis=1)
 
 
 class FakeMemory:
-    """Memory of several workers, at their own addresses.
+    """The memory of several workers, at their own addresses.
 
-    ``label_bytes`` is the width of a cell: 1 for bytes of data; 2, 4 or 8 for a label per byte address. Cells
-    start as 0. Where ``poison`` is not 0, a copy writes it in place of a 0, so that what was copied
-    from nowhere can be told from what was never written.
+    ``label_bytes`` is the width of a cell: 1 for data; 2, 4 or 8 for a label per byte address. All cells start as 0.
+    If ``poison`` is not 0, a copy writes it in place of every 0 that it reads, so that a byte copied from nowhere
+    differs from a byte that nobody wrote.
 
-    Raises ``WORKER`` for two workers of one engine and rank, and ``MEMORY`` where an arena, when first
-    touched, is more than the system can map. Use it as a context manager, or :meth:`close` it, to give
-    the memory back.
+    Raises ``WORKER`` for two workers of one engine and rank, and ``MEMORY`` when a region is touched that is larger
+    than the system can map. Use it as a context manager, or call :meth:`close`, to free the memory.
 
     >>> from kvplan import Axis, Group, Region, View, Worker
     >>> def worker(engine, address):
@@ -82,31 +88,17 @@ class FakeMemory:
 
     def __init__(self, workers: Iterable[Worker], *, label_bytes: int = 1, poison: int = 0) -> None:
         if integer(label_bytes, "label_bytes") not in LABEL_BYTES:
-            raise KVPlanError(
-                "RANGE",
-                "make fake memory",
-                expected=f"label_bytes of {LABEL_BYTES}",
-                got=f"{label_bytes}",
-                value=label_bytes,
-            )
+            expected, got = f"label_bytes of {LABEL_BYTES}", f"{label_bytes}"
+            raise KVPlanError("RANGE", "make fake memory", expected=expected, got=got, value=label_bytes)
         self.dtype: Final[np.dtype[np.unsignedinteger[Any]]] = np.dtype(f"u{label_bytes}")
         self.poison: Final = integer(poison, "poison", high=1 << 8 * label_bytes)
-        self._arenas: dict[Key, Arenas] = {}
-        self._record: dict[tuple[str, Key], list[Words]] = {}
+        self._cells: dict[Key, _WorkerCells] = {}
+        self._record: dict[Key, list[ByteRanges]] = {}
         for worker in workers:
-            self._add(worker)
-
-    def _add(self, worker: Worker) -> None:
-        key = worker.key
-        if key in self._arenas:
-            raise KVPlanError(
-                "WORKER",
-                "make fake memory",
-                expected="each worker once",
-                got=f"{worker.label} twice",
-                worker=worker.label,
-            )
-        self._arenas[key] = Arenas(worker, self.dtype)
+            if worker.key in self._cells:
+                expected, got = "each worker once", f"{worker.label} twice"
+                raise KVPlanError("WORKER", "make fake memory", expected=expected, got=got, worker=worker.label)
+            self._cells[worker.key] = _WorkerCells(worker, self.dtype)
 
     def __enter__(self) -> FakeMemory:
         return self
@@ -117,31 +109,27 @@ class FakeMemory:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back; an array that :meth:`array` handed out keeps its own arena alive."""
-        for arenas in self._arenas.values():
-            arenas.close()
+        """Free the memory. An array that :meth:`array` returned keeps its own cells."""
+        for cells in self._cells.values():
+            cells.close()
 
     def read(self, worker: Worker | Key, address: int, length: int, device_id: int | None = None) -> Cells:
-        """A copy of ``length`` cells from ``address`` on.
+        """A copy of the ``length`` cells that start at ``address``.
 
-        ``device_id`` may be left out where only one device of the worker has the address. Raises ``BOUNDS``
-        unless one region holds all of them.
+        ``device_id`` may be left out if only one device of the worker has the address. Raises ``BOUNDS`` unless one
+        region holds all of them.
         """
         return self._slice(worker, address, length, device_id).copy()
 
     def write(self, worker: Worker | Key, address: int, values: npt.ArrayLike, device_id: int | None = None) -> None:
-        """Set the cells from ``address`` on to ``values``: bytes, or one integer per cell. Not recorded."""
+        """Set the cells that start at ``address`` to ``values``: bytes, or one integer per cell. Not recorded."""
         given = np.frombuffer(values, np.uint8) if isinstance(values, bytes | bytearray) else np.asarray(values)
         self._slice(worker, address, given.size, device_id)[:] = given.reshape(-1)
 
-    def array(self, worker: Worker | Key, view: View) -> Cells:
-        """The cells of ``view``, not copied: shape (num_blocks, extent of each axis in order, itemsize).
-
-        Element ``[block, i, j, ..., byte]`` is the cell of the view's formula for those coordinates, counted
-        from each axis's start. Raises ``BOUNDS`` for a view that leaves its region.
-        """
-        key = self._worker(worker)
-        region = next((region for region in self._arenas[key].worker.regions if region.name == view.region), None)
+    def region(self, worker: Worker | Key, view: View) -> Cells:
+        """All cells of the region that ``view`` lies in, not copied. Raises ``BOUNDS`` for a view that leaves it."""
+        key = self._key(worker)
+        region = next((region for region in self._cells[key].worker.regions if region.name == view.region), None)
         if region is None or view.end_bytes > region.size_bytes:
             raise KVPlanError(
                 "BOUNDS",
@@ -150,19 +138,26 @@ class FakeMemory:
                 got="none" if region is None else f"{region.size_bytes} bytes",
                 region=view.region,
             )
-        cells = self._slice(key, region.address, region.size_bytes, region.device_id)
+        return self._slice(key, region.address, region.size_bytes, region.device_id)
+
+    def array(self, worker: Worker | Key, view: View) -> Cells:
+        """The cells of ``view``, not copied: shape (num_blocks, extent of each axis in order, itemsize).
+
+        Element ``[block, i, j, ..., byte]`` is the cell at the view's address for those coordinates, counted from the
+        start of each axis. Raises ``BOUNDS`` for a view that leaves its region.
+        """
         strides = (view.block_stride_bytes, *(axis.stride_bytes for axis in view.axes), 1)
         return np.lib.stride_tricks.as_strided(
-            cells[view.offset_bytes :],
+            self.region(worker, view)[view.offset_bytes :],
             (view.num_blocks, *(axis.extent for axis in view.axes), view.itemsize),
             tuple(stride * self.dtype.itemsize for stride in strides),
         )
 
     def execute(self, spec: ReadSpec, *, by_ids: bool = False) -> None:
-        """Move the bytes of ``spec``: remote to local where it is a READ, local to remote where it is a WRITE.
+        """Move the bytes of ``spec``: from remote to local for a READ, from local to remote for a WRITE.
 
-        By its coalesced descriptors, or ``by_ids``, each id expanded from its row. Raises ``BOUNDS`` for a
-        range outside the regions and ``SIZE`` for two ranges of different lengths, before anything moves.
+        Uses its coalesced descriptors or, with ``by_ids``, the range of each id. Raises ``BOUNDS`` for a range outside
+        the regions and ``SIZE`` for two ranges of different lengths, before anything moves.
         """
         if by_ids:
             local = expand(spec.local_table.rows, spec.local_ids)
@@ -178,7 +173,7 @@ class FakeMemory:
         self, source: Worker | Key, destination: Worker | Key, reads: npt.ArrayLike, writes: npt.ArrayLike
     ) -> None:
         """Copy ``reads`` of ``source`` to ``writes`` of ``destination``, both (n, 3): address, length, device."""
-        read_key, write_key = self._worker(source), self._worker(destination)
+        read_key, write_key = self._key(source), self._key(destination)
         read = np.array(reads, np.uint64).reshape(-1, 3)
         write = np.array(writes, np.uint64).reshape(-1, 3)
         if len(read) != len(write) or not np.array_equal(read[:, 1], write[:, 1]):
@@ -190,71 +185,128 @@ class FakeMemory:
                 reads=len(read),
                 writes=len(write),
             )
-        read_arena, read_cell = self._arenas[read_key].place(read)
-        write_arena, write_cell = self._arenas[write_key].place(write)
-        for same in _classes(read_arena, write_arena, read[:, 1]):
-            length = int(read[same[0], 1])
-            cells = self._arenas[read_key].cells(int(read_arena[same[0]]))
-            into = self._arenas[write_key].cells(int(write_arena[same[0]]))
-            for some, offset, part in _chunks(same, length):
-                copied = _windows(cells, part)[read_cell[some] + offset]
+        first_read, first_written = self._cells[read_key].place(read), self._cells[write_key].place(write)
+        # Copies of one length at a time: sorted by length, they are neighbours, still in the order given.
+        order = np.argsort(read[:, 1], kind="stable")
+        lengths = read[order, 1]
+        for copies in np.split(order, np.flatnonzero(lengths[1:] != lengths[:-1]) + 1) if order.size else ():
+            length = int(read[copies[0], 1])
+            step = max(1, CHUNK_CELLS // length)
+            for low, offset in itertools.product(range(0, copies.size, step), range(0, length, CHUNK_CELLS)):
+                some, part = copies[low : low + step], min(CHUNK_CELLS, length - offset)
+                copied = runs_of(self._cells[read_key].cells, part)[first_read[some] + offset]
                 if self.poison:
                     copied[copied == 0] = self.poison
-                _windows(into, part)[write_cell[some] + offset] = copied
-        self._record.setdefault(("read", read_key), []).append(read)
-        self._record.setdefault(("write", write_key), []).append(write)
+                runs_of(self._cells[write_key].cells, part)[first_written[some] + offset] = copied
+        self._record.setdefault(write_key, []).append(write)
 
-    def reads(self, worker: Worker | Key) -> Words:
-        """What copies have read from ``worker``, in order: (n, 3) uint64 of address, length, device."""
-        return self._recorded("read", worker)
+    def writes(self, worker: Worker | Key) -> ByteRanges:
+        """The ranges that copies have written to ``worker``, in order: (n, 3) uint64, address, length, device."""
+        return np.concatenate([np.empty((0, 3), np.uint64), *self._record.get(self._key(worker), ())])
 
-    def writes(self, worker: Worker | Key) -> Words:
-        """What copies have written to ``worker``, in order: (n, 3) uint64 of address, length, device."""
-        return self._recorded("write", worker)
-
-    def _recorded(self, what: str, worker: Worker | Key) -> Words:
-        return np.concatenate([np.empty((0, 3), np.uint64), *self._record.get((what, self._worker(worker)), ())])
-
-    def _worker(self, worker: Worker | Key) -> Key:
+    def _key(self, worker: Worker | Key) -> Key:
         key = worker.key if isinstance(worker, Worker) else worker
-        if key not in self._arenas:
-            raise KVPlanError(
-                "WORKER",
-                "use fake memory",
-                expected=f"a worker of {', '.join(map(label_of, self._arenas)) or 'an empty list'}",
-                got=label_of(key),
-                worker=key,
-            )
+        if key not in self._cells:
+            expected = f"a worker of {', '.join(map(label_of, self._cells)) or 'an empty list'}"
+            raise KVPlanError("WORKER", "use fake memory", expected=expected, got=label_of(key), worker=key)
         return key
 
     def _slice(self, worker: Worker | Key, address: int, length: int, device_id: int | None) -> Cells:
-        key = self._worker(worker)
-        address, length = integer(address, "address", high=1 << 64), integer(length, "length", low=1)
+        cells = self._cells[self._key(worker)]
+        address, length = integer(address, "address", high=ADDRESS_END), integer(length, "length", low=1)
         if device_id is None:
-            regions = self._arenas[key].worker.regions
+            regions = cells.worker.regions
             holders = {r.device_id for r in regions if r.address <= address < r.address + r.size_bytes}
             device_id = holders.pop() if len(holders) == 1 else 0
-        arena, cell = self._arenas[key].place(np.array([(address, length, device_id)], np.uint64))
-        return self._arenas[key].cells(int(arena[0]))[int(cell[0]) : int(cell[0]) + length]
+        first = int(cells.place(np.array([(address, length, device_id)], np.uint64))[0])
+        return cells.cells[first : first + length]
 
 
-def _classes(*keys: npt.NDArray[Any]) -> Iterator[Ints]:
-    """Indices of equal keys, class by class, ascending in each."""
-    order = np.lexsort(keys)
-    if order.size:
-        changes = [key[order][1:] != key[order][:-1] for key in keys]
-        yield from np.split(order, np.flatnonzero(np.logical_or.reduce(changes)) + 1)
+class _WorkerCells:
+    """The cells of one worker, in one array that is mapped when it is first touched.
+
+    All regions lie one behind another in it; regions of one device that overlap share their cells.
+    """
+
+    def __init__(self, worker: Worker, dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
+        self.worker, self.dtype = worker, dtype
+        self._size, self._closed = 0, False
+        self._cells: Cells | None = None
+        self._devices: dict[int, npt.NDArray[np.uint64]] = {}
+        for device in {region.device_id for region in worker.regions}:
+            regions = [region for region in worker.regions if region.device_id == device]
+            self._devices[device] = self._add(sorted(regions, key=lambda region: region.address))
+
+    def _add(self, regions: list[Region]) -> npt.NDArray[np.uint64]:
+        """Cells for the regions of one device, in order of address. Rows of the result, with a column per region:
+
+        its first byte, the last byte of any region up to it, and the address of which the first cell of all would be.
+        """
+        columns, origin, reach = [], 0, -1
+        for region in regions:
+            if region.address > reach:  # overlaps none of the regions before it
+                origin = region.address - self._size
+            reach = max(reach, region.address + region.size_bytes - 1)  # inclusive: 2**64 does not fit uint64
+            self._size = reach + 1 - origin
+            columns.append((region.address, reach, origin % ADDRESS_END))
+        return np.array(columns, np.uint64).T
+
+    def close(self) -> None:
+        """Free the cells; a later touch raises ``MEMORY``."""
+        self._cells, self._closed = None, True
+
+    def place(self, ranges: ByteRanges) -> Ints:
+        """The first cell of each range, (n,). Raises ``BOUNDS`` for the first range that breaks rule X2."""
+        inside, cell = np.zeros(len(ranges), bool), np.zeros(len(ranges), np.uint64)
+        for device, (start, reach, origin) in self._devices.items():
+            here = np.flatnonzero(ranges[:, 2] == device)
+            address, length = ranges[here, 0], ranges[here, 1]
+            # `region` is the last region that starts at or before each range. Some region holds the range if its last
+            # byte is no further than the furthest byte of all regions up to that one.
+            region = np.searchsorted(start, address, side="right") - 1
+            last = address + (length - np.uint64(1))  # before `address` if the range is empty or wraps
+            inside[here] = (region >= 0) & (last >= address) & (last <= reach[region])
+            cell[here] = address - origin[region]
+        if not inside.all():
+            first, size, device = ranges[int(np.argmin(inside))].tolist()
+            raise KVPlanError(
+                "BOUNDS",
+                f"touch fake memory of {self.worker.label}",
+                expected="every range inside one region",
+                got=f"{size} bytes at {first:#x} on device {device}",
+                worker=self.worker.label,
+                address=first,
+                length=size,
+                device=device,
+            )
+        return cell.view(np.int64)
+
+    @property
+    def cells(self) -> Cells:
+        """All cells: 0 at first. Raises ``MEMORY`` if they are closed, or more than the system can map."""
+        if self._cells is None:
+            if self._closed:
+                raise KVPlanError("MEMORY", "touch fake memory", expected="open memory", got="memory that was closed")
+            self._cells = _mapped(self._size, self.dtype, self.worker)
+        return self._cells
 
 
-def _chunks(indices: Ints, length: int) -> Iterator[tuple[Ints, int, int]]:
-    """Cut ``indices`` of copies of ``length`` cells into ``(indices, offset, length)`` of bounded size."""
-    step = max(1, CHUNK_CELLS // length)
-    for low in range(0, indices.size, step):
-        for offset in range(0, length, CHUNK_CELLS):
-            yield indices[low : low + step], offset, min(CHUNK_CELLS, length - offset)
+def _mapped(size: int, dtype: np.dtype[np.unsignedinteger[Any]], worker: Worker) -> Cells:
+    """``size`` cells of 0. On Linux they take memory only where they are touched, one small page at a time."""
+    try:
+        if sys.platform != "linux":
+            return np.zeros(size, dtype)
+        reserve_nothing = getattr(mmap, "MAP_NORESERVE", 0x4000)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve_nothing
+        return np.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype)
+    except (OSError, OverflowError, MemoryError, ValueError):
+        expected, got = "a size that the system can map", f"{size} cells of {dtype.itemsize} bytes"
+        raise KVPlanError(
+            "MEMORY", f"map the regions of {worker.label} as fake memory", expected=expected, got=got, cells=size
+        ) from None
 
 
-def _windows(cells: Cells, length: int) -> Cells:
-    """All windows of ``length`` cells, so that indexing them copies whole runs."""
+def runs_of(cells: Cells, length: int) -> Cells:
+    """Every run of ``length`` cells, (cells - length + 1, length), not copied: ``[i]`` are the cells from ``i`` on."""
     shape, stride = (cells.size - length + 1, length), cells.itemsize
     return np.lib.stride_tricks.as_strided(cells, shape, (stride, stride))

@@ -1,8 +1,8 @@
-"""Pieces: what the bytes of a block are, by the formula of views alone.
+"""Pieces: which bytes of a tensor a worker's blocks hold, and where, from the address formula of views alone.
 
-A *piece* is a run of bytes of one slot: where it starts in block 0, how long it is, and the number of its first byte
-among the bytes of its tensor at one position. Both sides of a transfer number a tensor's bytes alike, as the
-destination keeps them, so a byte moves to where it belongs if tensor, position and number are equal.
+The bytes of a tensor at one position are *numbered* in the order in which the destination stores them; both sides of a
+transfer use the same numbers. So a byte arrives where it belongs if tensor, position and number are equal. A *piece* is
+a run of bytes in one slot of a block that are contiguous in memory and in number.
 """
 
 from __future__ import annotations
@@ -12,137 +12,130 @@ from collections.abc import Mapping
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
+from kvplan._arrays import Ints
 from kvplan.describe.axes import Axis
-from kvplan.describe.views import TOKEN, Geometry, Group
+from kvplan.describe.blocks import Range
+from kvplan.describe.views import TOKEN, Geometry, Region, View
 from kvplan.describe.worker import Worker
-from kvplan.errors import KVPlanError
-
-Ints = npt.NDArray[np.int64]
 
 Weights = tuple[tuple[str, int], ...]
-"""By how much a byte's number grows along each axis of a tensor."""
+"""By how much the number of a byte grows along each axis of a tensor but the token axis."""
 
 
-@attrs.frozen(eq=False)
-class Pieces:
-    """Pieces of some views of one group, by ascending start, in arrays of one length.
-
-    ``start`` counts through the worker's regions, one laid behind another.
-    """
-
-    start: Ints
-    length: Ints
-    slot: Ints
-    tensor: Ints
-    number: Ints
-    block_stride: Ints
-    num_blocks: Ints
-
-    def cut(self, start: Ints, length: Ints) -> tuple[Ints, Ints, Ints, Ints] | None:
-        """Ranges cut at the pieces: of each part its range, its piece, its start and its length.
-
-        ``None`` where a range has a byte that is in no piece.
-        """
-        low = np.searchsorted(self.start, start, "right") - 1
-        high = np.searchsorted(self.start, start + length, "left")
-        if (low < 0).any():
-            return None
-        number = high - low
-        of = np.repeat(np.arange(start.size), number)
-        piece = np.arange(of.size) - np.repeat(np.cumsum(number) - number - low, number)
-        begin = np.maximum(start[of], self.start[piece])
-        size = np.minimum((start + length)[of], (self.start + self.length)[piece]) - begin
-        if (size <= 0).any() or size.sum() != length.sum():
-            return None
-        return of, piece, begin, size
-
-
-def numbering(geometry: Geometry) -> Weights:
-    """The weights by which a tensor is numbered as a view keeps it: the finest axis first, single coordinates last."""
-    steps = {
-        name: [a.stride_bytes for a in geometry.axes if a.name == name and a.extent > 1] for name in geometry.sizes
-    }
-    weight, weights = geometry.itemsize, []
+def numbering(view: View | Geometry) -> Weights:
+    """The weights that number a tensor's bytes as ``view`` stores them: finest axis first, one-element axes last."""
+    sizes = view.sizes
+    steps = {name: [a.stride_bytes for a in view.axes if a.name == name and a.extent > 1] for name in sizes}
+    weight, weights = view.itemsize, []
     for name in sorted(steps, key=lambda name: min(steps[name], default=math.inf)):
         if name != TOKEN:
             weights.append((name, weight))
-            weight *= geometry.sizes[name]
+            weight *= sizes[name]
     return tuple(weights)
 
 
-def regions_in_a_row(worker: Worker) -> Ints:
-    """Where each region begins when they are laid one behind another."""
-    total = sum(region.size_bytes for region in worker.regions)
-    if total >= 1 << 62:
-        raise KVPlanError(
-            "RANGE",
-            f"certify the regions of {worker.label}",
-            expected=f"fewer than {1 << 62} bytes in all",
-            got=f"{total}",
-            size_bytes=total,
-        )
-    return np.cumsum([0, *(region.size_bytes for region in worker.regions)])
+def pieces_of_slot(
+    view: View | Geometry, weights: Weights, parts: Mapping[str, Range] | None = None
+) -> tuple[Ints, Ints, int]:
+    """The pieces of one slot: the offset of each, the number of its first byte, and the length of all of them.
 
+    With ``parts``, only coordinates inside these intervals; an axis of several digits is not narrowed.
 
-def pieces(worker: Worker, group: Group, tensors: Mapping[str, tuple[int, Weights]]) -> Pieces:
-    """The pieces of those tensors, each with its index and its weights, that a worker has in a group."""
-    alike: dict[tuple[int, Weights], tuple[list[int], list[int]]] = {}
-    for view, number in enumerate(worker.geometry_of):
-        found = tensors.get(worker.views[view].name)
-        if found and worker.geometries[number].group == group:
-            views, indices = alike.setdefault((number, found[1]), ([], []))
-            views.append(view)
-            indices.append(found[0])
-    base = regions_in_a_row(worker)
-    columns: list[list[Ints]] = [[np.empty(0, np.int64)] * 7]
-    for (number, weights), (views, indices) in alike.items():
-        geometry = worker.geometries[number]
-        slot, offset, numbers, length = _of_block(geometry, dict(weights))
-        region, place = worker.places[views].T
-        every = np.ones((len(views), slot.size), np.int64)
-        start = np.add.outer(base[region] + place, offset)
-        columns.append(
-            [
-                start,
-                every * length,
-                every * slot,
-                every * np.array(indices)[:, None],
-                every * numbers,
-                every * geometry.block_stride_bytes,
-                every * geometry.num_blocks,
-            ]
-        )
-    arrays = [np.concatenate([column[i].reshape(-1) for column in columns]) for i in range(7)]
-    order = np.argsort(arrays[0])
-    return Pieces(*(array[order] for array in arrays))
-
-
-def _of_block(geometry: Geometry, weights: Mapping[str, int]) -> tuple[Ints, Ints, Ints, int]:
-    """Slot, offset and number of each piece of a block, and the length of all of them."""
-    offset, number, length = np.zeros(1, np.int64), np.zeros(1, np.int64), geometry.itemsize
-    for axis, weight in sorted(_weighted(geometry.axes, weights), key=lambda pair: pair[0].stride_bytes):
-        number = number + axis.start * weight
+    >>> view = View("a", "g", "r", "uint8", (Axis("head", 0, 2, 8, 16), Axis("dim", 0, 4, 4, 1)), 1, 0)
+    >>> pieces_of_slot(view, numbering(view))
+    (array([ 0, 16]), array([0, 4]), 4)
+    """
+    offset, number, length = np.zeros(1, np.int64), np.zeros(1, np.int64), view.itemsize
+    for axis, weight in sorted(_weighted(view.axes, dict(weights)), key=lambda pair: pair[0].stride_bytes):
+        low, high = axis.start, axis.stop
+        if parts and axis.name in parts and axis.size == view.sizes[axis.name]:
+            low, high = max(low, parts[axis.name][0]), min(high, parts[axis.name][1])
+        extent = max(high - low, 0)
+        offset = offset + (low - axis.start) * axis.stride_bytes
+        number = number + low * weight
         if offset.size == 1 and axis.stride_bytes == weight == length:
-            length *= axis.extent
-        elif axis.extent > 1:
-            step = np.arange(axis.extent, dtype=np.int64)
-            offset = np.add.outer(offset, step * axis.stride_bytes).reshape(-1)
-            number = np.add.outer(number, step * weight).reshape(-1)
-    at = np.zeros(1, np.int64)
-    for axis in geometry.axes:
+            length *= extent
+        elif extent != 1:
+            # Every piece so far, once for each coordinate of this axis.
+            steps = np.arange(extent, dtype=np.int64)
+            offset = np.add.outer(steps * axis.stride_bytes, offset).reshape(-1)
+            number = np.add.outer(steps * weight, number).reshape(-1)
+    return offset, number, length
+
+
+def slots_of_block(view: View | Geometry) -> Ints:
+    """The offset of each slot in a block, in order: one slot for a view without token axis."""
+    offset = np.zeros(1, np.int64)
+    for axis in view.axes:
         if axis.name == TOKEN:
-            at = np.add.outer(at, np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes).reshape(-1)
-    slots = np.repeat(np.arange(at.size), offset.size)
-    return slots, np.add.outer(at, offset).reshape(-1), np.tile(number, at.size), length
+            offset = np.add.outer(offset, np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes).reshape(-1)
+    return offset
 
 
 def _weighted(axes: tuple[Axis, ...], weights: Mapping[str, int]) -> list[tuple[Axis, int]]:
-    """Each axis but those of tokens, with its weight: a digit's is that of the finer digits of its name together."""
+    """Every axis but the token axis, with its weight. The weight of a digit counts the finer digits of its name."""
     found = []
     for i, axis in enumerate(axes):
         if axis.name != TOKEN:
             finer = math.prod(other.size for other in axes[i + 1 :] if other.name == axis.name)
             found.append((axis, weights[axis.name] * finer))
     return found
+
+
+@attrs.frozen
+class Place:
+    """What a worker stores at an address: ``what`` in words, and the block and slot of ``view`` if it is in a view."""
+
+    worker: Worker
+    address: int
+    what: str = "no region"
+    region: Region | None = None
+    view: View | None = None
+    block: int = 0
+    slot: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.what}, address {self.address:#x} of {self.worker.label}"
+
+
+def locate(worker: Worker, address: int, device_id: int) -> Place:
+    """The place of an address: the address formula of the worker's views, inverted. The first matching view counts.
+
+    >>> from kvplan import Group
+    >>> view = View("mla", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 8), Axis("dim", 0, 6, 6, 1)), 10, 32)
+    >>> worker = Worker("decode", 0, (Region("kv", 4096, 320),), (Group("attn", 4),), (view,))
+    >>> print(locate(worker, 4096 + 3 * 32 + 2 * 8 + 5, 0))
+    mla dim 5 byte 0 in group attn block 3 slot 2, address 0x1075 of decode/0
+    >>> print(locate(worker, 4096 + 7, 0))
+    padding of region kv, address 0x1007 of decode/0
+    """
+    found = Place(worker, address)
+    for region in worker.regions:
+        offset = address - region.address
+        if region.device_id == device_id and 0 <= offset < region.size_bytes:
+            found = Place(worker, address, f"padding of region {region.name}", region)
+            for view in worker.views:
+                if view.region == region.name and (element := _invert(view, offset - view.offset_bytes)):
+                    return Place(worker, address, element[0], region, view, *element[1:])
+    return found
+
+
+def _invert(view: View, offset: int) -> tuple[str, int, int] | None:
+    """The element at an offset from a view's first byte, if there is one: in words, its block and its slot."""
+    dims = [(view.block_stride_bytes if view.num_blocks > 1 else 0, view.num_blocks, -1)]
+    dims += [(axis.stride_bytes, axis.extent, i) for i, axis in enumerate(view.axes)]
+    at = {}
+    # The longest stride first: what is left of the offset is that of the finer axes.
+    for stride, extent, i in sorted(dims, reverse=True):
+        at[i] = min(max(offset, 0) // stride, extent - 1) if extent > 1 else 0
+        offset -= at[i] * stride
+    if not 0 <= offset < view.itemsize:
+        return None
+    coordinates: dict[str, int] = {}
+    for i, axis in enumerate(view.axes):
+        coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + axis.start + at[i]
+    slot = coordinates.pop(TOKEN, None)
+    words = " ".join([view.name, *(f"{name} {value}" for name, value in sorted(coordinates.items())), f"byte {offset}"])
+    words += f" in group {view.group} block {at[-1]}" + ("" if slot is None else f" slot {slot}")
+    return words, at[-1], slot or 0

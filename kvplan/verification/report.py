@@ -1,4 +1,4 @@
-"""Reports: what a verification found, promise by promise."""
+"""Reports: what verify found, promise by promise."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvplan._text import count
 
 PROMISES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "VALUE": "every written byte is the one that the destination's view calls for",
+        "VALUE": "every byte that is written has the value that the destination's view needs there",
         "COVER": "every byte that the request needs is written",
         "DISJOINT": "no byte is written twice",
-        "BOUNDS": "every range lies in one region of its worker",
-        "OWN": "nothing but the request's bytes is written",
-        "IDS": "descriptor ids and coalesced descriptors name the same bytes",
+        "BOUNDS": "every range lies inside one region of its worker",
+        "OWN": "no byte outside the request is written",
+        "IDS": "descriptor ids name the same bytes as the coalesced descriptors",
     }
 )
 """The promises that :func:`verify` checks, by code."""
@@ -25,10 +25,10 @@ PROMISES: Final[Mapping[str, str]] = MappingProxyType(
 
 @attrs.frozen
 class Tail:
-    """Slots of a request's blocks at one worker that were not written: local slots ``[start, stop)`` of a group.
+    """Unused slots: local slots ``[start, stop)`` of a group that are in a request's blocks but were not written.
 
-    Local slot ``s`` is slot ``s % tokens_per_block`` of block ordinal ``s // tokens_per_block``; in a state group
-    it is a block ordinal.
+    Local slot ``s`` is slot ``s % tokens_per_block`` of block ordinal ``s // tokens_per_block``. In a state group, a
+    slot is a block ordinal.
 
     >>> print(Tail("decode/0", "attn", 1000, 1008))
     decode/0 attn [1000, 1008)
@@ -45,10 +45,11 @@ class Tail:
 
 @attrs.frozen
 class Report:
-    """What :func:`verify` found. True where every promise that could be checked holds.
+    """What :func:`verify` found. A report is true if every promise that was checked holds.
 
-    ``failures`` are pairs of code and text; ``checked`` the codes of :data:`PROMISES` that were checked, ``COVER``
-    not among them where only some of the sources' plans were given; ``tails`` the slots left alone.
+    ``failures`` are pairs of code and text. ``checked`` has the codes of :data:`PROMISES` that were checked: without
+    ``COVER`` if the plans of some writers were not given, without ``IDS`` if the copies were. ``tails`` are the unused
+    slots.
     """
 
     num_bytes: int
@@ -60,10 +61,10 @@ class Report:
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Report:
-        """The reports of some destination workers as one. What was not checked of one of them was not checked.
+        """The reports of several destination workers in one. A promise counts as checked if it was for all of them.
 
         >>> print(Report.of([Report(4, 1, 1, ("VALUE",)), Report(8, 2, 1, ("VALUE", "OWN"))]))
-        verified: 12 bytes in 3 descriptors to 2 workers, 0 slots left alone; VALUE hold
+        verified: 12 bytes in 3 descriptors to 2 workers, 0 unused slots; VALUE hold
         """
         every = tuple(reports)
         return cls(
@@ -82,13 +83,13 @@ class Report:
 
     @property
     def promises(self) -> dict[str, bool]:
-        """Each checked promise, and whether it holds."""
+        """Each promise that was checked, and whether it holds."""
         broken = {code for code, _ in self.failures}
         return {code: code not in broken for code in self.checked}
 
     @property
     def num_tail_slots(self) -> int:
-        """How many slots of the destinations' blocks were not written, over all workers."""
+        """The number of unused slots in the destinations' blocks, over all workers."""
         return sum(tail.stop - tail.start for tail in self.tails)
 
     def __bool__(self) -> bool:
@@ -96,8 +97,8 @@ class Report:
 
     def __str__(self) -> str:
         moved = f"{count(self.num_bytes, 'byte')} in {count(self.num_descriptors, 'descriptor')}"
-        where = f"to {count(self.num_workers, 'worker')}"
-        if self.ok:
-            tails = f"{count(self.num_tail_slots, 'slot')} left alone"
-            return f"verified: {moved} {where}, {tails}; {', '.join(self.checked)} hold"
-        return "\n".join([f"not verified: {moved} {where}", *(f"{code}: {text}" for code, text in self.failures)])
+        moved += f" to {count(self.num_workers, 'worker')}"
+        if not self.ok:
+            return "\n".join([f"not verified: {moved}", *(f"{code}: {text}" for code, text in self.failures)])
+        unused = count(self.num_tail_slots, "unused slot")
+        return f"verified: {moved}, {unused}; {', '.join(self.checked)} hold"

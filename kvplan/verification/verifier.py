@@ -1,52 +1,38 @@
-"""verify: carry plans out in fake memory and check every byte by coordinates.
+"""verify: carry out plans in fake memory and check every byte by its coordinates.
 
-Sources are filled with the labels of :mod:`kvplan.verification.labels` where their views hold the positions of the
-request, the plans' copies are carried out, and each destination view is compared with the labels that it calls for.
-Nothing here knows how a plan is made.
+The sources are filled with labels (:mod:`kvplan.verification.labels`) where their views hold the positions of the
+request, the plans' copies are carried out, and each destination view is compared with the labels that it needs. Nothing
+here knows how plans are made.
 
-- O1: bytes written apart from each other, as many as are needed, and all needed ones right, leave none elsewhere.
-- O2: where some writers of an engine are not among the plans, bytes may be missing, but none may be wrong.
+- O1: if the copies write as many different bytes as are needed, and every needed byte is written, no byte outside the
+  request is written.
+- O2: if some writers of an engine are not among the plans, bytes may be missing, but none may be wrong.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._checks import INT64_END
+from kvplan._arrays import Ints
 from kvplan._text import count
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
-from kvplan.verification.arenas import Words
-from kvplan.verification.jobs import Job, jobs, plans_of, span_of
-from kvplan.verification.labels import (
-    Ints,
-    Span,
-    Window,
-    listed_slots,
-    local_slots,
-    locate,
-    needed,
-    number,
-    position_at,
-    window,
-)
-from kvplan.verification.memory import FakeMemory
-from kvplan.verification.moves import Move, Pair
-from kvplan.verification.progress import Progress, part, told, untold
+from kvplan.verification.labels import Window, listed_slots, local_slots, needed, number, position_at, window
+from kvplan.verification.memory import ByteRanges, FakeMemory
+from kvplan.verification.pieces import Place, locate
 from kvplan.verification.report import PROMISES, Report, Tail
+from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of
 
 if TYPE_CHECKING:
     from kvplan.describe.blocks import Blocks
     from kvplan.plan.mesh import MeshPlan
     from kvplan.plan.transfer import TransferPlan
-
-__all__ = ["PROMISES", "Report", "Tail", "verify", "verify_together"]
 
 
 def verify(
@@ -55,39 +41,34 @@ def verify(
     local: Mapping[str, Blocks],
     remote: Mapping[str, Blocks],
     tokens: Tokens = None,
-    copies: Mapping[Pair, tuple[Any, Any]] | None = None,
-    progress: Progress = untold,
+    copies: Mapping[KeyPair, tuple[Any, Any]] | None = None,
 ) -> Report:
     """Carry out ``plan``, or several plans together, in fake memory, and check every byte of every destination.
 
-    ``local``, ``remote`` and ``tokens`` are those of ``bind``. Give the write plans of all sources of an engine
-    together: a single one cannot tell whether its siblings write the rest. It takes some twenty bytes of memory for
-    each byte that one destination worker needs, and gives them back before the next worker.
+    ``local``, ``remote`` and ``tokens`` are the arguments of ``bind``. Pass the write plans of all sources of an engine
+    together: from a single one, nobody can know whether its siblings write the rest. It takes about twenty bytes of
+    memory for each byte that one destination worker needs, and frees them before the next worker.
 
-    ``copies`` are what other code would move in place of the plans. For each pair of local and remote worker, named by
-    their keys, they have local and remote descriptors: equally many rows of address, length and device, of equal
-    lengths, cut and ordered in any way. A pair that is not there moves nothing.
+    ``copies`` replace what the plans would move, to check other code. They map pairs of keys, of a local and a remote
+    worker, to local and remote descriptors: two lists of the same number of rows (address, length, device), of equal
+    lengths in order. How copies are cut and ordered does not matter. A pair that is left out moves nothing.
 
-    ``progress`` is called now and then with the share of the work that is done, from 0 to 1.
-
-    A request that bind refuses raises as bind does; ``WORKER`` is raised where two destinations differ under one
-    name, and ``MEMORY`` where a region is too large to map; ``NAME``, ``SIZE``, ``TYPE`` or ``RANGE`` for copies that
-    are none. Everything else is in the report.
+    A request that bind refuses raises the error that bind raises. Raises ``WORKER`` for two different destinations of
+    one name, ``MEMORY`` for a region that is too large to map, and ``NAME``, ``SIZE``, ``TYPE`` or ``RANGE`` for
+    malformed copies. Everything else is in the report.
     """
-    request = {"local": local, "remote": remote, "tokens": tokens, "copies": copies}
-    return verify_together([(plan, request)], progress=progress)
+    return verify_together([(plan, {"local": local, "remote": remote, "tokens": tokens, "copies": copies})])
 
 
 def verify_together(
     parts: Iterable[tuple[TransferPlan | MeshPlan | Iterable[TransferPlan], Mapping[str, Any]]],
     tokens: Tokens = None,
-    progress: Progress = untold,
 ) -> Report:
-    """:func:`verify` of one request that is moved in parts: each a plan, or several, with its arguments of ``bind``.
+    """:func:`verify` one request that moves in parts: each part is a plan, or several, with its arguments of ``bind``.
 
-    The parts may be chunks of one plan, or plans with different engines; one with ``copies`` moves those. ``tokens``
-    is the range, by groups of the destination, that they are to cover together; where it is not given, what they cover
-    is all that is needed.
+    Parts may be chunks of one plan, or plans with different engines; a part with ``copies`` moves those. ``tokens`` is
+    the range that the parts must cover together, by groups of the destination. Without it, only what the parts
+    themselves ask for is needed.
 
     >>> from kvplan import Blocks, Model, plan_mesh
     >>> decode, old, new = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in ("d", "p0", "p1"))
@@ -99,84 +80,79 @@ def verify_together(
     >>> report.ok, report.num_bytes
     (True, 573440)
     """
-    every = jobs((plans_of(plan), request) for plan, request in parts)
-    return Report.of([_Check(job, tokens).run(part(progress, i, len(every))) for i, job in enumerate(every)])
+    return Report.of([_Check(job, tokens).run() for job in jobs(parts)])
 
 
 class _Check:
-    """One destination worker: what it needs, what was written, and what failed."""
+    """The check of one destination worker."""
 
     def __init__(self, job: Job, tokens: Tokens) -> None:
         self.job, self.worker = job, job.worker
+        self.workers = {worker.key: worker for worker in (job.worker, *(move.source for move in job.moves))}
         self.groups = {group.name: group for group in job.worker.groups}
         self.tables = {name: job.table(name) for name in self.groups}
         self.failures: list[tuple[str, str]] = []
         self.done: list[Move] = []
-        self.num_bytes = self.num_descriptors = self.num_needed = 0
+        self.num_needed = 0
         self.num_wrong = Counter[str]()
         self.first_wrong: dict[str, str] = {}
-        offered = {name for part in job.parts.values() for name in part.offered}
+        offered = {name for need in job.needs.values() for name in need.offered}
         self.views = [view for view in job.worker.views if view.name in offered]
         self.positions = [self.wanted(view, tokens) for view in self.views]
-        self.tensors = number(zip(self.views, self.positions, strict=True))
-        end = max((tensor.end for tensor in self.tensors.values()), default=1)
-        self.label_bytes = 4 if end < 1 << 32 else 8
-        self.poison = (1 << 8 * self.label_bytes) - 1
+        self.labels = number(zip(self.views, self.positions, strict=True))
+        end = max((labels.end for labels in self.labels.values()), default=1)
+        label_bytes = 4 if end < 1 << 32 else 8
+        self.memory = FakeMemory(self.workers.values(), label_bytes=label_bytes, poison=(1 << 8 * label_bytes) - 1)
 
     def wanted(self, view: View, tokens: Tokens) -> Ints:
-        """The positions of a view that the request needs: of the range to be covered, or what its parts want."""
+        """The positions of a view that the request needs: those of ``tokens``, or what its parts need."""
         group = self.groups[view.group]
-        span = span_of(tokens, group, view.group)
+        span = range_of(tokens, group, view.group)
         if span is None:
-            return np.unique(np.concatenate([part.wants(view, group) for part in self.job.parts.values()]))
+            return np.unique(np.concatenate([need.positions(view, group) for need in self.job.needs.values()]))
         positions = needed(group, None, span)
         lost = positions[~np.isin(local_slots(group, positions), listed_slots(group, self.tables[view.group]))]
         if lost.size:
             self.fail("COVER", f"{count(lost.size, 'position')} of {view.name} without a block, first: {lost[0]}")
         return positions
 
-    def run(self, progress: Progress) -> Report:
-        """Fill, copy, compare: each about a third of the work."""
-        filled, copied, compared = (part(progress, i, 3) for i in range(3))
-        workers = {worker.key: worker for worker in (self.worker, *(move.source for move in self.job.moves))}
-        with FakeMemory(workers.values(), label_bytes=self.label_bytes, poison=self.poison) as memory:
-            self.fill(memory, filled)
-            for move in told(self.job.moves, copied):
-                self.copy(memory, move)
-            for view in told(self.views, compared):
-                self.compare(memory, view)
+    def run(self) -> Report:
+        """Fill the sources, copy, compare."""
+        with self.memory:
+            self.fill()
+            for move in self.job.moves:
+                self.copy(move)
+            for view in self.views:
+                self.compare(view)
             self.settle_bytes()
-            self.settle_writes(memory)
+            self.settle_writes()
         unchecked = {"COVER": not self.job.complete, "IDS": not self.job.has_ids}
         return Report(
-            num_bytes=self.num_bytes,
-            num_descriptors=self.num_descriptors,
+            num_bytes=sum(int(move.reads[:, 1].sum()) for move in self.job.moves),
+            num_descriptors=sum(len(move.reads) for move in self.job.moves),
             num_workers=1,
             checked=tuple(code for code in PROMISES if not unchecked.get(code)),
             failures=tuple(self.failures),
             tails=tuple(self.tails()),
         )
 
-    def fill(self, memory: FakeMemory, filled: Progress) -> None:
-        """Label what the sources hold of the coordinates that the destination needs."""
-        only = _spans(self.views)
+    def fill(self) -> None:
+        """Label the bytes of the sources that the destination needs."""
         sources = {(move.source.key, id(move.blocks)): move for move in self.job.moves if len(move.reads)}
-        for move in told(list(sources.values()), filled):
+        for move in sources.values():
             for view in move.source.views:
-                if view.name in self.tensors:
+                if view.name in self.labels:
                     blocks = move.blocks.get(view.group)
-                    held = window(memory, move.source, view, self.tensors[view.name], blocks, only[view.name])
+                    held = window(self.memory, move.source, view, self.labels[view.name], blocks)
                     for index, labels in held.chunks():
                         held.cells[index] = labels
 
-    def copy(self, memory: FakeMemory, move: Move) -> None:
-        """Carry out one worker's copies."""
-        self.num_bytes += int(move.reads[:, 1].sum())
-        self.num_descriptors += len(move.reads)
+    def copy(self, move: Move) -> None:
+        """Carry out the copies from one worker."""
         if move.fault:
             self.fail("IDS", move.fault)
         try:
-            memory.move(*move.way, move.reads, move.writes)
+            self.memory.move(*move.way, move.reads, move.writes)
         except KVPlanError as error:
             if error.code == "MEMORY":
                 raise
@@ -185,14 +161,17 @@ class _Check:
             self.done.append(move)
 
     def elsewhere(self, address: int = -1, device: int = 0, **_: Any) -> str:
-        """Which of the workers has an address, if one has."""
-        workers = {worker.key: worker for worker in (self.worker, *(move.source for move in self.job.moves))}
-        places = (locate(worker, address, device) for worker in workers.values())
-        return "".join([f", which is {place}" for place in places if not place.startswith("no region")][:1])
+        """Which other worker has an address, if one does."""
+        places = (locate(worker, address, device) for worker in self.workers.values())
+        return next((f", which is {place}" for place in places if place.region), "")
 
-    def compare(self, memory: FakeMemory, view: View) -> None:
-        """Hold one view's cells against the labels that they should have."""
-        held = window(memory, self.worker, view, self.tensors[view.name], self.tables[view.group])
+    def held(self, view: View) -> Window:
+        """The bytes of a destination view that the request needs."""
+        return window(self.memory, self.worker, view, self.labels[view.name], self.tables[view.group])
+
+    def compare(self, view: View) -> None:
+        """Compare the cells of a view with the labels that belong there."""
+        held = self.held(view)
         for index, labels in held.chunks():
             found = held.cells[index]
             self.num_needed += found.size
@@ -202,78 +181,74 @@ class _Check:
             for code, mask in (("COVER", missing), ("VALUE", (found != labels) & ~missing)):
                 self.num_wrong[code] += int(mask.sum())
                 if code not in self.first_wrong and mask.any():
-                    row, *rest = (int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
-                    where = (*(int(digit[row]) for digit in index), *rest)
-                    label, got = int(labels[row, *rest]), int(found[row, *rest])
-                    self.first_wrong[code] = self.explain(view, held, where, label, got)
+                    row, piece, byte = np.unravel_index(int(np.argmax(mask)), mask.shape)
+                    place = self.place(view, int(index[row, piece] + byte))
+                    label, got = int(labels[row, piece, byte]), int(found[row, piece, byte])
+                    self.first_wrong[code] = f"{held.labels.describe(label)} ({place}) {self.explain(place, got)}"
 
-    def explain(self, view: View, held: Window, where: Sequence[int], label: int, found: int) -> str:
-        """One byte by coordinates: what it should be, where it is, what is there and where that came from."""
+    def place(self, view: View, offset: int) -> Place:
+        """The place of a byte in a view's region."""
         region = next(region for region in self.worker.regions if region.name == view.region)
-        address = region.address + view.offset_bytes + held.offset_bytes(where)
-        place = f"{held.tensor.describe(label)} ({locate(self.worker, address, region.device_id)})"
-        if not found:
-            return f"{place} was never written"
-        move, source, device = self.origin(address, region.device_id)
-        position, known = position_at(move.source, source, device, move.blocks), self.tensors.values()
-        beyond = position is not None and not any(position in tensor.positions for tensor in known)
-        got = f"{f'position {position},' if beyond else 'what is'} no part of the request"
-        for tensor in self.tensors.values():
-            got = tensor.describe(found) if tensor.base <= found < tensor.end else got
-        return f"{place} holds {got}, copied from {locate(move.source, source, device)}"
+        return locate(self.worker, region.address + offset, region.device_id)
 
-    def origin(self, address: int, device_id: int) -> tuple[Move, int, int]:
-        """Whose byte was copied last to a destination address, and from which address and device."""
-        hits = (
-            (move, hit[-1]) for move in reversed(self.done) if (hit := _holding(move.writes, address, device_id)).size
+    def explain(self, place: Place, found: int) -> str:
+        """What is in a byte's cell instead of its label, and where it was copied from."""
+        if not found:
+            return "was never written"
+        assert place.region
+        address, device = place.address, place.region.device_id
+        move, last = next(
+            (move, hit[-1]) for move in reversed(self.done) if (hit := _holding(move.writes, address, device)).size
         )
-        move, last = next(hits)
         first, _, device = move.reads[last].tolist()
-        return move, first + address - int(move.writes[last, 0]), device
+        source = locate(move.source, first + address - int(move.writes[last, 0]), device)
+        position, known = position_at(source, move.blocks), self.labels.values()
+        beyond = position is not None and not any(position in labels.positions for labels in known)
+        got = f"{f'position {position}' if beyond else 'bytes'} outside the request"
+        for labels in known:
+            got = labels.describe(found) if labels.base <= found < labels.end else got
+        return f"holds {got}, copied from {source}"
 
     def settle_bytes(self) -> None:
-        """Report needed bytes that are wrong; missing ones unless a writer was left out (rule O2)."""
+        """Report needed bytes that are wrong or missing; rule O2 allows missing ones."""
         for code, wrong in (("VALUE", "wrong"), ("COVER", "missing")):
             if self.num_wrong[code] and (self.job.complete or code != "COVER"):
                 self.fail(code, f"{count(self.num_wrong[code], 'byte')} {wrong}, first: {self.first_wrong[code]}")
 
-    def settle_writes(self, memory: FakeMemory) -> None:
-        """Report what was written twice, and by rule O1 what was written outside the request."""
-        writes = memory.writes(self.worker)
-        writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]
+    def settle_writes(self) -> None:
+        """Report bytes that are written twice, and by rule O1 bytes that are written outside the request."""
+        writes = self.memory.writes(self.worker)
+        writes = writes[np.lexsort((writes[:, 0], writes[:, 2]))]  # by device, then by address
         again = _again(writes)
         if again.any():
-            first = int(np.flatnonzero(again)[0])
-            where = locate(self.worker, int(writes[first, 0]), int(writes[first, 2]))
-            self.fail("DISJOINT", f"{count(int(again.sum()), 'byte')} written again, first: {where}")
+            address, _, device = writes[np.flatnonzero(again)[0]].tolist()
+            self.fail("DISJOINT", f"{_bytes(again.sum())} written again, first: {locate(self.worker, address, device)}")
         foreign = int(writes[:, 1].sum()) - int(again.sum()) - (self.num_needed - self.num_wrong["COVER"])
         if foreign < 0:
-            self.fail("DISJOINT", f"{count(-foreign, 'byte')} called for by two groups, whose blocks share memory")
+            self.fail("DISJOINT", f"{_bytes(-foreign)} needed by two groups, whose blocks share memory")
         elif foreign:
-            stray = self.stray(memory, writes)
-            self.fail("OWN", f"{count(foreign, 'byte')} written outside the request, first: {stray}")
+            self.fail("OWN", f"{_bytes(foreign)} written outside the request, first: {self.stray(writes)}")
 
-    def stray(self, memory: FakeMemory, writes: Words) -> str:
+    def stray(self, writes: ByteRanges) -> Place:
         """The first byte written that the destination does not need."""
         for view in self.views:
-            held = window(memory, self.worker, view, self.tensors[view.name], self.tables[view.group])
+            held = self.held(view)
             for index, _ in held.chunks():
                 held.cells[index] = 0
-        left = (
+        return next(
             locate(self.worker, address + int(there[0]), device)
             for address, length, device in writes.tolist()
-            if (there := np.flatnonzero(memory.read(self.worker, address, length, device))).size
+            if (there := np.flatnonzero(self.memory.read(self.worker, address, length, device))).size
         )
-        return next(left)
 
     def tails(self) -> Iterator[Tail]:
-        """The slots of the request's blocks that no view needs, in spans."""
+        """The slots of the request's blocks that no view needs, as intervals."""
         for group in self.worker.groups:
             used = [at for view, at in zip(self.views, self.positions, strict=True) if view.group == group.name]
             if used and (blocks := self.tables[group.name]) is not None:
                 slots = listed_slots(group, blocks)
-                kept = np.unique(np.concatenate([local_slots(group, positions) for positions in used]))
-                free = slots[~np.isin(slots, kept)]
+                free = slots[~np.isin(slots, local_slots(group, np.concatenate(used)))]
+                # The slots ascend; an interval ends where the next slot is not the neighbour.
                 for span in np.split(free, np.flatnonzero(np.diff(free) > 1) + 1):
                     if span.size:
                         yield Tail(self.worker.label, group.name, int(span[0]), int(span[-1]) + 1)
@@ -282,32 +257,24 @@ class _Check:
         self.failures.append((code, f"at {self.worker.label}: {text}"))
 
 
-def _holding(ranges: Words, address: int, device_id: int) -> Ints:
-    """Which ranges have a byte."""
+def _bytes(number: int) -> str:
+    return count(int(number), "byte")
+
+
+def _holding(ranges: ByteRanges, address: int, device_id: int) -> Ints:
+    """The indices of the ranges that contain a byte."""
     start, length, device = ranges.T
     return np.flatnonzero((device == device_id) & (start <= address) & (address <= start + (length - 1)))
 
 
-def _again(writes: Words) -> npt.NDArray[np.uint64]:
-    """How many bytes of each range, in order of device and address, an earlier one has."""
+def _again(writes: ByteRanges) -> npt.NDArray[np.uint64]:
+    """For each range, sorted by device and address, how many of its bytes an earlier one has."""
     again = np.zeros(len(writes), np.uint64)
     for device in np.unique(writes[:, 2]):
         here = np.flatnonzero(writes[:, 2] == device)
         start, last = writes[here, 0], writes[here, 0] + (writes[here, 1] - np.uint64(1))
+        # The furthest last byte of all ranges before each: what a range has up to there was written before.
         reach = np.maximum.accumulate(last)[:-1]
         over = start[1:] <= reach
         again[here[1:][over]] = (np.minimum(last[1:], reach) - start[1:])[over] + np.uint64(1)
     return again
-
-
-def _spans(views: Iterable[View]) -> dict[str, dict[str, Span]]:
-    """By tensor and axis, the coordinates that views hold; an axis made of digits counts as whole."""
-    found: dict[str, dict[str, Span]] = {}
-    for view in views:
-        known = found.setdefault(view.name, {})
-        names = [axis.name for axis in view.axes]
-        for axis in view.axes:
-            low, high = known.get(axis.name, (axis.start, axis.stop))
-            digits = names.count(axis.name) > 1
-            known[axis.name] = (0, INT64_END) if digits else (min(low, axis.start), max(high, axis.stop))
-    return found

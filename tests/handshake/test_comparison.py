@@ -25,7 +25,7 @@ def with_axis(worker: Worker, which: str, **changes) -> Worker:
     return with_views(worker, axes=axes)
 
 
-def told(local: Worker, remote: Worker) -> list[tuple[str, str, str, str]]:
+def rows_of(local: Worker, remote: Worker) -> list[tuple[str, str, str, str]]:
     """Field, both values and effect of each difference."""
     return [(d.field, d.local, d.remote, d.effect) for d in compare(local, remote).differences]
 
@@ -43,7 +43,7 @@ def moved(worker: Worker) -> Worker:
     return attrs.evolve(worker, regions=regions)
 
 
-def test_workers_alike_have_no_difference():
+def test_equal_workers_have_no_difference():
     """Engine, rank, addresses and names of regions are not differences."""
     regions = [attrs.evolve(r, name=f"at.{r.address}", address=r.address + 5) for r in OTHER.regions]
     views = [attrs.evolve(view, region=region) for view, region in zip(OTHER.views, regions, strict=True)]
@@ -58,7 +58,7 @@ REFUSED = {
     "DTYPE": (with_views(OTHER, dtype="float16"), ("dtype", "bfloat16", "float16")),
     "AXES": (with_axis(OTHER, "dim", name="channel"), ("axes", "dim head kv", "channel head kv")),
     "SIZE": (with_axis(OTHER, "head", size=8), ("size of head", "4", "8")),
-    "TENSOR": (attrs.evolve(OTHER, views=OTHER.views[:1]), ("tensor", "kept", "not kept")),
+    "TENSOR": (attrs.evolve(OTHER, views=OTHER.views[:1]), ("tensor", "present", "missing")),
 }
 
 
@@ -78,7 +78,7 @@ PARTS = "part of head", "all", "[2, 4) of 4"
 BLOCKS = "2 of 2560 bytes", "2 of 1792 bytes"
 STEP = with_views(engine("prefill", blocks=9)[0], num_blocks=8, block_stride_bytes=280)
 ORDERS = "head 64, token 16, kv 8, dim 2", "token 64, head 16, kv 8, dim 2"
-TURNS = "rank 0 of 1, 1 in turn", "rank 1 of 2, 3 in turn"
+TURNS = "rank 0 of 1, interleave 1", "rank 1 of 2, interleave 3"
 GROUP = attrs.evolve(OTHER, groups=[Group("kv", 4)], views=[attrs.evolve(view, group="kv") for view in OTHER.views])
 PLANNED = {
     "part": (engine("prefill", tp=2)[1], [PARTS, "block stride", "regions"]),
@@ -93,9 +93,9 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("remote, expected", PLANNED.values(), ids=PLANNED)
-def test_what_is_planned_around_is_told(remote, expected):
-    """Fields that may differ are told with both values, and a plan is made all the same."""
-    rows = told(MINE, remote)
+def test_planned_differences_are_listed(remote, expected):
+    """Fields that may differ are listed with both values, and planning succeeds."""
+    rows = rows_of(MINE, remote)
     assert [row[3] for row in rows] == ["planned"] * len(expected)
     for row, value in zip(rows, expected, strict=True):
         assert value in (row[0], row[:3])
@@ -103,19 +103,19 @@ def test_what_is_planned_around_is_told(remote, expected):
     assert plan_reads(MINE, [*engine("more", layers=2), remote])
 
 
-def test_a_tensor_that_the_source_alone_keeps_is_not_moved():
-    """It is no refusal and nothing that a plan bridges: it stays, is told before what is planned, and is counted."""
+def test_a_tensor_that_only_the_source_has_is_not_moved():
+    """Its effect is `not moved`: it is listed before planned differences, and counted in the title."""
     comparison = compare(with_views(MINE, num_blocks=8), engine("prefill", layers=4)[0])
     assert comparison.ok
     assert comparison.not_moved == ("layers.2", "layers.3")
     first, *others = comparison.differences
-    assert first == Difference("tensor", "layers.2-3", "not kept", "kept", "not moved")
+    assert first == Difference("tensor", "layers.2-3", "missing", "present", "not moved")
     assert {each.effect for each in others} == {"planned"}
     assert str(comparison).startswith("decode/0 and prefill/0: 3 differences, none refused, 2 tensors not moved\n")
 
 
-def test_a_slip_in_a_name_is_told_on_both_sides():
-    """A tensor of another name is refused for the destination, and what it should have been is not moved."""
+def test_a_misspelt_name_is_listed_on_both_sides():
+    """A misspelt tensor is refused at the destination, and the tensor that it should match is not moved."""
     named = [attrs.evolve(view, name=view.name.replace("layers.1", "layer.1")) for view in OTHER.views]
     comparison = compare(MINE, attrs.evolve(OTHER, views=named))
     assert [(d.where, d.effect, d.code) for d in comparison.differences] == [
@@ -125,7 +125,7 @@ def test_a_slip_in_a_name_is_told_on_both_sides():
     assert str(comparison).splitlines()[0].endswith(": 2 differences, 1 refused, 1 tensor not moved")
 
 
-def test_layers_of_one_difference_are_told_once():
+def test_layers_with_one_difference_share_a_line():
     """Tensors that differ in the same way share a line, folded by their number."""
     local, remote = (engine(name, layers=12, heads=heads)[0] for name, heads in (("decode", 4), ("prefill", 4)))
     views = [attrs.evolve(view, dtype="float16") if i != 5 else view for i, view in enumerate(remote.views)]
@@ -134,7 +134,7 @@ def test_layers_of_one_difference_are_told_once():
 
 
 def test_tensors_that_are_not_transferred_do_not_count():
-    """What the caller does not want moved is no difference, on either side."""
+    """Tensors that are not transferred are not compared, on either side."""
     draft = engine("prefill", layers=3)[0]
     assert compare(draft, MINE, not_transferred=("layers.2",)).ok
     assert [d.field for d in compare(draft, MINE, ("layers.2",)).differences] == ["regions"]
@@ -142,7 +142,7 @@ def test_tensors_that_are_not_transferred_do_not_count():
 
 
 def parted(*dtypes: str) -> Worker:
-    """A worker that keeps K and V apart, each of a dtype of its own."""
+    """A worker with K and V in views of different dtypes."""
     views = [
         View("kv", "g", "r", dtype, (Axis("kv", i, i + 1, 2, 0), Axis("dim", 0, 4, 4, 4)), 5, 16, i * 80)
         for i, dtype in enumerate(dtypes)
@@ -151,28 +151,28 @@ def parted(*dtypes: str) -> Worker:
 
 
 def test_views_of_one_tensor_that_differ_are_refused():
-    """Both sides keep K and V in the same two dtypes, but a plan would have to pair each with each."""
+    """Both sides have K and V in the same two dtypes, but a plan would have to pair each with each."""
     mixed = parted("bfloat16", "float16")
-    alike = attrs.evolve(mixed, engine_id="q")
-    assert told(mixed, alike) == [("dtype", "bfloat16 and float16", "bfloat16 and float16", "refused")]
+    equal = attrs.evolve(mixed, engine_id="q")
+    assert rows_of(mixed, equal) == [("dtype", "bfloat16 and float16", "bfloat16 and float16", "refused")]
     with pytest.raises(KVPlanError, match=r"^DTYPE: "):
-        plan_reads(mixed, [alike])
+        plan_reads(mixed, [equal])
 
 
-def test_parts_of_several_views_are_told_together():
-    """K and V apart, and in one view: a difference of parts that is planned around."""
+def test_parts_of_several_views_are_listed_together():
+    """K and V in two views on one side and in one on the other is a planned difference of parts."""
     axes = (Axis("kv", 0, 2, 2, 16), Axis("dim", 0, 4, 4, 4))
     joined = Worker("p", 0, [Region("r", 0, 160)], [Group("g")], [View("kv", "g", "r", "uint8", axes, 5, 32)])
-    rows = told(joined, parted("uint8", "uint8"))
+    rows = rows_of(joined, parted("uint8", "uint8"))
     assert rows[0] == ("part of kv", "all", "[0, 1) of 2 and [1, 2) of 2", "planned")
 
 
-def test_digits_of_a_part_are_told():
-    """A part of an axis in two digits is told by both."""
+def test_digits_of_a_part_are_listed():
+    """A part of an axis in two digits is written with both."""
     axes = (Axis("head", 2, 4, 4, 16), Axis("head", 0, 2, 2, 8), Axis("dim", 0, 4, 4, 2))
     digits = Worker("p", 0, [Region("r", 0, 64)], [Group("g")], [View("x", "g", "r", "uint8", axes, 2, 32)])
     whole = with_views(digits, axes=(attrs.evolve(axes[0], start=0), *axes[1:]), num_blocks=1)
-    assert told(whole, digits)[0] == ("part of head", "all", "[2, 4) of 4 x [0, 2) of 2", "planned")
+    assert rows_of(whole, digits)[0] == ("part of head", "all", "[2, 4) of 4 x [0, 2) of 2", "planned")
 
 
 def test_a_comparison_reads_as_a_table():
@@ -183,21 +183,21 @@ def test_a_comparison_reads_as_a_table():
     assert str(compare(local, remote)) == (Path(__file__).parents[1] / "golden" / "comparison.txt").read_text().rstrip()
 
 
-def test_regions_of_several_sizes_are_told_by_their_bounds():
-    """Regions are told by their number, and the smallest and the largest."""
+def test_regions_of_several_sizes_are_listed_by_their_bounds():
+    """Regions are summarised by their number, the smallest and the largest size."""
     empty = Worker("p", 0, (), (), ())
     several = Worker("p", 0, [Region(f"{size}", size * 10, size) for size in (7, 3, 5)], (), ())
-    assert told(empty, several) == [("regions", "0 of 0 bytes", "3 of 3 to 7 bytes", "planned")]
+    assert rows_of(empty, several) == [("regions", "0 of 0 bytes", "3 of 3 to 7 bytes", "planned")]
 
 
 @pytest.mark.parametrize("sides", [(MINE, None), ("p/0", MINE)])
 def test_only_workers_compare(sides):
-    """What is no worker is refused by its type."""
+    """Anything but a worker raises TYPE."""
     with pytest.raises(KVPlanError, match=r"^TYPE: cannot read a side of a comparison: expected a Worker, got "):
         compare(*sides)
 
 
-def test_one_context_is_like_another():
-    """A context of one worker has one form, whatever turns it was described with."""
+def test_contexts_of_one_worker_are_equal():
+    """A context of size 1 has one form, whatever interleave it was described with."""
     spelled = attrs.evolve(OTHER, groups=[Group("attn", 4, Context(0, 1, 8))])
     assert compare(MINE, spelled).differences == ()

@@ -1,4 +1,4 @@
-"""Peers: whatever a message says, a worker that holds what one's own does, or every problem with its path."""
+"""Decoding: any message gives a checked worker, or every problem with its path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def edited(*edits: Edit) -> bytes:
 
 
 def put(value: Any, *keys: str | int) -> Edit:
-    """Puts a value at a path."""
+    """An edit that sets the value at a path."""
 
     def edit(message: Any) -> None:
         for key in keys[:-1]:
@@ -47,12 +47,12 @@ def put(value: Any, *keys: str | int) -> Edit:
 
 
 def drop(key: str) -> Edit:
-    """Removes a key."""
+    """An edit that removes a key."""
     return lambda message: message.pop(key)
 
 
 def column(table: str, key: str, row: int, value: Any) -> Edit:
-    """Puts a value in a row of a table."""
+    """An edit that sets a value in a row of a table."""
     return put(value, table, key, row)
 
 
@@ -111,7 +111,7 @@ EDITS = [
     column("views", "offset_bytes", 1, 2),
     column("views", "region", 1, 0),
 ]
-"""One wrong thing each; the golden lines say, in the same order, what it is told as."""
+"""One mistake each; the golden file has the line of each problem, in the same order."""
 
 LINES = (Path(__file__).parents[1] / "golden" / "problems.txt").read_text().splitlines()
 
@@ -121,8 +121,8 @@ every_problem = pytest.mark.parametrize(
 
 
 @every_problem
-def test_a_problem_is_told_exactly_so(edit, line):
-    """One wrong thing is the first problem, on one line that starts with its path and its code."""
+def test_the_line_of_a_problem_is_the_golden_one(edit, line):
+    """A single mistake is the first problem, on one line that starts with its path and its code."""
     assert str(problems(edited(edit))[0]) == line
 
 
@@ -139,7 +139,7 @@ def test_decode_raises_the_first_problem(edit, line):
 
 
 def test_an_error_says_where_and_how_many_more():
-    """Its message is that of a plain error, with the path and the number of other problems."""
+    """The message has the path of the first problem and the number of the others."""
     with pytest.raises(PeerError) as caught:
         decode(edited(put(None, "rank"), put("", "engine_id")))
     assert str(caught.value) == (
@@ -158,8 +158,8 @@ def test_an_error_survives_a_pickle():
     assert (str(copy), copy.code, copy.problems) == (str(caught.value), "TYPE", caught.value.problems)
 
 
-def test_independent_problems_are_told_at_once():
-    """A problem hides only what depends on it: those of other parts are told with it, in the order of a message."""
+def test_independent_problems_are_listed_together():
+    """A problem hides only what depends on it; the others are listed with it."""
     data = edited(
         put(None, "rank"),
         put(7, "groups", 0, "name"),
@@ -180,8 +180,8 @@ def test_independent_problems_are_told_at_once():
     ]
 
 
-def test_each_view_that_leaves_its_region_is_told():
-    """What is wrong with a view is found for all of them, not for the first alone."""
+def test_each_view_that_leaves_its_region_is_listed():
+    """Every view that leaves its region is listed, not only the first."""
     three = json.loads(encode(engine("prefill", layers=3)[0]))
     three["views"]["offset_bytes"] = [2, 0, 4]
     assert paths(three) == ["views.offset_bytes[0]", "views.offset_bytes[2]"]
@@ -189,14 +189,14 @@ def test_each_view_that_leaves_its_region_is_told():
 
 @pytest.mark.parametrize("size_bytes", [1, 2559])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_regions_that_are_too_small_are_told_once(layers, size_bytes):
-    """A size that no offset could help is told where the message has it, and not for each view or region again."""
+def test_regions_that_are_too_small_are_listed_once(layers, size_bytes):
+    """If no offset could help, the problem is the size, once, and not each view or region."""
     message = json.loads(encode(engine("prefill", layers=layers)[0]))
     message["memories"][0]["size_bytes"] = size_bytes
     (problem,) = problems(json.dumps(message).encode())
     assert (problem.path, problem.code) == ("memories[0].size_bytes", "BOUNDS")
     assert problem.text == (
-        f"cannot hold views: expected at least 2560 bytes, where view 'layers.0' of 10 blocks ends, got {size_bytes}"
+        f"cannot fit views: expected at least 2560 bytes, the end of view 'layers.0' of 10 blocks, got {size_bytes}"
     )
     with pytest.raises(PeerError) as caught:
         decode(json.dumps(message).encode())
@@ -215,7 +215,7 @@ def halved(*sizes):
 
 
 def test_several_views_that_leave_all_regions_of_a_size_are_its_fault():
-    """Where the last view of each region leaves it, the size is told; where one of them stays inside, each view is."""
+    """If a view leaves every region, the problem is the size; if one stays inside, it is each view."""
     offer = halved(256, 256, 300)
     offer["memories"][0]["size_bytes"] = 200
     assert paths(offer) == ["memories[0].size_bytes"]
@@ -229,7 +229,7 @@ def test_several_views_that_leave_all_regions_of_a_size_are_its_fault():
 
 
 def without(offer, table, column, much):
-    """An offer whose column of a table is a row short, or not there at all."""
+    """An offer in which one column of a table is a row short, or missing."""
     del offer[table][column][-1:]
     if much:
         del offer[table][column]
@@ -237,23 +237,23 @@ def without(offer, table, column, much):
 
 
 @pytest.mark.parametrize("table, column", [("regions", "address"), ("regions", "stem"), ("views", "layout")])
-def test_a_column_that_is_short_or_missing_is_told_alone(table, column):
-    """What refers to rows of a table that can't be read is not told: it may be right."""
+def test_a_column_that_is_short_or_missing_is_the_only_problem(table, column):
+    """References to rows of an unreadable table are not listed: they may be right."""
     data = json.loads(OFFER)
     assert paths(without(data, table, column, much=False)) == [table]
     assert paths(without(data, table, column, much=True)) == [f"{table}.{column}"]
 
 
 @pytest.mark.parametrize("key", ["groups", "layouts", "memories", "stems", "regions", "views"])
-def test_a_part_that_is_missing_is_told_alone(key):
-    """So it is with any part of a message that others refer to."""
+def test_a_missing_part_is_the_only_problem(key):
+    """The same holds for any part of a message that others refer to."""
     message = json.loads(OFFER)
     del message[key]
     assert paths(message) == [key]
 
 
-def test_a_name_of_nothing_is_told_at_its_stem():
-    """A stem without text and number makes no name, which is told where the row names the stem."""
+def test_an_empty_name_is_listed_at_its_stem():
+    """An empty name is listed at the row that refers to the stem."""
     message = json.loads(OFFER)
     message["stems"].append({"before": "", "after": ""})
     for table in ("regions", "views"):
@@ -263,7 +263,7 @@ def test_a_name_of_nothing_is_told_at_its_stem():
 
 @every_problem
 def test_a_path_is_one_of_the_message(edit, line):
-    """Each path leads to a part that the message has, or to a key that it lacks or has too many."""
+    """Each path leads to a part of the message, or to a missing or unknown key."""
     data = edited(edit)
     for problem in problems(data):
         part = json.loads(data)
@@ -274,38 +274,38 @@ def test_a_path_is_one_of_the_message(edit, line):
 
 
 def test_views_are_checked_although_others_are_bad():
-    """A bad region keeps nobody from telling that another view leaves its own."""
+    """A bad region does not hide that another view leaves its own region."""
     data = edited(column("regions", "stem", 0, 9), column("views", "offset_bytes", 1, 2))
     assert [problem.path for problem in problems(data)] == ["regions.stem[0]", "views.offset_bytes[1]"]
 
 
-def test_a_layout_is_told_once():
-    """What is wrong with a layout is one problem, however many views have it."""
+def test_a_layout_is_listed_once():
+    """A problem of a layout is listed once, however many views use it."""
     assert len(problems(edited(put("int4", "layouts", 0, "dtype")))) == 1
 
 
 def test_two_groups_of_one_name_are_refused():
-    """Block tables go by the names of groups."""
+    """Block tables are named by group, so names must differ."""
     data = edited(lambda message: message["groups"].append(message["groups"][0]))
     assert [(problem.path, problem.code) for problem in problems(data)] == [("groups", "NAME")]
 
 
-def test_there_is_an_end_to_problems():
-    """At most so many problems are kept, and a last line counts the others."""
+def test_the_number_of_problems_is_limited():
+    """At most a hundred problems are listed, and a last line counts the others."""
     data = edited(put(dict.fromkeys(map(str, range(250))), "views"))
     found = problems(data)
     assert len(found) == MAX_PROBLEMS + 1
-    assert str(found[-1]) == "message: MESSAGE: 155 more problems are left out"
+    assert str(found[-1]) == "message: MESSAGE: 155 more problems not listed"
 
 
 def test_an_offer_has_no_problems():
-    """What decodes has no problems."""
+    """A message that decodes has no problems."""
     assert problems(OFFER) == ()
 
 
 @pytest.mark.parametrize("length", range(0, len(OFFER), 7))
 def test_an_offer_cut_off_anywhere_is_refused(length):
-    """A message that did not arrive whole is never taken for a smaller worker."""
+    """A truncated message is never taken for a smaller worker."""
     assert [problem.code for problem in problems(OFFER[:length])] == ["MESSAGE"]
 
 
@@ -316,7 +316,7 @@ def test_problems_are_values():
 
 
 def test_canonical_values_come_of_others():
-    """A peer need not send the canonical form: strides of single coordinates, turns of one worker, spaces."""
+    """A peer may send other forms: strides of one-element axes, an interleave for one worker, spaces."""
     worker = engine(layers=1, heads=1)[0]
     message = json.loads(encode(worker))
     message["layouts"][0]["axes"][1]["stride_bytes"] = 77
@@ -330,7 +330,7 @@ def test_canonical_values_come_of_others():
 
 
 def test_a_worker_of_a_peer_is_a_worker():
-    """What decodes is a value like any other: it can be changed, and is checked then."""
+    """A decoded worker can be changed like any other, and is checked again."""
     worker = decode(OFFER)
     with pytest.raises(KVPlanError, match=r"^OVERLAP: ") as caught:
         attrs.evolve(worker, views=worker.views * 2)
@@ -339,7 +339,7 @@ def test_a_worker_of_a_peer_is_a_worker():
 
 @pytest.fixture(scope="module")
 def taken() -> Any:
-    """What reading the hostile messages took, in a process of their own."""
+    """The cost of reading the hostile messages, in their own process."""
     run = subprocess.run([sys.executable, "-m", "tests.hostile"], capture_output=True, text=True, check=True)
     return json.loads(run.stdout)
 
@@ -356,6 +356,6 @@ def test_no_message_takes_long(taken, name):
 
 
 def test_hostile_messages_meet_the_limits(taken):
-    """The messages get as far as they were made to: to JSON, to the schema, to the checks of workers, or through."""
+    """The messages get as far as intended: to JSON, to the schema, to the checks of workers, or through."""
     codes = {one["code"] for one in taken["taken"].values()}
     assert codes == {"", "MESSAGE", "VERSION", "KEY", "RANGE", "BOUNDS"}

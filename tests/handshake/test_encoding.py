@@ -67,7 +67,7 @@ def test_an_offer_has_one_form(worker):
 
 @every_worker
 def test_an_offer_is_one_line_of_ascii_with_its_version_first(worker):
-    """A message can stand in any log, and shows its version in its first bytes."""
+    """A message fits any log, and has its version in its first bytes."""
     assert encode(worker).startswith(b'{"kvplan":1,"engine_id":')
     assert encode(worker).decode("ascii").isprintable()
 
@@ -89,14 +89,14 @@ def test_a_worker_of_80_layers_is_less_than_8_kib(layout, kv):
 
 
 def test_layers_of_one_geometry_share_it():
-    """A layer more costs one row of each table, whatever its axes are."""
+    """Another layer adds one row to each table and nothing else."""
     two, three = (json.loads(encode(engine(layers=layers)[0])) for layers in (2, 3))
     assert [len(two[part]) for part in ("layouts", "memories", "stems")] == [1, 1, 2]
     assert {key for key in two if two[key] != three[key]} == {"regions", "views"}
 
 
 def of_layouts(number: int) -> Worker:
-    """A worker whose views all have a layout of their own."""
+    """A worker in which every view has a different layout."""
     views = [View(f"v{i}", "g", f"r{i}", "uint8", (), 1 + i, 1) for i in range(number)]
     return Worker("p", 0, [Region(f"r{i}", i * number, number) for i in range(number)], [Group("g")], views)
 
@@ -119,7 +119,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("worker, message", REFUSED.values(), ids=REFUSED)
 def test_what_no_peer_would_read_is_not_written(worker, message):
-    """A worker that is too large for a message is refused by the side whose mistake it is."""
+    """A worker that is too large for a message is refused by the side that encodes it."""
     with pytest.raises(KVPlanError) as caught:
         encode(worker)
     assert type(caught.value) is KVPlanError
@@ -134,7 +134,7 @@ def test_what_just_fits_is_written(worker):
 
 @pytest.mark.parametrize("call", [encode, fingerprint])
 def test_only_workers_are_offered(call):
-    """What is no worker is refused by its type."""
+    """Anything but a worker raises TYPE."""
     with pytest.raises(KVPlanError, match=r"^TYPE: cannot read a worker: expected a Worker, got 'decode/0'$"):
         call("decode/0")
 
@@ -193,7 +193,7 @@ def changed() -> dict[str, Worker]:
 
 
 def test_any_other_change_changes_the_fingerprint():
-    """Each part of the geometry is in the fingerprint: no two of these are alike."""
+    """The fingerprint covers every part of the geometry: no two of these are equal."""
     fingerprints = {what: fingerprint(worker) for what, worker in changed().items()}
     assert len(set(fingerprints.values())) == len(fingerprints)
 
@@ -206,7 +206,7 @@ GOLDEN_FINGERPRINTS = {
 
 
 @pytest.mark.parametrize("name, expected", GOLDEN_FINGERPRINTS.items())
-def test_an_offer_of_old_is_read_and_written_as_it_was(name, expected):
+def test_golden_offers_decode_and_encode_unchanged(name, expected):
     """Messages of version 1 decode, encode to the same bytes, and have the fingerprint that they had."""
     data = (GOLDEN / name).read_bytes()
     assert encode(decode(data)) == data
@@ -214,17 +214,17 @@ def test_an_offer_of_old_is_read_and_written_as_it_was(name, expected):
 
 
 def test_the_golden_offer_is_of_this_worker():
-    """A message of version 1 says what it said: its worker, described by hand."""
+    """The golden message decodes to its worker, described by hand."""
     assert decode((GOLDEN / "offer-turns.json").read_bytes()) == turns()
 
 
 def test_an_offer_with_extensions_is_of_the_same_worker():
-    """A newer peer may add what older ones can do without: they ignore it."""
+    """Unknown extensions are ignored."""
     assert decode((GOLDEN / "offer-with-extensions.json").read_bytes()) == turns()
 
 
 def test_an_offer_may_be_as_long_as_a_message_and_no_longer(monkeypatch):
-    """The last byte that fits, and the one that does not: the error has both numbers and no path."""
+    """One byte too many is refused; the error has both numbers and no path."""
     (worker,) = engine()
     length = len(encode(worker))
     monkeypatch.setattr("kvplan.handshake.encoding.MAX_BYTES", length)

@@ -12,20 +12,19 @@ import pytest
 from kvplan.describe import _overlap as overlap
 from kvplan.handshake import errors as findings
 from kvplan.handshake import messages, schema
-from kvplan.handshake.schema import Many, Node, Record, Table
+from kvplan.handshake.schema import Columns, Many, Node, Record
 
 TEXT = (Path(__file__).parents[2] / "docs" / "handshake.md").read_text()
 LIMITS = re.findall(r"^\| (\d+) \| ", TEXT, re.MULTILINE)
 
 
 def keys(node: Node) -> Iterator[str]:
-    """Every key that a message may have, the outer ones first."""
+    """Every key that a message may have, outer keys first."""
     if isinstance(node, Many):
         yield from keys(node.item)
-    elif isinstance(node, Record | Table):
-        inner = node.fields if isinstance(node, Record) else node.columns
-        yield from inner
-        for each in inner.values():
+    elif isinstance(node, Record | Columns):
+        yield from node.fields
+        for each in node.fields.values():
             yield from keys(each)
 
 
@@ -36,14 +35,14 @@ def test_every_key_is_explained() -> None:
 
 
 @pytest.mark.parametrize("module", [messages, schema, overlap, findings])
-def test_every_limit_is_told(module: Any) -> None:
-    """The table of limits has the number of every constant that is one."""
+def test_every_limit_is_documented(module: Any) -> None:
+    """The table of limits has the number of every limit."""
     limits = {name: getattr(module, name) for name in dir(module) if name.startswith("MAX_")}
     assert {str(number) for number in limits.values()} <= set(LIMITS)
 
 
-def test_no_limit_is_made_up() -> None:
-    """The table of limits has no number that no constant has."""
+def test_no_other_limit_is_documented() -> None:
+    """The table of limits has no other numbers."""
     modules = (messages, schema, overlap, findings)
     known = {str(getattr(module, name)) for module in modules for name in dir(module) if name.startswith("MAX_")}
     assert len(LIMITS) == 13

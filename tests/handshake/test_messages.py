@@ -1,4 +1,4 @@
-"""Messages: what holds for the bytes of a peer whatever they say, and the version that comes before all else."""
+"""Messages: the limits for any bytes from a peer, and the version, which is checked before all else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("data, text", REFUSED, ids=range(len(REFUSED)))
 def test_bytes_that_are_no_message_have_one_problem(data, text):
-    """Size, nesting, UTF-8, JSON, keys told once, short numbers: the first rule broken is named, for the whole."""
+    """Size, nesting, UTF-8, JSON, unique keys, short numbers: the first broken rule is the only problem."""
     (problem,) = problems(data)
     assert f"{problem.code}: {problem.text}".startswith(text)
     assert problem.path == ""
@@ -66,7 +66,7 @@ EXTENSIONS = ["{}", "null", "1.5", "1e999", "9" * 20, nested(14), '"\\ud83d\\ude
 
 @pytest.mark.parametrize("text", EXTENSIONS, ids=range(len(EXTENSIONS)))
 def test_an_extension_may_hold_anything(text):
-    """Extensions up to the limits of a message change nothing of what is read."""
+    """Extensions up to the limits of a message do not change the worker."""
     assert decode(extended(text)) == WORKER
 
 
@@ -82,23 +82,23 @@ def test_the_longest_message():
 
 
 def test_brackets_in_strings_do_not_nest():
-    """Only brackets that JSON sees are counted: not those in strings, whatever quotes are escaped there."""
+    """Brackets in strings are not counted, also with escaped quotes."""
     text = json.dumps(['"' + "[" * MAX_CONTAINERS, "\\" + "{" * MAX_CONTAINERS, '\\"[', "}]" * 99])
     assert decode(extended(text)) == WORKER
 
 
 def test_strings_do_not_hide_brackets():
-    """A backslash that is escaped does not escape the quote behind it."""
+    """An escaped backslash does not escape the quote behind it."""
     (problem,) = problems(extended(f'["\\\\",{nested(MAX_DEPTH)},"\\\\"]'))
     assert problem.text.endswith(f"at most {MAX_DEPTH} deep, got {MAX_DEPTH + 3}")
 
 
 @pytest.mark.parametrize("text", ['"\\ud800"', '["\\udc00\\ud800"]', '{"\\udfff":0}'])
 def test_half_a_surrogate_pair_is_no_character(text):
-    """An escape that makes no character is refused, in an extension too."""
+    """An escape that is not a character is refused, also in an extension."""
     (problem,) = problems(extended(text))
     assert str(problem) == (
-        "extensions: MESSAGE: cannot read a message: expected characters, got half of a surrogate pair"
+        "extensions: MESSAGE: cannot read a message: expected Unicode characters, got half of a surrogate pair"
     )
 
 
@@ -114,18 +114,18 @@ VERSIONS = {"2": "2", "0": "0", "-1": "-1", "true": "True", "1.0": "1.0", '"1"':
 
 @pytest.mark.parametrize("value, shown", VERSIONS.items())
 def test_another_version_is_the_only_problem(value, shown):
-    """Of a message of another version nothing else is looked at, however wrong it would be in this one."""
+    """Nothing else in a message of another version is checked."""
     (problem,) = problems(f'{{"engine_id": 7, "kvplan": {value}, "extensions": 3}}'.encode())
     assert str(problem).startswith(f"kvplan: VERSION: cannot read a message: expected version 1, got {shown}")
 
 
 def test_a_message_without_version_is_of_none():
-    """A mapping that does not say what it is might be anything."""
+    """A message without a version is refused for that alone."""
     assert [problem.code for problem in problems(b'{"engine_id": "p"}')] == ["VERSION"]
 
 
 def test_an_offer_of_a_later_version_is_refused_by_its_version():
-    """A kept message of version 2 is refused for its version, not for what version 1 does not know."""
+    """A stored message of version 2 is refused for its version, not for keys that version 1 does not know."""
     with pytest.raises(PeerError, match=r"^VERSION: cannot read a message at kvplan: expected version 1, got 2$"):
         decode((GOLDEN / "offer-of-version-2.json").read_bytes())
 
@@ -133,7 +133,7 @@ def test_an_offer_of_a_later_version_is_refused_by_its_version():
 @pytest.mark.parametrize("value", [OFFER.decode(), bytearray(OFFER), None, 7, WORKER], ids=type)
 @pytest.mark.parametrize("call", [decode, problems])
 def test_what_is_not_bytes_is_no_fault_of_a_peer(call, value):
-    """Giving something else than bytes is the caller's own mistake."""
+    """Anything but bytes is the caller's mistake, and not a PeerError."""
     with pytest.raises(KVPlanError, match=r"^TYPE: cannot read a message: expected bytes, got ") as caught:
         call(value)
     assert not isinstance(caught.value, PeerError)

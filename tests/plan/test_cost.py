@@ -106,7 +106,8 @@ def test_a_bad_number_of_tokens_is_refused(tokens: int, code: str) -> None:
 
 def test_a_period_too_long_to_list_is_refused() -> None:
     """Blocks of many tokens without a common divisor repeat too late; so many tokens as can be listed are counted."""
-    (local,), (remote,) = engine("decode", tokens=8191, blocks=1), engine("prefill", tokens=8209, blocks=1)
+    (local,) = engine("decode", tokens=8191, blocks=1, order="NH")
+    (remote,) = engine("prefill", tokens=8209, blocks=1)
     plan = plan_reads(local, [remote])
     with pytest.raises(KVPlanError, match=r"RANGE: cannot count the descriptors of group 'attn': .* got more"):
         plan.cost()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvplan import Group, KVPlanError, Model, plan_reads
-from kvplan.plan.rows import _run_families, place
-from kvplan.plan.runs import Section, Spans
+from kvplan.plan.rows import _run_ids, place
+from kvplan.plan.runs import GroupRuns, Runs
 from tests.small import HEAD_BYTES, engine
 
 
@@ -119,89 +119,79 @@ def test_a_table_is_one_short_line():
     assert repr(pair.local_table) == f"<Table of {len(pair.local_table.rows)} rows, {pair.local_table.num_ids} ids>"
 
 
-def families(ours, theirs):
-    """The families of the only pair with one group on each side, by their share."""
+def ids_of(ours, theirs):
+    """The ids of the only pair of workers, with one group on each side."""
     (pair,) = plan_reads(ours, theirs).pairs
-    (layout,) = pair.layouts
-    return [(family.share, family.starts.tolist(), turns(family)) for family in layout.families], layout.families
+    (groups,) = pair.layouts
+    return groups.runs, groups.tokens
 
 
-def turns(family):
-    """A family's turns as numbers: ordinals, how many blocks a turn is, how starts go on, and what slots add."""
-    return family.turns and [
-        (turn.ordinal.tolist(), turn.num_blocks, turn.step, None if turn.sub is None else turn.sub.tolist())
-        for turn in family.turns
+def blocks_of(runs):
+    """The blocks of a period as numbers: ordinals, blocks in a period, their step, and what slots add."""
+    return [
+        (side.ordinal.tolist(), side.num_blocks, side.step, None if side.sub is None else side.sub.tolist())
+        for side in runs.blocks
     ]
 
 
 def test_t3_whole_blocks_need_no_arithmetic_on_slots():
-    """T3: runs that fill a block on each side are one family, whose nth run is in the nth block of both."""
-    found, (runs, ends) = families(engine("d")[0], engine("p"))
-    slots = [0] * 4, 1, 0, [0, 1, 2, 3]
-    assert found == [("runs", [0], [([0], 1, 1, None)] * 2), ("ends", [0, 1, 2, 3], [slots, slots])]
-    assert runs.step == (1, 1)
-    assert ends.step == (16, 16)
+    """T3: runs that fill a block on each side are one series, whose nth run is in the nth block of both."""
+    (runs,), (tokens,) = ids_of(engine("d")[0], engine("p"))
+    assert (runs.starts.tolist(), blocks_of(runs), runs.step) == ([0], [([0], 1, 1, None)] * 2, (1, 1))
+    assert (tokens.carried.tolist(), tokens.every, tokens.joined, tokens.step) == ([0], 1, True, (16, 16))
+    assert [side.tolist() for side in tokens.sub] == [[0, 1, 2, 3]] * 2
 
 
-def test_t3_pieces_of_a_block_are_one_family():
-    """T3: two blocks of 4 to one of 8 are one family with two starts, told apart by the slot where each begins."""
-    found, (runs, _) = families(engine("d", tokens=8)[0], engine("p"))
-    assert found[0] == ("runs", [0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
-    assert [side.tolist() for side in runs.sub] == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0]]
+def test_t3_pieces_of_a_block_are_one_series():
+    """T3: two blocks of 4 to one of 8 are one series with two starts, which differ by what their slots add."""
+    (runs,), _ = ids_of(engine("d", tokens=8)[0], engine("p"))
+    assert (runs.starts.tolist(), blocks_of(runs)) == ([0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
 
 
-def test_t3_ids_behind_those_of_another_group_are_as_few_families():
-    """T3: the second of two groups has ids behind the first one's, and as many families and starts."""
+def test_t3_runs_of_many_lengths_are_few_series():
+    """T3: blocks of 40 from blocks of 7 make 46 runs in a period; their ids are five series."""
+    series, _ = ids_of(engine("d", tokens=40, order="NH", blocks=60)[0], engine("p", tokens=7, order="NH", blocks=60))
+    starts = sorted(start for runs in series for start in runs.starts.tolist())
+    assert starts == sorted({*range(0, 280, 7), *range(0, 280, 40)})
+    assert len(series) == 5
+
+
+def test_t3_ids_behind_those_of_another_group_are_as_few_series():
+    """T3: the second of two groups has ids behind the first one's, and as many series and starts."""
     (ours, *_), theirs = (
         Model.shipped("gpt-oss-20b").engine(name, num_blocks=9, tokens_per_block=n)
         for name, n in (("d", 32), ("p", 16))
     )
     (pair,) = plan_reads(ours, theirs).pairs
     first, second = pair.layouts
-    assert [family.starts.size for family in second.families] == [family.starts.size for family in first.families]
-    assert (second.families[0].base.min(axis=1) > first.families[0].base.max(axis=1)).all()
+    assert [runs.starts.size for runs in second.runs] == [runs.starts.size for runs in first.runs]
+    assert (second.runs[0].base.min(axis=1) > first.runs[0].base.max(axis=1)).all()
 
 
-def test_t3_a_long_turn_is_not_listed(monkeypatch):
-    """T3: tokens of a block are a turn of as many starts, and of one where that is more than may be listed."""
-    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 4)
-    assert families(engine("d")[0], engine("p"))[0][1][1] == [0, 1, 2, 3]
-    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 3)
-    assert families(engine("d")[0], engine("p"))[0][1] == ("ends", [0], None)
-
-
-def test_t3_one_slot_of_each_block_is_part_of_the_base():
-    """T3: the second of two context ranks fills slot 1 of every block: its ids begin there."""
+def test_t3_one_slot_of_each_block_is_part_of_what_slots_add():
+    """T3: the second of two context ranks fills slot 1 of every block of the destination."""
     pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
-    first, second = (pair.layouts[0].families[0] for pair in pairs)
-    assert turns(first) == turns(second) == [([0], 1, 1, None)] * 2
-    assert (second.base - first.base)[:, :, 0].tolist() == [[1] * 8, [0] * 8]
-
-
-def test_t3_a_long_turn_of_several_starts_is_not_listed(monkeypatch):
-    """T3: a context that has two tokens of every four takes two turns for a block: four starts, unless that is more."""
-    ours, theirs = engine("d", contexts=(2, 2))[0], engine("p", contexts=(2, 2))[:1]
-    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 4)
-    assert families(ours, theirs)[0][-1][1] == [0, 1, 4, 5]
-    monkeypatch.setattr("kvplan.plan.rows.MAX_STARTS", 3)
-    assert families(ours, theirs)[0][-1] == ("ends", [0, 1], None)
+    first, second = (pair.layouts[0].tokens[0] for pair in pairs)
+    assert (first.carried.tolist(), second.carried.tolist(), first.every, first.joined) == ([0], [1], 2, False)
+    assert [side.tolist() for side in second.sub] == [[0, 1], [0]]
 
 
 @pytest.mark.parametrize("tokens", [4, 6, 8])
 def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
-    """T3: int32 without gaps in memory, and strands in order of the destination's ids."""
-    _, every = families(engine("d", tokens=tokens)[0], engine("p"))
-    for family in every:
-        assert family.base.dtype == np.int32
-        assert family.base.flags.c_contiguous
-        assert (np.diff(family.base[0, :, 0]) > 0).all()
-        assert {side.dtype for side in family.sub} == {np.dtype(np.int32)}
+    """T3: int32 without gaps in memory, and runs in order of the destination's ids."""
+    every_run, every_token = ids_of(engine("d", tokens=tokens)[0], engine("p"))
+    for ids in (*every_run, *every_token):
+        assert ids.base.dtype == np.int32
+        assert ids.base.flags.c_contiguous
+        assert (np.diff(ids.base[0, :, 0]) > 0).all()
+    assert {side.dtype for ids in every_token for side in ids.sub} == {np.dtype(np.int32)}
+    assert {side.sub.dtype for ids in every_run for side in ids.blocks if side.sub is not None} <= {np.dtype(np.int32)}
 
 
 def test_t3_runs_are_in_the_destinations_order():
-    """T3: where the source has its layers the other way round, strands are in order of the destination's ids."""
+    """T3: where the source has its layers the other way round, runs are in order of the destination's ids."""
     (ours,), (theirs,) = engine("d"), engine("p")
-    _, (runs, _) = families(ours, [attrs.evolve(theirs, regions=theirs.regions[::-1])])
+    (runs,), _ = ids_of(ours, [attrs.evolve(theirs, regions=theirs.regions[::-1])])
     assert (np.diff(runs.base[0, :, 0]) > 0).all()
     assert (np.diff(runs.base[1, :, 0]) < 0).any()
 
@@ -249,15 +239,15 @@ def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
     assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "strands": 8}
 
 
-def test_t3_starts_of_unequally_many_strands_are_families_of_their_own():
-    """T3: two strands begin at position 0, three at position 2."""
+def test_t3_starts_of_unequally_many_runs_are_series_of_their_own():
+    """T3: two runs begin at position 0, three at position 2."""
     none = np.zeros((2, 5), np.int64)
     groups = Group("attn", 4), Group("attn", 4)
-    runs = Spans(none, none, none, none, none[0])
-    section = Section(groups, 4, (), runs, np.array([0, 0, 2, 2, 2]), np.array([[0, 4]]))
+    runs = Runs(none, none, none, none, none[0])
+    group = GroupRuns(groups, 4, (), runs, np.array([0, 0, 2, 2, 2]), np.array([[0, 4]]))
     side = np.array([[0, 10, 1, 11, 21], [1, 1, 1, 1, 1]])
-    found = _run_families(section, np.stack([side, side]), np.int32)
-    assert [(family.starts.tolist(), family.base[0, :, 0].tolist()) for family in found] == [
+    found = list(_run_ids(group, np.stack([side, side]), np.int32))
+    assert [(one.starts.tolist(), one.base[0, :, 0].tolist()) for one in found] == [
         ([0], [0, 10]),
         ([2], [1, 11, 21]),
     ]

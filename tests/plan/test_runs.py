@@ -4,23 +4,24 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
+from kvplan import Axis, Blocks, Context, Group, KVPlanError, Region, View, Worker, plan_reads, verify
+from kvplan.plan.align import cycle, period
 from kvplan.plan.cells import cells
 from kvplan.plan.match import match
-from kvplan.plan.runs import join, outline, sections
+from kvplan.plan.runs import block_pairs, geometry_key, group_runs, join
 from kvplan.plan.sources import Part, Sources
 from tests.small import HEAD_BYTES, engine
 
 
-def section(ours, theirs):
-    (found,) = sections(cells(match(ours, Sources([theirs]))))
+def runs_of(ours, theirs):
+    (found,) = group_runs(cells(match(ours, Sources([theirs]))))
     return found
 
 
 def test_r1_equal_geometry_is_one_run_per_block():
     """R1, R3: the same page on both sides is one run of the whole page, for each layer."""
     (ours,), (theirs,) = engine("d"), engine("p")
-    found = section(ours, theirs)
+    found = runs_of(ours, theirs)
     assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES] * 2
     assert found.cuts.tolist() == [[0, 4]]
 
@@ -29,33 +30,33 @@ def test_r1_a_shard_of_a_head_major_page_is_one_run():
     """R3: heads outside, so half of the heads is half of the page in one piece."""
     ours = engine("d", tp=2)[1]
     (theirs,) = engine("p")
-    found = section(ours, theirs)
+    found = runs_of(ours, theirs)
     assert found.runs.length.tolist() == [2 * 4 * HEAD_BYTES] * 2
     assert found.runs.offset.tolist() == [[0, 0], [128, 128]]
 
 
 def test_r1_a_shard_of_a_token_major_page_is_one_run_per_token():
-    """R4: tokens outside, so half of the heads is a strand of each token, which nothing joins."""
+    """R4: tokens outside, so half of the heads is a run of each token, which nothing joins."""
     ours = engine("d", tp=2, order="NH")[1]
     (theirs,) = engine("p", order="NH")
-    found = section(ours, theirs)
+    found = runs_of(ours, theirs)
     assert found.runs.length.size == 0
-    (lane,) = found.lanes
-    assert not lane.joined
-    assert lane.strands.length.tolist() == [2 * HEAD_BYTES] * 2
+    (tokens,) = found.tokens
+    assert not tokens.joined
+    assert tokens.runs.length.tolist() == [2 * HEAD_BYTES] * 2
 
 
-def test_r2_head_major_to_token_major_is_one_strand_per_head():
+def test_r2_head_major_to_token_major_is_one_run_per_head():
     """R2: only one head of one token is contiguous on both sides."""
     (ours,), (theirs,) = engine("d", order="HN"), engine("p", order="NH")
-    (lane,) = section(ours, theirs).lanes
-    assert lane.strands.length.tolist() == [HEAD_BYTES] * 8
+    (tokens,) = runs_of(ours, theirs).tokens
+    assert tokens.runs.length.tolist() == [HEAD_BYTES] * 8
 
 
 def test_r3_pieces_of_unequal_blocks():
     """R3: blocks of 6 from blocks of 4, token-major: the period of 12 has runs of 4, 2, 2 and 4 tokens."""
     (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
-    found = section(ours, theirs)
+    found = runs_of(ours, theirs)
     order = np.argsort(found.position)
     assert found.period == 12
     assert (found.runs.length[order] // (4 * HEAD_BYTES)).tolist() == [4, 2, 2, 4]
@@ -66,7 +67,7 @@ def test_r3_pieces_of_unequal_blocks():
 def test_r3_equal_context_parallel_is_one_run_per_block():
     """R3: both sides keep every other position in order, so slots join though positions are apart."""
     ours, theirs = engine("d", layers=1, contexts=(2, 1))[1], engine("p", layers=1, contexts=(2, 1))[1]
-    found = section(ours, theirs)
+    found = runs_of(ours, theirs)
     assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES]
     assert found.cuts.tolist() == [[1, 8]]
 
@@ -77,15 +78,15 @@ def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
     """
     ours = engine("d", layers=1, order="NH", contexts=(3, 1))[0]
     (theirs,) = engine("p", layers=1, order="NH", tokens=2)
-    assert section(ours, theirs).runs.length.size == 0
+    assert runs_of(ours, theirs).runs.length.size == 0
 
 
-def test_r4_a_joined_run_and_its_strands_are_both_kept():
-    """R4: where a request ends inside a run, its tokens move one by one, so a joined lane keeps its strands."""
+def test_r4_a_joined_run_and_its_tokens_are_both_kept():
+    """R4: where a request ends inside a run, its tokens move one by one, so the runs of one token stay."""
     (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
-    (lane,) = section(ours, theirs).lanes
-    assert lane.joined
-    assert lane.strands.length.tolist() == [HEAD_BYTES] * 4
+    (tokens,) = runs_of(ours, theirs).tokens
+    assert tokens.joined
+    assert tokens.runs.length.tolist() == [HEAD_BYTES] * 4
 
 
 def brute_force(offset, length):
@@ -158,14 +159,19 @@ def test_r4_positions_of_different_cycles_are_different_lanes() -> None:
     assert report.ok, str(report)
 
 
-def test_r4_a_period_too_long_to_list_moves_token_by_token() -> None:
-    """R4: blocks of 1021 and 1031 tokens repeat after more than a million positions; ids are many, runs still whole."""
+@pytest.mark.parametrize(("most", "runs", "ids"), [(1 << 20, 2051, 1018), (2050, 0, 2037)])
+def test_r3_block_sizes_without_a_common_divisor(monkeypatch, most, runs, ids):
+    """R3: blocks of 1021 and 1031 tokens make 2051 pairs in a period of a million positions: each is one run.
+
+    Where so many may not be listed, ids are many; descriptors are the same.
+    """
+    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
     (ours,), (theirs,) = engine("d", tokens=1021, heads=1, layers=1), engine("p", tokens=1031, heads=1, layers=1)
-    assert section(ours, theirs).runs.length.size == 0
+    assert runs_of(ours, theirs).runs.length.size == runs
     plan = plan_reads(ours, [theirs])
     local, remote, tokens = {"attn": Blocks([7, 2])}, {"attn": Blocks([1, 4])}, (5, 2042)
     (spec,) = plan.bind(local=local, remote=remote, tokens=tokens)
-    assert spec.local_ids.size == 2037
+    assert spec.local_ids.size == ids  # of 1,016 tokens that the range cuts off, and of two whole pairs
     assert spec.descriptors()[0][:, 1].tolist() == [10 * HEAD_BYTES, 1011 * HEAD_BYTES, 1016 * HEAD_BYTES]
     assert verify(plan, local=local, remote=remote, tokens=tokens).ok
 
@@ -175,26 +181,26 @@ def only_cell(ours, theirs):
     return found
 
 
-def test_ranks_that_hold_other_heads_in_the_same_way_have_one_outline():
+def test_ranks_that_hold_other_heads_in_the_same_way_have_one_geometry_key():
     """Heads [0, 2) to [0, 2) or [2, 4) to [2, 4): the same rows, in other regions."""
     pairs = zip(engine("d", tp=2), engine("p", tp=2), strict=True)
-    (one, begin), (other, there) = (outline([only_cell(ours, theirs)]) for ours, theirs in pairs)
+    (one, begin), (other, there) = (geometry_key([only_cell(ours, theirs)]) for ours, theirs in pairs)
     assert one == other
     assert begin.tolist() == there.tolist()
 
 
-def test_parts_of_one_rank_s_heads_have_one_outline():
+def test_parts_of_one_rank_s_heads_have_one_geometry_key():
     """Heads [0, 2) and [2, 4) of one source: the same rows, shifted on its side."""
     pairs = [(ours, THEIRS) for ours in engine("d", tp=2)]
-    (one, begin), (other, there) = (outline([only_cell(*pair)]) for pair in pairs)
+    (one, begin), (other, there) = (geometry_key([only_cell(*pair)]) for pair in pairs)
     assert one == other
     assert (there - begin).tolist() == [0, 2 * 64]  # bytes to a head
 
 
-def test_where_cells_lie_to_each_other_is_in_the_outline():
+def test_where_cells_lie_to_each_other_is_in_the_geometry_key():
     """Two cells of a pair, in one order or the other, or one of them twice."""
     one, other = (only_cell(ours, THEIRS) for ours in engine("d", tp=2))
-    assert len({outline(pair)[0] for pair in ([one, other], [other, one], [one, one])}) == 3
+    assert len({geometry_key(pair)[0] for pair in ([one, other], [other, one], [one, one])}) == 3
 
 
 def changed(worker: Worker, **changes) -> Worker:
@@ -225,9 +231,9 @@ OURS, THEIRS = engine("d", tp=2)[0], engine("p")[0]
         (attrs.evolve(OURS, regions=OURS.regions[::-1]), THEIRS),
     ],
 )
-def test_whatever_changes_rows_changes_the_outline(ours, theirs):
+def test_whatever_changes_rows_changes_the_geometry_key(ours, theirs):
     """Heads, tokens, order, pools, layers, positions, groups, dtype and places of either side."""
-    assert outline([only_cell(ours, theirs)])[0] != outline([only_cell(OURS, THEIRS)])[0]
+    assert geometry_key([only_cell(ours, theirs)])[0] != geometry_key([only_cell(OURS, THEIRS)])[0]
 
 
 def padded(worker: Worker, **strides: int) -> Worker:
@@ -245,22 +251,22 @@ def padded(worker: Worker, **strides: int) -> Worker:
 
 
 @pytest.mark.parametrize("strides", [{"head": 104}, {"token": 24}, {"kv": 12}])
-def test_every_stride_of_either_side_is_in_the_outline(strides):
+def test_every_stride_of_either_side_is_in_the_geometry_key(strides):
     """Blocks, the other axes and the other side stay as they are."""
     first = {"head": 100, "token": 20}
     same, others = ([padded(side, **every) for side in (OURS, THEIRS)] for every in (first, first | strides))
     pairs = [same, (others[0], same[1]), (same[0], others[1])]
-    assert len({outline([only_cell(*pair)])[0] for pair in pairs}) == 3
+    assert len({geometry_key([only_cell(*pair)])[0] for pair in pairs}) == 3
 
 
 def test_a_part_of_an_axis_has_an_outline_of_its_own():
     """One head of two that both sides hold, or both of them."""
     cell = only_cell(OURS, THEIRS)
     one = Part(intervals=np.array([[0, 1]]), held=cell.parts["head"].held)
-    assert outline([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != outline([cell])[0]
+    assert geometry_key([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != geometry_key([cell])[0]
 
 
-def test_each_tensors_place_is_in_the_outline():
+def test_each_tensors_place_is_in_the_geometry_key():
     """Of two ranks that have the same layers in other places of one region, neither has the other's rows."""
 
     def in_one_region(worker, order):
@@ -277,13 +283,13 @@ def test_each_tensors_place_is_in_the_outline():
     assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(0, 8)).ok
 
 
-def test_ranks_whose_layers_begin_elsewhere_have_one_outline():
+def test_ranks_whose_layers_begin_elsewhere_have_one_geometry_key():
     """Places count from where the first one begins: three layers of one rank lie 64 bytes further in their region."""
     (ours,), (first, second) = engine("d", layers=3), engine("p", tp=2, layers=3)
     regions = [attrs.evolve(region, size_bytes=region.size_bytes + 64) for region in second.regions]
     views = [attrs.evolve(view, offset_bytes=64) for view in second.views]
     moved = attrs.evolve(second, regions=regions, views=views)
-    made = [outline(cells(match(ours, Sources([first, other])))[1:])[0] for other in (second, moved)]
+    made = [geometry_key(cells(match(ours, Sources([first, other])))[1:])[0] for other in (second, moved)]
     assert made[0] == made[1]
 
 
@@ -334,17 +340,61 @@ def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
         assert dict(caught.value.details) == {"axis": "head"}
 
 
-def test_r2_as_many_positions_as_can_be_listed(monkeypatch):
-    """R2: a block of four tokens is joined where four positions may be listed, and left apart where three may."""
-    (ours,), (theirs,) = engine("d", heads=2, layers=1), engine("p", heads=2, layers=1)
-    for most, runs in ((4, 1), (3, 0)):
+@pytest.mark.parametrize(
+    ("groups", "carried"),
+    [
+        ((Group("a", 48), Group("a", 32)), None),
+        ((Group("a", 5), Group("a", 7, Context(1, 3, 2))), None),
+        ((Group("a", 4, Context(0, 2, 3)), Group("a", 6, Context(1, 3, 2))), None),
+        ((Group("a", 4, Context(1, 2, 4)), Group("a", 16)), [4, 5, 7]),
+    ],
+)
+def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
+    """A3, R3: every carried position is in one stretch, whose block and slot are those of each side, one by one."""
+    every = cycle(*groups)
+    held = [p for p in range(every) if all(p in group.context for group in groups)]
+    carried = held if carried is None else carried
+    size = period(*groups)
+    pairs = block_pairs(groups, np.array(carried), every, size)
+    assert pairs is not None
+    found = []
+    for position, count, block, slot in zip(pairs.position, pairs.count, pairs.block.T, pairs.slot.T, strict=True):
+        found += [(position + n, *block, *(slot + n)) for n in range(count)]
+    counts = [[p for p in range(size) if p in group.context] for group in groups]
+    expected = []
+    for p in (p for p in range(size) if p % every in carried):
+        at = [divmod(mine.index(p), group.tokens_per_block) for mine, group in zip(counts, groups, strict=True)]
+        expected.append((p, at[0][0], at[1][0], at[0][1], at[1][1]))
+    assert [tuple(map(int, one)) for one in found] == expected
+    assert (pairs.count > 0).all()
+
+
+def test_r3_as_many_block_pairs_as_can_be_listed(monkeypatch):
+    """R3: blocks of 6 and 4 meet in periods of two and three blocks; where three may not be listed, nothing joins."""
+    (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
+    for most, runs in ((4, 4), (3, 0), (2, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
-        assert section(ours, theirs).position.size == runs
+        assert runs_of(ours, theirs).position.size == runs
+    assert verify(
+        plan_reads(ours, [theirs]), local={"attn": Blocks([1, 2])}, remote={"attn": Blocks([4, 3, 2])}, tokens=(0, 12)
+    ).ok
 
 
-def test_r2_runs_of_all_strands_count(monkeypatch):
+def test_r2_all_runs_of_a_period_count(monkeypatch):
     """R2: eight heads with two runs each are sixteen runs."""
     (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
     for most, runs in ((16, 16), (15, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
-        assert section(ours, theirs).position.size == runs
+        assert runs_of(ours, theirs).position.size == runs
+
+
+def test_r3_tokens_that_only_meet_between_segments_join():
+    """R3: pairs of slots 6 bytes apart, and 4 bytes from pair to pair: tokens of 4 bytes join there alone."""
+    digits = [Axis("token", 0, 3, 3, 10), Axis("token", 0, 2, 2, 6)]
+    sides = []
+    for name, axes in (("d", digits), ("p", digits)):
+        view = View("layers.0", "attn", "kv", "uint8", [*axes, Axis("dim", 0, 4, 4, 1)], 3, 40)
+        sides.append(Worker(name, 0, [Region("kv", 1 << 40, 120)], [Group("attn", 6)], [view]))
+    found = runs_of(*sides)
+    assert sorted(found.runs.length.tolist()) == [4, 4, 8, 8]
+    assert found.cuts.tolist() == [[0, 1], [1, 3], [3, 5], [5, 6]]

@@ -14,7 +14,7 @@ from kvplan._arrays import Ints
 from kvplan.describe.views import Geometry
 from kvplan.staging.plan import StagedPlan
 from kvplan.staging.rearrange import Copy, Paging, Side, run
-from kvplan.verification.arenas import Cells
+from kvplan.verification.memory import Cells
 from tests.small import engine, padded, worker
 from tests.staged import NAME, carry_out, cells, labelled, staged
 

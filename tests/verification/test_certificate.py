@@ -5,9 +5,12 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model, certify, plan_mesh, plan_reads, plan_writes
 from kvplan.verification import Certificate
+from kvplan.verification.certificate import Pieces
 from tests.small import engine
 
 MAMBA = Model.shipped("nemotron-h-8b")
@@ -25,20 +28,25 @@ def layout_of(plan):
     return next(pair.layouts[0] for pair in plan.pairs if pair.layouts)
 
 
-def changed(plan, family=None, layout=0, **edits):
-    """The plan with fields of one family, or of the layout, of its first pair that moves bytes changed by functions."""
+def series_of(plan):
+    """Every series of ids of the first pair that moves bytes: the name of its field, and its index there."""
+    layout = layout_of(plan)
+    return [(kind, i) for kind in ("runs", "tokens") for i in range(len(getattr(layout, kind)))]
+
+
+def changed(plan, series=None, **edits):
+    """The plan, with functions applied to fields of a series of ids, or of the groups, of the first pair that moves."""
     pairs = list(plan.pairs)
     pair = next(i for i, pair in enumerate(pairs) if pair.layouts)
-    layouts = list(pairs[pair].layouts)
-    if family is None:
-        fields = {name: edit(getattr(layouts[layout], name)) for name, edit in edits.items()}
-        layouts[layout] = attrs.evolve(layouts[layout], **fields)
+    layout, *others = pairs[pair].layouts
+    if series is None:
+        layout = attrs.evolve(layout, **{name: edit(getattr(layout, name)) for name, edit in edits.items()})
     else:
-        families = list(layouts[layout].families)
-        fields = {name: edit(getattr(families[family], name)) for name, edit in edits.items()}
-        families[family] = attrs.evolve(families[family], **fields)
-        layouts[layout] = attrs.evolve(layouts[layout], families=tuple(families))
-    pairs[pair] = attrs.evolve(pairs[pair], layouts=tuple(layouts))
+        kind, i = series
+        every = list(getattr(layout, kind))
+        every[i] = attrs.evolve(every[i], **{name: edit(getattr(every[i], name)) for name, edit in edits.items()})
+        layout = attrs.evolve(layout, **{kind: tuple(every)})
+    pairs[pair] = attrs.evolve(pairs[pair], layouts=(layout, *others))
     return attrs.evolve(plan, pairs=tuple(pairs))
 
 
@@ -59,20 +67,20 @@ def padded(worker):
 
 
 def refused(plan):
-    """What the certificate says against a plan."""
+    """The message with which certify refuses a plan."""
     with pytest.raises(KVPlanError, match="PROOF: cannot certify") as caught:
         certify(plan)
     return str(caught.value)
 
 
 def shifted(side, by):
-    """Moves one side of a pair of arrays."""
+    """A function that adds to one side of a pair of arrays."""
     return lambda pair: tuple(array + by if i == side else array for i, array in enumerate(pair))
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
-    """Every byte of a period: blocks of a period, of two layers, as many heads as the worker has, of 16 bytes."""
+    """The proof counts every byte of a period: its positions, in two layers of four heads of 16 bytes."""
     plan = PLANS[name]
     proof = certify(plan)
     (group,) = plan.local.groups
@@ -84,56 +92,74 @@ def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("name", PLANS)
 def test_ids_that_are_off_by_one_are_no_proof(name, side):
-    """Of any family and either side, the first id, the step from block to block and the slots' part."""
+    """A wrong first id, step from block to block or offset of a slot is found in every series, on either side."""
     plan = PLANS[name]
-    for i in range(len(layout_of(plan).families)):
-        refused(changed(plan, family=i, base=shifted(side, 1)))
-        refused(changed(plan, family=i, step=lambda step: tuple(n + (j == side) for j, n in enumerate(step))))
-        refused(changed(plan, family=i, turns=lambda _: None, sub=shifted(side, 1)))
+    for series in series_of(plan):
+        refused(changed(plan, series, base=shifted(side, 1)))
+        refused(changed(plan, series, step=lambda step: tuple(n + (j == side) for j, n in enumerate(step))))
+        if series[0] == "tokens":
+            refused(changed(plan, series, sub=shifted(side, 1)))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_runs_that_are_swapped_are_no_proof(side):
+    """With two runs of one side exchanged, heads or layers arrive in each other's place."""
+    plan, found = PLANS["pieces of larger blocks"], set()
+    for kind, i in series_of(plan):
+        for j in range(getattr(layout_of(plan), kind)[i].base.shape[1] - 1):
+
+            def swapped(base, j=j):
+                other = base[side].copy()
+                other[[j, j + 1]] = other[[j + 1, j]]
+                return np.stack([other, base[1]] if side == 0 else [base[0], other])
+
+            text = refused(changed(plan, (kind, i), base=swapped))
+            found.add(text.partition("expected ")[2].split()[0])
+    assert found == {"tensor", "byte"}
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_family_more_or_less_is_no_proof(name):
-    """Without a family bytes are missing, with one twice they are written again; at other positions they are wrong."""
+def test_a_series_more_or_less_is_no_proof(name):
+    """A series left out leaves bytes missing, one given twice writes them again, and other positions are wrong."""
     plan = PLANS[name]
-    for i, family in enumerate(layout_of(plan).families):
-        assert "not all" in refused(changed(plan, families=lambda f, i=i: f[:i] + f[i + 1 :]))
-        assert "some twice" in refused(changed(plan, families=lambda f, i=i: (*f, f[i])))
-        if family.starts.size > 1:
-            refused(changed(plan, family=i, turns=lambda _: None, starts=lambda starts: starts + 1))
+    for kind, i in series_of(plan):
+        assert "bytes not moved" in refused(changed(plan, **{kind: lambda s, i=i: s[:i] + s[i + 1 :]}))
+        assert "bytes moved twice" in refused(changed(plan, **{kind: lambda s, i=i: (*s, s[i])}))
+        if kind == "tokens":
+            refused(changed(plan, (kind, i), carried=lambda carried: carried + 1))
 
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("column", range(5))
 @pytest.mark.parametrize("by", [1, 1 << 40])
 def test_rows_with_another_number_are_no_proof(side, column, by):
-    """Address, length, device, stride and count of a row."""
+    """A changed address, length, device, stride or count is refused."""
     plan = PLANS["pieces of larger blocks"]
     refused(with_rows(plan, side, column, -1 if (column, by) == (4, 1) else by))
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_descriptors_of_unequal_lengths_are_no_proof(side):
-    """A copy has one length; rows that are shorter on one side are still inside their region."""
+    """Rows that are shorter on one side are refused, although they stay inside their region."""
     assert "equal lengths" in refused(with_rows(PLANS["pieces of larger blocks"], side, 1, -1))
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_rows_of_other_strides_are_no_proof(side):
-    """A shorter stride keeps every row in its region, and is not that from block to block."""
+    """A shorter stride is not the blocks' stride, although every row stays inside its region."""
     assert "follow the blocks of every view" in refused(with_rows(PLANS["equal blocks"], side, 3, -1))
 
 
 @pytest.mark.parametrize("by", [-16, 16])
 @pytest.mark.parametrize("side", [0, 1])
 def test_bytes_that_no_view_holds_are_no_proof(side, by):
-    """A region may have more than its views: what is before them or behind them is nobody's."""
+    """Bytes of a region before or behind its views are refused."""
     plan = with_rows(plan_reads(padded(engine("d")[0]), [padded(engine("p")[0])]), side, 0, by)
-    assert f"others at the {('destination', 'source')[side]}" in refused(plan)
+    assert f"other bytes at the {('destination', 'source')[side]}" in refused(plan)
 
 
 def test_a_region_too_large_to_count_through_is_refused():
-    """Regions are laid one behind another in 62 bits; a plan for larger ones has no certificate."""
+    """Regions are counted one behind another in 62 bits; larger ones are refused."""
     (mine,), (other,) = engine("d", layers=1), engine("p", layers=1)
     large = attrs.evolve(mine, regions=[attrs.evolve(mine.regions[0], size_bytes=1 << 62)])
     with pytest.raises(KVPlanError, match=r"RANGE: cannot certify the regions of d/0: expected fewer than \d+ bytes"):
@@ -141,10 +167,13 @@ def test_a_region_too_large_to_count_through_is_refused():
 
 
 def test_runs_that_pass_for_tokens_are_no_proof():
-    """What moves token by token, at the ends of a range, is of one position each."""
+    """A descriptor that moves token by token, at the ends of a range, must be of one position."""
     plan = PLANS["equal blocks"]
-    (which,) = [i for i, family in enumerate(layout_of(plan).families) if family.share == "runs"]
-    assert "a token to be one position" in refused(changed(plan, family=which, share=lambda _: "ends"))
+    (runs,) = layout_of(plan).runs
+    one = layout_of(plan).tokens[0]
+    subs = tuple(np.zeros(group.tokens_per_block, np.int32) for group in layout_of(plan).groups)
+    longer = attrs.evolve(one, base=runs.base, step=runs.step, sub=subs, carried=runs.starts, every=runs.every)
+    assert "a token to be one position" in refused(changed(plan, tokens=lambda tokens: (*tokens, longer)))
 
 
 def test_cuts_that_are_no_cuts_are_no_proof():
@@ -156,11 +185,11 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         lambda cuts: ((0, 0), *cuts),
         lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
     ):
-        assert "a cut after the other" in refused(changed(plan, cuts=wrong))
+        assert "that ascend and do not overlap" in refused(changed(plan, cuts=wrong))
 
 
 def test_a_run_across_a_cut_is_no_proof():
-    """Cuts keep runs from being cut by a range; without them a run would stick out of it."""
+    """A range may split a run only at a cut; without cuts, a run would leave the range."""
     plan = PLANS["pieces of larger blocks"]
     assert "a cut" in refused(changed(plan, cuts=lambda cuts: ()))
     assert "a cut" in refused(changed(plan, cuts=lambda cuts: tuple((low, high - 1) for low, high in cuts)))
@@ -168,39 +197,53 @@ def test_a_run_across_a_cut_is_no_proof():
 
 
 def test_pools_larger_than_they_are_are_no_proof():
-    """A layout says how many blocks may be bound; ids of more would leave their row."""
+    """A layout states how many blocks may be bound; the ids of more blocks would leave their row."""
     plan = PLANS["several starts"]
     assert "ids" in refused(changed(plan, num_blocks=lambda blocks: (blocks[0], blocks[1] + 1)))
     assert certify(changed(plan, num_blocks=lambda blocks: (blocks[0] - 1, blocks[1])))
 
 
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "sub"])
-@pytest.mark.parametrize("name", ["equal blocks", "several starts"])
-def test_wrong_turns_are_no_proof(name, field, side):
-    """What is listed of a turn is what the period says: blocks of starts, how they go on, what their slots add."""
+def test_blocks_behind_a_view_are_no_proof(side):
+    """Rows and a layout of one block more than the view has are refused, although the region has room for it."""
+    mine, other = (
+        attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=region.size_bytes + 4096)])
+        for worker in (*engine("d", layers=1), *engine("p", layers=1))
+        for region in worker.regions
+    )
+    plan = with_rows(plan_reads(mine, [other]), side, 4, 1)
+    assert certify(plan)
+    more = changed(plan, num_blocks=lambda blocks: tuple(n + (i == side) for i, n in enumerate(blocks)))
+    assert "ids that follow the blocks of every view" in refused(more)
 
-    def wrong(turns):
-        old = getattr(turns[side], field)
-        new = np.ones(len(turns[side].ordinal), np.int32) if old is None else old + 1
-        return tuple(attrs.evolve(turn, **{field: new}) if i == side else turn for i, turn in enumerate(turns))
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "sub"])
+@pytest.mark.parametrize("name", ["equal blocks", "pieces of larger blocks"])
+def test_wrong_ordinals_of_a_period_are_no_proof(name, field, side):
+    """The ordinals that are listed for a period, their advance, their step and the offsets of slots must be right."""
+
+    def wrong(blocks):
+        old = getattr(blocks[side], field)
+        new = np.ones(len(blocks[side].ordinal), np.int32) if old is None else old + 1
+        return tuple(attrs.evolve(one, **{field: new}) if i == side else one for i, one in enumerate(blocks))
 
     plan = PLANS[name]
-    which = [i for i, family in enumerate(layout_of(plan).families) if family.turns]
+    which = [series for series in series_of(plan) if series[0] == "runs"]
     assert which
-    for i in which:
-        assert "ids" in refused(changed(plan, family=i, turns=wrong))
+    for series in which:
+        refused(changed(plan, series, blocks=wrong))
 
 
 def test_a_plan_of_another_source_is_no_proof():
-    """Tables of one pair with the worker of another: heads of the wrong rank."""
+    """Tables of one pair used with the worker of another read heads of the wrong rank."""
     plan = plan_reads(engine("d")[0], engine("p", tp=2))
     swapped = attrs.evolve(plan, remotes=plan.remotes[::-1])
     refused(swapped)
 
 
 def test_writers_that_are_missing_leave_a_proof_incomplete():
-    """Each writer proves its share; together they prove all."""
+    """The plan of each writer proves what it writes; together they prove everything."""
     destinations, sources = engine("d", tp=3), engine("p", tp=2)
     mesh = plan_mesh(destinations, sources, "WRITE")
     whole = certify(mesh)
@@ -208,7 +251,7 @@ def test_writers_that_are_missing_leave_a_proof_incomplete():
     shares = [certify(plan_writes(sources[i], destinations, [sources[1 - i]])) for i in (0, 1)]
     assert [share.complete for share in shares] == [False, False]
     assert sum(share.num_bytes for share in shares) == whole.num_bytes
-    with pytest.raises(KVPlanError, match="some twice"):
+    with pytest.raises(KVPlanError, match="bytes moved twice"):
         certify([mesh.plans[0], *mesh.plans])
 
 
@@ -217,7 +260,7 @@ def test_writers_that_are_missing_leave_a_proof_incomplete():
     [({"tp": 16}, {"tp": 4}), ({"tp": 2}, {"tp": 1, "conv_order": "SD"}), ({"tp": 8, "shared": True}, {"tp": 16})],
 )
 def test_hybrid_models_are_proved(ours, theirs):
-    """States in both orders, replicated groups and overlaid pools, in numbers that a test has time for."""
+    """States in both orders, replicated groups and overlaid pools are proved."""
     destinations = MAMBA.engine("d", num_blocks=3, **ours)
     sources = MAMBA.engine("p", num_blocks=5, tokens_per_block=48, **theirs)
     proof = certify(plan_reads(destinations[-1], sources))
@@ -226,13 +269,13 @@ def test_hybrid_models_are_proved(ours, theirs):
 
 
 def test_a_plan_that_moves_nothing_is_proved():
-    """Zero bytes, in no parts."""
+    """The certificate has zero bytes in zero parts."""
     (mine,) = engine("d", layers=1)
     assert certify(plan_reads(mine, [], not_transferred=["layers.0"])) == Certificate(0, 0, True)
 
 
 def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
-    """In every direction, and before its parts are listed."""
+    """The limit holds for every direction, before parts are listed."""
     destinations, sources = engine("d", tp=2), engine("p")
     plans = (
         plan_reads(destinations[0], sources),
@@ -243,3 +286,47 @@ def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
     for plan in plans:
         with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 descriptors"):
             certify(plan)
+
+
+Range = tuple[int, int]
+"""First byte and length."""
+
+
+def made(ranges: list[Range]) -> Pieces:
+    """Pieces with these starts and lengths."""
+    start, length = np.array(ranges, np.int64).T
+    return Pieces(start, length, *[np.zeros_like(start)] * 5)
+
+
+def walked(pieces: list[Range], ranges: list[Range]) -> list[tuple[int, int, int]] | None:
+    """The range, the piece and the address of every byte; ``None`` if one is in no piece."""
+    holder = {start + i: piece for piece, (start, length) in enumerate(pieces) for i in range(length)}
+    every = [(i, start + at) for i, (start, length) in enumerate(ranges) for at in range(length)]
+    return [(i, holder[at], at) for i, at in every] if all(at in holder for _, at in every) else None
+
+
+@st.composite
+def pieces_of_a_block(draw: st.DrawFn) -> list[Range]:
+    """A few ascending pieces, some with gaps before them."""
+    start, found = 0, []
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=5)):
+        found.append((start + gap, length))
+        start += gap + length
+    return found
+
+
+@given(pieces_of_a_block(), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=4))
+@example([(2, 2), (4, 2)], [(0, 6)])  # as many bytes before the pieces as the last one has
+@example([(2, 2)], [(0, 1)])
+@example([(0, 2)], [(1, 2)])
+def test_ranges_are_cut_where_a_walk_changes_pieces(pieces: list[Range], ranges: list[Range]) -> None:
+    """The parts have every byte once, with its range and its piece; there are no parts if a byte has no piece."""
+    start, length = np.array(ranges, np.int64).T
+    cut = made(pieces).cut(start, length)
+    expected = walked(pieces, ranges)
+    if expected is None:
+        assert cut is None
+    else:
+        assert cut is not None
+        parts = zip(*(column.tolist() for column in cut), strict=True)
+        assert [(of, piece, begin + i) for of, piece, begin, size in parts for i in range(size)] == expected

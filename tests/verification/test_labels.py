@@ -1,4 +1,4 @@
-"""Labels: which positions a worker needs, where its views keep them, and what an address means."""
+"""Labels: which positions a worker needs, where its views have them, and what is stored at an address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
-from kvplan.verification.labels import local_slots, locate, needed, number, position_at, window
-from kvplan.verification.memory import FakeMemory
+from kvplan.verification import FakeMemory
+from kvplan.verification.labels import local_slots, needed, number, position_at, window
+from kvplan.verification.pieces import locate
 from tests.small import engine
 
 TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
@@ -24,15 +25,22 @@ def test_q1_a_range_is_what_the_context_holds_of_it() -> None:
 
 
 def test_q1_without_a_range_all_listed_slots_are_needed() -> None:
-    """Blocks with an ordinal that is not 0 hold later positions."""
+    """Blocks that start at a later ordinal hold later positions."""
     assert needed(Group("attn", 4, Context(1, 2, 3)), Blocks([9], first=1), None).tolist() == [10, 11, 15, 16]
     assert needed(Group("state"), Blocks([5, 6], first=3), None).tolist() == [3, 4]
     assert needed(Group("state"), None, None).tolist() == []
 
 
+def test_q1_where_a_table_has_gaps_nothing_is_needed() -> None:
+    """Positions of null blocks, and of ordinals that are not listed, are not needed."""
+    group = Group("attn", 4, Context(1, 2, 2))
+    assert needed(group, Blocks([0, 8, 0], null=0), (3, 20)).tolist() == [10, 11, 14, 15]
+    assert needed(Group("state"), Blocks([5, 6], ordinals=[1, 4]), (0, 6)).tolist() == [1, 4]
+
+
 @pytest.mark.parametrize("context", [Context(), Context(1, 2, 1), Context(2, 3, 2), Context(0, 2, 5)])
 def test_q2_held_positions_fill_the_local_slots_in_order(context: Context) -> None:
-    """The n-th position that a context holds stands in slot n."""
+    """The n-th position that a context holds is in local slot n."""
     held = np.array([position for position in range(60) if position in context])
     assert local_slots(Group("attn", 4, context), held).tolist() == list(range(len(held)))
 
@@ -66,20 +74,22 @@ def test_a_window_finds_each_byte_by_the_formula_of_the_view() -> None:
                     words = f"layers.0 dim {dim} head {head} byte 0 of position {position}"
                     assert tensors["layers.0"].describe(label) == words
                     slots = f"group attn block {block} slot {slot}, address {at:#x} of decode/1"
-                    assert locate(WORKER, at, 2) == f"layers.0 dim {dim} head {head} byte 0 in {slots}"
+                    assert str(locate(WORKER, at, 2)) == f"layers.0 dim {dim} head {head} byte 0 in {slots}"
         assert np.count_nonzero(memory.array(WORKER, VIEW)) == 7 * 2 * 2 * 2
 
 
-def test_a_window_can_be_narrowed() -> None:
-    """Only the coordinates asked for are in it; what the view does not hold is nothing."""
-    tensors = number([(VIEW, np.arange(4, 8))])
-    with FakeMemory([WORKER], label_bytes=4) as memory:
-        one = window(memory, WORKER, VIEW, tensors["layers.0"], Blocks([0], first=1), {"head": (4, 6)})
-        assert one.cells.shape == (6, 2, 2, 1, 2, 2)
-        words = [tensors["layers.0"].describe(1 + label) for label in one.inner.reshape(-1).tolist()]
-        assert words == [f"layers.0 dim {i} head 4 byte {j} of position 4" for i in (0, 1) for j in (0, 1)]
-        none = window(memory, WORKER, VIEW, tensors["layers.0"], Blocks([0], first=1), {"head": (0, 3)})
-        assert none.inner.size == 0
+def test_a_source_is_labelled_only_where_the_destination_has_coordinates() -> None:
+    """Heads that the destination does not have get no labels; if its heads are in digits, all heads get labels."""
+    part = attrs.evolve(VIEW, axes=(attrs.evolve(AXES[0], start=4, stop=6), *AXES[1:]))
+    other = attrs.evolve(VIEW, axes=(attrs.evolve(AXES[0], start=0, stop=2), *AXES[1:]))
+    digits = attrs.evolve(VIEW, axes=(Axis("head", 1, 2, 2, 0), Axis("head", 0, 2, 3, 8), *AXES[1:]))
+    for view, source, heads in ((part, VIEW, {"head 4"}), (other, VIEW, set()), (digits, VIEW, {"head 3", "head 4"})):
+        labels = number([(view, np.arange(4, 8))])["layers.0"]
+        with FakeMemory([WORKER], label_bytes=4) as memory:
+            seen = window(memory, WORKER, source, labels, Blocks([0], first=1))
+            words = [labels.describe(label) for _, some in seen.chunks() for label in some.reshape(-1).tolist()]
+        assert len(words) == 4 * 2 * 2 * len(heads)
+        assert {" ".join(word.split()[3:5]) for word in words} == heads
 
 
 @pytest.mark.parametrize(
@@ -94,16 +104,16 @@ def test_a_window_can_be_narrowed() -> None:
     ],
 )
 def test_an_address_of_no_element_is_padding_or_nowhere(address: int, device: int, place: str) -> None:
-    """Bytes before, between and after the elements belong to none."""
-    assert locate(WORKER, address, device) == f"{place}, address {address:#x} of decode/1"
+    """Bytes before, between and after the elements are padding."""
+    assert str(locate(WORKER, address, device)) == f"{place}, address {address:#x} of decode/1"
 
 
 def test_an_address_has_the_position_that_block_tables_give_it() -> None:
-    """By the block's ordinal and the slot; none for padding, and for a block that the request does not have."""
+    """The position follows from ordinal and slot; padding and blocks of other requests have none."""
     (worker,) = engine("decode")
     padded = attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=4096) for region in worker.regions])
     block = worker.regions[0].address + 7 * 256
     tables = {"attn": Blocks([3, 7], first=5)}
-    assert position_at(padded, block + 2 * 16 + 64, 0, tables) == 6 * 4 + 2
-    assert position_at(padded, block + 256, 0, tables) is None
-    assert position_at(padded, worker.regions[0].address + 4000, 0, tables) is None
+    assert position_at(locate(padded, block + 2 * 16 + 64, 0), tables) == 6 * 4 + 2
+    assert position_at(locate(padded, block + 256, 0), tables) is None
+    assert position_at(locate(padded, worker.regions[0].address + 4000, 0), tables) is None

@@ -5,12 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, plan_writes
-from kvplan.verification import memory
-from kvplan.verification.memory import FakeMemory, expand
+from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Region, View, Worker, plan_reads, plan_writes
+from kvplan.verification.memory import expand
 from tests.small import engine
 
 AT = 1 << 44
+
+
+TOP = 1 << 64
+
+
+def regions_of(*regions: Region) -> Worker:
+    return Worker("a", 0, regions, [], [])
 
 
 def plain(engine_id: str, address: int = AT, size: int = 256, device_id: int = 0) -> Worker:
@@ -18,7 +24,7 @@ def plain(engine_id: str, address: int = AT, size: int = 256, device_id: int = 0
 
 
 def test_a_copy_moves_bytes() -> None:
-    """Ranges are copied pairwise, in whatever order they stand."""
+    """Ranges are copied pairwise, in any order."""
     with FakeMemory([plain("a"), plain("b", (1 << 64) - 256)]) as fake:
         fake.write(("a", 0), AT, bytes(range(256)))
         top = (1 << 64) - 256
@@ -28,8 +34,8 @@ def test_a_copy_moves_bytes() -> None:
 
 
 def test_long_ranges_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range longer than the working space arrives whole, and so do many short ones."""
-    monkeypatch.setattr(memory, "CHUNK_CELLS", 10)
+    """A range longer than the working memory arrives whole, and so do many short ones."""
+    monkeypatch.setattr("kvplan.verification.memory.CHUNK_CELLS", 10)
     with FakeMemory([plain("a"), plain("b")]) as fake:
         fake.write(("a", 0), AT, bytes(range(256)))
         fake.move(("a", 0), ("b", 0), [(AT + 7, 101, 0)], [(AT, 101, 0)])
@@ -39,12 +45,11 @@ def test_long_ranges_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         assert fake.read(("b", 0), AT, 60)[::2].tolist() == list(range(58, -2, -2))
 
 
-def test_copies_are_recorded_in_order() -> None:
-    """Reads and writes are kept per worker."""
+def test_writes_are_recorded_in_order() -> None:
+    """The ranges that copies write are recorded by worker."""
     with FakeMemory([plain("a"), plain("b")]) as fake:
         fake.move(("a", 0), ("b", 0), [(AT, 4, 0)], [(AT + 9, 4, 0)])
         fake.move(("a", 0), ("b", 0), [(AT + 4, 1, 0)], [(AT, 1, 0)])
-        assert fake.reads(("a", 0)).tolist() == [[AT, 4, 0], [AT + 4, 1, 0]]
         assert fake.writes(("b", 0)).tolist() == [[AT + 9, 4, 0], [AT, 1, 0]]
         assert fake.writes(("a", 0)).shape == (0, 3)
 
@@ -62,7 +67,7 @@ def test_a_copy_that_leaves_its_region_moves_nothing() -> None:
 
 @pytest.mark.parametrize("reads", [[(AT, 2, 0)], [(AT, 1, 0), (AT, 1, 0)]], ids=["length", "number"])
 def test_unpaired_ranges_are_refused(reads: list[tuple[int, int, int]]) -> None:
-    """Ranges pair up, with equal lengths."""
+    """Ranges must pair, with equal lengths."""
     with FakeMemory([plain("a"), plain("b")]) as fake, pytest.raises(KVPlanError) as caught:
         fake.move(("a", 0), ("b", 0), reads, [(AT, 1, 0)])
     assert caught.value.code == "SIZE"
@@ -83,7 +88,7 @@ def test_poison_must_fit_a_cell() -> None:
 
 
 def test_cells_have_a_width_of_an_integer() -> None:
-    """Three bytes are no cell."""
+    """A cell of three bytes is refused."""
     with pytest.raises(KVPlanError, match=r"^RANGE: .* got 3$"):
         FakeMemory([], label_bytes=3)
 
@@ -109,7 +114,7 @@ def test_an_array_outside_its_region_is_refused(region: str, blocks: int) -> Non
 
 
 def test_the_device_may_be_left_out_where_it_is_clear() -> None:
-    """An address that one device has needs no device."""
+    """The device may be left out if only one has the address."""
     with FakeMemory([plain("a", device_id=5)]) as fake:
         fake.write(("a", 0), AT, b"\7")
         assert fake.read(("a", 0), AT, 1, device_id=5).tolist() == [7]
@@ -124,17 +129,98 @@ def test_a_worker_stands_in_memory_once() -> None:
 
 
 def test_an_unknown_worker_is_refused() -> None:
-    """Only workers given can be read."""
+    """Only the workers of the memory can be read."""
     with FakeMemory([plain("a")]) as fake, pytest.raises(KVPlanError, match=r"^WORKER: .* a worker of a/0, got b/0$"):
         fake.read(("b", 0), AT, 1)
 
 
 def test_closed_memory_refuses() -> None:
-    """Leaving the context gives the arenas back."""
+    """Memory cannot be touched after the context ends."""
     with FakeMemory([plain("a")]) as fake:
         fake.write(("a", 0), AT, b"\1")
     with pytest.raises(KVPlanError, match=r"^MEMORY"):
         fake.read(("a", 0), AT, 1)
+
+
+def test_neighbouring_regions_share_no_cell() -> None:
+    """What is written to the end of one region is not in the next one, and a range across both is in neither."""
+    with FakeMemory([regions_of(Region("a", 4096, 64), Region("b", 4160, 32))]) as fake:
+        fake.write(("a", 0), 4096, bytes([1] * 64))
+        assert not fake.read(("a", 0), 4160, 32).any()
+        with pytest.raises(KVPlanError, match=r"^BOUNDS: .* got 2 bytes at 0x103f on device 0$"):
+            fake.read(("a", 0), 4159, 2)
+
+
+def test_regions_that_overlap_share_their_cells() -> None:
+    """Bytes that are registered several times are the same cells in every region."""
+    pool = regions_of(Region("pool", 4096, 64), Region("view", 4112, 16), Region("beyond", 4150, 50))
+    with FakeMemory([pool]) as fake:
+        fake.write(("a", 0), 4096, bytes(range(64)))
+        fake.write(("a", 0), 4160, bytes(range(64, 104)))
+        assert bytes(fake.read(("a", 0), 4120, 8)) == bytes(range(24, 32))
+        assert bytes(fake.read(("a", 0), 4130, 30)) == bytes(range(34, 64))
+        assert bytes(fake.read(("a", 0), 4150, 50)) == bytes(range(54, 104))
+        with pytest.raises(KVPlanError, match=r"^BOUNDS"):
+            fake.read(("a", 0), 4149, 50)
+
+
+def test_devices_have_addresses_of_their_own() -> None:
+    """One address on two devices is two cells."""
+    with FakeMemory([regions_of(Region("a", 4096, 64), Region("b", 4096, 64, device_id=3))]) as fake:
+        fake.write(("a", 0), 4096, b"\1", device_id=3)
+        fake.write(("a", 0), 4097, b"\2", device_id=0)
+        assert [bytes(fake.read(("a", 0), 4096, 2, device)) for device in (0, 3)] == [b"\0\2", b"\1\0"]
+
+
+def test_the_last_byte_of_memory_has_a_cell() -> None:
+    """Addresses up to 2**64 - 1 are exact."""
+    with FakeMemory([regions_of(Region("low", 0, 8), Region("top", TOP - 64, 64))]) as fake:
+        fake.write(("a", 0), TOP - 1, b"\7")
+        assert bytes(fake.read(("a", 0), TOP - 64, 64)) == bytes([0] * 63 + [7])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (4096, 65, 0),
+        (4095, 1, 0),
+        (4160, 1, 0),
+        (4096, 1, 1),
+        (4096, 0, 0),
+        (4150, TOP - 4150, 0),
+        (4159, TOP - 1, 0),
+        (TOP - 1, 1, 0),
+    ],
+    ids=["too long", "before", "after", "device", "empty", "to the top", "wrapped", "far"],
+)
+def test_a_range_outside_one_region_is_refused(wrong: tuple[int, int, int]) -> None:
+    """Every way to leave a region is BOUNDS; the error has the range, and nothing was copied."""
+    small = regions_of(Region("a", 4096, 64))
+    large = Worker("b", 0, [Region("b", 0, 1 << 62)], [], [])
+    with FakeMemory([small, large]) as fake, pytest.raises(KVPlanError) as caught:
+        fake.move(small, large, [(4096, 64, 0), wrong], [(0, 64, 0), (64, wrong[1], 0)])
+    assert caught.value.code == "BOUNDS"
+    assert (caught.value.details["address"], caught.value.details["length"], caught.value.details["device"]) == wrong
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_more_than_the_system_can_map_is_an_error(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """2**62 cells are MEMORY when one is touched, however memory is mapped; where they can be, cells are zeros."""
+    monkeypatch.setattr("sys.platform", platform)
+    with FakeMemory([plain("a")]) as fake:
+        assert not fake.read(("a", 0), AT, 256).any()
+    with (
+        FakeMemory([regions_of(Region("a", 0, 1 << 62))]) as fake,
+        pytest.raises(KVPlanError, match=r"^MEMORY: cannot map the regions of a/0 as fake memory"),
+    ):
+        fake.read(("a", 0), 0, 1)
+
+
+def test_gigabytes_that_nobody_touches_cost_nothing() -> None:
+    """A region of 64 GiB is mapped at once, and only the touched cell's page is taken."""
+    with FakeMemory([regions_of(Region("a", 0, 1 << 36))]) as fake:
+        fake.write(("a", 0), 1 << 35, b"\7")
+        assert fake.read(("a", 0), (1 << 35) - 1, 3).tolist() == [0, 7, 0]
 
 
 def test_expand_walks_rows_of_any_stride() -> None:

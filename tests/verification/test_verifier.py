@@ -25,6 +25,7 @@ from kvplan import (
     plan_writes,
     verify,
 )
+from kvplan.verification import PROMISES, Report, Tail
 from tests.edits import Ranges, edited, edited_specs
 from tests.small import engine
 
@@ -51,23 +52,23 @@ def codes(report: Any) -> list[str]:
 
 
 def test_a_right_plan_is_verified() -> None:
-    """All promises hold, the bytes are counted, and the slots left alone are listed."""
+    """All promises hold, the bytes are counted, and the unused slots are listed."""
     report = report_of(reads())
     assert report.ok
     assert report.num_bytes == NUM_BYTES
     assert report.num_descriptors == sum(spec.num_descriptors for spec in reads().bind(**REQUEST))
-    assert report.promises == dict.fromkeys(("VALUE", "COVER", "DISJOINT", "BOUNDS", "OWN", "IDS"), True)
+    assert report.promises == dict.fromkeys(PROMISES, True)
     assert [str(tail) for tail in report.tails] == ["decode/0 attn [0, 1)", "decode/0 attn [11, 12)"]
 
 
-def test_slots_left_alone_are_told_in_spans() -> None:
-    """Those that follow each other are one tail, before the range and behind it."""
+def test_unused_slots_are_listed_as_intervals() -> None:
+    """Neighbouring unused slots are one tail, before the range and behind it."""
     tails = report_of(reads(), tokens=(2, 9)).tails
     assert [str(tail) for tail in tails] == ["decode/0 attn [0, 2)", "decode/0 attn [9, 12)"]
 
 
 def test_a_plan_that_moves_nothing_is_verified() -> None:
-    """No tensor at all: nothing is needed, and nothing is wrong."""
+    """Without tensors, nothing is needed and nothing is wrong."""
     plan = plan_reads(engine("decode")[0], engine("prefill"), not_transferred=["layers.0", "layers.1"])
     report = report_of(plan)
     assert report.ok
@@ -94,7 +95,7 @@ def split_heads(worker: Worker) -> Worker:
 
 @pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (True, True)])
 def test_tensors_in_several_views_and_digits_are_verified(ours: bool, theirs: bool) -> None:
-    """All coordinates of all views are looked for in the sources, also where an axis is made of digits."""
+    """All coordinates of all views are labelled in the sources, also if an axis consists of digits."""
     (destination,), (source,) = engine("decode", order="NH"), engine("prefill")
     plan = plan_reads(split_heads(destination) if ours else destination, [split_heads(source) if theirs else source])
     report = report_of(plan)
@@ -104,7 +105,7 @@ def test_tensors_in_several_views_and_digits_are_verified(ours: bool, theirs: bo
 
 @pytest.mark.parametrize(("heads", "swapped"), [(1 << 31, (0, 1)), (1 << 30, (0, 2))])
 def test_bytes_that_are_far_apart_have_labels_of_their_own(heads: int, swapped: tuple[int, int]) -> None:
-    """One head of very many: two positions whose bytes are 2**32 labels apart are not taken for each other."""
+    """Positions whose labels are 2**32 apart do not get the same label."""
 
     def worker(name: str) -> Worker:
         axes = (Axis("head", 0, 1, heads, 0), Axis("token", 0, 4, 4, 2))
@@ -121,14 +122,14 @@ def test_bytes_that_are_far_apart_have_labels_of_their_own(heads: int, swapped: 
 
 
 def test_an_empty_request_is_verified() -> None:
-    """Nothing to move is moved."""
+    """An empty range moves nothing, and all slots are unused."""
     report = report_of(reads(), tokens=(3, 3))
     assert report.ok
     assert (report.num_bytes, report.num_tail_slots) == (0, 12)
 
 
 def test_a_wrong_head_is_named_on_both_sides() -> None:
-    """Bytes of head 1 in the place of head 0: what should be there, what is, and where it came from."""
+    """Head 1 in place of head 0: the text says what belongs there, what is there, and where it was copied from."""
 
     def swap(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
         remote[[0, 1]] = remote[[1, 0]]
@@ -148,7 +149,7 @@ def test_a_wrong_head_is_named_on_both_sides() -> None:
 
 
 def test_the_last_of_two_copies_is_where_a_byte_is_from() -> None:
-    """A right byte that a later copy makes wrong is said to be that copy's."""
+    """If a later copy overwrites a right byte, the text names the later copy."""
 
     def swap(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
         remote[[0, 1]] = remote[[1, 0]]
@@ -161,7 +162,7 @@ def test_the_last_of_two_copies_is_where_a_byte_is_from() -> None:
 
 
 def test_a_byte_is_not_from_another_devices_copy() -> None:
-    """Regions at one address of two devices: where a byte was copied from is looked for on its own device."""
+    """With regions at one address on two devices, the copy of a byte is found on its own device."""
 
     def on_two_devices(worker: Worker) -> Worker:
         regions = [attrs.evolve(r, address=1 << 40, device_id=i) for i, r in enumerate(worker.regions)]
@@ -181,7 +182,7 @@ def test_a_byte_is_not_from_another_devices_copy() -> None:
 
 
 def test_a_dropped_descriptor_is_found() -> None:
-    """A byte that nobody writes breaks COVER, and is named."""
+    """A byte that no copy writes breaks COVER, and is named."""
     plan = edited(reads(), lambda local, remote: (local[1:], remote[1:]), REQUEST)
     report = report_of(plan)
     assert codes(report) == ["IDS", "COVER"]
@@ -201,7 +202,7 @@ def test_a_byte_written_twice_is_found() -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_range_outside_its_region_is_found(side: int) -> None:
-    """The copy of that pair is not carried out: BOUNDS, and its bytes are missing."""
+    """The copies of that pair are not carried out: BOUNDS fails, and their bytes are missing."""
 
     def leave(*ranges: Ranges) -> tuple[Ranges, Ranges]:
         ranges[side][0, 0] -= np.uint64(1 << 39)
@@ -213,7 +214,7 @@ def test_a_range_outside_its_region_is_found(side: int) -> None:
 
 
 def test_an_address_of_another_worker_is_named_as_that() -> None:
-    """What was to be read from one source is read at the addresses of another: the report says whose they are."""
+    """A read from one source at the addresses of another: the report names the worker that has them."""
     plan = reads()
     first, second = plan.bind(**REQUEST)
     (ours, theirs), (mine, others) = first.descriptors(), second.descriptors()
@@ -224,14 +225,14 @@ def test_an_address_of_another_worker_is_named_as_that() -> None:
     report = verify(plan, **REQUEST, copies=copies)
     assert codes(report) == ["BOUNDS", "BOUNDS", "COVER"]
     assert report.failures[0][1] == (
-        "at decode/0: cannot touch fake memory of prefill/0: expected every range in one region, got 16 bytes at "
+        "at decode/0: cannot touch fake memory of prefill/0: expected every range inside one region, got 16 bytes at "
         f"{others[0, 0]:#x} on device 0, which is layers.0 dim 0 head 2 kv 0 byte 0 in group attn block 9 slot 0, "
         f"address {others[0, 0]:#x} of prefill/1"
     )
 
 
 def test_an_address_that_several_workers_have_is_named_once() -> None:
-    """Two other sources keep their regions at one address: the first of them is named."""
+    """If two other sources have regions at one address, the first of them is named."""
     first, second, third, fourth = engine("prefill", 4)
     third, fourth = (attrs.evolve(worker, regions=second.regions) for worker in (third, fourth))
     (local,) = engine("decode", order="NH")
@@ -239,13 +240,13 @@ def test_an_address_that_several_workers_have_is_named_once() -> None:
     specs = plan.bind(**REQUEST)
     copies = {(local.key, spec.remote): spec.descriptors() for spec in specs}
     copies[local.key, first.key] = (specs[0].descriptors()[0], specs[1].descriptors()[1])
-    (told,) = (text for code, text in verify(plan, **REQUEST, copies=copies).failures if code == "BOUNDS")
-    assert told.count(", which is ") == 1
-    assert told.endswith(" of prefill/1")
+    (found,) = (text for code, text in verify(plan, **REQUEST, copies=copies).failures if code == "BOUNDS")
+    assert found.count(", which is ") == 1
+    assert found.endswith(" of prefill/1")
 
 
 def test_a_write_outside_the_requests_blocks_is_found() -> None:
-    """Right bytes, one copy too many, in a block of another request: OWN."""
+    """One extra copy of right bytes, to a block of another request, breaks OWN."""
 
     def stray(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
         extra = local[:1] + np.array([(256, 0, 0)], np.uint64)
@@ -258,7 +259,7 @@ def test_a_write_outside_the_requests_blocks_is_found() -> None:
 
 
 def test_a_write_to_a_slot_out_of_the_range_is_found() -> None:
-    """A slot of a visible block, but not of the token range, is not the request's to write."""
+    """A write to a slot of the request's blocks that is outside its range breaks OWN."""
     whole = reads().bind(**{**REQUEST, "tokens": (0, 11)})
     report = report_of(edited_specs(reads(), *whole))
     assert codes(report) == ["OWN"]
@@ -268,7 +269,7 @@ def test_a_write_to_a_slot_out_of_the_range_is_found() -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_shift_by_one_byte_is_found(side: int) -> None:
-    """One byte off in source or destination is wrong."""
+    """A copy that is one byte off, in source or destination, is wrong."""
 
     def shift(*ranges: Ranges) -> tuple[Ranges, Ranges]:
         ranges[side][0, 0] += np.uint64(1)
@@ -278,8 +279,8 @@ def test_a_shift_by_one_byte_is_found(side: int) -> None:
     assert "VALUE" in codes(report)
 
 
-def test_bytes_of_no_needed_position_are_told_from_missing_ones() -> None:
-    """What was copied from a slot outside the range is wrong, not missing, and where it came from is said."""
+def test_bytes_from_outside_the_request_are_wrong_and_not_missing() -> None:
+    """Bytes from a slot outside the range are wrong, not missing, and the text says where they came from."""
 
     def from_slot_0(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
         first = np.flatnonzero(remote[:, 0] == (1 << 40) + 2 * 128 + 16)
@@ -290,22 +291,22 @@ def test_bytes_of_no_needed_position_are_told_from_missing_ones() -> None:
     assert codes(report) == ["IDS", "VALUE"]
     assert "16 bytes wrong" in report.failures[1][1]
     assert "of position 1 (" in report.failures[1][1]
-    assert "holds position 0, no part of the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
+    assert "holds position 0 outside the request, copied from layers.0 dim 0 head 0" in report.failures[1][1]
     assert "block 2 slot 0" in report.failures[1][1]
 
 
 def test_blocks_paired_by_list_head_are_found() -> None:
-    """A destination that has a prefix already must not get the prefix's bytes again."""
+    """A destination that already has a prefix must not get the bytes of the prefix."""
     request = {**REQUEST, "local": {"attn": Blocks([3, 5], first=1)}, "tokens": (4, 11)}
     unaware = reads().bind(**{**REQUEST, "local": {"attn": Blocks([3, 5])}, "tokens": (0, 7)})
     report = verify(edited_specs(reads(), *unaware), **request)
     assert codes(report) == ["VALUE"]
     assert "of position 4 (" in report.failures[0][1]
-    assert "holds position 0, no part of the request" in report.failures[0][1]
+    assert "holds position 0 outside the request" in report.failures[0][1]
 
 
 def test_heads_that_are_not_needed_are_no_other_position() -> None:
-    """What another destination worker needs of the same positions is no part of this one's request."""
+    """Heads that only another destination worker needs are outside the request of this one."""
 
     def two_heads_on(local: Ranges, remote: Ranges) -> tuple[Ranges, Ranges]:
         remote[:, 0] += np.uint64(2 * 4 * 16)
@@ -313,7 +314,7 @@ def test_heads_that_are_not_needed_are_no_other_position() -> None:
 
     plan = plan_reads(engine("decode", tp=2)[0], engine("prefill"))
     report = report_of(edited(plan, two_heads_on, REQUEST))
-    assert "holds what is no part of the request, copied from layers.0 dim 0 head 2" in report.failures[1][1]
+    assert "holds bytes outside the request, copied from layers.0 dim 0 head 2" in report.failures[1][1]
 
 
 def test_tensors_paired_by_place_are_found() -> None:
@@ -331,7 +332,7 @@ def test_tensors_paired_by_place_are_found() -> None:
 
 
 def test_ids_that_disagree_with_the_descriptors_are_found() -> None:
-    """Right descriptors do not hide wrong ids: those are what a transfer library gets."""
+    """Wrong ids are found although the descriptors are right: a transfer library gets the ids."""
     plan = reads()
     specs = list(plan.bind(**REQUEST))
     whole = edited(plan, lambda local, remote: (local, remote), REQUEST)
@@ -363,7 +364,7 @@ def test_writes_are_verified_together() -> None:
 
 
 def test_one_of_two_writers_is_verified_without_cover() -> None:
-    """Half of the bytes are right, and nobody says that the rest is missing."""
+    """Half of the bytes are right, and the rest is not reported as missing."""
     sources = engine("prefill", 2)
     plan = plan_writes(sources[0], engine("decode"), sources[1:])
     report = verify(plan, local=REQUEST["remote"], remote=REQUEST["local"], tokens=REQUEST["tokens"])
@@ -373,7 +374,7 @@ def test_one_of_two_writers_is_verified_without_cover() -> None:
 
 
 def test_one_of_two_writers_must_not_stray() -> None:
-    """OWN and VALUE are checked for a part of the writers too."""
+    """OWN and VALUE are checked even if only some writers are given."""
     sources = engine("prefill", 2)
     request = {"local": REQUEST["remote"], "remote": REQUEST["local"], "tokens": REQUEST["tokens"]}
     plan = plan_writes(sources[0], engine("decode"), sources[1:])
@@ -404,7 +405,7 @@ def test_a_mesh_is_verified_worker_by_worker() -> None:
 
 
 def test_tensors_not_transferred_are_not_needed() -> None:
-    """What the caller excludes is neither needed nor covered."""
+    """An excluded tensor is not needed."""
     (destination,) = engine("decode")
     plan = plan_reads(destination, engine("prefill"), not_transferred=["layers.1"])
     report = report_of(plan)
@@ -437,7 +438,7 @@ def test_states_count_by_block(tokens: Any, states: int) -> None:
 
 
 def test_a_request_that_bind_refuses_is_refused() -> None:
-    """Verification begins where binding ends; a group that no worker has is refused as bind does."""
+    """A request that bind refuses raises the same error, also for a group that no worker has."""
     with pytest.raises(KVPlanError) as caught:
         report_of(reads(), tokens=(0, 99))
     assert caught.value.code == "BLOCKS"
@@ -447,7 +448,7 @@ def test_a_request_that_bind_refuses_is_refused() -> None:
 
 
 def test_two_destinations_of_one_name_are_refused() -> None:
-    """Plans verified together must mean the same worker by the same label."""
+    """Plans that are verified together must agree on each destination worker."""
     other = plan_reads(engine("decode", blocks=11)[0], engine("prefill"))
     with pytest.raises(KVPlanError) as caught:
         verify([reads(), other], **REQUEST)
@@ -455,25 +456,25 @@ def test_two_destinations_of_one_name_are_refused() -> None:
 
 
 def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
-    """Attention and states over one pool, with a block that both list: no transfer can make both right."""
+    """If attention and states share a pool and list the same block, no transfer can make both right."""
     model = Model.shipped("granite-4.0-h-tiny")
     destinations, sources = model.engine("d", shared=True, num_blocks=9), model.engine("s", num_blocks=9)
     tables = {"attn": Blocks([1, 2, 3, 4]), "state": Blocks([1])}
     report = verify(plan_mesh(destinations, sources), local=tables, remote=tables, tokens={"attn": (0, 50)})
-    assert re.search(r": [1-9]\d+ bytes called for by two groups, whose blocks share memory", str(report))
+    assert re.search(r": [1-9]\d+ bytes needed by two groups, whose blocks share memory", str(report))
     assert set(codes(report)) == {"VALUE", "DISJOINT"}
 
 
 def test_a_region_too_large_to_map_is_an_error() -> None:
-    """What this machine cannot hold is not said to be wrong: no report is better than one of nothing."""
+    """If this machine cannot map a region, verify raises MEMORY instead of reporting a failure."""
     (destination,) = engine("decode", layers=1)
     large = attrs.evolve(destination, regions=[attrs.evolve(destination.regions[0], size_bytes=1 << 60)])
-    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena of fake memory"):
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map the regions of decode/0 as fake memory"):
         report_of(plan_reads(large, engine("prefill", layers=1)))
 
 
 def test_a_copy_into_a_region_too_large_to_map_is_an_error() -> None:
-    """What cannot be carried out for want of memory is no fault of the plan's bounds."""
+    """A copy that fails because memory cannot be mapped raises MEMORY, and is not a BOUNDS failure."""
     (destination,) = engine("decode", order="NH")
     more = attrs.evolve(destination, regions=[*destination.regions, Region("more", 1 << 62, 1 << 60)])
 
@@ -481,18 +482,19 @@ def test_a_copy_into_a_region_too_large_to_map_is_an_error() -> None:
         local[0, 0] = 1 << 62
         return local, remote
 
-    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map an arena of fake memory"):
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot map the regions of decode/0 as fake memory"):
         report_of(edited(plan_reads(more, engine("prefill")), stray, REQUEST))
 
 
 def test_ids_that_are_no_pairs_are_found() -> None:
-    """A list of ids that is shorter on one side has no meaning, and moves nothing."""
+    """If one side has fewer ids, nothing moves."""
     (mine,), (other,) = engine("d"), engine("p")
     plan = plan_reads(mine, [other])
     (spec,) = plan.bind(**REQUEST)
     report = verify(edited_specs(plan, attrs.evolve(spec, remote_ids=spec.remote_ids[:-1])), **REQUEST)
     assert codes(report) == ["IDS", "COVER"]
-    assert f"{len(spec.local_ids)} local ids, {len(spec.local_ids) - 1} remote ones" in str(report)
+    ids = len(spec.local_ids)
+    assert f"IDS: at d/0: copy from p/0: {ids} local ids and {ids - 1} remote ids do not pair\n" in str(report)
 
 
 def on_one_address(worker: Worker) -> Worker:
@@ -520,7 +522,7 @@ def report_of_copies(plan: TransferPlan, local: Ranges, remote: Ranges) -> Any:
 
 
 def test_a_wrong_byte_inside_a_copy_is_named_where_it_is() -> None:
-    """Layer 1, of the second device, behind the region's start: the last byte of a copy is the wrong one."""
+    """The last byte of a copy is wrong, in layer 1, on the second device, behind the start of its region."""
     destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
     plan = plan_reads(destination, [source])
     local, remote = copies_of(plan)
@@ -540,7 +542,7 @@ def test_a_wrong_byte_inside_a_copy_is_named_where_it_is() -> None:
 
 
 def test_a_byte_is_not_from_the_copy_before_it() -> None:
-    """Copies that touch, the later one in memory first: a wrong byte at its start is told as its own."""
+    """Of two copies that touch, a wrong first byte of the second is reported as that copy's."""
     destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
     plan = plan_reads(destination, [source])
     local, remote = copies_of(plan)
@@ -556,7 +558,7 @@ def test_a_byte_is_not_from_the_copy_before_it() -> None:
 
 
 def test_the_first_stray_byte_of_a_copy_is_named() -> None:
-    """A copy that is one slot too long: what it needs to write is left out of what it is blamed for."""
+    """Of a copy that is one slot too long, only the bytes behind the request are reported."""
     destination, source = map(on_one_address, (*engine("decode"), *engine("prefill")))
     plan = plan_reads(destination, [source])
     local, remote = copies_of(plan)
@@ -570,7 +572,7 @@ def test_the_first_stray_byte_of_a_copy_is_named() -> None:
 
 
 def test_a_fault_behind_many_right_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells are compared some at a time, and those of the last positions too."""
+    """Cells are compared in chunks, including the last positions."""
     monkeypatch.setattr("kvplan.verification.labels.CHUNK_CELLS", 1)
     (destination,), (source,) = engine("decode"), engine("prefill")
     plan = plan_reads(destination, [source])
@@ -581,3 +583,28 @@ def test_a_fault_behind_many_right_bytes_is_found(monkeypatch: pytest.MonkeyPatc
     report = report_of_copies(plan, local, remote)
     assert codes(report) == ["COVER"]
     assert "1 byte missing, first: layers.1 dim 3 head 3 kv 1 byte 1 of position 10 " in report.failures[0][1]
+
+
+def test_a_report_without_failures_is_one_true_line() -> None:
+    """It has the bytes, descriptors, workers, unused slots and promises."""
+    report = Report(1, 2, 1, ("VALUE", "COVER"), tails=(Tail("decode/0", "attn", 5, 8),))
+    assert report
+    assert report.ok
+    assert str(report) == "verified: 1 byte in 2 descriptors to 1 worker, 3 unused slots; VALUE, COVER hold"
+    assert report.promises == {"VALUE": True, "COVER": True}
+
+
+def test_a_report_with_failures_lists_them() -> None:
+    """Each failure is a line that begins with its code."""
+    report = Report(8, 1, 2, ("VALUE", "OWN"), failures=(("OWN", "at decode/0: far off"),))
+    assert not report
+    assert str(report) == "not verified: 8 bytes in 1 descriptor to 2 workers\nOWN: at decode/0: far off"
+    assert report.promises == {"VALUE": True, "OWN": False}
+
+
+def test_reports_of_several_workers_add_up() -> None:
+    """Numbers are sums; a promise counts as checked only if it was checked for every worker."""
+    one, other = Report(4, 1, 1, ("VALUE", "COVER")), Report(8, 2, 1, ("VALUE", "OWN"), (("OWN", "far off"),))
+    both = Report.of([one, other])
+    assert (both.num_bytes, both.num_descriptors, both.num_workers) == (12, 3, 2)
+    assert (both.checked, both.failures) == (("VALUE",), (("OWN", "far off"),))

@@ -36,7 +36,7 @@ def test_a_request_from_two_engines_is_verified_as_one():
 
 
 def test_positions_between_the_parts_are_missing():
-    """What no part moves of the whole range breaks COVER."""
+    """A position of the range that no part moves breaks COVER."""
     parts = two_sources([(0, 9), (10, 24)])
     report = verify_together(parts, tokens=(0, 24))
     assert codes(report) == ["COVER"]
@@ -46,7 +46,7 @@ def test_positions_between_the_parts_are_missing():
 
 @pytest.mark.parametrize("tokens", [(0, 26), {"attn": (0, 26)}])
 def test_positions_that_no_part_has_a_block_for_are_counted(tokens):
-    """A range beyond all tables breaks COVER, tensor by tensor, with how much is left out and where it begins."""
+    """A range beyond all tables breaks COVER for each tensor: with the number of positions, and the first."""
     report = verify_together(two_sources([(0, 10), (10, 24)]), tokens=tokens)
     assert report.failures == tuple(
         ("COVER", f"at d/0: 2 positions of layers.{i} without a block, first: 24") for i in (0, 1)
@@ -59,7 +59,7 @@ def test_positions_that_two_parts_move_are_written_twice():
 
 
 def test_a_part_beyond_the_range_writes_what_is_not_the_request_s():
-    """A range that the parts overstep breaks OWN."""
+    """A part that writes beyond the range breaks OWN."""
     assert codes(verify_together(two_sources([(0, 10), (10, 24)]), tokens=(0, 20))) == ["OWN"]
 
 
@@ -82,7 +82,7 @@ def test_chunks_of_a_prompt_are_verified_as_one(turn):
 
 
 def test_a_part_needs_its_own_tensors_only():
-    """Layers that come from engines of their own, each with a range of its own, are whole where their part is."""
+    """Layers from different engines, each with its own range, need only the range of their part."""
     (mine,), first, second = engine("d"), engine("p0", tp=2), engine("p1", tokens=6)
     table = Blocks([3, 9, 4])
     parts = [
@@ -96,7 +96,7 @@ def test_a_part_needs_its_own_tensors_only():
 
 
 def test_parts_must_agree_on_the_destination_s_blocks():
-    """Two blocks for one ordinal are no request."""
+    """Two different blocks for one ordinal are refused."""
     (mine,), (other,) = engine("d"), engine("p")
     plan = plan_reads(mine, [other])
     parts = [part(plan, Blocks([3]), Blocks([1]), (0, 2)), part(plan, Blocks([4]), Blocks([1]), (2, 4))]
@@ -107,7 +107,7 @@ def test_parts_must_agree_on_the_destination_s_blocks():
 
 
 def test_a_part_of_a_wrong_position_is_found():
-    """Each source is filled by its own table: copies from the wrong blocks of it are wrong bytes."""
+    """Each source is labelled by its own block table, so copies from other blocks are wrong bytes."""
     parts = two_sources([(0, 10), (10, 24)])
     plan, request = parts[1]
 
@@ -123,8 +123,8 @@ def test_a_part_of_a_wrong_position_is_found():
     assert codes(verify_together([parts[0], (Shifted(), request)], tokens=(0, 24))) == ["VALUE"]
 
 
-def test_turns_go_both_ways():
-    """A conversation's first turn is read from one engine, the answer written back by the other: each is whole."""
+def test_both_directions_are_verified_together():
+    """A prompt is read from one engine and the answer is written back: both directions are verified together."""
     prefill, decode = engine("p", tp=2, tokens=6), engine("d")
     there = part(plan_mesh(decode, prefill), Blocks([3, 9, 4]), Blocks([8, 6]), (0, 11))
     back = part(plan_mesh(prefill, decode), Blocks([8, 6, 2, 4]), Blocks([3, 9, 4, 7, 1]), (11, 20))
@@ -134,7 +134,7 @@ def test_turns_go_both_ways():
 
 
 def test_a_part_takes_the_arguments_of_bind():
-    """Anything else is a mistake in the call."""
+    """An unknown argument raises TypeError."""
     (plan,) = plan_mesh(engine("d"), engine("p")).plans
     with pytest.raises(TypeError, match="token"):
         verify_together([(plan, {"local": {}, "remote": {}, "token": (0, 1)})])
