@@ -16,7 +16,6 @@ import itertools
 import mmap
 import sys
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -103,9 +102,7 @@ class FakeMemory:
     def __enter__(self) -> FakeMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -131,13 +128,10 @@ class FakeMemory:
         key = self._key(worker)
         region = next((region for region in self._cells[key].worker.regions if region.name == view.region), None)
         if region is None or view.end_bytes > region.size_bytes:
-            raise KVPlanError(
-                "BOUNDS",
-                f"place view {view.name!r} in fake memory of {label_of(key)}",
-                expected=f"a region {view.region!r} of at least {view.end_bytes} bytes",
-                got="none" if region is None else f"{region.size_bytes} bytes",
-                region=view.region,
-            )
+            what = f"place view {view.name!r} in fake memory of {label_of(key)}"
+            expected = f"a region {view.region!r} of at least {view.end_bytes} bytes"
+            got = "none" if region is None else f"{region.size_bytes} bytes"
+            raise KVPlanError("BOUNDS", what, expected=expected, got=got, region=view.region)
         return self._slice(key, region.address, region.size_bytes, region.device_id)
 
     def array(self, worker: Worker | Key, view: View) -> Cells:

@@ -33,8 +33,7 @@ KeyPair = tuple[Key, Key]
 """The keys of a local and a remote worker."""
 
 RangePair = tuple[ByteRanges, ByteRanges]
-"""Ranges of both workers, (n, 3) each: address, length, device. The nth of one side is copied to or from the nth of
-the other."""
+"""Ranges of both workers, equally many: the nth of one side is copied to or from the nth of the other."""
 
 NOTHING: Final[RangePair] = (np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64))
 
@@ -62,9 +61,9 @@ def copies_of(spec: ReadSpec) -> tuple[RangePair, str]:
         return NOTHING, f"{ids} do not pair"
     try:
         by_ids = expand(spec.local_table.rows, spec.local_ids), expand(spec.remote_table.rows, spec.remote_ids)
+        sides = spec.descriptors()
     except KVPlanError as error:
         return NOTHING, str(error)
-    sides = spec.descriptors()
     if np.array_equal(_joined(*sides), _joined(*by_ids)):
         return sides, ""
     ids, descriptors = count(len(spec.local_ids), "id"), count(len(sides[0]), "descriptor")
@@ -73,6 +72,7 @@ def copies_of(spec: ReadSpec) -> tuple[RangePair, str]:
 
 def _joined(local: ByteRanges, remote: ByteRanges) -> ByteRanges:
     """Paired ranges, (n, 6), by local device and address, joined where they continue each other on both sides."""
+    # Rows: local address, length, device, then remote address, length, device.
     pairs = np.concatenate([local, remote], axis=1)[np.lexsort((local[:, 0], local[:, 2]))]
     ends = pairs[:, [0, 3]] + pairs[:, [1, 4]]
     continues = (pairs[1:, [0, 3]] == ends[:-1]).all(1) & (pairs[1:, [2, 5]] == pairs[:-1, [2, 5]]).all(1)
