@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvplan import KVPlanError, Model, plan_mesh
-from kvplan.cli.advice import Advice, Option, advise, changes
+from kvplan.cli.advise import Advice, Suggestion, advise, changes
 from kvplan.cli.matrix import shortened
-from kvplan.cli.sides import Side
-from kvplan.plan.cost import Cost
+from kvplan.cli.sides import EngineOptions
+from kvplan.plan import Cost
 
 TINY = Model.from_config(
     {
@@ -20,22 +20,22 @@ TINY = Model.from_config(
     }
 )
 HYBRID = shortened(Model.shipped("granite-4.0-h-tiny"))
-PLAIN = Side()
+PLAIN = EngineOptions()
 
 
 def cost(src: str, dst: str, tokens: int = 100) -> Cost:
     """What a plan between two sides costs."""
     sources, destinations = (
-        Side.parse(side, name).engine(TINY, name, 4096) for name, side in (("src", src), ("dst", dst))
+        EngineOptions.parse(side, name).engine(TINY, name, 4096) for name, side in (("src", src), ("dst", dst))
     )
     return plan_mesh(destinations, sources).cost(tokens)
 
 
 def advice(src: str, dst: str, tokens: int = 100) -> Advice:
-    return advise(TINY, Side.parse(src, "src"), Side.parse(dst, "dst"), tokens)
+    return advise(TINY, EngineOptions.parse(src, "src"), EngineOptions.parse(dst, "dst"), tokens)
 
 
-def keys(model: Model, side: Side = PLAIN, other: Side = PLAIN) -> list[str]:
+def keys(model: Model, side: EngineOptions = PLAIN, other: EngineOptions = PLAIN) -> list[str]:
     """The changes of a side."""
     return [change for change, _ in changes(model, side, other)]
 
@@ -50,9 +50,9 @@ def test_changes_are_those_that_mean_something_to_a_model() -> None:
 
 def test_the_other_sides_block_is_tried() -> None:
     """Whatever block the other side has is a change worth trying, auto as well."""
-    assert "block=48" in keys(TINY, other=Side(block=48))
-    assert "block=auto" in keys(HYBRID, other=Side(block=None))
-    assert "block=auto" not in keys(HYBRID, Side(block=None), Side(block=None))
+    assert "block=48" in keys(TINY, other=EngineOptions(block=48))
+    assert "block=auto" in keys(HYBRID, other=EngineOptions(block=None))
+    assert "block=auto" not in keys(HYBRID, EngineOptions(block=None), EngineOptions(block=None))
 
 
 def test_every_figure_is_that_of_a_plan() -> None:
@@ -62,12 +62,12 @@ def test_every_figure_is_that_of_a_plan() -> None:
     assert found.now.cost.lengths == cost(src, dst).lengths
     assert found.options
     for option in found.options:
-        for named in (option.changes, *option.alike):
-            sides = {"src": Side.parse(src, "src"), "dst": Side.parse(dst, "dst")}
+        for named in (option.changes, *option.same_cost):
+            sides = {"src": EngineOptions.parse(src, "src"), "dst": EngineOptions.parse(dst, "dst")}
             for side, change in named.items():
                 key, _, value = change.partition("=")
                 kept = [part for part in str(sides[side]).split(",") if not part.startswith(f"{key}=")]
-                sides[side] = Side.parse(",".join([*kept, f"{key}={value}"]), side)
+                sides[side] = EngineOptions.parse(",".join([*kept, f"{key}={value}"]), side)
             assert option.cost.lengths == cost(str(sides["src"]), str(sides["dst"])).lengths
 
 
@@ -91,7 +91,7 @@ def test_a_pair_that_is_no_better_is_not_told() -> None:
 
 def test_changes_that_cost_the_same_are_one_line() -> None:
     """Changes of one side with the same figures are folded, keys in words and values behind each other."""
-    option = Option({"src": "layout=BLHNC"}, cost("", ""), ({"src": "layout=LBHNC"}, {"src": "block=64"}))
+    option = Suggestion({"src": "layout=BLHNC"}, cost("", ""), ({"src": "layout=LBHNC"}, {"src": "block=64"}))
     assert str(option) == "src layout=BLHNC/LBHNC or block=64"
     for name in ("src", "dst"):
         alone = [option for option in advice("tp=2,layout=LBNHC", "").options if option.changes.keys() == {name}]
@@ -103,8 +103,8 @@ def test_what_helps_is_told_and_what_is_now_last() -> None:
     """At most a dozen lines have what takes fewer descriptors, then what there is now."""
     found = advice("tp=2,layout=LBNHC", "")
     heading, *lines = str(found).splitlines()
-    assert heading.split() == ["descriptors", "fewer", "mostly", "of", "rows", "change"]
-    assert lines[-1].endswith("as it is")
+    assert heading.split() == ["descriptors", "fewer", "size", "rows", "change"]
+    assert lines[-1].endswith("no change")
     assert len(lines) == len(found.helpful) + 1 < 12
     best = found.options[0].cost.num_descriptors
     assert lines[0].split()[:2] == [f"{best:,}", f"{found.now.cost.num_descriptors / best:.4g}x"]
@@ -114,7 +114,7 @@ def test_where_nothing_helps_that_is_said() -> None:
     """Where both engines keep a request's blocks whole, no change makes one descriptor fewer."""
     found = advice("layout=BLNHC,block=128", "layout=BLNHC,block=128")
     assert found.helpful == ()
-    assert str(found).splitlines()[-1] == f"Nothing helps, of {len(found.options)} changes."
+    assert str(found).splitlines()[-1] == f"No change helps ({len(found.options)} tried)."
 
 
 def test_a_change_that_changes_nothing_is_no_option() -> None:
@@ -131,7 +131,7 @@ def test_a_change_that_changes_nothing_is_no_option() -> None:
     assert "layout=LHBNC" in keys(model)
     found = advise(model, PLAIN, PLAIN, 100)
     told = [
-        change for option in found.options for named in (option.changes, *option.alike) for change in named.values()
+        change for option in found.options for named in (option.changes, *option.same_cost) for change in named.values()
     ]
     assert "layout=LBNHC" in told
     assert "layout=LHBNC" not in told
@@ -140,7 +140,7 @@ def test_a_change_that_changes_nothing_is_no_option() -> None:
 
 def test_what_cannot_be_is_refused_with_its_reason() -> None:
     """A change that a side's other words rule out is left out, with the reason, and the others are planned."""
-    found = advise(HYBRID, Side(shared=True), Side(shared=True), 16)
+    found = advise(HYBRID, EngineOptions(shared=True), EngineOptions(shared=True), 16)
     refused = {tuple(changed.items()): reason for changed, reason in found.refused}
     assert refused[("src", "layout=BHLNC"),].startswith("LAYOUT: cannot lay pools")
     assert found.options
@@ -149,11 +149,11 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
 def test_a_pair_of_sides_that_cannot_be_is_an_error() -> None:
     """What can't be planned without any change is refused as planning refuses it."""
     with pytest.raises(KVPlanError, match="LAYOUT: cannot spread positions"):
-        advise(TINY, Side(tp=4, dcp=2), Side(), 10)
+        advise(TINY, EngineOptions(tp=4, dcp=2), EngineOptions(), 10)
 
 
-def test_usual_bytes_are_where_most_bytes_are() -> None:
+def test_main_size_are_where_most_bytes_are() -> None:
     """Many short descriptors at a request's end do not hide that nearly all bytes move in long ones."""
-    option = Option({}, cost("", "", 1000))
-    assert option.usual_bytes == max(option.cost.lengths)
-    assert Option({}, cost("", "", 0)).usual_bytes == 0
+    option = Suggestion({}, cost("", "", 1000))
+    assert option.main_size == max(option.cost.lengths)
+    assert Suggestion({}, cost("", "", 0)).main_size == 0

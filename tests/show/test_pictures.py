@@ -1,8 +1,7 @@
-"""show and ``kvplan show``: one function for pictures, and a command that prints or writes them."""
+"""show: pictures of workers and plans, as text, SVG and files; those of the documentation are current."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +17,6 @@ from tests.small import engine
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 COMMANDS = [(command, output) for command, output, _ in commands(PICTURES / "README.md")]
-SMALL = ("show", "qwen3-0.6b", "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
 
 
 def test_a_picture_is_text_and_svg() -> None:
@@ -102,36 +100,6 @@ def test_an_about_is_one_line() -> None:
         show(engine("p")[0], about="a\x00b")
 
 
-def test_the_command_draws_both_sides_and_the_plan(cli: Cli) -> None:
-    """Without options it prints a block of a source, a block of the destination, and which bytes go where."""
-    run = cli(*SMALL, "--rank", "3")
-    assert (run.status, run.err) == (0, "")
-    title, *rest = run.out.splitlines()
-    assert title == "qwen3-0.6b, tp=2,layout=LBNHC -> tp=4,block=8"
-    headings = [line for line in rest if re.match(r"One block of|dst/3 reads", line)]
-    assert headings == ["One block of src/1", "One block of dst/3", "dst/3 reads from src/1"]
-    assert "layers.0-27.attn" in rest
-
-
-def test_the_command_writes_a_picture(cli: Cli, tmp_path: Path) -> None:
-    """--svg writes the picture of the plan and says so in one line, but for one JSON document where that is asked."""
-    path = tmp_path / "plan.svg"
-    run = cli(*SMALL, "--svg", str(path))
-    assert (run.status, run.out, run.err) == (0, f"wrote {path}: dst/0 reads from src/0\n", "")
-    assert ElementTree.parse(path).getroot().get("class") == "kvplan"
-    path.unlink()
-    assert json.loads(cli(*SMALL, "--svg", str(path), "--json").out)["worker"] == "dst/0"
-    assert path.exists()
-
-
-@pytest.mark.parametrize("columns", ["60", "100"])
-def test_the_command_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    """Drawings are as wide as the terminal is, and no wider."""
-    monkeypatch.setenv("COLUMNS", columns)
-    rows = [line for line in cli(*SMALL).out.splitlines() if "│" in line]
-    assert int(columns) - 20 < max(map(len, rows)) <= int(columns)
-
-
 def test_a_picture_is_saved_by_the_ending_of_its_name(tmp_path: Path) -> None:
     """The SVG or the text is written, in UTF-8, to a path in either form."""
     picture = show(engine("prefill")[0])
@@ -160,41 +128,6 @@ def test_a_picture_is_saved_nowhere_else(
     with pytest.raises(KVPlanError, match=f"^{re.escape(message)}"):
         show(engine("prefill")[0]).save(path)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_as_json(cli: Cli) -> None:
-    """--json has every copy of what is drawn, with both ends."""
-    document = json.loads(cli(*SMALL, "--json").out)
-    assert (document["model"], document["src"], document["worker"]) == ("qwen3-0.6b", "tp=2,layout=LBNHC", "dst/0")
-    (panel,) = document["panels"]
-    assert (panel["layers"], panel["tokens"], len(panel["copies"])) == (28, [0, 16], 32)
-    assert panel["copies"][1] == {
-        "what": "layers.0.attn: head [0, 1) of 8, position [1, 2), kv [0, 2) of 2, dim [0, 128) of 128",
-        "bytes": 512,
-        "descriptor_bytes": 512,
-        "src": {"worker": "src/0", "block": 0, "block_id": 0, "region": "layers.0.attn", "offset": 2048},
-        "dst": {"worker": "dst/0", "block": 0, "block_id": 0, "region": "layers.0.attn", "offset": 512},
-    }
-
-
-@pytest.mark.parametrize(
-    "arguments, start",
-    [
-        (("--rank", "4"), "RANGE: cannot read --rank"),
-        (("--rank", "x"), "TYPE: cannot read --rank"),
-        (
-            ("--svg", "plan.png"),
-            "NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'plan.png'",
-        ),
-        (("--svg", "/no/plan.svg"), "NAME: cannot save a picture: expected a path that can be written to, got '/no/p"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(cli: Cli, arguments: tuple[str, ...], start: str) -> None:
-    """A bad rank and a bad path are refused with one line and exit status 2."""
-    run = cli(*SMALL, *arguments)
-    assert (run.status, run.out) == (2, "")
-    assert run.err.startswith(start)
-    assert run.err.count("\n") == 1
 
 
 def test_pictures_of_the_documentation_are_what_its_code_writes(
