@@ -32,7 +32,7 @@ TOKEN, KV, STEP, GROUPS, HYBRID = "token", "kv", "step", "groups", "hybrid"
 
 @attrs.frozen
 class Mismatch:
-    """What two engines differ in, and the options of both. ``{rest}`` stands for the number of layers minus one.
+    """What two engines differ in, and the options of both. ``{rest}`` is the number of layers minus one.
 
     ``needs`` is what a model must have. ``bits``, if given, quantizes K and V.
     """

@@ -1,4 +1,4 @@
-"""Advice: what is planned, what is told, and that every figure is a plan's."""
+"""Advice: which changes are planned, what is printed, and that every figure is the cost of a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = EngineOptions()
 
 
 def cost(src: str, dst: str, tokens: int = 100) -> Cost:
-    """What a plan between two sides costs."""
+    """The cost of a plan between two engines."""
     sources, destinations = (
         EngineOptions.parse(side, name).engine(TINY, name, 4096) for name, side in (("src", src), ("dst", dst))
     )
@@ -36,27 +36,27 @@ def advice(src: str, dst: str, tokens: int = 100) -> Advice:
 
 
 def keys(model: Model, side: EngineOptions = PLAIN, other: EngineOptions = PLAIN) -> list[str]:
-    """The changes of a side."""
+    """The changes of an engine."""
     return [change for change, _ in changes(model, side, other)]
 
 
-def test_changes_are_those_that_mean_something_to_a_model() -> None:
-    """Latents have no kv form and attention no convolution; no change is what the side has already."""
+def test_changes_are_those_that_make_sense_for_a_model() -> None:
+    """Latents have no kv form and attention has no convolution; no change is what the engine has already."""
     assert {change.partition("=")[0] for change in keys(TINY)} == {"layout", "kv", "block"}
     assert {change.partition("=")[0] for change in keys(Model.shipped("deepseek-v3"))} == {"layout", "block"}
     assert {change.partition("=")[0] for change in keys(Model.shipped("falcon-mamba-7b"))} == {"layout", "conv"}
     assert not {"layout=LBHNC", "kv=content", "block=16", "conv=DS"} & {*keys(TINY), *keys(HYBRID)}
 
 
-def test_the_other_sides_block_is_tried() -> None:
-    """Whatever block the other side has is a change worth trying, auto as well."""
+def test_the_other_engines_block_size_is_tried() -> None:
+    """The block size of the other engine is one of the changes, also if it is auto."""
     assert "block=48" in keys(TINY, other=EngineOptions(block=48))
     assert "block=auto" in keys(HYBRID, other=EngineOptions(block=None))
     assert "block=auto" not in keys(HYBRID, EngineOptions(block=None), EngineOptions(block=None))
 
 
 def test_every_figure_is_that_of_a_plan() -> None:
-    """Each option costs what its sides cost when they are planned, and so do all options said to be alike."""
+    """Each suggestion costs what a plan of its engines costs, and so do the changes of the same cost."""
     src, dst = "tp=2,layout=LBNHC", "block=32"
     found = advice(src, dst)
     assert found.now.cost.lengths == cost(src, dst).lengths
@@ -66,13 +66,13 @@ def test_every_figure_is_that_of_a_plan() -> None:
             sides = {"src": EngineOptions.parse(src, "src"), "dst": EngineOptions.parse(dst, "dst")}
             for side, change in named.items():
                 key, _, value = change.partition("=")
-                kept = [part for part in str(sides[side]).split(",") if not part.startswith(f"{key}=")]
-                sides[side] = EngineOptions.parse(",".join([*kept, f"{key}={value}"]), side)
+                others = [part for part in str(sides[side]).split(",") if not part.startswith(f"{key}=")]
+                sides[side] = EngineOptions.parse(",".join([*others, f"{key}={value}"]), side)
             assert option.cost.lengths == cost(str(sides["src"]), str(sides["dst"])).lengths
 
 
 def test_options_are_in_order_and_the_best_pair_is_first() -> None:
-    """With heads inside tokens on both sides, no change of one helps as much as the right one of both."""
+    """With heads inside tokens on both engines, no single change helps as much as the best pair."""
     found = advice("tp=2,layout=LBNHC", "layout=LBNHC")
     numbers = [option.cost.num_descriptors for option in found.options]
     assert numbers == sorted(numbers)
@@ -81,8 +81,8 @@ def test_options_are_in_order_and_the_best_pair_is_first() -> None:
     assert numbers[0] < numbers[1]
 
 
-def test_a_pair_that_is_no_better_is_not_told() -> None:
-    """Where one change does all that can be done, no second one is asked for."""
+def test_a_pair_that_is_no_better_is_left_out() -> None:
+    """If one change does all that can be done, no pair is suggested."""
     found = advice("layout=BLNHC,block=100", "layout=BLNHC,block=16")
     best = found.options[0]
     assert best.cost.num_descriptors == 1
@@ -90,7 +90,7 @@ def test_a_pair_that_is_no_better_is_not_told() -> None:
 
 
 def test_changes_that_cost_the_same_are_one_line() -> None:
-    """Changes of one side with the same figures are folded, keys in words and values behind each other."""
+    """Changes of one engine with the same figures share a line: keys joined by or, values by slashes."""
     option = Suggestion({"src": "layout=BLHNC"}, cost("", ""), ({"src": "layout=LBHNC"}, {"src": "block=64"}))
     assert str(option) == "src layout=BLHNC/LBHNC or block=64"
     for name in ("src", "dst"):
@@ -99,8 +99,8 @@ def test_changes_that_cost_the_same_are_one_line() -> None:
         assert len(set(figures)) == len(figures)
 
 
-def test_what_helps_is_told_and_what_is_now_last() -> None:
-    """At most a dozen lines have what takes fewer descriptors, then what there is now."""
+def test_what_helps_is_printed_and_no_change_is_last() -> None:
+    """At most a dozen lines have the changes that need fewer descriptors, then the engines as they are."""
     found = advice("tp=2,layout=LBNHC", "")
     heading, *lines = str(found).splitlines()
     assert heading.split() == ["descriptors", "fewer", "size", "rows", "change"]
@@ -110,15 +110,15 @@ def test_what_helps_is_told_and_what_is_now_last() -> None:
     assert lines[0].split()[:2] == [f"{best:,}", f"{found.now.cost.num_descriptors / best:.4g}x"]
 
 
-def test_where_nothing_helps_that_is_said() -> None:
-    """Where both engines keep a request's blocks whole, no change makes one descriptor fewer."""
+def test_if_nothing_helps_one_line_says_so() -> None:
+    """If both engines have whole blocks in one piece, no change saves a descriptor."""
     found = advice("layout=BLNHC,block=128", "layout=BLNHC,block=128")
     assert found.helpful == ()
     assert str(found).splitlines()[-1] == f"No change helps ({len(found.options)} tried)."
 
 
-def test_a_change_that_changes_nothing_is_no_option() -> None:
-    """With one head it is the same memory whether heads are outside blocks or inside, so that is no change."""
+def test_a_change_without_effect_is_left_out() -> None:
+    """With one head, memory is the same with heads outside blocks and inside, so that is no change."""
     model = Model.from_config(
         {
             "model_type": "llama",
@@ -130,30 +130,30 @@ def test_a_change_that_changes_nothing_is_no_option() -> None:
     )
     assert "layout=LHBNC" in keys(model)
     found = advise(model, PLAIN, PLAIN, 100)
-    told = [
+    found_changes = [
         change for option in found.options for named in (option.changes, *option.same_cost) for change in named.values()
     ]
-    assert "layout=LBNHC" in told
-    assert "layout=LHBNC" not in told
+    assert "layout=LBNHC" in found_changes
+    assert "layout=LHBNC" not in found_changes
     assert found.refused == ()
 
 
 def test_what_cannot_be_is_refused_with_its_reason() -> None:
-    """A change that a side's other words rule out is left out, with the reason, and the others are planned."""
+    """A change that other options rule out is refused with the reason, and the others are planned."""
     found = advise(HYBRID, EngineOptions(shared=True), EngineOptions(shared=True), 16)
     refused = {tuple(changed.items()): reason for changed, reason in found.refused}
     assert refused[("src", "layout=BHLNC"),].startswith("LAYOUT: cannot lay pools")
     assert found.options
 
 
-def test_a_pair_of_sides_that_cannot_be_is_an_error() -> None:
-    """What can't be planned without any change is refused as planning refuses it."""
+def test_engines_that_cannot_be_are_an_error() -> None:
+    """Engines that can't be planned without a change raise what planning raises."""
     with pytest.raises(KVPlanError, match="LAYOUT: cannot spread positions"):
         advise(TINY, EngineOptions(tp=4, dcp=2), EngineOptions(), 10)
 
 
-def test_main_size_are_where_most_bytes_are() -> None:
-    """Many short descriptors at a request's end do not hide that nearly all bytes move in long ones."""
+def test_main_size_is_where_most_bytes_are() -> None:
+    """Many short descriptors at the end of a request don't hide that nearly all bytes move in long ones."""
     option = Suggestion({}, cost("", "", 1000))
     assert option.main_size == max(option.cost.lengths)
     assert Suggestion({}, cost("", "", 0)).main_size == 0

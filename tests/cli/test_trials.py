@@ -1,4 +1,4 @@
-"""Trials: how a request is placed, so that wrong pairs of blocks show."""
+"""Trials: how a request is placed so that wrongly paired blocks move wrong bytes, and when it is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY = Model.from_config(
 @given(st.integers(1, 300), st.sampled_from([SOURCE_SPREAD, DESTINATION_SPREAD]))
 @example(pool=1, spread=SOURCE_SPREAD)
 def test_scattered_ids_are_different_and_in_the_pool(pool: int, spread: float) -> None:
-    """However many blocks of a pool are taken, no id comes twice and none leaves the pool."""
+    """However many blocks of a pool are used, ids are distinct and in the pool."""
     ids = scattered(pool, pool, spread)
     assert sorted(ids.tolist()) == list(range(pool))
 
@@ -48,8 +48,8 @@ def test_no_two_blocks_are_neighbours(pool: int, spread: float) -> None:
     assert np.abs(np.diff(ids)).min() > 1
 
 
-def test_the_two_sides_have_different_tables() -> None:
-    """A request's block ids differ between the engines, so that a mixed-up table shows."""
+def test_the_two_engines_have_different_tables() -> None:
+    """A request's block ids differ between the engines, so that using the wrong table moves wrong bytes."""
     request = PlacedRequest.of(TINY, EngineOptions(), EngineOptions(), (0, 1000))
     assert not np.any(request.local["attn"].ids == request.remote["attn"].ids)
 
@@ -58,7 +58,7 @@ def test_the_two_sides_have_different_tables() -> None:
 @pytest.mark.parametrize("interleave", [1, 4, 7])
 @pytest.mark.parametrize("stop", [0, 1, 5, 29, 64])
 def test_needed_blocks_are_counted_position_by_position(size: int, interleave: int, stop: int) -> None:
-    """As many blocks are needed as the fullest context-parallel worker fills."""
+    """A request needs as many blocks as the fullest context-parallel worker."""
     workers = [
         Worker("e", rank, [Region("kv", 0, 8)], [Group("attn", 4, Context(rank, size, interleave))], [])
         for rank in range(size)
@@ -74,14 +74,14 @@ def test_a_state_group_needs_one_block() -> None:
 
 
 def test_given_blocks_are_the_pool() -> None:
-    """A side's blocks are what its pool has, and the tables stay inside."""
+    """The pool of an engine has the blocks that its options say."""
     request = PlacedRequest.of(TINY, EngineOptions(blocks=63), EngineOptions(blocks=70), (0, 1000))
     assert request.sources[0].views[0].num_blocks == request.src.blocks == 63
     assert request.destinations[0].views[0].num_blocks == request.dst.blocks == 70
 
 
 def test_too_few_blocks_are_refused() -> None:
-    """A pool that can't hold the request is refused with what it needs."""
+    """A pool that is too small is refused with the number of blocks that the request needs."""
     with pytest.raises(KVPlanError) as caught:
         PlacedRequest.of(TINY, EngineOptions(blocks=62), EngineOptions(), (0, 1000))
     assert caught.value.code == "BLOCKS"
@@ -93,7 +93,7 @@ def test_too_few_blocks_are_refused() -> None:
 )
 @pytest.mark.parametrize("tokens", [(0, 33), (7, 30), (8, 8)])
 def test_a_trial_moves_the_request_and_is_verified(src: str, tokens: tuple[int, int]) -> None:
-    """A pair of engines that differ moves exactly the bytes of the positions asked for."""
+    """Between engines that differ, exactly the bytes of the request's positions move."""
     trial = Trial.of(PlacedRequest.of(TINY, EngineOptions.parse(src, "--src"), EngineOptions(), tokens))
     assert trial.report.ok, str(trial.report)
     token_bytes = 2 * 2 * 2 * 16 * 2
@@ -106,7 +106,7 @@ def memory(request: PlacedRequest) -> int:
 
 def test_memory_is_that_of_what_moves() -> None:
     """Verification needs four bytes of label for each byte of the fullest worker, at both ends."""
-    request = PlacedRequest.of(TINY, EngineOptions(), EngineOptions(tp=2, block=1 << 20), (100, 130))
+    request = PlacedRequest.of(TINY, EngineOptions(), EngineOptions(tp=2, block=1 << 10), (100, 130))
     assert memory(request) == 2 * 4 * (30 * 2 * 2 * 16 * 2)
 
 
@@ -129,7 +129,7 @@ def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_groups_that_share_memory_have_different_blocks() -> None:
-    """No block of a shared pool is in two groups' tables, and a pool with too few for all is refused."""
+    """No block of a shared pool is in two groups' tables; a pool with too few blocks for all is refused."""
     model = Model.shipped("granite-4.0-h-tiny")
     request = PlacedRequest.of(model, EngineOptions(shared=True), EngineOptions(), (0, 100))
     ids = [int(i) for blocks in request.remote.values() for i in blocks.ids]
@@ -140,7 +140,7 @@ def test_groups_that_share_memory_have_different_blocks() -> None:
 
 
 def test_a_draft_of_the_destination_alone_is_not_transferred() -> None:
-    """Only what the destination drafts with and no source has is left out; where both have it, it moves."""
+    """Draft layers move if both engines have them, and not if only the destination has."""
     draft = EngineOptions(draft="qwen3-0.6b")
     assert len(PlacedRequest.of(TINY, EngineOptions(), draft, (0, 9)).not_transferred) == 28
     assert PlacedRequest.of(TINY, draft, draft, (0, 9)).not_transferred == ()
