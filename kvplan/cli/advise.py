@@ -8,6 +8,7 @@ is weighed by one destination worker per pipeline stage; only the best pair is p
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -31,25 +32,36 @@ BLOCK_SIZES: Final = (16, 32, 64, 128)
 SHOWN: Final = 9
 """At most this many changes of one engine are printed."""
 
-HEADINGS: Final = f"{'descriptors':>12}{'fewer':>9}{'size':>13}{'rows':>8}  change"
-
-Changes = Mapping[str, str]
+Changes = dict[str, str]
 """At most one change of each engine, such as ``{"src": "layout=BLHNC"}``."""
 
 
 @attrs.frozen
 class Suggestion:
-    """Changes, and the cost of a request with them. ``same_cost`` lists other changes that cost as much."""
+    """The cost of a request with some changes; ``same_cost`` has other changes of that engine that cost as much.
+
+    ``lengths`` counts descriptors by their length. Those of ``usual_bytes`` move most of the bytes.
+    """
 
     changes: Changes
-    cost: Cost
-    same_cost: tuple[Changes, ...] = ()
+    same_cost: tuple[Changes, ...]
+    descriptors: int
+    ids: int
+    rows: int
+    usual_bytes: int
+    lengths: Mapping[int, int]
+
+    @classmethod
+    def of(cls, changes: Changes, cost: Cost) -> Suggestion:
+        """The suggestion of changes with a known cost."""
+        lengths = cost.lengths
+        usual = max(lengths, key=lambda length: (length * lengths[length], length), default=0)
+        return cls(changes, (), cost.num_descriptors, cost.num_ids, cost.num_rows, usual, lengths)
 
     @property
-    def main_size(self) -> int:
-        """The length of the descriptors that move most of the bytes; the longest if there are several."""
-        lengths = self.cost.lengths
-        return max(lengths, key=lambda length: (length * lengths[length], length), default=0)
+    def order(self) -> tuple[int, int]:
+        """Suggestions with less of this are better."""
+        return self.descriptors, self.rows
 
     def __str__(self) -> str:
         by_engine: dict[str, dict[str, list[str]]] = {}
@@ -62,54 +74,31 @@ class Suggestion:
         ]
         return " and ".join(texts) or "no change"
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "changes": dict(self.changes),
-            "alike": [dict(changes) for changes in self.same_cost],
-            "descriptors": self.cost.num_descriptors,
-            "ids": self.cost.num_ids,
-            "rows": self.cost.num_rows,
-            "usual_bytes": self.main_size,
-            "lengths": {str(length): times for length, times in self.cost.lengths.items()},
-        }
-
 
 @attrs.frozen
 class Advice:
-    """The cost of a request ``now``, and with each change, fewest descriptors first.
+    """The cost of a request of ``bytes`` as it is ``now`` and with each change, fewest descriptors first.
 
-    ``refused`` has the changes that the model or another option rules out, each with the reason.
+    ``refused`` has the ``changes`` that the model or another option rules out, each with the ``reason``.
     """
 
+    bytes: int
     now: Suggestion
     options: tuple[Suggestion, ...]
-    refused: tuple[tuple[Changes, str], ...]
+    refused: tuple[Mapping[str, Any], ...]
 
     @property
     def helpful(self) -> tuple[Suggestion, ...]:
         """The changes that need fewer descriptors than now."""
-        return tuple(each for each in self.options if each.cost.num_descriptors < self.now.cost.num_descriptors)
+        return tuple(each for each in self.options if each.descriptors < self.now.descriptors)
 
     def __str__(self) -> str:
         single = [each for each in self.helpful if len(each.changes) == 1]
-        shown = [each for each in self.helpful if each not in single[SHOWN:]]
-        lines = [HEADINGS, *map(self._line, [*shown, self.now])]
-        return "\n".join(lines if shown else [*lines, f"No change helps ({len(self.options)} tried)."])
-
-    def _line(self, each: Suggestion) -> str:
-        number = each.cost.num_descriptors
-        fewer = f"{self.now.cost.num_descriptors / max(number, 1):,.4g}x"
-        return f"{number:>12,}{fewer:>9}{size(each.main_size):>13}{each.cost.num_rows:>8,}  {each}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "bytes": self.now.cost.num_bytes,
-            "now": self.now.to_json(),
-            "options": [each.to_json() for each in self.options],
-            "refused": [{"changes": dict(changes), "reason": reason} for changes, reason in self.refused],
-        }
+        lines = [f"{'descriptors':>12}{'fewer':>9}{'size':>13}{'rows':>8}  change"]
+        for each in (*(each for each in self.helpful if each not in single[SHOWN:]), self.now):
+            fewer = f"{self.now.descriptors / max(each.descriptors, 1):,.4g}x"
+            lines.append(f"{each.descriptors:>12,}{fewer:>9}{size(each.usual_bytes):>13}{each.rows:>8,}  {each}")
+        return "\n".join(lines if self.helpful else [*lines, f"No change helps ({len(self.options)} tried)."])
 
 
 def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> Advice:
@@ -126,12 +115,14 @@ def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) ->
            8,064   15.76x   4096 bytes      34  src layout=LHBNC
          127,070       1x    256 bytes       2  no change
     """
+    search = _Search(model, src, dst, tokens)
+    cost = search.cost({})
     with progress_bar() as bar:
-        return _Search(model, src, dst, tokens).advice(bar)
-
-
-def _by_cost(each: Suggestion) -> tuple[int, int]:
-    return each.cost.num_descriptors, each.cost.num_rows
+        options = sorted(search.single(bar), key=operator.attrgetter("order"))
+        pair = search.best_pair(options[0], bar) if options else None
+    if pair is not None and pair.descriptors < options[0].descriptors:
+        options.insert(0, pair)
+    return Advice(cost.num_bytes, Suggestion.of({}, cost), tuple(options), tuple(search.refused))
 
 
 class _Search:
@@ -139,7 +130,7 @@ class _Search:
 
     def __init__(self, model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> None:
         self.tokens = tokens
-        self.refused: list[tuple[Changes, str]] = []
+        self.refused: list[Mapping[str, Any]] = []
         self.engines: dict[str, dict[str, tuple[Worker, ...]]] = {}
         for name, options, other in (("src", src, dst), ("dst", dst, src)):
             found = self.engines[name] = {"": options.engine(model, name)}
@@ -147,7 +138,7 @@ class _Search:
                 try:
                     engine = changed.engine(model, name)
                 except KVPlanError as error:
-                    self.refused.append(({name: change}, " ".join(str(error).splitlines())))
+                    self.refused.append({"changes": {name: change}, "reason": " ".join(str(error).splitlines())})
                 else:
                     if engine not in found.values():
                         found[change] = engine
@@ -158,34 +149,27 @@ class _Search:
         destinations = tuple({tuple(worker.tensors): worker for worker in dst}.values()) if sampled else dst
         return plan_mesh(destinations, src, not_transferred=destination_drafts(dst, src)).cost(self.tokens)
 
-    def advice(self, bar: Progress) -> Advice:
-        now, options = Suggestion({}, self.cost({})), sorted(self.single(bar), key=_by_cost)
-        pair = self.best_pair(options[0], bar) if options else None
-        if pair is not None and pair.cost.num_descriptors < options[0].cost.num_descriptors:
-            options.insert(0, pair)
-        return Advice(now, tuple(options), tuple(self.refused))
-
     def single(self, bar: Progress) -> Iterator[Suggestion]:
         """One suggestion for all changes of one engine that cost the same."""
-        every = [(name, change) for name, engines in self.engines.items() for change in engines if change]
+        every = [{name: change} for name, engines in self.engines.items() for change in engines if change]
         same_cost: dict[Any, list[Suggestion]] = {}
-        for name, change in bar.track(every, description="advise"):
-            found = Suggestion({name: change}, self.cost({name: change}))
-            same_cost.setdefault((name, found.cost.num_rows, *found.cost.lengths.items()), []).append(found)
+        for changed in bar.track(every, description="advise"):
+            found = Suggestion.of(changed, self.cost(changed))
+            same_cost.setdefault((*changed, found.rows, *found.lengths.items()), []).append(found)
         for first, *others in same_cost.values():
             yield attrs.evolve(first, same_cost=tuple(other.changes for other in others))
 
     def best_pair(self, single: Suggestion, bar: Progress) -> Suggestion | None:
         """The pair of changes that costs least, if there is any; ``single`` is the best change of one engine."""
-        pairs = itertools.product(*(filter(None, engines) for engines in self.engines.values()))
         every = []
-        for changed in ({"src": src, "dst": dst} for src, dst in pairs):
-            keys = {change.partition("=")[0] for change in changed.values()}
-            if len(keys) == 1 or single.changes.items() <= changed.items():
+        for src, dst in itertools.product(*(filter(None, engines) for engines in self.engines.values())):
+            changed = {"src": src, "dst": dst}
+            same_key = src.partition("=")[0] == dst.partition("=")[0]
+            if same_key or single.changes.items() <= changed.items():
                 every.append(changed)
-        sampled = [Suggestion(each, self.cost(each, sampled=True)) for each in bar.track(every, description="pairs")]
-        best = min(sampled, key=_by_cost, default=None)
-        return best and Suggestion(best.changes, self.cost(best.changes))
+        sampled = [Suggestion.of(each, self.cost(each, sampled=True)) for each in bar.track(every, description="pairs")]
+        best = min(sampled, key=operator.attrgetter("order"), default=None)
+        return best and Suggestion.of(best.changes, self.cost(best.changes))
 
 
 def changes(model: Model, options: EngineOptions, other: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
@@ -232,7 +216,7 @@ def advise_command(
     """
     advice = advise(load(model, bits), src, dst, tokens)
     if as_json:
-        echo_json({"model": model, "tokens": tokens, "src": str(src), "dst": str(dst), **advice.to_json()})
+        echo_json({"model": model, "tokens": tokens, "src": str(src), "dst": str(dst), **attrs.asdict(advice)})
     else:
         click.echo(f"{model}, {src} -> {dst}, {tokens} tokens in scattered blocks")
         click.echo(advice)

@@ -17,7 +17,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._text import sizes
 from kvplan.cli.sides import EngineOptions
-from kvplan.describe import Blocks, Group, Worker
+from kvplan.describe import Blocks, Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
@@ -62,12 +62,14 @@ def _place(
     model: Model, options: EngineOptions, engine_id: str, stop: int, spread: float
 ) -> tuple[EngineOptions, tuple[Worker, ...], dict[str, Blocks]]:
     """An engine's options with the size of its pool, its workers, and a block table for each group."""
-    pool = options.blocks or _ample(-(-stop // (options.block or 16)))
-    workers = options.engine(model, engine_id, pool)
-    needed = blocks_needed(workers, stop)
-    most = sum(needed.values()) if options.shared else max(needed.values(), default=0)
-    if most > pool and options.blocks is None:
-        return _place(model, attrs.evolve(options, blocks=_ample(most)), engine_id, stop, spread)
+    most = -(-stop // (options.block or 16))
+    while True:  # a shared pool is too small for all groups at first, unless the options say how large it is
+        pool = options.blocks or most + most // 2 + 7
+        workers = options.engine(model, engine_id, pool)
+        needed = blocks_needed(workers, stop)
+        most = sum(needed.values()) if options.shared else max(needed.values(), default=0)
+        if options.blocks is not None or most <= pool:
+            break
     if most > pool:
         action, expected = f"place a request of {stop} tokens on --{engine_id}", f"at least {most} blocks"
         raise KVPlanError("BLOCKS", action, expected=expected, got=f"{pool}", needed=most, blocks=pool)
@@ -76,11 +78,6 @@ def _place(
         tables[group] = Blocks(scattered(first + number, pool, spread)[first:])
         first += number if options.shared else 0
     return attrs.evolve(options, blocks=pool), workers, tables
-
-
-def _ample(number: int) -> int:
-    """The size of a pool in which ``number`` blocks can be scattered."""
-    return number + number // 2 + 7
 
 
 def destination_drafts(destinations: Sequence[Worker], sources: Sequence[Worker]) -> tuple[str, ...]:
@@ -94,17 +91,12 @@ def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
     """By group, the most blocks that one worker needs for positions ``[0, stop)``; a state takes one block."""
     needed: dict[str, int] = {}
     for group in (group for worker in workers for group in worker.groups):
-        needed[group.name] = max(needed.get(group.name, 0), _blocks_of(group, stop))
+        run = group.context.interleave_tokens
+        rounds, rest = divmod(stop, group.context.size * run)
+        held = rounds * run + min(max(rest - group.context.rank * run, 0), run)
+        number = 1 if group.tokens_per_block is None else -(-held // group.tokens_per_block)
+        needed[group.name] = max(needed.get(group.name, 0), number)
     return needed
-
-
-def _blocks_of(group: Group, stop: int) -> int:
-    if group.tokens_per_block is None:
-        return 1
-    run = group.context.interleave_tokens
-    rounds, rest = divmod(stop, group.context.size * run)
-    held = rounds * run + min(max(rest - group.context.rank * run, 0), run)
-    return -(-held // group.tokens_per_block)
 
 
 def scattered(number: int, pool: int, spread: float) -> Ints:
@@ -124,14 +116,6 @@ def memory_needed(request: PlacedRequest, mesh: MeshPlan) -> int:
     tokens = max((stop - start for start, stop in request.tokens.values()), default=0)
     most = max((plan.cost(tokens).num_bytes for plan in mesh.plans), default=0)
     return 2 * most * (4 if most < 1 << 32 else 8)
-
-
-def _check_memory(needed: int) -> None:
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        action, expected = "carry out the transfer", f"at most {available} bytes of labels, the memory of this machine"
-        hint = "use fewer tokens, or more destination workers"
-        raise KVPlanError("MEMORY", action, expected=expected, got=f"{needed}", hint=hint, needed=needed)
 
 
 def described(pairs: Sequence[PairCost]) -> str:
@@ -157,7 +141,11 @@ class Trial:
     def of(cls, request: PlacedRequest) -> Trial:
         """Plan all destination workers, move the request, and verify. Raises ``MEMORY`` if memory can't suffice."""
         mesh = plan_mesh(request.destinations, request.sources, not_transferred=request.not_transferred)
-        _check_memory(memory_needed(request, mesh))
+        needed, available = memory_needed(request, mesh), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > available:
+            action, hint = "carry out the transfer", "use fewer tokens, or more destination workers"
+            expected = f"at most {available} bytes of labels, the memory of this machine"
+            raise KVPlanError("MEMORY", action, expected=expected, got=f"{needed}", hint=hint, needed=needed)
         arguments: dict[str, Any] = {"local": request.local, "remote": request.remote, "tokens": request.tokens}
         report = verify(mesh, **arguments)
         pairs = tuple(PairCost.of(spec) for plan in mesh.plans for spec in plan.bind(**arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from kvplan import KVPlanError, Model, plan_mesh
@@ -59,7 +60,7 @@ def test_every_figure_is_that_of_a_plan() -> None:
     """Each suggestion costs what a plan of its engines costs, and so do the changes of the same cost."""
     src, dst = "tp=2,layout=LBNHC", "block=32"
     found = advice(src, dst)
-    assert found.now.cost.lengths == cost(src, dst).lengths
+    assert found.now.lengths == cost(src, dst).lengths
     assert found.options
     for option in found.options:
         for named in (option.changes, *option.same_cost):
@@ -68,13 +69,13 @@ def test_every_figure_is_that_of_a_plan() -> None:
                 key, _, value = change.partition("=")
                 others = [part for part in str(sides[side]).split(",") if not part.startswith(f"{key}=")]
                 sides[side] = EngineOptions.parse(",".join([*others, f"{key}={value}"]), side)
-            assert option.cost.lengths == cost(str(sides["src"]), str(sides["dst"])).lengths
+            assert option.lengths == cost(str(sides["src"]), str(sides["dst"])).lengths
 
 
 def test_options_are_in_order_and_the_best_pair_is_first() -> None:
     """With heads inside tokens on both engines, no single change helps as much as the best pair."""
     found = advice("tp=2,layout=LBNHC", "layout=LBNHC")
-    numbers = [option.cost.num_descriptors for option in found.options]
+    numbers = [option.descriptors for option in found.options]
     assert numbers == sorted(numbers)
     assert [set(option.changes) for option in found.options].count({"src", "dst"}) == 1
     assert set(found.options[0].changes) == {"src", "dst"}
@@ -85,17 +86,18 @@ def test_a_pair_that_is_no_better_is_left_out() -> None:
     """If one change does all that can be done, no pair is suggested."""
     found = advice("layout=BLNHC,block=100", "layout=BLNHC,block=16")
     best = found.options[0]
-    assert best.cost.num_descriptors == 1
+    assert best.descriptors == 1
     assert best.changes == {"dst": "block=100"}
 
 
 def test_changes_that_cost_the_same_are_one_line() -> None:
     """Changes of one engine with the same figures share a line: keys joined by or, values by slashes."""
-    option = Suggestion({"src": "layout=BLHNC"}, cost("", ""), ({"src": "layout=LBHNC"}, {"src": "block=64"}))
+    option = Suggestion.of({"src": "layout=BLHNC"}, cost("", ""))
+    option = attrs.evolve(option, same_cost=({"src": "layout=LBHNC"}, {"src": "block=64"}))
     assert str(option) == "src layout=BLHNC/LBHNC or block=64"
     for name in ("src", "dst"):
         alone = [option for option in advice("tp=2,layout=LBNHC", "").options if option.changes.keys() == {name}]
-        figures = [(option.cost.num_rows, *option.cost.lengths.items()) for option in alone]
+        figures = [(option.rows, *option.lengths.items()) for option in alone]
         assert len(set(figures)) == len(figures)
 
 
@@ -106,8 +108,8 @@ def test_what_helps_is_printed_and_no_change_is_last() -> None:
     assert heading.split() == ["descriptors", "fewer", "size", "rows", "change"]
     assert lines[-1].endswith("no change")
     assert len(lines) == len(found.helpful) + 1 < 12
-    best = found.options[0].cost.num_descriptors
-    assert lines[0].split()[:2] == [f"{best:,}", f"{found.now.cost.num_descriptors / best:.4g}x"]
+    best = found.options[0].descriptors
+    assert lines[0].split()[:2] == [f"{best:,}", f"{found.now.descriptors / best:.4g}x"]
 
 
 def test_if_nothing_helps_one_line_says_so() -> None:
@@ -141,7 +143,7 @@ def test_a_change_without_effect_is_left_out() -> None:
 def test_what_cannot_be_is_refused_with_its_reason() -> None:
     """A change that other options rule out is refused with the reason, and the others are planned."""
     found = advise(HYBRID, EngineOptions(shared=True), EngineOptions(shared=True), 16)
-    refused = {tuple(changed.items()): reason for changed, reason in found.refused}
+    refused = {tuple(each["changes"].items()): each["reason"] for each in found.refused}
     assert refused[("src", "layout=BHLNC"),].startswith("LAYOUT: cannot lay pools")
     assert found.options
 
@@ -152,8 +154,8 @@ def test_engines_that_cannot_be_are_an_error() -> None:
         advise(TINY, EngineOptions(tp=4, dcp=2), EngineOptions(), 10)
 
 
-def test_main_size_is_where_most_bytes_are() -> None:
+def test_usual_size_is_where_most_bytes_are() -> None:
     """Many short descriptors at the end of a request don't hide that nearly all bytes move in long ones."""
-    option = Suggestion({}, cost("", "", 1000))
-    assert option.main_size == max(option.cost.lengths)
-    assert Suggestion({}, cost("", "", 0)).main_size == 0
+    option = Suggestion.of({}, cost("", "", 1000))
+    assert option.usual_bytes == max(option.lengths)
+    assert Suggestion.of({}, cost("", "", 0)).usual_bytes == 0
