@@ -254,7 +254,10 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
         print_lines(str(comparison).splitlines())
     else:
         for name, offer in offers:
-            print_lines(_offer_text(name, offer).splitlines())
+            if isinstance(offer, Worker):
+                print_lines([*explain(offer).splitlines(), f"  fingerprint {fingerprint(offer)}"])
+            else:
+                print_lines([f"{name}: refused", *(f"  {problem}" for problem in offer)])
     return 0 if len(workers) == len(files) and (comparison is None or comparison.ok) else 2
 
 
@@ -272,12 +275,6 @@ def _read_offer(path: str) -> Worker | tuple[Problem, ...]:
         return decode(data)
     except PeerError as error:
         return error.problems
-
-
-def _offer_text(name: str, offer: Worker | tuple[Problem, ...]) -> str:
-    if isinstance(offer, Worker):
-        return f"{explain(offer)}\n  fingerprint {fingerprint(offer)}"
-    return "\n".join([f"{name}: refused", *(f"  {problem}" for problem in offer)])
 
 
 def _offer_json(name: str, offer: Worker | tuple[Problem, ...]) -> dict[str, Any]:

@@ -114,11 +114,7 @@ class Result:
 
 
 def shortened(model: Model) -> Model:
-    """The model with few of its layers, in their order: some of each kind, and enough for uneven stages.
-
-    >>> print(shortened(Model.shipped("granite-4.0-h-tiny")))
-    granite-4.0-h-tiny: 4 layers, bfloat16, groups state, attn
-    """
+    """The model with few of its layers, in their order: some of each kind, and enough for uneven stages."""
     by_kind: dict[Any, list[int]] = {}
     for i, layer in enumerate(model.layers):
         by_kind.setdefault(layer, []).append(i)
@@ -144,13 +140,7 @@ def mismatches(model: Model) -> list[Mismatch]:
 
 
 def markdown(results: Iterable[Result]) -> Iterator[str]:
-    """The lines of a Markdown table.
-
-    >>> print(*markdown([Result(Mismatch("TP", "tp=1", "tp=2"), "refused", "LAYOUT: expected a|b")]), sep="\\n")
-    | differs in | source | destination | result |
-    |---|---|---|---|
-    | TP | tp=1 | tp=2 | refused, LAYOUT: expected a\\|b |
-    """
+    """The lines of a Markdown table."""
     yield "| differs in | source | destination | result |"
     yield "|---|---|---|---|"
     for result in results:

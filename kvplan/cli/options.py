@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -32,31 +33,31 @@ class EngineCommand(click.Command):
             formatter.write_dl([(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)])
 
 
-def _engine(context: click.Context, option: click.Parameter, text: str) -> EngineOptions:
-    return EngineOptions.parse(text, option.opts[0])
-
-
 model_argument = click.argument("model")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_engine = partial(
+    click.option,
+    default="",
+    metavar="KEY=VALUE,...",
+    callback=lambda context, option, text: EngineOptions.parse(text, option.opts[0]),
+)
 
 
 def engine_options(command: Command) -> Command:
     """The arguments of a command about two engines that run one model: MODEL, ``--src``, ``--dst`` and ``--bits``."""
-    sides = {"--dst": "The decode engine (destination).", "--src": "The prefill engine (source)."}
     bits_help = "Quantize K and V: 8 has a scale for each head of a token, 4 has one for each 16 values (NVFP4)."
     command = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(command)
-    for name, about in sides.items():
-        command = click.option(name, default="", metavar="KEY=VALUE,...", callback=_engine, help=about)(command)
-    return model_argument(command)
+    command = _engine("--dst", help="The decode engine (destination).")(command)
+    return model_argument(_engine("--src", help="The prefill engine (source).")(command))
+
+
+def _plain(value: Any) -> Any:
+    return attrs.asdict(value) if attrs.has(type(value)) else str(value)
 
 
 def echo_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document. A frozen value becomes an object of its fields."""
-    click.echo(
-        json.dumps(
-            document, indent=2, default=lambda value: attrs.asdict(value) if attrs.has(type(value)) else str(value)
-        )
-    )
+    click.echo(json.dumps(document, indent=2, default=_plain))
 
 
 def plain_console() -> Console:

@@ -40,11 +40,7 @@ KV_PLACES: Final = (
 
 
 def in_bits(model: Model, bits: int) -> Model:
-    """The model with K and V quantized to ``bits``, a key of :data:`BITS`.
-
-    >>> print(in_bits(Model.shipped("llama-3.2-1b"), 8))
-    llama-3.2-1b: 16 layers, bfloat16, groups attn
-    """
+    """The model with K and V quantized to ``bits``, a key of :data:`BITS`."""
     return model.quantized(*BITS[bits])
 
 
@@ -70,11 +66,7 @@ def load(model: str, bits: str | None = None) -> Model:
 
 
 def decimal(text: str, what: str, low: int, high: int) -> int:
-    """The integer in ``[low, high)`` that ``text`` writes in ASCII digits. Raises ``TYPE`` or ``RANGE``.
-
-    >>> decimal("16", "tp of --src", 1, 4096)
-    16
-    """
+    """The integer in ``[low, high)`` that ``text`` writes in ASCII digits. Raises ``TYPE`` or ``RANGE``."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise KVPlanError("TYPE", f"read {what}", expected="an integer in decimal digits", got=repr(text), value=text)
     return integer(int(text), what, low=low, high=high)
