@@ -32,6 +32,8 @@ BLOCK_SIZES: Final = (16, 32, 64, 128)
 SHOWN: Final = 9
 """At most this many changes of one engine are printed."""
 
+BY_COST: Final = operator.attrgetter("descriptors", "rows")
+
 Changes = dict[str, str]
 """At most one change of each engine, such as ``{"src": "layout=BLHNC"}``."""
 
@@ -57,11 +59,6 @@ class Suggestion:
         lengths = cost.lengths
         usual = max(lengths, key=lambda length: (length * lengths[length], length), default=0)
         return cls(changes, (), cost.num_descriptors, cost.num_ids, cost.num_rows, usual, lengths)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Suggestions with less of this are better."""
-        return self.descriptors, self.rows
 
     def __str__(self) -> str:
         by_engine: dict[str, dict[str, list[str]]] = {}
@@ -118,7 +115,7 @@ def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) ->
     search = _Search(model, src, dst, tokens)
     cost = search.cost({})
     with progress_bar() as bar:
-        options = sorted(search.single(bar), key=operator.attrgetter("order"))
+        options = sorted(search.single(bar), key=BY_COST)
         pair = search.best_pair(options[0], bar) if options else None
     if pair is not None and pair.descriptors < options[0].descriptors:
         options.insert(0, pair)
@@ -168,7 +165,7 @@ class _Search:
             if same_key or single.changes.items() <= changed.items():
                 every.append(changed)
         sampled = [Suggestion.of(each, self.cost(each, sampled=True)) for each in bar.track(every, description="pairs")]
-        best = min(sampled, key=operator.attrgetter("order"), default=None)
+        best = min(sampled, key=BY_COST, default=None)
         return best and Suggestion.of(best.changes, self.cost(best.changes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import attrs
 import click
@@ -90,7 +90,7 @@ def _print_trial(title: str, trial: Trial) -> None:
 @engine_options
 @click.option(
     "--detail",
-    type=click.Choice(["line", "workers", "rows"]),
+    type=click.Choice(get_args(Detail)),
     default="workers",
     show_default=True,
     help="line: one line per engine; workers: one worker of each engine, and a line per pair; rows: everything.",

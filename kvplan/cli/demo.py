@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import attrs
 import click
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -24,32 +23,19 @@ TWELVE_HEADS: Final = "12 KV heads"
 """No real model: with 12 KV heads, 2 and 3 workers share heads although neither number divides the other."""
 
 
-@attrs.frozen
-class Example:
-    """A model, and the options of its prefill engine (``src``) and decode engine (``dst``)."""
-
-    model: str
-    src: str
-    dst: str
-
-    def trial(self) -> Trial:
-        """Move :data:`TOKENS` from one engine to the other."""
-        src, dst = EngineOptions.parse(self.src, "the demo's source"), EngineOptions.parse(self.dst, "its destination")
-        return Trial.of(PlacedRequest.of(_load(self.model), src, dst, TOKENS))
-
-
 EXAMPLES: Final = (
-    Example("llama-3.1-8b", "tp=2", "tp=8"),
-    Example("llama-3.1-8b", "tp=2,block=16", "tp=2,block=64"),
-    Example("llama-3.1-8b", "tp=2,block=64", "tp=2,block=16"),
-    Example("llama-3.1-70b", "tp=16", "tp=4"),
-    Example("qwen3-0.6b", "tp=1,layout=LBNHC", "tp=2,layout=LBHNC"),
-    Example("qwen3-32b", "pp=2,tp=4,layout=LBNHC", "tp=8,block=64,layout=BLHNC"),
-    Example("qwen3-235b-a22b", "tp=8", "tp=2"),
-    Example("deepseek-v3", "tp=16,block=64", "tp=8,block=64"),
-    Example("deepseek-v3", "tp=8,block=64", "tp=8,dcp=8,block=64"),
-    Example(TWELVE_HEADS, "tp=2", "tp=3"),
+    ("llama-3.1-8b", "tp=2", "tp=8"),
+    ("llama-3.1-8b", "tp=2,block=16", "tp=2,block=64"),
+    ("llama-3.1-8b", "tp=2,block=64", "tp=2,block=16"),
+    ("llama-3.1-70b", "tp=16", "tp=4"),
+    ("qwen3-0.6b", "tp=1,layout=LBNHC", "tp=2,layout=LBHNC"),
+    ("qwen3-32b", "pp=2,tp=4,layout=LBNHC", "tp=8,block=64,layout=BLHNC"),
+    ("qwen3-235b-a22b", "tp=8", "tp=2"),
+    ("deepseek-v3", "tp=16,block=64", "tp=8,block=64"),
+    ("deepseek-v3", "tp=8,block=64", "tp=8,dcp=8,block=64"),
+    (TWELVE_HEADS, "tp=2", "tp=3"),
 )
+"""Models, each with the options of a prefill engine (source) and of a decode engine (destination)."""
 
 WORDS: Final = ("model", "prefill (source)", "decode (destination)")
 NUMBERS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
@@ -72,12 +58,12 @@ def _load(model: str) -> Model:
     return Model.from_config({"model_type": "llama", "hidden_size": 12 * 128, "num_hidden_layers": 8, **heads})
 
 
-def _columns(example: Example, trial: Trial) -> dict[str, str | Text]:
+def _columns(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Text]:
     """A line of the table, by column."""
     report, lengths = trial.report, lengths_of(trial.pairs)
-    engines = (options.replace("layout=", "").replace(",", " ") for options in (example.src, example.dst))
+    engines = (options.replace("layout=", "").replace(",", " ") for options in (src, dst))
     return {
-        **dict(zip(WORDS, (example.model, *engines), strict=True)),
+        **dict(zip(WORDS, (model, *engines), strict=True)),
         "workers": f"{len(trial.request.sources)} -> {len(trial.request.destinations)}",
         "descriptors": f"{report.num_descriptors:,}",
         "of bytes": "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
@@ -107,12 +93,13 @@ def demo_command(as_json: bool) -> int:
         progress_bar(disable=is_terminal and not as_json) as bar,
         Live(table, console=console, auto_refresh=False) as live,
     ):
-        for example in bar.track(EXAMPLES, description="demo"):
-            trials.append(example.trial())
-            row = _columns(example, trials[-1])
+        for model, src, dst in bar.track(EXAMPLES, description="demo"):
+            engines = EngineOptions.parse(src, "the demo's source"), EngineOptions.parse(dst, "the demo's destination")
+            trials.append(Trial.of(PlacedRequest.of(_load(model), *engines, TOKENS)))
+            row = _columns(model, src, dst, trials[-1])
             table.add_row(*(row[name] for name in columns))
             live.refresh()
     if as_json:
-        cases = [{"model": each.model, **trial.to_json()} for each, trial in zip(EXAMPLES, trials, strict=True)]
+        cases = [{"model": model, **trial.to_json()} for (model, *_), trial in zip(EXAMPLES, trials, strict=True)]
         echo_json({"tokens": list(TOKENS), "cases": cases})
     return 0 if all(trial.report.ok for trial in trials) else 1

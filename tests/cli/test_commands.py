@@ -390,11 +390,11 @@ def test_the_demo_grows_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[3:5])
     run = cli("demo")
-    first, last = (run.out.count(example.model) for example in demo.EXAMPLES)
+    first, last = (run.out.count(model) for model, *_ in demo.EXAMPLES)
     *_, end = run.out.split("\x1b[2K")  # what erases a line
     assert run.status == 0
     assert first > last > 0
-    assert [end.count(example.model) for example in demo.EXAMPLES] == [1, 1]
+    assert [end.count(model) for model, *_ in demo.EXAMPLES] == [1, 1]
     lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", end).splitlines()
     assert max(map(len, lines)) <= columns
     assert any("moved" in line for line in lines) is (columns == 120)
@@ -487,6 +487,7 @@ def test_show_draws_both_engines_and_the_plan(cli: Cli) -> None:
     headings = [line for line in rest if re.match(r"One block of|dst/3 reads", line)]
     assert headings == ["One block of src/1", "One block of dst/3", "dst/3 reads from src/1"]
     assert "layers.0-27.attn" in rest
+    assert run.out.count("4096 blocks") == 2
 
 
 def test_show_writes_a_picture(cli: Cli, tmp_path: Path) -> None:
