@@ -135,7 +135,7 @@ class _Search:
                 try:
                     engine = changed.engine(model, name)
                 except KVPlanError as error:
-                    self.refused.append({"changes": {name: change}, "reason": " ".join(str(error).splitlines())})
+                    self.refused.append({"changes": {name: change}, "reason": str(error)})
                 else:
                     if engine not in found.values():
                         found[change] = engine

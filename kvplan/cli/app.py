@@ -62,7 +62,7 @@ def _misread(error: click.ClickException) -> KVPlanError:
 
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
-    click.echo(" ".join(str(error).splitlines()), err=True)
+    click.echo(error, err=True)
     if "--json" in arguments:
         message = str(error).partition(": ")[2]
         echo_json({"code": error.code, "message": message, "details": dict(error.details)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import attrs
 import click
@@ -34,8 +34,6 @@ from kvplan.show import explain, show
 from kvplan.show.copies import End
 from kvplan.show.panels import panels
 from kvplan.show.rows import rows_of
-
-Detail = Literal["line", "workers", "rows"]
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 """Colours of source workers in a drawing; the seventh has the first again."""
@@ -90,14 +88,19 @@ def _print_trial(title: str, trial: Trial) -> None:
 @engine_options
 @click.option(
     "--detail",
-    type=click.Choice(get_args(Detail)),
+    type=click.Choice(["line", "workers", "rows"]),
     default="workers",
     show_default=True,
     help="line: one line per engine; workers: one worker of each engine, and a line per pair; rows: everything.",
 )
 @json_option
 def explain_command(
-    model: str, src: EngineOptions, dst: EngineOptions, bits: str | None, detail: Detail, as_json: bool
+    model: str,
+    src: EngineOptions,
+    dst: EngineOptions,
+    bits: str | None,
+    detail: Literal["line", "workers", "rows"],
+    as_json: bool,
 ) -> int:
     """Describe both engines' memory and a plan's rows.
 

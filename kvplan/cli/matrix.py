@@ -93,7 +93,7 @@ class Result:
             quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
             trial = Trial.of(PlacedRequest.of(quantized, src, dst, TOKENS))
         except KVPlanError as error:
-            return cls(mismatch, "refused", " ".join(str(error).splitlines()))
+            return cls(mismatch, "refused", str(error))
         if trial.report.ok:
             return cls(mismatch, "verified", trial=trial)
         return cls(mismatch, "wrong", " ".join(": ".join(trial.report.failures[0]).splitlines()), trial)

@@ -95,10 +95,14 @@ def test_changes_that_cost_the_same_are_one_line() -> None:
     option = Suggestion.of({"src": "layout=BLHNC"}, cost("", ""))
     option = attrs.evolve(option, same_cost=({"src": "layout=LBHNC"}, {"src": "block=64"}))
     assert str(option) == "src layout=BLHNC/LBHNC or block=64"
-    for name in ("src", "dst"):
-        alone = [option for option in advice("tp=2,layout=LBNHC", "").options if option.changes.keys() == {name}]
+    sides = {"src": EngineOptions(tp=2, layout="LBNHC"), "dst": PLAIN}
+    options = advice("tp=2,layout=LBNHC", "").options
+    for name, other in (("src", "dst"), ("dst", "src")):
+        alone = [option for option in options if option.changes.keys() == {name}]
         figures = [(option.rows, *option.lengths.items()) for option in alone]
         assert len(set(figures)) == len(figures)
+        found = [changes[name] for option in alone for changes in (option.changes, *option.same_cost)]
+        assert sorted(found) == sorted(keys(TINY, sides[name], sides[other]))
 
 
 def test_what_helps_is_printed_and_no_change_is_last() -> None:
@@ -156,6 +160,8 @@ def test_engines_that_cannot_be_are_an_error() -> None:
 
 def test_usual_size_is_where_most_bytes_are() -> None:
     """Many short descriptors at the end of a request don't hide that nearly all bytes move in long ones."""
-    option = Suggestion.of({}, cost("", "", 1000))
-    assert option.usual_bytes == max(option.lengths)
+    option = Suggestion.of({}, cost("", "", 20))
+    (short, many), (long, few) = option.lengths.items()
+    assert many > few
+    assert option.usual_bytes == long > short
     assert Suggestion.of({}, cost("", "", 0)).usual_bytes == 0

@@ -324,10 +324,11 @@ def test_verify_takes_a_start(cli: Cli) -> None:
 
 
 def test_verify_moves_1000_tokens_by_default(cli: Cli, tmp_path: Path) -> None:
-    """MODEL can be the path of a config.json; without --tokens the request has 1000 positions."""
-    path = tmp_path / "config.json"
+    """MODEL can be the path of a config.json, whatever its name; without --tokens the request has 1000 positions."""
+    path = tmp_path / "[bold]config.json"
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     path.write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    assert cli("verify", str(path)).out.startswith(f"{path}, tp=1 -> tp=1, positions [0, 1000)\n")
     document = json.loads(cli("verify", str(path), "--dst", "tp=2", "--json").out)
     assert (document["model"], document["tokens"]) == (str(path), [0, 1000])
     assert document["bytes"] == 2 * 1000 * 2 * 2 * 16 * 2
