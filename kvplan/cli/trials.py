@@ -107,7 +107,7 @@ def scattered(number: int, pool: int, spread: float) -> Ints:
     """
     step = max(int(pool * spread), 1)
     while math.gcd(step, pool) != 1:
-        step += 1
+        step += 1  # multiples of a step that is coprime to the pool are distinct modulo the pool
     return np.arange(1, number + 1, dtype=np.int64) * step % pool
 
 
