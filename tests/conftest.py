@@ -1,4 +1,4 @@
-"""What tests share: the command line, run in this process."""
+"""The command line as a fixture: it runs in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplan.cli import main
 
 @attrs.frozen
 class Outcome:
-    """How one run of the command line ended, and what it wrote."""
+    """The exit status of one run of the command line, and what it wrote to stdout and stderr."""
 
     status: int
     out: str

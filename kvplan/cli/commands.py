@@ -1,139 +1,73 @@
-"""The commands of the command line. Needs the ``cli`` extra; :mod:`kvplan.cli` says so where it is missing."""
+"""The commands about one pair of engines, verify, explain and show, and check-offer, which is about offers."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-from collections.abc import Sequence
-from importlib import metadata
-from typing import Final
+import shutil
+from typing import Any, Final, Literal
 
+import attrs
 import click
 from rich.text import Text
 
-from kvplan._text import fold, intervals, size
-from kvplan.cli import matrix
-from kvplan.cli.advice import advise
-from kvplan.cli.bars import bar
-from kvplan.cli.checking import check_offer_command
-from kvplan.cli.demonstrating import demo_command
-from kvplan.cli.explaining import explain_command
-from kvplan.cli.options import about_two_engines, echo_json, json_option, model_argument, plain_console
-from kvplan.cli.showing import show_command
-from kvplan.cli.sides import MAX_TOKENS, Side, count, load, token_range
-from kvplan.cli.trials import Request, Trial, lengths_of, memory_needed
+from kvplan._text import count, fold, intervals, size
+from kvplan.cli.options import (
+    WIDTH,
+    EngineCommand,
+    echo_json,
+    engine_options,
+    json_option,
+    plain_console,
+    print_lines,
+    progress_bar,
+)
+from kvplan.cli.sides import EngineOptions, decimal, load, token_range
+from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts
+from kvplan.describe import Worker
+from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
-from kvplan.models.model import Model
+from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
+from kvplan.handshake.messages import MAX_BYTES
+from kvplan.plan import Pair, TransferPlan, plan_mesh, plan_reads
+from kvplan.show import explain, show
+from kvplan.show.copies import End
+from kvplan.show.panels import panels
+from kvplan.show.rows import rows_of
 
-INTERRUPTED: Final = 130
-UNREAD: Final = 141
-
-ENDING: Final = f"""\
-\b
-Exit status:
-  0    done, and verified where that was asked
-  1    bytes differ
-  2    refused: what was asked for, or an offer
-  {INTERRUPTED}  interrupted
-  {UNREAD}  nobody reads what is printed
-
-Shipped models: {", ".join(Model.names())}.
-"""
-"""What ends the help: exit statuses, and the models that have a name."""
+STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
+"""Colours of source workers in a drawing; the seventh has the first again."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status, as :data:`ENDING` tells them."""
-    try:
-        return kvplan.main(list(arguments), prog_name="kvplan", standalone_mode=False) or 0
-    except KVPlanError as error:
-        return _refuse(error, arguments)
-    except click.ClickException as error:
-        return _refuse(_misread(error), arguments)
-    except MemoryError:
-        return _refuse(
-            KVPlanError("MEMORY", "carry out the transfer", expected="memory for it", got="none left"), arguments
-        )
-    except (click.Abort, KeyboardInterrupt):
-        return INTERRUPTED
-    except SystemExit:  # what click and rich make of a pipe that was closed
-        return UNREAD
-
-
-def _misread(error: click.ClickException) -> KVPlanError:
-    """What click says, in kvplan's grammar: the first word dropped where it says no more, a question as a hint."""
-    said, _, question = " ".join(error.format_message().split()).partition("Did you mean")
-    got = re.sub("^(No such|Got) ", "", said).strip(" .(")
-    got = re.sub("^Missing ", "no ", got)
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    shows = f"what '{context.command_path if context else 'kvplan'} --help' shows"
-    hint = f"did you mean{question.strip(').')}" if question else ""
-    return KVPlanError("NAME", "read the command line", expected=shows, got=got[:1].lower() + got[1:], hint=hint)
-
-
-def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
-    click.echo(" ".join(str(error).splitlines()), err=True)
-    if "--json" in arguments:
-        message = str(error).partition(": ")[2]
-        echo_json({"code": error.code, "message": message, "details": dict(error.details)})
-    return 2
-
-
-def _version() -> str:
-    try:
-        return metadata.version("kvplan")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True, epilog=ENDING)
-@click.version_option(_version())
-@click.pass_context
-def kvplan(context: click.Context) -> int:
-    """Plans that move a request's KV cache between engines of any layout, verified byte for byte."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
-    return 0
-
-
-@kvplan.command("verify", short_help="Plan a transfer, move it in fake memory, check every byte.")
-@about_two_engines
-@click.option("--tokens", default="1000", metavar="[START:]STOP", show_default=True, help="The positions that move.")
+@click.command("verify", cls=EngineCommand)
+@engine_options
+@click.option(
+    "--tokens",
+    default="1000",
+    metavar="[START:]STOP",
+    show_default=True,
+    callback=lambda context, option, text: token_range(text, "--tokens"),
+    help="Positions of the request that move.",
+)
 @json_option
-def verify_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
-    """Plan MODEL's cache from one engine to another, move it in fake memory, check every byte.
+def verify_command(
+    model: str, src: EngineOptions, dst: EngineOptions, bits: str | None, tokens: tuple[int, int], as_json: bool
+) -> int:
+    """Plan a transfer, run it in fake memory, check every byte.
 
     \b
     kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64,layout=BLHNC --tokens 37:1000
 
-    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
-    source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
-    start, stop = token_range(tokens, "--tokens")
-    request = Request.of(load(model, bits), source, destination, (start, stop))
-    _check_memory(request)
-    with bar("verify") as progress:
-        trial = Trial.of(request, progress)
+    with progress_bar() as bar:
+        bar.add_task("verify", total=None)
+        trial = Trial.of(PlacedRequest.of(load(model, bits), src, dst, tokens))
     if as_json:
-        echo_json({"model": model, "tokens": [start, stop], **trial.to_json()})
+        echo_json({"model": model, "tokens": list(tokens), **trial.to_json()})
     else:
-        _print_trial(f"{model}, {source} -> {destination}, positions [{start}, {stop})", trial)
+        _print_trial(f"{model}, {src} -> {dst}, positions [{tokens[0]}, {tokens[1]})", trial)
     return 0 if trial.report.ok else 1
-
-
-def _check_memory(request: Request) -> None:
-    """Refuse what this machine can't hold, before it stalls."""
-    needed, there = memory_needed(request), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise KVPlanError(
-            "MEMORY",
-            "carry out the transfer",
-            expected=f"at most {there} bytes of memory for its labels, what this machine has",
-            got=f"{needed}",
-            hint="fewer tokens, or more destination workers",
-            needed=needed,
-        )
 
 
 def _print_trial(title: str, trial: Trial) -> None:
@@ -142,73 +76,225 @@ def _print_trial(title: str, trial: Trial) -> None:
     console.print(title)
     for worker in trial.request.destinations:
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
-        ranks = intervals(pair.remote[1] for pair in pairs)
-        moved, number = sum(pair.num_bytes for pair in pairs), sum(pair.num_descriptors for pair in pairs)
-        told = f"{size(moved)} from src/{ranks}, {number:,} descriptors of {lengths_of(pairs)}" if pairs else "nothing"
-        console.print(f"  {worker.label} reads {told}")
+        ranks, moved = intervals(pair.remote[1] for pair in pairs), size(sum(pair.num_bytes for pair in pairs))
+        what = f"{moved} from src/{ranks}, {described(pairs)}" if pairs else "nothing"
+        console.print(f"  {worker.label} reads {what}")
     if skipped := trial.request.not_transferred:
-        console.print(f"  not transferred: {fold(skipped)}, which no source has")
+        console.print(f"  not transferred: {fold(skipped)} (no source has it)")
     console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
 
 
-for command in (check_offer_command, demo_command, explain_command, show_command):
-    kvplan.add_command(command)
-
-
-@kvplan.command("advise", short_help="Tell which changes would move a request in fewer descriptors.")
-@about_two_engines
-@click.option("--tokens", default="1000", show_default=True, help="How many positions the request has.")
+@click.command("explain", cls=EngineCommand)
+@engine_options
+@click.option(
+    "--detail",
+    type=click.Choice(["line", "workers", "rows"]),
+    default="workers",
+    show_default=True,
+    help="line: one line per engine; workers: one worker of each engine, and a line per pair; rows: everything.",
+)
 @json_option
-def advise_command(model: str, src: str, dst: str, bits: str | None, tokens: str, as_json: bool) -> int:
-    """Tell which changes of either engine would move a request of MODEL in fewer descriptors.
+def explain_command(
+    model: str,
+    src: EngineOptions,
+    dst: EngineOptions,
+    bits: str | None,
+    detail: Literal["line", "workers", "rows"],
+    as_json: bool,
+) -> int:
+    """Describe both engines' memory and a plan's rows.
 
-    Changes of layout, kv form, block size and convolution are planned, each of one side alone, then pairs of them.
-    Blocks are taken to be scattered. A line has the descriptors of all workers, how many times fewer that is than
-    now, the length of those that move most bytes, and the rows that are registered.
+    With --json: each worker's offer, each row, and the completions that each worker sends and awaits.
 
     \b
-    kvplan advise llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64
-
-    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json.
+    kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
     """
-    source, destination = Side.parse(src, "--src"), Side.parse(dst, "--dst")
-    number = count(tokens, "--tokens", 1, MAX_TOKENS + 1)
-    with bar("advise") as progress:
-        advice = advise(load(model, bits), source, destination, number, progress)
+    loaded, options = load(model, bits), {"src": src, "dst": dst}
+    engines = {name: side.engine(loaded, name) for name, side in options.items()}
+    drafts = destination_drafts(engines["dst"], engines["src"])
+    mesh = plan_mesh(engines["dst"], engines["src"], not_transferred=drafts)
     if as_json:
-        sides = {"src": str(source), "dst": str(destination)}
-        echo_json({"model": model, "tokens": number, **sides, **advice.to_json()})
-    else:
-        click.echo(f"{model}, {source} -> {destination}, {number} tokens in scattered blocks")
-        click.echo(advice)
+        offers = {name: [json.loads(encode(worker)) for worker in engine] for name, engine in engines.items()}
+        completions = {
+            label_of(key): {"sends": [*map(label_of, each.sends)], "awaits": [*map(label_of, each.awaits)]}
+            for key, each in mesh.completions.items()
+        }
+        plans = [
+            {
+                "worker": plan.local.label,
+                "operation": plan.operation,
+                "not_transferred": plan.not_transferred,
+                "pairs": [{"remote": label_of(pair.remote), "rows": _rows_json(pair)} for pair in plan.pairs],
+            }
+            for plan in mesh.plans
+        ]
+        document = {"model": model, "src": str(src), "dst": str(dst), "offers": offers}
+        echo_json(document | {"plans": plans, "completions": completions})
+        return 0
+    for role, (name, side) in zip(("source", "destination"), options.items(), strict=True):
+        engine = engines[name]
+        shown = engine if detail == "rows" else engine[:1]
+        title = f"{role}, {side}: {count(len(engine), 'worker')}{'' if detail == 'rows' else ', the first:'}"
+        print_lines(click.wrap_text(title, WIDTH, subsequent_indent="    ").splitlines())
+        print_lines(line for worker in shown for line in explain(worker, detail=detail).splitlines())
+        print_lines([] if detail == "line" else [""])
+    print_lines(explain(mesh, detail=detail).splitlines())
     return 0
 
 
-@kvplan.command("matrix", short_help="Tell which differences between engines a model's cache moves across.")
-@model_argument
-@json_option
-def matrix_command(model: str, as_json: bool) -> int:
-    """Tell which differences between engines MODEL's cache moves across, each decided by verifying it.
+def _rows_json(pair: Pair) -> dict[str, Any]:
+    return {"local": [*rows_of(pair.local_table)], "remote": [*rows_of(pair.remote_table)]}
 
-    MODEL is a shipped name in lower case, such as llama-3.1-8b, or the path of a config.json. A few of its layers
-    of each kind move, between engines that differ in one thing. The table is Markdown.
+
+@click.command("show", cls=EngineCommand)
+@engine_options
+@click.option("--rank", default="0", show_default=True, help="The destination worker whose plan is drawn.")
+@click.option("--svg", "path", metavar="FILE", help="Write the drawing to FILE, as .svg or .txt, and print no drawing.")
+@json_option
+def show_command(
+    model: str, src: EngineOptions, dst: EngineOptions, bits: str | None, rank: str, path: str | None, as_json: bool
+) -> int:
+    """Draw both engines' blocks, and which bytes go where.
+
+    Rows are axes, from the slowest in memory to the fastest; columns are bytes. Source and destination bytes of one
+    copy have the same letter. With --json: every copy that is drawn.
 
     \b
-    kvplan matrix granite-4.0-h-tiny
-
-    Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
+    kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64,layout=BLHNC --svg plan.svg
     """
-    whole = load(model)
-    few = matrix.shortened(whole)
-    with bar("matrix") as progress:
-        cells = list(matrix.cells(few, _check_memory, progress))
+    loaded = load(model, bits)
+    sources, destinations = src.engine(loaded, "src"), dst.engine(loaded, "dst")
+    local = destinations[decimal(rank, "--rank", 0, len(destinations))]
+    plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
+    title = f"{model}, {src} -> {dst}"
+    if path is not None:
+        picture = show(plan, about=title)
+        picture.save(path)
     if as_json:
-        layers = {"moved": len(few.layers), "of": len(whole.layers)}
-        decided = [cell.to_json() for cell in cells]
-        echo_json({"model": model, "layers": layers, "tokens": list(matrix.TOKENS), "cells": decided})
+        document = {"model": model, "src": str(src), "dst": str(dst), "worker": local.label}
+        echo_json(document | {"panels": _panels_json(plan)})
+    elif path is not None:
+        click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        start, stop = matrix.TOKENS
-        layers_told = f"{len(few.layers)} of {len(whole.layers)} layers"
-        click.echo(f"{model}, {layers_told}, positions [{start}, {stop}):\n")
-        click.echo("\n".join(matrix.markdown(cells)))
-    return 1 if any(cell.verdict == "wrong" for cell in cells) else 0
+        click.echo(title)
+        _draw(plan)
+    return 0
+
+
+def _draw(plan: TransferPlan) -> None:
+    """A block of the first source that sends something, a block of the destination, and what moves between them."""
+    moving = [remote for remote, pair in zip(plan.remotes, plan.pairs, strict=True) if pair.local_table.num_ids]
+    console = plain_console()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    for value in (*moving[:1], plan.local, plan):
+        picture = show(value, width=width)
+        text = Text(f"\n{picture.title}\n\n", style="bold")
+        text.append(Text(picture.text, style="not bold"))
+        text.highlight_regex(r"[│░]|···", "dim")
+        for i, worker in enumerate(moving):
+            text.highlight_regex(rf"{re.escape(worker.label)}(?!\d)", STYLES[i % len(STYLES)])
+        console.print(text)
+
+
+def _panels_json(plan: TransferPlan) -> list[dict[str, Any]]:
+    """What is drawn of a plan as plain data: for each kind of layer, every copy."""
+    return [
+        {
+            "tensors": panel.tensors,
+            "layers": panel.num_layers,
+            "tokens": panel.tokens,
+            "copies": [
+                {
+                    "what": copy.local.coordinates,
+                    "bytes": copy.num_bytes,
+                    "descriptor_bytes": copy.run_bytes,
+                    "src": _end_json(copy.remote),
+                    "dst": _end_json(copy.local),
+                }
+                for copy in panel.copies
+            ],
+        }
+        for panel in panels(plan)
+    ]
+
+
+def _end_json(end: End) -> dict[str, Any]:
+    return {
+        "worker": end.worker.label,
+        "block": end.ordinal,
+        "block_id": end.block,
+        "region": end.region,
+        "offset": end.region_offset,
+    }
+
+
+@click.command("check-offer")
+@click.argument("file")
+@click.argument("file2", required=False)
+@json_option
+def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
+    """Describe a worker's offer, or list everything wrong with it.
+
+    An offer is the message that kvplan.encode makes of a worker. With FILE2, compare the worker in FILE, a destination,
+    with the one in FILE2, its source, and list the differences that no plan can bridge. - reads stdin.
+
+    \b
+    kvplan check-offer offer.json
+    kvplan check-offer decode.json prefill.json
+
+    Exit status: 0 valid, 2 an invalid offer or a difference that is refused.
+    """
+    files = [file] if file2 is None else [file, file2]
+    if files.count("-") > 1:
+        raise KVPlanError("NAME", "read offers", expected="stdin for one of them", got="for both")
+    offers = [(click.format_filename(path), _read_offer(path)) for path in files]
+    workers = [offer for _, offer in offers if isinstance(offer, Worker)]
+    comparison = compare(workers[0], workers[1]) if len(workers) == 2 else None
+    if as_json:
+        found = None if comparison is None else {"ok": comparison.ok, **attrs.asdict(comparison)}
+        echo_json({"offers": [_offer_json(*offer) for offer in offers], "comparison": found})
+    elif comparison is not None:
+        print_lines(str(comparison).splitlines())
+    else:
+        for name, offer in offers:
+            if isinstance(offer, Worker):
+                print_lines([*explain(offer).splitlines(), f"  fingerprint {fingerprint(offer)}"])
+            else:
+                print_lines([f"{name}: refused", *(f"  {problem}" for problem in offer)])
+    return 0 if len(workers) == len(files) and (comparison is None or comparison.ok) else 2
+
+
+def _read_offer(path: str) -> Worker | tuple[Problem, ...]:
+    """The worker that a file, or stdin, offers; or the problems of its text. Raises ``NAME`` if it can't be read."""
+    try:
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        got = f"{path!r}: {(error.strerror if isinstance(error, OSError) else None) or error}"
+        raise KVPlanError("NAME", "read an offer", expected="a file that can be read, or -", got=got) from None
+    if len(data) > MAX_BYTES:
+        return (Problem("", "MESSAGE", f"cannot read a message: expected at most {MAX_BYTES} bytes, got more"),)
+    try:
+        return decode(data)
+    except PeerError as error:
+        return error.problems
+
+
+def _offer_json(name: str, offer: Worker | tuple[Problem, ...]) -> dict[str, Any]:
+    if not isinstance(offer, Worker):
+        return {"file": name, "ok": False, "problems": offer}
+    return {
+        "file": name,
+        "ok": True,
+        "problems": [],
+        "engine_id": offer.engine_id,
+        "rank": offer.rank,
+        "fingerprint": fingerprint(offer),
+        "groups": offer.groups,
+        "regions": len(offer.regions),
+        "tensors": len(offer.tensors),
+        "views": len(offer.views),
+    }
+
+
+COMMANDS: Final = (verify_command, explain_command, show_command, check_offer_command)

@@ -1,49 +1,40 @@
-"""The matrix: which differences between two engines a model's cache moves across, each decided by verifying it.
+"""The ``matrix`` command: which differences between two engines a model's cache can move across.
 
-A cell is a pair of engines that differ in one thing. It is verified, with every byte checked; or refused, with the
-reason; or wrong, which is a defect of the planner. Engines run a few of the model's layers, of every distinct kind.
+Each line is one mismatch between a source and a destination. A trial decides it: the bytes that move are verified, or
+planning refuses the pair with a reason. Wrong bytes are a defect of the planner. Only a few of the model's layers move,
+some of each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import attrs
+import click
 
-from kvplan.cli.bars import Progress, told, untold
-from kvplan.cli.sides import Side, in_bits
-from kvplan.cli.trials import Request, Trial, lengths_of
-from kvplan.describe.views import TOKEN
+from kvplan.cli.options import echo_json, json_option, model_argument, progress_bar
+from kvplan.cli.sides import EngineOptions, in_bits, load
+from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of
 from kvplan.errors import KVPlanError
-from kvplan.models.groups import tensors_of
-from kvplan.models.layouts import KV, STEP
-from kvplan.models.model import Model
-from kvplan.models.tensors import Layer
+from kvplan.models import Model
 
 TOKENS: Final = (5, 150)
-"""The positions that move: they begin and end inside blocks."""
+"""The positions that move: they start and stop inside blocks."""
 
-OF_EACH: Final = 2
-"""How many layers of each kind are kept, where there are so many."""
+LAYERS_PER_KIND: Final = 2
+MIN_LAYERS: Final = 4
+"""How many layers of a longer model are left, so that three pipeline stages are uneven."""
 
-AT_LEAST: Final = 4
-"""How many layers are kept at least, where there are so many: three stages of them are uneven."""
-
-
-GROUPS: Final = "groups"
-"""Layers of several kinds."""
-
-HYBRID: Final = "hybrid"
-"""Layers that attend, and layers that keep a state."""
+TOKEN, KV, STEP, GROUPS, HYBRID = "token", "kv", "step", "groups", "hybrid"
+"""What a mismatch can need of a model: an axis of a tensor, several groups, or attention beside recurrent states."""
 
 
 @attrs.frozen
-class Case:
-    """What two engines differ in, and both in the words of :class:`Side`.
+class Mismatch:
+    """What two engines differ in, and the options of both. ``{rest}`` is the number of layers minus one.
 
-    ``needs`` is what a model has if the case means something to it: an axis, :data:`GROUPS` or :data:`HYBRID`. Where
-    ``bits`` are given, its K and V are quantized to them. ``{rest}`` stands for all layers but one.
+    ``needs`` is what a model must have. ``bits``, if given, quantizes K and V.
     """
 
     differs: str
@@ -52,152 +43,135 @@ class Case:
     needs: str | None = None
     bits: int | None = None
 
+    def to_json(self) -> dict[str, str]:
+        """As plain data."""
+        differs = self.differs if self.bits is None else f"{self.differs}, {self.bits} bits"
+        return {"differs": differs, "src": self.src, "dst": self.dst}
 
-CASES: Final = (
-    Case("TP", "tp=1", "tp=2"),
-    Case("TP", "tp=2", "tp=1"),
-    Case("TP", "tp=2", "tp=4"),
-    Case("TP", "tp=4", "tp=2"),
-    Case("TP", "tp=2", "tp=3"),
-    Case("TP", "tp=3", "tp=2"),
-    Case("TP", "tp=8", "tp=2"),
-    Case("TP", "tp=16", "tp=4"),
-    Case("PP", "pp=2", "pp=1"),
-    Case("PP", "pp=1", "pp=3"),
-    Case("PP", "pp=2", "pp=3"),
-    Case("PP", "stages=1+{rest}", "pp=2,tp=2"),
-    Case("context", "tp=16,dcp=1", "tp=16,dcp=2", TOKEN),
-    Case("context", "tp=16,dcp=2", "tp=16,dcp=4", TOKEN),
-    Case("context", "pcp=2", "tp=2", TOKEN),
-    Case("context", "pcp=2,dcp=2", "tp=2", TOKEN),
-    Case("context", "pcp=2,dcp=2,interleave=16", "pcp=3,dcp=3", TOKEN),
-    Case("context", "tp=16,pcp=2,dcp=2,spread=1", "tp=16,pcp=2,dcp=4", TOKEN),
-    Case("block", "block=16", "block=64", TOKEN),
-    Case("block", "block=64", "block=16", TOKEN),
-    Case("block", "block=48", "block=32", TOKEN),
-    Case("kernel blocks", "block=64,kernel=16", "block=64", TOKEN),
-    Case("kernel blocks", "block=auto,kv=split,shared=1", "tp=2,block=auto,kv=split,shared=1", HYBRID),
-    Case("pools", "shared=1", "shared=0", GROUPS),
-    Case("pools", "tp=2,shared=1", "tp=4,shared=1,layout=BLHNC", GROUPS),
-    Case("layout", "layout=LBNHC", "layout=LBHNC"),
-    Case("layout", "layout=LBHNC", "layout=BLHNC"),
-    Case("layout", "layout=BHLNC", "layout=LHBNC"),
-    Case("K and V", "kv=content", "kv=split", KV),
-    Case("K and V", "kv=axis", "kv=content", KV),
-    Case("scales", "scales=inline", "scales=page", KV, bits=8),
-    Case("scales", "tp=2,scales=region", "tp=4,scales=inline", KV, bits=8),
-    Case("scales", "tp=4,scales=page", "tp=2,scales=region", KV, bits=4),
-    Case("convolution", "conv=SD", "conv=DS", STEP),
-    Case("padding", "pad=0", "pad=4096"),
+
+def _each(differs: str, *pairs: str, needs: str | None = None, bits: int | None = None) -> list[Mismatch]:
+    engines = (pair.split(" -> ") for pair in pairs)
+    return [Mismatch(differs, src, dst, needs, bits) for src, dst in engines]
+
+
+MISMATCHES: Final = (
+    *_each("TP", "tp=1 -> tp=2", "tp=2 -> tp=1", "tp=2 -> tp=4", "tp=4 -> tp=2"),
+    *_each("TP", "tp=2 -> tp=3", "tp=3 -> tp=2", "tp=8 -> tp=2", "tp=16 -> tp=4"),
+    *_each("PP", "pp=2 -> pp=1", "pp=1 -> pp=3", "pp=2 -> pp=3", "stages=1+{rest} -> pp=2,tp=2"),
+    *_each("context", "tp=16,dcp=1 -> tp=16,dcp=2", "tp=16,dcp=2 -> tp=16,dcp=4", needs=TOKEN),
+    *_each("context", "pcp=2 -> tp=2", "pcp=2,dcp=2 -> tp=2", needs=TOKEN),
+    *_each("context", "pcp=2,dcp=2,interleave=16 -> pcp=3,dcp=3", needs=TOKEN),
+    *_each("context", "tp=16,pcp=2,dcp=2,spread=1 -> tp=16,pcp=2,dcp=4", needs=TOKEN),
+    *_each("block", "block=16 -> block=64", "block=64 -> block=16", "block=48 -> block=32", needs=TOKEN),
+    *_each("kernel blocks", "block=64,kernel=16 -> block=64", needs=TOKEN),
+    *_each("kernel blocks", "block=auto,kv=split,shared=1 -> tp=2,block=auto,kv=split,shared=1", needs=HYBRID),
+    *_each("pools", "shared=1 -> shared=0", "tp=2,shared=1 -> tp=4,shared=1,layout=BLHNC", needs=GROUPS),
+    *_each("layout", "layout=LBNHC -> layout=LBHNC", "layout=LBHNC -> layout=BLHNC"),
+    *_each("layout", "layout=BHLNC -> layout=LHBNC"),
+    *_each("K and V", "kv=content -> kv=split", "kv=axis -> kv=content", needs=KV),
+    *_each("scales", "scales=inline -> scales=page", "tp=2,scales=region -> tp=4,scales=inline", needs=KV, bits=8),
+    *_each("scales", "tp=4,scales=page -> tp=2,scales=region", needs=KV, bits=4),
+    *_each("convolution", "conv=SD -> conv=DS", needs=STEP),
+    *_each("padding", "pad=0 -> pad=4096"),
 )
 
 
 @attrs.frozen(eq=False)
-class Cell:
-    """A case decided for a model: its ``trial``, or its ``refusal``."""
+class Result:
+    """What became of a mismatch: it was ``verified`` or ``wrong`` in a trial, or ``refused``; one line says why."""
 
-    case: Case
+    mismatch: Mismatch
+    verdict: str
+    reason: str | None = None
     trial: Trial | None = None
-    refusal: KVPlanError | None = None
 
-    @property
-    def verdict(self) -> str:
-        """``verified``, ``refused`` or ``wrong``."""
-        if self.trial is None:
-            return "refused"
-        return "verified" if self.trial.report.ok else "wrong"
-
-    @property
-    def reason(self) -> str | None:
-        """Why the case was refused, or what is wrong; one line."""
-        if self.trial is None:
-            text = str(self.refusal)
-        elif self.trial.report.ok:
-            return None
-        else:
-            text = ": ".join(self.trial.report.failures[0])
-        return " ".join(text.splitlines())
+    @classmethod
+    def of(cls, model: Model, mismatch: Mismatch) -> Result:
+        """Move a request across the mismatch."""
+        src, dst = EngineOptions.parse(mismatch.src, "the source"), EngineOptions.parse(mismatch.dst, "the destination")
+        try:
+            quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
+            trial = Trial.of(PlacedRequest.of(quantized, src, dst, TOKENS))
+        except KVPlanError as error:
+            return cls(mismatch, "refused", str(error))
+        if trial.report.ok:
+            return cls(mismatch, "verified", trial=trial)
+        return cls(mismatch, "wrong", " ".join(": ".join(trial.report.failures[0]).splitlines()), trial)
 
     def __str__(self) -> str:
-        if self.trial is None or self.reason:
-            return f"{self.verdict}, {self.reason}"
-        return f"verified: {self.trial.report.num_descriptors:,} descriptors of {lengths_of(self.trial.pairs)}"
+        if self.reason is None and self.trial is not None:
+            return f"{self.verdict}: {described(self.trial.pairs)}"
+        return f"{self.verdict}, {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; ``lengths`` are the shortest and the longest descriptor, in bytes."""
-        told: dict[str, Any] = {**_words(self.case), "verdict": self.verdict, "reason": self.reason}
-        if self.trial is not None:
-            lengths = [length for pair in self.trial.pairs for length in pair.lengths]
-            report = self.trial.report
-            told |= {"bytes": report.num_bytes, "descriptors": report.num_descriptors}
-            told["lengths"] = [min(lengths), max(lengths)] if lengths else []
-        return told
-
-
-def _words(case: Case) -> dict[str, str]:
-    differs = case.differs if case.bits is None else f"{case.differs}, {case.bits} bits"
-    return {"differs": differs, "src": case.src, "dst": case.dst}
+        """As plain data; ``lengths`` are those of the shortest and the longest descriptor, in bytes."""
+        document: dict[str, Any] = {**self.mismatch.to_json(), "verdict": self.verdict, "reason": self.reason}
+        if self.trial is None:
+            return document
+        report, lengths = self.trial.report, lengths_of(self.trial.pairs)
+        lengths = lengths[:1] + lengths[-1:]
+        return document | {"bytes": report.num_bytes, "descriptors": report.num_descriptors, "lengths": lengths}
 
 
 def shortened(model: Model) -> Model:
-    """The model with few layers, in their order: some of each kind, and enough for uneven stages.
-
-    >>> print(shortened(Model.shipped("granite-4.0-h-tiny")))
-    granite-4.0-h-tiny: 4 layers, bfloat16, groups state, attn
-    """
-    of_kind: dict[Layer, list[int]] = {}
+    """The model with few of its layers, in their order: some of each kind, and enough for uneven stages."""
+    by_kind: dict[Any, list[int]] = {}
     for i, layer in enumerate(model.layers):
-        of_kind.setdefault(layer, []).append(i)
-    kept = {i for found in of_kind.values() for i in found[:OF_EACH]}
-    others = [i for i in range(len(model.layers)) if i not in kept]
-    kept.update(others[: max(AT_LEAST - len(kept), 0)])
-    return attrs.evolve(model, layers=tuple(model.layers[i] for i in sorted(kept)))
+        by_kind.setdefault(layer, []).append(i)
+    chosen = {i for found in by_kind.values() for i in found[:LAYERS_PER_KIND]}
+    others = [i for i in range(len(model.layers)) if i not in chosen]
+    chosen.update(others[: max(MIN_LAYERS - len(chosen), 0)])
+    return attrs.evolve(model, layers=tuple(model.layers[i] for i in sorted(chosen)))
 
 
-def cases(model: Model) -> Iterator[Case]:
-    """The cases that mean something to the model: no K and V for latents, no blocks of tokens for states alone.
+def mismatches(model: Model) -> list[Mismatch]:
+    """The mismatches that make sense for a model: a latent has no K and V, recurrent states have no token blocks.
 
-    >>> [case.src for case in cases(Model.shipped("falcon-mamba-7b"))][-5:]
+    >>> [each.src for each in mismatches(Model.shipped("falcon-mamba-7b"))][-5:]
     ['layout=LBNHC', 'layout=LBHNC', 'layout=BHLNC', 'conv=SD', 'pad=0']
     """
-    tensors = set(tensors_of((*model.layers, *model.drafts)))
-    paged = {tensor.paged for tensor in tensors}
-    there: set[str | None] = {axis for tensor in tensors for axis, _ in tensor.axes} | {None}
-    there |= {TOKEN} if True in paged else set()
-    there |= {GROUPS} if len(model.groups) > 1 else set()
-    there |= {HYBRID} if len(paged) == 2 else set()
+    tensors = {tensor for layer in (*model.layers, *model.drafts) for tensor in layer}
+    has: set[str | None] = {axis for tensor in tensors for axis, _ in tensor.axes} | {None}
+    has |= {TOKEN} if any(tensor.paged for tensor in tensors) else set()
+    has |= {GROUPS} if len(model.groups) > 1 else set()
+    has |= {HYBRID} if len({tensor.paged for tensor in tensors}) == 2 else set()
     rest = len(model.layers) - 1
-    return (attrs.evolve(case, src=case.src.format(rest=rest)) for case in CASES if case.needs in there)
+    return [attrs.evolve(each, src=each.src.format(rest=rest)) for each in MISMATCHES if each.needs in has]
 
 
-def cells(
-    model: Model, check: Callable[[Request], None] = lambda request: None, progress: Progress = untold
-) -> Iterator[Cell]:
-    """Decide each case of the model as it stands, one after the other.
-
-    ``check`` may refuse a request with a :class:`KVPlanError` before it is carried out.
-    """
-    for case in told(tuple(cases(model)), progress):
-        src, dst = Side.parse(case.src, "the source"), Side.parse(case.dst, "the destination")
-        try:
-            request = Request.of(model if case.bits is None else in_bits(model, case.bits), src, dst, TOKENS)
-            check(request)
-            yield Cell(case, trial=Trial.of(request))
-        except KVPlanError as error:
-            yield Cell(case, refusal=error)
-
-
-def markdown(decided: Iterable[Cell]) -> Iterator[str]:
-    """The cells as the lines of a Markdown table.
-
-    >>> refusal = KVPlanError("LAYOUT", "do it", expected="a|b", got="c")
-    >>> print(*markdown([Cell(Case("TP", "tp=1", "tp=2"), refusal=refusal)]), sep="\\n")
-    | differs in | source | destination | result |
-    |---|---|---|---|
-    | TP | tp=1 | tp=2 | refused, LAYOUT: cannot do it: expected a\\|b, got c |
-    """
+def markdown(results: Iterable[Result]) -> Iterator[str]:
+    """The lines of a Markdown table."""
     yield "| differs in | source | destination | result |"
     yield "|---|---|---|---|"
-    for cell in decided:
-        result = str(cell).replace("|", "\\|")
-        yield f"| {' | '.join(_words(cell.case).values())} | {result} |"
+    for result in results:
+        text = str(result).replace("|", "\\|")
+        yield f"| {' | '.join(result.mismatch.to_json().values())} | {text} |"
+
+
+@click.command("matrix")
+@model_argument
+@json_option
+def matrix_command(model: str, as_json: bool) -> int:
+    """Try which differences between engines a cache moves across.
+
+    MODEL is a shipped name such as llama-3.1-8b, or the path of a config.json. A few of its layers of each kind move
+    between engines that differ in one thing, and every byte is checked. The table is Markdown.
+
+    \b
+    kvplan matrix granite-4.0-h-tiny
+
+    Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
+    """
+    whole = load(model)
+    short = shortened(whole)
+    with progress_bar() as bar:
+        results = [Result.of(short, mismatch) for mismatch in bar.track(mismatches(short), description="matrix")]
+    if as_json:
+        layers = {"moved": len(short.layers), "of": len(whole.layers)}
+        cells = [result.to_json() for result in results]
+        echo_json({"model": model, "layers": layers, "tokens": list(TOKENS), "cells": cells})
+    else:
+        layers_moved = f"{len(short.layers)} of {len(whole.layers)} layers"
+        click.echo(f"{model}, {layers_moved}, positions [{TOKENS[0]}, {TOKENS[1]}):\n")
+        click.echo("\n".join(markdown(results)))
+    return 1 if any(result.verdict == "wrong" for result in results) else 0

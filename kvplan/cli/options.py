@@ -1,62 +1,79 @@
-"""Options: the words that commands have in common. Needs the ``cli`` extra."""
+"""What the commands have in common: arguments and options, JSON output, consoles and the progress bar."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
+import attrs
 import click
 from rich.console import Console
+from rich.progress import Progress
 from rich.text import Text
 
-from kvplan.cli.sides import BITS
-from kvplan.models.layouts import LETTERS, ORDERS
+from kvplan.cli.sides import BITS, EngineOptions
 
-POOL: Final = 4096
-"""Blocks of an engine that is only explained or shown, where a side doesn't say."""
+WIDTH: Final = 120
+"""Columns of output that is not printed on a terminal."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-SIDE: Final = (
-    "a comma list of tp, pp, dcp, pcp, interleave, block (or auto), blocks, kernel, pad (numbers), "
-    f"layout ({', '.join(ORDERS)}: the order in memory, {LETTERS}; vLLM's NHD is LBNHC, HND is LBHNC), "
-    "kv (content: K and V of a head side by side; axis: K, then V, inside block and layer; split: in regions of their "
-    "own), conv (DS, SD), scales (inline, page, region), stages (layers of each, 10+22), shared, spread "
-    "(1 or 0) and draft (a shipped model). Left out: tp=1,block=16,layout=LBHNC,kv=content"
-)
+
+class EngineCommand(click.Command):
+    """A command that takes :func:`engine_options`: its help ends with what MODEL and the keys of an engine mean."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the end of the help."""
+        formatter.write_paragraph()
+        formatter.write_text("MODEL is a shipped name such as llama-3.1-8b, or the path of a config.json.")
+        with formatter.section("Keys of --src and --dst"):
+            formatter.write_dl([(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)])
+
+
 model_argument = click.argument("model")
-src_option = click.option("--src", default="", metavar="SIDE", help=f"The engine that has the request: {SIDE}.")
-dst_option = click.option("--dst", default="", metavar="SIDE", help="The engine that needs it, in the same words.")
-bits_option = click.option(
-    "--bits",
-    type=click.Choice([str(bits) for bits in BITS]),
-    help="Quantize K and V: to 8 bits with a scale for each head of a token, or to 4 with one for each 16 values.",
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_engine = partial(
+    click.option,
+    default="",
+    metavar="KEY=VALUE,...",
+    callback=lambda context, option, text: EngineOptions.parse(text, option.opts[0]),
 )
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def engine_options(command: Command) -> Command:
+    """The arguments of a command about two engines that run one model: MODEL, ``--src``, ``--dst`` and ``--bits``."""
+    bits_help = "Quantize K and V: 8 has a scale for each head of a token, 4 has one for each 16 values (NVFP4)."
+    command = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(command)
+    command = _engine("--dst", help="The decode engine (destination).")(command)
+    return model_argument(_engine("--src", help="The prefill engine (source).")(command))
 
 
-def about_two_engines(command: Command) -> Command:
-    """A model and two engines of it: what most commands are asked about."""
-    for option in (bits_option, dst_option, src_option, model_argument):
-        command = option(command)
-    return command
+def _plain(value: Any) -> Any:
+    return attrs.asdict(value) if attrs.has(type(value)) else str(value)
 
 
 def echo_json(document: Mapping[str, Any]) -> None:
-    """Write one JSON document."""
-    click.echo(json.dumps(document, indent=2, default=str))
+    """Print one JSON document. A frozen value becomes an object of its fields."""
+    click.echo(json.dumps(document, indent=2, default=_plain))
 
 
-def plain_console(**options: Any) -> Console:
-    """Text as it stands: no markup, no wrapping. Rich leaves colour out where NO_COLOR says so, and in a pipe."""
-    return Console(markup=False, highlight=False, soft_wrap=True, **options)
+def plain_console() -> Console:
+    """A console for stdout that neither wraps text nor reads markup. In a pipe, or with NO_COLOR, it has no colour."""
+    return Console(markup=False, highlight=False, soft_wrap=True)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Lines of which those that are not indented are heads, which stand out on a terminal."""
+    """Print lines; those without indent are headings, which are bold on a terminal."""
     console = plain_console()
     for line in lines:
         console.print(Text(line, style="bold" if line[:1].strip() else ""))
+
+
+def progress_bar(disable: bool = False) -> Progress:
+    """A progress bar on stderr, which is erased at the end. It is only drawn if stderr is a terminal."""
+    console = Console(stderr=True)
+    hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
+    return Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False, disable=hidden)

@@ -1,14 +1,14 @@
-"""Trials: a request placed on two engines, planned, moved in fake memory and verified.
+"""Trials: a request is placed in the pools of two engines, planned, moved in fake memory, and verified.
 
-Each engine gets blocks that hold the request scattered over its pool, never in order, and in another order on the
-other side, so that blocks paired by anything but position show as wrong bytes. Groups that share their memory get
-different blocks.
+The request's blocks are scattered over each pool, in a different order on each engine. So a plan that pairs blocks by
+anything but position moves wrong bytes. Groups that share one pool get different blocks of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -16,165 +16,148 @@ import numpy as np
 
 from kvplan._arrays import Ints
 from kvplan._text import sizes
-from kvplan.cli.bars import Progress, untold
-from kvplan.cli.sides import Side
-from kvplan.describe.blocks import Blocks
-from kvplan.describe.views import Group, View
-from kvplan.describe.worker import Worker
+from kvplan.cli.sides import EngineOptions
+from kvplan.describe import Blocks, Worker
+from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
-from kvplan.models.model import Model
-from kvplan.plan.cost import PairCost
-from kvplan.plan.mesh import MeshPlan, plan_mesh
-from kvplan.verification.report import Report
-from kvplan.verification.verifier import verify
+from kvplan.models import Model
+from kvplan.plan import MeshPlan, PairCost, plan_mesh
+from kvplan.verification import Report, verify
 
 SOURCE_SPREAD: Final = (math.sqrt(5) - 1) / 2
 DESTINATION_SPREAD: Final = math.sqrt(2) - 1
 
 
 @attrs.frozen
-class Request:
-    """Positions ``[start, stop)`` of a request that both engines hold, ready for ``plan_mesh`` and ``verify``.
+class PlacedRequest:
+    """Positions of a request in the blocks of two engines, as arguments of ``plan_mesh``, ``bind`` and ``verify``.
 
-    ``local`` and ``remote`` are the destination's and the source's block tables by group. The sides have the number
-    of blocks that their pools have.
+    ``local`` has the block table of each group of the destination, ``remote`` those of the source. ``blocks`` of
+    ``src`` and ``dst`` is the size of their pools.
     """
 
-    src: Side
-    dst: Side
+    src: EngineOptions
+    dst: EngineOptions
     sources: tuple[Worker, ...]
     destinations: tuple[Worker, ...]
     local: Mapping[str, Blocks]
     remote: Mapping[str, Blocks]
     tokens: Mapping[str, tuple[int, int]]
 
-    @property
-    def not_transferred(self) -> tuple[str, ...]:
-        """The tensors of draft layers that only the destination has."""
-        return undrafted(self.destinations, self.sources)
-
     @classmethod
-    def of(cls, model: Model, src: Side, dst: Side, tokens: tuple[int, int]) -> Request:
-        """The request on both engines. Raises ``BLOCKS`` where a side's ``blocks`` are too few for it."""
+    def of(cls, model: Model, src: EngineOptions, dst: EngineOptions, tokens: tuple[int, int]) -> PlacedRequest:
+        """Positions ``[start, stop)`` on both engines. Raises ``BLOCKS`` if a pool has too few blocks for them."""
         src, sources, remote = _place(model, src, "src", tokens[1], SOURCE_SPREAD)
         dst, destinations, local = _place(model, dst, "dst", tokens[1], DESTINATION_SPREAD)
         paged = [group.name for group in destinations[0].groups if group.tokens_per_block is not None]
         return cls(src, dst, sources, destinations, local, remote, dict.fromkeys(paged, tokens))
 
+    @property
+    def not_transferred(self) -> tuple[str, ...]:
+        """The tensors of :func:`destination_drafts`."""
+        return destination_drafts(self.destinations, self.sources)
+
 
 def _place(
-    model: Model, side: Side, engine_id: str, stop: int, spread: float
-) -> tuple[Side, tuple[Worker, ...], dict[str, Blocks]]:
-    pool = _ample(-(-stop // (side.block or 16))) if side.blocks is None else side.blocks
-    workers = side.engine(model, engine_id, pool)
-    needed = blocks_needed(workers, stop)
-    most = sum(needed.values()) if side.shared else max(needed.values(), default=0)
-    if most > pool and side.blocks is None:
-        return _place(model, attrs.evolve(side, blocks=_ample(most)), engine_id, stop, spread)
+    model: Model, options: EngineOptions, engine_id: str, stop: int, spread: float
+) -> tuple[EngineOptions, tuple[Worker, ...], dict[str, Blocks]]:
+    """An engine's options with the size of its pool, its workers, and a block table for each group."""
+    most = -(-stop // (options.block or 16))
+    while True:  # a shared pool is too small for all groups at first, unless the options say how large it is
+        pool = options.blocks or most + most // 2 + 7
+        workers = options.engine(model, engine_id, pool)
+        needed = blocks_needed(workers, stop)
+        most = sum(needed.values()) if options.shared else max(needed.values(), default=0)
+        if options.blocks is not None or most <= pool:
+            break
     if most > pool:
-        raise KVPlanError(
-            "BLOCKS",
-            f"place a request of {stop} tokens on --{engine_id}",
-            expected=f"at least {most} blocks",
-            got=f"{pool}",
-            needed=most,
-            blocks=pool,
-        )
-    taken, tables = 0, {}
+        action, expected = f"place a request of {stop} tokens on --{engine_id}", f"at least {most} blocks"
+        raise KVPlanError("BLOCKS", action, expected=expected, got=f"{pool}", needed=most, blocks=pool)
+    first, tables = 0, {}
     for group, number in needed.items():
-        tables[group] = Blocks(scattered(taken + number, pool, spread)[taken:])
-        taken += number if side.shared else 0
-    return attrs.evolve(side, blocks=pool), workers, tables
+        tables[group] = Blocks(scattered(first + number, pool, spread)[first:])
+        first += number if options.shared else 0
+    return attrs.evolve(options, blocks=pool), workers, tables
 
 
-def undrafted(destinations: Sequence[Worker], sources: Sequence[Worker]) -> tuple[str, ...]:
-    """The tensors of draft layers that destinations have and no source has: they are not transferred."""
-    offered = {view.name for worker in sources for view in worker.views}
-    wanted = dict.fromkeys(view.name for worker in destinations for view in worker.views)
+def destination_drafts(destinations: Sequence[Worker], sources: Sequence[Worker]) -> tuple[str, ...]:
+    """The tensors of draft layers that only the destination has: they are not transferred."""
+    offered = {name for worker in sources for name in worker.tensors}
+    wanted = dict.fromkeys(name for worker in destinations for name in worker.tensors)
     return tuple(name for name in wanted if name.startswith("draft.") and name not in offered)
 
 
-def _ample(number: int) -> int:
-    """A pool with room to scatter so many blocks in."""
-    return number + number // 2 + 7
-
-
-def memory_needed(request: Request) -> int:
-    """About how many bytes of memory verification takes: a label for each byte, here and there, of one worker."""
-    held = [
-        sum(view.block_bytes * _blocks_moved(request, worker, view) for view in worker.views)
-        for worker in request.destinations
-    ]
-    most = max(held, default=0)
-    return int(2 * most * (4 if most < 1 << 32 else 8))
-
-
-def _blocks_moved(request: Request, worker: Worker, view: View) -> float:
-    """How many blocks' worth of a view a request moves."""
-    group = next(group for group in worker.groups if group.name == view.group)
-    if group.tokens_per_block is None:
-        return 1
-    start, stop = request.tokens[group.name]
-    return (stop - start) / group.context.size / group.tokens_per_block
-
-
 def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
-    """By group, the most blocks that one worker keeps of positions ``[0, stop)``; one for a state group."""
+    """By group, the most blocks that one worker needs for positions ``[0, stop)``; a state takes one block."""
     needed: dict[str, int] = {}
     for group in (group for worker in workers for group in worker.groups):
-        needed[group.name] = max(needed.get(group.name, 0), _blocks_of(group, stop))
+        run = group.context.interleave_tokens
+        rounds, rest = divmod(stop, group.context.size * run)
+        held = rounds * run + min(max(rest - group.context.rank * run, 0), run)
+        number = 1 if group.tokens_per_block is None else -(-held // group.tokens_per_block)
+        needed[group.name] = max(needed.get(group.name, 0), number)
     return needed
 
 
-def _blocks_of(group: Group, stop: int) -> int:
-    if group.tokens_per_block is None:
-        return 1
-    run = group.context.interleave_tokens
-    rounds, rest = divmod(stop, group.context.size * run)
-    held = rounds * run + min(max(rest - group.context.rank * run, 0), run)
-    return -(-held // group.tokens_per_block)
-
-
 def scattered(number: int, pool: int, spread: float) -> Ints:
-    """``number`` different block ids of a pool, far apart: each ``spread`` of the pool, about, after the one before.
+    """``number`` distinct block ids in ``[0, pool)``; consecutive ones are about ``spread * pool`` apart, modulo pool.
 
     >>> scattered(6, 100, SOURCE_SPREAD).tolist(), scattered(6, 100, DESTINATION_SPREAD).tolist()
     ([61, 22, 83, 44, 5, 66], [41, 82, 23, 64, 5, 46])
     """
     step = max(int(pool * spread), 1)
     while math.gcd(step, pool) != 1:
-        step += 1
+        step += 1  # multiples of a step that is coprime to the pool are distinct modulo the pool
     return np.arange(1, number + 1, dtype=np.int64) * step % pool
 
 
-def lengths_of(pairs: Iterable[PairCost]) -> str:
-    """The lengths of all descriptors of some pairs, for a person."""
-    lengths = [length for pair in pairs for length in pair.lengths]
-    return sizes(min(lengths), max(lengths)) if lengths else "no length"
+def memory_needed(request: PlacedRequest, mesh: MeshPlan) -> int:
+    """How many bytes verification allocates: a label for each byte of the largest destination, on both sides."""
+    tokens = max((stop - start for start, stop in request.tokens.values()), default=0)
+    most = max((plan.cost(tokens).num_bytes for plan in mesh.plans), default=0)
+    return 2 * most * (4 if most < 1 << 32 else 8)
+
+
+def described(pairs: Sequence[PairCost]) -> str:
+    """How many descriptors some pairs take, and their shortest and longest length."""
+    number, lengths = f"{sum(pair.num_descriptors for pair in pairs):,} descriptors", lengths_of(pairs)
+    return f"{number} of {sizes(lengths[0], lengths[-1])}" if lengths else number
+
+
+def lengths_of(pairs: Sequence[PairCost]) -> list[int]:
+    """The distinct descriptor lengths of some pairs in bytes, ascending."""
+    return sorted({length for pair in pairs for length in pair.lengths})
 
 
 @attrs.frozen(eq=False)
 class Trial:
-    """A request's transfer and what verification found."""
+    """A request that was moved in fake memory: the cost of each pair of workers, and the verification report."""
 
-    request: Request
+    request: PlacedRequest
     pairs: tuple[PairCost, ...]
     report: Report
 
     @classmethod
-    def of(cls, request: Request, progress: Progress = untold) -> Trial:
-        """Plan the whole mesh, bind the request, carry it out in fake memory and verify every destination worker."""
+    def of(cls, request: PlacedRequest) -> Trial:
+        """Plan all destination workers, move the request, and verify. Raises ``MEMORY`` if memory can't suffice."""
         mesh = plan_mesh(request.destinations, request.sources, not_transferred=request.not_transferred)
-        report = verify(mesh, local=request.local, remote=request.remote, tokens=request.tokens)
-        return cls(request, tuple(_moved(mesh, request)), report)
+        needed, available = memory_needed(request, mesh), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > available:
+            action, hint = "carry out the transfer", "use fewer tokens, or more destination workers"
+            expected = f"at most {available} bytes of labels, the memory of this machine"
+            raise KVPlanError("MEMORY", action, expected=expected, got=f"{needed}", hint=hint, needed=needed)
+        arguments: dict[str, Any] = {"local": request.local, "remote": request.remote, "tokens": request.tokens}
+        report = verify(mesh, **arguments)
+        pairs = tuple(PairCost.of(spec) for plan in mesh.plans for spec in plan.bind(**arguments))
+        return cls(request, pairs, report)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, the pairs that move nothing included."""
+        """As plain data, with the pairs that move nothing."""
         report, request = self.report, self.request
         return {
-            "src": attrs.asdict(request.src),
-            "dst": attrs.asdict(request.dst),
-            "not_transferred": list(request.not_transferred),
+            "src": request.src,
+            "dst": request.dst,
+            "not_transferred": request.not_transferred,
             "workers": {"src": len(request.sources), "dst": len(request.destinations)},
             "verified": report.ok,
             "bytes": report.num_bytes,
@@ -182,25 +165,16 @@ class Trial:
             "tail_slots": report.num_tail_slots,
             "promises": report.promises,
             "failures": [{"code": code, "text": text} for code, text in report.failures],
-            "pairs": [_told(pair) for pair in self.pairs],
+            "pairs": [
+                {
+                    "dst": label_of(pair.local),
+                    "src": label_of(pair.remote),
+                    "rows": {"local": pair.local_rows, "remote": pair.remote_rows},
+                    "ids": pair.num_ids,
+                    "descriptors": pair.num_descriptors,
+                    "bytes": pair.num_bytes,
+                    "lengths": {str(length): times for length, times in pair.lengths.items()},
+                }
+                for pair in self.pairs
+            ],
         }
-
-
-def _moved(mesh: MeshPlan, request: Request) -> Iterator[PairCost]:
-    for plan in mesh.plans:
-        specs = plan.bind(local=request.local, remote=request.remote, tokens=request.tokens)
-        yield from map(PairCost.of, specs)
-
-
-def _told(pair: PairCost) -> dict[str, Any]:
-    """A pair as plain data."""
-    dst, src = (f"{engine_id}/{rank}" for engine_id, rank in (pair.local, pair.remote))
-    return {
-        "dst": dst,
-        "src": src,
-        "rows": {"local": pair.local_rows, "remote": pair.remote_rows},
-        "ids": pair.num_ids,
-        "descriptors": pair.num_descriptors,
-        "bytes": pair.num_bytes,
-        "lengths": {str(length): times for length, times in pair.lengths.items()},
-    }

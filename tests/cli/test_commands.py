@@ -1,99 +1,635 @@
-"""What all commands have in common: examples in their help, one JSON document, exit statuses."""
+"""The commands as a user runs them: what they print, as text and as JSON, their exit statuses, refusals and help."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
+import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import attrs
 import click
 import pytest
 
-from kvplan import encode
-from kvplan.cli import demo, matrix
-from kvplan.cli.commands import kvplan
-from kvplan.cli.sides import Side
+from kvplan import Model, decode, encode, explain, plan_mesh
+from kvplan.cli import demo, matrix, trials
+from kvplan.cli.app import kvplan
+from kvplan.cli.options import WIDTH, print_lines
+from kvplan.cli.sides import EngineOptions
+from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
+from kvplan.verification import Report
 from tests.conftest import Cli
 from tests.small import engine
 
-ARGUMENTS = {
-    "advise": ("qwen3-0.6b", "--tokens", "20"),
-    "check-offer": ("offer.json",),
-    "demo": (),
-    "explain": ("qwen3-0.6b",),
-    "matrix": ("qwen3-0.6b",),
-    "show": ("qwen3-0.6b",),
-    "verify": ("qwen3-0.6b", "--tokens", "20"),
+VERIFY = ("verify", "qwen3-0.6b", "--tokens", "40")
+TWO_ENGINES = (*VERIFY, "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
+EXPLAIN = ("explain", "qwen3-0.6b", "--src", "tp=2,blocks=9", "--dst", "tp=4,blocks=10")
+SHOW = ("show", "qwen3-0.6b", "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
+ADVISE = ("advise", "qwen3-0.6b", "--tokens", "20")
+QUICK = {
+    "advise": ADVISE,
+    "check-offer": ("check-offer", "offer.json"),
+    "demo": ("demo",),
+    "explain": EXPLAIN,
+    "matrix": ("matrix", "qwen3-0.6b"),
+    "show": SHOW,
+    "verify": TWO_ENGINES,
+}
+FAILED = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "head 3 is head 1"),))
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo and the matrix have one and two lines, and the working directory has an offer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[4:5])
+    monkeypatch.setattr(matrix, "MISMATCHES", matrix.MISMATCHES[:2])
+    Path("offer.json").write_bytes(encode(engine()[0]))
+
+
+def fail_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "verify", lambda *args, **kwargs: FAILED)
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python -m kvplan`` in a process of its own."""
+    inherited = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    run = [sys.executable, "-m", "kvplan", *arguments]
+    return subprocess.run(run, env=inherited | environment, capture_output=True, text=True, check=False)
+
+
+# Refusals
+
+
+REFUSALS = {
+    "no command": (("frob",), "NAME: cannot read the command line"),
+    "no model": (("verify",), "NAME: cannot read the command line"),
+    "unknown option": ((*VERIFY, "--frob"), "NAME: cannot read the command line"),
+    "unknown model": (("verify", "llama-9"), "CONFIG: cannot load a model"),
+    "unknown model of a matrix": (("matrix", "llama-9"), "CONFIG: cannot load a model"),
+    "directory": (("verify", "/"), "CONFIG: cannot load a model"),
+    "null byte": (("verify", "a\0b"), "CONFIG: cannot load a model"),
+    "line break": (("verify", "a\nb"), "CONFIG: cannot load a model"),
+    "unknown key": ((*VERIFY, "--src", "tq=4"), "LAYOUT: cannot read --src"),
+    "key twice": ((*VERIFY, "--dst", "tp=1,tp=2"), "NAME: cannot read --dst"),
+    "word for a number": ((*VERIFY, "--src", "tp=two"), "TYPE: cannot read tp of --src"),
+    "no number": ((*VERIFY, "--src", "tp"), "TYPE: cannot read tp of --src"),
+    "negative": ((*VERIFY, "--src", "block=-16"), "TYPE: cannot read block of --src"),
+    "zero": ((*VERIFY, "--dst", "block=0"), "RANGE: cannot read block of --dst"),
+    "huge": ((*VERIFY, "--src", "tp=99999999999999999999999"), "TYPE: cannot read tp of --src"),
+    "too many workers": ((*VERIFY, "--src", "tp=64,pp=64,pcp=2"), "RANGE: cannot read tp * pp * pcp of --src"),
+    "unknown draft": ((*VERIFY, "--dst", "draft=llama"), "NAME: cannot load a shipped model"),
+    "unknown bits": ((*VERIFY, "--bits", "3"), "NAME: cannot read the command line"),
+    "unknown scales": ((*VERIFY, "--dst", "scales=out"), "LAYOUT: cannot read scales"),
+    "missing layers": ((*VERIFY, "--dst", "stages=1+2"), "LAYOUT: cannot divide layers into stages"),
+    "unknown layout": ((*VERIFY, "--src", "layout=HND"), "LAYOUT: cannot read layout"),
+    "unknown kv": ((*VERIFY, "--src", "kv=both"), "LAYOUT: cannot read kv"),
+    "impossible context": ((*VERIFY, "--dst", "tp=4,dcp=3"), "LAYOUT: cannot spread positions"),
+    "too few blocks": ((*VERIFY, "--dst", "blocks=2"), "BLOCKS: cannot place a request of 40 tokens on --dst"),
+    "bad tokens": ((*VERIFY, "--tokens", "many"), "TYPE: cannot read --tokens"),
+    "reversed tokens": ((*VERIFY, "--tokens", "30:20"), "RANGE: cannot read --tokens"),
+    "too much memory": (("verify", "llama-3.1-70b", "--tokens", "9999999"), "MEMORY: cannot carry out the transfer"),
+    "no tokens": ((*ADVISE, "--tokens", "0"), "RANGE: cannot read --tokens"),
+    "advice on the impossible": ((*ADVISE, "--dst", "layout=HND"), "LAYOUT: cannot read layout"),
+    "unknown detail": ((*EXPLAIN, "--detail", "all"), "NAME: cannot read the command line"),
+    "unknown rank": ((*SHOW, "--rank", "4"), "RANGE: cannot read --rank"),
+    "no rank": ((*SHOW, "--rank", "x"), "TYPE: cannot read --rank"),
+    "unknown ending": ((*SHOW, "--svg", "a.png"), "NAME: cannot save a picture: expected a path that ends in .svg or"),
+    "no folder": ((*SHOW, "--svg", "/no/a.svg"), "NAME: cannot save a picture: expected a path that can be written"),
 }
 
 
-def examples(name: str) -> list[list[str]]:
-    """The arguments of each example in a command's help."""
-    help_text = kvplan.commands[name].get_help(click.Context(kvplan.commands[name], info_name=name))
-    lines = [line.strip() for line in help_text.splitlines()]
-    return [shlex.split(line)[2:] for line in lines if line.startswith(f"kvplan {name}")]
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_is_one_line_and_status_2(cli: Cli, name: str) -> None:
+    """A refusal is one line on stderr in the grammar of every error; with --json, also one object on stdout."""
+    arguments, start = REFUSALS[name]
+    run = cli(*arguments)
+    assert (run.status, run.out) == (2, "")
+    assert run.err.startswith(start)
+    assert run.err.count("\n") == 1
+    assert re.fullmatch(r"[A-Z]+: cannot .+: expected .+, got .+\n", run.err)
+    with_json = cli(*arguments, "--json")
+    document = json.loads(with_json.out)
+    assert (with_json.status, with_json.err) == (2, run.err)
+    assert set(document) == {"code", "message", "details"}
+    assert f"{document['code']}: {document['message']}\n" == run.err
 
 
-@pytest.mark.parametrize("name", kvplan.commands)
-def test_every_help_has_an_example(name: str) -> None:
-    """Each command's help shows a line to type, which the command can read."""
-    assert examples(name)
-    for arguments in examples(name):
-        context = kvplan.commands[name].make_context(name, arguments)
-        for side in ("src", "dst"):
-            Side.parse(context.params.get(side, ""), side)
-
-
-@pytest.mark.parametrize("name", kvplan.commands)
-def test_every_command_prints_one_json_document(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """With --json each command writes one JSON object to stdout, nothing else and nothing to stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "CASES", demo.CASES[4:5])
-    monkeypatch.setattr(matrix, "CASES", matrix.CASES[:2])
-    Path("offer.json").write_bytes(encode(engine()[0]))
-    run = cli(name, *ARGUMENTS[name], "--json")
-    assert (run.status, run.err) == (0, "")
-    assert isinstance(json.loads(run.out), dict)
+def test_the_details_of_a_refusal_are_in_its_json(cli: Cli) -> None:
+    """The values that disagree are fields of the document."""
+    run = cli(*VERIFY, "--dst", "blocks=2", "--json")
+    assert json.loads(run.out)["details"] == {"needed": 3, "blocks": 2}
 
 
 @pytest.mark.parametrize("name", kvplan.commands)
 def test_every_command_refuses_in_json(cli: Cli, name: str) -> None:
-    """With --json a refusal is one JSON object too, whatever the command."""
+    """With --json a refusal of any command is one JSON object."""
     run = cli(name, "--json", "--frob")
     assert run.status == 2
     assert json.loads(run.out)["code"] == "NAME"
 
 
-def test_the_help_tells_exit_statuses(cli: Cli) -> None:
-    """Behind the commands stand all exit statuses, and what they mean."""
-    _, _, told = cli("--help").out.partition("Exit status:\n")
-    assert [int(line.split()[0]) for line in told.partition("\n\n")[0].splitlines()] == [0, 1, 2, 130, 141]
+@pytest.mark.parametrize(
+    "arguments, rest",
+    [
+        (("verify", "--srcc", "x"), "'kvplan verify --help' shows, got option '--srcc' (did you mean '--src'?)"),
+        (("verifyy",), "'kvplan --help' shows, got command 'verifyy' (did you mean 'verify'?)"),
+        (("verify",), "'kvplan verify --help' shows, got no argument 'MODEL'"),
+        (("verify", "a", "b"), "'kvplan verify --help' shows, got unexpected extra argument (b)"),
+        (("verify", "a", "--bits", "3"), "'kvplan verify --help' shows, got invalid value for '--bits': '3' is not"),
+    ],
+)
+def test_a_slip_has_a_suggestion(cli: Cli, arguments: tuple[str, ...], rest: str) -> None:
+    """An unknown command or option is refused with similar ones as the hint; other slips say what is wrong."""
+    assert cli(*arguments).err.startswith(f"NAME: cannot read the command line: expected what {rest}")
 
 
 @pytest.mark.parametrize(
-    "arguments", [("explain", "qwen3-0.6b", "--detail", "rows"), ("show", "qwen3-0.6b"), ("matrix", "--help")]
+    "data",
+    [
+        *(b"", b"{", b"[1, 2]", b"null", b"3", b'"llama"', b"{}", b'{"model_type": 3}', b'{"model_type": "llama"}'),
+        *(b"[" * 100_000, b"\xff\xfe\x00\xd8"),
+    ],
 )
+def test_a_bad_config_is_refused(cli: Cli, tmp_path: Path, data: bytes) -> None:
+    """A file that is no usable config.json is refused with one line, whatever its bytes are."""
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    run = cli("verify", str(path))
+    assert run.status == 2
+    assert run.err.startswith(("CONFIG: cannot ", "TYPE: cannot "))
+    assert run.err.count("\n") == 1
+
+
+# Exit statuses
+
+
+def test_bytes_that_differ_are_status_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If verification fails, the report says where, in text and in JSON, and the exit status is 1."""
+    fail_verification(monkeypatch)
+    run = cli(*TWO_ENGINES)
+    assert run.status == 1
+    assert "head 3 is head 1" in run.out
+    with_json = cli(*TWO_ENGINES, "--json")
+    document = json.loads(with_json.out)
+    assert (with_json.status, document["verified"], document["promises"]) == (1, False, {"VALUE": False})
+    assert document["failures"] == [{"code": "VALUE", "text": "head 3 is head 1"}]
+
+
+@pytest.mark.parametrize(
+    "raised, status, err",
+    [
+        (MemoryError, 2, "MEMORY: cannot carry out the transfer: expected enough free memory, got none left\n"),
+        (KeyboardInterrupt, 130, ""),
+        (SystemExit(1), 141, ""),
+    ],
+)
+def test_what_ends_a_command(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, raised: BaseException, status: int, err: str
+) -> None:
+    """Exhausted memory is a refusal, Ctrl-C is 130, and the exit of a library that lost its pipe is 141."""
+
+    def ended(*args: object, **kwargs: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(trials, "verify", ended)
+    run = cli(*TWO_ENGINES)
+    assert (run.status, run.out, run.err.lstrip()) == (status, "", err)
+
+
+@pytest.mark.parametrize("arguments", [(*EXPLAIN, "--detail", "rows"), ("show", "qwen3-0.6b"), ("matrix", "--help")])
 def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...]) -> None:
-    """Where nobody reads stdout, a command ends with a status of its own, and says nothing."""
+    """If nobody reads stdout, a command ends with 141 and writes nothing to stderr."""
     command = [sys.executable, "-m", "kvplan", *arguments]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert run.stdout is not None
-    run.stdout.close()
-    assert run.stderr is not None
-    with run.stderr as errors:
-        assert errors.read() == b""
-    assert run.wait() == 141
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 141
 
 
-def test_an_exit_of_a_library_is_a_closed_pipe(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What click and rich exit with where a pipe is closed is not taken for bytes that differ."""
+def test_the_module_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m kvplan`` is the command line, with its exit status."""
+    for arguments, status in ((TWO_ENGINES, 0), (("verify", "llama-9"), 2)):
+        monkeypatch.setattr(sys, "argv", ["kvplan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("kvplan", run_name="__main__")
+        assert ended.value.code == status
 
-    def closed(*args: object) -> None:
-        raise SystemExit(1)
 
-    monkeypatch.setattr(demo, "trials", closed)
-    assert cli("demo").status == 141
+@pytest.mark.parametrize("package", ["click", "rich"])
+def test_the_missing_extra_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Without the cli extra, one line says how to install it."""
+    monkeypatch.setitem(sys.modules, package, None)
+    run = cli("demo")
+    assert (run.status, run.out) == (2, "")
+    assert run.err == f"kvplan: the command line needs {package}: pip install 'kvplan[cli]'\n"
+
+
+# Help
+
+
+def test_the_help_lists_commands_statuses_and_models(cli: Cli) -> None:
+    """Without a command the help is printed: all commands, all exit statuses, all shipped models in their order."""
+    run = cli()
+    assert (run.status, run.err) == (0, "")
+    assert run.out.startswith("Usage: kvplan ")
+    assert run.out == cli("--help").out
+    assert {*QUICK} == {*kvplan.commands} <= {*run.out.split()}
+    assert "..." not in run.out.partition("Commands:")[2]
+    statuses, _, models = run.out.partition("Exit status:\n")[2].partition("Shipped models: ")
+    assert [int(line.split()[0]) for line in statuses.splitlines() if line.strip()] == [0, 1, 2, 130, 141]
+    assert tuple(" ".join(models.split()).removesuffix(".").replace("- ", "-").split(", ")) == Model.names()
+
+
+@pytest.mark.parametrize("name", kvplan.commands)
+def test_every_help_has_an_example(name: str) -> None:
+    """Each command's help shows a line to type, which the command can read."""
+    help_text = kvplan.commands[name].get_help(click.Context(kvplan.commands[name], info_name=name))
+    examples = [shlex.split(line)[2:] for line in help_text.splitlines() if line.strip().startswith(f"kvplan {name}")]
+    assert examples
+    for arguments in examples:
+        kvplan.commands[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("name", ["verify", "explain", "show", "advise"])
+def test_the_help_explains_every_key_of_an_engine(cli: Cli, name: str) -> None:
+    """Keys, memory orders and their letters, and places of K and V are in the help; the defaults shown are true."""
+    text = " ".join(cli(name, "--help").out.partition("Keys of --src and --dst:")[2].split())
+    words = {*re.findall(r"\w+", text)}
+    fields = {field.name: field.default for field in attrs.fields(EngineOptions)}
+    assert {*fields} | {*ORDERS} | {*KV_FORMS} <= words
+    assert LETTERS in text
+    shown = re.findall(r"\(default: (\w+)\)", text)
+    given = [(name, value) for name, value in fields.items() if value is not None]
+    assert shown == [str(int(value) if isinstance(value, bool) else value) for _, value in given]
+    assert EngineOptions.parse(
+        ",".join(f"{key}={value}" for (key, _), value in zip(given, shown, strict=True)), ""
+    ) == (EngineOptions())
+
+
+# verify
+
+
+def test_verify_prints_what_it_found(cli: Cli) -> None:
+    """A verified transfer has a title, a line for each destination worker and the report, and exits with 0."""
+    run = cli(*TWO_ENGINES)
+    assert (run.status, run.err) == (0, "")
+    title, *workers, report = run.out.splitlines()
+    assert title == "qwen3-0.6b, tp=2,layout=LBNHC -> tp=4,block=8, positions [0, 40)"
+    assert workers == [
+        f"  dst/{rank} reads 1.094 MiB from src/{rank // 2}, 2,240 descriptors of 512 bytes" for rank in range(4)
+    ]
+    assert report.startswith("verified: ")
+
+
+def test_verify_as_json(cli: Cli) -> None:
+    """The document has the request, both engines' options, and sums that are those of its pairs."""
+    document = json.loads(cli(*TWO_ENGINES, "--json").out)
+    assert (document["model"], document["tokens"]) == ("qwen3-0.6b", [0, 40])
+    assert (document["src"]["layout"], document["dst"]["block"]) == ("LBNHC", 8)
+    assert document["workers"] == {"src": 2, "dst": 4}
+    assert len(document["pairs"]) == 8
+    assert document["bytes"] == 28 * 40 * 8 * 2 * 128 * 2
+    for what in ("bytes", "descriptors"):
+        assert document[what] == sum(pair[what] for pair in document["pairs"])
+    assert document["pairs"][0] == {
+        "dst": "dst/0",
+        "src": "src/0",
+        "rows": {"local": 28, "remote": 28},
+        "ids": 2240,
+        "descriptors": 2240,
+        "bytes": 2240 * 512,
+        "lengths": {"512": 2240},
+    }
+    assert document["tail_slots"] == 0
+    assert (document["verified"], document["failures"], document["not_transferred"]) == (True, [], [])
+    assert set(document["promises"].values()) == {True}
+    assert {"VALUE", "COVER", "DISJOINT", "BOUNDS", "OWN"} <= set(document["promises"])
+
+
+def test_verify_takes_a_start(cli: Cli) -> None:
+    """--tokens START:STOP moves those positions and no others."""
+    document = json.loads(cli(*TWO_ENGINES, "--tokens", "7:9", "--json").out)
+    assert document["tokens"] == [7, 9]
+    assert document["bytes"] == 28 * 2 * 8 * 2 * 128 * 2
+
+
+def test_verify_moves_1000_tokens_by_default(cli: Cli, tmp_path: Path) -> None:
+    """MODEL can be the path of a config.json, whatever its name; without --tokens the request has 1000 positions."""
+    path = tmp_path / "[bold]config.json"
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path.write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    assert cli("verify", str(path)).out.startswith(f"{path}, tp=1 -> tp=1, positions [0, 1000)\n")
+    document = json.loads(cli("verify", str(path), "--dst", "tp=2", "--json").out)
+    assert (document["model"], document["tokens"]) == (str(path), [0, 1000])
+    assert document["bytes"] == 2 * 1000 * 2 * 2 * 16 * 2
+
+
+def test_verify_names_what_is_not_transferred(cli: Cli) -> None:
+    """Draft layers that only the destination has are not transferred, and one line names them."""
+    run = cli(*VERIFY, "--dst", "draft=llama-3.2-1b")
+    assert (run.status, run.err) == (0, "")
+    assert run.out.splitlines()[-2] == "  not transferred: draft.0-15.attn (no source has it)"
+
+
+def test_a_quantized_cache_moves_with_its_scales(cli: Cli) -> None:
+    """With --bits 4 a head of a token is half a byte for each value and a byte for each 16 of them."""
+    run = cli(*VERIFY, "--bits", "4", "--src", "scales=page", "--dst", "tp=2,scales=region", "--json")
+    assert run.status == 0, run.err
+    assert json.loads(run.out)["bytes"] == 28 * 40 * 8 * 2 * (64 + 8)
+
+
+# demo
+
+
+def test_demo_verifies_every_example(cli: Cli) -> None:
+    """The demo says what verified means, has a line for each example, and exits with 0."""
+    run = cli("demo")
+    assert (run.status, run.err) == (0, "")
+    assert "Verified means" in run.out
+    assert len(re.findall(r"yes *$", run.out, re.MULTILINE)) == len(demo.EXAMPLES)
+    words = run.out[run.out.index("model ") :].split("\n", 1)[0].split("  ")
+    assert [word.strip() for word in words if word] == [
+        *("model", "prefill (source)", "decode (destination)"),
+        *("workers", "descriptors", "of bytes", "moved", "verified"),
+    ]
+
+
+@pytest.mark.usefixtures("quick")
+def test_demo_as_json(cli: Cli) -> None:
+    """--json writes one document with every example, as verify describes it."""
+    document = json.loads(cli("demo", "--json").out)
+    (case,) = document["cases"]
+    assert document["tokens"] == [0, 150]
+    assert (case["model"], case["src"]["layout"], case["dst"]["tp"]) == ("qwen3-0.6b", "LBNHC", 2)
+    assert (case["verified"], case["bytes"]) == (True, 28 * 150 * 8 * 2 * 128 * 2)
+
+
+@pytest.mark.usefixtures("quick")
+def test_demo_fails_if_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo in which verification fails shows it and exits with 1."""
+    fail_verification(monkeypatch)
+    run = cli("demo")
+    assert run.status == 1
+    assert "NO: VALUE" in run.out
+    assert cli("demo", "--json").status == 1
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_demo_grows_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """On a terminal the table is redrawn after each example, over the previous one, and fits the terminal."""
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(columns))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[3:5])
+    run = cli("demo")
+    first, last = (run.out.count(model) for model, *_ in demo.EXAMPLES)
+    *_, end = run.out.split("\x1b[2K")  # what erases a line
+    assert run.status == 0
+    assert first > last > 0
+    assert [end.count(model) for model, *_ in demo.EXAMPLES] == [1, 1]
+    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", end).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any("moved" in line for line in lines) is (columns == 120)
+
+
+# explain
+
+
+def test_explain_describes_both_engines_and_the_plan(cli: Cli) -> None:
+    """By default explain shows a worker of each engine, then a line for each pair."""
+    sources, destinations, mesh = engines_of_explain()
+    run = cli(*EXPLAIN)
+    expected = [
+        *("source, tp=2,blocks=9: 2 workers, the first:", explain(sources[0]), ""),
+        *("destination, tp=4,blocks=10: 4 workers, the first:", explain(destinations[0]), ""),
+        explain(mesh),
+    ]
+    assert (run.status, run.err) == (0, "")
+    assert run.out == "\n".join(expected) + "\n"
+
+
+def engines_of_explain():  # type: ignore[no-untyped-def]
+    """The engines that EXPLAIN is about, and their mesh."""
+    model = Model.shipped("qwen3-0.6b")
+    sources, destinations = model.engine("src", tp=2, num_blocks=9), model.engine("dst", tp=4, num_blocks=10)
+    return sources, destinations, plan_mesh(destinations, sources)
+
+
+def test_explain_in_a_few_lines(cli: Cli) -> None:
+    """With --detail line each engine is a title and a line, and all plans are one line."""
+    sources, destinations, mesh = engines_of_explain()
+    assert cli(*EXPLAIN, "--detail", "line").out.splitlines() == [
+        *("source, tp=2,blocks=9: 2 workers, the first:", str(sources[0])),
+        *("destination, tp=4,blocks=10: 4 workers, the first:", str(destinations[0])),
+        explain(mesh, detail="line"),
+    ]
+
+
+def test_explain_every_row(cli: Cli) -> None:
+    """With --detail rows every worker and every plan is described row by row."""
+    sources, destinations, mesh = engines_of_explain()
+    expected = [
+        *("source, tp=2,blocks=9: 2 workers", *(explain(worker, detail="rows") for worker in sources), ""),
+        *("destination, tp=4,blocks=10: 4 workers", *(explain(worker, detail="rows") for worker in destinations), ""),
+        explain(mesh, detail="rows"),
+    ]
+    assert cli(*EXPLAIN, "--detail", "rows").out == "\n".join(expected) + "\n"
+
+
+@pytest.mark.parametrize("detail", ["line", "workers"])
+def test_explain_fits_a_terminal(cli: Cli, detail: str) -> None:
+    """However long the options of an engine are, no line of the short details is longer than 120 characters."""
+    stages = "+".join(["1"] * 40)
+    run = cli("explain", "granite-4.0-h-tiny", "--src", f"tp=3,stages={stages}", "--detail", detail)
+    assert run.status == 0
+    assert max(map(len, run.out.splitlines())) <= WIDTH == 120
+
+
+def test_explain_as_json(cli: Cli) -> None:
+    """The document has each worker as its offer, each row of each pair, and each worker's completions."""
+    sources, destinations, mesh = engines_of_explain()
+    document = json.loads(cli(*EXPLAIN, "--json").out)
+    offers = {key: [decode(json.dumps(offer).encode()) for offer in found] for key, found in document["offers"].items()}
+    assert (document["model"], document["src"], document["dst"]) == ("qwen3-0.6b", "tp=2,blocks=9", "tp=4,blocks=10")
+    assert offers == {"src": list(sources), "dst": list(destinations)}
+    assert [(plan["worker"], plan["operation"], plan["not_transferred"]) for plan in document["plans"]] == [
+        (worker.label, "READ", []) for worker in destinations
+    ]
+    assert document["completions"]["src/1"] == {"sends": [], "awaits": ["dst/2", "dst/3"]}
+    pairs = [pair for plan in document["plans"] for pair in plan["pairs"]]
+    expected = [pair for plan in mesh.plans for pair in plan.pairs]
+    assert [pair["remote"] for pair in pairs] == [f"{pair.remote[0]}/{pair.remote[1]}" for pair in expected]
+    keys = ("address", "length", "device", "stride", "count")
+    for found, pair in zip(pairs, expected, strict=True):
+        for side, table in (("local", pair.local_table), ("remote", pair.remote_table)):
+            assert [[row[key] for key in keys] for row in found["rows"][side]] == table.rows.tolist()
+            assert [row["first_id"] for row in found["rows"][side]] == table.first.tolist()
+    assert pairs[0]["rows"]["local"][1]["region"] == destinations[0].regions[1].name
+
+
+# show
+
+
+def test_show_draws_both_engines_and_the_plan(cli: Cli) -> None:
+    """Without options it draws a block of a source, a block of the destination, and which bytes go where."""
+    run = cli(*SHOW, "--rank", "3")
+    assert (run.status, run.err) == (0, "")
+    title, *rest = run.out.splitlines()
+    assert title == "qwen3-0.6b, tp=2,layout=LBNHC -> tp=4,block=8"
+    headings = [line for line in rest if re.match(r"One block of|dst/3 reads", line)]
+    assert headings == ["One block of src/1", "One block of dst/3", "dst/3 reads from src/1"]
+    assert "layers.0-27.attn" in rest
+    assert run.out.count("4096 blocks") == 2
+
+
+def test_show_writes_a_picture(cli: Cli, tmp_path: Path) -> None:
+    """--svg writes the plan's picture and prints one line, or the JSON document if that is asked for."""
+    path = tmp_path / "plan.svg"
+    run = cli(*SHOW, "--svg", str(path))
+    assert (run.status, run.out, run.err) == (0, f"wrote {path}: dst/0 reads from src/0\n", "")
+    assert ElementTree.parse(path).getroot().get("class") == "kvplan"
+    path.unlink()
+    assert json.loads(cli(*SHOW, "--svg", str(path), "--json").out)["worker"] == "dst/0"
+    assert path.exists()
+
+
+@pytest.mark.parametrize("columns", ["60", "100"])
+def test_show_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    """Drawings are as wide as the terminal is, and no wider."""
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = [line for line in cli(*SHOW).out.splitlines() if "│" in line]
+    assert int(columns) - 20 < max(map(len, rows)) <= int(columns)
+
+
+def test_show_as_json(cli: Cli) -> None:
+    """The document has every copy that is drawn, with both ends."""
+    document = json.loads(cli(*SHOW, "--json").out)
+    assert (document["model"], document["src"], document["dst"]) == ("qwen3-0.6b", "tp=2,layout=LBNHC", "tp=4,block=8")
+    (panel,) = document["panels"]
+    assert (document["worker"], panel["tensors"][27]) == ("dst/0", "layers.27.attn")
+    assert (panel["layers"], panel["tokens"], len(panel["copies"])) == (28, [0, 16], 32)
+    assert panel["copies"][1] == {
+        "what": "layers.0.attn: head [0, 1) of 8, position [1, 2), kv [0, 2) of 2, dim [0, 128) of 128",
+        "bytes": 512,
+        "descriptor_bytes": 512,
+        "src": {"worker": "src/0", "block": 0, "block_id": 0, "region": "layers.0.attn", "offset": 2048},
+        "dst": {"worker": "dst/0", "block": 0, "block_id": 0, "region": "layers.0.attn", "offset": 512},
+    }
+
+
+# JSON, colour and progress
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", QUICK)
+def test_every_command_prints_one_json_document(cli: Cli, name: str) -> None:
+    """With --json each command writes one JSON object to stdout, and nothing to stderr."""
+    run = cli(*QUICK[name], "--json")
+    assert (run.status, run.err) == (0, "")
+    assert isinstance(json.loads(run.out), dict)
+
+
+def test_headings_are_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines without indent are bold there; in a pipe all lines are plain, and no text is read as markup."""
+    lines = ["head [0, 4)", "  [bold]row", ""]
+    print_lines(lines)
+    assert capsys.readouterr().out == "head [0, 4)\n  [bold]row\n\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    print_lines(lines)
+    assert capsys.readouterr().out == "\x1b[1mhead [0, 4)\x1b[0m\n  [bold]row\n\n"
+
+
+def test_colour_is_for_terminals_without_no_color() -> None:
+    """A pipe gets no escape sequences; a terminal gets colour unless NO_COLOR is set."""
+    colour = re.compile(r"\x1b\[[\d;]*3[1-7]")
+    assert "\x1b" not in process(*TWO_ENGINES).stdout
+    assert colour.search(process(*TWO_ENGINES, FORCE_COLOR="1", TERM="xterm").stdout)
+    assert not colour.search(process(*TWO_ENGINES, FORCE_COLOR="1", TERM="xterm", NO_COLOR="1").stdout)
+
+
+class Terminal(io.StringIO):
+    """Text that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal_for_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in place of stderr. This is no fixture, since pytest replaces stderr after the fixtures."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ["verify", "advise", "matrix", "demo"])
+def test_long_commands_have_a_progress_bar(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """If stderr is a terminal, a bar is drawn there and erased at the end; stdout has the document alone."""
+    terminal = terminal_for_stderr(monkeypatch)
+    run = cli(*QUICK[name], "--json")
+    assert run.status == 0
+    assert json.loads(run.out)
+    assert name in terminal.getvalue()
+    assert terminal.getvalue().rpartition("\x1b[2K")[2].strip("\r\n") == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_demo_has_a_bar_or_a_growing_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If stdout is a terminal too, the demo's table grows there and there is no bar."""
+    terminal = terminal_for_stderr(monkeypatch)
+    cli("demo")
+    assert "demo" in terminal.getvalue()
+    terminal.truncate(0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cli("demo")
+    assert terminal.getvalue() == ""
+
+
+def in_terminal(*arguments: str, **environment: str) -> tuple[str, str, int]:
+    """What a command writes to stderr, which is a pseudo-terminal, and to stdout, which is a pipe; its exit status."""
+    leader, follower = pty.openpty()
+    inherited = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    environment = {**inherited, "TERM": "xterm", "COLUMNS": "80", **environment}
+    command = [sys.executable, "-m", "kvplan", *arguments]
+    text = b""
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=follower) as run:
+        os.close(follower)
+        assert run.stdout is not None
+        try:
+            while more := os.read(leader, 1 << 12):
+                text += more
+        except OSError:  # Linux reports the end of a pseudo-terminal in this way
+            os.close(leader)
+        out = run.stdout.read().decode()
+    return text.decode(), out, run.returncode
+
+
+@pytest.mark.parametrize("no_color", [{}, {"NO_COLOR": "1"}])
+def test_the_progress_bar_respects_no_color(no_color: dict[str, str]) -> None:
+    """The bar has colour unless NO_COLOR is set; a refusal erases the bar before its line."""
+    colour = re.compile(r"\x1b\[[\d;]*3[0-8]")
+    text, _, _ = in_terminal(*TWO_ENGINES, **no_color)
+    assert bool(colour.search(text)) is not bool(no_color)
+    text, out, status = in_terminal(*VERIFY, "--dst", "blocks=2", **no_color)
+    assert (out, status) == ("", 2)
+    assert text.rpartition("\x1b[2K")[2].strip().startswith("BLOCKS: cannot place")
+
+
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}])
+def test_a_pipe_gets_no_bar(environment: dict[str, str]) -> None:
+    """If stderr is no terminal nothing is written there, also if colour is forced."""
+    assert process(*TWO_ENGINES, **environment).stderr == ""

@@ -1,4 +1,4 @@
-"""The matrix: which cases a model has, how each is decided, and what the command prints and exits with."""
+"""The matrix: which mismatches a model has, how each is decided, and what the command prints and exits with."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import Model
 from kvplan.cli import matrix, trials
-from kvplan.cli.matrix import CASES, Case, Cell, cases, cells, markdown, shortened
-from kvplan.cli.trials import Request
-from kvplan.models.model import Model
-from kvplan.verification.report import Report
+from kvplan.cli.matrix import MISMATCHES, Mismatch, Result, markdown, mismatches, shortened
+from kvplan.verification import Report
 from tests.conftest import Cli
 
 CONFIG = {
@@ -23,44 +21,32 @@ CONFIG = {
     "num_key_value_heads": 4,
 }
 TINY = shortened(Model.from_config(CONFIG, "tiny"))
-HALVED = Case("TP", "tp=1", "tp=2")
-IMPOSSIBLE = Case("context", "tp=16,dcp=2", "tp=16,dcp=8", "token")
+TOKEN_BYTES = 4 * 4 * 2 * 16 * 2  # 4 layers, K and V of 4 heads
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
-    """The path of a small model's config.json."""
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a small model's config.json, for a matrix of one possible and one impossible mismatch."""
+    two = (Mismatch("TP", "tp=1", "tp=2"), Mismatch("context", "tp=16,dcp=2", "tp=16,dcp=8", "token"))
+    monkeypatch.setattr(matrix, "MISMATCHES", two)
     written = tmp_path / "config.json"
     written.write_text(json.dumps(CONFIG))
     return str(written)
 
 
-@pytest.fixture
-def two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One case that is possible and one that is not, in place of all."""
-    monkeypatch.setattr(matrix, "CASES", (HALVED, IMPOSSIBLE))
-
-
-@pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification that finds a wrong byte, whatever it is given."""
-    failed = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "byte 3 is\nanother"),))
-    monkeypatch.setattr(trials, "verify", lambda *args, **kwargs: failed)
-
-
 @pytest.mark.parametrize("name", Model.names())
 def test_a_shortened_model_has_every_kind_of_layer(name: str) -> None:
-    """Few layers are left, in their order, at least one of each kind and two where there are two."""
+    """Few layers are left, in their order, at least two of each kind where there are two."""
     whole = Model.shipped(name)
-    few = shortened(whole)
+    short = shortened(whole)
     rest = iter(whole.layers)
-    assert all(layer in rest for layer in few.layers)
-    assert all(few.layers.count(layer) >= min(whole.layers.count(layer), 2) for layer in whole.layers)
-    assert 4 <= len(few.layers) <= 6
+    assert all(layer in rest for layer in short.layers)
+    assert all(short.layers.count(layer) >= min(whole.layers.count(layer), 2) for layer in whole.layers)
+    assert 4 <= len(short.layers) <= 6
 
 
 def test_a_short_model_stays_whole() -> None:
-    """A model of one layer keeps it."""
+    """A model of one layer is left as it is."""
     assert len(shortened(Model.from_config({**CONFIG, "num_hidden_layers": 1})).layers) == 1
 
 
@@ -74,76 +60,47 @@ def test_a_short_model_stays_whole() -> None:
         ("granite-4.0-h-tiny", set()),
     ],
 )
-def test_a_model_has_the_cases_that_mean_something_to_it(name: str, missing: set[str]) -> None:
-    """Cases about an axis that the model lacks are left out, and no others."""
-    assert {case.differs for case in CASES} - {case.differs for case in cases(Model.shipped(name))} == missing
+def test_a_model_has_the_mismatches_that_make_sense_for_it(name: str, missing: set[str]) -> None:
+    """Mismatches about an axis that the model lacks are left out, and no others."""
+    assert {each.differs for each in MISMATCHES} - {each.differs for each in mismatches(Model.shipped(name))} == missing
 
 
-def test_every_case_of_a_small_model_is_decided() -> None:
-    """Each case of a model with 4 heads is verified, none left out, and moves at least its positions' bytes."""
-    decided = list(cells(TINY))
-    assert [cell.case for cell in decided] == list(cases(TINY))
-    assert {cell.verdict for cell in decided} == {"verified"}
-    for cell in decided:
-        assert cell.trial is not None
-        if cell.case.bits is not None:
-            continue
-        assert cell.trial.report.num_bytes >= 145 * 4 * 4 * 2 * 16 * 2, "145 tokens, 4 layers, K and V of 4 heads"
+def test_every_mismatch_of_a_small_model_is_verified() -> None:
+    """Each mismatch moves its positions' bytes, more with replicated heads; quantized values move with their scales."""
+    bytes_by_bits = {None: TOKEN_BYTES, 8: 4 * 4 * 2 * (16 + 4), 4: 4 * 4 * 2 * (8 + 1)}
+    every = mismatches(TINY)
+    assert [each.src for each in every if each.src.startswith("stages")] == ["stages=1+3"]
+    for mismatch in every:
+        result = Result.of(TINY, mismatch)
+        assert (result.verdict, result.reason) == ("verified", None)
+        assert result.trial is not None
+        moved, once = result.trial.report.num_bytes, 145 * bytes_by_bits[mismatch.bits]
+        assert moved == once if mismatch.bits else moved >= once
 
 
-def test_uneven_stages_are_those_of_the_model() -> None:
-    """All layers but one stand on the second stage, however many there are."""
-    assert [case.src for case in cases(TINY) if case.src.startswith("stages")] == ["stages=1+3"]
-
-
-def test_scales_move_in_a_cell_of_their_own() -> None:
-    """A quantized case moves a byte for each value and a scale for each head of a token."""
-    moved = [cell for cell in cells(TINY) if cell.case.bits == 8]
-    assert len(moved) == 2
-    for cell in moved:
-        assert cell.trial is not None
-        assert cell.trial.report.num_bytes == 145 * 4 * 4 * 2 * (16 + 4), "145 tokens, 4 layers, K and V of 4 heads"
-        assert cell.to_json()["differs"] == "scales, 8 bits"
-
-
-@pytest.mark.usefixtures("two_cases")
-def test_a_refusal_is_a_cell_with_its_reason() -> None:
-    """A pair that is refused doesn't stop the rest, and its cell says why in the words of the error."""
-    verified, refused = cells(TINY)
-    assert (verified.verdict, verified.reason) == ("verified", None)
+@pytest.mark.usefixtures("path")
+def test_a_mismatch_is_verified_refused_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal has the reason of the error; wrong bytes are neither verified nor refused, and are one line."""
+    possible, impossible = mismatches(TINY)
+    refused = Result.of(TINY, impossible)
     assert refused.verdict == "refused"
     assert str(refused).startswith("refused, LAYOUT: cannot spread positions of tiny: expected dcp <= 4")
+    failed = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "byte 3 is\nanother"),))
+    monkeypatch.setattr(trials, "verify", lambda *args, **kwargs: failed)
+    wrong = Result.of(TINY, possible)
+    assert (wrong.verdict, str(wrong)) == ("wrong", "wrong, VALUE: byte 3 is another")
 
 
-@pytest.mark.usefixtures("two_cases", "wrong")
-def test_wrong_bytes_are_a_cell_of_their_own() -> None:
-    """A pair whose bytes differ is neither verified nor refused, and told in one line."""
-    found = next(cells(TINY))
-    assert (found.verdict, str(found)) == ("wrong", "wrong, VALUE: byte 3 is another")
-
-
-@pytest.mark.usefixtures("two_cases")
-def test_a_check_refuses_before_anything_moves() -> None:
-    """What the caller can't carry out is refused in its words."""
-
-    def check(request: Request) -> None:
-        raise KVPlanError("MEMORY", "carry it out", expected="more", got="less")
-
-    first = next(cells(TINY, check))
-    assert (first.verdict, first.reason) == ("refused", "MEMORY: cannot carry it out: expected more, got less")
-
-
-def test_the_table_has_a_line_for_each_cell() -> None:
-    """The Markdown table has four columns in every line, also where a reason holds a bar."""
-    refusal = KVPlanError("LAYOUT", "do it", expected="a|b", got="c")
-    lines = list(markdown([Cell(HALVED, refusal=refusal)] * 2))
+def test_the_table_has_a_line_for_each_result() -> None:
+    """The Markdown table has four columns in every line, also if a reason has a bar; bits are named."""
+    lines = list(markdown([Result(Mismatch("scales", "tp=1", "tp=2", bits=8), "refused", "LAYOUT: a|b")] * 2))
     assert len(lines) == 4
     assert all(line.replace("\\|", "").count("|") == 5 for line in lines)
+    assert lines[3].startswith("| scales, 8 bits | tp=1 | tp=2 | refused, ")
 
 
-@pytest.mark.usefixtures("two_cases")
 def test_the_command_prints_the_table(cli: Cli, path: str) -> None:
-    """The command prints a title and the table, and exits 0 where a case is refused with a reason."""
+    """The command prints a title and the table, and exits with 0 if a mismatch is refused with a reason."""
     run = cli("matrix", path)
     assert (run.status, run.err) == (0, "")
     # By hand: on 2 workers and 4 layers, 8 whole blocks of 2 heads in one piece, 2 cut blocks with each head apart.
@@ -154,30 +111,22 @@ def test_the_command_prints_the_table(cli: Cli, path: str) -> None:
     assert len(table) == 4
 
 
-@pytest.mark.usefixtures("two_cases")
 def test_the_command_prints_one_json_document(cli: Cli, path: str) -> None:
-    """With --json each cell is an object: the pair, the verdict, and the reason or what moved."""
-    run = cli("matrix", path, "--json")
-    document = json.loads(run.out)
+    """With --json each result is an object: the two engines, the verdict, and the reason or what moved."""
+    document = json.loads(cli("matrix", path, "--json").out)
     verified, refused = document.pop("cells")
     assert document == {"model": path, "layers": {"moved": 4, "of": 9}, "tokens": [5, 150]}
-    assert (verified["src"], verified["dst"], verified["verdict"]) == ("tp=1", "tp=2", "verified")
-    assert verified["bytes"] == 145 * 4 * 4 * 2 * 16 * 2
-    assert verified["lengths"] == [384, 2048]
+    moved = {"bytes": 145 * TOKEN_BYTES, "descriptors": 96, "lengths": [384, 2048]}
+    pair = {"differs": "TP", "src": "tp=1", "dst": "tp=2"}
+    assert verified == {**pair, "verdict": "verified", "reason": None, **moved}
+    assert {*refused} == {*pair, "verdict", "reason"}
     assert refused["reason"].startswith("LAYOUT: cannot spread positions")
-    assert "bytes" not in refused
 
 
-@pytest.mark.usefixtures("two_cases", "wrong")
-def test_the_command_fails_where_bytes_differ(cli: Cli, path: str) -> None:
-    """A cell whose bytes are wrong makes the exit status 1."""
+def test_the_command_fails_if_bytes_differ(cli: Cli, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result whose bytes are wrong makes the exit status 1."""
+    failed = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "byte 3 is another"),))
+    monkeypatch.setattr(trials, "verify", lambda *args, **kwargs: failed)
     run = cli("matrix", path)
     assert run.status == 1
     assert "| wrong, VALUE: byte 3 is another |" in run.out
-
-
-def test_an_unknown_model_is_refused(cli: Cli) -> None:
-    """A model that can't be loaded is one line and exit status 2."""
-    run = cli("matrix", "llama-9")
-    assert (run.status, run.out) == (2, "")
-    assert run.err.startswith("CONFIG: cannot load a model")

@@ -1,8 +1,9 @@
-"""Sides: what the command line's words mean."""
+"""Engine options: what each key means, what is refused, and which model a name loads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.sides import MAX_TOKENS, Side, in_bits, load, token_range
+from kvplan.cli.sides import MAX_TOKENS, EngineOptions, in_bits, load, token_range
+from kvplan.models.layouts import LETTERS
+
+ALL_KEYS = (
+    "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
+    "shared=1,scales=page,spread=1,draft=qwen3-0.6b"
+)
 
 
 def refusal(read: Callable[[str, str], object], text: str) -> str | None:
@@ -22,32 +29,26 @@ def refusal(read: Callable[[str, str], object], text: str) -> str | None:
     return None
 
 
-TEXT = (
-    "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
-    "shared=1,scales=page,spread=1,draft=qwen3-0.6b"
-)
-
-
-def test_every_key_is_read() -> None:
-    """Each key of a side sets its own value, and there are no others."""
+def test_every_key_is_read_and_written() -> None:
+    """Each key sets its own field, there are no others, and the text of the options has all keys in their order."""
     expected = (4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", True, "qwen3-0.6b")
-    assert Side.parse(TEXT, "--src") == Side(*expected)
-    assert [item.partition("=")[0] for item in TEXT.split(",")] == [field.name for field in attrs.fields(Side)]
+    assert EngineOptions.parse(ALL_KEYS, "--src") == EngineOptions(*expected)
+    assert [item.partition("=")[0] for item in ALL_KEYS.split(",")] == [f.name for f in attrs.fields(EngineOptions)]
+    assert str(EngineOptions.parse(ALL_KEYS, "--src")) == ALL_KEYS
 
 
-def test_every_key_is_written() -> None:
-    """A side's text has each key that is not left out, in their order."""
-    assert str(Side.parse(TEXT, "--src")) == TEXT
-
-
-def test_an_empty_side_is_the_default() -> None:
-    """What is left out has a plain default."""
-    assert Side.parse("", "--src") == Side(tp=1, block=16, layout="LBHNC")
+def test_every_default() -> None:
+    """Without keys an engine is one worker with blocks of 16 tokens, as Model.engine makes it by default."""
+    defaults = (1, 1, 1, 1, 1, 16, "LBHNC", "content", 0, None, "DS", None, None, False, "inline", False, None)
+    assert EngineOptions.parse("", "--src") == EngineOptions(*defaults)
+    assert str(EngineOptions()) == "tp=1"
+    model = Model.shipped("granite-4.0-h-tiny")
+    assert EngineOptions().engine(model, "e") == model.engine("e")
 
 
 @given(
     st.builds(
-        Side,
+        EngineOptions,
         tp=st.integers(1, 63),
         pad=st.integers(0, 9),
         layout=st.sampled_from(["LBHNC", "BLHNC"]),
@@ -57,26 +58,26 @@ def test_an_empty_side_is_the_default() -> None:
         draft=st.none() | st.sampled_from(Model.names()),
     )
 )
-def test_text_of_a_side_reads_back(side: Side) -> None:
-    """A side's text is a side again, the same."""
-    assert Side.parse(str(side), "--src") == side
+def test_the_text_of_options_reads_back(options: EngineOptions) -> None:
+    """The text of options is read as the same options."""
+    assert EngineOptions.parse(str(options), "--src") == options
 
 
 @given(st.text() | st.from_regex(r"[a-z]+=[\w٣²-]*(,[a-z]+=\w*)*", fullmatch=True))
 def test_any_text_is_read_or_refused(text: str) -> None:
-    """Whatever the text, a side is read or refused with a code; nothing else is raised."""
-    assert refusal(Side.parse, text) in (None, "LAYOUT", "NAME", "TYPE", "RANGE")
+    """Any text is read as options, or refused with a code; nothing else is raised."""
+    assert refusal(EngineOptions.parse, text) in (None, "LAYOUT", "NAME", "TYPE", "RANGE")
 
 
 @given(st.text(alphabet="0123456789:-٣ "))
 def test_any_token_range_is_read_or_refused(text: str) -> None:
-    """Whatever the text, a range is read or refused with a code."""
+    """Any text is read as a range, or refused with a code."""
     assert refusal(token_range, text) in (None, "TYPE", "RANGE")
 
 
 @given(st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS))
 def test_a_range_that_is_read_is_in_order(start: int, stop: int) -> None:
-    """A range is read exactly where its start is not behind its stop."""
+    """A range is read if its start is at most its stop, else refused."""
     if start <= stop:
         assert token_range(f"{start}:{stop}", "--tokens") == (start, stop)
     else:
@@ -84,7 +85,7 @@ def test_a_range_that_is_read_is_in_order(start: int, stop: int) -> None:
 
 
 def test_an_empty_range_is_a_range() -> None:
-    """A range may hold nothing."""
+    """A range may have no positions."""
     assert token_range("5:5", "--tokens") == (5, 5)
 
 
@@ -93,63 +94,94 @@ def test_an_empty_range_is_a_range() -> None:
     [
         *(("stages=1+", "TYPE"), ("stages=", "TYPE"), ("stages=0+4", "RANGE")),
         *(("shared=yes", "TYPE"), ("shared=2", "RANGE"), ("block=none", "TYPE"), ("kernel=0", "RANGE")),
-        ("tp=64,stages=" + "+".join(["1"] * 64), "RANGE"),
+        *(("tp=64,stages=" + "+".join(["1"] * 64), "RANGE"), ("tp=4096", "RANGE"), ("tp=4095", None)),
+        *(("tp=1,tp=1", "NAME"), ("tpp=1", "LAYOUT"), ("TP=1", "LAYOUT"), ("tp=1,,pp=1", None)),
     ],
 )
-def test_what_no_engine_has_is_refused(text: str, code: str) -> None:
-    """Stages are counts of layers, switches are 1 or 0, and stages count towards the number of workers."""
-    assert refusal(Side.parse, text) == code
+def test_what_no_engine_has_is_refused(text: str, code: str | None) -> None:
+    """Stages are numbers of layers, flags are 1 or 0, and stages count towards the number of workers."""
+    assert refusal(EngineOptions.parse, text) == code
 
 
 @pytest.mark.parametrize("text", ["tp=", "tp=1.5", "tp=1_0", "tp= 4", "tp=+4", "tp=٣"])
 def test_only_decimal_digits_are_a_number(text: str) -> None:
-    """What Python's int() would forgive is refused."""
+    """Texts that Python's int() would accept are refused."""
     with pytest.raises(KVPlanError, match="TYPE: cannot read tp of --src"):
-        Side.parse(text, "--src")
+        EngineOptions.parse(text, "--src")
 
 
-def test_conv_reaches_the_engine() -> None:
-    """conv=SD makes the steps of a convolution the slower dimension, and an unknown word is refused."""
-    model = Model.shipped("falcon-mamba-7b")
-    (worker,) = Side.parse("conv=SD", "--src").engine(model, "e", 2)
-    assert {axis.name: axis.stride_bytes for axis in worker.views[0].axes} == {"step": 2 * 8192, "channel": 2}
-    with pytest.raises(KVPlanError, match="cannot read conv: expected one of DS, SD, got 'X'"):
-        Side.parse("conv=X", "--src").engine(model, "e", 2)
+@pytest.mark.parametrize(
+    "model, text, arguments",
+    [
+        ("llama-3.2-1b", "tp=2,pp=2,blocks=9", {"tp": 2, "pp": 2, "num_blocks": 9}),
+        ("llama-3.2-1b", "stages=3+13", {"layers_per_stage": (3, 13)}),
+        ("llama-3.2-1b", "tp=16,dcp=2,interleave=4", {"tp": 16, "dcp": 2, "interleave": 4}),
+        ("llama-3.2-1b", "pcp=2,spread=1", {"pcp": 2, "pcp_spreads": True}),
+        (
+            "llama-3.2-1b",
+            "block=64,kernel=16,layout=LHBNC",
+            {"tokens_per_block": 64, "kernel_tokens": 16, "layout": "LHBNC"},
+        ),
+        ("llama-3.2-1b", "kv=split,pad=256", {"kv": "split", "pad": 256}),
+        ("falcon-mamba-7b", "conv=SD", {"conv_order": "SD"}),
+        ("nemotron-3-nano-30b-a3b", "tp=4,block=auto,kv=split", {"tp": 4, "tokens_per_block": None, "kv": "split"}),
+    ],
+)
+def test_every_key_reaches_the_engine(model: str, text: str, arguments: dict[str, Any]) -> None:
+    """An engine is the one that Model.engine makes with the same arguments, and each key makes a difference."""
+    loaded, items = Model.shipped(model), text.split(",")
+    made = EngineOptions.parse(text, "--src").engine(loaded, "e")
+    assert made == loaded.engine("e", **arguments)
+    for item in items[1:]:
+        others = ",".join(each for each in items if each != item)
+        assert made != EngineOptions.parse(others, "--src").engine(loaded, "e")
+    assert made != loaded.engine("e")
 
 
-def test_a_shared_side_divides_its_groups() -> None:
-    """shared=1 gives a hybrid model several groups of states, over one memory."""
-    (worker,) = Side.parse("shared=1", "--src").engine(Model.shipped("qwen3-next-80b"), "e", 2)
+def test_scales_a_shared_pool_and_a_draft_reach_the_engine() -> None:
+    """Keys that change the model do so: scales of quantized values, groups that share a pool, layers of a draft."""
+    quantized = in_bits(Model.shipped("llama-3.2-1b"), 8)
+    (worker,) = EngineOptions.parse("scales=region", "--src").engine(quantized, "e")
+    assert len(worker.regions) == 2 * 16
+    (worker,) = EngineOptions.parse("shared=1", "--src").engine(Model.shipped("qwen3-next-80b"), "e")
     assert [group.name for group in worker.groups] == ["state", "state.1", "state.2", "attn"]
     assert len(worker.regions) == 12
+    (worker,) = EngineOptions.parse("draft=qwen3-0.6b", "--src").engine(Model.shipped("llama-3.2-1b"), "e")
+    assert len(worker.views) == 16 + 28
 
 
-def test_a_block_as_large_as_a_state() -> None:
-    """block=auto makes a block of as many kernel blocks as a state is large."""
-    side = Side.parse("tp=4,block=auto,kv=split,kernel=16", "--src")
-    (worker, *_) = side.engine(Model.shipped("nemotron-3-nano-30b-a3b"), "e", 2)
-    assert {group.tokens_per_block for group in worker.groups} == {None, 131 * 16}
+def test_a_pool_has_the_blocks_asked_for() -> None:
+    """The number of blocks is the caller's, else that of the options, else 4096."""
+    model, options = Model.shipped("llama-3.2-1b"), EngineOptions(blocks=9)
+    pools = [options.engine(model, "e", 5), options.engine(model, "e"), EngineOptions().engine(model, "e")]
+    assert [worker.views[0].num_blocks for (worker,) in pools] == [5, 9, 4096]
 
 
-def test_stages_and_a_draft_reach_the_engine() -> None:
-    """Stages hold the layers given, and the last one those of the draft."""
-    workers = Side.parse("stages=3+13,draft=qwen3-0.6b", "--src").engine(Model.shipped("llama-3.2-1b"), "e", 2)
-    assert [len(worker.views) for worker in workers] == [3, 13 + 28]
+@pytest.mark.parametrize(
+    ("layout", "hint"), [("NHD", "vLLM's NHD is LBNHC"), ("HND", "vLLM's HND is LBHNC"), ("LHD", LETTERS)]
+)
+def test_an_unknown_layout_has_a_hint(layout: str, hint: str) -> None:
+    """Names that vLLM has for two memory orders are translated; for any other, the letters are explained."""
+    with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot read layout: .*, got '{layout}'") as refused:
+        EngineOptions.parse(f"layout={layout}", "--src").engine(Model.shipped("llama-3.2-1b"), "e")
+    assert refused.value.hint == hint
 
 
-def test_scales_and_spread_reach_the_engine() -> None:
-    """scales=region keeps scales apart, and spread=1 makes context ranks of PCP."""
-    model = in_bits(Model.shipped("llama-3.2-1b"), 8)
-    first, second = Side.parse("scales=region,pcp=2,spread=1", "--src").engine(model, "e", 2)
-    assert len(first.regions) == 2 * 16
-    assert [worker.groups[0].context.rank for worker in (first, second)] == [0, 1]
+@pytest.mark.parametrize(
+    "key, hint", [("tpp", "did you mean 'tp', 'pp' or 'pcp'?"), ("TP", "did you mean 'tp'?"), ("zzz", "")]
+)
+def test_an_unknown_key_has_suggestions(key: str, hint: str) -> None:
+    """An unknown key is refused with similar ones as the hint, if there are any."""
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot read --src: expected keys of tp, pp, ") as caught:
+        EngineOptions.parse(f"{key}=4", "--src")
+    assert caught.value.hint == hint
 
 
 ALL = "'kvplan --help' lists all"
 
 
 @pytest.mark.parametrize(
-    "model, told",
+    "model, got",
     [
         ("llama-3.1-9b", "'llama-3.1-9b' (did you mean 'llama-3.1-8b', 'llama-3.1-70b' or 'llama-3.2-1b'? {all})"),
         ("Llama-3.1-8B", "'Llama-3.1-8B' (did you mean 'llama-3.1-8b'? {all})"),
@@ -161,20 +193,9 @@ ALL = "'kvplan --help' lists all"
         ("/", "'/': Is a directory"),
     ],
 )
-def test_a_model_that_is_not_found_is_told_with_those_like_it(model: str, told: str) -> None:
-    """A name has up to three like it, in lower case and without its organisation; a file that is not there is none."""
+def test_an_unknown_model_has_suggestions(model: str, got: str) -> None:
+    """An unknown name is refused with up to three similar ones, without regard to case and organisation."""
     with pytest.raises(KVPlanError) as caught:
         load(model)
     expected = "expected the name of a shipped model, or the path of a config.json, got "
-    assert str(caught.value) == f"CONFIG: cannot load a model: {expected}{told.format(all=ALL)}"
-
-
-@pytest.mark.parametrize("key, hint", [("tpp", "did you mean 'tp', 'pp' or 'pcp'?"), ("TP", "did you mean 'tp'?")])
-def test_a_key_with_a_slip_in_it_is_told_with_those_like_it(key: str, hint: str) -> None:
-    """A key that is none has those like it; one that is like none has no hint."""
-    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot read --src: expected keys of tp, pp, ") as caught:
-        Side.parse(f"{key}=4", "--src")
-    assert caught.value.hint == hint
-    with pytest.raises(KVPlanError) as caught:
-        Side.parse("zzz=4", "--src")
-    assert caught.value.hint == ""
+    assert str(caught.value) == f"CONFIG: cannot load a model: {expected}{got.format(all=ALL)}"

@@ -1,16 +1,25 @@
-"""Trials: how a request is placed, so that wrong pairs of blocks show."""
+"""Trials: how a request is placed so that wrongly paired blocks move wrong bytes, and when it is refused."""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvplan import Context, Group, KVPlanError, Region, Worker
-from kvplan.cli.sides import Side
-from kvplan.cli.trials import DESTINATION_SPREAD, SOURCE_SPREAD, Request, Trial, blocks_needed, memory_needed, scattered
-from kvplan.models.model import Model
+from kvplan import Context, Group, KVPlanError, Model, Region, Worker, plan_mesh
+from kvplan.cli.sides import EngineOptions
+from kvplan.cli.trials import (
+    DESTINATION_SPREAD,
+    SOURCE_SPREAD,
+    PlacedRequest,
+    Trial,
+    blocks_needed,
+    memory_needed,
+    scattered,
+)
 
 TINY = Model.from_config(
     {
@@ -26,7 +35,7 @@ TINY = Model.from_config(
 @given(st.integers(1, 300), st.sampled_from([SOURCE_SPREAD, DESTINATION_SPREAD]))
 @example(pool=1, spread=SOURCE_SPREAD)
 def test_scattered_ids_are_different_and_in_the_pool(pool: int, spread: float) -> None:
-    """However many blocks of a pool are taken, no id comes twice and none leaves the pool."""
+    """However many blocks of a pool are used, ids are distinct and in the pool."""
     ids = scattered(pool, pool, spread)
     assert sorted(ids.tolist()) == list(range(pool))
 
@@ -39,9 +48,9 @@ def test_no_two_blocks_are_neighbours(pool: int, spread: float) -> None:
     assert np.abs(np.diff(ids)).min() > 1
 
 
-def test_the_two_sides_have_different_tables() -> None:
-    """A request's block ids differ between the engines, so that a mixed-up table shows."""
-    request = Request.of(TINY, Side(), Side(), (0, 1000))
+def test_the_two_engines_have_different_tables() -> None:
+    """A request's block ids differ between the engines, so that using the wrong table moves wrong bytes."""
+    request = PlacedRequest.of(TINY, EngineOptions(), EngineOptions(), (0, 1000))
     assert not np.any(request.local["attn"].ids == request.remote["attn"].ids)
 
 
@@ -49,7 +58,7 @@ def test_the_two_sides_have_different_tables() -> None:
 @pytest.mark.parametrize("interleave", [1, 4, 7])
 @pytest.mark.parametrize("stop", [0, 1, 5, 29, 64])
 def test_needed_blocks_are_counted_position_by_position(size: int, interleave: int, stop: int) -> None:
-    """As many blocks are needed as the fullest context-parallel worker fills."""
+    """A request needs as many blocks as the fullest context-parallel worker."""
     workers = [
         Worker("e", rank, [Region("kv", 0, 8)], [Group("attn", 4, Context(rank, size, interleave))], [])
         for rank in range(size)
@@ -65,16 +74,16 @@ def test_a_state_group_needs_one_block() -> None:
 
 
 def test_given_blocks_are_the_pool() -> None:
-    """A side's blocks are what its pool has, and the tables stay inside."""
-    request = Request.of(TINY, Side(blocks=63), Side(blocks=70), (0, 1000))
+    """The pool of an engine has the blocks that its options say."""
+    request = PlacedRequest.of(TINY, EngineOptions(blocks=63), EngineOptions(blocks=70), (0, 1000))
     assert request.sources[0].views[0].num_blocks == request.src.blocks == 63
     assert request.destinations[0].views[0].num_blocks == request.dst.blocks == 70
 
 
 def test_too_few_blocks_are_refused() -> None:
-    """A pool that can't hold the request is refused with what it needs."""
+    """A pool that is too small is refused with the number of blocks that the request needs."""
     with pytest.raises(KVPlanError) as caught:
-        Request.of(TINY, Side(blocks=62), Side(), (0, 1000))
+        PlacedRequest.of(TINY, EngineOptions(blocks=62), EngineOptions(), (0, 1000))
     assert caught.value.code == "BLOCKS"
     assert caught.value.details == {"needed": 63, "blocks": 62}
 
@@ -84,42 +93,57 @@ def test_too_few_blocks_are_refused() -> None:
 )
 @pytest.mark.parametrize("tokens", [(0, 33), (7, 30), (8, 8)])
 def test_a_trial_moves_the_request_and_is_verified(src: str, tokens: tuple[int, int]) -> None:
-    """A pair of engines that differ moves exactly the bytes of the positions asked for."""
-    trial = Trial.of(Request.of(TINY, Side.parse(src, "--src"), Side(), tokens))
+    """Between engines that differ, exactly the bytes of the request's positions move."""
+    trial = Trial.of(PlacedRequest.of(TINY, EngineOptions.parse(src, "--src"), EngineOptions(), tokens))
     assert trial.report.ok, str(trial.report)
     token_bytes = 2 * 2 * 2 * 16 * 2
     assert sum(pair.num_bytes for pair in trial.pairs) == (tokens[1] - tokens[0]) * token_bytes
 
 
-def test_memory_is_asked_for_by_what_moves() -> None:
+def memory(request: PlacedRequest) -> int:
+    return memory_needed(request, plan_mesh(request.destinations, request.sources))
+
+
+def test_memory_is_that_of_what_moves() -> None:
     """Verification needs four bytes of label for each byte of the fullest worker, at both ends."""
-    request = Request.of(TINY, Side(), Side(tp=2, block=1 << 20), (100, 130))
-    assert memory_needed(request) == 2 * 4 * (30 * 2 * 2 * 16 * 2)
+    request = PlacedRequest.of(TINY, EngineOptions(), EngineOptions(tp=2, block=1 << 10), (100, 130))
+    assert memory(request) == 2 * 4 * (30 * 2 * 2 * 16 * 2)
 
 
-def test_memory_is_asked_for_whole_states() -> None:
+def test_a_state_needs_memory_for_all_of_it() -> None:
     """A state moves whole, whatever the range."""
     model = Model.shipped("falcon-mamba-7b")
-    request = Request.of(model, Side(), Side(), (0, 7))
-    assert memory_needed(request) == 2 * 4 * sum(view.block_bytes for view in request.destinations[0].views)
+    request = PlacedRequest.of(model, EngineOptions(), EngineOptions(), (0, 7))
+    assert memory(request) == 2 * 4 * sum(view.block_bytes for view in request.destinations[0].views)
+
+
+def test_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that needs more than the machine's memory is refused before anything moves; it may need all of it."""
+    request = PlacedRequest.of(TINY, EngineOptions(), EngineOptions(), (0, 10))
+    needed = memory(request)
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else needed)
+    assert Trial.of(request).report.ok
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else needed - 1)
+    with pytest.raises(KVPlanError, match=f"MEMORY: cannot carry out the transfer: .*, got {needed} "):
+        Trial.of(request)
 
 
 def test_groups_that_share_memory_have_different_blocks() -> None:
-    """No block of a shared pool is in two groups' tables, and a pool with too few for all is refused."""
+    """No block of a shared pool is in two groups' tables; a pool with too few blocks for all is refused."""
     model = Model.shipped("granite-4.0-h-tiny")
-    request = Request.of(model, Side(shared=True), Side(), (0, 100))
+    request = PlacedRequest.of(model, EngineOptions(shared=True), EngineOptions(), (0, 100))
     ids = [int(i) for blocks in request.remote.values() for i in blocks.ids]
     assert len(request.remote) == 10
     assert len(ids) == len(set(ids)) == 9 + 7
     with pytest.raises(KVPlanError, match="at least 16 blocks, got 15"):
-        Request.of(model, Side(shared=True, blocks=15), Side(), (0, 100))
+        PlacedRequest.of(model, EngineOptions(shared=True, blocks=15), EngineOptions(), (0, 100))
 
 
 def test_a_draft_of_the_destination_alone_is_not_transferred() -> None:
-    """Only what the destination drafts with and no source has is left out; where both have it, it moves."""
-    draft = Side(draft="qwen3-0.6b")
-    assert len(Request.of(TINY, Side(), draft, (0, 9)).not_transferred) == 28
-    assert Request.of(TINY, draft, draft, (0, 9)).not_transferred == ()
-    trial = Trial.of(Request.of(TINY, Side(), draft, (0, 9)))
+    """Draft layers move if both engines have them, and not if only the destination has."""
+    draft = EngineOptions(draft="qwen3-0.6b")
+    assert len(PlacedRequest.of(TINY, EngineOptions(), draft, (0, 9)).not_transferred) == 28
+    assert PlacedRequest.of(TINY, draft, draft, (0, 9)).not_transferred == ()
+    trial = Trial.of(PlacedRequest.of(TINY, EngineOptions(), draft, (0, 9)))
     assert trial.report.ok
     assert trial.to_json()["not_transferred"][0] == "draft.0.attn"

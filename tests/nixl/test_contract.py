@@ -9,8 +9,8 @@ import pytest
 
 from kvplan import Model, Worker, contacts
 from kvplan.cli.matrix import shortened
-from kvplan.cli.sides import Side
-from kvplan.cli.trials import Request, blocks_needed
+from kvplan.cli.sides import EngineOptions
+from kvplan.cli.trials import PlacedRequest, blocks_needed
 from tests.contract import Contract, Engines, OpenWorld, move
 from tests.nixl.worlds import NixlWorld
 from tests.plan.test_hard_pairs import PAIRS, TWELVE_HEADS
@@ -34,13 +34,13 @@ class TestNixlExecutor(Contract):
 def few_layers(model: Model, src: str, dst: str) -> tuple[Model, str, str]:
     """The model with a handful of layers, some of each kind, and the pair's stages as long as that allows."""
     few = shortened(model)
-    stages = max(Side.parse(text, "src").pp for text in (src, dst))
+    stages = max(EngineOptions.parse(text, "src").pp for text in (src, dst))
     if len(few.layers) < stages:
         few = attrs.evolve(model, layers=model.layers[: stages + 1])
     return few, src, dst.replace("stages=20+40", f"stages=1+{len(few.layers) - 1}")
 
 
-def tight(request: Request, stop: int) -> tuple[Side, Side]:
+def tight(request: PlacedRequest, stop: int) -> tuple[EngineOptions, EngineOptions]:
     """The request's sides with pools that have two blocks more than it needs, since every byte is compared."""
     sides = []
     for side, workers in ((request.src, request.sources), (request.dst, request.destinations)):
@@ -53,8 +53,8 @@ def move_both_ways(model: str, src: str, dst: str, device: str) -> None:
     """Move a request of a hard pair by reads and by writes, in memory of a device, and check every byte each time."""
     made = Model.from_config(TWELVE_HEADS) if model == "12 heads" else Model.shipped(model)
     made, src, dst = few_layers(made, src, dst)
-    request = Request.of(made, Side.parse(src, "src"), Side.parse(dst, "dst"), TOKENS)
-    request = Request.of(made, *tight(request, TOKENS[1]), TOKENS)
+    request = PlacedRequest.of(made, EngineOptions.parse(src, "src"), EngineOptions.parse(dst, "dst"), TOKENS)
+    request = PlacedRequest.of(made, *tight(request, TOKENS[1]), TOKENS)
     pairs = contacts(request.destinations, request.sources)
     with NixlWorld([*request.sources, *request.destinations], device, contacts=pairs) as world:
         engines = Engines(world, len(request.sources), request.local, request.remote, request.tokens)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Model
-from kvplan.cli.sides import Side
-from kvplan.cli.trials import Request, Trial
+from kvplan.cli.sides import EngineOptions
+from kvplan.cli.trials import PlacedRequest, Trial
 
 TWELVE_HEADS = {
     "model_type": "llama",
@@ -72,7 +72,7 @@ PAIRS = [
 
 def trial(model: str, src: str, dst: str, tokens: tuple[int, int]) -> Trial:
     made = Model.from_config(TWELVE_HEADS) if model == "12 heads" else Model.shipped(model)
-    return Trial.of(Request.of(made, Side.parse(src, "src"), Side.parse(dst, "dst"), tokens))
+    return Trial.of(PlacedRequest.of(made, EngineOptions.parse(src, "src"), EngineOptions.parse(dst, "dst"), tokens))
 
 
 @pytest.mark.parametrize(("model", "src", "dst"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])

@@ -1,8 +1,7 @@
-"""show and ``kvplan show``: one function for pictures, and a command that prints or writes them."""
+"""show: pictures of workers and plans, as text, SVG and files; those of the documentation are current."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +17,6 @@ from tests.small import engine
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 COMMANDS = [(command, output) for command, output, _ in commands(PICTURES / "README.md")]
-SMALL = ("show", "qwen3-0.6b", "--src", "tp=2,layout=LBNHC", "--dst", "tp=4,block=8")
 
 
 def test_a_picture_is_text_and_svg() -> None:
@@ -32,7 +30,7 @@ def test_a_picture_is_text_and_svg() -> None:
 
 
 def test_a_request_changes_the_picture() -> None:
-    """With block tables, positions are those of the request; without, those of a sample."""
+    """With block tables, the positions are those of the request; without, those of a sample."""
     plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
     picture = show(plan, local={"attn": Blocks([7])}, remote={"attn": Blocks([4, 9])}, tokens=(3, 7))
     assert "positions [3, 7) of" in picture.text
@@ -41,24 +39,24 @@ def test_a_request_changes_the_picture() -> None:
 
 
 def test_a_request_has_block_ids() -> None:
-    """Where block tables are given, text and SVG tell blocks by place and id; else by place alone."""
+    """With block tables, text and SVG name each block by ordinal and id; without, by ordinal alone."""
     plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
     picture = show(plan, local={"attn": Blocks([7])}, remote={"attn": Blocks([4, 9])}, tokens=(0, 8))
     blocks = [line.split("│")[1:-1] for line in picture.text.splitlines() if line.startswith("block")]
     assert [[cell.strip() for cell in row] for row in blocks] == [["0 (id 4)", "1 (id 9)"], ["0 (id 7)"]]
-    assert all(f">{told}<" in picture.svg for told in ("0 (id 4): positions 0-3", "1 (id 9): positions 4-7"))
+    assert all(f">{label}<" in picture.svg for label in ("0 (id 4): positions 0-3", "1 (id 9): positions 4-7"))
     assert not any("(id " in text for text in (show(plan).text, show(plan).svg))
 
 
 @pytest.mark.parametrize("side, given", [("local", {"tokens": (0, 4)}), ("remote", {"local": {"attn": Blocks([7])}})])
-def test_half_a_request_is_refused(side: str, given: dict[str, object]) -> None:
-    """A request without all its block tables is refused, not drawn as something else."""
+def test_an_incomplete_request_is_refused(side: str, given: dict[str, object]) -> None:
+    """A request without all its block tables is refused, as bind refuses it."""
     plan = plan_reads(engine("decode")[0], engine("prefill"))
     with pytest.raises(KVPlanError, match=f"BLOCKS: cannot bind {side} group 'attn'"):
         show(plan, **given)  # type: ignore[arg-type]
 
 
-def test_what_has_nothing_to_show_is_drawn_as_that() -> None:
+def test_an_empty_picture() -> None:
     """A worker without views and a plan that moves nothing have empty pictures."""
     nothing = Worker("decode", 0, (), (), ())
     for value, title in ((nothing, "One block of decode/0"), (plan_reads(nothing, engine("p")), "reads from nobody")):
@@ -75,8 +73,8 @@ def test_other_values_are_refused(value: object) -> None:
         show(value)
 
 
-def test_a_mesh_is_told_what_to_draw() -> None:
-    """The refusal of a mesh says how to draw one of its plans; that of other values doesn't."""
+def test_a_mesh_has_a_hint() -> None:
+    """The refusal of a mesh has a hint how to draw one of its plans; other refusals have none."""
     mesh = plan_mesh(engine("d"), engine("p"))
     with pytest.raises(
         KVPlanError, match=r"got MeshPlan \(a mesh has a plan for each worker: show\(mesh.plans\[0\]\)\)$"
@@ -87,7 +85,7 @@ def test_a_mesh_is_told_what_to_draw() -> None:
 
 
 def test_a_width_is_a_number_of_characters() -> None:
-    """The text is as wide as it is told to be, the SVG is not; no width below one letter is taken."""
+    """Lines of the text have at most the width given, which is at least 1; the SVG doesn't depend on it."""
     plan = plan_reads(engine("decode")[0], engine("prefill", tp=2, tokens=2, order="NH"))
     wide, narrow = show(plan), show(plan, width=50)
     assert max(map(len, narrow.text.splitlines()[2:])) <= 50 < max(map(len, wide.text.splitlines()[2:])) <= 120
@@ -97,39 +95,9 @@ def test_a_width_is_a_number_of_characters() -> None:
 
 
 def test_an_about_is_one_line() -> None:
-    """What stands under the title is printable, so that the picture is well formed."""
+    """The line under the title must be printable, so that the SVG is well-formed."""
     with pytest.raises(KVPlanError, match="NAME: cannot read about of a picture"):
         show(engine("p")[0], about="a\x00b")
-
-
-def test_the_command_draws_both_sides_and_the_plan(cli: Cli) -> None:
-    """Without options it prints a block of a source, a block of the destination, and which bytes go where."""
-    run = cli(*SMALL, "--rank", "3")
-    assert (run.status, run.err) == (0, "")
-    title, *rest = run.out.splitlines()
-    assert title == "qwen3-0.6b, tp=2,layout=LBNHC -> tp=4,block=8"
-    headings = [line for line in rest if re.match(r"One block of|dst/3 reads", line)]
-    assert headings == ["One block of src/1", "One block of dst/3", "dst/3 reads from src/1"]
-    assert "layers.0-27.attn" in rest
-
-
-def test_the_command_writes_a_picture(cli: Cli, tmp_path: Path) -> None:
-    """--svg writes the picture of the plan and says so in one line, but for one JSON document where that is asked."""
-    path = tmp_path / "plan.svg"
-    run = cli(*SMALL, "--svg", str(path))
-    assert (run.status, run.out, run.err) == (0, f"wrote {path}: dst/0 reads from src/0\n", "")
-    assert ElementTree.parse(path).getroot().get("class") == "kvplan"
-    path.unlink()
-    assert json.loads(cli(*SMALL, "--svg", str(path), "--json").out)["worker"] == "dst/0"
-    assert path.exists()
-
-
-@pytest.mark.parametrize("columns", ["60", "100"])
-def test_the_command_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    """Drawings are as wide as the terminal is, and no wider."""
-    monkeypatch.setenv("COLUMNS", columns)
-    rows = [line for line in cli(*SMALL).out.splitlines() if "│" in line]
-    assert int(columns) - 20 < max(map(len, rows)) <= int(columns)
 
 
 def test_a_picture_is_saved_by_the_ending_of_its_name(tmp_path: Path) -> None:
@@ -152,55 +120,18 @@ def test_a_picture_is_saved_by_the_ending_of_its_name(tmp_path: Path) -> None:
         (None, "TYPE: cannot read path of a picture: expected a path, got None"),
     ],
 )
-def test_a_picture_is_saved_nowhere_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object, message: str
-) -> None:
-    """What is no path, ends in something else or cannot be written to is refused, and nothing is written."""
+def test_no_other_path_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object, message: str) -> None:
+    """A path that ends in something else, can't be written to or is no path is refused; nothing is written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KVPlanError, match=f"^{re.escape(message)}"):
         show(engine("prefill")[0]).save(path)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_as_json(cli: Cli) -> None:
-    """--json has every copy of what is drawn, with both ends."""
-    document = json.loads(cli(*SMALL, "--json").out)
-    assert (document["model"], document["src"], document["worker"]) == ("qwen3-0.6b", "tp=2,layout=LBNHC", "dst/0")
-    (panel,) = document["panels"]
-    assert (panel["layers"], panel["tokens"], len(panel["copies"])) == (28, [0, 16], 32)
-    assert panel["copies"][1] == {
-        "what": "layers.0.attn: head [0, 1) of 8, position [1, 2), kv [0, 2) of 2, dim [0, 128) of 128",
-        "bytes": 512,
-        "descriptor_bytes": 512,
-        "src": {"worker": "src/0", "block": 0, "block_id": 0, "region": "layers.0.attn", "offset": 2048},
-        "dst": {"worker": "dst/0", "block": 0, "block_id": 0, "region": "layers.0.attn", "offset": 512},
-    }
-
-
-@pytest.mark.parametrize(
-    "arguments, start",
-    [
-        (("--rank", "4"), "RANGE: cannot read --rank"),
-        (("--rank", "x"), "TYPE: cannot read --rank"),
-        (
-            ("--svg", "plan.png"),
-            "NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'plan.png'",
-        ),
-        (("--svg", "/no/plan.svg"), "NAME: cannot save a picture: expected a path that can be written to, got '/no/p"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(cli: Cli, arguments: tuple[str, ...], start: str) -> None:
-    """A bad rank and a bad path are refused with one line and exit status 2."""
-    run = cli(*SMALL, *arguments)
-    assert (run.status, run.out) == (2, "")
-    assert run.err.startswith(start)
-    assert run.err.count("\n") == 1
-
-
 def test_pictures_of_the_documentation_are_what_its_code_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pictures in docs/pictures are, byte by byte, what the code beside them writes today, and no others."""
+    """The pictures in docs/pictures are byte for byte what the code on that page writes, and there are no others."""
     monkeypatch.chdir(tmp_path)
     assert wrong_prints(PICTURES / "README.md") == []
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -211,7 +142,7 @@ def test_pictures_of_the_documentation_are_what_its_code_writes(
 def test_commands_of_the_documentation_print_what_it_says(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, output: str
 ) -> None:
-    """Each command on the page of pictures prints the line below it, or else much."""
+    """Each command on the page of pictures prints the line below it, or a whole drawing if there is none."""
     monkeypatch.chdir(tmp_path)
     run = cli(*shlex.split(command)[1:])
     assert run.status == 0

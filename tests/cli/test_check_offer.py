@@ -1,4 +1,4 @@
-"""``kvplan check-offer``: what an offer describes, what is wrong with it, and how two differ."""
+"""``kvplan check-offer``: what an offer describes, what is wrong with it, and how two offers differ."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("folder")
 def test_an_offer_is_explained(cli: Cli) -> None:
-    """An offer is told as the worker that it describes, with its fingerprint, and the exit status is 0."""
+    """An offer prints as the worker that it describes, with its fingerprint; the exit status is 0."""
     run = cli("check-offer", "decode.json")
     assert (run.status, run.err) == (0, "")
     assert run.out == f"{explain(DECODE)}\n  fingerprint {fingerprint(DECODE)}\n"
 
 
 @pytest.mark.usefixtures("folder")
-def test_all_problems_of_an_offer_are_told(cli: Cli) -> None:
-    """Each problem is a line with its path, as kvplan.problems tells them, and the exit status is 2."""
+def test_all_problems_of_an_offer_are_printed(cli: Cli) -> None:
+    """Each problem is a line with its path, as kvplan.problems has it; the exit status is 2."""
     run = cli("check-offer", "broken.json")
     assert (run.status, run.err) == (2, "")
     found = problems(BROKEN)
@@ -55,7 +55,7 @@ def test_all_problems_of_an_offer_are_told(cli: Cli) -> None:
     [("decode", "prefill", (DECODE, PREFILL), 0), ("decode", "other", (DECODE, OTHER), 2)],
 )
 def test_two_offers_are_compared(cli: Cli, file: str, file2: str, workers: tuple[Worker, Worker], status: int) -> None:
-    """Of two offers the differences are told; the exit status is 2 if one of them is refused."""
+    """For two offers the differences are printed; the exit status is 2 if one difference is refused."""
     run = cli("check-offer", f"{file}.json", f"{file2}.json")
     assert (run.status, run.err) == (status, "")
     assert run.out == f"{compare(*workers)}\n"
@@ -63,8 +63,8 @@ def test_two_offers_are_compared(cli: Cli, file: str, file2: str, workers: tuple
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("files", [("decode.json", "broken.json"), ("broken.json", "decode.json")])
-def test_a_bad_offer_of_two_is_told(cli: Cli, files: tuple[str, str]) -> None:
-    """Where one of two offers is refused, both are told and nothing is compared."""
+def test_a_bad_offer_of_two(cli: Cli, files: tuple[str, str]) -> None:
+    """If one of two offers is refused, both are described and nothing is compared."""
     run = cli("check-offer", *files)
     assert run.status == 2
     assert "broken.json: refused\n" in run.out
@@ -74,11 +74,11 @@ def test_a_bad_offer_of_two_is_told(cli: Cli, files: tuple[str, str]) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_an_offer_as_json(cli: Cli) -> None:
-    """--json tells whose offer it is and what it has, in numbers."""
+    """With --json an offer is its worker, fingerprint and groups, and the number of its parts."""
     run = cli("check-offer", "decode.json", "--json")
-    (told,) = json.loads(run.out)["offers"]
+    (offer,) = json.loads(run.out)["offers"]
     assert run.status == 0
-    assert told == {
+    assert offer == {
         "file": "decode.json",
         "ok": True,
         "problems": [],
@@ -94,7 +94,7 @@ def test_an_offer_as_json(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_problems_as_json(cli: Cli) -> None:
-    """--json tells problems by path, code and text."""
+    """With --json each problem has a path, a code and a text."""
     run = cli("check-offer", "broken.json", "--json")
     document = json.loads(run.out)
     found = [{"path": each.path, "code": each.code, "text": each.text} for each in problems(BROKEN)]
@@ -104,7 +104,7 @@ def test_problems_as_json(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_a_comparison_as_json(cli: Cli) -> None:
-    """--json tells every difference, and whether one is refused."""
+    """With --json every difference is an object, and one field says whether any is refused."""
     document = json.loads(cli("check-offer", "decode.json", "other.json", "--json").out)
     comparison = document["comparison"]
     assert [offer["ok"] for offer in document["offers"]] == [True, True]
@@ -120,7 +120,7 @@ def test_a_comparison_as_json(cli: Cli) -> None:
 
 
 def test_a_long_file_is_refused_unread(cli: Cli, folder: Path) -> None:
-    """Of a file that is too long, even one without an end, no more is read than shows it."""
+    """A file that is too long, or endless, is refused without reading it to the end."""
     line = f"message: MESSAGE: cannot read a message: expected at most {MAX_BYTES} bytes, got more"
     with (folder / "huge.json").open("wb") as file:
         file.truncate(1 << 40)
@@ -130,7 +130,7 @@ def test_a_long_file_is_refused_unread(cli: Cli, folder: Path) -> None:
 
 
 def test_a_file_of_the_most_bytes_is_read(cli: Cli, folder: Path) -> None:
-    """A message of exactly the most bytes is not too long."""
+    """A message of exactly MAX_BYTES is not too long."""
     (folder / "padded.json").write_bytes(encode(DECODE).ljust(MAX_BYTES))
     assert cli("check-offer", "padded.json").status == 0
 
@@ -156,16 +156,16 @@ def test_stdin_is_one_of_two_at_most(cli: Cli) -> None:
 
 @pytest.mark.parametrize("data, status", [(encode(DECODE), 0), (encode(DECODE)[:-1], 2), (b"", 2), (b"\xff" * 99, 2)])
 def test_an_offer_comes_from_stdin(data: bytes, status: int) -> None:
-    """Bytes of stdin are an offer, whatever they are."""
+    """Any bytes from stdin are an offer or a refusal."""
     command = [sys.executable, "-m", "kvplan", "check-offer", "-", "--json"]
     run = subprocess.run(command, input=data, capture_output=True, check=False)
-    (told,) = json.loads(run.stdout)["offers"]
+    (offer,) = json.loads(run.stdout)["offers"]
     assert (run.returncode, run.stderr) == (status, b"")
-    assert (told["file"], told["ok"]) == ("-", status == 0)
+    assert (offer["file"], offer["ok"]) == ("-", status == 0)
 
 
 def test_a_closed_stdin_is_refused() -> None:
-    """Where there is no stdin, one line says so."""
+    """If stdin is closed, one line says so."""
     command = f"{sys.executable} -m kvplan check-offer - <&-"
     run = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (2, "")
@@ -173,7 +173,7 @@ def test_a_closed_stdin_is_refused() -> None:
 
 
 def test_any_name_of_a_file_is_printed(cli: Cli, folder: Path) -> None:
-    """A name of bytes that are no text does not keep the problems from being told."""
+    """The problems of a file are printed even if its name is not valid UTF-8."""
     name = os.fsdecode(b"bad\xff.json")
     (folder / name).write_bytes(b"{}")
     run = cli("check-offer", name)
@@ -182,7 +182,7 @@ def test_any_name_of_a_file_is_printed(cli: Cli, folder: Path) -> None:
 
 
 def test_an_offer_of_explain_is_an_offer(cli: Cli, folder: Path) -> None:
-    """The offers that explain prints as JSON are read as what they are made of."""
+    """The offers in the JSON of explain are valid offers of its workers."""
     run = cli("explain", "qwen3-0.6b", "--src", "tp=2", "--json")
     (folder / "made.json").write_text(json.dumps(json.loads(run.out)["offers"]["src"][1]))
     assert cli("check-offer", "made.json").out.startswith("src/1: 28 views of 28 tensors in 28 regions, 1 group\n")

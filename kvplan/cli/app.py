@@ -1,0 +1,91 @@
+"""The group of all commands, and what their errors become: one line on stderr, one JSON document, an exit status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Final
+
+import click
+
+from kvplan.cli.advise import advise_command
+from kvplan.cli.commands import COMMANDS
+from kvplan.cli.demo import demo_command
+from kvplan.cli.matrix import matrix_command
+from kvplan.cli.options import echo_json
+from kvplan.errors import KVPlanError
+from kvplan.models import Model
+
+INTERRUPTED: Final = 130
+PIPE_CLOSED: Final = 141
+
+EPILOG: Final = f"""\
+\b
+Exit status:
+  0    done; where a command verifies, every byte is right
+  1    bytes differ: verification failed
+  2    refused: an error in the input, or in an offer
+  {INTERRUPTED}  interrupted
+  {PIPE_CLOSED}  output pipe closed (SIGPIPE)
+
+Shipped models: {", ".join(Model.names())}.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status, one of those in :data:`EPILOG`."""
+    try:
+        return kvplan.main(list(arguments), prog_name="kvplan", standalone_mode=False) or 0
+    except KVPlanError as error:
+        return _refuse(error, arguments)
+    except click.ClickException as error:
+        return _refuse(_misread(error), arguments)
+    except MemoryError:
+        exhausted = KVPlanError("MEMORY", "carry out the transfer", expected="enough free memory", got="none left")
+        return _refuse(exhausted, arguments)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except SystemExit:  # click and rich exit with 1 when the pipe that they write to is closed
+        return PIPE_CLOSED
+
+
+def _misread(error: click.ClickException) -> KVPlanError:
+    """An error of click in kvplan's grammar; the suggestion that click makes becomes the hint."""
+    problem, _, suggestion = " ".join(error.format_message().split()).partition("Did you mean")
+    got = re.sub("^(No such|Got) ", "", problem).strip(" .(")
+    got = re.sub("^Missing ", "no ", got)
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    expected = f"what '{context.command_path if context else 'kvplan'} --help' shows"
+    hint = f"did you mean{suggestion.strip(').')}" if suggestion else ""
+    return KVPlanError("NAME", "read the command line", expected=expected, got=got[:1].lower() + got[1:], hint=hint)
+
+
+def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
+    click.echo(error, err=True)
+    if "--json" in arguments:
+        message = str(error).partition(": ")[2]
+        echo_json({"code": error.code, "message": message, "details": dict(error.details)})
+    return 2
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvplan")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.group(
+    commands=[demo_command, *COMMANDS, matrix_command, advise_command],
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+    epilog=EPILOG,
+)
+@click.version_option(_version())
+@click.pass_context
+def kvplan(context: click.Context) -> int:
+    """Plan how a request's KV cache moves between engines of any layout, and verify it byte for byte."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    return 0
