@@ -15,7 +15,7 @@ from kvplan.handshake.decoding import decode
 from kvplan.handshake.encoding import fingerprint
 from kvplan.handshake.errors import PeerError, Problem
 from kvplan.handshake.messages import MAX_BYTES
-from kvplan.show.text import explain
+from kvplan.show.explanation import explain
 
 STDIN: Final = "-"
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
 import click
 
 from kvplan._text import count
@@ -18,9 +17,7 @@ from kvplan.handshake.encoding import encode
 from kvplan.plan.mesh import MeshPlan, plan_mesh
 from kvplan.plan.specs import Pair
 from kvplan.plan.transfer import TransferPlan
-from kvplan.show.lines import fit
-from kvplan.show.rows import rows_of
-from kvplan.show.text import DETAILS, Detail, explained
+from kvplan.show.explanation import DETAILS, Detail, explained, fit, rows_of
 
 Engine = tuple[Worker, ...]
 
@@ -94,5 +91,5 @@ def _plan_json(plan: TransferPlan) -> dict[str, Any]:
 
 def _pair_json(pair: Pair) -> dict[str, Any]:
     tables = {"local": pair.local_table, "remote": pair.remote_table}
-    rows = {side: [attrs.asdict(row) for row in rows_of(table)] for side, table in tables.items()}
+    rows = {side: [*rows_of(table)] for side, table in tables.items()}
     return {"remote": label_of(pair.remote), "rows": rows}

@@ -13,10 +13,9 @@ from kvplan.cli.options import POOL, about_two_engines, echo_json, plain_console
 from kvplan.cli.sides import Side, count, load
 from kvplan.cli.trials import undrafted
 from kvplan.plan.transfer import TransferPlan, plan_reads
-from kvplan.show.copies import Copy, End, Panel
-from kvplan.show.drawing import COLUMNS
-from kvplan.show.panels import panels
+from kvplan.show.copies import BoxCopy, CopyEnd, Panel, panels
 from kvplan.show.pictures import show
+from kvplan.show.text import WIDTH
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 """Styles of remote workers, in turns."""
@@ -67,7 +66,7 @@ def _print(plan: TransferPlan) -> None:
     """The blocks of one source that sends something and of the destination, then what goes where."""
     moving = [remote for remote, pair in zip(plan.remotes, plan.pairs, strict=True) if pair.layouts]
     console = plain_console()
-    width = shutil.get_terminal_size((COLUMNS, 24)).columns  # of a terminal, or of what COLUMNS says
+    width = shutil.get_terminal_size((WIDTH, 24)).columns  # of a terminal, or of what COLUMNS says
     for value in (*moving[:1], plan.local, plan):
         picture = show(value, width=width)
         text = Text(f"\n{picture.title}\n\n", style="bold")
@@ -88,7 +87,7 @@ def _panel_json(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _copy_json(copy: Copy) -> dict[str, Any]:
+def _copy_json(copy: BoxCopy) -> dict[str, Any]:
     return {
         "what": copy.local.coordinates,
         "bytes": copy.num_bytes,
@@ -98,7 +97,7 @@ def _copy_json(copy: Copy) -> dict[str, Any]:
     }
 
 
-def _end_json(end: End) -> dict[str, Any]:
+def _end_json(end: CopyEnd) -> dict[str, Any]:
     return {
         "worker": end.worker.label,
         "block": end.ordinal,
