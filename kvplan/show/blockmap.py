@@ -169,19 +169,13 @@ class BlockMap:
             yield attrs.evolve(self, tensors=names, places=self.places[i : i + 1])
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
-        """The bytes ``[start, stop)`` as boxes, as large as they can be; bytes that no tensor has are left out."""
+        """The bytes ``[start, stop)`` of a piece as boxes, as large as they can be."""
         return _boxes(self.axes, start, stop, 0, ())
 
     @cached_property
     def pieces(self) -> Ints:
         """The contiguous bytes, (n, 2): start and stop. Raises ``RANGE`` for more than :data:`MAX_PIECES`."""
-        found = [(box.start, box.stop) for box in itertools.islice(self.boxes(0, self.size_bytes), MAX_PIECES + 1)]
-        if len(found) > MAX_PIECES:
-            expected = f"at most {MAX_PIECES} contiguous pieces of a block"
-            raise KVPlanError("RANGE", f"draw {self.title}", expected=expected, got="more")
-        start, stop = np.array(sorted(found), np.int64).T
-        first = heads(start[1:] == stop[:-1])  # boxes that begin where the one before ends are one piece
-        return np.stack([start[first], stop[np.append(first[1:], start.size) - 1]], axis=1)
+        return _pieces(self.axes, self.title)
 
 
 def folded(names: Iterable[str]) -> str:
@@ -349,3 +343,21 @@ def _boxes(axes: Sequence[StridedAxis], start: int, stop: int, base: int, path: 
                 inner = extend(here, axis.interval(i, i))
                 yield from _boxes(axis.inside, max(low, at), min(high, end), at, inner)
             i += parts
+
+
+def _pieces(axes: Sequence[StridedAxis], title: str) -> Ints:
+    """The contiguous bytes of some axes, by ascending start."""
+    found = []
+    for axis in axes:
+        inner, parts = _pieces(axis.inside, title) if axis.inside else np.array([[0, axis.size]]), len(axis.coordinates)
+        if len(inner) == 1 and inner[0, 1] - inner[0, 0] == axis.step:
+            inner, parts = np.array([[inner[0, 0], inner[0, 1] + (parts - 1) * axis.step]]), 1
+        if parts * len(inner) > MAX_PIECES:
+            expected, got = f"at most {MAX_PIECES} contiguous pieces of a block", f"{parts * len(inner)}"
+            raise KVPlanError("RANGE", f"draw {title}", expected=expected, got=got)
+        at = axis.offset + np.arange(parts) * axis.step
+        found.append((at[:, None, None] + inner).reshape(-1, 2))
+    start, stop = np.concatenate(found).T
+    order = np.argsort(start)
+    first = heads(start[order[1:]] == stop[order[:-1]])  # pieces that begin where the one before ends are one
+    return np.stack([start[order[first]], stop[order[np.append(first[1:], order.size) - 1]]], axis=1)

@@ -206,11 +206,11 @@ def excerpt(
     if request is None:
         local = {other.name: Blocks([]) for other in plan.local.groups}
         remote = {other.name: Blocks([]) for worker in plan.remotes for other in worker.groups}
-        pools = [reach(one, 0, _pool(maps, one)) for one in (group, *others)]
-        start, stop = 0, 1
+        pool, start, stop = _pool(maps[:1], group), 0, 1
         if not is_state:
-            blocks = min(turn if turn <= MAX_BLOCKS else 2, _pool(maps[:1], group))
-            stop = min(blocks * each * group.context.size, MAX_POSITIONS, *(high for _, high in pools))
+            ends = [reach(group, 0, pool)[1], *(reach(other, 0, _pool(maps[1:], other))[1] for other in others)]
+            blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
+            stop = min(blocks * each * group.context.size, MAX_POSITIONS, *ends)
         local[group.name] = Blocks(range(-(-before(group, stop) // each)))
         for other in others:
             number = max(-(-before(other, stop) // slots(other)), remote[other.name].ids.size)
@@ -235,7 +235,7 @@ def excerpt(
 
 def _pool(sides: Sequence[Sequence[BlockMap]], group: Group) -> int:
     """The fewest blocks that a pool of the group has."""
-    return min((found.num_blocks for side in sides for found in side if found.group == group), default=1)
+    return min((found.num_blocks for side in sides for found in side if found.group.name == group.name), default=1)
 
 
 LAYER, MAP, ORDINAL, REMOTE, OFFSET, ID, FAR_MAP, FAR_ORDINAL, FAR_OFFSET, FAR_ID, LENGTH, RUN = range(12)
