@@ -50,9 +50,7 @@ def explain(value: object, *, detail: Detail = "workers") -> str:
     Other values, such as a cost, are their own ``str``, and its first line. Raises ``TYPE`` for anything that is not a
     value of kvplan, and ``NAME`` for another ``detail``.
 
-    >>> from kvplan import Axis, Context, Group, Region, View, Worker, explain, plan_reads
-    >>> print(explain(Group("attn", 16, Context(rank=1, size=2, interleave_tokens=4))))
-    group attn: 16 tokens per block, context rank 1 of 2, interleaved by 4 positions
+    >>> from kvplan import Axis, Group, Region, View, Worker, explain, plan_reads
     >>> def worker(engine, tp, rank):
     ...     heads = 8 // tp
     ...     axes = (Axis("head", rank * heads, rank * heads + heads, 8, 4096),
@@ -75,20 +73,13 @@ def explain(value: object, *, detail: Detail = "workers") -> str:
     decode/1 reads from 2 of 4 workers: 25872 ids in 8 local rows
       <- prefill/2: 12936 ids in 2 local rows of 8192 bytes, 2 of 256 bytes
       <- prefill/3: 12936 ids in 2 local rows of 8192 bytes, 2 of 256 bytes
-    >>> print(explain(plan.pairs[2], detail="rows"))
-    pair with prefill/2: 12936 ids in 2 local rows of 8192 bytes, 2 of 256 bytes
-      local rows
-                   ids        address  length  device  stride  count  region
-              [0, 100)  0x20000000000    8192       0   16384    100  kv.0
-            [100, 200)  0x20040000000    8192       0   16384    100  kv.1
-           [200, 6568)  0x20000000000     256       0     256   6368  kv.0
-         [6568, 12936)  0x20040000000     256       0     256   6368  kv.1
-      remote rows
-                  ids        address  length  device  stride  count  region
-             [0, 100)  0x30000000000    8192       0    8192    100  kv.0
-           [100, 200)  0x30040000000    8192       0    8192    100  kv.1
-          [200, 3400)  0x30000000000     256       0     256   3200  kv.0
-         [3400, 6600)  0x30040000000     256       0     256   3200  kv.1
+    >>> print(explain(plan.pairs[2].remote_table, detail="rows"))
+    table: 6600 ids in 2 rows of 8192 bytes, 2 of 256 bytes
+               ids        address  length  device  stride  count  region
+          [0, 100)  0x30000000000    8192       0    8192    100  kv.0
+        [100, 200)  0x30040000000    8192       0    8192    100  kv.1
+       [200, 3400)  0x30000000000     256       0     256   3200  kv.0
+      [3400, 6600)  0x30040000000     256       0     256   3200  kv.1
     """
     return "\n".join(explained(value, detail))
 
