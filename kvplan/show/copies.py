@@ -121,7 +121,7 @@ class BoxCopy:
 
 @attrs.frozen
 class Panel:
-    """The copies of one layer, which stands for ``num_layers`` equal ones.
+    """The copies of one layer, of which ``num_layers`` are equal.
 
     ``tensors`` are those of all layers, ``tokens`` the positions; ``None`` for a state. ``is_example`` says that no
     block tables were given, so that block ids mean nothing.
@@ -259,13 +259,13 @@ def _moved(
 
     ``numbers`` has the number of each layer.
     """
-    near = _Pieces.of(plan.local, ours, part["local"], numbers, by_layer=False)
+    near = _BlockPieces.of(plan.local, ours, part["local"], numbers, by_layer=False)
     found = [np.empty((0, 12), np.int64)]
     for index, (spec, maps) in enumerate(zip(plan.bind(**part), theirs, strict=True)):
         local, remote = spec.descriptors()
         if not len(local):
             continue
-        far = _Pieces.of(plan.remotes[index], maps, part["remote"], numbers, by_layer=True)
+        far = _BlockPieces.of(plan.remotes[index], maps, part["remote"], numbers, by_layer=True)
         run = local[:, 1].astype(np.int64)
         # first by the pieces of the local side, which tell the layer; then each result by those of the remote side
         of, skip, length, mine = near.cut(0 * run, local[:, 0], run, local[:, 2])
@@ -281,7 +281,7 @@ def _moved(
 
 
 @attrs.frozen(eq=False)
-class _Pieces:
+class _BlockPieces:
     """The contiguous pieces of a request's blocks on one worker, ascending by ``key`` and by their first address.
 
     ``key`` is made of layer and device, or of the device alone. ``rows`` (n, 5) has the number of the layer and of the
@@ -302,7 +302,7 @@ class _Pieces:
         tables: Mapping[str, Blocks],
         numbers: Mapping[Any, int],
         by_layer: bool,
-    ) -> _Pieces:
+    ) -> _BlockPieces:
         devices = np.array(sorted({region.device_id for region in worker.regions}), np.uint64)
         keys, starts, rows = [np.empty(0, np.int64)], [np.empty(0, np.uint64)], [np.empty((0, 5), np.int64)]
         for number, (one, pieces) in enumerate(maps):

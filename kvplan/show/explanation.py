@@ -6,7 +6,7 @@ import functools
 import operator
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -32,8 +32,6 @@ WIDTH: Final = 120
 
 MAX_IDS: Final = 8
 """Of more block ids than this, a line has the first and the last."""
-
-Value = TypeVar("Value")
 
 
 def explain(value: object, *, detail: Detail = "workers") -> str:
@@ -295,9 +293,9 @@ def _peer_error(error: PeerError, rows: bool) -> Iterator[str]:
     yield from _indented(map(str, error.problems))
 
 
-def _equal(values: Iterable[Value], key: Callable[[Value], Hashable] | None) -> list[list[Value]]:
+def _equal(values: Iterable[Any], key: Callable[[Any], Hashable] | None) -> list[list[Any]]:
     """The values in lists of equal ``key``, in order of appearance; each by itself if there is no key."""
-    lists: dict[Hashable, list[Value]] = {}
+    lists: dict[Hashable, list[Any]] = {}
     for i, value in enumerate(values):
         lists.setdefault(i if key is None else key(value), []).append(value)
     return list(lists.values())

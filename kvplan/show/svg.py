@@ -137,11 +137,11 @@ def _ribbon(top: tuple[float, float], bottom: tuple[float, float], y0: float, y1
     return f"{curve}C{d:.1f} {y1 - bend:.1f} {b:.1f} {y0 + bend:.1f} {b:.1f} {y0:.1f}Z"
 
 
-_Spans = Sequence[tuple[float, float]]
+_ColumnSpans = Sequence[tuple[float, float]]
 """Where each column begins and ends, from left to right."""
 
 
-def _spans(diagram: Diagram) -> _Spans:
+def _spans(diagram: Diagram) -> _ColumnSpans:
     """The columns from the left to the right edge: wider for more bytes, with wider gaps where slower axes change."""
     columns = diagram.columns
     gaps = [_gap(a, b, len(diagram.axes)) for a, b in itertools.pairwise(columns)]
@@ -164,7 +164,7 @@ def _gap(a: Column, b: Column, depth: int) -> float:
 
 
 def _draw_headers(
-    root: Element, diagram: Diagram, spans: _Spans, y: float, colours: Mapping[str, str], *, is_down: bool
+    root: Element, diagram: Diagram, spans: _ColumnSpans, y: float, colours: Mapping[str, str], *, is_down: bool
 ) -> None:
     """The headers, the slowest axis at the bottom if ``is_down``; workers that have a colour in it."""
     depth = len(diagram.axes)
@@ -190,7 +190,7 @@ def _draw_headers(
             _add(group, "text", text, **middle)
 
 
-def _draw_bytes(root: Element, diagram: Diagram, spans: _Spans, y: float, colours: Mapping[str, str]) -> None:
+def _draw_bytes(root: Element, diagram: Diagram, spans: _ColumnSpans, y: float, colours: Mapping[str, str]) -> None:
     """The bytes of each column on their colour: from the first to the last where there is room in all columns."""
     _add(root, "text", "byte", x=LEFT - 10, y=y + 15, class_="axis")
     shown = [(column, span) for column, span in zip(diagram.columns, spans, strict=True) if column.fill != "fold"]

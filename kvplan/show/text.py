@@ -63,7 +63,7 @@ def _width(lines: Sequence[str]) -> int:
     return max(map(len, lines))
 
 
-_Row = list[tuple[int, int, str]]
+_HeaderTexts = list[tuple[int, int, str]]
 """Texts from left to right, each with the first and the last column that it spans."""
 
 
@@ -92,14 +92,14 @@ def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NONE) -> list[s
     return [f"{name:<{margin}} {line}│" for name, line in zip(names, cells, strict=True)]
 
 
-def _header_row(diagram: Diagram, row: int) -> _Row:
+def _header_row(diagram: Diagram, row: int) -> _HeaderTexts:
     """The texts of one row. A header of several rows has its text in the first of them."""
     spans = {
         header.first: (header.last, _text(diagram, header) if header.row == row else "")
         for header in diagram.headers
         if header.row <= row < header.row + header.rows
     }
-    found: _Row = []
+    found: _HeaderTexts = []
     while (at := found[-1][1] + 1 if found else 0) < len(diagram.columns):
         column = diagram.columns[at]
         blank = REST if column.fill == "rest" and len(column.path) == row else ""

@@ -31,7 +31,7 @@ def only(plan: TransferPlan) -> Panel:
     return panel
 
 
-def test_a_sample_is_as_long_as_both_sides_take_to_repeat() -> None:
+def test_an_example_is_as_long_as_both_sides_take_to_repeat() -> None:
     """Blocks of 48 and of 32 tokens meet after 96 positions; what is too long to repeat is cut to two blocks."""
     (source,), (local,) = engine("prefill", tokens=48), engine("decode", tokens=32)
     assert only(plan_reads(local, [source])).tokens == (0, 96)
@@ -39,14 +39,14 @@ def test_a_sample_is_as_long_as_both_sides_take_to_repeat() -> None:
     assert only(plan_reads(local, [source])).tokens == (0, 64)
 
 
-def test_a_sample_fits_small_pools() -> None:
-    """Where a pool has too few blocks, the sample is as long as they hold."""
+def test_an_example_fits_small_pools() -> None:
+    """Where a pool has too few blocks, the example is as long as they hold."""
     (source,), (local,) = engine("prefill", tokens=4, blocks=2), engine("decode", tokens=32)
     assert only(plan_reads(local, [source])).tokens == (0, 8)
 
 
-def test_a_sample_has_every_byte_once() -> None:
-    """The copies of a panel are all the bytes of the sample's positions, each once."""
+def test_an_example_has_every_byte_once() -> None:
+    """The copies of a panel are all the bytes of the example's positions, each once."""
     panel = only(plan_reads(LLAMA.engine("d", tp=2)[1], LLAMA.engine("p", tp=4, layout="LBNHC", tokens_per_block=64)))
     assert panel.tokens == (0, 64)
     assert sum(copy.num_bytes for copy in panel.copies) == 64 * 4 * 512
@@ -54,7 +54,7 @@ def test_a_sample_has_every_byte_once() -> None:
     assert len(starts) == len(panel.copies) == 256
 
 
-def test_copies_are_told_by_their_coordinates() -> None:
+def test_copies_have_coordinates() -> None:
     """A destination of both heads takes one head from each source, a block at a time."""
     sources, (local,) = engine("prefill", tp=2, heads=2), engine("decode", heads=2)
     assert [lines(copy) for copy in only(plan_reads(local, sources)).copies] == [
@@ -64,7 +64,7 @@ def test_copies_are_told_by_their_coordinates() -> None:
 
 
 def test_positions_are_those_of_the_request() -> None:
-    """Slots are told as positions, whatever block or context they stand in."""
+    """Slots are printed as positions, whatever block or context they are in."""
     sources, (local,) = engine("prefill", heads=1, contexts=(2, 1)), engine("decode", heads=1, tokens=8)
     panel = only(plan_reads(local, sources))
     assert panel.tokens == (0, 8)
@@ -76,7 +76,7 @@ def test_positions_are_those_of_the_request() -> None:
     assert blocks == {0: "0..6", 1: "1..7"}
 
 
-def test_a_run_over_layers_is_told_for_one() -> None:
+def test_a_run_over_layers_is_drawn_for_one() -> None:
     """Where one descriptor moves all layers of a block, a copy is one layer's part of it."""
     plan = plan_reads(LLAMA.engine("d", layout="BLHNC")[0], LLAMA.engine("p", layout="BLHNC"))
     (copy,) = only(plan).copies
@@ -84,14 +84,14 @@ def test_a_run_over_layers_is_told_for_one() -> None:
 
 
 def test_layers_of_different_sources_are_panels_apart() -> None:
-    """Pipeline stages that hold different layers are told apart, and how many layers each has."""
+    """Pipeline stages that hold different layers have panels of their own, with their number of layers."""
     found = panels(plan_reads(LLAMA.engine("d")[0], LLAMA.engine("p", layers_per_stage=[10, 22])))
     assert [(panel.num_layers, panel.copies[0].remote.worker.label) for panel in found] == [(10, "p/0"), (22, "p/1")]
     assert found[1].copies[0].local.coordinates.startswith("layers.10.attn: ")
 
 
 def test_equal_layers_of_several_groups_are_one_panel() -> None:
-    """Groups of a hybrid model that share their memory are told once where their layers are equal."""
+    """Groups of a hybrid model that share their memory have one panel where their layers are equal."""
     model = GRANITE.grouped()
     engines = [model.engine(name, tp=2, shared=True, num_blocks=9) for name in "dp"]
     found = panels(plan_reads(engines[0][1], engines[1]))
@@ -131,7 +131,7 @@ def test_a_request_is_shown_with_its_own_blocks() -> None:
     assert str(panel.copies[0].local.path[-1]) == "3"
 
 
-def test_neighbouring_blocks_are_told_apart() -> None:
+def test_neighbouring_blocks_are_copies_apart() -> None:
     """A descriptor that goes on from one remote block to the next is a copy for each block."""
     plan = plan_reads(engine("decode", heads=1, tokens=8)[0], engine("prefill", heads=1))
     (panel,) = panels(plan, request(Blocks([0]), Blocks([4, 5])))
@@ -194,7 +194,7 @@ def test_a_request_with_states_is_shown_with_one_of_them() -> None:
     assert {(copy.local.block, copy.remote.block) for copy in tokens.copies} == {(7, 1)}
 
 
-def test_equal_addresses_of_two_devices_are_told_apart() -> None:
+def test_equal_addresses_of_two_devices_are_not_confused() -> None:
     """Regions at one address of several devices: a copy is found on the device that its descriptor names."""
     sources, (local,) = LLAMA.engine("p", kv="split", num_blocks=9), LLAMA.engine("d", num_blocks=9)
     regions = [attrs.evolve(region, address=1 << 40, device_id=i) for i, region in enumerate(sources[0].regions)]
@@ -203,3 +203,14 @@ def test_equal_addresses_of_two_devices_are_told_apart() -> None:
         ("K", "layers.0.attn.k"),
         ("V", "layers.0.attn.v"),
     }
+
+
+def test_groups_that_share_memory_are_not_confused() -> None:
+    """Of remote groups over each other, a copy is in the one that has its tensor, whatever the block ids are."""
+    (worker,) = engine("prefill")
+    views = [worker.views[0], attrs.evolve(worker.views[1], group="other", region="kv.0")]
+    source = Worker("prefill", 0, worker.regions, [*worker.groups, Group("other", 4)], views)
+    panel = only(plan_reads(engine("decode")[0], [source]))
+    assert panel.num_layers == 2
+    assert {end.coordinates[:9] for copy in panel.copies for end in (copy.local, copy.remote)} == {"layers.0:"}
+    assert {copy.remote.map.group.name for copy in panel.copies} == {"attn"}

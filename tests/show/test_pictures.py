@@ -92,9 +92,9 @@ def test_what_ribbons_tell_is_true(name: str) -> None:
     """The first element of each ribbon is, on both sides, where the formula of views has its coordinates."""
     plan = PLANS[name]
     workers = {worker.label: worker for worker in (plan.local, *plan.remotes)}
-    told = hovers(show(plan))
-    assert told
-    for text in told:
+    texts = hovers(show(plan))
+    assert texts
+    for text in texts:
         what, source, destination, _ = text.split("\n")
         for one in what.split("; "):
             tensor, _, axes = one.partition(": ")
@@ -170,11 +170,11 @@ def test_ribbons_have_the_colour_of_their_worker() -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_both_sides_show_the_same_copies(name: str) -> None:
-    """Each copy that is shown is told three times: by its ribbon, and by its bytes above and below."""
+    """Each copy has its hover text three times: on its ribbon, and on its bytes above and below."""
     root = ElementTree.fromstring(show(PLANS[name]).svg)
-    told = Counter(title.text for title in root.iterfind(f".//{SVG}title") if "descriptor of" in (title.text or ""))
-    assert told
-    assert set(told.values()) == {3}
+    texts = Counter(title.text for title in root.iterfind(f".//{SVG}title") if "descriptor of" in (title.text or ""))
+    assert texts
+    assert set(texts.values()) == {3}
 
 
 def test_a_large_model_is_a_small_picture() -> None:
@@ -215,7 +215,7 @@ def test_cells_stay_inside_the_picture() -> None:
 
 
 def test_a_long_legend_has_several_lines() -> None:
-    """Names of workers that do not fit beside each other stand below, and all of them inside the picture."""
+    """Names of workers that do not fit in a line go on below, all of them inside the picture."""
     sources = engine("a-prefill-engine-of-a-long-name", tp=16, heads=16)
     root = ElementTree.fromstring(show(plan_reads(engine("decode", heads=16)[0], sources)).svg)
     names = {source.label for source in sources}
@@ -228,7 +228,7 @@ def test_a_long_legend_has_several_lines() -> None:
 
 
 def test_a_page_of_many_tensors_shows_them_all() -> None:
-    """Where a page has more tensors than there is room for leaves, each is told once, as one leaf."""
+    """Where a block has more tensors than there is room for columns, each is one column."""
     region = Region("ssm", 4096, 1 << 20)
     axes = (Axis("head", 0, 2, 2, 16), Axis("dim", 0, 2, 2, 8))
     views = [View(f"layers.0.part{i}", "g", region, "float64", axes, 4, 8192, 32 * i) for i in range(30)]
@@ -276,7 +276,7 @@ def drawn(value: Worker | TransferPlan, width: int = 120) -> str:
 
 
 def text(drawing: str) -> str:
-    """A drawing as it stands in a test."""
+    """A drawing without its indentation."""
     return "\n".join(line.strip() for line in drawing.strip().splitlines())
 
 
@@ -368,14 +368,14 @@ def test_a_plan_shows_both_sides_and_which_bytes_are_the_same() -> None:
     """)
 
 
-def test_a_writer_stands_above() -> None:
+def test_a_writer_is_above() -> None:
     """Bytes go from above to below, whoever moves them."""
     drawing = drawn(plan_writes(engine("prefill")[0], engine("decode", tp=2)))
     workers = [line for line in drawing.splitlines() if line.startswith("worker")]
     assert [line.split("│")[1].strip() for line in workers] == ["prefill/0", "decode/0"]
 
 
-def test_bytes_that_do_not_move_are_told_by_their_coordinates() -> None:
+def test_bytes_that_are_not_copied_have_coordinates() -> None:
     """A destination of one head takes half a page, and the other half says which head it is."""
     plan = plan_reads(engine("decode", tp=4)[1], engine("prefill", tp=2))
     assert drawn(plan).splitlines()[2:5] == [
@@ -401,7 +401,7 @@ def halves(engine_id: str, rank: int, tp: int, tokens: int, num_blocks: int) -> 
 
 
 def test_both_halves_of_a_cache_are_opened() -> None:
-    """Where K and V stand far apart, the first, the second and the last token of both are shown, with all heads."""
+    """Where K and V are far apart, the first, the second and the last token of both are shown, with all heads."""
     assert show(halves("e", 0, 3, 16, 10)).text == text("""
         layers.0.attn
         1024 bytes in each of 10 blocks of group attn, step 512
@@ -447,8 +447,8 @@ def test_a_plan_of_halves_shows_both_ends_of_the_request() -> None:
     """)
 
 
-def test_what_hatching_means_is_told_once() -> None:
-    """A legend stands below all drawings, where any of them has what is hatched."""
+def test_hatching_has_one_legend() -> None:
+    """The legend is below all drawings, if any of them is hatched."""
     text = show(plan_reads(engine("decode", tp=4)[1], engine("prefill", tp=2))).text
     assert text.endswith("\n\n░ not moved")
     assert text.count("not moved") == 1
@@ -482,6 +482,16 @@ def test_drawings_are_narrow(name: str, layout: str, columns: int) -> None:
     drawings = [show(value, width=columns).text for value in (local, plan_reads(local, sources))]
     rows = [line for drawing in drawings for line in drawing.splitlines() if "│" in line]
     assert max(map(len, rows)) <= columns
+
+
+def test_one_part_more_is_not_folded() -> None:
+    """Of five parts none is folded, since a fold would be as wide; of six the fourth and the fifth are."""
+    assert drawn(engine("e", tp=4, tokens=5)[0]).splitlines()[1] == (
+        "token │ 0       │ 1       │ 2       │ 3       │ 4       │"
+    )
+    assert (
+        drawn(engine("e", tp=4, tokens=6)[0]).splitlines()[1] == "token │ 0       │ 1       │ 2       │ ···│ 5       │"
+    )
 
 
 @pytest.mark.parametrize(
@@ -530,7 +540,7 @@ def test_few_copies_are_all_shown() -> None:
     assert {column.fill for diagram in next(panel_diagrams(found)) for column in diagram.columns} == {"bytes"}
 
 
-def test_both_ends_and_changes_are_kept() -> None:
+def test_both_ends_and_changes_are_shown() -> None:
     """Of many positions, the ends are shown, and those on both sides of the first change of blocks."""
     _, local = next(panel_diagrams(panel()))
     assert positions(local) == ["0", "1", "15", "16", "63"] * 4
@@ -558,8 +568,8 @@ def spans(diagram: Diagram) -> list[tuple[int, int, int, int, str]]:
     return [(one.row, one.rows, one.first, one.last, diagram.text(one)) for one in diagram.headers]
 
 
-def test_cells_span_what_is_inside_them() -> None:
-    """A cell stands over all leaves that share its step and those before it."""
+def test_headers_span_what_is_inside_them() -> None:
+    """A header spans all columns that share its interval and those before it."""
     diagram = Diagram.of([column("a", "x"), column("a", "y"), column("b", "y")])
     assert spans(diagram) == [
         (0, 1, 0, 1, "a"),
@@ -571,13 +581,13 @@ def test_cells_span_what_is_inside_them() -> None:
 
 
 def test_a_short_path_reaches_down() -> None:
-    """A leaf of fewer steps than others has its last cell in all rows that are left."""
+    """A column with a shorter path than others has its last header in all rows that are left."""
     diagram = Diagram.of([column("a", "x"), column("b")])
     assert (0, 2, 1, 1, "b") in spans(diagram)
 
 
-def test_a_fold_stands_where_its_neighbours_part() -> None:
-    """What is folded inside one part stands under it, beside the parts that are shown."""
+def test_a_fold_is_below_what_its_neighbours_share() -> None:
+    """What is folded inside one part is below it, beside the parts that are shown."""
     diagram = Diagram.of([column("a", "x"), column("a", fill="fold"), column("a", "z")])
     assert spans(diagram)[0] == (0, 1, 0, 2, "a")
     assert (1, 1, 1, 1, "") in spans(diagram)
@@ -590,7 +600,7 @@ def test_folds_side_by_side_are_one() -> None:
 
 
 def test_a_row_of_one_axis_is_named() -> None:
-    """A row is named after its axis; where it has several, each cell says its own."""
+    """A row is named after its axis; where it has several, each header names its own."""
     one, two = Interval("head", 4, 5), Interval("token", 0, 1)
     diagram = Diagram.of([Column("bytes", (one, two), 0, 1), Column("bytes", (one, one), 1, 2)])
     assert diagram.axes == ("head", "")
