@@ -177,6 +177,37 @@ def test_both_sides_show_the_same_copies(name: str) -> None:
     assert set(texts.values()) == {3}
 
 
+def test_the_slowest_axes_are_at_the_edges() -> None:
+    """Above are the source's axes from the slowest down to the bytes, below the destination's the other way round."""
+    root = ElementTree.fromstring(show(PLANS["transposed"]).svg)
+    axes = [(float(text.get("y", "0")), text.text) for text in root.iterfind(f".//{SVG}text[@class='axis']")]
+    above = ["worker", "block", "position", "head", "byte"]
+    below = ["byte", "position", "head", "block", "worker"]
+    assert [text for _, text in sorted(axes)] == [*above, "↓", *below]
+    cells = root.findall(f"{SVG}g[@class='cell']")
+    for cell, pick, label in zip(cells, (min, max), ("prefill/2", "decode/1"), strict=True):
+        texts = [(float(text.get("y", "0")), text.text or "") for text in cell.iterfind(f"{SVG}text")]
+        edge = pick(y for y, _ in texts)
+        assert label in [text for y, text in texts if y == edge]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_ribbon_connects_both_ends_of_its_copy(name: str) -> None:
+    """Above and below, a ribbon is as wide as the bytes that have the same hover text, and touches them."""
+    root = ElementTree.fromstring(show(PLANS[name]).svg)
+    bytes_of: dict[str, list[tuple[float, float]]] = {}
+    for group in root.iter(f"{SVG}g"):
+        if (title := group.findtext(f"{SVG}title")) and (rect := group.find(f"{SVG}rect")) is not None:
+            x, width = (float(rect.get(key, "0")) for key in ("x", "width"))
+            bytes_of.setdefault(title, []).append((x, x + width))
+    ribbons = list(root.iterfind(f".//{SVG}path"))
+    assert ribbons
+    for ribbon in ribbons:
+        numbers = [float(found) for found in re.findall(r"-?[\d.]+", ribbon.get("d", ""))]
+        (a, b), (c, d) = bytes_of[ribbon.findtext(f"{SVG}title") or ""]
+        assert [numbers[0], numbers[-2], numbers[6], numbers[8]] == pytest.approx([a, b, c, d], abs=0.2)
+
+
 def test_a_large_model_is_a_small_picture() -> None:
     """All 80 layers of a model of 70 billion are one panel, whatever the layouts are."""
     model = Model.shipped("llama-3.1-70b")
@@ -383,6 +414,20 @@ def test_bytes_that_are_not_copied_have_coordinates() -> None:
         "byte   │ 0  │ 64  │",
         "copy   │ ░  │ a   │",
     ]
+
+
+def test_long_names_of_what_is_not_copied_are_hatched() -> None:
+    """A tensor that is not copied has its name if that is short."""
+    region = Region("ssm", 4096, 4096)
+    for name, shown in (("bias", "bias"), ("convolution", "░")):
+        views = [
+            View(f"layers.0.{kind}", "g", region, "float32", (Axis("dim", 0, 8, 8, 4),), 4, 64, at)
+            for kind, at in (("ssm", 0), (name, 32))
+        ]
+        ours, theirs = (Worker(engine_id, 0, [region], [Group("g")], views) for engine_id in "dp")
+        plan = plan_reads(ours, [theirs], not_transferred=[f"layers.0.{name}"])
+        row = next(line for line in drawn(plan).splitlines() if line.startswith("tensor"))
+        assert [cell.strip() for cell in row.split("│")[1:-1]] == ["ssm", shown]
 
 
 def halves(engine_id: str, rank: int, tp: int, tokens: int, num_blocks: int) -> Worker:
