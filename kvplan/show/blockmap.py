@@ -20,7 +20,7 @@ layers.0-31.attn ['layer 32 x 16384', 'head 2 x 8192', 'token 16 x 512', 'kv 2 x
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -199,8 +199,6 @@ def block_maps(worker: Worker) -> tuple[BlockMap, ...]:
 
     The first number in a tensor's name is its layer.
     """
-    regions = {region.name: i for i, region in enumerate(worker.regions)}
-    groups = {group.name: group for group in worker.groups}
     layers: dict[Any, list[tuple[View, Geometry]]] = {}
     for view, geometry in zip(worker.views, worker.geometry_of, strict=True):
         key = view.region, view.group, view.block_stride_bytes, *split(view.name)[:2]
@@ -213,28 +211,34 @@ def block_maps(worker: Worker) -> tuple[BlockMap, ...]:
         starts.setdefault((region, group), []).append(start)
         shape = tuple((split(view.name)[2], id(geometry), view.offset_bytes - start) for view, geometry in members)
         equal.setdefault((group, before, shape), []).append(members)
-    found = []
-    for same in equal.values():
-        members, firsts = same[0], [layer[0][0] for layer in same]
-        places = tuple((regions[view.region], view.offset_bytes) for view in firsts)
-        axes, (_, start), begins = _nested(members), places[0], starts[firsts[0].region, firsts[0].group]
-        size, after = max(axis.stop for axis in axes), [one for one in begins if one > start]
-        end = min(after, default=min(begins) + firsts[0].block_stride_bytes) - start
-        found.append(
-            BlockMap(
-                group=groups[firsts[0].group],
-                tensors=tuple(view.name for layer in same for view, _ in layer),
-                views=tuple(view for view, _ in members),
-                places=places,
-                num_blocks=min(view.num_blocks for view, _ in members),
-                block_stride_bytes=firsts[0].block_stride_bytes,
-                size_bytes=size,
-                rest_bytes=max(end - size, 0) if firsts[0].num_blocks > 1 or after else 0,
-                axes=axes,
-                all_layers=_nested(members, _layer_axis(places, [split(view.name)[1] for view in firsts])),
-            )
-        )
-    return tuple(found)
+    return tuple(_block_map(worker, layers, starts) for layers in equal.values())
+
+
+_Layer = Sequence[tuple[View, Geometry]]
+"""The views of one layer in one region, by ascending offset."""
+
+
+def _block_map(worker: Worker, layers: Sequence[_Layer], starts: Mapping[tuple[str, str], Sequence[int]]) -> BlockMap:
+    """The map of equal layers. ``starts`` has where layers begin, by region and group."""
+    members, firsts = layers[0], [layer[0][0] for layer in layers]
+    regions = {region.name: i for i, region in enumerate(worker.regions)}
+    places = tuple((regions[view.region], view.offset_bytes) for view in firsts)
+    view, geometry = members[0]
+    axes, begins = _nested(members), starts[view.region, view.group]
+    size, after = max(axis.stop for axis in axes), [start for start in begins if start > view.offset_bytes]
+    end = min(after, default=min(begins) + view.block_stride_bytes) - view.offset_bytes
+    return BlockMap(
+        group=geometry.group,
+        tensors=tuple(view.name for layer in layers for view, _ in layer),
+        views=tuple(view for view, _ in members),
+        places=places,
+        num_blocks=min(view.num_blocks for view, _ in members),
+        block_stride_bytes=view.block_stride_bytes,
+        size_bytes=size,
+        rest_bytes=max(end - size, 0) if view.num_blocks > 1 or after else 0,
+        axes=axes,
+        all_layers=_nested(members, _layer_axis(places, [split(view.name)[1] for view in firsts])),
+    )
 
 
 _Strides = list[tuple[str, range | tuple[int, ...], int]]
@@ -250,7 +254,7 @@ def _layer_axis(places: Sequence[tuple[int, int]], numbers: Sequence[int | None]
     return [("layer", known, steps.pop())]
 
 
-def _nested(members: Sequence[tuple[View, Geometry]], layers: Sequence[Any] = ()) -> tuple[StridedAxis, ...]:
+def _nested(members: _Layer, layers: Sequence[Any] = ()) -> tuple[StridedAxis, ...]:
     """The axes of the views of one layer: each view is a chain of axes, and chains that alternate are merged."""
     base = members[0][0].offset_bytes
     chains = []

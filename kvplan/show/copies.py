@@ -201,36 +201,46 @@ def excerpt(
     """
     tensors = {view.name for view in plan.local.views if view.group == group.name}
     others = [found.group for side in maps[1:] for found in side if tensors.intersection(found.tensors)]
-    is_state, each = group.tokens_per_block is None, slots(group)
-    turn = math.ceil(period(group, *others) / each / group.context.size)
+    turn = math.ceil(period(group, *others) / slots(group) / group.context.size)
     if request is None:
-        local = {other.name: Blocks([]) for other in plan.local.groups}
-        remote = {other.name: Blocks([]) for worker in plan.remotes for other in worker.groups}
-        pool, start, stop = _pool(maps[:1], group), 0, 1
-        if not is_state:
-            ends = [reach(group, 0, pool)[1], *(reach(other, 0, _pool(maps[1:], other))[1] for other in others)]
-            blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
-            stop = min(blocks * each * group.context.size, MAX_POSITIONS, *ends)
-        local[group.name] = Blocks(range(-(-before(group, stop) // each)))
-        for other in others:
-            number = max(-(-before(other, stop) // slots(other)), remote[other.name].ids.size)
-            remote[other.name] = Blocks(range(number)[::-1])
+        request = _example(plan, group, others, maps, turn)
+        start, stop = request["tokens"]
     else:
-        local, remote = request["local"], request["remote"]
-        needed = [(group, local)] if plan.operation == "READ" else [(other, remote) for other in others]
+        needed = [(group, request["local"])]
+        if plan.operation == "WRITE":
+            needed = [(other, request["remote"]) for other in others]
         listed = [(one, tables[one.name]) for one, tables in needed if one.name in tables]
         if not listed:
             return None
-        spans = [reach(one, table.first, table.stop - table.first) for one, table in listed]
-        spans += filter(None, [range_of(request["tokens"], group)])
-        start, stop = max(low for low, _ in spans), min(high for _, high in spans)
-        if is_state:
+        ranges = [reach(one, table.first, table.stop - table.first) for one, table in listed]
+        ranges += filter(None, [range_of(request["tokens"], group)])
+        start, stop = max(low for low, _ in ranges), min(high for _, high in ranges)
+        if group.tokens_per_block is None:
             stop = min(stop, start + 1)
         else:
-            end = reach(group, before(group, start) // each, min(turn, MAX_BLOCKS))[1]
+            end = reach(group, before(group, start) // slots(group), min(turn, MAX_BLOCKS))[1]
             stop = min(stop, end, start + MAX_POSITIONS)
     tokens = {other.name: (start, stop) if other == group else (0, 0) for other in plan.local.groups}
-    return {"local": local, "remote": remote, "tokens": tokens} if start < stop else None
+    return {**request, "tokens": tokens} if start < stop else None
+
+
+def _example(
+    plan: TransferPlan, group: Group, others: Sequence[Group], maps: Sequence[Sequence[BlockMap]], turn: int
+) -> dict[str, Any]:
+    """A request of ``turn`` blocks, or of the first two, as far as the pools of both sides go."""
+    stop = 1
+    if group.tokens_per_block is not None:
+        pool = _pool(maps[:1], group)
+        ends = [reach(group, 0, pool)[1], *(reach(other, 0, _pool(maps[1:], other))[1] for other in others)]
+        blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
+        stop = min(blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
+    local = {other.name: Blocks([]) for other in plan.local.groups}
+    local[group.name] = Blocks(range(-(-before(group, stop) // slots(group))))
+    remote = {other.name: Blocks([]) for worker in plan.remotes for other in worker.groups}
+    for other in others:
+        number = max(-(-before(other, stop) // slots(other)), remote[other.name].ids.size)
+        remote[other.name] = Blocks(range(number)[::-1])
+    return {"local": local, "remote": remote, "tokens": (0, stop)}
 
 
 def _pool(sides: Sequence[Sequence[BlockMap]], group: Group) -> int:

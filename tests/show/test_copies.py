@@ -214,3 +214,10 @@ def test_groups_that_share_memory_are_not_confused() -> None:
     assert panel.num_layers == 2
     assert {end.coordinates[:9] for copy in panel.copies for end in (copy.local, copy.remote)} == {"layers.0:"}
     assert {copy.remote.map.group.name for copy in panel.copies} == {"attn"}
+
+
+def test_no_more_of_a_request_is_shown_than_a_few_blocks() -> None:
+    """Where blocks take long to repeat, the first four local blocks of a request are shown."""
+    plan = plan_reads(engine("decode", tokens=32)[0], engine("prefill", tokens=37))
+    (panel,) = panels(plan, request(Blocks(range(9)), Blocks(range(9)), (5, 280)))
+    assert panel.tokens == (5, 128)
