@@ -1,4 +1,4 @@
-"""PICTURES: what a picture says of a plan is true of any plan, and any plan has a picture."""
+"""PICTURES: what a picture says of a plan is true of any plan, and any worker and plan has a picture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hypothesis import given
 
 from kvplan import TransferPlan
 from kvplan.show import show
-from kvplan.show.pages import pages
-from kvplan.show.panels import panels
-from kvplan.show.samples import sample
+from kvplan.show.blockmap import block_maps
+from kvplan.show.copies import excerpt, panels
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 
@@ -23,7 +22,7 @@ def plans(case: Case) -> Iterator[TransferPlan]:
 
 
 def words(coordinates: str) -> set[tuple[str, frozenset[str]]]:
-    """Tensors with their intervals, in no order: each side tells axes as its own views have them."""
+    """Tensors with their intervals, in no order: each side has the axes in the order of its own views."""
     parts = (one.partition(": ") for one in coordinates.split("; "))
     return {(tensor, frozenset(intervals.split(", "))) for tensor, _, intervals in parts}
 
@@ -31,28 +30,25 @@ def words(coordinates: str) -> set[tuple[str, frozenset[str]]]:
 @given(cases())
 @fewer(5)
 def test_panels_are_true_and_complete(case: Case) -> None:
-    """Each side finds a copy's coordinates by its own addresses and views, and both find the same.
+    """Each end of a copy has coordinates from its own address and views, and both ends have the same.
 
-    The copies of all panels, each as often as it has layers, are the bytes that the samples of all groups move. A real
-    request is as true.
+    The copies of all panels, each as often as it has layers, are the bytes that the examples of all groups move. The
+    same holds for the blocks of a request.
     """
     for plan in plans(case):
         request, found = case.request(plan), panels(plan)
-        real = panels(plan, (request["local"], request["remote"], request["tokens"]))
+        real = panels(plan, {key: request[key] for key in ("local", "remote", "tokens")})
         for copy in (copy for panel in (*found, *real) for copy in panel.copies):
             assert words(copy.local.coordinates) == words(copy.remote.coordinates)
             assert copy.num_bytes == copy.remote.box.stop - copy.remote.box.start <= copy.run_bytes
-        assert sum(copy.num_bytes * panel.num_layers for panel in found for copy in panel.copies) == sampled(plan)
+        assert sum(copy.num_bytes * panel.num_layers for panel in found for copy in panel.copies) == in_examples(plan)
 
 
-def sampled(plan: TransferPlan) -> int:
-    """The bytes that the samples of all groups move."""
-    far, moved = [pages(worker) for worker in plan.remotes], 0
-    for group in plan.local.groups:
-        if request := sample(plan, group, far):
-            specs = plan.bind(local=request[0], remote=request[1], tokens=request[2])
-            moved += sum(spec.num_bytes for spec in specs)
-    return moved
+def in_examples(plan: TransferPlan) -> int:
+    """The bytes that the examples of all groups move."""
+    maps = [block_maps(worker) for worker in (plan.local, *plan.remotes)]
+    examples = [excerpt(plan, group, maps, None) for group in plan.local.groups]
+    return sum(spec.num_bytes for request in examples if request for spec in plan.bind(**request))
 
 
 @given(cases())

@@ -31,9 +31,8 @@ from kvplan.handshake import PeerError, Problem, compare, decode, encode, finger
 from kvplan.handshake.messages import MAX_BYTES
 from kvplan.plan import Pair, TransferPlan, plan_mesh, plan_reads
 from kvplan.show import explain, show
-from kvplan.show.copies import End
-from kvplan.show.panels import panels
-from kvplan.show.rows import rows_of
+from kvplan.show.copies import CopyEnd, panels
+from kvplan.show.explanation import rows_of
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 """Colours of source workers in a drawing; the seventh has the first again."""
@@ -218,7 +217,7 @@ def _panels_json(plan: TransferPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _end_json(end: End) -> dict[str, Any]:
+def _end_json(end: CopyEnd) -> dict[str, Any]:
     return {
         "worker": end.worker.label,
         "block": end.ordinal,

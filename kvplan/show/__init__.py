@@ -1,7 +1,7 @@
-"""Any value of kvplan as text, and layouts and plans as pictures."""
+"""Any value of kvplan as text, and block layouts and plans as pictures, in text and SVG."""
 
+from kvplan.show.explanation import explain
 from kvplan.show.pictures import Picture, show
-from kvplan.show.text import explain
 
 __all__ = [
     "Picture",

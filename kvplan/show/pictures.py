@@ -1,9 +1,9 @@
-"""Pictures: what a worker's blocks look like, and what a plan moves, for terminals, notebooks and pages."""
+"""Pictures of what a worker's blocks look like and of what a plan copies, for terminals, notebooks and web pages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -15,17 +15,18 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.transfer import TransferPlan
-from kvplan.show.copies import Panel
-from kvplan.show.drawing import COLUMNS, draw_panels, draw_worker
-from kvplan.show.panels import panels
-from kvplan.show.svg import draw_pages, draw_plan
+from kvplan.show.blockmap import BlockMap, block_maps
+from kvplan.show.copies import Panel, panels
+from kvplan.show.diagram import Drawing, map_diagrams, panel_diagrams
+from kvplan.show.svg import draw_svg
+from kvplan.show.text import WIDTH, draw_text
 
 
 @attrs.frozen(repr=False)
 class Picture:
     """A drawing as plain ``text`` and as ``svg``, equal for equal values.
 
-    ``str(picture)`` is the text; a notebook shows the SVG; :meth:`save` keeps either.
+    ``str(picture)`` is the text. A notebook displays the SVG. :meth:`save` writes either to a file.
     """
 
     title: str
@@ -48,13 +49,15 @@ class Picture:
             ending = Path(path).suffix.lower()
         except TypeError:
             raise wrong_type("path of a picture", "a path", path) from None
-        if ending not in (".svg", ".txt"):
-            raise _unsaved("a path that ends in .svg or .txt", repr(os.fspath(path)))
-        try:
-            Path(path).write_text(self.svg if ending == ".svg" else f"{self.text}\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            raise _unsaved("a path that can be written to", f"{os.fspath(path)!r}: {reason}") from None
+        expected, got = "a path that ends in .svg or .txt", repr(os.fspath(path))
+        if ending in (".svg", ".txt"):
+            try:
+                Path(path).write_text(self.svg if ending == ".svg" else f"{self.text}\n", encoding="utf-8")
+                return
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                expected, got = "a path that can be written to", f"{got}: {reason}"
+        raise KVPlanError("NAME", "save a picture", expected=expected, got=got)
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -66,10 +69,6 @@ class Picture:
         return f"<Picture: {self.title}>"
 
 
-def _unsaved(expected: str, got: str) -> KVPlanError:
-    return KVPlanError("NAME", "save a picture", expected=expected, got=got)
-
-
 def show(
     value: object,
     *,
@@ -77,16 +76,15 @@ def show(
     remote: Mapping[str, Blocks] | None = None,
     tokens: Tokens = None,
     about: str = "",
-    width: int = COLUMNS,
+    width: int = WIDTH,
 ) -> Picture:
-    """The picture of a worker: what one block looks like. Or of a plan: which bytes go where.
+    """A picture of a worker, what one block looks like, or of a plan, which bytes go where.
 
-    Rows are axes, from the slowest in memory to the fastest; columns are bytes, what repeats left out in the middle.
-    Equal layers are one. Of a plan, letters or ribbons say which bytes are copied to which: in the first blocks, as
-    many as tell how both sides meet, of the request that ``local``, ``remote`` and ``tokens`` are, as
-    :meth:`TransferPlan.bind` takes them, or of any; blocks are told by their place in the request, and by the ids of
-    one that is given. ``about`` is a line under the title of the SVG, ``width`` how many characters the lines of the
-    text may have: what is wider goes on below.
+    Rows are axes, from the slowest in memory to the fastest; columns are bytes. What repeats is folded, and equal
+    layers are drawn once. In the picture of a plan, letters or ribbons connect the bytes that are copied. It shows the
+    first blocks of the request that ``local``, ``remote`` and ``tokens`` describe, as :meth:`TransferPlan.bind` takes
+    them, with their block ids; without these arguments, the first blocks of an example. ``about`` is a line under the
+    title of the SVG. ``width`` is how many characters a line of the text may have: what is wider goes on below.
 
     >>> from kvplan import Model, plan_reads
     >>> from kvplan.show import show
@@ -117,30 +115,34 @@ def show(
     block    │ 0                                                                                                  │
     worker   │ decode/1                                                                                           │
 
-    Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for pages of too many
-    pieces and a ``width`` below 1, and what ``bind`` raises.
+    Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a ``width`` below 1 and
+    for blocks of too many pieces, and what ``bind`` raises.
     """
     about = name(about, "about of a picture") if about else ""
     width = integer(width, "width of a picture", low=1)
-    match value:
-        case Worker():
-            title = f"One block of {value.label}"
-            return Picture(title, draw_worker(value, width), draw_pages(title, about, value))
-        case TransferPlan():
-            given = any(part is not None for part in (local, remote, tokens))
-            request = (local or {}, remote or {}, tokens) if given else None
-            found = panels(value, request)
-            reads = value.operation == "READ"
-            title = f"{value.local.label} {'reads from' if reads else 'writes to'} {_names(found)}"
-            text = draw_panels(found, value.operation, width)
-            return Picture(title, text, draw_plan(title, about, found, value.operation))
-        case _:
-            hint = "a mesh has a plan for each worker: show(mesh.plans[0])" if isinstance(value, MeshPlan) else ""
-            got = type(value).__name__
-            raise KVPlanError("TYPE", "show a value", expected="a Worker or a TransferPlan", got=got, hint=hint)
+    if isinstance(value, Worker):
+        return _picture(f"One block of {value.label}", block_maps(value), about, width)
+    if isinstance(value, TransferPlan):
+        is_given = any(part is not None for part in (local, remote, tokens))
+        found = panels(value, {"local": local or {}, "remote": remote or {}, "tokens": tokens} if is_given else None)
+        remotes = fold(dict.fromkeys(copy.remote.worker.label for panel in found for copy in panel.copies)) or "nobody"
+        verb = "reads from" if value.operation == "READ" else "writes to"
+        return _picture(f"{value.local.label} {verb} {remotes}", found, about, width)
+    hint = "a mesh has a plan for each worker: show(mesh.plans[0])" if isinstance(value, MeshPlan) else ""
+    got = type(value).__name__
+    raise KVPlanError("TYPE", "show a value", expected="a Worker or a TransferPlan", got=got, hint=hint)
 
 
-def _names(found: Sequence[Panel]) -> str:
-    """The remote workers of some panels."""
-    labels = dict.fromkeys(copy.remote.worker.label for panel in found for copy in panel.copies)
-    return fold(labels) or "nobody"
+def _picture(title: str, of: Sequence[BlockMap] | Sequence[Panel], about: str, width: int) -> Picture:
+    """The picture of block maps or of panels."""
+    remotes = {
+        copy.remote_index: copy.remote.worker.label for one in of if isinstance(one, Panel) for copy in one.copies
+    }
+    rest = "not moved" if remotes else "padding, or other groups' bytes"
+
+    def drawings() -> Iterator[Drawing]:
+        for one in of:
+            yield Drawing(one.title, one.facts, panel_diagrams(one) if isinstance(one, Panel) else map_diagrams(one))
+
+    svg = draw_svg(title, about, drawings(), [label for _, label in sorted(remotes.items())], rest)
+    return Picture(title, draw_text(drawings(), rest, width), svg)

@@ -1,23 +1,29 @@
-"""Panels: every copy of a sample, from a plan's own descriptors, told alike by both sides."""
+"""Copies: every byte that a plan copies, from its own descriptors, with the same coordinates on both sides."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 import pytest
 
 from kvplan import Blocks, Group, KVPlanError, Model, TransferPlan, Worker, plan_reads, plan_writes
-from kvplan.show.copies import Copy, Panel
-from kvplan.show.panels import panels
+from kvplan.show.copies import BoxCopy, Panel, panels
 from tests.small import engine
 
 LLAMA = Model.shipped("llama-3.1-8b")
 GRANITE = Model.shipped("granite-4.0-h-tiny")
 
 
-def lines(copy: Copy) -> tuple[str, str, str]:
+def lines(copy: BoxCopy) -> tuple[str, str, str]:
     """A copy's bytes, its remote end and its local end, in short."""
-    ends = [" ".join([f"{end.worker.label}:{end.ordinal}", *map(str, end.steps)]) for end in (copy.remote, copy.local)]
+    ends = [" ".join([f"{end.worker.label}:{end.ordinal}", *map(str, end.path)]) for end in (copy.remote, copy.local)]
     return f"{copy.num_bytes} of {copy.run_bytes}", ends[0], ends[1]
+
+
+def request(local: Blocks, remote: Blocks, tokens: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The arguments of bind for one group."""
+    return {"local": {"attn": local}, "remote": {"attn": remote}, "tokens": tokens}
 
 
 def only(plan: TransferPlan) -> Panel:
@@ -25,7 +31,7 @@ def only(plan: TransferPlan) -> Panel:
     return panel
 
 
-def test_a_sample_is_as_long_as_both_sides_take_to_repeat() -> None:
+def test_an_example_is_as_long_as_both_sides_take_to_repeat() -> None:
     """Blocks of 48 and of 32 tokens meet after 96 positions; what is too long to repeat is cut to two blocks."""
     (source,), (local,) = engine("prefill", tokens=48), engine("decode", tokens=32)
     assert only(plan_reads(local, [source])).tokens == (0, 96)
@@ -33,14 +39,14 @@ def test_a_sample_is_as_long_as_both_sides_take_to_repeat() -> None:
     assert only(plan_reads(local, [source])).tokens == (0, 64)
 
 
-def test_a_sample_fits_small_pools() -> None:
-    """Where a pool has too few blocks, the sample is as long as they hold."""
+def test_an_example_fits_small_pools() -> None:
+    """Where a pool has too few blocks, the example is as long as they hold."""
     (source,), (local,) = engine("prefill", tokens=4, blocks=2), engine("decode", tokens=32)
     assert only(plan_reads(local, [source])).tokens == (0, 8)
 
 
-def test_a_sample_has_every_byte_once() -> None:
-    """The copies of a panel are all the bytes of the sample's positions, each once."""
+def test_an_example_has_every_byte_once() -> None:
+    """The copies of a panel are all the bytes of the example's positions, each once."""
     panel = only(plan_reads(LLAMA.engine("d", tp=2)[1], LLAMA.engine("p", tp=4, layout="LBNHC", tokens_per_block=64)))
     assert panel.tokens == (0, 64)
     assert sum(copy.num_bytes for copy in panel.copies) == 64 * 4 * 512
@@ -48,7 +54,7 @@ def test_a_sample_has_every_byte_once() -> None:
     assert len(starts) == len(panel.copies) == 256
 
 
-def test_copies_are_told_by_their_coordinates() -> None:
+def test_copies_have_coordinates() -> None:
     """A destination of both heads takes one head from each source, a block at a time."""
     sources, (local,) = engine("prefill", tp=2, heads=2), engine("decode", heads=2)
     assert [lines(copy) for copy in only(plan_reads(local, sources)).copies] == [
@@ -58,7 +64,7 @@ def test_copies_are_told_by_their_coordinates() -> None:
 
 
 def test_positions_are_those_of_the_request() -> None:
-    """Slots are told as positions, whatever block or context they stand in."""
+    """Slots are printed as positions, whatever block or context they are in."""
     sources, (local,) = engine("prefill", heads=1, contexts=(2, 1)), engine("decode", heads=1, tokens=8)
     panel = only(plan_reads(local, sources))
     assert panel.tokens == (0, 8)
@@ -70,7 +76,7 @@ def test_positions_are_those_of_the_request() -> None:
     assert blocks == {0: "0..6", 1: "1..7"}
 
 
-def test_a_run_over_layers_is_told_for_one() -> None:
+def test_a_run_over_layers_is_drawn_for_one() -> None:
     """Where one descriptor moves all layers of a block, a copy is one layer's part of it."""
     plan = plan_reads(LLAMA.engine("d", layout="BLHNC")[0], LLAMA.engine("p", layout="BLHNC"))
     (copy,) = only(plan).copies
@@ -78,14 +84,14 @@ def test_a_run_over_layers_is_told_for_one() -> None:
 
 
 def test_layers_of_different_sources_are_panels_apart() -> None:
-    """Pipeline stages that hold different layers are told apart, and how many layers each has."""
+    """Pipeline stages that hold different layers have panels of their own, with their number of layers."""
     found = panels(plan_reads(LLAMA.engine("d")[0], LLAMA.engine("p", layers_per_stage=[10, 22])))
     assert [(panel.num_layers, panel.copies[0].remote.worker.label) for panel in found] == [(10, "p/0"), (22, "p/1")]
     assert found[1].copies[0].local.coordinates.startswith("layers.10.attn: ")
 
 
 def test_equal_layers_of_several_groups_are_one_panel() -> None:
-    """Groups of a hybrid model that share their memory are told once where their layers are equal."""
+    """Groups of a hybrid model that share their memory have one panel where their layers are equal."""
     model = GRANITE.grouped()
     engines = [model.engine(name, tp=2, shared=True, num_blocks=9) for name in "dp"]
     found = panels(plan_reads(engines[0][1], engines[1]))
@@ -108,7 +114,7 @@ def test_a_writer_is_the_source() -> None:
     sources, locals_ = engine("prefill", tp=2), engine("decode", tokens=8)
     panel = only(plan_writes(sources[1], locals_, sources[:1]))
     assert {copy.local.worker.label for copy in panel.copies} == {"prefill/1"}
-    assert panel.copies[0].told("WRITE").splitlines()[:3] == [
+    assert panel.details(panel.copies[0]).splitlines()[:3] == [
         "layers.0: kv [0, 2) of 2, head [2, 3) of 4, position [0, 4), dim [0, 4) of 4",
         "64 bytes from prefill/1 block 0, block id 0, region kv.0 + 0",
         "to decode/0 block 0, block id 0, region kv.0 + 256",
@@ -118,17 +124,17 @@ def test_a_writer_is_the_source() -> None:
 def test_a_request_is_shown_with_its_own_blocks() -> None:
     """With block tables, the copies are those of the request's first blocks, and no position outside its range."""
     plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
-    tables = {"attn": Blocks([7, 3])}, {"attn": Blocks([4, 9, 5, 0])}, (3, 15)
+    tables = {"local": {"attn": Blocks([7, 3])}, "remote": {"attn": Blocks([4, 9, 5, 0])}, "tokens": (3, 15)}
     (panel,) = panels(plan, tables)
     assert panel.tokens == (3, 8)
     assert {(copy.local.block, copy.remote.block) for copy in panel.copies} == {(7, 4), (7, 9)}
-    assert str(panel.copies[0].local.steps[-1]) == "3"
+    assert str(panel.copies[0].local.path[-1]) == "3"
 
 
-def test_neighbouring_blocks_are_told_apart() -> None:
+def test_neighbouring_blocks_are_copies_apart() -> None:
     """A descriptor that goes on from one remote block to the next is a copy for each block."""
     plan = plan_reads(engine("decode", heads=1, tokens=8)[0], engine("prefill", heads=1))
-    (panel,) = panels(plan, ({"attn": Blocks([0])}, {"attn": Blocks([4, 5])}, None))
+    (panel,) = panels(plan, request(Blocks([0]), Blocks([4, 5])))
     assert [lines(copy) for copy in panel.copies] == [
         ("64 of 128", "prefill/0:0 0-3", "decode/0:0 0-3"),
         ("64 of 128", "prefill/0:1 4-7", "decode/0:0 4-7"),
@@ -139,7 +145,7 @@ def test_a_bad_request_is_refused_as_by_bind() -> None:
     """Block tables that bind refuses are refused here in the same words."""
     plan = plan_reads(engine("decode")[0], engine("prefill"))
     with pytest.raises(KVPlanError, match="BLOCKS: cannot bind local group 'attn'"):
-        panels(plan, ({}, {}, None))
+        panels(plan, {"local": {}, "remote": {}, "tokens": None})
 
 
 def test_what_moves_nothing_is_not_shown() -> None:
@@ -147,7 +153,7 @@ def test_what_moves_nothing_is_not_shown() -> None:
     source = engine("prefill")
     assert panels(plan_reads(engine("decode")[0], source, not_transferred=["layers.0", "layers.1"])) == ()
     plan = plan_reads(engine("decode")[0], source)
-    assert panels(plan, ({"attn": Blocks([0])}, {"attn": Blocks([0])}, (2, 2))) == ()
+    assert panels(plan, request(Blocks([0]), Blocks([0]), (2, 2))) == ()
 
 
 def test_groups_may_have_other_names_there() -> None:
@@ -156,7 +162,7 @@ def test_groups_may_have_other_names_there() -> None:
     views = [attrs.evolve(view, group="cache") for view in worker.views]
     source = Worker("prefill", 0, worker.regions, [Group("cache", 4)], views)
     (panel,) = panels(plan_reads(engine("decode")[0], [source]))
-    assert {(copy.local.page.group, copy.remote.page.group) for copy in panel.copies} == {("attn", "cache")}
+    assert {(copy.local.map.group.name, copy.remote.map.group.name) for copy in panel.copies} == {("attn", "cache")}
 
 
 def test_a_group_that_no_remote_has_is_not_shown() -> None:
@@ -166,33 +172,52 @@ def test_a_group_that_no_remote_has_is_not_shown() -> None:
     regions = [attrs.evolve(region, size_bytes=2 * region.size_bytes) for region in local.regions]
     both = attrs.evolve(local, regions=regions, groups=[Group("draft", 4), *local.groups], views=views)
     plan = plan_reads(both, sources, not_transferred=["draft.0"])
-    for request in (None, ({"attn": Blocks([7])}, {"attn": Blocks([3])}, None)):
-        (panel,) = panels(plan, request)
+    for tables in (None, request(Blocks([7]), Blocks([3]))):
+        (panel,) = panels(plan, tables)
         assert panel.tensors == ("layers.0", "layers.1")
 
 
 def test_a_request_of_no_blocks_is_not_shown() -> None:
     """Where the destination lists no block there is nothing to show, whatever the source has."""
     plan = plan_reads(engine("decode")[0], engine("prefill"))
-    assert panels(plan, ({"attn": Blocks([])}, {"attn": Blocks([3, 1])}, None)) == ()
+    assert panels(plan, request(Blocks([]), Blocks([3, 1]))) == ()
 
 
 def test_a_request_with_states_is_shown_with_one_of_them() -> None:
     """Of the states that a request lists the first is shown, from the block that it has, and the first tokens."""
     sources, (local,) = (GRANITE.engine(name, num_blocks=9) for name in "pd")
-    tables = {"attn": Blocks([7, 3]), "state": Blocks([5, 6])}, {"attn": Blocks([1, 8]), "state": Blocks([2, 4])}
-    states, tokens = panels(plan_reads(local, sources), (*tables, {"attn": (3, 20)}))
+    near, far = {"attn": Blocks([7, 3]), "state": Blocks([5, 6])}, {"attn": Blocks([1, 8]), "state": Blocks([2, 4])}
+    tables = {"local": near, "remote": far, "tokens": {"attn": (3, 20)}}
+    states, tokens = panels(plan_reads(local, sources), tables)
     assert (states.tokens, tokens.tokens) == (None, (3, 16))
     assert {(copy.local.block, copy.remote.block) for copy in states.copies} == {(5, 2)}
     assert {(copy.local.block, copy.remote.block) for copy in tokens.copies} == {(7, 1)}
 
 
-def test_equal_addresses_of_two_devices_are_told_apart() -> None:
+def test_equal_addresses_of_two_devices_are_not_confused() -> None:
     """Regions at one address of several devices: a copy is found on the device that its descriptor names."""
     sources, (local,) = LLAMA.engine("p", kv="split", num_blocks=9), LLAMA.engine("d", num_blocks=9)
     regions = [attrs.evolve(region, address=1 << 40, device_id=i) for i, region in enumerate(sources[0].regions)]
     panel = only(plan_reads(local, [attrs.evolve(sources[0], regions=regions)]))
-    assert {(str(copy.remote.steps[0]), copy.remote.region) for copy in panel.copies} == {
+    assert {(str(copy.remote.path[0]), copy.remote.region) for copy in panel.copies} == {
         ("K", "layers.0.attn.k"),
         ("V", "layers.0.attn.v"),
     }
+
+
+def test_groups_that_share_memory_are_not_confused() -> None:
+    """Of remote groups over each other, a copy is in the one that has its tensor, whatever the block ids are."""
+    (worker,) = engine("prefill")
+    views = [worker.views[0], attrs.evolve(worker.views[1], group="other", region="kv.0")]
+    source = Worker("prefill", 0, worker.regions, [*worker.groups, Group("other", 4)], views)
+    panel = only(plan_reads(engine("decode")[0], [source]))
+    assert panel.num_layers == 2
+    assert {end.coordinates[:9] for copy in panel.copies for end in (copy.local, copy.remote)} == {"layers.0:"}
+    assert {copy.remote.map.group.name for copy in panel.copies} == {"attn"}
+
+
+def test_no_more_of_a_request_is_shown_than_a_few_blocks() -> None:
+    """Where blocks take long to repeat, the first four local blocks of a request are shown."""
+    plan = plan_reads(engine("decode", tokens=32)[0], engine("prefill", tokens=37))
+    (panel,) = panels(plan, request(Blocks(range(9)), Blocks(range(9)), (5, 280)))
+    assert panel.tokens == (5, 128)

@@ -1,0 +1,149 @@
+"""show: pictures of workers and plans, as text, SVG and files; those of the documentation are current."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from kvplan import Blocks, KVPlanError, Worker, plan_mesh, plan_reads
+from kvplan.show import Picture, show
+from tests.conftest import Cli
+from tests.pages import commands, wrong_prints
+from tests.small import engine
+
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+COMMANDS = [(command, output) for command, output, _ in commands(PICTURES / "README.md")]
+
+
+def test_a_picture_is_text_and_svg() -> None:
+    """A picture prints as text, shows as SVG in a notebook, and its repr is one short line."""
+    picture = show(plan_reads(engine("decode")[0], engine("prefill", tp=2)), about="small")
+    assert isinstance(picture, Picture)
+    assert str(picture) == picture.text
+    assert picture._repr_svg_() == picture.svg
+    assert repr(picture) == "<Picture: decode/0 reads from prefill/0-1>"
+    assert ">small</text>" in picture.svg
+
+
+def test_a_request_changes_the_picture() -> None:
+    """With block tables, the positions are those of the request; without, those of a sample."""
+    plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
+    picture = show(plan, local={"attn": Blocks([7])}, remote={"attn": Blocks([4, 9])}, tokens=(3, 7))
+    assert "positions [3, 7) of" in picture.text
+    assert "block id 9" in picture.svg
+    assert "positions [0, 8) of" in show(plan).text
+
+
+def test_a_request_has_block_ids() -> None:
+    """With block tables, text and SVG name each block by ordinal and id; without, by ordinal alone."""
+    plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
+    picture = show(plan, local={"attn": Blocks([7])}, remote={"attn": Blocks([4, 9])}, tokens=(0, 8))
+    blocks = [line.split("│")[1:-1] for line in picture.text.splitlines() if line.startswith("block")]
+    assert [[cell.strip() for cell in row] for row in blocks] == [["0 (id 4)", "1 (id 9)"], ["0 (id 7)"]]
+    assert all(f">{label}<" in picture.svg for label in ("0 (id 4): positions 0-3", "1 (id 9): positions 4-7"))
+    assert not any("(id " in text for text in (show(plan).text, show(plan).svg))
+
+
+@pytest.mark.parametrize("side, given", [("local", {"tokens": (0, 4)}), ("remote", {"local": {"attn": Blocks([7])}})])
+def test_an_incomplete_request_is_refused(side: str, given: dict[str, object]) -> None:
+    """A request without all its block tables is refused, as bind refuses it."""
+    plan = plan_reads(engine("decode")[0], engine("prefill"))
+    with pytest.raises(KVPlanError, match=f"BLOCKS: cannot bind {side} group 'attn'"):
+        show(plan, **given)  # type: ignore[arg-type]
+
+
+def test_an_empty_picture() -> None:
+    """A worker without views and a plan that moves nothing have empty pictures."""
+    nothing = Worker("decode", 0, (), (), ())
+    for value, title in ((nothing, "One block of decode/0"), (plan_reads(nothing, engine("p")), "reads from nobody")):
+        picture = show(value)
+        assert picture.text == ""
+        assert picture.title.endswith(title)
+        ElementTree.fromstring(picture.svg)
+
+
+@pytest.mark.parametrize("value", [None, "worker", plan_mesh(engine("d"), engine("p"))])
+def test_other_values_are_refused(value: object) -> None:
+    """Only workers and plans have pictures."""
+    with pytest.raises(KVPlanError, match="TYPE: cannot show a value: expected a Worker or a TransferPlan, got "):
+        show(value)
+
+
+def test_a_mesh_has_a_hint() -> None:
+    """The refusal of a mesh has a hint how to draw one of its plans; other refusals have none."""
+    mesh = plan_mesh(engine("d"), engine("p"))
+    with pytest.raises(
+        KVPlanError, match=r"got MeshPlan \(a mesh has a plan for each worker: show\(mesh.plans\[0\]\)\)$"
+    ):
+        show(mesh)
+    with pytest.raises(KVPlanError, match=r"got NoneType$"):
+        show(None)
+
+
+def test_a_width_is_a_number_of_characters() -> None:
+    """Lines of the text have at most the width given, which is at least 1; the SVG doesn't depend on it."""
+    plan = plan_reads(engine("decode")[0], engine("prefill", tp=2, tokens=2, order="NH"))
+    wide, narrow = show(plan), show(plan, width=50)
+    assert max(map(len, narrow.text.splitlines()[2:])) <= 50 < max(map(len, wide.text.splitlines()[2:])) <= 120
+    assert wide.svg == narrow.svg
+    with pytest.raises(KVPlanError, match="RANGE: cannot read width of a picture: "):
+        show(plan, width=0)
+
+
+def test_an_about_is_one_line() -> None:
+    """The line under the title must be printable, so that the SVG is well-formed."""
+    with pytest.raises(KVPlanError, match="NAME: cannot read about of a picture"):
+        show(engine("p")[0], about="a\x00b")
+
+
+def test_a_picture_is_saved_by_the_ending_of_its_name(tmp_path: Path) -> None:
+    """The SVG or the text is written, in UTF-8, to a path in either form."""
+    picture = show(engine("prefill")[0])
+    for name, content in (("a.svg", picture.svg), ("b.TXT", f"{picture.text}\n")):
+        picture.save(tmp_path / name)
+        assert (tmp_path / name).read_text(encoding="utf-8") == content
+    picture.save(str(tmp_path / "c.svg"))
+    assert (tmp_path / "c.svg").exists()
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("a.png", "NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'a.png'"),
+        (Path("svg"), "NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'svg'"),
+        ("no/a.svg", "NAME: cannot save a picture: expected a path that can be written to, got 'no/a.svg': No such"),
+        ("a\0.svg", "NAME: cannot save a picture: expected a path that can be written to, got 'a\\x00.svg': embedded"),
+        (None, "TYPE: cannot read path of a picture: expected a path, got None"),
+    ],
+)
+def test_no_other_path_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object, message: str) -> None:
+    """A path that ends in something else, can't be written to or is no path is refused; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KVPlanError, match=f"^{re.escape(message)}"):
+        show(engine("prefill")[0]).save(path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_of_the_documentation_are_what_its_code_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pictures in docs/pictures are byte for byte what the code on that page writes, and there are no others."""
+    monkeypatch.chdir(tmp_path)
+    assert wrong_prints(PICTURES / "README.md") == []
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written == {path.name: path.read_bytes() for path in PICTURES.glob("*.svg")}
+
+
+@pytest.mark.parametrize("command, output", COMMANDS)
+def test_commands_of_the_documentation_print_what_it_says(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, output: str
+) -> None:
+    """Each command on the page of pictures prints the line below it, or a whole drawing if there is none."""
+    monkeypatch.chdir(tmp_path)
+    run = cli(*shlex.split(command)[1:])
+    assert run.status == 0
+    assert run.out == output or (not output and run.out.count("\n") > 20)
