@@ -19,7 +19,6 @@ from kvplan.cli.sides import AUTO, Side
 from kvplan.cli.trials import undrafted
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.models.groups import tensors_of
 from kvplan.models.layouts import CONV_ORDERS, KV, KV_FORMS, ORDERS, STEP
 from kvplan.models.model import Model
 from kvplan.plan.cost import Cost
@@ -211,7 +210,7 @@ def changes(model: Model, side: Side, other: Side) -> Iterator[tuple[str, Side]]
     >>> [change for change, _ in found][4:]
     ['layout=BHLNC', 'block=32', 'block=64', 'block=128', 'block=48']
     """
-    tensors = tuple(tensors_of((*model.layers, *model.drafts)))
+    tensors = model.tensors
     axes = {axis for tensor in tensors for axis, _ in tensor.axes}
     tried: dict[str, Sequence[Any]] = {
         "layout": ORDERS,

@@ -15,7 +15,6 @@ from kvplan.cli.sides import Side, in_bits
 from kvplan.cli.trials import Request, Trial, lengths_of
 from kvplan.describe.views import TOKEN
 from kvplan.errors import KVPlanError
-from kvplan.models.groups import tensors_of
 from kvplan.models.layouts import KV, STEP
 from kvplan.models.model import Model
 from kvplan.models.tensors import Layer
@@ -160,7 +159,7 @@ def cases(model: Model) -> Iterator[Case]:
     >>> [case.src for case in cases(Model.shipped("falcon-mamba-7b"))][-5:]
     ['layout=LBNHC', 'layout=LBHNC', 'layout=BHLNC', 'conv=SD', 'pad=0']
     """
-    tensors = set(tensors_of((*model.layers, *model.drafts)))
+    tensors = set(model.tensors)
     paged = {tensor.paged for tensor in tensors}
     there: set[str | None] = {axis for tensor in tensors for axis, _ in tensor.axes} | {None}
     there |= {TOKEN} if True in paged else set()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvplan._text import count, fold, intervals, size, sizes
-from kvplan.bridges.assembly import Seat
+from kvplan.bridges.assembly import RankInfo
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Context, Group, Region, View
@@ -57,7 +57,7 @@ def line(value: object) -> str:
             return group_line(value)
         case Context():
             return f"context: {_turns(value) or 'one worker'}"
-        case Seat():
+        case RankInfo():
             turns = _turns(value.context)
             return f"seat {value.engine_id}/{value.rank}: rank {value.tp_rank} of tp {value.tp}" + (
                 turns and f", {turns}"

@@ -34,7 +34,7 @@ from kvplan import (
     plan_writes,
     verify,
 )
-from kvplan.bridges import Seat
+from kvplan.bridges import RankInfo
 from kvplan.handshake import Difference, Problem
 from kvplan.plan import Completions
 from kvplan.plan.cost import PairCost
@@ -95,8 +95,8 @@ LINES = [
         Report(9, 3, 1, ("VALUE", "OWN"), (("VALUE", "one"), ("VALUE", "two"), ("OWN", "three"))),
         "not verified: 9 bytes in 3 descriptors to 1 worker: VALUE, OWN",
     ),
-    (Seat("prefill", 5, 1, 4), "seat prefill/5: rank 1 of tp 4"),
-    (Seat("p", context=Context(1, 2, 8)), "seat p/0: rank 0 of tp 1, worker 1 of 2 in turns of 8 positions"),
+    (RankInfo("prefill", 5, 1, 4), "seat prefill/5: rank 1 of tp 4"),
+    (RankInfo("p", context=Context(1, 2, 8)), "seat p/0: rank 0 of tp 1, worker 1 of 2 in turns of 8 positions"),
     (PLAN.pairs[1].local_table, "table: 760 ids in 4 rows of 16 bytes to 64 bytes"),
     (NOTHING.pairs[0].local_table, "table: nothing"),
     (STAGED, "decode/0 reads from 2 of 2 workers in two legs: 4096 positions at a time"),
