@@ -18,10 +18,4 @@ from kvplan.bridges.sglang import from_sglang
 from kvplan.bridges.tensorrt_llm import from_tensorrt_llm
 from kvplan.bridges.vllm import from_vllm
 
-__all__ = [
-    "RankInfo",
-    "from_lmcache",
-    "from_sglang",
-    "from_tensorrt_llm",
-    "from_vllm",
-]
+__all__ = ["RankInfo", "from_lmcache", "from_sglang", "from_tensorrt_llm", "from_vllm"]

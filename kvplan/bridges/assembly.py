@@ -40,9 +40,6 @@ class RankInfo:
 
     ``rank`` counts all workers of the engine. ``tp_rank`` of ``tp`` decides which heads the worker holds, ``context``
     which positions. With data-parallel attention, ``tp`` is 1. Raises ``TYPE`` or ``RANGE`` for a bad number.
-
-    >>> RankInfo("prefill", rank=5, tp_rank=1, tp=4).tp
-    4
     """
 
     engine_id: str
@@ -57,26 +54,13 @@ class RankInfo:
 
 
 def differ(code: str, action: str, expected: object, got: object) -> KVPlanError:
-    """The error for a fact of an engine that contradicts the model, or another fact; its details are both facts.
-
-    >>> print(differ("SIZE", "read axis 'head' of tensor 'layers.0.attn'", 4, 8))
-    SIZE: cannot read axis 'head' of tensor 'layers.0.attn': expected 4, got 8
-    """
+    """The error for a fact of an engine that contradicts the model, or another fact; its details are both facts."""
     return KVPlanError(code, action, expected=f"{expected}", got=f"{got}", wanted=expected, found=got)
 
 
 @attrs.define
 class Assembly:
-    """A worker under construction: :meth:`begin_group`, then :meth:`add` what each layer caches, then :meth:`finish`.
-
-    >>> import numpy as np
-    >>> from kvplan import Model
-    >>> assembly = Assembly(Model.shipped("qwen3-0.6b").with_dtypes("float16"), RankInfo("decode", tp_rank=1, tp=2))
-    >>> assembly.begin_group(layer=7, tokens=16)
-    >>> assembly.add(np.zeros((100, 16, 4, 256), np.float16), "block token head content", assembly.attention(7))
-    >>> print(*assembly.finish().views[0].axes, sep="; ")
-    token [0, 16) of 16 step 2048; head [4, 8) of 8 step 512; kv [0, 2) of 2 step 256; dim [0, 128) of 128 step 2
-    """
+    """A worker under construction. For each block table :meth:`begin_group`, then :meth:`add`; :meth:`finish` last."""
 
     model: Model
     info: RankInfo
@@ -134,8 +118,7 @@ class Assembly:
             raise differ("GROUP", f"place {prefix}* of {self.model.name}", f"a layer that caches {kind}", cached)
         for tensor in tensors:
             if tensor.scale_of is not None:
-                expected = "a cache with no tensors of scales"
-                raise differ("LAYOUT", f"place {prefix}{tensor.kind}", expected, tensor.scale_of)
+                raise differ("LAYOUT", f"place {prefix}{tensor.kind}", "a cache without scales", tensor.scale_of)
         return prefix, tensors
 
     def add(self, memory: Any, pattern: str, tensor: LocalTensor, *, join: int = 1) -> None:
@@ -172,7 +155,7 @@ class Assembly:
     def finish(self) -> Worker:
         """The worker. Its regions are the allocations and the memory that views span outside them."""
         spans = [(device, view.offset_bytes, view.end_bytes) for device, view in self.views]
-        # Sorted by device and start, each span that overlaps the one before is joined to it.
+        # Spans sorted by device and start: one that overlaps the span before is joined to it.
         joined: list[tuple[Device, int, int]] = []
         for device, start, stop in sorted([*self.allocations, *spans]):
             if joined and joined[-1][0] == device and start < joined[-1][2]:
@@ -181,11 +164,9 @@ class Assembly:
                 joined.append((device, start, stop))
         regions = [Region(f"kv.{i}", start, stop - start, *device) for i, (device, start, stop) in enumerate(joined)]
         views = []
-        for device, view in self.views:
-            # The view's region is the last one that starts before the view ends.
+        for device, view in self.views:  # its region is the last one that starts before the view ends
             region = regions[bisect_right(joined, (device, view.end_bytes)) - 1]
-            offset = view.offset_bytes - region.address
-            views.append(attrs.evolve(view, region=region.name, offset_bytes=offset))
+            views.append(attrs.evolve(view, region=region.name, offset_bytes=view.offset_bytes - region.address))
         return Worker(self.info.engine_id, self.info.rank, regions, self.groups, views)
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
-
-import attrs
 
 from kvplan.bridges.assembly import Assembly, RankInfo, differ, everywhere
 from kvplan.describe.tensors import device_of, view_of
@@ -29,21 +27,6 @@ PATTERNS: Final = MappingProxyType(
     }
 )
 """Dimensions of chunks, by ``MemoryFormat`` and how many there are. Chunks without a layer dimension hold one layer."""
-
-
-@attrs.frozen
-class MemoryArray:
-    """An array in memory that another object owns, as numpy would describe it."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    address: int
-    device: Any
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {"data": (self.address, False)}
 
 
 def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequence[int]] | None = None) -> Worker:
@@ -83,14 +66,19 @@ def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequ
         strides = [ITEMSIZE.get(dtype, 0) * math.prod(shape[i + 1 :]) for i in range(len(shape))]
         dims = dict(zip(names, zip(shape, strides, strict=True), strict=True))
         count, layer_step = dims.pop("layer", (0, 0))
-        if count and count != len(numbers):
+        if count not in (0, len(numbers)):
             raise differ("SIZE", "read a chunk of LMCache", f"{len(numbers)} layers", count)
         for i, layer in enumerate(numbers):
             if not (count and assembly.groups):
                 assembly.begin_group(layer, dims["token"][0])
             lengths, steps = zip(*dims.values(), strict=True)
-            at, device = address + i * layer_step, getattr(chunk.raw_data, "device", "cpu")
-            array = MemoryArray((blocks, *lengths), (step, *steps), dtype, at, device)
+            array = SimpleNamespace(
+                shape=(blocks, *lengths),
+                strides=(step, *steps),
+                dtype=dtype,
+                device=getattr(chunk.raw_data, "device", "cpu"),
+                __array_interface__={"data": (address + i * layer_step, False)},
+            )
             assembly.add(array, " ".join(["block", *dims]), assembly.attention(layer))
         address += shape[0] * strides[0]
     return assembly.finish()

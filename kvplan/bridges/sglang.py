@@ -52,9 +52,9 @@ def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
     """
     assembly = Assembly(model, info)
     for part, layers in _parts(pool):
-        for number, (layer, index) in enumerate(layers.items()):
-            if not number:
-                assembly.begin_group(layer, part.page_size)
+        if layers:
+            assembly.begin_group(next(iter(layers)), part.page_size)
+        for layer, index in layers.items():
             _add_layer(assembly, part, layer, index)
     if hasattr(pool, "mamba_pool"):
         _add_states(assembly, pool.mamba_pool)

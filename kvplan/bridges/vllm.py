@@ -20,10 +20,9 @@ def from_vllm(model: Model, info: RankInfo, kv_cache_config: Any, kv_caches: Map
     """The worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
 
     ``kv_caches`` is the argument of a connector's ``register_kv_caches``. Each cache is
-    ``[block, head, slot, content]`` with the strides of one of the six layouts, so the layout need not be named. Its
-    blocks may be kernel blocks. Content is K, then V. The cache of a state layer is the bytes of its states; the cache
-    of an indexer is its keys, then their scales, as on CUDA. Groups without KV transfer are left out, and so are
-    layers that use the cache of another layer.
+    ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be kernel blocks.
+    Content is K, then V. The cache of a state layer is the bytes of its states; that of an indexer is its keys, then
+    their scales, as on CUDA. Groups without KV transfer are left out, and so are layers that use another's cache.
 
     Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``BOUNDS`` if the caches do
     not lie in one allocation as the config says.

@@ -324,13 +324,13 @@ expected a value for key 'hidden_size', got no such key
         sizes.check(self.name, (tensor for tensor in self.tensors if tensor.paged))
         together = flag(shared, "shared") and len(self.groups) > 1
         addresses = Addresses(name(engine_id, "engine_id"), memory)
-        workers = []
+        workers, names = [], self.groups
         for rank, (stage, pcp_rank, tp_rank) in enumerate(product(parts, range(sizes.pcp), range(sizes.tp))):
             context = sizes.context(pcp_rank, tp_rank)
             pools = self._pools(stage, RankPart(tp_rank, sizes.tp, blocks, self.dtype, scales))
             views, spans = place_pools(order, pools, num_blocks, shared=together)
             regions = [addresses.region(key, size, rank) for key, size in spans.items()]
-            groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in self.groups]
+            groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in names]
             workers.append(Worker(engine_id, rank, regions, groups, views))
         return tuple(workers)
 
