@@ -16,7 +16,7 @@ import numpy as np
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo, from_vllm
-from tests.recipes_of import (
+from tests.engine_memory import (
     DIM,
     GQA,
     HEADS,
