@@ -21,38 +21,25 @@ from tests.engine_memory import (
     TABLES,
     TOKENS,
     check,
-    kv,
     latents_of,
-    slots,
+    values_of,
 )
 
-
-@attrs.frozen
-class MemoryFormat:
-    """A member of LMCache's enumeration."""
-
-    name: str
+# LMCache's own objects, with the attributes that from_lmcache reads.
+MemoryFormat = attrs.make_class("MemoryFormat", ["name"])
+PagedTensorMemoryAllocator = attrs.make_class("PagedTensorMemoryAllocator", ["buffer", "align_bytes", "paged_buffers"])
 
 
 @attrs.frozen
 class MemoryObjMetadata:
     """What LMCache knows of a chunk."""
 
-    fmt: MemoryFormat
+    fmt: Any
     address: int
     shapes: Sequence[tuple[int, ...]] | None
     dtypes: Sequence[str] | None
     shape: tuple[int, ...] = ()
     dtype: str = "torch.int32"
-
-
-@attrs.frozen
-class PagedTensorMemoryAllocator:
-    """LMCache's allocator of equal chunks."""
-
-    buffer: Any
-    align_bytes: int
-    paged_buffers: Sequence[Any]
 
 
 @attrs.frozen
@@ -69,6 +56,11 @@ class TensorMemoryObj:
         shape = self.metadata.shapes[0] if self.metadata.shapes else self.metadata.shape
         return self.raw_data[: math.prod(shape) * 4].view(np.int32).reshape(shape)
 
+    @property
+    def heads(self) -> Any:
+        """The chunk with a dimension of heads."""
+        return self.tensor.reshape(*self.tensor.shape[:-1], HEADS, DIM)
+
 
 def lmcache(zeros: Any, fmt: str, *shapes: tuple[int, ...], blocks: int = BLOCKS) -> list[TensorMemoryObj]:
     """All chunks of a paged allocator."""
@@ -79,18 +71,11 @@ def lmcache(zeros: Any, fmt: str, *shapes: tuple[int, ...], blocks: int = BLOCKS
     return [TensorMemoryObj(m, raw, allocator) for m, raw in zip(metas, allocator.paged_buffers, strict=True)]
 
 
-def rows(layer: int, half: int, position: int) -> Any:
-    """All heads of a token, as LMCache keeps them."""
-    return np.concatenate([kv(layer, half, head, position) for head in range(HEADS)])
-
-
 def test_chunks_of_all_layers(zeros: Any) -> None:
     """KV_2LTD: K or V, layer, token, all heads."""
     chunks = lmcache(zeros, "KV_2LTD", (2, 3, 8, HEADS * DIM))
-    for layer in range(3):
-        for position, block, slot in slots(8, TABLES["attn"]):
-            for half in range(2):
-                chunks[block].tensor[half, layer, slot] = rows(layer, half, position)
+    for layer, half, head, block, slot, value in values_of(range(3), range(HEADS), 8, TABLES["attn"]):
+        chunks[block].heads[half, layer, slot, head] = value
     worker = from_lmcache(GQA, RankInfo("cache"), chunks[3])
     assert [region.size_bytes for region in worker.regions] == [chunks[0].parent_allocator.buffer.nbytes]
     check(GQA, [worker])
@@ -100,13 +85,10 @@ def test_groups_of_layers(zeros: Any) -> None:
     """A chunk of two shapes has the layers of the second behind those of the first."""
     chunks = lmcache(zeros, "KV_2LTD", (2, 2, 8, HEADS * DIM), (2, 1, 8, HEADS * DIM))
     order = [0, 2, 1]
-    for layer in range(3):
-        for position, block, slot in slots(8, TABLES["attn"]):
-            raw = chunks[block].raw_data.view(np.int32)
-            first, second = raw[: 4 * 8 * 32].reshape(2, 2, 8, 32), raw[4 * 8 * 32 :].reshape(2, 1, 8, 32)
-            for half in range(2):
-                at = order.index(layer)
-                (first if at < 2 else second)[half, at % 2, slot] = rows(layer, half, position)
+    for layer, half, head, block, slot, value in values_of(range(3), range(HEADS), 8, TABLES["attn"]):
+        raw, at = chunks[block].raw_data.view(np.int32), order.index(layer)
+        part = raw[: 4 * 8 * 32].reshape(2, 2, 8, 4, 8) if at < 2 else raw[4 * 8 * 32 :].reshape(2, 1, 8, 4, 8)
+        part[half, at % 2, slot, head] = value
     worker = from_lmcache(GQA, RankInfo("cache"), chunks[0], layers=[order[:2], order[2:]])
     check(GQA, [worker])
 
@@ -118,12 +100,10 @@ def test_chunks_of_one_layer(zeros: Any, fmt: str) -> None:
     chunks = lmcache(zeros, fmt, shape, blocks=12)
     tables = {f"attn.{layer}" if layer else "attn": [11 - layer - 3 * i for i in range(4)] for layer in range(3)}
     for layer, table in enumerate(tables.values()):
-        for position, block, slot in slots(8, table):
-            for half in range(2):
-                at = (slot, half) if fmt == "KV_T2D" else (half, slot)
-                chunks[block].tensor[at] = rows(layer, half, position)
+        for _, half, head, block, slot, value in values_of([layer], range(HEADS), 8, table):
+            chunks[block].heads[(slot, half, head) if fmt == "KV_T2D" else (half, slot, head)] = value
     worker = from_lmcache(GQA, RankInfo("cache"), chunks[0])
-    check(GQA, [worker], {group: table for group, table in tables.items()})
+    check(GQA, [worker], tables)
 
 
 def test_latents(zeros: Any) -> None:
@@ -142,7 +122,7 @@ def test_latents_of_one_layer(zeros: Any) -> None:
         for _, block, slot, value in latents_of([layer], table):
             chunks[block].tensor[slot] = value
     worker = from_lmcache(MLA, RankInfo("cache"), chunks[0])
-    check(MLA, [worker], {group: table for group, table in tables.items()})
+    check(MLA, [worker], tables)
 
 
 def test_chunk_of_fewer_tokens(zeros: Any) -> None:
@@ -151,10 +131,8 @@ def test_chunk_of_fewer_tokens(zeros: Any) -> None:
     meta = attrs.evolve(chunks[5].metadata, shapes=[(2, 3, TOKENS, HEADS * DIM)])
     size = 2 * 3 * TOKENS * HEADS * DIM * 4
     chunk = attrs.evolve(chunks[5], metadata=meta, raw_data=chunks[5].raw_data[:size])
-    for layer in range(3):
-        for half in range(2):
-            for position in range(TOKENS):
-                chunk.tensor[half, layer, position] = rows(layer, half, position)
+    for layer, half, head, _, position, value in values_of(range(3), range(HEADS), TOKENS, [0]):
+        chunk.heads[half, layer, position, head] = value
     worker = from_lmcache(GQA, RankInfo("cache"), chunk)
     assert (worker.groups[0].tokens_per_block, worker.views[0].num_blocks) == (TOKENS, BLOCKS)
     assert [region.size_bytes for region in worker.regions] == [chunk.parent_allocator.buffer.nbytes]
@@ -166,10 +144,8 @@ def test_chunk_of_another_allocator(zeros: Any) -> None:
     raw = zeros(2 * 3 * TOKENS * HEADS * DIM * 4, dtype=np.uint8)
     meta = MemoryObjMetadata(MemoryFormat("KV_2LTD"), 12288, None, None, (2, 3, TOKENS, HEADS * DIM))
     chunk = TensorMemoryObj(meta, raw)
-    for layer in range(3):
-        for half in range(2):
-            for position in range(TOKENS):
-                chunk.tensor[half, layer, position] = rows(layer, half, position)
+    for layer, half, head, _, position, value in values_of(range(3), range(HEADS), TOKENS, [0]):
+        chunk.heads[half, layer, position, head] = value
     check(GQA, [from_lmcache(GQA, RankInfo("cache"), chunk)], {"attn": [0]})
 
 

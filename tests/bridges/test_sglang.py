@@ -34,6 +34,13 @@ from tests.engine_memory import (
     values_of,
 )
 
+# SGLang's own objects, with the attributes that from_sglang reads.
+State = attrs.make_class("State", ["conv", "temporal"])
+MambaPool = attrs.make_class("MambaPool", ["mamba_layer_ids", "mamba_cache"])
+HybridLinearKVPool = attrs.make_class(
+    "HybridLinearKVPool", ["full_kv_pool", "full_attention_layer_id_mapping", "mamba_pool"]
+)
+
 
 @attrs.frozen
 class Pool:
@@ -69,32 +76,6 @@ class SWAKVPool:
     layers_mapping: Mapping[int, tuple[int, bool]]
     page_size: int
     swa_req_ring_size: int | None = None
-
-
-@attrs.frozen
-class State:
-    """SGLang's states: of the convolution in a list, of the rest."""
-
-    conv: Sequence[Any]
-    temporal: Any
-
-
-@attrs.frozen
-class MambaPool:
-    """SGLang's pool of states."""
-
-    mamba_layer_ids: Sequence[int]
-    mamba_cache: State
-
-
-@attrs.frozen
-class HybridLinearKVPool:
-    """SGLang's pools of attention and of states."""
-
-    full_kv_pool: Any
-    full_attention_layer_id_mapping: Mapping[int, int]
-    mamba_pool: MambaPool
-    start_layer: int = 0
 
 
 def sglang_nhd(zeros: Any, layers: Sequence[int], held: range, page: int, table: Sequence[int]) -> Pool:
@@ -234,7 +215,7 @@ def refused_keys(zeros: Any, size: int) -> MLATokenToKVPool:
     return attrs.evolve(pool, index_k_with_scale_buffer=zeros(1, 9, size, dtype=np.uint8))
 
 
-def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> HybridLinearKVPool:
+def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
     states = State([zeros(1, 5, *shape, dtype=dtype)], zeros(1, 5, 4, 2, 5))
     return HybridLinearKVPool(sglang_pool(zeros), {1: 0}, MambaPool([0], states))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -37,6 +37,12 @@ from tests.engine_memory import (
 )
 from tests.stand_in import StandIn
 
+# vLLM's own objects, with the attributes that from_vllm reads. A group of UniformTypeKVCacheSpecs has a spec per layer.
+MambaSpec = attrs.make_class("MambaSpec", ["block_size", "shapes", "dtypes"])
+UniformTypeKVCacheSpecs = attrs.make_class("UniformTypeKVCacheSpecs", ["block_size", "kv_cache_specs"])
+KVCacheConfig = attrs.make_class("KVCacheConfig", ["kv_cache_tensors", "kv_cache_groups"])
+Role = attrs.make_class("Role", ["value"])
+
 
 @attrs.frozen
 class AttentionSpec:
@@ -45,24 +51,6 @@ class AttentionSpec:
     block_size: int
     dcp_sharded: bool = True
     cache_role: Any = None
-
-
-@attrs.frozen
-class MambaSpec:
-    """vLLM's spec of state layers."""
-
-    block_size: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    dcp_sharded: bool = False
-
-
-@attrs.frozen
-class UniformTypeKVCacheSpecs:
-    """vLLM's spec of a group whose layers have specs of their own."""
-
-    block_size: int
-    kv_cache_specs: Mapping[str, AttentionSpec]
 
 
 @attrs.frozen
@@ -85,28 +73,12 @@ class KVCacheTensor:
     offset: int = 0
 
 
-@attrs.frozen
-class KVCacheConfig:
-    """vLLM's groups and placements."""
-
-    kv_cache_tensors: Sequence[KVCacheTensor]
-    kv_cache_groups: Sequence[KVCacheGroupSpec]
-    num_blocks: int = BLOCKS
-
-
-@attrs.frozen
-class Role:
-    """A member of vLLM's SparseCacheRole."""
-
-    value: str
-
-
 def laid_out(zeros: Any, order: str, **sizes: int) -> Any:
     """Memory in an order of letters, with its dimensions in the order L, B, H, N, C."""
     return zeros(*[sizes[letter] for letter in order]).transpose([order.index(letter) for letter in "LBHNC"])
 
 
-def vllm(caches: Any, names: Sequence[str], spec: Any) -> tuple[KVCacheConfig, dict[str, Any]]:
+def vllm(caches: Any, names: Sequence[str], spec: Any) -> tuple[Any, dict[str, Any]]:
     """The config and caches of layers in one tensor of dimensions L, B, H, N, C."""
     placed = KVCacheTensor(caches.nbytes, names, caches.strides[0], caches.strides[1])
     config = KVCacheConfig([placed], [KVCacheGroupSpec(names, spec)])

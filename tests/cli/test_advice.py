@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     """A change that a side's other words rule out is left out, with the reason, and the others are planned."""
     found = advise(HYBRID, Side(shared=True), Side(shared=True), 16)
     refused = {tuple(changed.items()): reason for changed, reason in found.refused}
-    assert refused[("src", "layout=BHLNC"),].startswith("LAYOUT: cannot lay pools")
+    assert refused[("src", "layout=BHLNC"),].startswith("LAYOUT: cannot place pools")
     assert found.options
 
 

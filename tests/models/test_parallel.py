@@ -165,11 +165,12 @@ def test_sizes_that_pass_keep_each_position_of_each_head(heads: int | None, spre
 
 def test_an_engine_spreads_positions() -> None:
     """The context of each worker is that of its parallel sizes, with the interleave given; pcp alone replicates."""
-    for options, sizes in (
+    every: list[tuple[dict[str, Any], Parallel]] = [
         ({"tp": 4, "dcp": 2, "interleave": 8}, Parallel(tp=4, dcp=2, interleave=8)),
         ({"tp": 2, "pcp": 2, "dcp": 2, "pcp_spreads": True}, Parallel(tp=2, pcp=2, dcp=2, pcp_spreads=True)),
         ({"pcp": 3}, Parallel(pcp=3)),
-    ):
+    ]
+    for options, sizes in every:
         workers = tiny_latent().engine("e", num_blocks=2, **options)
         expected = [sizes.context(pcp, tp) for pcp in range(sizes.pcp) for tp in range(sizes.tp)]
         assert [worker.groups[0].context for worker in workers] == expected
@@ -187,7 +188,7 @@ def test_an_engine_spreads_positions() -> None:
         (1, {"tp": 4, "pcp": 2, "dcp": 3}, r"dcp that divides tp \* pcp 8, whose ranks it reuses, got 3"),
     ],
 )
-def test_positions_of_a_head_are_on_ranks_that_hold_it(heads: int, sizes: dict[str, int], text: str) -> None:
+def test_positions_of_a_head_are_on_ranks_that_hold_it(heads: int, sizes: dict[str, Any], text: str) -> None:
     """A dcp that leaves positions of a head without a rank is refused, with the ranks that were counted."""
     with pytest.raises(KVPlanError, match=f"cannot spread positions of tiny: expected {text}") as caught:
         tiny(heads).engine("e", **sizes)
