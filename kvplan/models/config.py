@@ -176,11 +176,7 @@ def count(config: Config, keys: Keys, default: int | None = None, *, low: int = 
 
 
 def dtype(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -> str:
-    """The element type under a key. ``dtype`` takes precedence over ``torch_dtype``, as in transformers.
-
-    >>> dtype({"torch_dtype": "torch.float16"}, "bfloat16")
-    'float16'
-    """
+    """The element type under a key. ``dtype`` takes precedence over ``torch_dtype``, as in transformers."""
     given = config.get(key_of(config, keys))
     given = default if given is None else given
     found = str(given).removeprefix("torch.")

@@ -2,7 +2,7 @@
 
 :data:`FAMILIES` is the table to add a family to. An entry says which function reads the cache of each kind of layer,
 which rule gives the kind of each layer if the file has no list of them, and which defaults the file's keys have. The
-readers of caches and the rules stand above the table, each a small function that takes the names of its keys.
+readers of caches and the rules are the functions above the table.
 
 Defaults and rules are those of transformers 5.23 (``configuration_*.py`` of each family, and ``modeling_*.py`` for
 sizes that no key states): ``num_key_value_heads: null`` means ``num_attention_heads``, ``head_dim: null`` means
@@ -82,7 +82,7 @@ def no_cache(config: Config) -> Layer:
 
 
 def heads_and_state(config: Config) -> Layer:
-    """Both in one layer."""
+    """K and V of each head, and a state."""
     return (*kv_heads(config), *granite_state(config))
 
 

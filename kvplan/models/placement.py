@@ -29,21 +29,22 @@ ALIGNMENT_BYTES: Final = 1 << 21
 ENGINE_BYTES: Final = 1 << 46
 """The address space of one engine. There are 65535 of them, from this address up to 2**62."""
 
-Pools = Mapping[str, Sequence[Page]]
-"""The pages of each pool by its name, one for each layer."""
-
 
 def place_pools(
-    layout: Layout, pools: Pools, num_blocks: int, *, shared: bool = False
+    layout: Layout, pools: Mapping[str, Sequence[Page]], num_blocks: int, *, shared: bool = False
 ) -> tuple[list[View], dict[str, int]]:
-    """The views of all pools, and the size of each region in bytes. ``shared`` pools use the same memory.
+    """The views of all pools, and the size of each region in bytes. A pool has a page for each of its layers.
 
-    Raises ``LAYOUT`` if pools would share memory, but their pages are not contiguous.
+    ``shared`` pools use the same memory. Raises ``LAYOUT`` if their pages are not contiguous.
     """
     layouts = {pool: _layout_of(layout, pages[0]) for pool, pages in pools.items()}
     page_bytes, first_page, used = 0, dict.fromkeys(pools, 0), {"": 0}
     if shared and pools:
-        _check_contiguous(layout, pools)
+        if "H" not in layout.inside or (layout.kernel_tokens is not None and not layout.order.startswith("L")):
+            what = f"place pools {', '.join(pools)} in the same memory"
+            expected = "heads inside layer and block, and kernel blocks inside a layer's block"
+            got = f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}"
+            raise KVPlanError("LAYOUT", what, expected=expected, got=got, layout=layout.order)
         page_bytes = max(size_of(layouts[pool], pages[0]) for pool, pages in pools.items())
         for pool, pages in pools.items():  # the pools of one group take consecutive pages, each group from page 0 on
             group = next(pages[0].tensors).group
@@ -62,14 +63,6 @@ def place_pools(
         views += placed
         sizes |= regions
     return views, sizes
-
-
-def _check_contiguous(layout: Layout, pools: Pools) -> None:
-    if "H" not in layout.inside or (layout.kernel_tokens is not None and not layout.order.startswith("L")):
-        what = f"place pools {', '.join(pools)} in the same memory"
-        expected = "heads inside layer and block, and kernel blocks inside a layer's block"
-        got = f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}"
-        raise KVPlanError("LAYOUT", what, expected=expected, got=got, layout=layout.order)
 
 
 def _layout_of(layout: Layout, page: Page) -> Layout:

@@ -96,11 +96,7 @@ class Tensor:
         return range(rank * self.shards // ranks, -(-(rank + 1) * self.shards // ranks))
 
     def replicas(self, ranks: int) -> int:
-        """How many of ``ranks`` tensor-parallel ranks hold each shard, at least; they are consecutive.
-
-        >>> Tensor("attn", "attn", (("head", 4),), sharded="head", shards=4).replicas(8)
-        2
-        """
+        """How many of ``ranks`` tensor-parallel ranks hold each shard, at least; they are consecutive."""
         if self.sharded is None:
             return ranks
         return min(-(-(unit + 1) * ranks // self.shards) - unit * ranks // self.shards for unit in range(self.shards))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.models.tensors import Tensor, attention, delta, latent, mamba1, mamba2, quantized, sparse_latent
+from kvplan.models.tensors import Layer, Tensor, attention, delta, latent, mamba1, mamba2, quantized, sparse_latent
 
 
 @pytest.mark.parametrize("query_heads", [24, 48])
@@ -64,6 +64,31 @@ def test_a_mamba_layer_divides_channel_by_channel() -> None:
     x, ssm = mamba1(10, 4, 3, "bfloat16", "float32")
     assert [x.shards_of(rank, 3) for rank in range(3)] == [range(4), range(3, 7), range(6, 10)]
     assert [ssm.shards_of(rank, 3) for rank in range(3)] == [range(4), range(3, 7), range(6, 10)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "widths", "ssm"),
+    [
+        (mamba1(12, 4, 3, "float16", "float32"), {"x": 12}, (("channel", 12), ("state", 4))),
+        (
+            mamba2(6, 5, 2, 4, 3, "float16", "float32"),
+            {"x": 30, "B": 8, "C": 8},
+            (("head", 6), ("dim", 5), ("state", 4)),
+        ),
+        (
+            delta(2, 3, 4, 5, 3, "float16", "float32"),
+            {"q": 6, "k": 6, "v": 20},
+            (("head", 4), ("value", 5), ("key", 3)),
+        ),
+    ],
+)
+def test_states_have_the_axes_of_the_engines(layer: Layer, widths: dict[str, int], ssm: tuple[Any, ...]) -> None:
+    """The convolution's channels come in the engines' order, and the state's axes from the slowest to the fastest."""
+    *convs, state = layer
+    assert [(tensor.kind, tensor.axes) for tensor in convs] == [
+        (f"conv.{part}", (("channel", width), ("step", 3))) for part, width in widths.items()
+    ]
+    assert (state.axes, state.dtype, {tensor.dtype for tensor in convs}) == (ssm, "float32", {"float16"})
 
 
 @pytest.mark.parametrize(("elements", "bits", "size"), [(128, 4, 64), (16, 6, 12), (5, 8, 5), (8, 1, 1)])
