@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvplan import Blocks, FakeMemory, Model, View, Worker, plan_reads
 from kvplan.models.tensors import attention, delta, latent, mamba1, mamba2, sparse_latent
@@ -27,7 +26,6 @@ SPARSE = Model("sparse", (sparse_latent(512, 64, 128),), "uint8")
 TABLES = {"attn": [7, 2, 5, 0, 6, 3], "attn.1": [1, 4, 3, 7, 0, 2], "attn.2": [2, 0, 1, 5, 4, 6]}
 """Blocks of the request, in order of position."""
 
-Values = npt.NDArray[np.int64]
 PRIMES = (1000003, 10007, 101, 7919, 31)
 
 

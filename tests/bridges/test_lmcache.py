@@ -82,7 +82,7 @@ def test_chunks_of_all_layers(zeros: Any) -> None:
 
 
 def test_groups_of_layers(zeros: Any) -> None:
-    """A chunk of two shapes has the layers of the second behind those of the first."""
+    """In a chunk of two shapes, the layers of the second follow those of the first."""
     chunks = lmcache(zeros, "KV_2LTD", (2, 2, 8, HEADS * DIM), (2, 1, 8, HEADS * DIM))
     order = [0, 2, 1]
     for layer, half, head, block, slot, value in values_of(range(3), range(HEADS), 8, TABLES["attn"]):
@@ -95,7 +95,7 @@ def test_groups_of_layers(zeros: Any) -> None:
 
 @pytest.mark.parametrize("fmt", ["KV_T2D", "KV_2TD"])
 def test_chunks_of_one_layer(zeros: Any, fmt: str) -> None:
-    """A layer a chunk: each layer has a table of its own in the one pool."""
+    """One layer per chunk: each layer has a block table of its own in the one pool."""
     shape = (8, 2, HEADS * DIM) if fmt == "KV_T2D" else (2, 8, HEADS * DIM)
     chunks = lmcache(zeros, fmt, shape, blocks=12)
     tables = {f"attn.{layer}" if layer else "attn": [11 - layer - 3 * i for i in range(4)] for layer in range(3)}
@@ -115,7 +115,7 @@ def test_latents(zeros: Any) -> None:
 
 
 def test_latents_of_one_layer(zeros: Any) -> None:
-    """KV_MLA_FMT with a layer a chunk: token, latent."""
+    """KV_MLA_FMT with one layer per chunk: token, latent."""
     chunks = lmcache(zeros, "KV_MLA_FMT", (8, 8), blocks=12)
     tables = {f"attn.{layer}" if layer else "attn": [layer + 3 * i for i in range(4)] for layer in range(3)}
     for layer, table in enumerate(tables.values()):
@@ -126,7 +126,7 @@ def test_latents_of_one_layer(zeros: Any) -> None:
 
 
 def test_chunk_of_fewer_tokens(zeros: Any) -> None:
-    """A chunk that is not full keeps its tokens more closely, and is a worker of its own over the same pool."""
+    """A chunk that is not full stores its tokens closer together, and needs a worker of its own over the same pool."""
     chunks = lmcache(zeros, "KV_2LTD", (2, 3, 64, HEADS * DIM))
     meta = attrs.evolve(chunks[5].metadata, shapes=[(2, 3, TOKENS, HEADS * DIM)])
     size = 2 * 3 * TOKENS * HEADS * DIM * 4
@@ -140,7 +140,7 @@ def test_chunk_of_fewer_tokens(zeros: Any) -> None:
 
 
 def test_chunk_of_another_allocator(zeros: Any) -> None:
-    """A chunk whose allocator has no pages is a pool of one block; it may say its shape without a list."""
+    """A chunk whose allocator has no pages is a pool of one block; it may have a single shape without a list."""
     raw = zeros(2 * 3 * TOKENS * HEADS * DIM * 4, dtype=np.uint8)
     meta = MemoryObjMetadata(MemoryFormat("KV_2LTD"), 12288, None, None, (2, 3, TOKENS, HEADS * DIM))
     chunk = TensorMemoryObj(meta, raw)
@@ -150,7 +150,7 @@ def test_chunk_of_another_allocator(zeros: Any) -> None:
 
 
 def test_contradictions(zeros: Any) -> None:
-    """A format that is not read, a wrong number of layers, and a chunk elsewhere are refused with both values."""
+    """An unknown format, a wrong number of layers and a chunk at another address are refused with both values."""
     (chunk, *_) = lmcache(zeros, "KV_2LTD", (2, 3, 8, HEADS * DIM))
     binary = attrs.evolve(chunk, metadata=attrs.evolve(chunk.metadata, fmt=MemoryFormat("BINARY")))
     moved = attrs.evolve(chunk, metadata=attrs.evolve(chunk.metadata, address=1))

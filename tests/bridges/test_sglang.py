@@ -88,7 +88,7 @@ def sglang_nhd(zeros: Any, layers: Sequence[int], held: range, page: int, table:
 
 @pytest.mark.parametrize("page, table", [(1, list(range(40, 11, -1))), (8, TABLES["attn"])])
 def test_slots(zeros: Any, page: int, table: list[int]) -> None:
-    """Buffers of slots are pages of any size, of slots of all heads; two ranks."""
+    """Buffers of slots are pages of any size; each slot has all heads of its rank."""
     workers = [
         from_sglang(GQA, RankInfo("prefill", rank, rank, 2), sglang_nhd(zeros, range(3), heads(rank, 2), page, table))
         for rank in range(2)
@@ -133,7 +133,7 @@ def test_latents(zeros: Any) -> None:
 
 
 def test_sliding_layers(zeros: Any) -> None:
-    """Full and sliding layers have pools and tables of their own, and places in them."""
+    """Full and sliding layers have their own pools and block tables, and their own indices in them."""
     full = sglang_nhd(zeros, [0, 2], range(HEADS), 8, TABLES["attn"])
     sliding = sglang_nhd(zeros, [1, 3], range(HEADS), 8, TABLES["attn.1"])
     pool = SWAKVPool(full, sliding, {0: (0, False), 1: (0, True), 2: (1, False), 3: (1, True)}, 8)
@@ -144,7 +144,7 @@ def test_sliding_layers(zeros: Any) -> None:
 @pytest.mark.parametrize("order", ["DS", "SD"])
 @pytest.mark.parametrize("model", [MAMBA1, MAMBA2, DELTA], ids=str)
 def test_states(zeros: Any, model: Model, order: str) -> None:
-    """States lie in buffers of layers and slots, convolution and the rest apart."""
+    """Convolutions and SSM states are in separate buffers of layers and slots."""
     kept = []
     for state in states_of(model, order):
         kept.append(zeros(1, 5, *state.shape, dtype=state.dtype))
@@ -156,7 +156,7 @@ def test_states(zeros: Any, model: Model, order: str) -> None:
 
 
 def test_state_layers_share_a_table(zeros: Any) -> None:
-    """All layers with states are in one group, each at its place in the buffers."""
+    """All layers with states are in one group, each at its own index in the buffers."""
     model = Model("two", (MAMBA2.layers[0], *MAMBA2.layers), "int32")
     states = State([zeros(2, 5, 28, 3, dtype=np.int16)], zeros(2, 5, 4, 2, 5))
     attention = sglang_nhd(zeros, [2], range(HEADS), 8, TABLES["attn"])
@@ -178,28 +178,28 @@ def test_indexers(zeros: Any) -> None:
 
 
 def test_layers_without_index_keys(zeros: Any) -> None:
-    """A layer that uses what the one before has picked keeps no keys."""
+    """A layer that reuses the choice of the layer before has no keys."""
     pool = MLATokenToKVPool(zeros(1, 9 * 8, 1, 656, dtype=np.uint8), 8, layer_num=1)
     pool = attrs.evolve(pool, index_k_with_scale_buffer=zeros(1, 0, 8 * 132, dtype=np.uint8))
     assert [view.name for view in from_sglang(SPARSE, RankInfo("prefill"), pool).views] == ["layers.0.attn"]
 
 
 def test_bytes_take_the_dtype_of_the_model(zeros: Any) -> None:
-    """What an engine keeps as bytes is fp8 where the model says so."""
+    """Plain bytes of an engine have the dtype of the model, here fp8."""
     pool = Pool(zeros(3, 72, HEADS, DIM, dtype=np.uint8), zeros(3, 72, HEADS, DIM, dtype=np.uint8), 8)
     worker = from_sglang(GQA.with_dtypes("float8_e4m3fn"), RankInfo("prefill"), pool)
     assert {view.dtype for view in worker.views} == {"float8_e4m3fn"}
 
 
 def test_tensors_that_touch_are_regions_of_their_own(zeros: Any) -> None:
-    """Where the objects know no allocation, tensors that lie side by side may be of two."""
+    """If the objects do not know their allocations, adjacent tensors are separate regions."""
     worker = from_sglang(MLA, RankInfo("prefill"), MLATokenToKVPool(zeros(3, 9 * 8, 1, 8), 8))
     first, second, _ = worker.regions
     assert first.address + first.size_bytes == second.address
 
 
 def test_tensors_of_torch(zeros: Any) -> None:
-    """Buffers that are tensors of PyTorch make the worker that arrays in the same memory make."""
+    """Tensors of PyTorch give the same worker as arrays in the same memory."""
     torch = pytest.importorskip("torch")
     pool = sglang_nhd(zeros, range(3), range(HEADS), 8, TABLES["attn"])
     same = attrs.evolve(pool, k_buffer=torch.from_numpy(pool.k_buffer), v_buffer=torch.from_numpy(pool.v_buffer))
@@ -282,14 +282,14 @@ def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
     ids=["layout", "scales", "layers", "ring", "shape", "kind", "states", "dtype", "bytes", "keys", "rows"],
 )
 def test_contradictions(zeros: Any, make: Any, model: Model, text: str) -> None:
-    """Pools that contradict the model, or are of a kind that is not read, are refused with both values."""
+    """Pools that contradict the model, or of an unknown kind, are refused with both values."""
     with pytest.raises(KVPlanError) as caught:
         from_sglang(model, RankInfo("prefill"), make(zeros))
     assert str(caught.value).startswith(text)
 
 
 def test_states_with_gaps(zeros: Any) -> None:
-    """A state whose bytes do not follow each other is refused."""
+    """A state with gaps between its bytes is refused."""
     conv, ssm = zeros(1, 5, 28, 6, dtype=np.int16)[..., ::2], zeros(1, 5, 4, 2, 5)
     pool = HybridLinearKVPool(sglang_pool(zeros), {1: 0}, MambaPool([0], State([conv], ssm)))
     with pytest.raises(KVPlanError, match=r"^STRIDE: cannot read page 'layers.0.conv.x': expected blocks of 168 bytes"):

@@ -37,7 +37,7 @@ class KVCacheManager:
     tokens_per_block: int = 8
 
     def get_buffers(self, layer_idx: int, kv_layout: str = "NHD") -> Any:
-        """The layer's part of its pool, its values in the shape of the layout."""
+        """The layer's part of its pool, in the shape of the layout."""
         offset, windows = self.layer_offsets[layer_idx], len(self.pools)
         part = self.pools[offset % windows][:, offset // windows]
         heads, dim = self.shape
@@ -47,7 +47,7 @@ class KVCacheManager:
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_attention(zeros: Any, kv_layout: str) -> None:
-    """Layers of one pool, in which K and V of a block are in either order; one region."""
+    """All layers are in one pool and one region; the values of K and of V are in either order."""
     workers = []
     for rank in range(2):
         manager = KVCacheManager([zeros(BLOCKS, 3, 2, 2 * 8 * DIM)], (2, DIM), {0: 0, 1: 1, 2: 2}, [4096])
@@ -77,7 +77,7 @@ def test_windows_and_stages(zeros: Any) -> None:
 
 
 def test_latents(zeros: Any) -> None:
-    """A latent has one head, and K alone."""
+    """A latent has one head, and K only."""
     manager = KVCacheManager([zeros(BLOCKS, 3, 1, 8 * 8)], (1, 8), {0: 0, 1: 1, 2: 2}, [4096])
     for layer, block, slot, value in latents_of(range(3), TABLES["attn"]):
         manager.get_buffers(layer, "NHD")[block, 0, slot, 0] = value
@@ -85,7 +85,7 @@ def test_latents(zeros: Any) -> None:
 
 
 def test_buffers_that_overlap(zeros: Any) -> None:
-    """Dense buffers of several layers over one pool, as the second manager gives them, are refused."""
+    """Overlapping buffers of several layers, as KVCacheManagerV2 returns them, are refused."""
 
     class KVCacheManagerV2(KVCacheManager):
         def get_buffers(self, layer_idx: int, kv_layout: str = "NHD") -> Any:
@@ -98,7 +98,7 @@ def test_buffers_that_overlap(zeros: Any) -> None:
 
 
 def test_contradictions(zeros: Any) -> None:
-    """A layout that is not one, and heads that the rank does not hold, are refused with both values."""
+    """An unknown layout, and heads that the rank does not hold, are refused with both values."""
     manager = KVCacheManager([zeros(BLOCKS, 3, 2, HEADS * 8 * DIM)], (HEADS, DIM), {0: 0, 1: 1, 2: 2}, [4096])
     with pytest.raises(KVPlanError, match=r"^LAYOUT: .* expected one of NHD, HND, got 'NDH'"):
         from_tensorrt_llm(GQA, RankInfo("prefill"), manager, "NDH")

@@ -74,7 +74,7 @@ class KVCacheTensor:
 
 
 def laid_out(zeros: Any, order: str, **sizes: int) -> Any:
-    """Memory in an order of letters, with its dimensions in the order L, B, H, N, C."""
+    """Memory in the order of the letters, as an array with the dimensions L, B, H, N, C."""
     return zeros(*[sizes[letter] for letter in order]).transpose([order.index(letter) for letter in "LBHNC"])
 
 
@@ -87,7 +87,7 @@ def vllm(caches: Any, names: Sequence[str], spec: Any) -> tuple[Any, dict[str, A
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_attention_in_each_layout(zeros: Any, order: str) -> None:
-    """Caches of two ranks in each of vLLM's six layouts arrive as they were indexed, from one region a rank."""
+    """The values of two ranks arrive from each of vLLM's six layouts. Each rank has one region."""
     workers = []
     for rank in range(2):
         caches = laid_out(zeros, order, L=3, B=BLOCKS, H=2, N=8, C=2 * DIM)
@@ -100,7 +100,7 @@ def test_attention_in_each_layout(zeros: Any, order: str) -> None:
 
 
 def test_kernel_blocks(zeros: Any) -> None:
-    """Caches of kernel blocks are blocks of two digits of slots."""
+    """A block of several kernel blocks has two token axes."""
     caches = laid_out(zeros, "LBNHC", L=3, B=2 * BLOCKS, H=HEADS, N=4, C=2 * DIM)
     kernel_blocks = [2 * block + half for block in TABLES["attn"] for half in range(2)]
     for layer in range(3):
@@ -115,7 +115,7 @@ def test_kernel_blocks(zeros: Any) -> None:
 
 
 def test_latents(zeros: Any) -> None:
-    """A latent is a head of its own in vLLM, and no head in the model."""
+    """vLLM stores a latent as one head; the model has no head for it."""
     caches = laid_out(zeros, "BLHNC", L=3, B=BLOCKS, H=1, N=8, C=8)
     for layer, block, slot, value in latents_of(range(3), TABLES["attn"]):
         caches[layer][block, 0, slot] = value
@@ -123,8 +123,8 @@ def test_latents(zeros: Any) -> None:
     check(MLA, [worker])
 
 
-def test_groups_over_each_other(zeros: Any) -> None:
-    """Groups with tables of their own lie over each other in one allocation, and keep the engine's order."""
+def test_groups_share_an_allocation(zeros: Any) -> None:
+    """Groups with their own block tables share one allocation. They are in the engine's order."""
     caches = laid_out(zeros, "LBHNC", L=2, B=3 * BLOCKS, H=HEADS, N=8, C=2 * DIM)
     names = [names_of([1, 3]), names_of([0, 2])]
     tables = [TABLES["attn"], [block + BLOCKS for block in TABLES["attn.1"]]]
@@ -139,7 +139,7 @@ def test_groups_over_each_other(zeros: Any) -> None:
 
 
 def test_two_tables_of_one_kind(zeros: Any) -> None:
-    """A second table of one kind has a number behind its name."""
+    """A second block table of one kind appends a number to its name."""
     caches = laid_out(zeros, "LBHNC", L=4, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
     names = names_of(range(4))
     config, by_name = vllm(caches, names, None)
@@ -207,7 +207,7 @@ def test_positions_of_a_context(zeros: Any) -> None:
 
 
 def test_groups_and_layers_that_do_not_move(zeros: Any) -> None:
-    """A group that takes no part in transfers, and a layer that lies in another's cache, are left out."""
+    """Groups without KV transfer, and layers that use the cache of another, are left out."""
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
     config, by_name = vllm(caches, names_of(range(3)), None)
     sharing = ["model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn"]
@@ -217,8 +217,8 @@ def test_groups_and_layers_that_do_not_move(zeros: Any) -> None:
     assert [view.name for view in from_vllm(GQA, RankInfo("prefill"), config, by_name).views] == ["layers.0.attn"]
 
 
-def test_draft_layers_stand_behind_the_models(zeros: Any) -> None:
-    """Layers with numbers behind the model's own are its draft layers."""
+def test_draft_layers_follow_the_models(zeros: Any) -> None:
+    """Layers numbered after the last layer of the model are its draft layers."""
     model = Model("gqa", GQA.layers[:2], "int32").with_draft(Model("draft", GQA.layers[:1], "int32"))
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
     worker = from_vllm(model, RankInfo("prefill"), *vllm(caches, names_of(range(3)), AttentionSpec(8)))
@@ -226,7 +226,7 @@ def test_draft_layers_stand_behind_the_models(zeros: Any) -> None:
 
 
 def test_regions_have_the_device_of_their_tensors() -> None:
-    """A tensor on a GPU makes a region in its memory; strides are PyTorch's."""
+    """A tensor on a GPU gives a region of VRAM; its strides count elements."""
     cache = StandIn((BLOCKS, HEADS, 8, 2 * DIM), dtype="torch.int32", address=1 << 40, device="cuda:3")
     placed = KVCacheTensor(1 << 20, names_of([0]), 0, HEADS * 8 * 2 * DIM * 4, offset=4096)
     config = KVCacheConfig([placed], [KVCacheGroupSpec(names_of([0]), AttentionSpec(8))])
@@ -236,7 +236,7 @@ def test_regions_have_the_device_of_their_tensors() -> None:
 
 
 def test_an_allocation_for_each_device() -> None:
-    """Caches at one address of two devices lie in two allocations, and two regions."""
+    """Caches at the same address of two devices are in two allocations and two regions."""
     names, block = names_of(range(2)), HEADS * 8 * 2 * DIM * 4
     placed = [KVCacheTensor(BLOCKS * block, [name], 0, block) for name in names]
     config = KVCacheConfig(placed, [KVCacheGroupSpec(names, AttentionSpec(8))])
@@ -250,7 +250,7 @@ def test_an_allocation_for_each_device() -> None:
 
 
 def refused_vllm(zeros: Any, model: Model = GQA, info: RankInfo | None = None, **changes: Any) -> KVPlanError:
-    """The error where some facts of a good pair of config and caches are changed."""
+    """The error for a valid config and caches with some facts changed."""
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
     spec = changes.pop("spec", AttentionSpec(8))
     config, by_name = vllm(changes.pop("caches", caches), changes.pop("names", names_of(range(3))), spec)

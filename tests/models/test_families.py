@@ -84,12 +84,14 @@ def test_null_heads_are_the_query_heads() -> None:
 
 def test_null_head_dim_is_derived() -> None:
     """head_dim: null means hidden_size // num_attention_heads, not the default of the class."""
+    keys = config("nemotron_h", hybrid_override_pattern="*M*M", head_dim=None, num_key_value_heads=8)
+    assert geometry(keys) == (8, 32)
     assert geometry(config("qwen3", head_dim=None, num_key_value_heads=8)) == (8, 32)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_a_latent_is_one_row_of_latent_and_rotary_key(model_type: str) -> None:
-    """MLA keeps kv_lora_rank + qk_rope_head_dim elements a token, with neither kv nor head, for every rank."""
+    """MLA has kv_lora_rank + qk_rope_head_dim elements a token, with neither kv nor head, on every rank."""
     ((tensor,), *_) = layers_of(config(model_type, kv_lora_rank=512, qk_rope_head_dim=64, num_key_value_heads=128))
     assert tensor == Tensor("attn", "attn", (("dim", 576),))
 
@@ -318,7 +320,7 @@ FILES: list[tuple[dict[str, Any], list[list[str]]]] = [
     ("config", "kinds"), FILES, ids=lambda value: value.get("model_type", "") if type(value) is dict else ""
 )
 def test_each_layer_caches_what_its_kind_does(config: dict[str, Any], kinds: list[list[str]]) -> None:
-    """Lists and patterns of layers, in new and in older words, and the family's rule where a file has none."""
+    """Lists and patterns of layers, with new and older names, and the family's rule for files without them."""
     assert [[tensor.kind for tensor in layer] for layer in layers_of(config)] == kinds
 
 
@@ -331,7 +333,7 @@ def test_each_layer_caches_what_its_kind_does(config: dict[str, Any], kinds: lis
     ],
 )
 def test_width_of_a_mamba_layer(config: dict[str, Any], channels: int) -> None:
-    """A stated width counts before expand times hidden_size, but Jamba's intermediate_size is another thing's."""
+    """A stated width counts before expand times hidden_size, but Jamba's intermediate_size is that of its MLP."""
     found = tensors({"num_hidden_layers": 1, **config})
     assert (found["conv.x"], found["ssm"]["channel"]) == ({"channel": channels, "step": 3}, channels)
 
@@ -389,14 +391,14 @@ def test_dtypes_of_a_state(keys: dict[str, Any], dtypes: set[str]) -> None:
     ],
 )
 def test_full_layers_of_gemma_4(keys: dict[str, Any], full: tuple[int, int]) -> None:
-    """They have a head size of their own, and KV heads of their own where K equals V."""
+    """They have a head size of their own, and KV heads of their own if K equals V."""
     layers = layers_of({"model_type": "gemma4_text", "num_hidden_layers": 7, **HEADS, **keys})
     found = [(t.group, dict(t.axes)["head"], dict(t.axes)["dim"]) for (t,) in layers]
     assert found == [*[("swa", 4, 256)] * 5, ("attn", *full), ("attn", *full)]
 
 
 def test_a_layer_that_reuses_a_cache_has_none() -> None:
-    """Of four layers, the last two of num_kv_shared_layers are no tensors."""
+    """The last two of four layers have no tensors if num_kv_shared_layers is 2."""
     keys = {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -407,7 +409,7 @@ def test_a_layer_that_reuses_a_cache_has_none() -> None:
 
 
 def test_draft_layers_are_like_the_attention_layers() -> None:
-    """num_nextn_predict_layers of them, indexer included."""
+    """There are num_nextn_predict_layers of them, with an indexer if the model has one."""
     keys = {"model_type": "deepseek_v32", "num_hidden_layers": 3, "num_nextn_predict_layers": 2, **LATENT}
     model = Model.from_config(keys, with_draft_layers=True)
     assert model.drafts == model.layers[:2]

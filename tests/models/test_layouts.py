@@ -42,8 +42,8 @@ def of_array(array: np.ndarray, words: list[str], layer: int) -> View:
     """The view of one layer of ``array``, by numpy's own strides."""
     one = array[tuple(layer if word == "layer" else slice(None) for word in words)]
     region = Region("pool", array.__array_interface__["data"][0], array.nbytes)
-    kept = " ".join(word for word in words if word != "layer")
-    return view_of(one, kept, name=f"layers.{layer}.attn", group="attn", region=region, parts={"head": (4, 8, 12)})
+    inner = " ".join(word for word in words if word != "layer")
+    return view_of(one, inner, name=f"layers.{layer}.attn", group="attn", region=region, parts={"head": (4, 8, 12)})
 
 
 def places(view: View, region_offset: int = 0) -> tuple[object, ...]:
@@ -142,7 +142,7 @@ def test_a_head_outside_the_block_steps_over_every_padded_block() -> None:
 
 
 def test_pad_of_a_block_that_holds_all_layers_comes_once() -> None:
-    """In BLHNC the pad stands after the last layer of a block, not after each layer."""
+    """In BLHNC the pad follows the last layer of a block, not each layer."""
     views, sizes = place(Layout("BLHNC", pad_bytes=24), "pool", held(), BLOCKS)
     page = HEADS * TOKENS * 2 * DIM * 2
     assert [view.offset_bytes for view in views] == [0, page, 2 * page]
@@ -186,7 +186,7 @@ def test_a_pool_of_one_block_keeps_its_stride() -> None:
 
 
 def test_layers_of_one_pool_have_one_shape() -> None:
-    """Tensors that would make rows of unequal length in one region are refused by name."""
+    """Pages of unequal size in one region are refused by name."""
     other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
     with pytest.raises(KVPlanError, match=r"'layers\.9\.attn'") as caught:
         place(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
@@ -194,7 +194,7 @@ def test_layers_of_one_pool_have_one_shape() -> None:
 
 
 def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
-    """With the layer slowest nothing is shared, so nothing needs to be equal."""
+    """If the layer is the slowest dimension, no region is shared, so pages may differ."""
     other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
     assert len(place(Layout("LBHNC"), "pool", [*held(), other], BLOCKS)[0]) == LAYERS + 1
 
@@ -300,7 +300,7 @@ def two(apart: bool, **axes: int) -> Page:
 
 @pytest.mark.parametrize(("apart", "offset", "head"), [(False, 8, 4 * 10), (True, 64, 4 * 2)])
 def test_sections_follow_one_another(apart: bool, offset: int, head: int) -> None:
-    """Tensors of one section alternate by slot, tensors of two stand one behind the other, in a page of one size."""
+    """Tensors of one section alternate slot by slot; two sections follow each other. The page has the same size."""
     views, sizes = place(Layout(), "pool", [two(apart, head=2, scale=2)], 3)
     assert views[1].offset_bytes == offset
     assert views[1].axes[0].stride_bytes == head
@@ -309,7 +309,7 @@ def test_sections_follow_one_another(apart: bool, offset: int, head: int) -> Non
 
 
 def test_tensors_of_one_section_have_one_set_of_heads() -> None:
-    """A tensor without the heads of the section it stands in is refused."""
+    """A tensor without the heads of its section is refused."""
     with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
         place(Layout(), "pool", [two(False, scale=2)], 3)
     assert caught.value.code == "LAYOUT"
@@ -317,14 +317,14 @@ def test_tensors_of_one_section_have_one_set_of_heads() -> None:
 
 
 def test_heads_outside_a_page_are_those_of_all_its_sections() -> None:
-    """Where heads stand outside the page, a section without them has no place."""
+    """If heads are outside the page, a section without them is refused."""
     with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
         place(Layout("LHBNC"), "pool", [two(True, scale=2)], 3)
     assert caught.value.code == "LAYOUT"
 
 
 def test_pages_of_one_pool_have_equal_sections() -> None:
-    """A layer with one tensor more is refused by name."""
+    """A layer with one more tensor is refused by name."""
     page = two(True, scale=2)
     with pytest.raises(KVPlanError, match="2 tensors in 2 sections") as caught:
         place(Layout("BLHNC"), "pool", [Page("first", page.sections[:1]), page], 3)
@@ -332,7 +332,7 @@ def test_pages_of_one_pool_have_equal_sections() -> None:
 
 
 def test_a_page_that_splits_has_k_and_v_throughout() -> None:
-    """A tensor without K and V has no place in a page of which half lies elsewhere."""
+    """If K and V are split, a page refuses a tensor that has neither."""
     page = Page("page", (two(True, kv=2, scale=2).sections[1], two(True, scale=2).sections[0]))
     with pytest.raises(KVPlanError, match=r"split page 'page' into K and V: .* got none in 'a'") as caught:
         place(Layout(kv="split"), "pool", [page], 3)

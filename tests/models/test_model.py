@@ -50,7 +50,7 @@ def test_bytes_of_a_block(model: str, tp: int, tokens_per_block: int, part_bytes
 
 
 def test_bytes_of_a_latent_block() -> None:
-    """DeepSeek-V2-Lite at block 64 keeps 72 KB a layer and 1.9 MB in all, as published with that request."""
+    """DeepSeek-V2-Lite has 72 KB a layer at block 64 and 1.9 MB in all, as published with that request."""
     layers = Model.shipped("deepseek-v2-lite").block_bytes(tokens_per_block=64)
     assert set(layers) == {72 * KIB}
     assert round(sum(layers) / MIB, 1) == 1.9
@@ -71,11 +71,6 @@ def test_page_bytes_by_tensor_parallel_size(model: str, pages: dict[int, int]) -
     """A page, one layer's block of 16 tokens, shrinks with tp until each rank holds one head, or is a latent."""
     shipped = Model.shipped(model)
     assert {tp: set(shipped.block_bytes(tp)) for tp in pages} == {tp: {page} for tp, page in pages.items()}
-
-
-def test_page_bytes_of_deepseek_v3_at_block_64() -> None:
-    """61 layers, each 1152 bytes a token, so 73728 a page at block 64."""
-    assert Model.shipped("deepseek-v3").block_bytes(8, 64) == (73728,) * 61
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,7 @@ def test_bytes_of_a_state(model: str, states: dict[int, tuple[int, int]]) -> Non
     ],
 )
 def test_layers_of_hybrids(model: str, attending: int, stateful: int) -> None:
-    """How many layers attend, and how many keep a state."""
+    """How many layers attend, and how many have a state."""
     kinds = [kind for layer in Model.shipped(model).layers for kind in {tensor.pool for tensor in layer}]
     assert (kinds.count("attn"), kinds.count("state")) == (attending, stateful)
 
@@ -174,7 +169,7 @@ def test_a_sliding_group_moves_what_is_still_seen() -> None:
 
 
 def test_bytes_of_sparse_latents() -> None:
-    """DeepSeek-V3.2 keeps 656 bytes a token and 132 of its indexer, whose pages hold all keys before the scales."""
+    """DeepSeek-V3.2 has 656 bytes a token and 132 of its indexer, whose pages hold all keys before the scales."""
     layers = Model.shipped("deepseek-v3.2").tensor_bytes(8, 64)
     assert layers == ({"attn": 41984, "index": 8192, "index.scale": 256},) * 61
     (worker, *_) = Model.shipped("deepseek-v3.2").engine("e", tp=8, tokens_per_block=64, num_blocks=2)
@@ -191,7 +186,7 @@ def test_kernel_blocks_of_nemotron_3_nano_30b(tp: int, ratio: int) -> None:
 
 
 def test_kernel_blocks_need_both_kinds() -> None:
-    """Where there is no state to cover, or nothing to cover it with, a block is one kernel block."""
+    """If a model lacks states or attention, a block is one kernel block."""
     assert [Model.shipped(name).kernel_blocks() for name in ("llama-3.1-8b", "falcon-mamba-7b")] == [1, 1]
 
 
@@ -228,7 +223,7 @@ def test_sliding_and_full_layers_have_tables_of_their_own(model: str, sliding: i
 
 
 def test_groups_that_share_an_order_do_not_share_a_pool() -> None:
-    """With all layers in a block, each group's layers make rows of their own."""
+    """If all layers are in one block, the layers of each group have a pool of their own."""
     (worker,) = Model.shipped("gpt-oss-20b").engine("e", layout="BLHNC", num_blocks=2)
     assert [region.name for region in worker.regions] == ["swa.attn", "attn.attn"]
     assert {(view.group, view.region) for view in worker.views} == {("swa", "swa.attn"), ("attn", "attn.attn")}
@@ -245,8 +240,8 @@ def test_every_shipped_model_makes_an_engine(model: str) -> None:
     ]
 
 
-def test_a_shipped_model_that_is_none_is_told_with_those_like_it() -> None:
-    """A name that no shipped model has is refused with up to three that are like it."""
+def test_an_unknown_shipped_model_is_refused_with_similar_names() -> None:
+    """The error suggests up to three names."""
     with pytest.raises(KVPlanError) as caught:
         Model.shipped("Qwen3-0.5B")
     assert str(caught.value) == (
@@ -266,7 +261,7 @@ def test_the_cache_may_have_a_dtype_of_its_own() -> None:
 
 
 def test_states_may_have_a_dtype_of_their_own() -> None:
-    """SSM states in bf16 take half the bytes of fp32, the convolution and attention what they took."""
+    """SSM states in bf16 take half the bytes of fp32; the convolution and attention do not change."""
     model = Model.shipped("jamba-v0.1")
     for before, after in zip(model.tensor_bytes(), model.with_dtypes(ssm_dtype="bfloat16").tensor_bytes(), strict=True):
         assert after == {kind: size // 2 if kind == "ssm" else size for kind, size in before.items()}
@@ -275,14 +270,14 @@ def test_states_may_have_a_dtype_of_their_own() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 656), ("bfloat16", 1152), ("float8_e4m3fn", 576)])
 def test_a_sparse_latent_is_a_row_with_scales_or_plain(dtype: str | None, size: int) -> None:
-    """DeepSeek-V3.2 keeps 656 bytes a token, or 576 elements of a dtype; its indexer keeps 132 either way."""
+    """DeepSeek-V3.2 has 656 bytes a token, or 576 elements of a dtype; its indexer has 132 in either case."""
     (layer, *_) = Model.shipped("deepseek-v3.2").with_dtypes(dtype).tensor_bytes(8, 64)
     assert layer == {"attn": 64 * size, "index": 8192, "index.scale": 256}
 
 
 @pytest.mark.parametrize("given", [{"dtype": "int4"}, {"ssm_dtype": "fp32"}])
 def test_an_unknown_dtype_is_refused(given: dict[str, str]) -> None:
-    """A dtype without a size is refused before there is a view of it."""
+    """A dtype without a known size is refused at once."""
     with pytest.raises(KVPlanError, match="store a cache: expected a dtype of") as caught:
         GQA.with_dtypes(**given)
     assert caught.value.code == "DTYPE"
@@ -382,7 +377,7 @@ def test_only_the_names_of_groups_change(kinds: list[str], drafts: list[str]) ->
 
 
 def test_the_farthest_window_of_a_group_counts() -> None:
-    """A draft that attends to all positions, or farther, makes its group do so."""
+    """The window of a group is the largest of any layer, drafts included, or None if a layer attends to all."""
     near, far, full = (attention(2, 8, "g", window) for window in (32, 64, None))
     assert Model("m", (far, near)).windows == Model("m", (near,), drafts=(far,)).windows == {"g": 64}
     assert Model("m", (far, full)).windows == Model("m", (full, far)).windows == {"g": None}
@@ -390,7 +385,7 @@ def test_the_farthest_window_of_a_group_counts() -> None:
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
 def test_what_is_left_out_is_never_seen_again(start: int, length: int, window: int) -> None:
-    """A position moves exactly where some token at the stop or later attends to it."""
+    """A position moves exactly if some token at the stop or later attends to it."""
     stop = start + length
     (low, high) = Model("m", (attention(2, 8, "g", window),)).tokens(start, stop)["g"]
     seen = [p for p in range(start, stop) if any(p > token - window for token in range(stop, stop + 60))]

@@ -71,7 +71,7 @@ def test_every_rank_holds_the_whole_tiny_latent() -> None:
     ],
 )
 def test_stages_leave_the_last_one_short(layers: int, pp: int, sizes: list[int]) -> None:
-    """Contiguous stages; a remainder goes one each to the stages before the last, the latest first."""
+    """Stages are contiguous; a remainder goes to the stages before the last, one layer each, the latest first."""
     ranges = stages_of(layers, pp)
     assert [len(stage) for stage in ranges] == sizes
     assert [layer for stage in ranges for layer in stage] == [*range(layers)]
@@ -85,14 +85,14 @@ def test_ranks_count_tensor_then_prefill_context_then_pipeline() -> None:
 
 
 def test_more_stages_than_layers_is_refused() -> None:
-    """A stage without layers has nothing to keep."""
+    """Each stage has at least one layer."""
     with pytest.raises(KVPlanError, match="pp <= 3, the number of layers, got 4") as caught:
         tiny(2).engine("e", pp=4)
     assert caught.value.code == "LAYOUT"
 
 
 def test_stages_may_be_given() -> None:
-    """layers_per_stage says how many layers each stage has, and so how many stages there are."""
+    """layers_per_stage has the number of layers of each stage, and so the number of stages."""
     workers = tiny(2, layers=5).engine("e", layers_per_stage=(1, 3, 1), num_blocks=2)
     assert [layers_of(worker) for worker in workers] == [[0], [1, 2, 3], [4]]
 
@@ -108,7 +108,7 @@ def test_given_stages_hold_every_layer(pp: int, given: tuple[int, ...], code: st
     assert caught.value.code == code
 
 
-def test_a_draft_stands_on_the_last_stage() -> None:
+def test_a_draft_is_on_the_last_stage() -> None:
     """Draft layers have names, heads and pools of their own, and no stage but the last holds them."""
     workers = tiny_latent().with_draft(tiny(2, layers=2)).engine("e", pp=3, tp=2, num_blocks=2)
     drafts = [[view.name for view in worker.views if view.name.startswith("draft.")] for worker in workers]
@@ -132,7 +132,7 @@ def contexts(sizes: Parallel) -> list[int]:
     ],
 )
 def test_context_ranks_by_world_rank(sizes: Parallel, expected: list[int]) -> None:
-    """Context ranks count PCP ranks before TP ranks, as vLLM's groups do, or PCP the slower where it spreads."""
+    """Context ranks count PCP ranks first, as vLLM's groups do; with pcp_spreads, PCP is the slower one."""
     assert contexts(sizes) == expected
 
 
@@ -146,7 +146,7 @@ def test_sizes_that_pass_keep_each_position_of_each_head(heads: int | None, spre
         for pcp in range(1, 4):
             for dcp in range(1, 13):
                 sizes = Parallel(tp=tp, dcp=dcp, pcp=pcp, pcp_spreads=spreads)
-                kept = {
+                held = {
                     (unit, sizes.context(p, t).rank)
                     for p in range(pcp)
                     for t in range(tp)
@@ -154,7 +154,7 @@ def test_sizes_that_pass_keep_each_position_of_each_head(heads: int | None, spre
                 }
                 every = {(unit, rank) for unit in range(tensor.shards) for rank in range(sizes.context(0, 0).size)}
                 even = tp * (1 if spreads else pcp) % dcp == 0
-                if kept == every and even:
+                if held == every and even:
                     sizes.check("tiny", [tensor])
                     passed += 1
                 else:
@@ -189,7 +189,7 @@ def test_an_engine_spreads_positions() -> None:
     ],
 )
 def test_positions_of_a_head_are_on_ranks_that_hold_it(heads: int, sizes: dict[str, Any], text: str) -> None:
-    """A dcp that leaves positions of a head without a rank is refused, with the ranks that were counted."""
+    """A dcp that leaves positions of a head without a rank is refused with the number of ranks."""
     with pytest.raises(KVPlanError, match=f"cannot spread positions of tiny: expected {text}") as caught:
         tiny(heads).engine("e", **sizes)
     assert caught.value.code == "LAYOUT"
