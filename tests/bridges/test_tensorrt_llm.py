@@ -8,15 +8,15 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Model
 from kvplan.bridges import RankInfo, from_tensorrt_llm
+from kvplan.models.tensors import attention
 from tests.engine_memory import (
     BLOCKS,
     DIM,
     GQA,
     HEADS,
     MLA,
-    SLIDING,
     SPARSE,
     TABLES,
     check,
@@ -64,16 +64,17 @@ def fill_tensorrt_llm(buffer: Any, kv_layout: str, layer: int, held: range, tabl
 
 
 def test_windows_and_stages(zeros: Any) -> None:
-    """Layers of one window share a table; offsets count a stage's own layers."""
-    workers = []
-    for rank, layers in enumerate(([0, 1], [2, 3])):
-        pools = [zeros(BLOCKS, 1, 2, HEADS * 8 * DIM), zeros(BLOCKS, 1, 2, HEADS * 8 * DIM)]
-        manager = KVCacheManager(pools, (HEADS, DIM), {layer: i for i, layer in enumerate(layers)}, [4096, 8])
+    """Layers of one window share a block table. The offsets into the windows count a stage's own layers."""
+    full, sliding = attention(HEADS, DIM), attention(HEADS, DIM, "swa", 8)
+    model, workers = Model("model", (full, sliding, sliding, full), "int32"), []
+    for rank, (layers, windows) in enumerate((([0], [4096]), ([1, 2, 3], [8, 8, 4096]))):
+        pools = [zeros(BLOCKS, 1, 2, HEADS * 8 * DIM) for _ in windows]
+        manager = KVCacheManager(pools, (HEADS, DIM), {layer: i for i, layer in enumerate(layers)}, windows)
         for layer in layers:
-            table = TABLES["attn.1" if layer % 2 else "attn"]
+            table = TABLES["attn.1" if layer in (1, 2) else "attn"]
             fill_tensorrt_llm(manager.get_buffers(layer, "HND"), "HND", layer, range(HEADS), table)
-        workers.append(from_tensorrt_llm(SLIDING, RankInfo("prefill", rank), manager, "HND"))
-    check(SLIDING, workers, {"attn": TABLES["attn"], "swa": TABLES["attn.1"]})
+        workers.append(from_tensorrt_llm(model, RankInfo("prefill", rank), manager, "HND"))
+    check(model, workers, {"attn": TABLES["attn"], "swa": TABLES["attn.1"]})
 
 
 def test_latents(zeros: Any) -> None:

@@ -110,6 +110,13 @@ def test_kernel_blocks_make_a_pool_of_smaller_blocks(order: str, kv: str) -> Non
         assert view.offset_bytes == piece.offset_bytes
 
 
+def test_only_content_axes_have_an_order_of_their_own() -> None:
+    """A tensor may list kv, heads and slots in any order: the layout decides where they are."""
+    for kv in KV_FORMS:
+        layout = Layout("LBNHC", kv)
+        assert place(layout, "pool", held(ATTENTION[::-1]), BLOCKS) == place(layout, "pool", held(), BLOCKS)
+
+
 def test_a_kernel_block_as_large_as_the_block_changes_nothing() -> None:
     """One kernel block a block leaves the token axis a single digit."""
     layout = Layout("LBNHC", kernel_tokens=TOKENS)

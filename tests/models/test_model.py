@@ -139,7 +139,10 @@ def test_blocks_by_group_are_taken_as_they_are() -> None:
 
 
 def test_blocks_are_made_equal_by_the_largest_rank() -> None:
-    """Of 3 heads, one of 2 ranks holds two. At tp 1 the pages of 3 and 2 heads have no common size: no block grows."""
+    """Of 5 heads, the second of 3 ranks holds three. At tp 1 no page divides the other, so no block grows."""
+    model = Model("m", (attention(5, 8, "swa"), attention(3, 8)))
+    assert model.blocks(3) == {"swa": 16, "attn": 48}
+    assert model.blocks(1) == {"swa": 16, "attn": 16}
     model = Model("m", (attention(3, 8, "swa"), attention(2, 8)))
     assert model.blocks(2) == {"swa": 16, "attn": 32}
     assert model.blocks(1) == {"swa": 16, "attn": 16}
