@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import KVPlanError, Model
+from kvplan import Context, KVPlanError, Model
 from kvplan.bridges import RankInfo, from_sglang
 from tests.engine_memory import (
     BLOCKS,
@@ -156,12 +156,17 @@ def test_states(zeros: Any, model: Model, order: str) -> None:
 
 
 def test_state_layers_share_a_table(zeros: Any) -> None:
-    """All layers with states are in one group, each at its own index in the buffers."""
+    """All layers with states are in one group, each at its own index in the buffers, and have no context."""
     model = Model("two", (MAMBA2.layers[0], *MAMBA2.layers), "int32")
     states = State([zeros(2, 5, 28, 3, dtype=np.int16)], zeros(2, 5, 4, 2, 5))
     attention = sglang_nhd(zeros, [2], range(HEADS), 8, TABLES["attn"])
-    worker = from_sglang(model, RankInfo("prefill"), HybridLinearKVPool(attention, {2: 0}, MambaPool([0, 1], states)))
+    worker = from_sglang(
+        model,
+        RankInfo("prefill", context=Context(1, 2)),
+        HybridLinearKVPool(attention, {2: 0}, MambaPool([0, 1], states)),
+    )
     assert blocks_of(worker) == {"attn": 8, "state": None}
+    assert [group.context for group in worker.groups] == [Context(1, 2), Context()]
     regions = {region.name: region.address for region in worker.regions}
     places = {view.name: regions[view.region] + view.offset_bytes for view in worker.views if view.group == "state"}
     assert places["layers.1.ssm"] - places["layers.0.ssm"] == 5 * 4 * 2 * 5 * 4
