@@ -141,6 +141,13 @@ def test_sliding_layers(zeros: Any) -> None:
     check(SLIDING, [from_sglang(SLIDING, RankInfo("prefill"), pool)], tables)
 
 
+def test_a_stage_without_sliding_layers(zeros: Any) -> None:
+    """A pool without layers has no group."""
+    full = sglang_nhd(zeros, [0], range(HEADS), 8, TABLES["attn"])
+    worker = from_sglang(SLIDING, RankInfo("prefill"), SWAKVPool(full, None, {0: (0, False)}, 8))
+    assert blocks_of(worker) == {"attn": 8}
+
+
 @pytest.mark.parametrize("order", ["DS", "SD"])
 @pytest.mark.parametrize("model", [MAMBA1, MAMBA2, DELTA], ids=str)
 def test_states(zeros: Any, model: Model, order: str) -> None:

@@ -64,11 +64,24 @@ def tensors(config: dict[str, Any]) -> dict[str, dict[str, int]]:
         ("gemma2", 4, 256),
         ("gemma3_text", 4, 256),
         ("gpt_oss", 8, 64),
+        ("jamba", 8, 32),
+        ("nemotron_h", 8, 128),
+        ("granitemoehybrid", 32, 32),
+        ("falcon_h1", 8, 32),
+        ("qwen3_next", 2, 256),
+        ("qwen3_5_text", 4, 256),
+        ("qwen3_5_moe_text", 2, 256),
     ],
 )
 def test_what_a_file_leaves_out_is_the_family_default(model_type: str, heads: int, head_dim: int) -> None:
     """num_key_value_heads and head_dim default as the family's class in transformers does."""
-    assert geometry(config(model_type)) == (heads, head_dim)
+    of_family: dict[str, dict[str, Any]] = {
+        "jamba": {"num_hidden_layers": 8},
+        "nemotron_h": {"hybrid_override_pattern": "*M"},
+        "granitemoehybrid": {"layer_types": ["attention"] * 4, "mamba_n_heads": 32},
+    }
+    axes = tensors(config(model_type, **of_family.get(model_type, {})))["attn"]
+    assert (axes["head"], axes["dim"]) == (heads, head_dim)
 
 
 @pytest.mark.parametrize("model_type", ATTENTION)
