@@ -3,7 +3,4 @@
 from kvplan.models.families import FAMILIES
 from kvplan.models.model import Model
 
-__all__ = [
-    "FAMILIES",
-    "Model",
-]
+__all__ = ["FAMILIES", "Model"]

@@ -1,47 +1,44 @@
 """Models: from a Hugging Face config.json to the workers of an engine.
 
-A :class:`Model` is data: for each layer, the logical tensors that its cache consists of, with global sizes and
-the axis that tensor parallelism divides. :meth:`Model.engine` gives each rank its part of them in a layout.
+A :class:`Model` is data: the logical tensors that each layer caches, with global sizes and the axis that tensor
+parallelism divides. :meth:`Model.engine` gives each rank its part of them, in a layout. Addresses are made up but
+deterministic: two regions of an engine never overlap, and two engines do only if their ids hash to the same one of
+65535 values.
 
-Which rank holds what, as vLLM 0.33 has it:
+Which rank holds what, as in vLLM 0.33:
 
-- Tensor parallelism. Of ``K`` heads, rank ``r`` of ``tp`` holds ``[r*K//tp, ceil((r+1)*K/tp))``: those that its
-  query heads read. That is an equal share where tp divides K, one replicated head where K divides tp, and
-  intervals that overlap by a head otherwise. Latents (MLA) have no heads: every rank holds all of them. Channels and
-  heads of recurrent states are divided in the same way (:mod:`kvplan.models.states`).
-- Pipeline parallelism. Layers form contiguous stages (:func:`kvplan.models.placement.stages`).
-- World ranks and context parallelism are those of :mod:`kvplan.models.parallel`, groups those of
-  :mod:`kvplan.models.groups`.
-
-Addresses are virtual and deterministic: distinct per worker and region, and per engine id but for one chance in 65535.
+- Tensor parallelism. Of ``K`` heads, rank ``r`` of ``tp`` holds ``[r*K//tp, ceil((r+1)*K/tp))``, the heads that its
+  query heads read. If tp divides K, these are equal shares; if K divides tp, each rank has a replica of one head;
+  otherwise neighbouring intervals may overlap by a head. Latents (MLA) have no heads, so every rank holds all of them.
+  Channels and heads of recurrent states are divided in the same way (:mod:`kvplan.models.tensors`).
+- Pipeline parallelism. Layers form contiguous stages (:func:`kvplan.models.placement.stages_of`).
+- World ranks and context parallelism: :mod:`kvplan.models.parallel`.
+- Groups. Each kind of attention layer and the states have a block table of their own: ``attn``, ``swa``, ``state``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import attrs
 
-from kvplan._checks import integer, name
+from kvplan._checks import integer, name, settle
+from kvplan._text import meant
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
-from kvplan.models.config import draft, read
-from kvplan.models.groups import grouped, tensors_of, visible, windows
+from kvplan.errors import KVPlanError
+from kvplan.models.config import read, shipped_configs
+from kvplan.models.families import FAMILIES, NESTED
 from kvplan.models.layouts import Layout, Page
-from kvplan.models.parallel import MAX_RANKS, Parallel, flag
-from kvplan.models.placement import Addresses, place_apart, place_shared, stages_of
-from kvplan.models.shares import Share, equal_blocks, kernel_blocks, stated_blocks, tokens_of_block
-from kvplan.models.shipped import configs, unknown
-from kvplan.models.tensors import Layer, Layers, kept_in, quantized
+from kvplan.models.parallel import MAX_RANKS, Parallel, RankPart, flag
+from kvplan.models.placement import Addresses, grouped, place_pools, stages_of
+from kvplan.models.pools import size_of
+from kvplan.models.tensors import Layer, Layers, Tensor, converted, quantized
 
-Tokens = int | Mapping[str, int]
-"""Tokens in a block, of each token group or of the one with the largest page."""
-
-
-def _model_name(value: Any) -> str:
-    return name(value, "the name of a model")
+BlockTokens = int | Mapping[str, int]
+"""Tokens per block: of each token group, or of the one with the largest page."""
 
 
 @attrs.frozen
@@ -58,20 +55,24 @@ class Model:
     token [0, 16) of 16 step 1024; head [2, 4) of 8 step 512; kv [0, 2) of 2 step 256; dim [0, 128) of 128 step 2
     """
 
-    name: str = attrs.field(converter=_model_name)
+    name: str
     layers: Layers = attrs.field(repr=False)
     dtype: str = "bfloat16"
     drafts: Layers = attrs.field(default=(), repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "a model", name, "name")
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], model_name: str | None = None, *, with_draft_layers: bool = False
     ) -> Model:
-        """The model that a parsed config.json describes; its name is its ``model_type`` unless one is given.
+        """The model of a parsed config.json. Its name is its ``model_type`` unless one is given.
 
         ``with_draft_layers`` adds the layers of multi-token prediction, which most engines don't run.
 
-        Raises ``CONFIG`` for an unknown model type, a missing key or an unusable value.
+        Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing key or an
+        unusable value.
 
         >>> Model.from_config({"model_type": "llama", "num_hidden_layers": 32, "num_key_value_heads": 8})
         Traceback (most recent call last):
@@ -79,32 +80,32 @@ class Model:
         kvplan.errors.KVPlanError: CONFIG: cannot read a model configuration of type 'llama': \
 expected a value for key 'hidden_size', got no such key
         """
-        model_type, layers, dtype = read(config)
-        drafts = draft(config) if with_draft_layers else ()
+        model_type, layers, drafts, dtype = read(config, FAMILIES, NESTED, with_draft_layers)
         return cls(model_type if model_name is None else model_name, layers, dtype, drafts)
 
     @classmethod
     def shipped(cls, model_name: str) -> Model:
         """A model whose configuration comes with this package, by its name in lower case. Raises ``NAME``."""
-        shipped = configs()
+        shipped = shipped_configs()
         if model_name not in shipped:
-            raise unknown(model_name)
+            what, got, hint = "load a shipped model", repr(model_name), meant(str(model_name), shipped)
+            raise KVPlanError("NAME", what, expected="one of Model.names()", got=got, hint=hint, name=model_name)
         return cls.from_config(shipped[model_name], model_name)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names that :meth:`shipped` knows.
+        """The names of the shipped models.
 
         >>> "qwen3-0.6b" in Model.names()
         True
         """
-        return tuple(configs())
+        return tuple(shipped_configs())
 
     def with_draft(self, drafting: Model) -> Model:
-        """This model with the layers of another behind it, which drafts tokens: ``draft.{i}.{kind}``.
+        """This model with the layers of another one that drafts tokens: ``draft.{i}.{kind}``.
 
-        They have their own heads and sizes, stand on the last pipeline stage, and use the block tables of the groups
-        that they name. An engine with a draft takes ``not_transferred`` from one without.
+        Draft layers have their own heads and sizes, are on the last pipeline stage, and use the block tables of their
+        groups. To plan from an engine without a draft to one with it, list the draft's tensors in ``not_transferred``.
 
         >>> target, drafting = Model.shipped("deepseek-v3"), Model.shipped("qwen3-0.6b")
         >>> print(target.with_draft(drafting))
@@ -113,9 +114,9 @@ expected a value for key 'hidden_size', got no such key
         return attrs.evolve(self, drafts=drafting.layers)
 
     def with_dtypes(self, dtype: str | None = None, ssm_dtype: str | None = None) -> Model:
-        """This model with an attention cache of ``dtype`` and SSM states of ``ssm_dtype``, None: as they are.
+        """This model with an attention cache of ``dtype`` and SSM states of ``ssm_dtype``; None changes nothing.
 
-        The sparse latents of DeepSeek-V3.2 are rows of fp8 with scales, 656 bytes, unless a dtype is given:
+        The sparse latents of DeepSeek-V3.2 are 656 bytes of fp8 values and scales, unless a dtype is given:
 
         >>> model = Model.shipped("deepseek-v3.2")
         >>> [m.tensor_bytes(tokens_per_block=1)[0]["attn"] for m in (model, model.with_dtypes("bfloat16"))]
@@ -123,22 +124,24 @@ expected a value for key 'hidden_size', got no such key
 
         Raises ``DTYPE``.
         """
-        made = self._with(lambda layer: kept_in(layer, dtype, ssm_dtype))
+        made = self._with(lambda layer: converted(layer, dtype, ssm_dtype))
         return made if dtype is None else attrs.evolve(made, dtype=dtype)
 
     def quantized(self, bits: int = 8, scale_dtype: str = "float32", scale_elements: int | None = None) -> Model:
-        """This model with K and V of ``bits`` bits each, and scales, re-sharded with their heads.
+        """This model with K and V of ``bits`` bits each, and scales that are divided among ranks with their heads.
 
-        There is one scale for each ``scale_elements`` elements of a token's head, or one for all. Sub-byte values are
-        packed bytes; raises ``SIZE`` where a head is no whole number of them. NVFP4 is ``quantized(4, "float8_e4m3fn",
-        16)`` with ``scales="page"``.
+        Each ``scale_elements`` elements of a token's head have one scale; None: the whole head has one. Values of less
+        than a byte are packed. NVFP4 is ``quantized(4, "float8_e4m3fn", 16)`` with ``scales="page"``.
+
+        Raises ``SIZE`` if a head is not a whole number of bytes or of scales.
         """
         return self._with(lambda layer: quantized(layer, bits, scale_dtype, scale_elements))
 
     def grouped(self) -> Model:
-        """This model with groups of about as many layers each: ``swa``, ``swa.1`` and so on, each with a block table.
+        """This model with groups of about the same number of layers: ``swa``, ``swa.1`` and so on, each a block table.
 
-        So engines divide the layers of hybrid models that share their memory (:func:`kvplan.models.groups.grouped`).
+        This is how engines divide the layers of hybrid models whose groups share memory, so that a block of any group
+        takes the same memory (:func:`kvplan.models.placement.grouped`).
 
         >>> Model.shipped("qwen3-next-80b").grouped().groups
         ('state', 'state.1', 'state.2', 'attn')
@@ -147,51 +150,69 @@ expected a value for key 'hidden_size', got no such key
         return attrs.evolve(self, layers=layers, drafts=drafts)
 
     def _with(self, change: Callable[[Layer], Layer]) -> Model:
-        made = {layer: change(layer) for layer in (*self.layers, *self.drafts)}
-        layers, drafts = (tuple(made[layer] for layer in part) for part in (self.layers, self.drafts))
+        changed = {layer: change(layer) for layer in (*self.layers, *self.drafts)}
+        layers, drafts = (tuple(changed[layer] for layer in part) for part in (self.layers, self.drafts))
         return attrs.evolve(self, layers=layers, drafts=drafts)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The distinct logical tensors of all layers, drafts included, in order of appearance."""
+        return tuple(dict.fromkeys(tensor for layer in (*self.layers, *self.drafts) for tensor in layer))
 
     @property
     def groups(self) -> tuple[str, ...]:
         """The block tables that the model's tensors need, in order of appearance."""
-        return tuple(dict.fromkeys(tensor.group for tensor in tensors_of((*self.layers, *self.drafts))))
+        return tuple(dict.fromkeys(tensor.group for tensor in self.tensors))
 
     @property
     def windows(self) -> dict[str, int | None]:
-        """How many tokens back each token group's layers attend, ``None`` for all.
+        """How many tokens back the layers of each token group attend, at most; ``None`` for all tokens.
 
         >>> Model.shipped("gpt-oss-20b").windows
         {'swa': 128, 'attn': None}
         """
-        return windows((*self.layers, *self.drafts))
+        found: dict[str, int | None] = {}
+        for tensor in self.tensors:
+            if tensor.paged:
+                known = found.get(tensor.group, tensor.window)
+                found[tensor.group] = None if known is None or tensor.window is None else max(known, tensor.window)
+        return found
 
     def tokens(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
-        """What a request moves of the positions ``[start, stop)``, by token group, as ``plan.bind`` takes it.
+        """Which of the positions ``[start, stop)`` a request moves, by token group: the ``tokens`` of ``plan.bind``.
 
-        That is all of them, but in sliding-window groups only those which the token at ``stop`` still attends to
-        (:func:`kvplan.models.groups.visible`).
+        In a group with a sliding window, these are the positions that a token at ``stop`` or later can still attend
+        to. With a window of ``w`` tokens, a token at ``p`` attends to positions above ``p - w``
+        (``SlidingWindowManager.get_num_skipped_tokens`` of vllm/v1/core/single_type_kv_cache_manager.py, 0.33).
 
         >>> Model.shipped("gpt-oss-20b").tokens(0, 1000)
         {'swa': (873, 1000), 'attn': (0, 1000)}
         """
-        return visible(self.windows, start, stop)
+        start = integer(start, "start of a token range")
+        stop = integer(stop, "stop of a token range", low=start)
+        return {
+            group: (start if window is None else min(max(start, stop - window + 1), stop), stop)
+            for group, window in self.windows.items()
+        }
 
     def __str__(self) -> str:
         drafts = f", {len(self.drafts)} draft layers" if self.drafts else ""
         return f"{self.name}: {len(self.layers)} layers{drafts}, {self.dtype}, groups {', '.join(self.groups)}"
 
-    def tensor_bytes(self, tp: int = 1, tokens_per_block: Tokens = 16, *, rank: int = 0) -> tuple[dict[str, int], ...]:
-        """Bytes that one block takes in each layer, by kind of tensor, on tensor-parallel rank ``rank``.
+    def tensor_bytes(
+        self, tp: int = 1, tokens_per_block: BlockTokens = 16, *, rank: int = 0
+    ) -> tuple[dict[str, int], ...]:
+        """Bytes of one block in each layer, by kind of tensor, on tensor-parallel rank ``rank``.
 
         >>> Model.shipped("granite-4.0-h-tiny").tensor_bytes(2)[0]
         {'conv.x': 9216, 'conv.B': 768, 'conv.C': 768, 'ssm': 786432}
         """
         tp = integer(tp, "tp", low=1, high=MAX_RANKS)
-        share = Share(integer(rank, "rank", high=tp), tp, self.blocks(tp, tokens_per_block), self.dtype)
-        return tuple({tensor.kind: share.held(tensor).block_bytes for tensor in layer} for layer in self.layers)
+        part = RankPart(integer(rank, "rank", high=tp), tp, self.blocks(tp, tokens_per_block), self.dtype)
+        return tuple({tensor.kind: part.tensor(tensor).block_bytes for tensor in layer} for layer in self.layers)
 
-    def block_bytes(self, tp: int = 1, tokens_per_block: Tokens = 16, *, rank: int = 0) -> tuple[int, ...]:
-        """Bytes of data that one block takes in each layer, K and V together, on tensor-parallel rank ``rank``.
+    def block_bytes(self, tp: int = 1, tokens_per_block: BlockTokens = 16, *, rank: int = 0) -> tuple[int, ...]:
+        """Bytes of one block in each layer, all its tensors together, on tensor-parallel rank ``rank``.
 
         >>> layers = Model.shipped("qwen3-8b").block_bytes()
         >>> layers[0], sum(layers)
@@ -199,33 +220,59 @@ expected a value for key 'hidden_size', got no such key
         """
         return tuple(sum(layer.values()) for layer in self.tensor_bytes(tp, tokens_per_block, rank=rank))
 
-    def blocks(self, tp: int = 1, tokens_per_block: Tokens = 16) -> dict[str, int]:
-        """Tokens in a block of each token group, where groups of smaller pages get longer blocks.
+    def blocks(self, tp: int = 1, tokens_per_block: BlockTokens = 16) -> dict[str, int]:
+        """Tokens in a block of each token group, where groups with smaller pages have longer blocks.
 
-        A number is that of the group with the largest page; in another, whose page divides it, a block has as many
-        times more tokens, so that all pages are equal (:func:`kvplan.models.shares.equal_blocks`). A mapping says it
-        for each group, and is taken as it is. Raises ``NAME`` where it leaves out a token group or has another.
+        A number is that of the group with the largest page. If the page of another group divides it, blocks of that
+        group have as many times more tokens, so that all pages are equal; else they have the same number of tokens
+        (``unify_kv_cache_spec_page_size`` of vllm/v1/core/kv_cache_planning.py, 0.33, pads such a page). A mapping
+        gives the number of each group. Raises ``NAME`` if it lacks a token group or has another.
 
         >>> model = Model.shipped("gemma-4-31b")
         >>> model.blocks(4), model.blocks(8)
         ({'swa': 16, 'attn': 32}, {'swa': 16, 'attn': 16})
         """
+        groups = tuple(self.windows)
         if isinstance(tokens_per_block, Mapping):
-            return stated_blocks(self.name, tuple(self.windows), tokens_per_block)
-        given = dict.fromkeys(self.windows, tokens_of_block(tokens_per_block))
-        return equal_blocks(self.layers, tp, given, self.dtype)
+            if {*tokens_per_block} != {*groups}:
+                expected = f"tokens_per_block of {', '.join(groups) or 'no group'}"
+                got = ", ".join(map(str, tokens_per_block)) or "none"
+                raise KVPlanError("NAME", f"page {self.name}", expected=expected, got=got, groups=groups)
+            return {group: _tokens(tokens_per_block[group]) for group in groups}
+        tokens = _tokens(tokens_per_block)
+        pages = dict.fromkeys(groups, 0)
+        for layer, part in product(dict.fromkeys(self.layers), self._parts(tp, dict.fromkeys(groups, tokens))):
+            for group in {tensor.group for tensor in layer if tensor.paged}:
+                size = sum(part.tensor(tensor).block_bytes for tensor in layer if tensor.group == group)
+                pages[group] = max(pages[group], size)
+        largest = max(pages.values(), default=0)
+        return {g: tokens * largest // page if page and largest % page == 0 else tokens for g, page in pages.items()}
 
     def kernel_blocks(self, tp: int = 1, kernel_tokens: int = 16, kv: str = "content") -> int:
-        """How many kernel blocks of ``kernel_tokens`` a block of attention needs to be as large as a state.
+        """How many kernel blocks of ``kernel_tokens`` make a block of attention as large as a state, or larger.
 
-        With K and V ``split`` the state lies over K alone: 261 of Nemotron-3-Nano-30B at TP 1 and 131 at TP 4, as
-        ``compute_physical_blocks_per_logical`` of vLLM's NIXL connector counts them. 1 where a model lacks either.
+        If K and V are ``split``, the state shares the memory of K alone: 261 for Nemotron-3-Nano-30B at TP 1 and 131 at
+        TP 4, as ``compute_physical_blocks_per_logical`` of vLLM's NIXL connector counts. 1 if the model lacks either.
 
         >>> model = Model.shipped("nemotron-3-nano-30b-a3b")
         >>> model.kernel_blocks(1, kv="split"), model.kernel_blocks(4, kv="split"), model.kernel_blocks(1)
         (261, 131, 131)
         """
-        return kernel_blocks(self.layers, integer(tp, "tp", low=1, high=MAX_RANKS), kernel_tokens, kv, self.dtype)
+        layout, tokens = Layout(kv=kv), _tokens(kernel_tokens)
+        needed = 1
+        for part in self._parts(tp, dict.fromkeys(self.groups, tokens)):
+            largest = {True: 0, False: 0}  # the largest page with tokens, and the largest without
+            for layer, paged in product(dict.fromkeys(self.layers), largest):
+                for _, page in part.pages(tuple(tensor for tensor in layer if tensor.paged == paged)):
+                    largest[paged] = max(largest[paged], size_of(layout, page))
+            if largest[True]:
+                needed = max(needed, -(-largest[False] // largest[True]))
+        return needed
+
+    def _parts(self, tp: int, blocks: Mapping[str, int]) -> Iterator[RankPart]:
+        """The part of each tensor-parallel rank."""
+        tp = integer(tp, "tp", low=1, high=MAX_RANKS)
+        return (RankPart(rank, tp, blocks, self.dtype) for rank in range(tp))
 
     def engine(
         self,
@@ -234,7 +281,7 @@ expected a value for key 'hidden_size', got no such key
         pp: int = 1,
         dcp: int = 1,
         layout: str = "LBHNC",
-        tokens_per_block: Tokens | None = 16,
+        tokens_per_block: BlockTokens | None = 16,
         num_blocks: int = 4096,
         *,
         pcp: int = 1,
@@ -251,17 +298,17 @@ expected a value for key 'hidden_size', got no such key
     ) -> tuple[Worker, ...]:
         """The workers of an engine that runs the model, in order of rank; the module's docstring has the rules.
 
-        ``tp``, ``pp``, ``dcp``, ``pcp`` are the sizes of tensor, pipeline, decode context and prefill context
-        parallelism; they, ``interleave`` and ``pcp_spreads`` are those of :class:`kvplan.models.parallel.Parallel`.
-        ``layers_per_stage`` says how many layers each pipeline stage has; ``pp`` may be left out then. ``layout``,
-        ``kv``, ``pad`` (bytes), ``kernel_tokens`` and ``conv_order`` are those of
-        :class:`kvplan.models.layouts.Layout`. ``scales`` of a quantized cache stand ``inline``, in the ``page`` behind
-        all heads' data, or in a ``region`` of their own. ``shared`` lays the groups over each other, as
-        :mod:`kvplan.models.placement` says.
+        ``tp``, ``pp``, ``dcp`` and ``pcp`` are the sizes of tensor, pipeline, decode context and prefill context
+        parallelism. :class:`kvplan.models.parallel.Parallel` describes them, ``interleave`` and ``pcp_spreads``.
+        ``layers_per_stage`` is how many layers each pipeline stage has; ``pp`` can be left out then.
+        :class:`kvplan.models.layouts.Layout` describes ``layout``, ``kv``, ``pad`` (bytes), ``kernel_tokens`` and
+        ``conv_order``. ``scales`` of a quantized cache are ``inline``, in the ``page`` behind the values of all heads,
+        or in a ``region`` of their own. ``shared`` places the groups in the same memory
+        (:mod:`kvplan.models.placement`).
 
-        ``tokens_per_block`` is read by :meth:`blocks`; ``None`` is 16, or as many kernel blocks as a state is large
-        (:meth:`kernel_blocks`). Every worker has a pool of ``num_blocks`` for each group, and device 0 unless memory
-        is VRAM, where its device is its rank.
+        ``tokens_per_block`` is as in :meth:`blocks`; ``None`` is 16, or as many kernel blocks as a state is large
+        (:meth:`kernel_blocks`). Every worker has a pool of ``num_blocks`` for each group. The device is 0, or the rank
+        if ``memory`` is VRAM.
 
         Raises ``LAYOUT`` for an unknown layout and for parallel sizes that the model cannot have, ``TYPE`` or
         ``RANGE`` for a bad number, ``NAME`` for unknown groups.
@@ -274,26 +321,30 @@ expected a value for key 'hidden_size', got no such key
             tokens_per_block = (kernel_tokens or 16) * self.kernel_blocks(sizes.tp, kernel_tokens or 16, kv)
         blocks = self.blocks(sizes.tp, tokens_per_block)
         parts = stages_of(len(self.layers), sizes.pp, layers_per_stage)
-        sizes.check(self.name, (tensor for tensor in tensors_of((*self.layers, *self.drafts)) if tensor.paged))
-        place = place_shared if flag(shared, "shared") and len(self.groups) > 1 else place_apart
+        sizes.check(self.name, (tensor for tensor in self.tensors if tensor.paged))
+        together = flag(shared, "shared") and len(self.groups) > 1
         addresses = Addresses(name(engine_id, "engine_id"), memory)
-        workers = []
+        workers, names = [], self.groups
         for rank, (stage, pcp_rank, tp_rank) in enumerate(product(parts, range(sizes.pcp), range(sizes.tp))):
             context = sizes.context(pcp_rank, tp_rank)
-            pools = self._pools(stage, Share(tp_rank, sizes.tp, blocks, self.dtype, scales))
-            views, spans = place(order, pools, num_blocks) if pools else ([], {})
+            pools = self._pools(stage, RankPart(tp_rank, sizes.tp, blocks, self.dtype, scales))
+            views, spans = place_pools(order, pools, num_blocks, shared=together)
             regions = [addresses.region(key, size, rank) for key, size in spans.items()]
-            groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in self.groups]
+            groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in names]
             workers.append(Worker(engine_id, rank, regions, groups, views))
         return tuple(workers)
 
-    def _pools(self, stage: range, share: Share) -> dict[str, list[Page]]:
-        """The pages of a stage, those that share rows of a pool together. Draft layers stand on the last stage."""
+    def _pools(self, stage: range, part: RankPart) -> dict[str, list[Page]]:
+        """The pages of a stage by pool. Draft layers are on the last stage, in pools of their own."""
         pools: dict[str, list[Page]] = {}
         layers = [("", f"layers.{i}.", self.layers[i]) for i in stage]
         if stage.stop == len(self.layers):
             layers += [("draft.", f"draft.{i}.", layer) for i, layer in enumerate(self.drafts)]
         for owner, prefix, layer in layers:
-            for pool, page in share.pages(layer, prefix):
+            for pool, page in part.pages(layer, prefix):
                 pools.setdefault(owner + pool, []).append(page)
         return pools
+
+
+def _tokens(value: Any) -> int:
+    return integer(value, "tokens_per_block", low=1, high=1 << 31)

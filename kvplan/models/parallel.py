@@ -1,46 +1,43 @@
-"""Parallel sizes: how many ranks an engine has, and which positions each of them keeps.
+"""Parallel sizes: how many ranks an engine has, and which heads and positions each of them holds.
 
-- The world rank is ``(pp_rank*pcp + pcp_rank)*tp + tp_rank``: PP, then PCP, then TP the fastest
+- The world rank is ``(pp_rank*pcp + pcp_rank)*tp + tp_rank``: PP is the slowest, TP the fastest
   (``initialize_model_parallel`` of vllm/distributed/parallel_state.py, 0.33).
-- Runs of ``interleave`` positions go to ``dcp`` ranks in turn. They are ranks that are there already, those of PCP
-  before those of TP: a worker's is ``(tp_rank*pcp + pcp_rank) % dcp``. So PCP by itself replicates the cache, as
-  vLLM has it from 0.26 on (``prefill_context_parallel_size`` of vllm/config/parallel.py: it "does not increase the
-  KV-cache shard count"). vLLM 0.33 takes a dcp of 1, pcp or tp*pcp where pcp > 1; here it is any divisor of tp*pcp.
-- With ``pcp_spreads`` they go to ``pcp*dcp`` ranks in turn, and a worker's is ``pcp_rank*dcp + tp_rank % dcp``, as
-  vLLM had it up to 0.25 (vllm/v1/worker/block_table.py).
+- Runs of ``interleave`` positions go to the ``dcp`` context ranks in turn. These are existing ranks, counted over PCP
+  first, then TP: a worker's context rank is ``(tp_rank*pcp + pcp_rank) % dcp``. PCP alone therefore replicates the
+  cache, as in vLLM since 0.26 (``prefill_context_parallel_size`` of vllm/config/parallel.py: it "does not increase the
+  KV-cache shard count"). With pcp > 1, vLLM 0.33 accepts a dcp of 1, pcp or tp*pcp; here it is any divisor of tp*pcp.
+- With ``pcp_spreads``, they go to ``pcp*dcp`` ranks in turn, and a worker's context rank is
+  ``pcp_rank*dcp + tp_rank % dcp``, as in vLLM up to 0.25 (vllm/v1/worker/block_table.py).
 
-Either way each head of a token group must be on all ranks that its positions are spread over. Recurrent states are
-not spread: every rank keeps those of its heads.
+In both cases the ranks over which the positions of a head are spread must all hold that head. Recurrent states are not
+spread: every rank has the states of its heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
 from kvplan._checks import integer, settle, wrong_type
-from kvplan.describe.views import Context
+from kvplan.describe.axes import Axis
+from kvplan.describe.views import TOKEN, Context
 from kvplan.errors import KVPlanError
-from kvplan.models.tensors import Tensor
+from kvplan.models.layouts import LocalTensor, Page, check_word
+from kvplan.models.tensors import Layer, Tensor
 
 MAX_RANKS: Final = 1 << 16
 
+SCALES: Final = ("inline", "page", "region")
+"""Where the scales of a quantized cache are: beside each head's values, behind those of all heads, or apart."""
+
 
 def flag(value: Any, what: str) -> bool:
-    """``value``, which must be True or False.
-
-    >>> flag(True, "shared")
-    True
-    """
+    """``value``, which must be True or False."""
     if not isinstance(value, bool):
         raise wrong_type(what, "True or False", value)
     return value
-
-
-def _spreads(value: Any) -> bool:
-    return flag(value, "pcp_spreads")
 
 
 @attrs.frozen
@@ -58,41 +55,70 @@ class Parallel:
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
-    pcp_spreads: bool = attrs.field(default=False, converter=_spreads)
+    pcp_spreads: bool = False
 
     def __attrs_post_init__(self) -> None:
         settle(self, "an engine", integer, "tp", "pp", "dcp", "pcp", low=1, high=MAX_RANKS)
         integer(self.tp * self.pp * self.pcp, "tp * pp * pcp", high=MAX_RANKS)
+        flag(self.pcp_spreads, "pcp_spreads")
 
     def context(self, pcp_rank: int, tp_rank: int) -> Context:
-        """Which positions the worker keeps."""
+        """Which positions the worker holds."""
         if self.pcp_spreads:
             return Context(pcp_rank * self.dcp + tp_rank % self.dcp, self.pcp * self.dcp, self.interleave)
         return Context((tp_rank * self.pcp + pcp_rank) % self.dcp, self.dcp, self.interleave)
 
     def check(self, model_name: str, tensors: Iterable[Tensor]) -> None:
-        """Raises ``LAYOUT`` where positions of one of the ``tensors`` would be nowhere."""
-        copies = 1 if self.pcp_spreads else self.pcp
-        if self.tp * copies % self.dcp:
-            raise KVPlanError(
-                "LAYOUT",
-                f"spread positions of {model_name}",
-                expected=f"dcp that divides {'tp' if copies == 1 else 'tp * pcp'} {self.tp * copies}, "
-                "whose ranks it reuses",
-                got=f"{self.dcp}",
-                tp=self.tp,
-                dcp=self.dcp,
-            )
+        """Raises ``LAYOUT`` if no rank would hold some positions of one of the ``tensors``."""
+        copies, what = 1 if self.pcp_spreads else self.pcp, f"spread positions of {model_name}"
+        ranks = self.tp * copies
+        if ranks % self.dcp:
+            expected = f"dcp that divides {'tp' if copies == 1 else 'tp * pcp'} {ranks}, whose ranks it reuses"
+            raise KVPlanError("LAYOUT", what, expected=expected, got=f"{self.dcp}", tp=self.tp, dcp=self.dcp)
         for tensor in tensors:
-            holders = tensor.holders(self.tp) * copies
+            holders, heads = tensor.replicas(self.tp) * copies, tensor.shards
             if holders < self.dcp:
-                raise KVPlanError(
-                    "LAYOUT",
-                    f"spread positions of {model_name}",
-                    expected=f"dcp <= {holders}, "
-                    f"how many of {self.tp * copies} ranks hold each of {tensor.shards} heads",
-                    got=f"{self.dcp}",
-                    tp=self.tp,
-                    dcp=self.dcp,
-                    heads=tensor.shards,
-                )
+                expected = f"dcp <= {holders}, the number of the {ranks} ranks that hold each of {heads} heads"
+                got = f"{self.dcp}"
+                raise KVPlanError("LAYOUT", what, expected=expected, got=got, tp=self.tp, dcp=self.dcp, heads=heads)
+
+
+@attrs.frozen
+class RankPart:
+    """The part of any layer that tensor-parallel rank ``rank`` of ``ranks`` holds.
+
+    ``blocks`` says how many tokens a block of each token group has. ``dtype`` is that of tensors without one.
+
+    >>> from kvplan.models.tensors import attention
+    >>> local = RankPart(1, 2, {"attn": 16}).tensor(attention(8, 128)[0])
+    >>> print(*local.axes, sep="; ")
+    kv [0, 2) of 2 step 0; head [4, 8) of 8 step 0; dim [0, 128) of 128 step 0; token [0, 16) of 16 step 0
+    """
+
+    rank: int
+    ranks: int
+    blocks: Mapping[str, int]
+    dtype: str = "bfloat16"
+    scales: str = "inline"
+
+    def __attrs_post_init__(self) -> None:
+        check_word(SCALES, self.scales, "scales")
+
+    def tensor(self, tensor: Tensor, prefix: str = "") -> LocalTensor:
+        """The rank's part of a tensor, named by ``prefix`` and its kind."""
+        axes = tensor.local_axes(self.rank, self.ranks)
+        if tensor.paged:
+            tokens = self.blocks[tensor.group]
+            axes += (Axis(TOKEN, 0, tokens, tokens, 0),)
+        return LocalTensor(prefix + tensor.kind, tensor.group, tensor.dtype or self.dtype, axes)
+
+    def pages(self, layer: Layer, prefix: str = "") -> Iterator[tuple[str, Page]]:
+        """The rank's pages of a layer, each with the name of its pool."""
+        pages: dict[tuple[str, str], dict[str, list[LocalTensor]]] = {}
+        for tensor in layer:
+            apart = tensor.scale_of is not None and self.scales == "region"
+            pool = tensor.kind if apart else tensor.pool
+            section = tensor.scale_of if tensor.scale_of and self.scales == "inline" else tensor.section
+            pages.setdefault((tensor.group, pool), {}).setdefault(section, []).append(self.tensor(tensor, prefix))
+        for (group, pool), sections in pages.items():
+            yield f"{group}.{pool}", Page(prefix + pool, tuple(map(tuple, sections.values())))

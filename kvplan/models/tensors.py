@@ -1,110 +1,109 @@
-"""Caches: the logical tensors of one layer, with global sizes and the axis that tensor parallelism divides.
+"""The logical tensors of one layer's cache: their axes, global sizes, and the axis that tensor parallelism divides.
 
-Attention caches are here: K and V by head, latents, and what comes beside them (an indexer's keys, scales). What
-recurrent layers keep is in :mod:`kvplan.models.states`.
+Each kind of cache has one function here that returns its tensors: K and V by head (:func:`attention`), latents
+(:func:`latent`, :func:`sparse_latent`), and the states of recurrent layers (:func:`mamba1`, :func:`mamba2`,
+:func:`delta`). A new kind of cache is a new function; :mod:`kvplan.models.families` calls it for the models that
+have it.
+
+A recurrent layer has two states: a convolution's last inputs, ``steps`` for each channel, and a matrix for each head
+(or a vector for each channel). The convolution's channels are several tensors, because tensor parallelism divides each
+by its own heads or groups. All lie in the same rows::
+
+    Mamba1    conv [x]            ssm [channel, state]
+    Mamba2    conv [x | B | C]    ssm [head, dim, state]        B and C by group
+    GDN, KDA  conv [q | k | v]    ssm [head, value, key]        q and k by key head, v and ssm by value head
+
+The shapes are those of ``MambaStateShapeCalculator`` (vllm/model_executor/layers/mamba/mamba_utils.py, 0.33). Where
+the number of ranks does not divide the number of groups, a rank holds the groups that its heads use, so several ranks
+hold the same group.
+
+The states are fp32, and the convolution has the dtype of the weights, unless a file or ``Model.with_dtypes`` says
+otherwise. SGLang has the same defaults (``mamba2_state_dtype`` of sglang/srt/configs/mamba_utils.py, 0.5.23), and so
+has vLLM for Nemotron-H and KDA. For other models vLLM stores the state in the dtype of the weights as well, unless
+``--mamba-ssm-cache-dtype`` is given (``MambaStateDtypeCalculator``).
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, name
+from kvplan._checks import integer, name, settle
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
-from kvplan.models.layouts import HEAD, KV
+from kvplan.models.layouts import HEAD, KV, STEP
 
 FULL: Final = "attn"
-"""The group of layers that attend to all positions, and of all attention layers where they are of one kind."""
+"""The group of layers that attend to all positions. It is the group of all attention layers if they are of one kind."""
 
 SLIDING: Final = "swa"
-"""The group of layers that attend to a window, in a model that has both kinds."""
+"""The group of layers that attend to a sliding window, in a model that has both kinds."""
 
 STATE: Final = "state"
-"""The group of layers that keep a state."""
+"""The group of layers with a recurrent state."""
 
 SSM: Final = "ssm"
-"""The kind of the tensor that is a layer's recurrent state proper, beside that of its convolution."""
+"""The kind of the recurrent state itself, beside the state of its convolution."""
 
 MAX_COUNT: Final = 1 << 24
 
 
-def _kind(value: Any) -> str:
-    return name(value, "kind of a tensor")
-
-
-def _group(value: Any) -> str:
-    return name(value, "group of a tensor")
-
-
-def _shards(value: Any) -> int:
-    return integer(value, "shards of a tensor", low=1, high=MAX_COUNT)
-
-
 @attrs.frozen
 class Tensor:
-    """One logical tensor of a layer's cache: ``layers.{i}.{kind}``, paged by the block table ``group``.
+    """One logical tensor of a layer's cache: ``layers.{i}.{kind}``, in blocks of the group ``group``.
 
-    ``axes`` are names with global sizes; ``paged`` tensors have a token axis beside them. ``sharded`` is the axis
-    that tensor parallelism divides, in ``shards`` equal units (heads) that stay whole; None: every rank holds all.
+    ``axes`` are names with global sizes. A ``paged`` tensor also has a token axis. ``sharded`` is the axis that tensor
+    parallelism divides into ``shards`` equal units (heads) that stay whole; None: every rank holds the whole tensor.
     ``dtype`` None is the dtype of the model's cache.
 
-    Tensors of one layer with one ``pool`` share a page, and in it those with one ``strip`` stand side by side
-    (:mod:`kvplan.models.layouts`); both are the ``kind`` where nothing is said. ``scale_of`` is the strip whose values
-    the tensor scales. ``window`` is how many tokens back the layer attends. A tensor of packed bytes may say which
-    ``plain`` axes it has in a cache of any other dtype.
+    Tensors of one layer with the same ``pool`` share a page, and those with the same ``section`` are interleaved in it
+    (:mod:`kvplan.models.layouts`); both default to ``kind``. ``scale_of`` names the section whose values the tensor
+    scales. ``window`` is how many tokens back the layer attends. ``plain_axes`` are the axes of a tensor of packed
+    bytes when the cache has another dtype.
 
     >>> heads = Tensor("attn", "attn", (("kv", 2), ("head", 12), ("dim", 64)), sharded="head", shards=12)
-    >>> [(part.start, part.stop) for rank in range(8) for part in heads.parts(rank, 8) if part.name == "head"]
+    >>> [(axis.start, axis.stop) for rank in range(8) for axis in heads.local_axes(rank, 8) if axis.name == "head"]
     [(0, 2), (1, 3), (3, 5), (4, 6), (6, 8), (7, 9), (9, 11), (10, 12)]
     """
 
-    kind: str = attrs.field(converter=_kind)
-    group: str = attrs.field(converter=_group)
+    kind: str
+    group: str
     axes: tuple[tuple[str, int], ...]
     paged: bool = True
     sharded: str | None = None
-    shards: int = attrs.field(default=1, converter=_shards)
+    shards: int = 1
     dtype: str | None = None
     pool: str = attrs.field(default=attrs.Factory(lambda self: self.kind, takes_self=True))
-    strip: str = attrs.field(default=attrs.Factory(lambda self: self.kind, takes_self=True))
+    section: str = attrs.field(default=attrs.Factory(lambda self: self.kind, takes_self=True))
     scale_of: str | None = None
     window: int | None = None
-    plain: tuple[tuple[str, int], ...] | None = None
+    plain_axes: tuple[tuple[str, int], ...] | None = None
 
     def __attrs_post_init__(self) -> None:
-        size = dict(self.axes).get(self.sharded or "", self.shards)
-        if (self.sharded is not None and self.sharded not in dict(self.axes)) or size % self.shards:
-            raise KVPlanError(
-                "SIZE",
-                f"describe tensor {self.kind!r}",
-                expected=f"an axis {self.sharded!r} whose size {self.shards} shards divide",
-                got=f"{dict(self.axes)}",
-                sharded=self.sharded,
-                shards=self.shards,
-            )
+        settle(self, "a tensor", name, "kind", "group")
+        settle(self, "a tensor", integer, "shards", low=1, high=MAX_COUNT)
+        sharded, shards, axes = self.sharded, self.shards, dict(self.axes)
+        if sharded is not None and (sharded not in axes or axes[sharded] % shards):
+            what, expected = f"describe tensor {self.kind!r}", f"an axis {sharded!r} whose size {shards} shards divide"
+            raise KVPlanError("SIZE", what, expected=expected, got=f"{axes}", sharded=sharded, shards=shards)
 
-    def units(self, rank: int, ranks: int) -> range:
+    def shards_of(self, rank: int, ranks: int) -> range:
         """The shards that tensor-parallel rank ``rank`` of ``ranks`` holds."""
         if self.sharded is None:
             return range(self.shards)
         return range(rank * self.shards // ranks, -(-(rank + 1) * self.shards // ranks))
 
-    def holders(self, ranks: int) -> int:
-        """On how many of ``ranks`` tensor-parallel ranks each shard is, at least; they are neighbours.
-
-        >>> Tensor("attn", "attn", (("head", 4),), sharded="head", shards=4).holders(8)
-        2
-        """
+    def replicas(self, ranks: int) -> int:
+        """How many of ``ranks`` tensor-parallel ranks hold each shard, at least; they are consecutive."""
         if self.sharded is None:
             return ranks
         return min(-(-(unit + 1) * ranks // self.shards) - unit * ranks // self.shards for unit in range(self.shards))
 
-    def parts(self, rank: int, ranks: int) -> tuple[Axis, ...]:
-        """The part of each axis that the rank holds; strides are for a layout to set."""
-        held = self.units(rank, ranks)
+    def local_axes(self, rank: int, ranks: int) -> tuple[Axis, ...]:
+        """The part of each axis that the rank holds. Strides are 0; a layout sets them."""
+        held = self.shards_of(rank, ranks)
         return tuple(
             Axis(key, held.start * size // self.shards, held.stop * size // self.shards, size, 0)
             if key == self.sharded
@@ -128,7 +127,7 @@ def attention(heads: int, dim: int, group: str = FULL, window: int | None = None
 
 
 def latent(rank: int, rope: int) -> Layer:
-    """The compressed latent and the rotary key behind it, one of each for all heads (MLA).
+    """The compressed latent with the rotary key behind it, one for all heads (MLA).
 
     >>> latent(512, 64)[0].axes
     (('dim', 576),)
@@ -137,12 +136,12 @@ def latent(rank: int, rope: int) -> Layer:
 
 
 def sparse_latent(rank: int, rope: int, index: int) -> Layer:
-    """A latent in fp8 with an indexer's keys beside it (DeepSeek-V3.2), for each token in bytes.
+    """An fp8 latent and the keys of an indexer (DeepSeek-V3.2), in bytes per token.
 
-    The latent is a row: ``rank`` values in fp8, an fp32 scale for each 128 of them, ``rope`` values in bfloat16
-    (``fp8_ds_mla`` in vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.33). In a cache of any other dtype it is a
-    plain latent. The indexer keeps ``index`` values in fp8 either way, those of all tokens of a block first, and behind
-    them an fp32 scale for each 128 values of each token (``DeepseekV32IndexerCache`` in
+    The latent of a token is ``rank`` fp8 values, an fp32 scale for each 128 of them, and ``rope`` bfloat16 values
+    (``fp8_ds_mla`` in vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.33). If the cache has another dtype, the
+    latent is a plain one. The indexer has ``index`` fp8 values per token in either case. A block stores the values of
+    all its tokens first, then an fp32 scale for each 128 values of each token (``DeepseekV32IndexerCache`` in
     vllm/model_executor/models/deepseek_v2.py, ``indexer_k_quant_and_cache`` in csrc/cache_kernels.cu).
 
     >>> [dict(tensor.axes) for tensor in sparse_latent(512, 64, 128)]
@@ -150,61 +149,100 @@ def sparse_latent(rank: int, rope: int, index: int) -> Layer:
     """
     row = rank + 4 * -(-rank // 128) + 2 * rope
     return (
-        Tensor("attn", FULL, (("byte", row),), dtype="uint8", plain=(("dim", rank + rope),)),
+        Tensor("attn", FULL, (("byte", row),), dtype="uint8", plain_axes=(("dim", rank + rope),)),
         Tensor("index", FULL, (("byte", index),), dtype="uint8"),
         Tensor("index.scale", FULL, (("byte", 4 * -(-index // 128)),), dtype="uint8", pool="index"),
     )
 
 
-def kept_in(layer: Layer, dtype: str | None, ssm_dtype: str | None) -> Layer:
-    """A layer as it is where its attention cache has ``dtype`` and its SSM states ``ssm_dtype``, None: as they are.
+def mamba1(channels: int, state: int, steps: int, dtype: str, ssm_dtype: str) -> Layer:
+    """A Mamba layer: every channel has its own convolution and its own state vector.
+
+    >>> [tensor.kind for tensor in mamba1(8192, 16, 3, "bfloat16", "float32")]
+    ['conv.x', 'ssm']
+    """
+    return (_conv("x", channels, 1, steps, dtype), _ssm((("channel", channels), ("state", state)), ssm_dtype))
+
+
+def mamba2(heads: int, dim: int, groups: int, state: int, steps: int, dtype: str, ssm_dtype: str) -> Layer:
+    """A Mamba-2 layer: the heads of a group share B and C, which pass through the convolution too.
+
+    With one group and two ranks, each rank holds the group:
+
+    >>> x, b, c, ssm = mamba2(48, 64, 1, 128, 3, "bfloat16", "float32")
+    >>> [(axis.start, axis.stop) for rank in range(2) for axis in b.local_axes(rank, 2) if axis.name == "channel"]
+    [(0, 128), (0, 128)]
+    """
+    return (
+        _conv("x", heads, dim, steps, dtype),
+        _conv("B", groups, state, steps, dtype),
+        _conv("C", groups, state, steps, dtype),
+        _ssm(((HEAD, heads), ("dim", dim), ("state", state)), ssm_dtype),
+    )
+
+
+def delta(
+    key_heads: int, key_dim: int, value_heads: int, value_dim: int, steps: int, dtype: str, ssm_dtype: str
+) -> Layer:
+    """A gated delta layer (GDN), or Kimi delta attention (KDA), which has as many key heads as value heads.
+
+    >>> [(tensor.kind, tensor.shards) for tensor in delta(16, 128, 32, 128, 3, "bfloat16", "float32")]
+    [('conv.q', 16), ('conv.k', 16), ('conv.v', 32), ('ssm', 32)]
+    """
+    return (
+        _conv("q", key_heads, key_dim, steps, dtype),
+        _conv("k", key_heads, key_dim, steps, dtype),
+        _conv("v", value_heads, value_dim, steps, dtype),
+        _ssm(((HEAD, value_heads), ("value", value_dim), ("key", key_dim)), ssm_dtype),
+    )
+
+
+def _conv(part: str, units: int, width: int, steps: int, dtype: str) -> Tensor:
+    """The channels of a convolution that belong to ``units`` heads, groups or channels, ``width`` channels each."""
+    return Tensor(
+        kind=f"conv.{part}",
+        group=STATE,
+        axes=(("channel", units * width), (STEP, steps)),
+        paged=False,
+        sharded="channel",
+        shards=units,
+        dtype=dtype,
+        pool=STATE,
+        section="conv",
+    )
+
+
+def _ssm(axes: tuple[tuple[str, int], ...], dtype: str) -> Tensor:
+    """A matrix for each unit of the first axis."""
+    sharded, shards = axes[0]
+    return Tensor(SSM, STATE, axes, paged=False, sharded=sharded, shards=shards, dtype=dtype, pool=STATE)
+
+
+def converted(layer: Layer, dtype: str | None, ssm_dtype: str | None) -> Layer:
+    """The layer with an attention cache of ``dtype`` and SSM states of ``ssm_dtype``; None changes nothing.
 
     Raises ``DTYPE``.
 
-    >>> [tensor.axes for tensor in kept_in(sparse_latent(512, 64, 128), "bfloat16", None)][0]
+    >>> converted(sparse_latent(512, 64, 128), "bfloat16", None)[0].axes
     (('dim', 576),)
     """
     for given in (dtype, ssm_dtype):
         if given is not None:
-            _check_dtype("keep a cache", given)
-    made = [
-        attrs.evolve(tensor, axes=tensor.plain, dtype=None, plain=None) if dtype and tensor.plain else tensor
+            _check_dtype("store a cache", given)
+    plain = [
+        attrs.evolve(tensor, axes=tensor.plain_axes, dtype=None, plain_axes=None)
+        if dtype and tensor.plain_axes
+        else tensor
         for tensor in layer
     ]
-    return tuple(attrs.evolve(t, dtype=ssm_dtype) if ssm_dtype and t.kind == SSM else t for t in made)
-
-
-def _check_dtype(action: str, dtype: str) -> None:
-    if dtype not in ITEMSIZE:
-        expected = f"a dtype of {', '.join(ITEMSIZE)}"
-        raise KVPlanError("DTYPE", action, expected=expected, got=repr(dtype), dtype=dtype)
-
-
-def packed_bytes(elements: int, bits: int, what: str) -> int:
-    """How many bytes ``elements`` of ``bits`` bits take side by side. Raises ``SIZE`` where the last is not full.
-
-    >>> packed_bytes(128, 4, "each head of 'attn'")
-    64
-    """
-    whole, rest = divmod(elements * bits, 8)
-    if rest:
-        raise KVPlanError(
-            "SIZE",
-            f"pack {what} into bytes",
-            expected="a whole number of bytes",
-            got=f"{elements} elements of {bits} bits",
-            hint="a cut behind them would fall inside a byte",
-            elements=elements,
-            bits=bits,
-        )
-    return whole
+    return tuple(attrs.evolve(t, dtype=ssm_dtype) if ssm_dtype and t.kind == SSM else t for t in plain)
 
 
 def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | None) -> Layer:
-    """A layer whose K and V are of ``bits`` bits, with a tensor of their scales behind each tensor.
+    """The layer with K and V of ``bits`` bits each, and a tensor of scales for each such tensor.
 
-    There is one scale for each ``scale_elements`` elements of a token's head, or one for all. Values are bytes,
-    packed where they are smaller. Raises ``SIZE`` where a head is no whole number of bytes or of scales.
+    Each ``scale_elements`` elements of a token's head have one scale; None: the whole head has one. Values are packed
+    into bytes. Raises ``SIZE`` if a head is not a whole number of bytes or of scales.
 
     >>> values, scales = quantized(attention(8, 128), 4, "float8_e4m3fn", 16)
     >>> values.axes, scales.kind, scales.axes
@@ -220,26 +258,30 @@ def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | N
         dim = dict(tensor.axes)["dim"]
         per_scale = integer(scale_elements or dim, "scale_elements", low=1, high=MAX_COUNT)
         if dim % per_scale:
+            what, expected = f"scale each head of {tensor.kind!r}", f"scale_elements that divide its {dim} elements"
             raise KVPlanError(
-                "SIZE",
-                f"scale each head of {tensor.kind!r}",
-                expected=f"scale_elements that divide its {dim} elements",
-                got=f"{per_scale}",
-                elements=dim,
-                scale_elements=per_scale,
+                "SIZE", what, expected=expected, got=f"{per_scale}", elements=dim, scale_elements=per_scale
             )
         outer = tuple(axis for axis in tensor.axes if axis[0] != "dim")
-        size = packed_bytes(dim, bits, f"each head of {tensor.kind!r}")
-        made.append(attrs.evolve(tensor, axes=(*outer, ("byte", size)), dtype="uint8"))
-        kind = f"{tensor.kind}.scale"
-        made.append(
-            attrs.evolve(
-                tensor,
-                kind=kind,
-                axes=(*outer, ("scale", dim // per_scale)),
-                dtype=scale_dtype,
-                strip=kind,
-                scale_of=tensor.strip,
-            )
-        )
+        values = (*outer, ("byte", _packed_bytes(dim, bits, tensor.kind)))
+        kind, scales = f"{tensor.kind}.scale", (*outer, ("scale", dim // per_scale))
+        made += [
+            attrs.evolve(tensor, axes=values, dtype="uint8"),
+            attrs.evolve(tensor, kind=kind, axes=scales, dtype=scale_dtype, section=kind, scale_of=tensor.section),
+        ]
     return tuple(made)
+
+
+def _packed_bytes(elements: int, bits: int, kind: str) -> int:
+    whole, rest = divmod(elements * bits, 8)
+    if rest:
+        what, got = f"pack each head of {kind!r} into bytes", f"{elements} elements of {bits} bits"
+        expected, hint = "a whole number of bytes", "the next head would begin inside a byte"
+        raise KVPlanError("SIZE", what, expected=expected, got=got, hint=hint, elements=elements, bits=bits)
+    return whole
+
+
+def _check_dtype(action: str, dtype: str) -> None:
+    if dtype not in ITEMSIZE:
+        expected = f"a dtype of {', '.join(ITEMSIZE)}"
+        raise KVPlanError("DTYPE", action, expected=expected, got=repr(dtype), dtype=dtype)

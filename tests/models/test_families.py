@@ -1,4 +1,4 @@
-"""Families: the caches of each kind of layer, from the keys that published files have."""
+"""Families: which tensors each layer of a config.json caches, by family, and refusals that name the key."""
 
 from __future__ import annotations
 
@@ -6,35 +6,304 @@ from typing import Any
 
 import pytest
 
-from kvplan import KVPlanError
-from kvplan.models.config import draft, read
+from kvplan import KVPlanError, Model
+from kvplan.models import FAMILIES
+from kvplan.models.tensors import Layers, Tensor
+
+STATES = [
+    *("mamba", "falcon_mamba", "mamba2", "jamba", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+]
+ATTENTION = sorted({*FAMILIES} - {*STATES, "deepseek_v2", "deepseek_v3", "deepseek_v32"})
 
 HEADS = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4}
 
+
+def config(model_type: str, **keys: Any) -> dict[str, Any]:
+    base = {"model_type": model_type, "num_hidden_layers": 4, "hidden_size": 1024, "num_attention_heads": 32}
+    return {**base, **keys}
+
+
+def layers_of(keys: dict[str, Any]) -> Layers:
+    return Model.from_config(keys).layers
+
+
+def geometry(keys: dict[str, Any]) -> tuple[int, int]:
+    """KV heads and head_dim of the first layer."""
+    axes = dict(layers_of({"num_kv_shared_layers": 0, **keys})[0][0].axes)
+    return axes["head"], axes["dim"]
+
+
+def groups(keys: dict[str, Any]) -> list[str]:
+    return [tensor.group for (tensor,) in layers_of(keys)]
+
+
+def tensors(config: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """The axes of each kind of tensor, in its first layer."""
+    found: dict[str, dict[str, int]] = {}
+    for layer in layers_of(config):
+        for tensor in layer:
+            found.setdefault(tensor.kind, dict(tensor.axes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads", "head_dim"),
+    [
+        ("llama", 32, 32),
+        ("mistral", 8, 32),
+        ("ministral", 8, 32),
+        ("ministral3", 8, 128),
+        ("mixtral", 8, 32),
+        ("phi3", 32, 32),
+        ("qwen2", 32, 32),
+        ("qwen2_moe", 16, 32),
+        ("qwen3", 32, 128),
+        ("qwen3_moe", 4, 32),
+        ("gemma2", 4, 256),
+        ("gemma3_text", 4, 256),
+        ("gpt_oss", 8, 64),
+        ("jamba", 8, 32),
+        ("nemotron_h", 8, 128),
+        ("granitemoehybrid", 32, 32),
+        ("falcon_h1", 8, 32),
+        ("qwen3_next", 2, 256),
+        ("qwen3_5_text", 4, 256),
+        ("qwen3_5_moe_text", 2, 256),
+    ],
+)
+def test_what_a_file_leaves_out_is_the_family_default(model_type: str, heads: int, head_dim: int) -> None:
+    """num_key_value_heads and head_dim default as the family's class in transformers does."""
+    of_family: dict[str, dict[str, Any]] = {
+        "jamba": {"num_hidden_layers": 8},
+        "nemotron_h": {"hybrid_override_pattern": "*M"},
+        "granitemoehybrid": {"layer_types": ["attention"] * 4, "mamba_n_heads": 32},
+    }
+    axes = tensors(config(model_type, **of_family.get(model_type, {})))["attn"]
+    assert (axes["head"], axes["dim"]) == (heads, head_dim)
+
+
+@pytest.mark.parametrize("model_type", ATTENTION)
+def test_what_a_file_states_counts(model_type: str) -> None:
+    """Stated heads and head_dim are taken, whatever hidden_size would give."""
+    assert geometry(config(model_type, num_key_value_heads=2, head_dim=80)) == (2, 80)
+
+
+def test_null_heads_are_the_query_heads() -> None:
+    """num_key_value_heads: null means one KV head per query head, not the default of the class."""
+    assert geometry(config("mistral", num_key_value_heads=None)) == (32, 32)
+
+
+def test_null_head_dim_is_derived() -> None:
+    """head_dim: null means hidden_size // num_attention_heads, not the default of the class."""
+    keys = config("nemotron_h", hybrid_override_pattern="*M*M", head_dim=None, num_key_value_heads=8)
+    assert geometry(keys) == (8, 32)
+    assert geometry(config("qwen3", head_dim=None, num_key_value_heads=8)) == (8, 32)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_a_latent_is_one_row_of_latent_and_rotary_key(model_type: str) -> None:
+    """MLA has kv_lora_rank + qk_rope_head_dim elements a token, with neither kv nor head, on every rank."""
+    ((tensor,), *_) = layers_of(config(model_type, kv_lora_rank=512, qk_rope_head_dim=64, num_key_value_heads=128))
+    assert tensor == Tensor("attn", "attn", (("dim", 576),))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "heads"),
+    [("mistral3", "mistral", 8), ("mistral3", "ministral3", 8), ("gemma3", "gemma3_text", 4), ("llava", "llama", 32)],
+)
+def test_a_nested_decoder_is_a_model_of_its_own(outer: str, inner: str, heads: int) -> None:
+    """text_config gives type and geometry; keys of the outer file don't."""
+    keys = {"model_type": outer, "num_hidden_layers": 99, "num_key_value_heads": 99, "text_config": config(inner)}
+    model = Model.from_config(keys)
+    assert (model.name, len(model.layers), dict(model.layers[0][0].axes)["head"]) == (inner, 4, heads)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("mistral3", "mistral"), ("gemma3", "gemma3_text")])
+def test_a_nested_decoder_without_a_type_has_that_of_its_family(outer: str, inner: str) -> None:
+    """Older files leave model_type out of text_config."""
+    text = {key: value for key, value in config(inner).items() if key != "model_type"}
+    assert Model.from_config({"model_type": outer, "text_config": text}).name == inner
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "float32"),
+        ({"dtype": None, "torch_dtype": "torch.float16"}, "float16"),
+    ],
+)
+def test_dtype_is_that_of_the_weights(keys: dict[str, Any], dtype: str) -> None:
+    """dtype counts before torch_dtype, and bfloat16 where there is neither."""
+    assert Model.from_config(config("llama", **keys)).dtype == dtype
+
+
+@pytest.mark.parametrize(("inner", "dtype"), [({}, "float16"), ({"dtype": "float32"}, "float32")])
+def test_a_nested_decoder_may_state_its_dtype(inner: dict[str, Any], dtype: str) -> None:
+    """The dtype of text_config counts before that of the outer file."""
+    keys = {"model_type": "gemma3", "torch_dtype": "float16", "text_config": config("gemma3_text", **inner)}
+    assert Model.from_config(keys).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (config("gpt_oss"), ["swa", "attn", "swa", "attn"]),
+        (config("gemma2"), ["swa", "attn", "swa", "attn"]),
+        (config("gemma3_text", num_hidden_layers=7), ["swa"] * 5 + ["attn", "swa"]),
+        (config("gemma3_text", sliding_window_pattern=2), ["swa", "attn", "swa", "attn"]),
+        (config("qwen3", use_sliding_window=True, max_window_layers=3), ["attn", "attn", "attn", "swa"]),
+        (config("qwen2", use_sliding_window=True, max_window_layers=1), ["attn", "swa", "swa", "swa"]),
+        (config("qwen2_moe", use_sliding_window=True, max_window_layers=2), ["swa", "attn", "attn", "attn"]),
+        (config("qwen3", use_sliding_window=False, max_window_layers=1), ["attn"] * 4),
+        (config("qwen3", use_sliding_window=True, sliding_window=None, max_window_layers=1), ["attn"] * 4),
+        (config("mistral", sliding_window=4096), ["attn"] * 4),
+        (
+            config("gpt_oss", num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]),
+            ["attn", "swa"],
+        ),
+    ],
+)
+def test_layers_of_two_kinds_have_two_groups(keys: dict[str, Any], expected: list[str]) -> None:
+    """Full and sliding layers have block tables of their own, by layer_types or else by the family's rule."""
+    assert groups(keys) == expected
+
+
+def test_layers_of_one_kind_have_one_group() -> None:
+    """A model that slides everywhere has the one group that a model that slides nowhere has."""
+    assert groups(config("ministral", layer_types=["sliding_attention"] * 4)) == ["attn"] * 4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [
+        ("llama", "num_hidden_layers"),
+        ("llama", "num_attention_heads"),
+        ("mistral", "hidden_size"),
+        ("deepseek_v3", "kv_lora_rank"),
+        ("deepseek_v3", "qk_rope_head_dim"),
+        ("mamba", "hidden_size"),
+        ("deepseek_v32", "kv_lora_rank"),
+        ("kimi_linear", "qk_rope_head_dim"),
+        ("granitemoehybrid", "hidden_size"),
+        ("mamba2", "num_hidden_layers"),
+        ("qwen3_next", "num_attention_heads"),
+    ],
+)
+def test_a_missing_key_is_named(model_type: str, missing: str) -> None:
+    """A value that every published file states is not guessed."""
+    keys = config(model_type, **LATENT, num_key_value_heads=None)
+    del keys[missing]
+    with pytest.raises(KVPlanError, match=f"{missing}.*got no such key") as caught:
+        Model.from_config(keys)
+    assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", missing)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 1 << 20),
+        ("num_hidden_layers", "4"),
+        ("num_key_value_heads", True),
+        ("num_key_value_heads", 12),
+        ("num_key_value_heads", 64),
+        ("head_dim", 64.0),
+        ("head_dim", 1 << 40),
+        ("hidden_size", 1000),
+        ("torch_dtype", "auto"),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["full_attention", "chunked_attention", "full_attention", "full_attention"]),
+        ("layer_types", [["full_attention"]] * 4),
+        ("layer_types", "full"),
+    ],
+)
+def test_an_unusable_value_is_named(key: str, value: object) -> None:
+    """A value of the wrong type, out of range, or that no model can have, is refused with its key."""
+    with pytest.raises(KVPlanError) as caught:
+        Model.from_config(config("llama", **{key: value}))
+    assert caught.value.code == "CONFIG"
+    assert caught.value.details["key"] in (key, "dtype")
+    assert str(caught.value).count(repr(value)) == 1
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "rwkv", "mllama_text_model", None, 7])
+def test_an_unknown_model_type_points_to_views(model_type: object) -> None:
+    """A model whose caches are not modelled is refused, not approximated, and the message says what to do."""
+    keys = {**config("llama"), "model_type": model_type}
+    with pytest.raises(KVPlanError, match=r"model_type of llama, .*Views of Workers") as caught:
+        Model.from_config(keys)
+    assert caught.value.code == "CONFIG"
+
+
+@pytest.mark.parametrize("value", [None, [], "llama"])
+def test_a_configuration_is_a_mapping(value: Any) -> None:
+    """What json.load gave must be an object."""
+    with pytest.raises(KVPlanError) as caught:
+        Model.from_config(value)
+    assert caught.value.code == "TYPE"
+
+
+def test_the_last_layer_of_gemma_4_is_full_whatever_its_list_says() -> None:
+    """Gemma4TextConfig forces the last layer to attend to all positions."""
+    stated = config("gemma4_text", head_dim=8, global_head_dim=16, layer_types=["sliding_attention"] * 4)
+    assert groups(stated) == ["swa", "swa", "swa", "attn"]
+
+
+def test_a_layer_shares_the_cache_of_its_kind() -> None:
+    """A sharing layer whose kind no earlier layer has is refused."""
+    keys = config("gemma3n_text", num_kv_shared_layers=1)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    with pytest.raises(KVPlanError, match="an earlier layer of the same kind that has one, got 1") as caught:
+        layers_of({**keys, "layer_types": kinds})
+    assert caught.value.code == "CONFIG"
+    assert [len(layer) for layer in layers_of({**keys, "layer_types": kinds[::-1]})] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "window"),
+    [
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("mixtral", {}, None),
+        ("phi3", {"sliding_window": 2047}, 2047),
+        ("qwen3_moe", {"sliding_window": 4096}, None),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 512}, 512),
+    ],
+)
+def test_all_layers_slide_in_a_window(model_type: str, keys: dict[str, Any], window: int | None) -> None:
+    """Families without a list of layer types slide everywhere or nowhere, in one group."""
+    layers = layers_of(config(model_type, **keys))
+    assert {(tensor.group, tensor.window) for (tensor,) in layers} == {("attn", window)}
+
+
 MAMBA1 = ["conv.x", "ssm"]
 MAMBA2 = ["conv.x", "conv.B", "conv.C", "ssm"]
 DELTA = ["conv.q", "conv.k", "conv.v", "ssm"]
-ATTENTION = ["attn"]
+ATTENDS = ["attn"]
 
 FILES: list[tuple[dict[str, Any], list[list[str]]]] = [
     ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 8}, [MAMBA1] * 2),
     ({"model_type": "falcon_mamba", "num_hidden_layers": 2, "hidden_size": 8}, [MAMBA1] * 2),
     ({"model_type": "mamba2", "num_hidden_layers": 2}, [MAMBA2] * 2),
-    ({"model_type": "jamba", "num_hidden_layers": 8, **HEADS}, [*[MAMBA1] * 4, ATTENTION, *[MAMBA1] * 3]),
-    ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-E*", **HEADS}, [MAMBA2, [], [], ATTENTION]),
+    ({"model_type": "jamba", "num_hidden_layers": 8, **HEADS}, [*[MAMBA1] * 4, ATTENDS, *[MAMBA1] * 3]),
+    ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-E*", **HEADS}, [MAMBA2, [], [], ATTENDS]),
     (
         {"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "full_attention", "mlp"], **HEADS},
-        [MAMBA2, [], ATTENTION, []],
+        [MAMBA2, [], ATTENDS, []],
     ),
     (
         {"model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], **HEADS},
-        [MAMBA2, ATTENTION],
+        [MAMBA2, ATTENDS],
     ),
-    ({"model_type": "falcon_h1", "num_hidden_layers": 2, **HEADS}, [ATTENTION + MAMBA2] * 2),
-    ({"model_type": "qwen3_next", "num_hidden_layers": 4, **HEADS}, [DELTA, DELTA, DELTA, ATTENTION]),
-    ({"model_type": "qwen3_next", "num_hidden_layers": 2, "full_attention_interval": 2, **HEADS}, [DELTA, ATTENTION]),
-    ({"model_type": "qwen3_5", "text_config": {"num_hidden_layers": 4, **HEADS}}, [DELTA, DELTA, DELTA, ATTENTION]),
+    ({"model_type": "falcon_h1", "num_hidden_layers": 2, **HEADS}, [ATTENDS + MAMBA2] * 2),
+    ({"model_type": "qwen3_next", "num_hidden_layers": 4, **HEADS}, [DELTA, DELTA, DELTA, ATTENDS]),
+    ({"model_type": "qwen3_next", "num_hidden_layers": 2, "full_attention_interval": 2, **HEADS}, [DELTA, ATTENDS]),
+    ({"model_type": "qwen3_5", "text_config": {"num_hidden_layers": 4, **HEADS}}, [DELTA, DELTA, DELTA, ATTENDS]),
     (
         {
             "model_type": "kimi_linear",
@@ -48,33 +317,24 @@ FILES: list[tuple[dict[str, Any], list[list[str]]]] = [
             },
             **LATENT,
         },
-        [DELTA, DELTA, ATTENTION],
+        [DELTA, DELTA, ATTENDS],
     ),
-    ({"model_type": "kimi_linear", "num_hidden_layers": 5, **LATENT}, [*[DELTA] * 4, ATTENTION]),
+    ({"model_type": "kimi_linear", "num_hidden_layers": 5, **LATENT}, [*[DELTA] * 4, ATTENDS]),
     ({"model_type": "deepseek_v32", "num_hidden_layers": 1, **LATENT}, [["attn", "index", "index.scale"]]),
     (
         {"model_type": "deepseek_v32", "num_hidden_layers": 1, "layer_types": ["deepseek_sparse_attention"], **LATENT},
         [["attn", "index", "index.scale"]],
     ),
-    ({"model_type": "gemma3n_text", "num_hidden_layers": 20, **HEADS}, [*[ATTENTION] * 5, *[[]] * 15]),
+    ({"model_type": "gemma3n_text", "num_hidden_layers": 20, **HEADS}, [*[ATTENDS] * 5, *[[]] * 15]),
 ]
-
-
-def tensors(config: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """The axes of every kind of tensor, of its first layer."""
-    found: dict[str, dict[str, int]] = {}
-    for layer in read(config)[1]:
-        for tensor in layer:
-            found.setdefault(tensor.kind, dict(tensor.axes))
-    return found
 
 
 @pytest.mark.parametrize(
     ("config", "kinds"), FILES, ids=lambda value: value.get("model_type", "") if type(value) is dict else ""
 )
 def test_each_layer_caches_what_its_kind_does(config: dict[str, Any], kinds: list[list[str]]) -> None:
-    """Lists and patterns of layers, in new and in older words, and the family's rule where a file has none."""
-    assert [[tensor.kind for tensor in layer] for layer in read(config)[1]] == kinds
+    """Lists and patterns of layers, with new and older names, and the family's rule for files without them."""
+    assert [[tensor.kind for tensor in layer] for layer in layers_of(config)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -86,7 +346,7 @@ def test_each_layer_caches_what_its_kind_does(config: dict[str, Any], kinds: lis
     ],
 )
 def test_width_of_a_mamba_layer(config: dict[str, Any], channels: int) -> None:
-    """A stated width counts before expand times hidden_size, but Jamba's intermediate_size is another thing's."""
+    """A stated width counts before expand times hidden_size, but Jamba's intermediate_size is that of its MLP."""
     found = tensors({"num_hidden_layers": 1, **config})
     assert (found["conv.x"], found["ssm"]["channel"]) == ({"channel": channels, "step": 3}, channels)
 
@@ -129,7 +389,7 @@ def test_sizes_of_a_gated_delta_layer() -> None:
 )
 def test_dtypes_of_a_state(keys: dict[str, Any], dtypes: set[str]) -> None:
     """Convolutions have the dtype of the weights; SSM states are fp32 unless a key says otherwise."""
-    ((*conv, ssm),) = read({"model_type": "mamba2", "num_hidden_layers": 1, **keys})[1]
+    ((*conv, ssm),) = layers_of({"model_type": "mamba2", "num_hidden_layers": 1, **keys})
     assert {tensor.dtype for tensor in conv} | {ssm.dtype} == dtypes
 
 
@@ -144,27 +404,45 @@ def test_dtypes_of_a_state(keys: dict[str, Any], dtypes: set[str]) -> None:
     ],
 )
 def test_full_layers_of_gemma_4(keys: dict[str, Any], full: tuple[int, int]) -> None:
-    """They have a head size of their own, and KV heads of their own where K equals V."""
-    layers = read({"model_type": "gemma4_text", "num_hidden_layers": 7, **HEADS, **keys})[1]
+    """They have a head size of their own, and KV heads of their own if K equals V."""
+    layers = layers_of({"model_type": "gemma4_text", "num_hidden_layers": 7, **HEADS, **keys})
     found = [(t.group, dict(t.axes)["head"], dict(t.axes)["dim"]) for (t,) in layers]
     assert found == [*[("swa", 4, 256)] * 5, ("attn", *full), ("attn", *full)]
 
 
 def test_a_layer_that_reuses_a_cache_has_none() -> None:
-    """Of four layers, the last two of num_kv_shared_layers are no tensors."""
+    """The last two of four layers have no tensors if num_kv_shared_layers is 2."""
     keys = {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }
-    layers = read({"model_type": "gemma4_text", **HEADS, **keys})[1]
+    layers = layers_of({"model_type": "gemma4_text", **HEADS, **keys})
     assert [[tensor.group for tensor in layer] for layer in layers] == [["swa"], ["attn"], [], []]
 
 
 def test_draft_layers_are_like_the_attention_layers() -> None:
-    """num_nextn_predict_layers of them, indexer included."""
+    """There are num_nextn_predict_layers of them, with an indexer if the model has one."""
     keys = {"model_type": "deepseek_v32", "num_hidden_layers": 3, "num_nextn_predict_layers": 2, **LATENT}
-    assert draft(keys) == read(keys)[1][:2]
+    model = Model.from_config(keys, with_draft_layers=True)
+    assert model.drafts == model.layers[:2]
+    assert Model.from_config(keys).drafts == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "number", "text"),
+    [
+        ("mamba", 1, "none in a model without attention layers, got 1"),
+        ("llama", 0, r"an integer in \[1, 16384\), got 0"),
+        ("llama", None, "a value for key 'num_nextn_predict_layers', got null"),
+    ],
+)
+def test_draft_layers_that_cannot_be_are_refused(model_type: str, number: int | None, text: str) -> None:
+    """A file states how many there are, and there are attention layers for them to be like."""
+    keys = config(model_type, num_nextn_predict_layers=number)
+    with pytest.raises(KVPlanError, match=text) as caught:
+        Model.from_config(keys, with_draft_layers=True)
+    assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", "num_nextn_predict_layers")
 
 
 @pytest.mark.parametrize(
@@ -193,28 +471,8 @@ def test_draft_layers_are_like_the_attention_layers() -> None:
         ("per_layer_config", {"model_type": "gemma4_text", **HEADS, "per_layer_config": {"1": 3}}),
     ],
 )
-def test_an_unusable_value_is_named(key: str, config: dict[str, Any]) -> None:
+def test_an_unusable_value_of_a_family_is_named(key: str, config: dict[str, Any]) -> None:
     """A value that no model of the family can have is refused with its key."""
     with pytest.raises(KVPlanError) as caught:
-        read({"num_hidden_layers": 2, **config})
+        Model.from_config({"num_hidden_layers": 2, **config})
     assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", key)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "key"),
-    [
-        ("mamba", "hidden_size"),
-        ("deepseek_v32", "kv_lora_rank"),
-        ("kimi_linear", "qk_rope_head_dim"),
-        ("granitemoehybrid", "hidden_size"),
-        ("mamba2", "num_hidden_layers"),
-        ("qwen3_next", "num_attention_heads"),
-    ],
-)
-def test_a_missing_key_is_named(model_type: str, key: str) -> None:
-    """What every published file states is not guessed."""
-    config = {"model_type": model_type, "num_hidden_layers": 4, **HEADS, **LATENT, "num_key_value_heads": None}
-    del config[key]
-    with pytest.raises(KVPlanError, match=f"{key}.*got no such key") as caught:
-        read(config)
-    assert caught.value.code == "CONFIG"

@@ -1,13 +1,15 @@
-"""Layouts, held against arrays that numpy lays out in the order the letters say."""
+"""Layouts and pools, compared with arrays that numpy lays out in the order of the letters."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker, view_of
-from kvplan.models.layouts import KV_FORMS, ORDERS, Held, Layout, Page
-from kvplan.models.pools import place
+from kvplan.models.layouts import CONV_ORDERS, KV_FORMS, ORDERS, Layout, LocalTensor, Page
+from kvplan.models.pools import place, size_of
+from kvplan.models.tensors import mamba2
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 7, 4, 6, 5
 EXTENT = {"layer": LAYERS, "block": BLOCKS, "head": HEADS, "token": TOKENS, "kv": 2, "dim": DIM}
@@ -23,7 +25,7 @@ LATENT = (Axis("token", 0, TOKENS, TOKENS, 0), Axis("dim", 0, DIM, DIM, 0))
 
 
 def held(axes: tuple[Axis, ...] = ATTENTION, layers: int = LAYERS, dtype: str = "float16") -> list[Page]:
-    return [Page.of(Held(f"layers.{i}.attn", "attn", dtype, axes)) for i in range(layers)]
+    return [Page.of(LocalTensor(f"layers.{i}.attn", "attn", dtype, axes)) for i in range(layers)]
 
 
 def pattern(order: str, kv: str) -> list[str]:
@@ -40,8 +42,8 @@ def of_array(array: np.ndarray, words: list[str], layer: int) -> View:
     """The view of one layer of ``array``, by numpy's own strides."""
     one = array[tuple(layer if word == "layer" else slice(None) for word in words)]
     region = Region("pool", array.__array_interface__["data"][0], array.nbytes)
-    kept = " ".join(word for word in words if word != "layer")
-    return view_of(one, kept, name=f"layers.{layer}.attn", group="attn", region=region, parts={"head": (4, 8, 12)})
+    inner = " ".join(word for word in words if word != "layer")
+    return view_of(one, inner, name=f"layers.{layer}.attn", group="attn", region=region, parts={"head": (4, 8, 12)})
 
 
 def places(view: View, region_offset: int = 0) -> tuple[object, ...]:
@@ -108,6 +110,13 @@ def test_kernel_blocks_make_a_pool_of_smaller_blocks(order: str, kv: str) -> Non
         assert view.offset_bytes == piece.offset_bytes
 
 
+def test_only_content_axes_have_an_order_of_their_own() -> None:
+    """A tensor may list kv, heads and slots in any order: the layout decides where they are."""
+    for kv in KV_FORMS:
+        layout = Layout("LBNHC", kv)
+        assert place(layout, "pool", held(ATTENTION[::-1]), BLOCKS) == place(layout, "pool", held(), BLOCKS)
+
+
 def test_a_kernel_block_as_large_as_the_block_changes_nothing() -> None:
     """One kernel block a block leaves the token axis a single digit."""
     layout = Layout("LBNHC", kernel_tokens=TOKENS)
@@ -140,7 +149,7 @@ def test_a_head_outside_the_block_steps_over_every_padded_block() -> None:
 
 
 def test_pad_of_a_block_that_holds_all_layers_comes_once() -> None:
-    """In BLHNC the pad stands after the last layer of a block, not after each layer."""
+    """In BLHNC the pad follows the last layer of a block, not each layer."""
     views, sizes = place(Layout("BLHNC", pad_bytes=24), "pool", held(), BLOCKS)
     page = HEADS * TOKENS * 2 * DIM * 2
     assert [view.offset_bytes for view in views] == [0, page, 2 * page]
@@ -170,7 +179,9 @@ def test_views_fill_their_regions_and_share_no_byte(order: str, kv: str, kernel:
 def test_a_state_has_no_token_slots() -> None:
     """A tensor of a state group keeps its content axes in their order, slowest first."""
     axes = (Axis("step", 0, 3, 3, 0), Axis("channel", 8, 16, 32, 0))
-    (view,), sizes = place(Layout("LBHNC"), "pool", [Page.of(Held("layers.0.conv", "state", "bfloat16", axes))], BLOCKS)
+    (view,), sizes = place(
+        Layout("LBHNC"), "pool", [Page.of(LocalTensor("layers.0.conv", "state", "bfloat16", axes))], BLOCKS
+    )
     assert view.axes == (Axis("step", 0, 3, 3, 16), Axis("channel", 8, 16, 32, 2))
     assert sizes == {"layers.0.conv": BLOCKS * 48}
 
@@ -182,31 +193,35 @@ def test_a_pool_of_one_block_keeps_its_stride() -> None:
 
 
 def test_layers_of_one_pool_have_one_shape() -> None:
-    """Tensors that would make rows of unequal length in one region are refused by name."""
-    other = Page.of(Held("layers.9.attn", "attn", "float16", LATENT))
+    """Pages of unequal size in one region are refused by name."""
+    other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
     with pytest.raises(KVPlanError, match=r"'layers\.9\.attn'") as caught:
         place(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
     assert caught.value.code == "LAYOUT"
 
 
 def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
-    """With the layer slowest nothing is shared, so nothing needs to be equal."""
-    other = Page.of(Held("layers.9.attn", "attn", "float16", LATENT))
+    """If the layer is the slowest dimension, no region is shared, so pages may differ."""
+    other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
     assert len(place(Layout("LBHNC"), "pool", [*held(), other], BLOCKS)[0]) == LAYERS + 1
 
 
-@pytest.mark.parametrize("order", ["HND", "lbhnc", "", 5, None])
-def test_an_unknown_order_lists_the_known_ones(order: object) -> None:
-    """Whatever is not one of the six is refused with all six."""
-    with pytest.raises(KVPlanError, match=", ".join(ORDERS)) as caught:
-        Layout(order)
-    assert caught.value.code == "LAYOUT"
-
-
-def test_an_unknown_kv_form_lists_the_known_ones() -> None:
-    """Whatever is not one of the three forms is refused with all three."""
-    with pytest.raises(KVPlanError, match="content, axis, split") as caught:
-        Layout(kv="interleaved")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"order": "HND"}, r"layout: expected one of LBHNC, .*, BHLNC, got 'HND' \(vLLM's HND is LBHNC\)"),
+        ({"order": "lbhnc"}, r"layout: .*, got 'lbhnc' \(L layer, B block, H head, N token, C content\)"),
+        ({"order": ""}, "layout: .*, got ''"),
+        ({"order": 5}, "layout: .*, got 5"),
+        ({"order": None}, "layout: .*, got None"),
+        ({"kv": "interleaved"}, "kv: expected one of content, axis, split, got 'interleaved'"),
+        ({"conv": "NHC"}, "conv: expected one of DS, SD, got 'NHC'"),
+    ],
+)
+def test_an_unknown_word_lists_the_known_ones(options: dict[str, Any], text: str) -> None:
+    """Any other order, kv form or order of the convolution is refused with all that there are."""
+    with pytest.raises(KVPlanError, match=f"cannot read {text}") as caught:
+        Layout(**options)
     assert caught.value.code == "LAYOUT"
 
 
@@ -220,7 +235,7 @@ def test_an_unknown_kv_form_lists_the_known_ones() -> None:
         ({"kernel_tokens": "16"}, "TYPE"),
     ],
 )
-def test_numbers_of_a_layout_are_exact_integers(options: dict[str, object], code: str) -> None:
+def test_numbers_of_a_layout_are_exact_integers(options: dict[str, Any], code: str) -> None:
     """Bools, floats, strings and numbers out of range are refused."""
     with pytest.raises(KVPlanError) as caught:
         Layout(**options)
@@ -239,7 +254,7 @@ def test_a_pool_has_blocks(num_blocks: int) -> None:
 def test_a_tensor_has_no_axis_that_the_pool_has(axis: str) -> None:
     """Layers and blocks are the pool's own dimensions."""
     with pytest.raises(KVPlanError, match=axis) as caught:
-        Held("layers.0.attn", "attn", "float16", (Axis(axis, 0, 4, 4, 0),))
+        LocalTensor("layers.0.attn", "attn", "float16", (Axis(axis, 0, 4, 4, 0),))
     assert caught.value.code == "AXES"
 
 
@@ -248,3 +263,84 @@ def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(KVPlanError, match="int4") as caught:
         held(dtype="int4")
     assert caught.value.code == "DTYPE"
+
+
+@pytest.mark.parametrize("order", CONV_ORDERS)
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (1, 2), (2, 3)])
+def test_a_convolution_is_one_array(order: str, rank: int, tp: int) -> None:
+    """x, B and C lie as slices of the engine's [channel, step] or [step, channel] array, with the SSM behind it."""
+    layer = mamba2(6, 4, 2, 8, 3, "float16", "float32")
+    *conv, ssm = (LocalTensor(t.kind, t.group, t.dtype or "", t.local_axes(rank, tp)) for t in layer)
+    made = Page("state", (tuple(conv), (ssm,)))
+    views, sizes = place(Layout(conv=order), "state", [made], BLOCKS)
+    widths = [tensor.axes[0].extent for tensor in conv]
+    total = sum(widths)
+    stride = 2 * total * 3 + ssm.block_bytes
+    assert sizes == {"state": BLOCKS * stride}
+    memory = np.zeros((BLOCKS, stride), np.uint8)
+    rows = memory[:, : 2 * total * 3].view(np.float16)
+    array = rows.reshape(BLOCKS, *((total, 3) if order == "DS" else (3, total)))
+    base = memory.__array_interface__["data"][0]
+    start = 0
+    for tensor, view, width in zip(conv, views, widths, strict=False):
+        part = array[:, start : start + width] if order == "DS" else array[:, :, start : start + width]
+        parts = {axis.name: (axis.start, axis.stop, axis.size) for axis in tensor.axes}
+        words = "block channel step" if order == "DS" else "block step channel"
+        region = Region("state", base, memory.nbytes)
+        expected = view_of(part, words, name=tensor.name, group="state", region=region, parts=parts)
+        assert sorted(map(str, view.axes)) == sorted(map(str, expected.axes))
+        assert (view.offset_bytes, view.block_stride_bytes) == (expected.offset_bytes, expected.block_stride_bytes)
+        start += width
+    assert views[-1].offset_bytes == 2 * total * 3
+    assert views[-1].block_bytes == ssm.block_bytes
+
+
+SLOTS = Axis("token", 0, 4, 4, 0)
+
+
+def two(apart: bool, **axes: int) -> Page:
+    """A tensor of 2 heads of 8 bytes and one of ``axes``, in two sections or in one."""
+    first = LocalTensor("a", "g", "uint8", (Axis("head", 0, 2, 2, 0), SLOTS, Axis("dim", 0, 8, 8, 0)))
+    second = LocalTensor("b", "g", "uint8", (*(Axis(key, 0, size, size, 0) for key, size in axes.items()), SLOTS))
+    return Page("page", ((first,), (second,)) if apart else ((first, second),))
+
+
+@pytest.mark.parametrize(("apart", "offset", "head"), [(False, 8, 4 * 10), (True, 64, 4 * 2)])
+def test_sections_follow_one_another(apart: bool, offset: int, head: int) -> None:
+    """Tensors of one section alternate slot by slot; two sections follow each other. The page has the same size."""
+    views, sizes = place(Layout(), "pool", [two(apart, head=2, scale=2)], 3)
+    assert views[1].offset_bytes == offset
+    assert views[1].axes[0].stride_bytes == head
+    assert sizes == {"page": 3 * (64 + 16)}
+    assert size_of(Layout(), two(apart, head=2, scale=2)) == 64 + 16
+
+
+def test_tensors_of_one_section_have_one_set_of_heads() -> None:
+    """A tensor without the heads of its section is refused."""
+    with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
+        place(Layout(), "pool", [two(False, scale=2)], 3)
+    assert caught.value.code == "LAYOUT"
+    place(Layout(), "pool", [two(True, scale=2)], 3)
+
+
+def test_heads_outside_a_page_are_those_of_all_its_sections() -> None:
+    """If heads are outside the page, a section without them is refused."""
+    with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
+        place(Layout("LHBNC"), "pool", [two(True, scale=2)], 3)
+    assert caught.value.code == "LAYOUT"
+
+
+def test_pages_of_one_pool_have_equal_sections() -> None:
+    """A layer with one more tensor is refused by name."""
+    page = two(True, scale=2)
+    with pytest.raises(KVPlanError, match="2 tensors in 2 sections") as caught:
+        place(Layout("BLHNC"), "pool", [Page("first", page.sections[:1]), page], 3)
+    assert caught.value.code == "LAYOUT"
+
+
+def test_a_page_that_splits_has_k_and_v_throughout() -> None:
+    """If K and V are split, a page refuses a tensor that has neither."""
+    page = Page("page", (two(True, kv=2, scale=2).sections[1], two(True, scale=2).sections[0]))
+    with pytest.raises(KVPlanError, match=r"split page 'page' into K and V: .* got none in 'a'") as caught:
+        place(Layout(kv="split"), "pool", [page], 3)
+    assert caught.value.code == "LAYOUT"

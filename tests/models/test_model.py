@@ -1,56 +1,42 @@
-"""Models: the figures that others publish for real models, and which rank holds what."""
+"""Models: the figures that others publish for real models, their groups, blocks and dtypes."""
 
-from itertools import combinations
-from typing import Any
+from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvplan import Context, KVPlanError, Worker
-from kvplan.models.layouts import KV_FORMS, ORDERS
-from kvplan.models.model import Model
-from kvplan.models.placement import ALIGNMENT_BYTES, stages
-from kvplan.models.tensors import Tensor
+from kvplan import KVPlanError, Model, Worker
+from kvplan.models.placement import stages_of
+from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, Tensor, attention, mamba1, mamba2
 
 KIB, MIB = 1 << 10, 1 << 20
 
-TINY: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 3, "head_dim": 8, "num_attention_heads": 24}
-
-
-def tiny(heads: int, layers: int = 3) -> Model:
-    return Model.from_config({**TINY, "num_key_value_heads": heads, "num_hidden_layers": layers}, "tiny")
-
-
-def latent() -> Model:
-    keys = {"model_type": "deepseek_v3", "num_hidden_layers": 3, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
-    return Model.from_config(keys, "tiny-mla")
-
-
-def heads_of(worker: Worker) -> tuple[int, int, int]:
-    (head,) = (axis for axis in worker.views[0].axes if axis.name == "head")
-    return head.start, head.stop, head.size
+GQA = Model("gqa", (attention(2, 8),) * 3)
 
 
 def layers_of(worker: Worker) -> list[int]:
+    """The layer of each view."""
     return [int(view.name.split(".")[1]) for view in worker.views]
 
 
 @pytest.mark.parametrize(
     ("model", "tp", "tokens_per_block", "part_bytes", "block_bytes"),
     [
-        pytest.param("deepseek-r1-distill-qwen-32b", 2, 16, 16 * KIB, 2 * MIB, id="deepseek-r1-distill-qwen-32b"),
-        pytest.param("llama-3.1-8b", 1, 16, 32 * KIB, 2 * MIB, id="llama-3.1-8b"),
-        pytest.param("llama-3.2-1b", 1, 16, 16 * KIB, MIB // 2, id="llama-3.2-1b"),
-        pytest.param("llama-3.1-70b", 4, 16, 8 * KIB, 5 * MIB // 4, id="llama-3.1-70b"),
-        pytest.param("mistral-7b", 1, 16, 32 * KIB, 2 * MIB, id="mistral-7b"),
-        pytest.param("mistral-small-24b", 1, 16, 32 * KIB, 5 * MIB // 2, id="mistral-small-24b"),
-        pytest.param("qwen2.5-1.5b", 1, 16, 8 * KIB, 7 * MIB // 16, id="qwen2.5-1.5b"),
-        pytest.param("qwen2.5-3b", 1, 16, 8 * KIB, 9 * MIB // 16, id="qwen2.5-3b"),
-        pytest.param("qwen2.5-7b", 1, 16, 16 * KIB, 7 * MIB // 8, id="qwen2.5-7b"),
-        pytest.param("qwen3-0.6b", 1, 16, 32 * KIB, 7 * MIB // 4, id="qwen3-0.6b"),
-        pytest.param("qwen3-1.7b", 1, 16, 32 * KIB, 7 * MIB // 4, id="qwen3-1.7b"),
-        pytest.param("qwen3-4b", 1, 16, 32 * KIB, 9 * MIB // 4, id="qwen3-4b"),
-        pytest.param("qwen3-8b", 1, 16, 32 * KIB, 9 * MIB // 4, id="qwen3-8b"),
-        pytest.param("qwen3-32b", 2, 16, 16 * KIB, 2 * MIB, id="qwen3-32b"),
+        ("deepseek-r1-distill-qwen-32b", 2, 16, 16 * KIB, 2 * MIB),
+        ("llama-3.1-8b", 1, 16, 32 * KIB, 2 * MIB),
+        ("llama-3.2-1b", 1, 16, 16 * KIB, MIB // 2),
+        ("llama-3.1-70b", 4, 16, 8 * KIB, 5 * MIB // 4),
+        ("mistral-7b", 1, 16, 32 * KIB, 2 * MIB),
+        ("mistral-small-24b", 1, 16, 32 * KIB, 5 * MIB // 2),
+        ("qwen2.5-1.5b", 1, 16, 8 * KIB, 7 * MIB // 16),
+        ("qwen2.5-3b", 1, 16, 8 * KIB, 9 * MIB // 16),
+        ("qwen2.5-7b", 1, 16, 16 * KIB, 7 * MIB // 8),
+        ("qwen3-0.6b", 1, 16, 32 * KIB, 7 * MIB // 4),
+        ("qwen3-1.7b", 1, 16, 32 * KIB, 7 * MIB // 4),
+        ("qwen3-4b", 1, 16, 32 * KIB, 9 * MIB // 4),
+        ("qwen3-8b", 1, 16, 32 * KIB, 9 * MIB // 4),
+        ("qwen3-32b", 2, 16, 16 * KIB, 2 * MIB),
     ],
 )
 def test_bytes_of_a_block(model: str, tp: int, tokens_per_block: int, part_bytes: int, block_bytes: int) -> None:
@@ -64,7 +50,7 @@ def test_bytes_of_a_block(model: str, tp: int, tokens_per_block: int, part_bytes
 
 
 def test_bytes_of_a_latent_block() -> None:
-    """DeepSeek-V2-Lite at block 64 keeps 72 KB a layer and 1.9 MB in all, as published with that request."""
+    """DeepSeek-V2-Lite has 72 KB a layer at block 64 and 1.9 MB in all, as published with that request."""
     layers = Model.shipped("deepseek-v2-lite").block_bytes(tokens_per_block=64)
     assert set(layers) == {72 * KIB}
     assert round(sum(layers) / MIB, 1) == 1.9
@@ -73,12 +59,12 @@ def test_bytes_of_a_latent_block() -> None:
 @pytest.mark.parametrize(
     ("model", "pages"),
     [
-        pytest.param("llama-3.1-8b", {1: 65536, 2: 32768, 4: 16384, 8: 8192}, id="llama-3.1-8b"),
-        pytest.param("llama-3.1-70b", {4: 16384, 8: 8192, 16: 8192}, id="llama-3.1-70b"),
-        pytest.param("qwen3-235b-a22b", {1: 32768, 2: 16384, 4: 8192, 8: 8192}, id="qwen3-235b-a22b"),
-        pytest.param("gpt-oss-120b", {1: 32768, 2: 16384, 8: 4096}, id="gpt-oss-120b"),
-        pytest.param("gemma-3-27b", {2: 65536, 4: 32768}, id="gemma-3-27b"),
-        pytest.param("deepseek-v3", {1: 18432, 8: 18432, 16: 18432}, id="deepseek-v3"),
+        ("llama-3.1-8b", {1: 65536, 2: 32768, 4: 16384, 8: 8192}),
+        ("llama-3.1-70b", {4: 16384, 8: 8192, 16: 8192}),
+        ("qwen3-235b-a22b", {1: 32768, 2: 16384, 4: 8192, 8: 8192}),
+        ("gpt-oss-120b", {1: 32768, 2: 16384, 8: 4096}),
+        ("gemma-3-27b", {2: 65536, 4: 32768}),
+        ("deepseek-v3", {1: 18432, 8: 18432, 16: 18432}),
     ],
 )
 def test_page_bytes_by_tensor_parallel_size(model: str, pages: dict[int, int]) -> None:
@@ -87,24 +73,15 @@ def test_page_bytes_by_tensor_parallel_size(model: str, pages: dict[int, int]) -
     assert {tp: set(shipped.block_bytes(tp)) for tp in pages} == {tp: {page} for tp, page in pages.items()}
 
 
-def test_page_bytes_of_deepseek_v3_at_block_64() -> None:
-    """61 layers, each 1152 bytes a token, so 73728 a page at block 64."""
-    assert Model.shipped("deepseek-v3").block_bytes(8, 64) == (73728,) * 61
-
-
 @pytest.mark.parametrize(
     ("model", "states"),
     [
-        pytest.param("nemotron-h-8b", {1: (61440, 4194304), 8: (7680, 524288), 16: (4608, 262144)}, id="nemotron-h-8b"),
-        pytest.param(
-            "nemotron-3-nano-30b-a3b",
-            {1: (36864, 2097152), 4: (9216, 524288), 8: (4608, 262144)},
-            id="nemotron-3-nano-30b-a3b",
-        ),
-        pytest.param("qwen3-next-80b", {1: (49152, 2097152), 8: (6144, 262144)}, id="qwen3-next-80b"),
-        pytest.param("granite-4.0-h-tiny", {1: (19968, 1572864), 2: (10752, 786432)}, id="granite-4.0-h-tiny"),
-        pytest.param("jamba-v0.1", {1: (49152, 524288), 2: (24576, 262144)}, id="jamba-v0.1"),
-        pytest.param("falcon-mamba-7b", {1: (49152, 524288), 2: (24576, 262144)}, id="falcon-mamba-7b"),
+        ("nemotron-h-8b", {1: (61440, 4194304), 8: (7680, 524288), 16: (4608, 262144)}),
+        ("nemotron-3-nano-30b-a3b", {1: (36864, 2097152), 4: (9216, 524288), 8: (4608, 262144)}),
+        ("qwen3-next-80b", {1: (49152, 2097152), 8: (6144, 262144)}),
+        ("granite-4.0-h-tiny", {1: (19968, 1572864), 2: (10752, 786432)}),
+        ("jamba-v0.1", {1: (49152, 524288), 2: (24576, 262144)}),
+        ("falcon-mamba-7b", {1: (49152, 524288), 2: (24576, 262144)}),
     ],
 )
 def test_bytes_of_a_state(model: str, states: dict[int, tuple[int, int]]) -> None:
@@ -122,16 +99,16 @@ def test_bytes_of_a_state(model: str, states: dict[int, tuple[int, int]]) -> Non
 @pytest.mark.parametrize(
     ("model", "attending", "stateful"),
     [
-        pytest.param("nemotron-h-8b", 4, 24, id="nemotron-h-8b"),
-        pytest.param("nemotron-3-nano-30b-a3b", 6, 23, id="nemotron-3-nano-30b-a3b"),
-        pytest.param("qwen3-next-80b", 12, 36, id="qwen3-next-80b"),
-        pytest.param("granite-4.0-h-tiny", 4, 36, id="granite-4.0-h-tiny"),
-        pytest.param("jamba-v0.1", 4, 28, id="jamba-v0.1"),
-        pytest.param("falcon-mamba-7b", 0, 64, id="falcon-mamba-7b"),
+        ("nemotron-h-8b", 4, 24),
+        ("nemotron-3-nano-30b-a3b", 6, 23),
+        ("qwen3-next-80b", 12, 36),
+        ("granite-4.0-h-tiny", 4, 36),
+        ("jamba-v0.1", 4, 28),
+        ("falcon-mamba-7b", 0, 64),
     ],
 )
 def test_layers_of_hybrids(model: str, attending: int, stateful: int) -> None:
-    """How many layers attend, and how many keep a state."""
+    """How many layers attend, and how many have a state."""
     kinds = [kind for layer in Model.shipped(model).layers for kind in {tensor.pool for tensor in layer}]
     assert (kinds.count("attn"), kinds.count("state")) == (attending, stateful)
 
@@ -148,12 +125,34 @@ def test_pages_of_gemma_4_31b_are_made_equal(tp: int, full: int) -> None:
 
 
 def test_blocks_by_group_are_taken_as_they_are() -> None:
-    """A mapping names every token group, and its blocks are not made equal."""
+    """A mapping names each token group and no other, and its blocks are not made equal."""
     model = Model.shipped("gemma-4-31b")
-    assert model.blocks(4, {"swa": 48, "attn": 16}) == {"swa": 48, "attn": 16}
-    with pytest.raises(KVPlanError, match="tokens_per_block of swa, attn, got swa") as caught:
-        model.blocks(4, {"swa": 16})
-    assert caught.value.code == "NAME"
+    assert model.blocks(4, {"attn": 16, "swa": 48}) == {"swa": 48, "attn": 16}
+    for given_blocks, got in (
+        ({"swa": 16}, "swa"),
+        ({}, "none"),
+        ({"swa": 1, "attn": 1, "state": 1}, "swa, attn, state"),
+    ):
+        with pytest.raises(KVPlanError, match=f"page gemma-4-31b: .* of swa, attn, got {got}$") as caught:
+            model.blocks(4, given_blocks)
+        assert caught.value.code == "NAME"
+
+
+def test_blocks_are_made_equal_by_the_largest_rank() -> None:
+    """Of 5 heads, the second of 3 ranks holds three. At tp 1 no page divides the other, so no block grows."""
+    model = Model("m", (attention(5, 8, "swa"), attention(3, 8)))
+    assert model.blocks(3) == {"swa": 16, "attn": 48}
+    assert model.blocks(1) == {"swa": 16, "attn": 16}
+    model = Model("m", (attention(3, 8, "swa"), attention(2, 8)))
+    assert model.blocks(2) == {"swa": 16, "attn": 32}
+    assert model.blocks(1) == {"swa": 16, "attn": 16}
+
+
+def test_kernel_blocks_of_a_layer_that_attends_and_has_a_state() -> None:
+    """A block of its attention is made as large as its own state."""
+    both = (*attention(2, 8), *mamba2(4, 8, 1, 4, 3, "bfloat16", "float32"))
+    state = 3 * 2 * (4 * 8 + 2 * 4) + 4 * 4 * 8 * 4
+    assert Model("m", (both,)).kernel_blocks(kernel_tokens=2) == -(-state // (2 * 2 * 2 * 8 * 2))
 
 
 @pytest.mark.parametrize("model", Model.names())
@@ -173,7 +172,7 @@ def test_a_sliding_group_moves_what_is_still_seen() -> None:
 
 
 def test_bytes_of_sparse_latents() -> None:
-    """DeepSeek-V3.2 keeps 656 bytes a token and 132 of its indexer, whose pages hold all keys before the scales."""
+    """DeepSeek-V3.2 has 656 bytes a token and 132 of its indexer, whose pages hold all keys before the scales."""
     layers = Model.shipped("deepseek-v3.2").tensor_bytes(8, 64)
     assert layers == ({"attn": 41984, "index": 8192, "index.scale": 256},) * 61
     (worker, *_) = Model.shipped("deepseek-v3.2").engine("e", tp=8, tokens_per_block=64, num_blocks=2)
@@ -190,20 +189,20 @@ def test_kernel_blocks_of_nemotron_3_nano_30b(tp: int, ratio: int) -> None:
 
 
 def test_kernel_blocks_need_both_kinds() -> None:
-    """Where there is no state to cover, or nothing to cover it with, a block is one kernel block."""
+    """If a model lacks states or attention, a block is one kernel block."""
     assert [Model.shipped(name).kernel_blocks() for name in ("llama-3.1-8b", "falcon-mamba-7b")] == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("model", "layers", "heads", "head_dim"),
     [
-        pytest.param("qwen3-0.6b", 28, 8, 128, id="qwen3-0.6b"),
-        pytest.param("qwen3-32b", 64, 8, 128, id="qwen3-32b"),
-        pytest.param("qwen3-235b-a22b", 94, 4, 128, id="qwen3-235b-a22b"),
-        pytest.param("gpt-oss-20b", 24, 8, 64, id="gpt-oss-20b"),
-        pytest.param("gpt-oss-120b", 36, 8, 64, id="gpt-oss-120b"),
-        pytest.param("gemma-3-27b", 62, 16, 128, id="gemma-3-27b"),
-        pytest.param("mistral-small-24b", 40, 8, 128, id="mistral-small-24b"),
+        ("qwen3-0.6b", 28, 8, 128),
+        ("qwen3-32b", 64, 8, 128),
+        ("qwen3-235b-a22b", 94, 4, 128),
+        ("gpt-oss-20b", 24, 8, 64),
+        ("gpt-oss-120b", 36, 8, 64),
+        ("gemma-3-27b", 62, 16, 128),
+        ("mistral-small-24b", 40, 8, 128),
     ],
 )
 def test_geometry(model: str, layers: int, heads: int, head_dim: int) -> None:
@@ -217,7 +216,7 @@ def test_geometry(model: str, layers: int, heads: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "sliding", "full"),
-    [pytest.param("gemma-3-27b", 52, 10, id="gemma-3-27b"), pytest.param("gpt-oss-120b", 18, 18, id="gpt-oss-120b")],
+    [("gemma-3-27b", 52, 10), ("gpt-oss-120b", 18, 18)],
 )
 def test_sliding_and_full_layers_have_tables_of_their_own(model: str, sliding: int, full: int) -> None:
     """Each worker has both groups, and a view's group is that of its layer."""
@@ -227,7 +226,7 @@ def test_sliding_and_full_layers_have_tables_of_their_own(model: str, sliding: i
 
 
 def test_groups_that_share_an_order_do_not_share_a_pool() -> None:
-    """With all layers in a block, each group's layers make rows of their own."""
+    """If all layers are in one block, the layers of each group have a pool of their own."""
     (worker,) = Model.shipped("gpt-oss-20b").engine("e", layout="BLHNC", num_blocks=2)
     assert [region.name for region in worker.regions] == ["swa.attn", "attn.attn"]
     assert {(view.group, view.region) for view in worker.views} == {("swa", "swa.attn"), ("attn", "attn.attn")}
@@ -240,12 +239,12 @@ def test_every_shipped_model_makes_an_engine(model: str) -> None:
     workers = shipped.engine("e", tp=2, pp=2, num_blocks=2)
     expected = {i for i, layer in enumerate(shipped.layers) if layer}
     assert [*map(set, (layers_of(workers[0]), layers_of(workers[2])))] == [
-        {i for i in expected if i in stage} for stage in stages(len(shipped.layers), 2)
+        {i for i in expected if i in stage} for stage in stages_of(len(shipped.layers), 2)
     ]
 
 
-def test_a_shipped_model_that_is_none_is_told_with_those_like_it() -> None:
-    """A name that no shipped model has is refused with up to three that are like it."""
+def test_an_unknown_shipped_model_is_refused_with_similar_names() -> None:
+    """The error suggests up to three names."""
     with pytest.raises(KVPlanError) as caught:
         Model.shipped("Qwen3-0.5B")
     assert str(caught.value) == (
@@ -255,182 +254,9 @@ def test_a_shipped_model_that_is_none_is_told_with_those_like_it() -> None:
     assert caught.value.details == {"name": "Qwen3-0.5B"}
 
 
-@pytest.mark.parametrize(
-    ("heads", "tp", "expected"),
-    [
-        (8, 1, [(0, 8)]),
-        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
-        (2, 8, [(0, 1)] * 4 + [(1, 2)] * 4),
-        (12, 8, [(0, 2), (1, 3), (3, 5), (4, 6), (6, 8), (7, 9), (9, 11), (10, 12)]),
-        (2, 3, [(0, 1), (0, 2), (1, 2)]),
-    ],
-)
-def test_heads_by_rank(heads: int, tp: int, expected: list[tuple[int, int]]) -> None:
-    """Equal shares, replicas in contiguous runs of ranks, or intervals that overlap by a head."""
-    workers = tiny(heads).engine("e", tp=tp, num_blocks=2)
-    assert [heads_of(worker) for worker in workers] == [(start, stop, heads) for start, stop in expected]
-
-
-def test_every_rank_holds_the_whole_latent() -> None:
-    """MLA has no heads to divide: tensor parallelism replicates it."""
-    for worker in latent().engine("e", tp=4, num_blocks=2):
-        assert {view.sizes["dim"] for view in worker.views} == {16}
-        assert all(axis.extent == axis.size for view in worker.views for axis in view.axes)
-
-
-@pytest.mark.parametrize(
-    ("layers", "pp", "sizes"),
-    [
-        (32, 4, [8, 8, 8, 8]),
-        (61, 4, [15, 15, 16, 15]),
-        (94, 4, [23, 24, 24, 23]),
-        (5, 2, [3, 2]),
-        (7, 4, [2, 2, 2, 1]),
-        (3, 3, [1, 1, 1]),
-    ],
-)
-def test_stages_leave_the_last_one_short(layers: int, pp: int, sizes: list[int]) -> None:
-    """Contiguous stages; a remainder goes one each to the stages before the last, the latest first."""
-    ranges = list(stages(layers, pp))
-    assert [len(stage) for stage in ranges] == sizes
-    assert [layer for stage in ranges for layer in stage] == list(range(layers))
-
-
-def test_ranks_count_tensor_then_prefill_context_then_pipeline() -> None:
-    """World rank (pp_rank * pcp + pcp_rank) * tp + tp_rank, and workers come in that order."""
-    workers = tiny(2, layers=4).engine("e", tp=2, pp=2, pcp=2, num_blocks=2)
-    held = [(w.rank, layers_of(w)[0], heads_of(w)[0]) for w in workers]
-    assert held == [(r, r // 4 * 2, r % 2) for r in range(8)]
-
-
-def test_more_stages_than_layers_is_refused() -> None:
-    """A stage without layers has nothing to keep."""
-    with pytest.raises(KVPlanError, match="pp <= 3, the number of layers, got 4") as caught:
-        tiny(2).engine("e", pp=4)
-    assert caught.value.code == "LAYOUT"
-
-
-def test_stages_may_be_given() -> None:
-    """layers_per_stage says how many layers each stage has, and so how many stages there are."""
-    workers = tiny(2, layers=5).engine("e", layers_per_stage=(1, 3, 1), num_blocks=2)
-    assert [layers_of(worker) for worker in workers] == [[0], [1, 2, 3], [4]]
-
-
-@pytest.mark.parametrize(
-    ("pp", "given", "code"),
-    [(1, (2, 2), "LAYOUT"), (2, (1, 1, 1), "LAYOUT"), (1, (3, 0), "RANGE"), (1, (), "RANGE")],
-)
-def test_given_stages_hold_every_layer(pp: int, given: tuple[int, ...], code: str) -> None:
-    """Stages that leave layers out, hold none, or contradict pp are refused."""
-    with pytest.raises(KVPlanError) as caught:
-        tiny(2).engine("e", pp=pp, layers_per_stage=given)
-    assert caught.value.code == code
-
-
-def test_a_draft_stands_on_the_last_stage() -> None:
-    """Draft layers have names, heads and pools of their own, and no stage but the last holds them."""
-    workers = latent().with_draft(tiny(2, layers=2)).engine("e", pp=3, tp=2, num_blocks=2)
-    drafts = [[view.name for view in worker.views if view.name.startswith("draft.")] for worker in workers]
-    assert drafts == [[], [], [], [], *[["draft.0.attn", "draft.1.attn"]] * 2]
-    assert [axis.size for axis in workers[5].views[-1].axes if axis.name == "head"] == [2]
-
-
-def test_draft_layers_of_a_file_are_off_unless_asked_for() -> None:
-    """num_nextn_predict_layers counts only with with_draft_layers."""
-    keys = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
-    config = {**keys, "num_nextn_predict_layers": 1}
-    assert Model.from_config(config).drafts == ()
-    assert Model.from_config(config, with_draft_layers=True).drafts == Model.from_config(config).layers[:1]
-
-
-def test_context_ranks_reuse_tensor_ranks() -> None:
-    """Of tp 4 and dcp 2 the context ranks are 0, 1, 0, 1, with the interleave given."""
-    contexts = [worker.groups[0].context for worker in latent().engine("e", tp=4, dcp=2, interleave=8, num_blocks=2)]
-    assert [(c.rank, c.size, c.interleave_tokens) for c in contexts] == [(0, 2, 8), (1, 2, 8), (0, 2, 8), (1, 2, 8)]
-
-
-def test_prefill_context_ranks_keep_the_same_positions() -> None:
-    """pcp alone is more workers with the same cache."""
-    workers = latent().engine("e", pcp=3, num_blocks=2)
-    assert [worker.groups[0].context for worker in workers] == [Context()] * 3
-
-
-def test_interleave_and_pcp_spreads_reach_the_context() -> None:
-    """pcp 2 and dcp 2 on tp 2 are two context ranks, or four with pcp_spreads."""
-    for spreads, size in ((False, 2), (True, 4)):
-        workers = latent().engine("e", tp=2, dcp=2, pcp=2, interleave=8, pcp_spreads=spreads, num_blocks=2)
-        contexts = [worker.groups[0].context for worker in workers]
-        assert [(c.size, c.interleave_tokens) for c in contexts] == [(size, 8)] * 4
-
-
-@pytest.mark.parametrize(("heads", "tp", "dcp"), [(2, 8, 4), (2, 8, 2), (1, 4, 4), (2, 12, 4)])
-def test_context_ranks_of_each_head_keep_every_position(heads: int, tp: int, dcp: int) -> None:
-    """Where heads are replicated enough, each position of each head is held somewhere."""
-    workers = tiny(heads).engine("e", tp=tp, dcp=dcp, num_blocks=2)
-    held = {
-        (head, position)
-        for worker in workers
-        for head in range(*heads_of(worker)[:2])
-        for position in range(24)
-        if position in worker.groups[0].context
-    }
-    assert held == {(head, position) for head in range(heads) for position in range(24)}
-
-
-@pytest.mark.parametrize(("heads", "tp", "dcp"), [(8, 8, 2), (2, 8, 8), (4, 2, 2), (12, 8, 2)])
-def test_context_parallelism_needs_replicated_heads(heads: int, tp: int, dcp: int) -> None:
-    """Positions of a head can't spread over ranks that don't hold the head."""
-    with pytest.raises(KVPlanError, match=f"of {tp} ranks hold each of {heads} heads, got {dcp}") as caught:
-        tiny(heads).engine("e", tp=tp, dcp=dcp)
-    assert caught.value.code == "LAYOUT"
-    assert dict(caught.value.details) == {"tp": tp, "dcp": dcp, "heads": heads}
-
-
-def test_decode_context_divides_tensor_parallelism() -> None:
-    """dcp 3 can't reuse the ranks of tp 4."""
-    with pytest.raises(KVPlanError, match="dcp that divides tp 4, whose ranks it reuses, got 3") as caught:
-        latent().engine("e", tp=4, dcp=3)
-    assert caught.value.code == "LAYOUT"
-
-
-@pytest.mark.parametrize("kv", KV_FORMS)
-@pytest.mark.parametrize("layout", ORDERS)
-def test_regions_lie_apart_and_aligned(layout: str, kv: str) -> None:
-    """Regions of all workers of one engine start at multiples of 2 MiB and lie as far apart."""
-    workers = tiny(2).engine("e", tp=2, pp=2, layout=layout, kv=kv, num_blocks=300, pad=64)
-    spans = [(r.address, r.address + r.size_bytes) for worker in workers for r in worker.regions]
-    assert all(start % ALIGNMENT_BYTES == 0 and stop < 1 << 63 for start, stop in spans)
-    gap = ALIGNMENT_BYTES
-    assert all(a_stop + gap <= b or b_stop + gap <= a for (a, a_stop), (b, b_stop) in combinations(spans, 2))
-
-
-def test_engines_have_addresses_of_their_own() -> None:
-    """Two engine ids differ in every address, and the same id has the same ones again."""
-    prefill, decode = (tiny(2).engine(engine, tp=2, num_blocks=2) for engine in ("prefill", "decode"))
-    assert not {r.address for w in prefill for r in w.regions} & {r.address for w in decode for r in w.regions}
-    assert prefill == tiny(2).engine("prefill", tp=2, num_blocks=2)
-
-
-def test_an_engine_larger_than_its_address_space_is_refused() -> None:
-    """Pools of more than 64 TiB would run into the next engine's addresses."""
-    with pytest.raises(KVPlanError, match=f"at most {1 << 46} bytes") as caught:
-        tiny(2).engine("e", num_blocks=1 << 36)
-    assert caught.value.code == "RANGE"
-
-
-def test_each_worker_has_a_device_of_its_own_in_vram() -> None:
-    """VRAM regions are on the device of the worker's rank, DRAM regions on 0."""
-    for memory, devices in (("VRAM", [0, 1]), ("DRAM", [0, 0])):
-        workers = tiny(2).engine("e", tp=2, memory=memory, num_blocks=2)
-        assert [{(r.memory, r.device_id) for r in worker.regions} for worker in workers] == [
-            {(memory, device)} for device in devices
-        ]
-
-
 def test_the_cache_may_have_a_dtype_of_its_own() -> None:
     """An fp8 cache of a bf16 model takes half the bytes, in pools and in block_bytes."""
-    whole = tiny(2)
-    half = whole.with_dtypes("float8_e4m3fn")
+    whole, half = GQA, GQA.with_dtypes("float8_e4m3fn")
     (large,), (small,) = (model.engine("e", num_blocks=2) for model in (whole, half))
     assert [2 * r.size_bytes for r in small.regions] == [r.size_bytes for r in large.regions]
     assert {view.dtype for view in small.views} == {"float8_e4m3fn"}
@@ -438,7 +264,7 @@ def test_the_cache_may_have_a_dtype_of_its_own() -> None:
 
 
 def test_states_may_have_a_dtype_of_their_own() -> None:
-    """SSM states in bf16 take half the bytes of fp32, the convolution and attention what they took."""
+    """SSM states in bf16 take half the bytes of fp32; the convolution and attention do not change."""
     model = Model.shipped("jamba-v0.1")
     for before, after in zip(model.tensor_bytes(), model.with_dtypes(ssm_dtype="bfloat16").tensor_bytes(), strict=True):
         assert after == {kind: size // 2 if kind == "ssm" else size for kind, size in before.items()}
@@ -447,22 +273,22 @@ def test_states_may_have_a_dtype_of_their_own() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 656), ("bfloat16", 1152), ("float8_e4m3fn", 576)])
 def test_a_sparse_latent_is_a_row_with_scales_or_plain(dtype: str | None, size: int) -> None:
-    """DeepSeek-V3.2 keeps 656 bytes a token, or 576 elements of a dtype; its indexer keeps 132 either way."""
+    """DeepSeek-V3.2 has 656 bytes a token, or 576 elements of a dtype; its indexer has 132 in either case."""
     (layer, *_) = Model.shipped("deepseek-v3.2").with_dtypes(dtype).tensor_bytes(8, 64)
     assert layer == {"attn": 64 * size, "index": 8192, "index.scale": 256}
 
 
 @pytest.mark.parametrize("given", [{"dtype": "int4"}, {"ssm_dtype": "fp32"}])
 def test_an_unknown_dtype_is_refused(given: dict[str, str]) -> None:
-    """A dtype without a size is refused before there is a view of it."""
-    with pytest.raises(KVPlanError, match="keep a cache: expected a dtype of") as caught:
-        tiny(2).with_dtypes(**given)
+    """A dtype without a known size is refused at once."""
+    with pytest.raises(KVPlanError, match="store a cache: expected a dtype of") as caught:
+        GQA.with_dtypes(**given)
     assert caught.value.code == "DTYPE"
 
 
 def test_block_bytes_are_those_of_the_views() -> None:
     """The figures are what a worker's views of a layer hold, whichever rank."""
-    model = tiny(12)
+    model = Model("m", (attention(12, 8),) * 3)
     for worker in model.engine("e", tp=8, tokens_per_block=32, num_blocks=2, kv="split"):
         held = [0] * len(model.layers)
         for layer, view in zip(layers_of(worker), worker.views, strict=True):
@@ -472,9 +298,7 @@ def test_block_bytes_are_those_of_the_views() -> None:
 
 def test_options_reach_the_layout() -> None:
     """layout, kv, pad, kernel_tokens, tokens_per_block and num_blocks all show in the views."""
-    (worker,) = tiny(2).engine(
-        "e", layout="LBNHC", kv="axis", pad=10, kernel_tokens=4, tokens_per_block=12, num_blocks=5
-    )
+    (worker,) = GQA.engine("e", layout="LBNHC", kv="axis", pad=10, kernel_tokens=4, tokens_per_block=12, num_blocks=5)
     view = worker.views[0]
     assert [(axis.name, axis.extent, axis.stride_bytes) for axis in view.axes] == [
         ("token", 3, 256),
@@ -484,45 +308,6 @@ def test_options_reach_the_layout() -> None:
         ("dim", 8, 2),
     ]
     assert (view.num_blocks, view.block_stride_bytes) == (5, 3 * 256 + 10)
-
-
-@pytest.mark.parametrize("option", ["tp", "pp", "dcp", "pcp", "interleave", "tokens_per_block", "num_blocks"])
-@pytest.mark.parametrize(("value", "code"), [(0, "RANGE"), (-1, "RANGE"), (True, "TYPE"), (2.0, "TYPE"), ("2", "TYPE")])
-def test_sizes_are_positive_integers(option: str, value: object, code: str) -> None:
-    """Every size is checked, and the message names it."""
-    options: dict[str, Any] = {option: value}
-    with pytest.raises(KVPlanError, match=option) as caught:
-        latent().engine("e", **options)
-    assert caught.value.code == code
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ({"layout": "NHD"}, "LAYOUT"),
-        ({"kv": "both"}, "LAYOUT"),
-        ({"pad": -1}, "RANGE"),
-        ({"kernel_tokens": 0}, "RANGE"),
-        ({"kernel_tokens": 5}, "LAYOUT"),
-        ({"shared": 1}, "TYPE"),
-        ({"pcp_spreads": None}, "TYPE"),
-        ({"scales": "outside"}, "LAYOUT"),
-        ({"memory": "HBM"}, "NAME"),
-        ({"tp": 1 << 10, "pcp": 1 << 10}, "RANGE"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], code: str) -> None:
-    """Unknown words and impossible numbers are refused with the code of their kind."""
-    with pytest.raises(KVPlanError) as caught:
-        latent().engine("e", **options)
-    assert caught.value.code == code
-
-
-def test_an_engine_id_is_a_name() -> None:
-    """An empty engine id is refused before it seeds any address."""
-    with pytest.raises(KVPlanError, match="engine_id") as caught:
-        tiny(2).engine("")
-    assert caught.value.code == "NAME"
 
 
 def test_states_and_attention_live_side_by_side() -> None:
@@ -537,3 +322,82 @@ def test_states_and_attention_live_side_by_side() -> None:
     assert [view.name for view in first.views] == ["layers.0.ssm", "layers.2.ssm", "layers.1.attn"]
     assert {view.dtype for view in first.views} == {"float32", "float16"}
     assert str(first.views[0].axes[0]) == "channel [4, 8) of 16 step 16"
+
+
+OF_KIND: dict[str, Layer] = {
+    SLIDING: attention(2, 8, SLIDING, 64),
+    FULL: attention(2, 8),
+    STATE: mamba1(8, 4, 3, "bfloat16", "float32"),
+    "both": (*attention(2, 8), *mamba1(8, 4, 3, "bfloat16", "float32")),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("gemma-3-27b", {"swa": [9, 9, 9, 9, 8, 8], "attn": [10]}),
+        ("gemma-4-31b", {"swa": [10] * 5, "attn": [10]}),
+        ("gpt-oss-120b", {"swa": [18], "attn": [18]}),
+        ("nemotron-h-8b", {"state": [4] * 6, "attn": [4]}),
+        ("nemotron-3-nano-30b-a3b", {"state": [6, 6, 6, 5], "attn": [6]}),
+        ("qwen3-next-80b", {"state": [12] * 3, "attn": [12]}),
+        ("granite-4.0-h-tiny", {"state": [4] * 9, "attn": [4]}),
+        ("jamba-v0.1", {"state": [4] * 7, "attn": [4]}),
+        ("llama-3.1-8b", {"attn": [32]}),
+    ],
+)
+def test_groups_have_as_many_layers_as_the_smallest(model: str, sizes: dict[str, list[int]]) -> None:
+    """Layers of each group of a real model, as vLLM divides them."""
+    found: dict[str, dict[str, int]] = {}
+    for layer in Model.shipped(model).grouped().layers:
+        for group in {tensor.group for tensor in layer}:
+            of_kind = found.setdefault(group.partition(".")[0], {})
+            of_kind[group] = of_kind.get(group, 0) + 1
+    assert {kind: sorted(counts.values(), reverse=True) for kind, counts in found.items()} == sizes
+
+
+def test_a_kind_that_is_little_larger_stays_one_group() -> None:
+    """12 sliding and 13 full layers are one group each; 12 and 18 are three."""
+    for full, groups in ((13, 2), (17, 2), (18, 3)):
+        model = Model("m", (OF_KIND[SLIDING],) * 12 + (OF_KIND[FULL],) * full)
+        assert len(model.grouped().groups) == groups
+
+
+@given(st.lists(st.sampled_from(sorted(OF_KIND)), max_size=40), st.lists(st.sampled_from(sorted(OF_KIND)), max_size=9))
+def test_only_the_names_of_groups_change(kinds: list[str], drafts: list[str]) -> None:
+    """Each layer keeps its tensors, groups of one kind differ by a layer at most, and each begins with its kind."""
+    model = Model("m", tuple(OF_KIND[kind] for kind in kinds), drafts=tuple(OF_KIND[kind] for kind in drafts))
+    made = model.grouped()
+    counts: dict[str, dict[str, int]] = {}
+    for part, new in ((model.layers, made.layers), (model.drafts, made.drafts)):
+        for layer, divided in zip(part, new, strict=True):
+            assert [(t.kind, t.axes) for t in layer] == [(t.kind, t.axes) for t in divided]
+            for before, after in {(a.group, b.group) for a, b in zip(layer, divided, strict=True)}:
+                assert after.partition(".")[0] == before
+                of_kind = counts.setdefault(before, {})
+                of_kind[after] = of_kind.get(after, 0) + 1
+    assert all(max(c.values()) - min(c.values()) <= 1 for c in counts.values())
+
+
+def test_the_farthest_window_of_a_group_counts() -> None:
+    """The window of a group is the largest of any layer, drafts included, or None if a layer attends to all."""
+    near, far, full = (attention(2, 8, "g", window) for window in (32, 64, None))
+    assert Model("m", (far, near)).windows == Model("m", (near,), drafts=(far,)).windows == {"g": 64}
+    assert Model("m", (far, full)).windows == Model("m", (full, far)).windows == {"g": None}
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
+def test_what_is_left_out_is_never_seen_again(start: int, length: int, window: int) -> None:
+    """A position moves exactly if some token at the stop or later attends to it."""
+    stop = start + length
+    (low, high) = Model("m", (attention(2, 8, "g", window),)).tokens(start, stop)["g"]
+    seen = [p for p in range(start, stop) if any(p > token - window for token in range(stop, stop + 60))]
+    assert list(range(low, high)) == seen
+
+
+@pytest.mark.parametrize(("start", "stop", "code"), [(5, 4, "RANGE"), (-1, 4, "RANGE"), (0, 4.0, "TYPE")])
+def test_a_range_that_is_none_is_refused(start: int, stop: int, code: str) -> None:
+    """Ranges are of integers, from start to stop."""
+    with pytest.raises(KVPlanError, match="of a token range") as caught:
+        GQA.tokens(start, stop)
+    assert caught.value.code == code

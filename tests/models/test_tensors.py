@@ -1,4 +1,4 @@
-"""Caches: scales, packed values and pages of several tensors."""
+"""Tensors: which shards a rank holds of each kind of cache, and what quantization makes of them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,104 @@ from typing import Any
 
 import pytest
 
-from kvplan import Axis, KVPlanError
-from kvplan.models.layouts import Held, Layout, Page
-from kvplan.models.pools import page_bytes, place
-from kvplan.models.tensors import Tensor, attention, latent, packed_bytes, quantized, sparse_latent
+from kvplan import KVPlanError
+from kvplan.models.tensors import Layer, Tensor, attention, delta, latent, mamba1, mamba2, quantized, sparse_latent
 
-TOKENS = Axis("token", 0, 4, 4, 0)
+
+@pytest.mark.parametrize("query_heads", [24, 48])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 12, 24])
+@pytest.mark.parametrize("heads", [1, 2, 4, 12])
+def test_a_rank_holds_the_heads_that_its_query_heads_read(heads: int, tp: int, query_heads: int) -> None:
+    """Query head q reads KV head q * K // Q; a rank has exactly those of its share of the query heads."""
+    tensor = Tensor("attn", "attn", (("head", heads),), sharded="head", shards=heads)
+    share = query_heads // tp
+    for rank in range(tp):
+        read_by = {q * heads // query_heads for q in range(rank * share, (rank + 1) * share)}
+        assert set(tensor.shards_of(rank, tp)) == read_by
+
+
+def test_shards_stay_whole() -> None:
+    """An axis of 32 channels in 4 shards goes to 3 ranks by shards of 8 channels."""
+    tensor = Tensor("conv", "state", (("step", 3), ("channel", 32)), paged=False, sharded="channel", shards=4)
+    parts = [next(part for part in tensor.local_axes(rank, 3) if part.name == "channel") for rank in range(3)]
+    assert [(part.start, part.stop, part.size) for part in parts] == [(0, 16, 32), (8, 24, 32), (16, 32, 32)]
+
+
+@pytest.mark.parametrize(("sharded", "shards"), [("head", 3), ("channel", 1)])
+def test_shards_divide_an_axis_of_the_tensor(sharded: str, shards: int) -> None:
+    """The sharded axis exists, and its size is a multiple of its shards."""
+    with pytest.raises(KVPlanError) as caught:
+        Tensor("attn", "attn", (("head", 8),), sharded=sharded, shards=shards)
+    assert caught.value.code == "SIZE"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
+@pytest.mark.parametrize("groups", [1, 2, 3, 8, 24])
+def test_a_rank_holds_the_groups_of_its_heads(groups: int, tp: int) -> None:
+    """Head h uses group h * G // H; a rank has exactly those of its heads, fewer, as many or more than ranks."""
+    heads = 24
+    x, b, c, ssm = mamba2(heads, 4, groups, 8, 3, "bfloat16", "float32")
+    for rank in range(tp):
+        used = {head * groups // heads for head in ssm.shards_of(rank, tp)}
+        assert set(b.shards_of(rank, tp)) == set(c.shards_of(rank, tp)) == used
+        assert x.shards_of(rank, tp) == ssm.shards_of(rank, tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8, 16, 32])
+def test_a_rank_holds_the_key_heads_of_its_value_heads(tp: int) -> None:
+    """Of 16 key heads and 32 value heads, q and k follow the value heads that use them."""
+    q, k, v, ssm = delta(16, 4, 32, 4, 3, "bfloat16", "float32")
+    for rank in range(tp):
+        used = {head // 2 for head in v.shards_of(rank, tp)}
+        assert set(q.shards_of(rank, tp)) == set(k.shards_of(rank, tp)) == used
+        assert v.shards_of(rank, tp) == ssm.shards_of(rank, tp)
+
+
+def test_a_mamba_layer_divides_channel_by_channel() -> None:
+    """Without heads any number of ranks has its share of channels, in the convolution and in the SSM."""
+    x, ssm = mamba1(10, 4, 3, "bfloat16", "float32")
+    assert [x.shards_of(rank, 3) for rank in range(3)] == [range(4), range(3, 7), range(6, 10)]
+    assert [ssm.shards_of(rank, 3) for rank in range(3)] == [range(4), range(3, 7), range(6, 10)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "widths", "ssm"),
+    [
+        (mamba1(12, 4, 3, "float16", "float32"), {"x": 12}, (("channel", 12), ("state", 4))),
+        (
+            mamba2(6, 5, 2, 4, 3, "float16", "float32"),
+            {"x": 30, "B": 8, "C": 8},
+            (("head", 6), ("dim", 5), ("state", 4)),
+        ),
+        (
+            delta(2, 3, 4, 5, 3, "float16", "float32"),
+            {"q": 6, "k": 6, "v": 20},
+            (("head", 4), ("value", 5), ("key", 3)),
+        ),
+    ],
+)
+def test_states_have_the_axes_of_the_engines(layer: Layer, widths: dict[str, int], ssm: tuple[Any, ...]) -> None:
+    """The convolution's channels come in the engines' order, and the state's axes from the slowest to the fastest."""
+    *convs, state = layer
+    assert [(tensor.kind, tensor.axes) for tensor in convs] == [
+        (f"conv.{part}", (("channel", width), ("step", 3))) for part, width in widths.items()
+    ]
+    assert (state.axes, state.dtype, {tensor.dtype for tensor in convs}) == (ssm, "float32", {"float16"})
 
 
 @pytest.mark.parametrize(("elements", "bits", "size"), [(128, 4, 64), (16, 6, 12), (5, 8, 5), (8, 1, 1)])
-def test_packed_bytes(elements: int, bits: int, size: int) -> None:
-    """Elements stand side by side, bit after bit."""
-    assert packed_bytes(elements, bits, "a head") == size
+def test_values_are_packed(elements: int, bits: int, size: int) -> None:
+    """The values of a head follow each other bit by bit."""
+    values, _ = quantized(attention(2, elements), bits, "float32", None)
+    assert values.axes == (("kv", 2), ("head", 2), ("byte", size))
 
 
-def test_a_byte_that_is_not_full_is_refused() -> None:
-    """3 elements of 4 bits end inside a byte."""
-    with pytest.raises(KVPlanError, match="pack a head into bytes: expected a whole number of bytes") as caught:
-        packed_bytes(3, 4, "a head")
+def test_a_head_that_ends_inside_a_byte_is_refused() -> None:
+    """3 elements of 4 bits end inside a byte, where the next head would begin."""
+    with pytest.raises(
+        KVPlanError, match=r"pack each head of 'attn' into bytes: .*, got 3 elements of 4 bits"
+    ) as caught:
+        quantized(attention(2, 3), 4, "float32", None)
     assert (caught.value.code, dict(caught.value.details)) == ("SIZE", {"elements": 3, "bits": 4})
 
 
@@ -32,7 +112,7 @@ def test_scales_divide_like_their_heads() -> None:
     values, scales = quantized(attention(12, 128), 8, "float32", None)
     for tp in (1, 5, 12, 24):
         for rank in range(tp):
-            assert values.units(rank, tp) == scales.units(rank, tp)
+            assert values.shards_of(rank, tp) == scales.shards_of(rank, tp)
     assert dict(scales.axes)["scale"] == 1
 
 
@@ -52,59 +132,11 @@ def test_scales_that_cannot_be_are_refused(options: tuple[int, str, int | None],
     assert caught.value.code == code
 
 
-def test_holders_are_counted_rank_by_rank() -> None:
-    """The fewest ranks that hold a shard are those that its units name, for any number of ranks and shards."""
+def test_replicas_are_counted_rank_by_rank() -> None:
+    """The fewest ranks that hold a shard are those that shards_of names, for any number of ranks and shards."""
     for shards in range(1, 9):
         tensor = Tensor("t", "g", (("head", shards),), sharded="head", shards=shards)
         for ranks in range(1, 20):
-            held = [sum(unit in tensor.units(rank, ranks) for rank in range(ranks)) for unit in range(shards)]
-            assert tensor.holders(ranks) == min(held)
-    assert latent(12, 4)[0].holders(7) == 7
-
-
-def two(strips: bool, **axes: int) -> Page:
-    """A tensor of 2 heads of 8 bytes and one of ``axes``, as two strips or as one."""
-    first = Held("a", "g", "uint8", (Axis("head", 0, 2, 2, 0), TOKENS, Axis("dim", 0, 8, 8, 0)))
-    second = Held("b", "g", "uint8", (*(Axis(key, 0, size, size, 0) for key, size in axes.items()), TOKENS))
-    return Page("page", ((first,), (second,)) if strips else ((first, second),))
-
-
-@pytest.mark.parametrize(("strips", "offset", "head"), [(False, 8, 4 * 10), (True, 64, 4 * 2)])
-def test_strips_follow_one_another(strips: bool, offset: int, head: int) -> None:
-    """Tensors of one strip alternate by slot, tensors of two stand one behind the other, in a page of one size."""
-    views, sizes = place(Layout(), "pool", [two(strips, head=2, scale=2)], 3)
-    assert views[1].offset_bytes == offset
-    assert views[1].axes[0].stride_bytes == head
-    assert sizes == {"page": 3 * (64 + 16)}
-    assert page_bytes(Layout(), two(strips, head=2, scale=2)) == 64 + 16
-
-
-def test_tensors_of_one_strip_have_one_set_of_heads() -> None:
-    """A tensor without the heads of the strip it stands in is refused."""
-    with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
-        place(Layout(), "pool", [two(False, scale=2)], 3)
-    assert caught.value.code == "LAYOUT"
-    place(Layout(), "pool", [two(True, scale=2)], 3)
-
-
-def test_heads_outside_a_page_are_those_of_all_its_strips() -> None:
-    """Where heads stand outside the page, a strip without them has no place."""
-    with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
-        place(Layout("LHBNC"), "pool", [two(True, scale=2)], 3)
-    assert caught.value.code == "LAYOUT"
-
-
-def test_pages_of_one_pool_have_equal_strips() -> None:
-    """A layer with one tensor more is refused by name."""
-    page = two(True, scale=2)
-    with pytest.raises(KVPlanError, match="2 tensors in 2 strips") as caught:
-        place(Layout("BLHNC"), "pool", [Page("first", page.strips[:1]), page], 3)
-    assert caught.value.code == "LAYOUT"
-
-
-def test_a_page_that_splits_has_k_and_v_throughout() -> None:
-    """A tensor without K and V has no place in a page of which half lies elsewhere."""
-    page = Page("page", (two(True, kv=2, scale=2).strips[1], two(True, scale=2).strips[0]))
-    with pytest.raises(KVPlanError, match=r"split page 'page' into K and V: .* got none in 'a'") as caught:
-        place(Layout(kv="split"), "pool", [page], 3)
-    assert caught.value.code == "LAYOUT"
+            held = [sum(unit in tensor.shards_of(rank, ranks) for rank in range(ranks)) for unit in range(shards)]
+            assert tensor.replicas(ranks) == min(held)
+    assert latent(12, 4)[0].replicas(7) == 7

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvplan import Axis, Blocks, Group, Model, View, Worker, plan_mesh, plan_reads, verify
-from kvplan.models.shipped import configs
+from kvplan.models.config import shipped_configs
 from tests.museum.exhibit import Look, exhibit
 from tests.museum.faults import asking, moving
 from tests.museum.mistakes import taken_for
@@ -164,5 +164,5 @@ def test_the_state_of_a_draft() -> tuple[Look, Look]:
 
 def sparse(name: str) -> tuple[Worker, ...]:
     """An engine with two layers of DeepSeek-V3.2 and its draft layer."""
-    model = Model.from_config(configs()["deepseek-v3.2"], with_draft_layers=True)
+    model = Model.from_config(shipped_configs()["deepseek-v3.2"], with_draft_layers=True)
     return attrs.evolve(model, layers=model.layers[:2]).engine(name, num_blocks=10)

@@ -14,9 +14,9 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan import Blocks, KVPlanError
-from kvplan.bridges import Seat, from_vllm
-from tests.recipes_of import (
+from kvplan import KVPlanError
+from kvplan.bridges import RankInfo, from_vllm
+from tests.engine_memory import (
     DIM,
     GQA,
     HEADS,
@@ -114,8 +114,8 @@ def attention(vllm: Vllm, layout: Any, ranks: int = 1, kernel: int | None = None
         table = [block * ratio + part for block in TABLES["attn"] for part in range(ratio)]
         for layer, name in enumerate(names):
             fill_vllm(caches[name].numpy(), layer, held, TOKENS // ratio, table)
-        workers.append(from_vllm(GQA, Seat("prefill", rank, rank, ranks), config, caches))
-    check(GQA, workers, {"attn": Blocks(TABLES["attn"])}, tp=3)
+        workers.append(from_vllm(GQA, RankInfo("prefill", rank, rank, ranks), config, caches))
+    check(GQA, workers, tp=3)
 
 
 def two_ranks(vllm: Vllm, layout: Any) -> None:
@@ -135,7 +135,7 @@ def latents(vllm: Vllm, layout: Any) -> None:
     for layer, name in enumerate(names):
         for position, block, slot in slots(TOKENS, TABLES["attn"]):
             caches[name].numpy()[block, 0, slot] = latent_of(layer, position)
-    check(MLA, [from_vllm(MLA, Seat("prefill"), config, caches)], {"attn": Blocks(TABLES["attn"])})
+    check(MLA, [from_vllm(MLA, RankInfo("prefill"), config, caches)])
 
 
 def sliding(vllm: Vllm, layout: Any) -> None:
@@ -147,8 +147,8 @@ def sliding(vllm: Vllm, layout: Any) -> None:
     for names, table, layers in ((full, tables["attn"], (0, 2)), (window, tables["swa"], (1, 3))):
         for layer, name in zip(layers, names, strict=True):
             fill_vllm(caches[name].numpy(), layer, ALL, TOKENS, table)
-    worker = from_vllm(SLIDING, Seat("prefill"), config, caches)
-    check(SLIDING, [worker], {group: Blocks(table) for group, table in tables.items()})
+    worker = from_vllm(SLIDING, RankInfo("prefill"), config, caches)
+    check(SLIDING, [worker], tables)
 
 
 def states(vllm: Vllm, layout: Any) -> None:
@@ -165,8 +165,8 @@ def states(vllm: Vllm, layout: Any) -> None:
     config, caches = vllm.make(layout, {names[:1]: spec, names[1:]: full})
     fill_vllm(caches[names[1]].numpy(), 1, ALL, TOKENS, TABLES["attn"])
     caches[names[0]].numpy()[1, 0, 0] = np.concatenate([state.reshape(-1).view(np.int8) for state in both])
-    worker = from_vllm(MAMBA2, Seat("prefill"), config, caches)
-    check(MAMBA2, [worker], {"state": Blocks([1]), "attn": Blocks(TABLES["attn"])})
+    worker = from_vllm(MAMBA2, RankInfo("prefill"), config, caches)
+    check(MAMBA2, [worker], {"state": [1], "attn": TABLES["attn"]})
 
 
 if __name__ == "__main__":

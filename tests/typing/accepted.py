@@ -28,7 +28,7 @@ from kvplan import (
     Workspace,
     certify,
 )
-from kvplan.bridges import Seat
+from kvplan.bridges import RankInfo
 from kvplan.executor import Executor, FakeNetwork, Notice, Status, Transfer
 from kvplan.handshake import Comparison, Problem
 from kvplan.plan import Completions, Cost
@@ -129,10 +129,10 @@ def made_of_models(config: dict[str, object], engine_object: object) -> Worker:
     assert_type(Model.names(), tuple[str, ...])
     assert_type(model.engine("decode", tp=2, layout="BLHNC", num_blocks=10), tuple[Worker, ...])
     assert_type(model.tokens(0, 100), dict[str, tuple[int, int]])
-    seat = Seat("decode", 0, tp_rank=0, tp=2)
-    assert_type(kvplan.bridges.from_sglang(model, seat, engine_object), Worker)
-    assert_type(kvplan.bridges.from_tensorrt_llm(model, seat, engine_object, "HND"), Worker)
-    return kvplan.bridges.from_vllm(model, seat, engine_object, {"model.layers.0.self_attn.attn": engine_object})
+    info = RankInfo("decode", 0, tp_rank=0, tp=2)
+    assert_type(kvplan.bridges.from_sglang(model, info, engine_object), Worker)
+    assert_type(kvplan.bridges.from_tensorrt_llm(model, info, engine_object, "HND"), Worker)
+    return kvplan.bridges.from_vllm(model, info, engine_object, {"model.layers.0.self_attn.attn": engine_object})
 
 
 def carried_out(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Transfer:

@@ -1,21 +1,19 @@
-"""What engines keep, for tests of recipes: every value known by what it means, and a request moved and looked up."""
+"""Caches that engines fill, for tests of bridges: a value is known by its coordinates, and looked up after a move."""
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvplan import Blocks, FakeMemory, Model, View, Worker, plan_reads
-from kvplan.models.states import delta, mamba1, mamba2
-from kvplan.models.tensors import attention, latent
+from kvplan.models.tensors import attention, delta, latent, mamba1, mamba2, sparse_latent
 
-HEADS, DIM, TOKENS = 4, 8, 29
-"""Heads of K and V, their size, and the tokens of a request."""
+HEADS, DIM, TOKENS, BLOCKS = 4, 8, 29, 8
+"""Heads of K and V, their size, the tokens of a request, and the blocks of a pool."""
 
 GQA = Model("gqa", (attention(HEADS, DIM),) * 3, "int32")
 SLIDING = Model("sliding", (attention(HEADS, DIM), attention(HEADS, DIM, "swa", 8)) * 2, "int32")
@@ -23,11 +21,11 @@ MLA = Model("mla", (latent(6, 2),) * 3, "int32")
 MAMBA1 = Model("mamba1", (mamba1(12, 2, 3, "int16", "int32"), attention(HEADS, DIM)), "int32")
 MAMBA2 = Model("mamba2", (mamba2(4, 2, 2, 5, 3, "int16", "int32"), attention(HEADS, DIM)), "int32")
 DELTA = Model("delta", (delta(2, 3, 4, 2, 3, "int32", "int16"), attention(HEADS, DIM)), "int32")
+SPARSE = Model("sparse", (sparse_latent(512, 64, 128),), "uint8")
 
 TABLES = {"attn": [7, 2, 5, 0, 6, 3], "attn.1": [1, 4, 3, 7, 0, 2], "attn.2": [2, 0, 1, 5, 4, 6]}
 """Blocks of the request, in order of position."""
 
-Values = npt.NDArray[np.int64]
 PRIMES = (1000003, 10007, 101, 7919, 31)
 
 
@@ -60,6 +58,24 @@ def latent_of(layer: int, position: int) -> Any:
     return meaning(f"layers.{layer}.attn", np.int32, token=position, dim=np.arange(8))
 
 
+def values_of(
+    layers: Iterable[int], held: range, tokens_per_block: int, table: Sequence[int]
+) -> Iterator[tuple[int, int, int, int, int, Any]]:
+    """Layer, K (0) or V (1), the head's place among those held, block, slot and value of all K and V of the request."""
+    for layer in layers:
+        for position, block, slot in slots(tokens_per_block, table):
+            for half in range(2):
+                for i, head in enumerate(held):
+                    yield layer, half, i, block, slot, kv(layer, half, head, position)
+
+
+def latents_of(layers: Iterable[int], table: Sequence[int]) -> Iterator[tuple[int, int, int, Any]]:
+    """Layer, block of 8 slots, slot and value of all latents of the request."""
+    for layer in layers:
+        for position, block, slot in slots(8, table):
+            yield layer, block, slot, latent_of(layer, position)
+
+
 def names_of(layers: Sequence[int], ending: str = "self_attn.attn") -> list[str]:
     """vLLM's names of layers."""
     return [f"model.layers.{layer}.{ending}" for layer in layers]
@@ -67,10 +83,8 @@ def names_of(layers: Sequence[int], ending: str = "self_attn.attn") -> list[str]
 
 def fill_vllm(cache: Any, layer: int, held: range, tokens: int, table: Sequence[int]) -> None:
     """K and V of a request, as vLLM indexes a cache [block, head, slot, content]."""
-    for position, block, slot in slots(tokens, table):
-        for i, head in enumerate(held):
-            cache[block, i, slot, :DIM] = kv(layer, 0, head, position)
-            cache[block, i, slot, DIM:] = kv(layer, 1, head, position)
+    for _, half, i, block, slot, value in values_of([layer], held, tokens, table):
+        cache[block, i, slot, half * DIM : (half + 1) * DIM] = value
 
 
 def states_of(model: Model, order: str) -> tuple[Any, Any]:
@@ -87,8 +101,12 @@ def states_of(model: Model, order: str) -> tuple[Any, Any]:
     return np.ascontiguousarray(conv.T if order == "SD" else conv), state
 
 
-def check(model: Model, sources: Sequence[Worker], remote: Mapping[str, Blocks], tp: int = 2) -> None:
-    """Move the request from ``sources`` to engines of the model, and look every value of it up."""
+def check(model: Model, sources: Sequence[Worker], remote: Mapping[str, Any] | None = None, tp: int = 2) -> None:
+    """Moves the request from ``sources`` to engines of the model, and looks up each of its values.
+
+    ``remote`` are its block tables in the sources; left out, it is in the blocks of ``TABLES["attn"]``.
+    """
+    remote = {group: Blocks(ids) for group, ids in (remote or {"attn": TABLES["attn"]}).items()}
     destinations = model.engine("decode", tp=tp, layout="BLHNC", tokens_per_block=5, num_blocks=9, conv_order="DS")
     ids = {group: [8, 1, 6, 3, 0, 4] if tokens else [5] for group, tokens in blocks_of(destinations[0]).items()}
     local = {group: Blocks(table) for group, table in ids.items()}
@@ -122,3 +140,15 @@ def look_up(cells: Any, view: View, table: Sequence[int]) -> None:
             at["token"] = at["token"] + ordinal * view.sizes["token"]
             wanted = at["token"] < TOKENS
         np.testing.assert_array_equal(found[wanted], meaning(view.name, view.dtype, **at)[wanted], view.name)
+
+
+def fill_index(pages: Any, table: Sequence[int]) -> None:
+    """An indexer's pages, of bytes: keys of all slots, then their scales."""
+    for position, block, slot in slots(8, table):
+        for kind, start, size in (("index", slot * 128, 128), ("index.scale", 8 * 128 + slot * 4, 4)):
+            pages[block, start : start + size] = meaning(f"layers.0.{kind}", "u1", token=position, byte=np.arange(size))
+
+
+def sparse_row(position: int) -> Any:
+    """The latent of SPARSE at a position, in bytes."""
+    return meaning("layers.0.attn", "u1", token=position, byte=np.arange(656))

@@ -1,0 +1,308 @@
+"""from_sglang, compared with SGLang's own indexing of its pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from kvplan import Context, KVPlanError, Model
+from kvplan.bridges import RankInfo, from_sglang
+from tests.engine_memory import (
+    BLOCKS,
+    DELTA,
+    DIM,
+    GQA,
+    HEADS,
+    MAMBA1,
+    MAMBA2,
+    MLA,
+    SLIDING,
+    SPARSE,
+    TABLES,
+    blocks_of,
+    check,
+    fill_index,
+    heads,
+    latents_of,
+    slots,
+    sparse_row,
+    states_of,
+    values_of,
+)
+
+# SGLang's own objects, with the attributes that from_sglang reads.
+State = attrs.make_class("State", ["conv", "temporal"])
+MambaPool = attrs.make_class("MambaPool", ["mamba_layer_ids", "mamba_cache"])
+HybridLinearKVPool = attrs.make_class(
+    "HybridLinearKVPool", ["full_kv_pool", "full_attention_layer_id_mapping", "mamba_pool"]
+)
+
+
+@attrs.frozen
+class Pool:
+    """SGLang's pool of K and V."""
+
+    k_buffer: Any
+    v_buffer: Any
+    page_size: int
+    kv_cache_layout: str = "nhd"
+    layer_num: int = 3
+    start_layer: int = 0
+    k_scale_buffer: Any = None
+
+
+@attrs.frozen
+class MLATokenToKVPool:
+    """SGLang's pool of latents."""
+
+    kv_buffer: Any
+    page_size: int
+    start_layer: int = 0
+    layer_num: int = 3
+    kv_scale_buffer: Any = None
+    index_k_with_scale_buffer: Any = None
+
+
+@attrs.frozen
+class SWAKVPool:
+    """SGLang's pools of full and of sliding layers."""
+
+    full_kv_pool: Any
+    swa_kv_pool: Any
+    layers_mapping: Mapping[int, tuple[int, bool]]
+    page_size: int
+    swa_req_ring_size: int | None = None
+
+
+def sglang_nhd(zeros: Any, layers: Sequence[int], held: range, page: int, table: Sequence[int]) -> Pool:
+    """K and V buffers [slot, head, dim], filled by slot."""
+    both = zeros(2, len(layers), BLOCKS * 8 + page, len(held), DIM)
+    for layer, half, head, block, offset, value in values_of(layers, held, page, table):
+        both[half, layers.index(layer), block * page + offset, head] = value
+    return Pool(both[0], both[1], page, "nhd", len(layers))
+
+
+@pytest.mark.parametrize("page, table", [(1, list(range(40, 11, -1))), (8, TABLES["attn"])])
+def test_slots(zeros: Any, page: int, table: list[int]) -> None:
+    """Buffers of slots are pages of any size; each slot has all heads of its rank."""
+    workers = [
+        from_sglang(GQA, RankInfo("prefill", rank, rank, 2), sglang_nhd(zeros, range(3), heads(rank, 2), page, table))
+        for rank in range(2)
+    ]
+    check(GQA, workers, {"attn": table}, tp=4)
+
+
+def test_heads_outside_slots(zeros: Any) -> None:
+    """Buffers in the layout hnd are pages of heads."""
+    both = zeros(2, 3, BLOCKS, HEADS, 8, DIM)
+    for layer, half, head, block, slot, value in values_of(range(3), range(HEADS), 8, TABLES["attn"]):
+        both[half, layer, block, head, slot] = value
+    check(GQA, [from_sglang(GQA, RankInfo("prefill"), Pool(both[0], both[1], 8, "hnd"))])
+
+
+def test_vectors(zeros: Any) -> None:
+    """In the layout vectorized_5d K has vectors of dims, and V vectors of slots."""
+    k, v = zeros(3, BLOCKS, HEADS, DIM // 4, 8, 4), zeros(3, BLOCKS, HEADS, 8 // 4, DIM, 4)
+    for layer, half, head, block, slot, value in values_of(range(3), range(HEADS), 8, TABLES["attn"]):
+        if half:
+            v[layer, block, head, slot // 4, :, slot % 4] = value
+        else:
+            k[layer, block, head, :, slot] = value.reshape(-1, 4)
+    pool = Pool(k, v, 8, "vectorized_5d")
+    check(GQA, [from_sglang(GQA, RankInfo("prefill"), pool)])
+
+
+def test_pipeline_stages(zeros: Any) -> None:
+    """Each stage's pool begins with its own first layer."""
+    stages = [sglang_nhd(zeros, [0], range(HEADS), 8, TABLES["attn"])]
+    stages.append(attrs.evolve(sglang_nhd(zeros, [1, 2], range(HEADS), 8, TABLES["attn"]), start_layer=1))
+    workers = [from_sglang(GQA, RankInfo("prefill", rank), pool) for rank, pool in enumerate(stages)]
+    check(GQA, workers)
+
+
+def test_latents(zeros: Any) -> None:
+    """Latents are slots of one head."""
+    buffers = zeros(3, 9 * 8, 1, 8)
+    for layer, block, slot, value in latents_of(range(3), TABLES["attn"]):
+        buffers[layer, block * 8 + slot, 0] = value
+    check(MLA, [from_sglang(MLA, RankInfo("prefill"), MLATokenToKVPool(buffers, 8))])
+
+
+def test_sliding_layers(zeros: Any) -> None:
+    """Full and sliding layers have their own pools and block tables, and their own indices in them."""
+    full = sglang_nhd(zeros, [0, 2], range(HEADS), 8, TABLES["attn"])
+    sliding = sglang_nhd(zeros, [1, 3], range(HEADS), 8, TABLES["attn.1"])
+    pool = SWAKVPool(full, sliding, {0: (0, False), 1: (0, True), 2: (1, False), 3: (1, True)}, 8)
+    tables = {"attn": TABLES["attn"], "swa": TABLES["attn.1"]}
+    check(SLIDING, [from_sglang(SLIDING, RankInfo("prefill"), pool)], tables)
+
+
+def test_a_stage_without_sliding_layers(zeros: Any) -> None:
+    """A pool without layers has no group."""
+    full = sglang_nhd(zeros, [0], range(HEADS), 8, TABLES["attn"])
+    worker = from_sglang(SLIDING, RankInfo("prefill"), SWAKVPool(full, None, {0: (0, False)}, 8))
+    assert blocks_of(worker) == {"attn": 8}
+
+
+@pytest.mark.parametrize("order", ["DS", "SD"])
+@pytest.mark.parametrize("model", [MAMBA1, MAMBA2, DELTA], ids=str)
+def test_states(zeros: Any, model: Model, order: str) -> None:
+    """Convolutions and SSM states are in separate buffers of layers and slots."""
+    kept = []
+    for state in states_of(model, order):
+        kept.append(zeros(1, 5, *state.shape, dtype=state.dtype))
+        kept[-1][0, 3] = state
+    attention = sglang_nhd(zeros, [1], range(HEADS), 8, TABLES["attn"])
+    pool = HybridLinearKVPool(attention, {1: 0}, MambaPool([0], State([kept[0]], kept[1])))
+    worker = from_sglang(model, RankInfo("prefill"), pool)
+    check(model, [worker], {"state": [3], "attn": TABLES["attn"]})
+
+
+def test_state_layers_share_a_table(zeros: Any) -> None:
+    """All layers with states are in one group, each at its own index in the buffers, and have no context."""
+    model = Model("two", (MAMBA2.layers[0], *MAMBA2.layers), "int32")
+    states = State([zeros(2, 5, 28, 3, dtype=np.int16)], zeros(2, 5, 4, 2, 5))
+    attention = sglang_nhd(zeros, [2], range(HEADS), 8, TABLES["attn"])
+    worker = from_sglang(
+        model,
+        RankInfo("prefill", context=Context(1, 2)),
+        HybridLinearKVPool(attention, {2: 0}, MambaPool([0, 1], states)),
+    )
+    assert blocks_of(worker) == {"attn": 8, "state": None}
+    assert [group.context for group in worker.groups] == [Context(1, 2), Context()]
+    regions = {region.name: region.address for region in worker.regions}
+    places = {view.name: regions[view.region] + view.offset_bytes for view in worker.views if view.group == "state"}
+    assert places["layers.1.ssm"] - places["layers.0.ssm"] == 5 * 4 * 2 * 5 * 4
+
+
+def test_indexers(zeros: Any) -> None:
+    """A sparse pool has pages of index keys and scales beside its latents."""
+    latents, keys = zeros(1, 9 * 8, 1, 656, dtype=np.uint8), zeros(1, 9, 8 * 132, dtype=np.uint8)
+    for position, block, slot in slots(8, TABLES["attn"]):
+        latents[0, block * 8 + slot, 0] = sparse_row(position)
+    fill_index(keys[0], TABLES["attn"])
+    pool = MLATokenToKVPool(latents, 8, layer_num=1, index_k_with_scale_buffer=keys)
+    check(SPARSE, [from_sglang(SPARSE, RankInfo("prefill"), pool)])
+
+
+def test_layers_without_index_keys(zeros: Any) -> None:
+    """A layer that reuses the choice of the layer before has no keys."""
+    pool = MLATokenToKVPool(zeros(1, 9 * 8, 1, 656, dtype=np.uint8), 8, layer_num=1)
+    pool = attrs.evolve(pool, index_k_with_scale_buffer=zeros(1, 0, 8 * 132, dtype=np.uint8))
+    assert [view.name for view in from_sglang(SPARSE, RankInfo("prefill"), pool).views] == ["layers.0.attn"]
+
+
+def test_bytes_take_the_dtype_of_the_model(zeros: Any) -> None:
+    """Plain bytes of an engine have the dtype of the model, here fp8."""
+    pool = Pool(zeros(3, 72, HEADS, DIM, dtype=np.uint8), zeros(3, 72, HEADS, DIM, dtype=np.uint8), 8)
+    worker = from_sglang(GQA.with_dtypes("float8_e4m3fn"), RankInfo("prefill"), pool)
+    assert {view.dtype for view in worker.views} == {"float8_e4m3fn"}
+
+
+def test_tensors_that_touch_are_regions_of_their_own(zeros: Any) -> None:
+    """If the objects do not know their allocations, adjacent tensors are separate regions."""
+    worker = from_sglang(MLA, RankInfo("prefill"), MLATokenToKVPool(zeros(3, 9 * 8, 1, 8), 8))
+    first, second, _ = worker.regions
+    assert first.address + first.size_bytes == second.address
+
+
+def test_tensors_of_torch(zeros: Any) -> None:
+    """Tensors of PyTorch give the same worker as arrays in the same memory."""
+    torch = pytest.importorskip("torch")
+    pool = sglang_nhd(zeros, range(3), range(HEADS), 8, TABLES["attn"])
+    same = attrs.evolve(pool, k_buffer=torch.from_numpy(pool.k_buffer), v_buffer=torch.from_numpy(pool.v_buffer))
+    assert from_sglang(GQA, RankInfo("prefill"), same) == from_sglang(GQA, RankInfo("prefill"), pool)
+
+
+def sglang_pool(zeros: Any, **changes: Any) -> Pool:
+    return attrs.evolve(Pool(zeros(3, 72, HEADS, DIM), zeros(3, 72, HEADS, DIM), 8), **changes)
+
+
+def refused_keys(zeros: Any, size: int) -> MLATokenToKVPool:
+    pool = MLATokenToKVPool(zeros(1, 72, 1, 656, dtype=np.uint8), 8, layer_num=1)
+    return attrs.evolve(pool, index_k_with_scale_buffer=zeros(1, 9, size, dtype=np.uint8))
+
+
+def refused_states(zeros: Any, *shape: int, dtype: Any = np.int16) -> Any:
+    states = State([zeros(1, 5, *shape, dtype=dtype)], zeros(1, 5, 4, 2, 5))
+    return HybridLinearKVPool(sglang_pool(zeros), {1: 0}, MambaPool([0], states))
+
+
+@pytest.mark.parametrize(
+    "make, model, text",
+    [
+        (
+            lambda z: sglang_pool(z, kv_cache_layout="page_major"),
+            GQA,
+            "LAYOUT: cannot read a pool of SGLang: expected one of nhd, hnd, vectorized_5d, got 'page_major'",
+        ),
+        (
+            lambda z: sglang_pool(z, k_scale_buffer=z(1)),
+            GQA,
+            "LAYOUT: cannot read a pool of SGLang: expected no buffers of scales, got k_scale_buffer",
+        ),
+        (
+            lambda z: sglang_pool(z, layer_num=4),
+            GQA,
+            "NAME: cannot place a layer: expected one of 3 layers and 0 draft layers of gqa, got layer 3",
+        ),
+        (
+            lambda z: SWAKVPool(None, None, {}, 8, 128),
+            SLIDING,
+            "LAYOUT: cannot read a pool of SGLang: expected pages of tokens, got a ring of 128 for each request",
+        ),
+        (
+            lambda z: refused_states(z, 27, 3),
+            MAMBA2,
+            "SIZE: cannot read the state of 'layers.0.conv.x': expected shape (28, 3), got (27, 3)",
+        ),
+        (
+            sglang_pool,
+            MAMBA1,
+            "GROUP: cannot place layers.0.* of mamba1: expected a layer that caches tokens, got conv.x, ssm",
+        ),
+        (
+            lambda z: HybridLinearKVPool(sglang_pool(z), {1: 0}, MambaPool([0], State([], z(1, 5, 4, 2, 5)))),
+            MAMBA2,
+            "SIZE: cannot read the states of 'layers.0.conv.x': expected 2 states, got 1",
+        ),
+        (
+            lambda z: refused_states(z, 28, 3, dtype=np.int32),
+            MAMBA2,
+            "DTYPE: cannot read tensor 'layers.0.conv.x': expected int16, got int32",
+        ),
+        (
+            lambda z: Pool(z(3, 72, HEADS, DIM, dtype=np.uint8), z(1), 8),
+            GQA,
+            "DTYPE: cannot read tensor 'layers.0.attn': expected int32, got uint8",
+        ),
+        (
+            lambda z: refused_keys(z, 8 * 140),
+            SPARSE,
+            "SIZE: cannot read page 'layers.0.index': expected blocks of 1056 bytes, got 1120 bytes",
+        ),
+        (
+            lambda z: sglang_pool(z, kv_cache_layout="hnd"),
+            GQA,
+            "AXES: cannot read a tensor as view 'layers.0.attn': expected one name for each of its 3 dimensions",
+        ),
+    ],
+    ids=["layout", "scales", "layers", "ring", "shape", "kind", "states", "dtype", "bytes", "keys", "rows"],
+)
+def test_contradictions(zeros: Any, make: Any, model: Model, text: str) -> None:
+    """Pools that contradict the model, or of an unknown kind, are refused with both values."""
+    with pytest.raises(KVPlanError) as caught:
+        from_sglang(model, RankInfo("prefill"), make(zeros))
+    assert str(caught.value).startswith(text)
+
+
+def test_states_with_gaps(zeros: Any) -> None:
+    """A state with gaps between its bytes is refused."""
+    conv, ssm = zeros(1, 5, 28, 6, dtype=np.int16)[..., ::2], zeros(1, 5, 4, 2, 5)
+    pool = HybridLinearKVPool(sglang_pool(zeros), {1: 0}, MambaPool([0], State([conv], ssm)))
+    with pytest.raises(KVPlanError, match=r"^STRIDE: cannot read page 'layers.0.conv.x': expected blocks of 168 bytes"):
+        from_sglang(MAMBA2, RankInfo("prefill"), pool)
