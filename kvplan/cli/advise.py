@@ -176,7 +176,7 @@ def changes(model: Model, options: EngineOptions, other: EngineOptions) -> Itera
     >>> [change for change, _ in found][4:]
     ['layout=BHLNC', 'block=32', 'block=64', 'block=128', 'block=48']
     """
-    tensors = [tensor for layer in (*model.layers, *model.drafts) for tensor in layer]
+    tensors = model.tensors
     axes = {axis for tensor in tensors for axis, _ in tensor.axes}
     values: dict[str, Sequence[Any]] = {
         "layout": ORDERS,

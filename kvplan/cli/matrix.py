@@ -130,7 +130,7 @@ def mismatches(model: Model) -> list[Mismatch]:
     >>> [each.src for each in mismatches(Model.shipped("falcon-mamba-7b"))][-5:]
     ['layout=LBNHC', 'layout=LBHNC', 'layout=BHLNC', 'conv=SD', 'pad=0']
     """
-    tensors = {tensor for layer in (*model.layers, *model.drafts) for tensor in layer}
+    tensors = model.tensors
     has: set[str | None] = {axis for tensor in tensors for axis, _ in tensor.axes} | {None}
     has |= {TOKEN} if any(tensor.paged for tensor in tensors) else set()
     has |= {GROUPS} if len(model.groups) > 1 else set()
