@@ -27,11 +27,7 @@ from kvplan.plan.rows import Table
 from kvplan.plan.specs import Pair, ReadSpec
 from kvplan.plan.transfer import TransferPlan
 from kvplan.show.pictures import Picture
-from kvplan.staging.choice import Choice, Option
-from kvplan.staging.outlay import Outlay
-from kvplan.staging.plan import Chunk, StagedPlan
-from kvplan.staging.rates import Rates
-from kvplan.staging.rearrange import Copy
+from kvplan.staging import Choice, Chunk, Copy, Option, Rates, StagedCost, StagedPlan
 from kvplan.verification.certificate import Certificate
 from kvplan.verification.report import Report, Tail
 
@@ -109,7 +105,7 @@ def _of_findings(value: object) -> str:
             return f"rates: {value.measured}"
         case Choice() | Option():
             return str(value).splitlines()[0]
-        case Outlay():
+        case StagedCost():
             return str(value).splitlines()[1]
         case PairCost():
             moved = f"{count(value.num_bytes, 'byte')} in {count(value.num_descriptors, 'descriptor')}"

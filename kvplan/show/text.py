@@ -20,9 +20,7 @@ from kvplan.plan.specs import Pair
 from kvplan.plan.transfer import TransferPlan
 from kvplan.show.lines import arrow, cut, fit, group_line, line, mesh_title, plan_title, staged_title, views_line
 from kvplan.show.rows import ROWS
-from kvplan.staging.choice import Choice
-from kvplan.staging.outlay import Outlay
-from kvplan.staging.plan import StagedPlan
+from kvplan.staging import Choice, StagedCost, StagedPlan
 from kvplan.verification.report import Report
 
 Detail = Literal["line", "workers", "rows"]
@@ -119,7 +117,7 @@ def _folded(value: object) -> Iterator[str]:
             yield f"pair with {label_of(value.remote)}: {_table(value.local_table, 'local row')}"
         case Table():
             yield f"table: {_table(value, 'row')}"
-        case Report() | Cost() | Outlay() | Choice() | Comparison():
+        case Report() | Cost() | StagedCost() | Choice() | Comparison():
             yield str(value)
         case PeerError():
             yield from (line(value), *(f"  {problem}" for problem in value.problems))

@@ -103,7 +103,7 @@ LINES = [
     (CHOICE, "decode/0, 5 tokens: direct"),
     (CHOICE.best, "direct: 3640 ms for 16 descriptors, 640 bytes"),
     (CHOICE.rates, "rates: by hand"),
-    (STAGED.cost(5), "5 tokens in two legs: 640 bytes in 12 descriptors of 16 bytes (8) and 128 bytes (4)"),
+    (STAGED.cost(5), "5 tokens staged: 640 bytes in 12 descriptors of 16 bytes (8) and 128 bytes (4)"),
     (Tail("decode/0", "attn", 5, 8), "decode/0 attn [5, 8)"),
     (PLAN, "decode/0 reads from 2 of 2 workers: 1520 ids in 8 local rows"),
     (WRITE, "prefill/0 writes to 1 of 1 worker: 200 ids in 4 local rows"),

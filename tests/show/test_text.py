@@ -22,7 +22,7 @@ from kvplan import (
 from kvplan._text import size
 from kvplan.models.model import Model
 from kvplan.show.text import explain
-from kvplan.staging.plan import stage, stage_writes
+from kvplan.staging import stage, stage_writes
 from tests.small import engine
 from tests.staged import with_staging
 
@@ -178,15 +178,15 @@ def test_a_staged_plan_says_what_one_leg_takes_and_what_two_do() -> None:
     (decode, _), (prefill,) = (engine(name, tp, order=order) for name, tp, order in (("d", 2, "NH"), ("p", 1, "HN")))
     assert explain(stage_writes(with_staging(prefill), [decode], staging="staging")) == (
         "p/0 writes to 1 of 1 worker in two legs: 8192 positions at a time\n"
-        "  4 tokens in one leg: 256 bytes in 16 descriptors of 16 bytes\n"
-        "  4 tokens in two legs: 256 bytes in 2 descriptors of 128 bytes\n"
-        "    at home: at most 2 copies in 1 chunk, in 1048576 bytes of staging memory"
+        "  4 tokens directly: 256 bytes in 16 descriptors of 16 bytes\n"
+        "  4 tokens staged: 256 bytes in 2 descriptors of 128 bytes\n"
+        "    at most 2 local copies in 1 chunk, 1048576 bytes of staging memory"
     )
     plan = stage(with_staging(decode), [prefill], staging="staging", whole=True)
     assert explain(plan).splitlines()[2:] == [
-        "  4 tokens in two legs: 512 bytes in 2 descriptors of 256 bytes",
-        "    at home: at most 2 copies in 1 chunk, in 1048576 bytes of staging memory",
-        "    excess: 1 bytes read for each that is needed",
+        "  4 tokens staged: 512 bytes in 2 descriptors of 256 bytes",
+        "    at most 2 local copies in 1 chunk, 1048576 bytes of staging memory",
+        "    read amplification: 2 bytes read for each byte needed",
     ]
     assert explain(plan, detail="line") == "d/0 reads from 1 of 1 worker in two legs: 4096 positions at a time"
 
@@ -196,7 +196,7 @@ def test_what_staged_plans_are_made_of_is_told_in_a_line() -> None:
     (decode,), (prefill,) = engine("d", order="NH"), engine("p")
     plan = stage(with_staging(decode), [prefill], staging="staging")
     assert explain(plan.cost(8)) == str(plan.cost(8))
-    assert explain(plan.cost(8), detail="line") == "8 tokens in two legs: 1024 bytes in 4 descriptors of 256 bytes"
+    assert explain(plan.cost(8), detail="line") == "8 tokens staged: 1024 bytes in 4 descriptors of 256 bytes"
     blocks = {"attn": Blocks([4])}
     (chunk,) = plan.bind(local=blocks, remote=blocks)
     assert explain(chunk) == "chunk of attn [0, 4): 512 bytes read, 512 bytes put in order"
