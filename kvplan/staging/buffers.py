@@ -57,17 +57,10 @@ class Pool:
     def placed(self, group: str, region: str, offset_bytes: int, num_blocks: int) -> Iterator[NumberedView]:
         """The views in a pool of ``num_blocks`` blocks that begins at an offset of a region."""
         for number, view in self.views:
-            axes = [
-                axis
-                if axis.stride_bytes < self.inner_bytes
-                else attrs.evolve(axis, stride_bytes=axis.stride_bytes * num_blocks)
-                for axis in view.axes
-            ]
-            offset = offset_bytes + view.offset_bytes
-            yield (
-                number,
-                View(view.name, group, region, view.dtype, axes, num_blocks, self.inner_bytes, offset),
-            )
+            times = [1 if axis.stride_bytes < self.inner_bytes else num_blocks for axis in view.axes]
+            axes = [attrs.evolve(a, stride_bytes=a.stride_bytes * n) for a, n in zip(view.axes, times, strict=True)]
+            at = offset_bytes + view.offset_bytes
+            yield number, View(view.name, group, region, view.dtype, axes, num_blocks, self.inner_bytes, at)
 
 
 @attrs.frozen(eq=False)
@@ -119,16 +112,15 @@ class StagingBuffer:
             kinds = geometry_of[numbers]
             for kind in distinct(kinds).tolist():
                 which, geometry = kinds == kind, self.worker.geometries[kind]
-                some = attrs.evolve(match, names=tuple(compress(match.names, which)))
                 (ours, theirs), mine = (views[which] for views in match.views), numbers[which][:, None]
-                local, sources = match.workers
+                (local, sources), names = match.workers, tuple(compress(match.names, which))
+                some = attrs.evolve(match, names=names, views=(ours, mine) if side else (mine, theirs))
                 if side:
-                    holding = Holding(((0, geometry),), (0,))
-                    some = attrs.evolve(some, holding=holding, views=(ours, mine), workers=(local, (self.worker,)))
+                    held = Holding(((0, geometry),), (0,))
+                    some = attrs.evolve(some, holding=held, workers=(local, (self.worker,)))
                     made.append(attrs.evolve(cell, match=some, source=0))
                 else:
-                    ends = self.worker, sources
-                    some = attrs.evolve(some, destination=(geometry,), views=(mine, theirs), workers=ends)
+                    some = attrs.evolve(some, destination=(geometry,), workers=(self.worker, sources))
                     made.append(attrs.evolve(cell, match=some, destination=0))
         return made
 
@@ -161,17 +153,14 @@ def pools(peer: Worker, cells: Iterable[Cell], side: int, whole: bool = False) -
             for axis, part in cell.parts.items():
                 (low, high), (start, stop) = part.span, spans.get(axis, part.span)
                 spans[axis] = min(low, start), max(high, stop)
-    return {
-        groups: tuple(
-            pool
-            for frame in _frames(
-                (number, peer.views[number] if whole else _trimmed(peer.views[number], spans))
-                for number, spans in views.items()
-            )
-            for pool in _pools(frame)
-        )
-        for groups, views in needed.items()
-    }
+    found = {}
+    for groups, views in needed.items():
+        numbered = [
+            (number, peer.views[number] if whole else _trimmed(peer.views[number], spans))
+            for number, spans in views.items()
+        ]
+        found[groups] = tuple(pool for frame in _frames(numbered) for pool in _pools(frame))
+    return found
 
 
 def staging_buffer(
@@ -266,41 +255,38 @@ def _packed_alone(number: int, view: View) -> Pool:
 
 def _packed_together(frame: Sequence[NumberedView]) -> Pool | None:
     """The pool of a frame without the bytes between its runs; none where strides cannot express it."""
-    lengths = [_run_bytes(view) for _, view in frame]
+    # the bytes of a view's runs, and their number
+    lengths = [joined_dims(view.itemsize, [(a.extent, a.stride_bytes) for a in view.axes])[0] for _, view in frame]
     counts = [view.block_bytes // length for (_, view), length in zip(frame, lengths, strict=True)]
     if sum(counts) > MAX_RUNS:
         return None
     starts = [_run_starts(view, length) for (_, view), length in zip(frame, lengths, strict=True)]
-    # one entry for each run of block 0 of all views, by offset; packed, it begins where those before it end
-    start, length = np.concatenate(starts), np.repeat(lengths, counts)
-    order = np.argsort(start)
-    ends = np.cumsum(length[order])
-    ordered, packed = start[order], ends - length[order]
+    # one entry for each run of block 0 of all views, by offset; packed, it begins where the runs before it end
+    length = np.repeat(lengths, counts)
+    order = np.argsort(start := np.concatenate(starts))
+    start, end = start[order], np.cumsum(length[order])
+
+    def packed(offset: int | Ints) -> Ints:
+        at = np.searchsorted(start, offset)
+        begin: Ints = end[at] - length[order[at]]
+        return begin
+
     views = []
     for (number, view), run, before in zip(frame, lengths, starts, strict=True):
-        first = int(packed[np.searchsorted(ordered, view.offset_bytes)])
-        axes = [
-            attrs.evolve(
-                axis, stride_bytes=int(packed[np.searchsorted(ordered, view.offset_bytes + axis.stride_bytes)]) - first
-            )
-            if axis.stride_bytes >= run
-            else axis
-            for axis in view.axes
-        ]
+        first, axes = int(packed(view.offset_bytes)), list(view.axes)
+        for i, axis in enumerate(axes):
+            if axis.stride_bytes >= run:
+                step = int(packed(view.offset_bytes + axis.stride_bytes)) - first
+                axes[i] = attrs.evolve(axis, stride_bytes=step)
         made = attrs.evolve(view, axes=axes, num_blocks=1, offset_bytes=first)
-        if not np.array_equal(packed[np.searchsorted(ordered, before)], _run_starts(made, run)):
+        if not np.array_equal(packed(before), _run_starts(made, run)):
             return None
         views.append((number, made))
-    return Pool(tuple(views), int(ends[-1]), int(ends[-1]))
-
-
-def _run_bytes(view: View) -> int:
-    """Bytes of each run of a block."""
-    return joined_dims(view.itemsize, [(axis.extent, axis.stride_bytes) for axis in view.axes])[0]
+    return Pool(tuple(views), int(end[-1]), int(end[-1]))
 
 
 def _run_starts(view: View, run: int) -> Ints:
-    """The offset of each run of block 0: axes of smaller strides than ``run`` lie inside runs."""
+    """The offset of each run of block 0. Axes of smaller strides than ``run`` lie inside runs."""
     start = np.array(view.offset_bytes, np.int64)
     for axis in view.axes:
         if axis.stride_bytes >= run:

@@ -119,8 +119,7 @@ class StagedPlan:
         chunk is made; by default they alternate. Requests that share a staging region share one such iterator.
         """
         self.direct.check(local=local, remote=remote, tokens=tokens)
-        tables = (local, remote) if self.operation == "READ" else (remote, local)
-        near = self._near
+        tables, near = ((local, remote), 0) if self.operation == "READ" else ((remote, local), 1)
         wants = [
             {
                 groups: wanted(groups[0], tables[0][groups[0].name], range_of(tokens, groups[near]), SIDES[near])
@@ -134,11 +133,6 @@ class StagedPlan:
             # making all chunks raises where an id that is needed does not fit
             deque(self._chunks(ranges, wants, tables, itertools.repeat(0)), maxlen=0)
         return self._chunks(ranges, wants, tables, itertools.cycle((0, 1)) if buffer_slots is None else buffer_slots)
-
-    @property
-    def _near(self) -> int:
-        """Which side is local: the destination, 0, or the source, 1."""
-        return 0 if self.operation == "READ" else 1
 
     def _chunks(
         self,
@@ -166,7 +160,7 @@ class StagedPlan:
         tables: tuple[BlockTables, BlockTables],
     ) -> tuple[ReadSpec, list[Copy]]:
         """Both steps of a part of a request with one peer, through a buffer slot."""
-        near, far = self._near, peer.buffer.side
+        near, far = 1 - peer.buffer.side, peer.buffer.side
         staged, spans, copies = dict[str, Blocks](), dict[str, Range](), list[Copy]()
         for groups, group in peer.buffer.groups.items():
             (start, stop), (low, high) = part[groups[near].name], wants[groups]

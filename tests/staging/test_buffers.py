@@ -8,13 +8,12 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import Axis, Blocks, Context, Group, Model, Region, View, Worker, plan_reads
+from kvplan import Axis, Blocks, Context, Group, Model, Region, View, Worker
 from kvplan.describe._overlap import overlaps
 from kvplan.staging import buffers as module
 from kvplan.staging.buffers import StagingBuffer
 from tests.small import HEAD_BYTES, engine, padded
 from tests.staged import (
-    ADDRESS,
     OPERATIONS,
     descriptors,
     plans_of,
@@ -253,15 +252,6 @@ def test_pools_follow_each_other() -> None:
     assert max(view.end_bytes for view in every) <= 4000
 
 
-def test_a_buffer_is_what_the_source_is_to_a_direct_plan() -> None:
-    """A destination can be planned from buffers as from the sources themselves."""
-    local, sources = engine("decode", tp=2, order="NH")[1], engine("prefill", tp=4)
-    plan = staged(local, sources)
-    again = plan_reads(local, [peer.buffer.worker for peer in plan.peers])
-    assert [pair.remote for pair in again.pairs] == [("prefill", 2), ("prefill", 3)]
-    assert all(region.address == ADDRESS for region in plan.peers[0].buffer.worker.regions if region.name == "staging")
-
-
 def test_the_buffer_for_a_destination_is_paged_as_the_destination_is() -> None:
     """S1, S2: it has the destination's blocks and context, under its key, and the heads that this source sends."""
     destinations = engine("decode", tp=2, order="NH", tokens=6, contexts=(2, 3))
@@ -270,15 +260,6 @@ def test_the_buffer_for_a_destination_is_paged_as_the_destination_is() -> None:
     assert [worker.groups for worker in found] == [(Group("attn<-attn", 6, Context(turn, 2, 3)),) for turn in (0, 1)]
     heads = {(a.start, a.stop) for worker in found for v in worker.views for a in v.axes if a.name == "head"}
     assert heads == {(3, 4)}
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_one_run_of_a_destination_is_written_as_one(tp: int) -> None:
-    """S3: of all heads of a block, or of the half that a rank has, a descriptor for each layer and block."""
-    (plan,) = staged_writes(engine("prefill"), engine("decode", tp=tp, order="NH")[:1])
-    given = request_of("WRITE", OURS, THEIRS, (0, 20))
-    assert descriptors(plan, given) == 10 * [4 * 4 * HEAD_BYTES // tp]
-    assert sum(spec.num_descriptors for spec in plan.direct.bind(**given)) == 10 * 16 // tp
 
 
 def test_turns_of_a_context_are_written_as_one_run() -> None:

@@ -111,15 +111,17 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("theirs, ours", PAIRS)
 @pytest.mark.parametrize("way", ["exact", "whole", "write"])
-@pytest.mark.parametrize("size", [1 << 16, 8 * ONE_BLOCK])
-@pytest.mark.parametrize("tokens", [(0, 20), (3, 17), (9, 10), (4, 4)])
+@pytest.mark.parametrize(
+    "size, tokens",
+    [(64, (0, 20)), (8, (0, 20)), (8, (3, 17)), (64, (9, 10)), (64, (4, 4))],
+)
 def test_both_steps_write_what_a_direct_plan_writes(
     theirs: dict[str, Any], ours: dict[str, Any], way: str, size: int, tokens: tuple[int, int]
 ) -> None:
     """S12: the memory of all destinations is the same in the end, and that of the sources is unchanged."""
     options: dict[str, Any] = {"whole": True} if way == "whole" else {}
     operation = "WRITE" if way == "write" else "READ"
-    plans = plans_of(operation, engine("prefill", **theirs), engine("decode", **ours), size, **options)
+    plans = plans_of(operation, engine("prefill", **theirs), engine("decode", **ours), size * ONE_BLOCK, **options)
     blocks = Blocks([7, 3, 5, 0, 9, 1, 2]), Blocks([2, 8, 4, 6, 1, 9, 0])
     same_as_direct(plans, request_of(operation, *blocks, tokens), moves=tokens != (4, 4))
 
@@ -325,22 +327,12 @@ def test_another_group_of_a_source_is_not_read() -> None:
     """S12: where it has a head that lies between two that are needed, so that the buffer has it too."""
 
     def views(*held: tuple[str, str, int, int]) -> list[View]:
-        return [
-            View(
-                "t",
-                group,
-                region,
-                "uint8",
-                [
-                    Axis("token", 0, 2, 2, 8 * (stop - start)),
-                    Axis("head", start, stop, 4, 8),
-                    Axis("dim", 0, 8, 8, 1),
-                ],
-                10,
-                16 * (stop - start),
-            )
-            for group, region, start, stop in held
-        ]
+        found = []
+        for group, region, start, stop in held:
+            token, head = Axis("token", 0, 2, 2, 8 * (stop - start)), Axis("head", start, stop, 4, 8)
+            axes = [token, head, Axis("dim", 0, 8, 8, 1)]
+            found.append(View("t", group, region, "uint8", axes, 10, 16 * (stop - start)))
+        return found
 
     regions = [Region("x", 1 << 40, 640), Region("y", 1 << 41, 640)]
     source = Worker("p", 0, regions, [Group("b", 2), Group("a", 2)], views(("b", "x", 1, 2), ("a", "y", 0, 4)))
