@@ -53,7 +53,7 @@ class Schedule:
         """No settled request has anything under way."""
         names = {transfer.request for transfer in self.settled}
         assert names.isdisjoint(transfer.request for transfer in self.rig.executor.running)
-        slots = [part.slot for part in self.rig.pipeline._parts if part.slot is not None]
+        slots = [work.slot for work in self.rig.pipeline._under_way if work.slot is not None]
         assert len(slots) == len({*slots})
 
     def drain(self) -> None:

@@ -85,7 +85,7 @@ class StagingBuffer:
     def transfer_step(self, peer: Worker, cells: Iterable[Cell]) -> list[Cell]:
         """The cells between the buffer and the peer, given those between the worker and the peer.
 
-        What is written is just what is needed. What is read is all that the buffer has, which keeps runs long.
+        A worker writes just what is needed, and reads all that the buffer has room for: then runs are long.
         """
         if self.side == 0:
             return self._replacing(1, cells)

@@ -82,12 +82,12 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     """
     if group.tokens_per_block is None:
         return 1
-    turn, run = cycle(group), group.context.interleave_tokens
-    if grain % turn:
-        held, step = window // turn * run + min(window % turn, run), 1
+    every, run = cycle(group), group.context.interleave_tokens
+    if grain % every:
+        held, step = window // every * run + min(window % every, run), 1
     else:
         held, step = window // group.context.size, math.gcd(grain // group.context.size, slots(group))
-    # a window holds `held` local positions and begins at most `slots - step` slots into a block
+    # the worker holds at most `held` positions of a window, which begins at most `slots - step` slots into a block
     return (slots(group) - step + held - 1) // slots(group) + 1
 
 

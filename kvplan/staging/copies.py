@@ -92,7 +92,7 @@ class Copy:
         return self._ranges(self.destination), self._ranges(self.source)
 
     def _ranges(self, side: CopySide) -> Descriptors:
-        # offsets of all runs behind an origin: boxes outside, then the extents in order
+        # how far each run is behind an origin: one row for each box, one column for each combination of extents
         at = side.offsets
         for extent, stride in zip(self.extents, side.strides_bytes, strict=True):
             at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)
@@ -127,12 +127,15 @@ class CopyTemplate:
     def positions(self, table: Blocks, low: int, high: int) -> Ints:
         """The positions in ``[low, high)`` that move to the blocks of a destination."""
         position = repeated(self.carried, self.every, low, high)
+        # where the table has gaps: only the positions whose blocks it has
         if table.scattered is None or not position.size:
             return position
         return position[np.isin(local_index(self.groups[0], position) // slots(self.groups[0]), table.scattered)]
 
     def copies(self, position: Ints, low: int, high: int, tables: tuple[Blocks, Blocks]) -> Iterator[Copy]:
         """The copies of some positions in ``[low, high)``, by rule S11."""
+        # for each position the start of its run, and whether the range has the whole run; a run goes with its first
+        # position, those of other runs one by one
         start = position // self.run_tokens * self.run_tokens
         inside = (start >= low) & (start + self.run_tokens <= high)
         for tokens, which in ((self.run_tokens, inside & (start == position)), (1, ~inside)):
@@ -170,7 +173,7 @@ def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[Co
 
 def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
     """The ordinals of the blocks of a group that hold any of some positions."""
-    every = np.concatenate([*positions, np.zeros(0, np.int64)])
+    every = np.concatenate([*positions, np.zeros(0, np.int64)])  # the last one for no positions at all
     return distinct(local_index(group, every) // slots(group)) if every.size else every
 
 

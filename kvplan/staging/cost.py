@@ -122,6 +122,7 @@ def _blocks_needed(group: Group, templates: Iterable[CopyTemplate], tokens: int)
     periods, rest = divmod(tokens, every)
     full = last = 0
     for times, stop in ((periods, every), (1, rest)):
+        # ordinals of the blocks that copies take anything of, the last of which may not be full
         blocks = ordinals(group, [repeated(template.carried, template.every, 0, stop) for template in templates])
         end, held = divmod(before(group, stop), slots(group))
         full += times * int((blocks < end).sum())

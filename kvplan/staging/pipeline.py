@@ -49,7 +49,7 @@ class Copier(Protocol):
 
 @attrs.frozen(eq=False)
 class FakeCopier:
-    """The :class:`Copier` of a worker in fake memory. Copies are done as soon as they begin."""
+    """The :class:`Copier` of a chunker in fake memory. Copies are done as soon as they begin."""
 
     memory: FakeMemory
     key: Key
@@ -82,7 +82,7 @@ class StagedTransfer:
 
 
 @attrs.define(eq=False)
-class _Request:
+class _StagedRequest:
     """A request under way: ``chunks`` still to be made, None when all are made, and how it is going to end."""
 
     transfer: StagedTransfer
@@ -97,10 +97,10 @@ class _Request:
 
 
 @attrs.define(eq=False)
-class _Part:
+class _Work:
     """A chunk under way in a buffer slot, or the notices of a request, which need none."""
 
-    request: _Request
+    request: _StagedRequest
     slot: int | None
     steps: Iterator[None] = attrs.field(init=False)
     transfers: list[Transfer] = attrs.field(factory=list)
@@ -137,9 +137,9 @@ class Pipeline:
             executor.prepare(plan)
         self.staged = staged
         self._executor, self._copier = executor, copier
-        self._requests: dict[StagedTransfer, _Request] = {}
-        self._next: tuple[_Request, Chunk] | None = None
-        self._parts: list[_Part] = []
+        self._requests: dict[StagedTransfer, _StagedRequest] = {}
+        self._next: tuple[_StagedRequest, Chunk] | None = None
+        self._under_way: list[_Work] = []
         self._last_slot = 1
 
     def submit(self, request: str, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None) -> StagedTransfer:
@@ -150,16 +150,16 @@ class Pipeline:
         """
         chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
         transfer = StagedTransfer(request)
-        self._requests[transfer] = _Request(transfer, chunks)
+        self._requests[transfer] = _StagedRequest(transfer, chunks)
         self._begin_chunks()
         return transfer
 
     def poll(self) -> tuple[StagedTransfer, ...]:
         """Continue without waiting, by a step or two in each buffer slot; return the requests that are now settled."""
-        self._parts = [part for part in self._parts if part.slot is None or not self._is_over(part)]
+        self._under_way = [work for work in self._under_way if work.slot is None or not self._is_over(work)]
         self._begin_chunks()
         self._notify()
-        self._parts = [part for part in self._parts if part.slot is not None or not self._is_over(part)]
+        self._under_way = [work for work in self._under_way if work.slot is not None or not self._is_over(work)]
         busy = self._busy()
         settled = [
             request
@@ -186,25 +186,25 @@ class Pipeline:
         while True:
             yield 1 - self._last_slot
 
-    def _busy(self, but_moved: bool = False) -> set[_Request]:
-        """The requests with a chunk that is to be made or carried out; with ``but_moved``, other than transferred."""
+    def _busy(self, but_moved: bool = False) -> set[_StagedRequest]:
+        """The requests with chunks to be made or carried out; with ``but_moved``, without those whose bytes have moved."""
         busy = {request for request in self._requests.values() if request.chunks is not None}
         if self._next is not None:
             busy.add(self._next[0])
-        return busy.union(part.request for part in self._parts if not (but_moved and part.has_moved))
+        return busy.union(work.request for work in self._under_way if not (but_moved and work.has_moved))
 
     def _begin_chunks(self) -> None:
         """Rules D1 and D2. One chunk more than can begin is made, while bytes move."""
         while (following := self._following()) is not None:
             request, chunk = following
-            if chunk.buffer_slot in [part.slot for part in self._parts]:
+            if chunk.buffer_slot in [work.slot for work in self._under_way]:
                 return
             self._next, self._last_slot = None, chunk.buffer_slot
             # a peer that exchanges nothing of this chunk needs no transfer
             specs = [spec for spec in chunk.specs if spec.local_ids.size]
-            self._begin(_Part(request, chunk.buffer_slot), specs, chunk.copies)
+            self._begin(_Work(request, chunk.buffer_slot), specs, chunk.copies)
 
-    def _following(self) -> tuple[_Request, Chunk] | None:
+    def _following(self) -> tuple[_StagedRequest, Chunk] | None:
         """The chunk to begin next."""
         for request in self._requests.values():
             while self._next is None and request.chunks is not None:
@@ -225,62 +225,62 @@ class Pipeline:
         for request in self._requests.values():
             if request not in unmoved and not (request.is_notified or request.is_stopped):
                 request.is_notified = True
-                self._begin(_Part(request, slot=None), self.staged.closing)
+                self._begin(_Work(request, slot=None), self.staged.closing)
 
-    def _begin(self, part: _Part, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
+    def _begin(self, work: _Work, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
         """Rule D3: a step begins when the one before is done, unless the request is stopped by then."""
-        steps = [self._transfer(part, specs)]
+        steps = [self._transfer(work, specs)]
         if copies:
-            steps.insert(1 if self.staged.operation == "READ" else 0, self._copy(part, copies))
-        part.steps = (None for step in steps if not part.request.is_stopped for _ in step)
-        self._parts.append(part)
-        if self._is_over(part):
-            self._parts.remove(part)
+            steps.insert(1 if self.staged.operation == "READ" else 0, self._copy(work, copies))
+        work.steps = (None for step in steps if not work.request.is_stopped for _ in step)
+        self._under_way.append(work)
+        if self._is_over(work):
+            self._under_way.remove(work)
 
-    def _is_over(self, part: _Part) -> bool:
-        """Continue a part; whether nothing is left of it."""
-        return next(part.steps, part) is part
+    def _is_over(self, work: _Work) -> bool:
+        """Continue some work; whether nothing of it is left."""
+        return next(work.steps, work) is work
 
-    def _transfer(self, part: _Part, specs: Iterable[ReadSpec]) -> Iterator[None]:
-        """Start the transfers of a part, and wait until they are settled."""
-        request, running = part.request, True
+    def _transfer(self, work: _Work, specs: Iterable[ReadSpec]) -> Iterator[None]:
+        """Start transfers, and wait until they are settled."""
+        request, running = work.request, True
         try:
             for spec in specs:
-                part.transfers.append(self._executor.start(spec, request.transfer.request, tell=part.slot is None))
+                work.transfers.append(self._executor.start(spec, request.transfer.request, tell=work.slot is None))
         except KVPlanError as error:
             self._stop(request, Status.FAILED, error)
         while running:
             yield
-            for transfer in part.transfers:
+            for transfer in work.transfers:
                 status = self._executor.poll(transfer)
                 if status.is_settled and status is not Status.DONE:
                     self._stop(request, status, transfer.error)
-            running = not all(transfer.status.is_settled for transfer in part.transfers)
-        while part.transfers:
+            running = not all(transfer.status.is_settled for transfer in work.transfers)
+        while work.transfers:
             try:
-                self._executor.release(part.transfers.pop())
+                self._executor.release(work.transfers.pop())
             except KVPlanError as error:
                 self._stop(request, Status.FAILED, error)
-        part.has_moved = True
+        work.has_moved = True
 
-    def _copy(self, part: _Part, copies: Sequence[Copy]) -> Iterator[None]:
-        """Begin the copies of a part, and wait until they are done."""
+    def _copy(self, work: _Work, copies: Sequence[Copy]) -> Iterator[None]:
+        """Begin copies, and wait until they are done."""
         try:
             ticket = self._copier.begin(copies)
             while not self._copier.done(ticket):
                 yield
         except KVPlanError as error:
-            self._stop(part.request, Status.FAILED, error)
+            self._stop(work.request, Status.FAILED, error)
 
-    def _stop(self, request: _Request, ends: Status, error: KVPlanError | None = None) -> None:
+    def _stop(self, request: _StagedRequest, ends: Status, error: KVPlanError | None = None) -> None:
         """Rule D5. The first reason to stop is how a request ends."""
         if not request.is_stopped:
             request.ends, request.error, request.chunks = ends, error, None
         if self._next is not None and self._next[0] is request:
             self._next = None
-        for part in self._parts:
-            if part.request is request:
-                for transfer in part.transfers:
+        for work in self._under_way:
+            if work.request is request:
+                for transfer in work.transfers:
                     self._executor.cancel(transfer)
 
     def __repr__(self) -> str:

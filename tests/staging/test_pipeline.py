@@ -85,7 +85,7 @@ def test_requests_alternate_between_the_slots(rig: Rig) -> None:
     rig.empty()
     rig.pipeline.poll()
     assert rig.under_way == (2, 0)
-    assert [part.slot for part in rig.pipeline._parts if part.slot is not None] == [1, 0]
+    assert [work.slot for work in rig.pipeline._under_way if work.slot is not None] == [1, 0]
     assert rig.finish() == transfers
     assert not rig.wrong(dict.fromkeys(range(3), (0, 4)))
 
@@ -402,7 +402,7 @@ def test_a_refused_start_waits_for_those_that_were_not(rig: Rig) -> None:
     (running,) = rig.executor.running
     assert rig.pipeline.poll() == ()
     assert rig.executor.cancelled == [running]
-    assert len(rig.pipeline._parts) == 1
+    assert len(rig.pipeline._under_way) == 1
     rig.executor.end(running)
     assert rig.pipeline.poll() == (failed,)
     assert (failed.status, failed.error) == (Status.FAILED, rig.executor.refuses)
