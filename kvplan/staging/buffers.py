@@ -91,12 +91,8 @@ class StagingBuffer:
             return self._replacing(1, cells)
         made = []
         for (_, theirs), group in self.groups.items():
-            # one group at a time: another group of the peer may hold some of the same, in other blocks
-            sides = [
-                attrs.evolve(worker, views=[view for view in worker.views if view.group == name])
-                for worker, name in ((self.worker, group.name), (peer, theirs.name))
-            ]
-            made += [cell for *_, found in shares(sides[:1], sides[1:], (), 1) for cell in found]
+            ours, source = _only(self.worker, group), _only(peer, theirs)
+            made += [cell for *_, found in shares([ours], [source], (), 1) for cell in found]
         return made
 
     def _replacing(self, side: int, cells: Iterable[Cell]) -> list[Cell]:
@@ -190,6 +186,12 @@ def staging_buffer(
 def _groups(cell: Cell) -> GroupPair:
     ours, theirs = cell.sides
     return ours.group, theirs.group
+
+
+def _only(worker: Worker, group: Group) -> Worker:
+    """A worker with the views of one group: another group may hold some of the same, in other blocks."""
+    views = [view for view in worker.views if view.group == group.name]
+    return worker if len(views) == len(worker.views) else attrs.evolve(worker, views=views)
 
 
 def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:

@@ -94,10 +94,11 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
 def _laid_out(demands: Sequence[Demand], window: int, grain: int) -> tuple[tuple[tuple[int, int], ...], int]:
     """The places of the pools, and where the last one ends."""
     places, end = [], 0
+    touched = {group: blocks_touched(group, window, grain) for group in {group for group, _ in demands}}
     for group, block_bytes in demands:
-        offset, slot_blocks = -(-end // ALIGNMENT) * ALIGNMENT, blocks_touched(group, window, grain)
-        places.append((offset, slot_blocks))
-        end = offset + 2 * slot_blocks * block_bytes
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        places.append((offset, touched[group]))
+        end = offset + 2 * touched[group] * block_bytes
     return tuple(places), end
 
 

@@ -187,7 +187,7 @@ class Pipeline:
             yield 1 - self._last_slot
 
     def _busy(self, but_moved: bool = False) -> set[_StagedRequest]:
-        """The requests with chunks to be made or carried out; with ``but_moved``, without those whose bytes have moved."""
+        """The requests with chunks to be made or carried out; with ``but_moved``, without those that have moved."""
         busy = {request for request in self._requests.values() if request.chunks is not None}
         if self._next is not None:
             busy.add(self._next[0])
