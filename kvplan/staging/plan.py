@@ -186,7 +186,7 @@ class StagedPlan:
 
 @attrs.frozen(eq=False)
 class Shares:
-    """What a worker moves, planned once for all strategies: the ``direct`` plan, and the ``cells`` of each peer."""
+    """What a worker moves, planned once for all strategies: the ``direct`` plan, and each peer with its ``cells``."""
 
     direct: TransferPlan
     cells: tuple[tuple[Worker, Sequence[Cell]], ...]
@@ -201,7 +201,7 @@ class Shares:
         not_transferred: Iterable[str],
         replicas: int,
     ) -> Shares:
-        """Of a worker that reads, without siblings, or writes. Raises what :func:`plan_writes` does."""
+        """What a worker reads or, with its siblings, writes. Raises what :func:`plan_writes` does."""
         peers, others = checked_workers("remotes", remotes, local), checked_workers("siblings", siblings, local)
         skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
         reads, cells = operation == "READ", list[tuple[Worker, Sequence[Cell]]]()

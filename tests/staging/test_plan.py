@@ -304,13 +304,14 @@ def test_positions_of_other_ranks_make_no_chunk() -> None:
 @both_ways
 @pytest.mark.parametrize("null", [False, True])
 def test_blocks_that_a_destination_lacks_are_not_moved(operation: str, null: bool) -> None:
-    """S14: of a destination with gaps, and of a source that lacks the rest."""
-    (plan,) = plans_of(operation, engine("prefill"), engine("decode", order="NH", tokens=8), 2 * ONE_BLOCK)
+    """S14: of a destination with gaps, and of a source that lacks the rest; in windows of one block, and of all."""
     ours = Blocks([6, *39 * [3], 9], null=3) if null else Blocks([6, 9], ordinals=[0, 40])
     given = request_of(operation, ours, Blocks([2, 8, 4, 6], ordinals=[0, 1, 80, 81]), (2, 325))
-    found = [(chunk.tokens["attn"], chunk.specs[0].num_bytes) for chunk in plan.bind(**given)]
-    assert found == [((2, 8), 6 * 2 * 64), ((320, 325), 5 * 2 * 64)]
-    same_as_direct([plan], given)
+    by_block, at_once = [((2, 8), 6 * 2 * 64), ((320, 325), 5 * 2 * 64)], [((2, 325), 11 * 2 * 64)]
+    for size, expected in ((2 * ONE_BLOCK, by_block), (1 << 18, at_once)):
+        (plan,) = plans_of(operation, engine("prefill"), engine("decode", order="NH", tokens=8), size)
+        assert [(chunk.tokens["attn"], chunk.specs[0].num_bytes) for chunk in plan.bind(**given)] == expected
+        same_as_direct([plan], given)
 
 
 def test_blocks_of_other_ranks_are_not_read() -> None:
