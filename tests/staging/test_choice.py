@@ -34,7 +34,7 @@ def workers(size: int = 1 << 20) -> dict[str, Any]:
 )
 def test_each_operation_has_its_strategies(operation: str, strategies: list[str]) -> None:
     """Each with its plan and what that takes; where nothing takes time, the first one is the best."""
-    choice = choose(**workers(), tokens=40, operation=operation, rates=FREE)
+    choice = choose(**workers(1 << 12), tokens=40, operation=operation, rates=FREE)
     assert [option.strategy for option in choice.options] == strategies
     direct, *staged = choice.options
     assert choice.best is direct
@@ -47,6 +47,7 @@ def test_each_operation_has_its_strategies(operation: str, strategies: list[str]
         found = option.plan.cost(40)
         assert option.plan.operation == operation
         moved = found.transfers
+        assert found.num_chunks > 1
         assert (option.num_descriptors, option.num_bytes) == (moved.num_descriptors, moved.num_bytes)
         assert (option.num_transfers, option.num_copies) == (2 * found.num_chunks, found.num_copies)
 
