@@ -10,8 +10,8 @@ A plan says what moves; an executor moves it. Its rules, which every implementat
   done.
 - E4: what goes wrong under way is the transfer's ``error``, never an exception, and concerns no other transfer.
 - E5: a plan is prepared with remote workers exactly as it describes them. Of its local worker the regions alone have to
-  be those of the executor's: where bytes are read into, views have no part. So plans whose local worker is a mirror
-  (:mod:`kvplan.staging.mirrors`) are prepared by the executor of the worker that keeps the mirror.
+  be those of the executor's: where bytes are read into, views have no part. So plans whose local worker is a buffer
+  (:mod:`kvplan.staging.buffers`) are prepared by the executor of the worker that has the buffer.
 """
 
 from __future__ import annotations

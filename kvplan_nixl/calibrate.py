@@ -1,8 +1,8 @@
-"""Calibration: the :class:`~kvplan.staging.rates.Rates` of this machine, by transfers between two of its processes.
+"""Calibration: measures the :class:`~kvplan.staging.Rates` of this machine, by transfers between two processes.
 
-One process keeps memory, the other one reads: one descriptor, many small ones, as between token-major and head-major
-blocks here and there, and a few large ones. Those three times are what a transfer, a descriptor and a byte take. Copies
-are of one block of each layer and of many, from token-major to head-major blocks too, as staged requests mostly are.
+One process registers memory, the other one reads from it: one small descriptor, many of them, as between token-major
+and head-major blocks, and a few large ones. These three times give the time of a transfer, a descriptor and a byte.
+Copies go from token-major to head-major blocks too, as in most staged requests: one block of each layer, and many.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 
 from kvplan import Axis, Blocks, Group, Region, TransferPlan, View, Worker, plan_reads, region_of
 from kvplan._arrays import Ints
-from kvplan.staging.rates import Rates
-from kvplan.staging.rearrange import Copy, Side
+from kvplan.staging import Copy, Rates
+from kvplan.staging.copies import CopySide
 from kvplan_nixl.executor import NixlExecutor, settle
 from kvplan_nixl.rearrange import TorchCopier
 
@@ -41,11 +41,11 @@ ROUNDS: Final = 31
 TIMEOUT_S: Final = 120.0
 
 Work = tuple[tuple[int, ...], Callable[[], None]]
-"""How much there is of each thing that has a rate, and what does it."""
+"""The amount of each thing that has a rate, and a function that takes as many."""
 
 
 def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor]:
-    """A worker whose memory is in small pieces and, the same bytes, in large ones."""
+    """A worker with two views of the same bytes, of small blocks and of large ones."""
     tensor = torch.ones(size, dtype=torch.uint8, device=device)
     region = region_of(tensor, "memory")
     views = [
@@ -56,7 +56,7 @@ def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor
 
 
 def serve(channel: Connection, device: str, size: int) -> None:
-    """The process that keeps memory, until it is told to end."""
+    """Register memory until a message comes: what the other process runs."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
     worker, _ = memory("source", device, size)
     with NixlExecutor(worker) as executor:
@@ -65,7 +65,7 @@ def serve(channel: Connection, device: str, size: int) -> None:
 
 
 def reader(executor: NixlExecutor, plan: TransferPlan, group: str, ours: Ints, theirs: Ints) -> Callable[[], None]:
-    """What reads pieces of a group."""
+    """A function that reads blocks of a group once."""
     tables = [{"small": Blocks([]), "large": Blocks([]), group: Blocks(ids)} for ids in (ours, theirs)]
 
     def once() -> None:
@@ -82,12 +82,12 @@ def reader(executor: NixlExecutor, plan: TransferPlan, group: str, ours: Ints, t
 
 @contextmanager
 def peer(device: str, size: int) -> Iterator[bytes]:
-    """The envelope of a worker of another process, which keeps its memory for so long."""
+    """The envelope of a worker of another process, which runs until the context ends."""
     context = multiprocessing.get_context("spawn")
     channel, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, device, size), daemon=True)  # which ends with this one
+    process = context.Process(target=serve, args=(theirs, device, size), daemon=True)  # it ends with this process
     process.start()
-    theirs.close()  # so that its end is noticed
+    theirs.close()  # so that receiving fails when the process ends
     with channel:
         yield channel.recv_bytes()
         channel.send_bytes(b"end")
@@ -95,7 +95,7 @@ def peer(device: str, size: int) -> Iterator[bytes]:
 
 
 def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Work]:
-    """Three transfers, of so many descriptors and bytes."""
+    """Three transfers, each with its numbers of transfers, descriptors and bytes."""
     executor.prepare(plan)
     rng = np.random.default_rng(1)
     here, there = (rng.permutation(size // BLOCK)[:, None] * (HEADS * TOKENS) for _ in range(2))
@@ -109,7 +109,7 @@ def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[W
 
 
 def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float]:
-    """Seconds for one of each, of as many measures of so much of each as there are rates.
+    """Seconds for one of each thing, given the amounts of each and the seconds of as many measurements.
 
     >>> [round(each, 9) for each in apart([(1, 1, 8), (1, 100, 800), (1, 10, 8000)], [0.012008, 0.2108, 0.038])]
     [0.01, 0.002, 1e-06]
@@ -119,7 +119,7 @@ def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float
 
 
 def copiers(device: str, size: int) -> Iterator[Work]:
-    """A copy of as many origins as a request has layers, of one block each and of many: so many origins and bytes."""
+    """Two copies of one origin for each layer, of one block and of many, each with its numbers of origins and bytes."""
     tensors = {name: torch.ones(size, dtype=torch.uint8, device=device) for name in ("cache", "staging")}
     cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
@@ -128,14 +128,14 @@ def copiers(device: str, size: int) -> Iterator[Work]:
 
 
 def copied(copier: TorchCopier, copies: Sequence[Copy]) -> None:
-    """Copies, begun and waited for."""
+    """Begin copies and wait until they are done."""
     ticket = copier.begin(copies)
     while not copier.done(ticket):
         pass
 
 
 def medians(each: Sequence[Callable[[], None]]) -> list[float]:
-    """Seconds that each takes, after it was done once. They take turns: machines have better moments and worse ones."""
+    """The median seconds of each function, after a first call. They take turns, so that all see the same load."""
     took: list[list[float]] = [[] for _ in each]
     for _ in range(ROUNDS + 1):
         for times, once in zip(took, each, strict=True):
@@ -146,12 +146,12 @@ def medians(each: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def heads(cache: Region, staging: Region, number: int) -> Copy:
-    """So many token-major blocks of each layer in staging memory, into head-major blocks here and there in a cache."""
+    """A copy of ``number`` token-major blocks of each layer, from staging memory to scattered head-major blocks."""
     pool = cache.size_bytes // LAYERS // BLOCK
     here, there = np.random.default_rng(1).permutation(pool)[:number], np.arange(number)
     ours, theirs = (
-        Side(tuple((region, layer * pool * BLOCK) for layer in range(LAYERS)), (pool,), (BLOCK,), (index,), inner)
-        for region, index, inner in (
+        CopySide(tuple((region, layer * pool * BLOCK) for layer in range(LAYERS)), index * BLOCK, strides)
+        for region, index, strides in (
             (cache, here, (TOKENS * SMALL, SMALL)),
             (staging, there, (SMALL, HEADS * SMALL)),
         )
@@ -160,10 +160,10 @@ def heads(cache: Region, staging: Region, number: int) -> Copy:
 
 
 def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
-    """Measure, which takes some seconds on a machine that does nothing else.
+    """Measure the rates, in some seconds. Nothing else should run on the machine.
 
-    It takes ``size`` bytes, at least 4 MiB, in another process, and three times that in this one. ``device`` is where
-    the memory is, as torch names it. UCX moves bytes as its own environment variables say.
+    Allocates ``size`` bytes, at least 4 MiB, in another process, and three times as many in this one. ``device`` is the
+    device of all memory, as torch names it. UCX chooses how to move bytes by its own environment variables.
     """
     logging.getLogger("nixl").setLevel(logging.WARNING)
     worker, _held = memory("local", device, size)
@@ -179,7 +179,7 @@ def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
 
 
 def main(device: str, path: str | None) -> int:
-    """Measure, print, and save if there is a path."""
+    """Measure and print the rates, and save them if there is a path."""
     rates = calibrate(device)
     for key, value in attrs.asdict(rates).items():
         print(f"{key:15} {value if isinstance(value, str) else f'{value:.3g}'}")

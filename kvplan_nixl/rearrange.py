@@ -1,30 +1,34 @@
-"""TorchCopier: puts staged bytes in order by torch, in main memory or on a GPU.
+"""TorchCopier: carries out the local copies of staged requests by torch, in main memory or on a GPU.
 
-A copy is an operation of torch for each of its origins, or a few, whatever the request: between tensors of the widest
-word that divides all offsets, whose rows are boxes. Where boxes of one side follow each other by a stride, as they
-mostly do in a staging region, the other side's are selected or written by an index in one pass.
+A copy is one operation of torch for each of its origins, or a few, whatever the request: between tensors of the widest
+word that divides all offsets, whose rows are boxes. Boxes of a staging buffer mostly follow each other by one stride;
+then the boxes of the other side are selected or written by an index in one pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import attrs
+import numpy as np
 import torch
 
 from kvplan._arrays import Ints
 from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
-from kvplan.staging.rearrange import Copy
-from kvplan.staging.spacing import Rows, paired
+from kvplan.staging import Copy
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
-"""Types of torch by their bytes. What is copied is bits, whatever numbers they would be."""
+"""Types of torch by their bytes. Copies move bits, whatever numbers these would be."""
+
+MAX_STRIPS: Final = 4
+"""The most strips that a table of offsets is cut into; beyond that one list of indices takes fewer launches."""
 
 
 class Memory:
-    """All of the storage that a tensor is in."""
+    """The storage that a tensor is in."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -38,7 +42,7 @@ class Memory:
         return 0 <= region.address - self.address <= self.size_bytes - region.size_bytes
 
     def words(self, size: int) -> torch.Tensor:
-        """Its words of so many bytes."""
+        """The storage as words of ``size`` bytes."""
         if size not in self._words:
             whole = self._bytes[: self.size_bytes // size * size]
             self._words[size] = whole.view(getattr(torch, WORDS[size]))
@@ -46,19 +50,19 @@ class Memory:
 
 
 class TorchCopier:
-    """The :class:`~kvplan.staging.pipeline.Copier` of a worker whose regions are tensors, all on one device.
+    """The :class:`~kvplan.staging.Copier` of a worker whose regions are tensors, all on one device.
 
-    ``tensors`` has for each region, by name, a tensor in its memory: caches, and the staging region. In main memory
+    ``tensors`` has a tensor in the memory of each region, by name: caches, and the staging region. In main memory
     bytes are copied when copies begin. On a GPU copies run on a stream of their own, for which no other stream waits.
 
     Raises ``MEMORY`` for tensors on several devices.
 
     >>> import numpy as np
     >>> from kvplan import region_of
-    >>> from kvplan.staging.rearrange import Side
+    >>> from kvplan.staging.copies import CopySide
     >>> cache, staging = torch.zeros(4, 8, dtype=torch.int16), torch.arange(32, dtype=torch.int16)
-    >>> into, out_of = (Side(((region_of(tensor, name), 0),), (4,), (16,), (np.array(blocks),), ())
-    ...                 for tensor, name, blocks in ((cache, "kv", [3, 0]), (staging, "staging", [0, 1])))
+    >>> into, out_of = (CopySide(((region_of(tensor, name), 0),), np.array(offsets), ())
+    ...                 for tensor, name, offsets in ((cache, "kv", [48, 0]), (staging, "staging", [0, 16])))
     >>> copier = TorchCopier({"kv": cache, "staging": staging})
     >>> copier.done(copier.begin([Copy(into, out_of, (), 16)]))
     True
@@ -71,7 +75,7 @@ class TorchCopier:
         if len(devices) != 1:
             raise KVPlanError(
                 "MEMORY",
-                "put bytes in order by torch",
+                "rearrange bytes by torch",
                 expected="tensors on one device",
                 got=" and ".join(sorted(map(str, devices))) or "no tensor",
             )
@@ -129,7 +133,7 @@ class TorchCopier:
             [self._place(region, offset + row.offset_bytes) for region, offset in side.origins]
             for side, row in zip(sides, rows, strict=True)
         ]
-        strides = [(row.stride_bytes, *side.inner_bytes) for side, row in zip(sides, rows, strict=True)]
+        strides = [(row.stride_bytes, *side.strides_bytes) for side, row in zip(sides, rows, strict=True)]
         numbers = [number for found in places for memory, at in found for number in (memory.address, at)]
         word = math.gcd(max(WORDS), copy.length_bytes, *strides[0], *strides[1], *numbers)
         shape = *copy.extents, copy.length_bytes // word
@@ -142,12 +146,12 @@ class TorchCopier:
         ]
 
     def _place(self, region: Region, offset: int) -> tuple[Memory, int]:
-        """The memory that a region is in, and how far into that an offset of it lies."""
+        """The memory that a region is in, and how far into it an offset of the region lies."""
         memory = self._memories.get(region.name)
         if memory is None or not memory.has(region):
             raise KVPlanError(
                 "MEMORY",
-                f"put bytes of region {region.name!r} in order by torch",
+                f"rearrange bytes of region {region.name!r} by torch",
                 expected="a tensor in that memory",
                 got="none" if memory is None else "one in other memory",
                 region=region.name,
@@ -156,5 +160,93 @@ class TorchCopier:
 
 
 def _refused(error: RuntimeError) -> KVPlanError:
-    said = " ".join(str(error).split())
-    return KVPlanError("MEMORY", "put bytes in order by torch", expected="copies within memory", got=f"{said} of torch")
+    text = " ".join(str(error).split())
+    return KVPlanError("MEMORY", "rearrange bytes by torch", expected="copies within memory", got=f"{text} of torch")
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """Boxes as rows of a strided tensor, one row for each stride: those in ``index``, or all where it is ``None``."""
+
+    count: int
+    stride_bytes: int
+    offset_bytes: int
+    index: Ints | None
+
+    @classmethod
+    def of(cls, at: Ints) -> Rows:
+        """Boxes that begin at these offsets, in this order.
+
+        >>> Rows.of(np.array([32, 8, 24]))
+        Rows(count=4, stride_bytes=8, offset_bytes=8, index=array([3, 0, 2]))
+        """
+        first = int(at.min())
+        stride = int(np.gcd.reduce(at - first))
+        if is_even(at):
+            return cls(at.size, stride, first, None)
+        index = (at - first) // stride
+        return cls(int(index.max()) + 1, stride, first, index)
+
+
+def paired(into: Ints, out_of: Ints) -> list[tuple[Rows, Rows]]:
+    """The boxes of both sides, in as few parts as have no index on at least one side.
+
+    >>> [(there.index, here.index) for there, here in paired(np.array([32, 8, 24]), np.array([0, 4, 8]))]
+    [(array([3, 0, 2]), None)]
+    """
+    parts = min(
+        (list(strips(at)) for at in (into, out_of)),
+        key=lambda parts: (sum(not (is_even(into[part]) or is_even(out_of[part])) for part in parts), len(parts)),
+    )
+    return [(Rows.of(into[part]), Rows.of(out_of[part])) for part in parts]
+
+
+def is_even(at: Ints) -> bool:
+    """Whether one stride that is not negative leads from each offset to the next.
+
+    >>> is_even(np.array([3, 11, 19])), is_even(np.array([3, 11, 20])), is_even(np.array([19, 11, 3]))
+    (True, False, False)
+    """
+    steps = np.diff(at)
+    return not steps.size or bool(steps[0] >= 0 and (steps == steps[0]).all())
+
+
+def strips(at: Ints) -> Iterator[Ints]:
+    """The indices of a list of offsets, in strips of one stride where a table has few, otherwise table by table.
+
+    >>> [part.tolist() for part in strips(np.array([103, 111, 119, 203, 211, 219, 303]))]
+    [[0, 1, 2], [3, 4, 5], [6]]
+    """
+    for table in tables(at):
+        fewer = min(table, table.T, key=len)
+        yield from fewer if len(fewer) <= MAX_STRIPS else [table.reshape(-1)]
+
+
+def tables(at: Ints) -> Iterator[Ints]:
+    """The indices of a list of offsets, as tables whose rows have one stride, and whose columns have one.
+
+    A few offsets may come before the first row, as where a request begins within a block; the last table has those
+    that follow no stride.
+
+    >>> [part.tolist() for part in tables(np.array([103, 111, 203, 211, 303]))]
+    [[[0, 1], [2, 3]], [[4]]]
+    """
+    numbers, start = np.arange(at.size), 0
+    while start < at.size:
+        rest = at[start:]
+        # second differences: the first one that is not 0 is where the stride changes, at the end of a row
+        turns = np.flatnonzero(np.diff(rest, 2))
+        columns = int(turns[0]) + 2 if turns.size else rest.size
+        rows = _even_rows(rest[: rest.size // columns * columns].reshape(-1, columns))
+        if 2 * rows * columns < rest.size:
+            rows, columns = 1, rest.size if start else columns
+        stop = start + rows * columns
+        yield numbers[start:stop].reshape(rows, columns)
+        start = stop
+
+
+def _even_rows(table: Ints) -> int:
+    """How many rows, from the first on, are at the same distance from the one before."""
+    step = table[min(1, len(table) - 1), 0] - table[0, 0]
+    uneven = np.flatnonzero((table != np.add.outer(np.arange(len(table)) * step, table[0])).any(axis=1))
+    return int(uneven[0]) if uneven.size else len(table)

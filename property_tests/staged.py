@@ -1,7 +1,7 @@
-"""Staged requests carried out by code that knows no plan: what goes where is read off descriptors and copies alone.
+"""Staged requests carried out by code that knows no plan: it reads descriptors and copies alone.
 
-Every byte of the sources has a label. The next chunk's first leg always goes before the second leg of the one before,
-so that halves have to be apart; and of each byte of the staging region it is known which chunk has filled it.
+Every byte of the sources has a label. The first step of a chunk always precedes the second step of the chunk before,
+so that buffer slots must not overlap; and each byte of the staging region records the chunk that has filled it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import KVPlanError, Region, Worker, certify
-from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
-from kvplan.staging.rearrange import run
+from kvplan import Worker, certify
+from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
 from property_tests.labelled import (
     DESTINATION,
     SOURCE,
@@ -30,47 +28,30 @@ from property_tests.labelled import (
     engine,
 )
 from property_tests.worlds import Request, World
+from tests.staged import ADDRESS, NAME, in_least_memory, run
 
 Labels = npt.NDArray[np.int32]
 
-STAGING, STAGING_ADDRESS = "staging", 1 << 52
 GARBAGE = -2
-
-
-def with_staging(worker: Worker, size: int, device_id: int) -> Worker:
-    """A worker that has set memory aside."""
-    region = Region(STAGING, STAGING_ADDRESS, size, device_id=device_id)
-    return attrs.evolve(worker, regions=(*worker.regions, region))
-
-
-def planned(worker: Worker, device_id: int, more: int, plan: Callable[[Worker], StagedPlan]) -> StagedPlan:
-    """The plan of a worker with a staging region of ``more`` bytes more than it must have."""
-    least = 1
-    try:
-        plan(with_staging(worker, 1, device_id))
-    except KVPlanError as error:
-        assert error.code == "MEMORY", error
-        least = int(error.details["needed_bytes"])
-    return plan(with_staging(worker, least + more, device_id))
 
 
 class Staging:
     """A staging region, as labels."""
 
     def __init__(self, local: Worker) -> None:
-        self.region = next(region for region in local.regions if region.name == STAGING)
+        self.region = next(region for region in local.regions if region.name == NAME)
         self.cells = np.full(self.region.size_bytes, GARBAGE, np.int32)
         self.chunk = np.full(self.region.size_bytes, -1, np.int32)
 
     def places(self, ranges: Words) -> Ints:
-        """Where all bytes of ranges are, after making sure that they lie in the region."""
-        offset = ranges[:, 0] - np.uint64(STAGING_ADDRESS)
+        """The offset of every byte of ranges, all of which must lie in the region."""
+        offset = ranges[:, 0] - np.uint64(ADDRESS)
         if not ((offset + ranges[:, 1] <= self.region.size_bytes) & (ranges[:, 2] == self.region.device_id)).all():
             raise FaultError("staged outside the staging region")
         return each_byte(offset.astype(np.int64), ranges)
 
     def fill(self, number: int, ranges: Words, labels: Labels) -> None:
-        """The first leg of a chunk: labels go to ranges."""
+        """The first step of a chunk: write labels to ranges."""
         into = self.places(ranges)
         if into.size != labels.size:
             raise FaultError("pairs of different lengths")
@@ -79,10 +60,10 @@ class Staging:
         self.cells[into], self.chunk[into] = labels, number
 
     def empty(self, number: int, ranges: Words) -> Labels:
-        """The second leg of a chunk: the labels of ranges."""
+        """The second step of a chunk: the labels of ranges."""
         out_of = self.places(ranges)
         if (self.chunk[out_of] != number).any():
-            raise FaultError("took what this chunk has not staged")
+            raise FaultError("read what this chunk has not staged")
         return self.cells[out_of]
 
 
@@ -94,7 +75,7 @@ class Memory:
         self.cells = np.full(destinations.label.size, UNTOUCHED, np.int32)
 
     def write(self, ranges: Words, rank: int, labels: Labels) -> int:
-        """Labels go to ranges of a worker; their number."""
+        """Write labels to ranges of a worker; return their number."""
         into = each_byte(self.engine.places(ranges, np.full(len(ranges), rank)), ranges)
         if into.size != labels.size:
             raise FaultError("pairs of different lengths")
@@ -104,7 +85,7 @@ class Memory:
         return into.size
 
     def compare(self, request: Request, total: int, which: slice = slice(None)) -> None:
-        """Whether workers have what they want of a request, and nothing else."""
+        """Raise FaultError unless workers have what they want of a request, and nothing else."""
         ours = self.engine
         wanted = (ours.position >= request.start) & (ours.position < request.stop)
         wrong = np.flatnonzero(self.cells[which] != np.where(wanted, ours.label, UNTOUCHED)[which])
@@ -113,19 +94,19 @@ class Memory:
 
 
 def labels_of(engine: Engine, ranges: Words, rank: int) -> Labels:
-    """What a worker has in ranges."""
+    """The labels of ranges of a worker."""
     found: Labels = engine.label[each_byte(engine.places(ranges, np.full(len(ranges), rank)), ranges)]
     return found
 
 
 def own(engine: Engine, rank: int) -> slice:
-    """Where the memory of a worker is."""
+    """The labels of a worker among those of its engine."""
     return slice(int(engine.begin[rank]), int(engine.begin[rank + 1]))
 
 
 def arrays(worker: Worker, cells: Labels, staging: Labels) -> dict[str, Labels]:
-    """The regions of a worker: those that lie in ``cells`` one after the other, and the staging region."""
-    made, at = {STAGING: staging}, 0
+    """The regions of a worker by name: those that follow each other in ``cells``, and the staging region."""
+    made, at = {NAME: staging}, 0
     for region in worker.regions[:-1]:
         made[region.name] = cells[at : at + region.size_bytes]
         at += region.size_bytes
@@ -133,7 +114,7 @@ def arrays(worker: Worker, cells: Labels, staging: Labels) -> dict[str, Labels]:
 
 
 def in_turn(chunks: Iterable[Chunk], first: Callable[[int, Chunk], object], second: Callable[[int, Chunk], int]) -> int:
-    """Both legs of all chunks, each first leg as early as it may be; the number of bytes of second legs."""
+    """Both steps of all chunks, each first step as early as it may be; the number of bytes of second steps."""
     total, last = 0, None
     for number, chunk in enumerate(chunks):
         first(number, chunk)
@@ -144,7 +125,7 @@ def in_turn(chunks: Iterable[Chunk], first: Callable[[int, Chunk], object], seco
 
 
 def reads(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: Engine) -> int:
-    """A destination reads, and puts in order; the number of bytes."""
+    """A destination reads, and copies into place; the number of bytes."""
     local, staging = staged.direct.local, Staging(staged.direct.local)
     ranks = [plan.remotes[0].rank for plan in staged.transfers]
     mine = own(memory.engine, local.rank)
@@ -155,13 +136,13 @@ def reads(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: E
             staging.fill(number, writes, labels_of(theirs, out_of, rank))
 
     def put(number: int, chunk: Chunk) -> int:
-        before, kept = memory.cells.copy(), staging.cells.copy()
+        before, buffered = memory.cells.copy(), staging.cells.copy()
         total = 0
         for copy in chunk.copies:
             writes, out_of = copy.ranges()
             total += memory.write(writes, local.rank, staging.empty(number, out_of))
         run(chunk.copies, arrays(local, before[mine], staging.cells))
-        if not np.array_equal(before, memory.cells) or not np.array_equal(staging.cells, kept):
+        if not np.array_equal(before, memory.cells) or not np.array_equal(staging.cells, buffered):
             raise FaultError("copies do not do what their ranges say")
         return total
 
@@ -169,7 +150,7 @@ def reads(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: E
 
 
 def writes(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: Engine) -> int:
-    """A source puts in order, and writes; the number of bytes."""
+    """A source rearranges, and writes; the number of bytes."""
     local, staging = staged.direct.local, Staging(staged.direct.local)
     ranks = [plan.remotes[0].rank for plan in staged.transfers]
     mine = theirs.label[own(theirs, local.rank)].copy()
@@ -194,14 +175,14 @@ def writes(staged: StagedPlan, chunks: Iterable[Chunk], memory: Memory, theirs: 
 
 
 def engines(world: World) -> tuple[Engine, Engine]:
-    """Those of a world, the destination first."""
+    """The engines of a world, the destination first."""
     sides = (DESTINATION, world.destination), (SOURCE, world.source)
     ours, theirs = (engine(role, world.heads, side, world.positions) for role, side in sides)
     return ours, theirs
 
 
 def counted(chunks: Iterable[Chunk], tally: Tally) -> Iterator[Chunk]:
-    """The chunks, and how many descriptors go between workers."""
+    """The chunks, whose descriptors between workers are counted."""
     for chunk in chunks:
         tally.descriptors += sum(spec.num_descriptors for spec in chunk.specs)
         yield chunk
@@ -212,7 +193,9 @@ def check(whole: bool, world: World, requests: Iterable[Request], more: int, tal
     ours, theirs = engines(world)
     tally.worlds += 1
     for number, worker in enumerate(ours.workers):
-        staged = planned(worker, number, more, partial(stage, remotes=theirs.workers, staging=STAGING, whole=whole))
+        staged = in_least_memory(
+            worker, number, more, partial(stage, remotes=theirs.workers, staging=NAME, whole=whole)
+        )
         tally.plans += 1
         tally.certificates += len([certify(transfer) for transfer in staged.transfers])
         for request in requests:
@@ -231,8 +214,8 @@ def check_writes(world: World, requests: Iterable[Request], more: int, tally: Ta
     plans = []
     for number, worker in enumerate(theirs.workers):
         others = [other for other in theirs.workers if other is not worker]
-        plan = partial(stage_writes, remotes=ours.workers, siblings=others, staging=STAGING)
-        plans.append(planned(worker, number, more, plan))
+        plan = partial(stage_writes, remotes=ours.workers, siblings=others, staging=NAME)
+        plans.append(in_least_memory(worker, number, more, plan))
         tally.plans += 1
     moving = [staged.transfers or [staged.direct] for staged in plans]  # the direct plan of a source without a share
     if not certify(itertools.chain(*moving)).complete:
@@ -255,4 +238,4 @@ CHECKS: Mapping[str, Check] = {
     "receive-staged-whole": partial(check, True),
     "send-staged": check_writes,
 }
-"""The checks of worlds by strategy, with how many bytes more than are needed staging regions have."""
+"""The checks of worlds by strategy; they take the bytes that staging regions have beyond those they must have."""

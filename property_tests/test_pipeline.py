@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan.executor import Status
-from kvplan.staging.pipeline import StagedTransfer
+from kvplan.staging import StagedTransfer
 from property_tests import fewer
-from tests.late import broken
-from tests.rigs import OPERATIONS, Rig, network_of, own_blocks, plans
+from tests.staged import OPERATIONS, Rig, broken, network_of, own_blocks, rig_plan
 
 REQUESTS = 6
 TOKENS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda ends: (min(ends), max(ends)))
@@ -21,7 +20,7 @@ transfer or copies fail, an executor or a copier refuses for a while."""
 
 
 class Schedule:
-    """Requests under way, and what became of them."""
+    """Requests of a rig, and those that are settled."""
 
     def __init__(self, rig: Rig, tokens: list[tuple[int, int]]) -> None:
         self.rig = rig
@@ -30,7 +29,7 @@ class Schedule:
         self.settled: list[StagedTransfer] = []
 
     def step(self, what: str, which: int) -> None:
-        """One thing that happens."""
+        """One event."""
         rig, error = self.rig, broken(what)
         transfers, copies = rig.executor.running, rig.copier.running
         if what == "s" and len(self.submitted) < REQUESTS:
@@ -54,12 +53,11 @@ class Schedule:
         """No settled request has anything under way."""
         names = {transfer.request for transfer in self.settled}
         assert names.isdisjoint(transfer.request for transfer in self.rig.executor.running)
-        for half in (0, 1):
-            under_way = [part.half for part in self.rig.pipeline._parts].count(half)
-            assert under_way <= 1
+        slots = [work.slot for work in self.rig.pipeline._under_way if work.slot is not None]
+        assert len(slots) == len({*slots})
 
     def drain(self) -> None:
-        """Everything that is under way ends."""
+        """Let everything under way end."""
         self.rig.executor.refuses = self.rig.copier.refuses = None
         for _ in range(200):
             self.step("t", 0)
@@ -70,8 +68,8 @@ class Schedule:
 @fewer(2)
 @given(st.sampled_from(OPERATIONS), st.lists(TOKENS, min_size=REQUESTS, max_size=REQUESTS), STEPS)
 def test_any_order_of_events(operation: str, tokens: list[tuple[int, int]], steps: list[tuple[str, int]]) -> None:
-    """Every request is settled once; those that are DONE have all bytes and are told of; others spoil no others."""
-    network = network_of(plan := plans(5 * REQUESTS, operation))
+    """Every request is settled once; those that are DONE have all bytes and notices; others spoil only their blocks."""
+    network = network_of(plan := rig_plan(5 * REQUESTS, operation))
     with network.memory:
         rig = Rig.of(network, plan)
         schedule = Schedule(rig, tokens)
@@ -82,8 +80,8 @@ def test_any_order_of_events(operation: str, tokens: list[tuple[int, int]], step
         assert {*rig.executor.released} == {*rig.executor.ended}
         done = {at: tokens[at] for at, one in enumerate(schedule.submitted) if one.status is Status.DONE}
         assert all((one.error is not None) == (one.status is Status.FAILED) for one in schedule.settled)
-        for told in rig.told().values():
-            assert len(told) == len({*told})
-            assert {f"request {at}" for at in done} <= {*told}
+        for notified in rig.notified().values():
+            assert len(notified) == len({*notified})
+            assert {f"request {at}" for at in done} <= {*notified}
         spoilt = [at for at in range(len(schedule.submitted)) if at not in done]
         assert rig.wrong(done) <= own_blocks(plan, spoilt)

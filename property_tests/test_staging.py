@@ -1,4 +1,4 @@
-"""STAGE: both legs of a staged request put every byte where it belongs, and no other byte anywhere."""
+"""STAGE: both steps of a staged request move every byte to its place, and no other byte anywhere."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 
 from kvplan import Worker, plan_writes
 from kvplan.describe.worker import Key
-from kvplan.staging.plan import Chunk, StagedPlan, stage, stage_writes
+from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
 from kvplan.testing.strategies import Case, Request, cases
 from property_tests import fewer
 from property_tests.exhaustive import all_worlds
 from property_tests.labelled import Tally
 from property_tests.oracle import Copy, Place, by_byte, contents, copies_of, problems
-from property_tests.staged import CHECKS, STAGING, planned
+from property_tests.staged import CHECKS
 from property_tests.test_tails import Block, by_block, gapped, joined, requests_with_gaps, serving, some
+from tests.staged import NAME, in_least_memory
 
 DEVICE = 1 << 20
 """The device of staging regions, which no other region is on."""
 
 SIZES = st.sampled_from([0, 1, 100, 1000, 10_000])
-"""How many bytes more than are needed a staging region has."""
+"""Bytes of a staging region beyond those that it must have."""
 
 
 @fewer(4)
 @given(st.integers(0, len(all_worlds()) - 1), st.sampled_from([*CHECKS]), SIZES)
-def test_small_worlds_are_right_in_two_legs(number: int, strategy: str, more: int) -> None:
+def test_small_worlds_are_right_when_staged(number: int, strategy: str, more: int) -> None:
     """Whatever the layouts, heads, blocks and contexts, and however few positions are staged at a time."""
     tally = Tally()
     CHECKS[strategy](all_worlds()[number], all_worlds().requests(number)[:3], more, tally)
@@ -37,18 +38,21 @@ def test_small_worlds_are_right_in_two_legs(number: int, strategy: str, more: in
 
 
 def composed(chunk: Chunk, local: Worker) -> list[tuple[Key, Copy]]:
-    """What both legs copy, byte by byte, from the sources to destinations, and to which of these."""
+    """What both steps copy together, byte by byte, from sources to destinations, with each destination."""
     each = [(spec.remote, copies_of(spec)) for spec in chunk.specs]
-    home = [
+    local_step = [
         copied
         for copy in chunk.copies
         for writes, reads in [copy.ranges()]
         for copied in by_byte(local.key, reads, writes)
     ]
     if chunk.operation == "READ":
-        first, second = [copied for _, copies in each for copied in copies], [(local.key, copied) for copied in home]
+        first, second = (
+            [copied for _, copies in each for copied in copies],
+            [(local.key, copied) for copied in local_step],
+        )
     else:
-        first, second = home, [(remote, copied) for remote, copies in each for copied in copies]
+        first, second = local_step, [(remote, copied) for remote, copies in each for copied in copies]
     staged: dict[Place, tuple[Key, Place]] = {}
     for source, read, write in first:
         assert write not in staged, "staged twice"
@@ -61,7 +65,7 @@ def carried(staged: StagedPlan, request: Request) -> dict[Key, list[Copy]]:
     """What a staged plan copies for a request, by destination."""
     chunks = list(staged.bind(**request))
     event(f"{min(len(chunks), 3)} chunks")
-    assert [chunk.half for chunk in chunks] == [i % 2 for i in range(len(chunks))]
+    assert [chunk.buffer_slot for chunk in chunks] == [i % 2 for i in range(len(chunks))]
     found: dict[Key, list[Copy]] = {}
     for chunk in chunks:
         for at, copied in composed(chunk, staged.direct.local):
@@ -72,21 +76,21 @@ def carried(staged: StagedPlan, request: Request) -> dict[Key, list[Copy]]:
 def moved(case: Case, worker: Worker, request: Request, whole: bool, more: int, **others: int) -> list[Copy]:
     """What a staged plan of reads of a case copies for a request."""
     skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
-    plan = partial(stage, remotes=case.sources, staging=STAGING, whole=whole, **skipped)
-    return carried(planned(worker, DEVICE, more, plan), request).get(worker.key, [])
+    plan = partial(stage, remotes=case.sources, staging=NAME, whole=whole, **skipped)
+    return carried(in_least_memory(worker, DEVICE, more, plan), request).get(worker.key, [])
 
 
 def written(case: Case, worker: Worker, request: Request, more: int, **others: int) -> dict[Key, list[Copy]]:
     """What a staged plan of writes of a case copies for a request, by destination."""
     skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
     siblings = [other for other in case.sources if other is not worker]
-    plan = partial(stage_writes, remotes=case.destinations, siblings=siblings, staging=STAGING, **skipped)
-    return carried(planned(worker, DEVICE, more, plan), request)
+    plan = partial(stage_writes, remotes=case.destinations, siblings=siblings, staging=NAME, **skipped)
+    return carried(in_least_memory(worker, DEVICE, more, plan), request)
 
 
 @fewer(4)
 @given(cases(), st.booleans(), SIZES, st.integers(1, 3))
-def test_any_engines_are_right_in_two_legs(case: Case, whole: bool, more: int, replicas: int) -> None:
+def test_any_engines_are_right_when_staged(case: Case, whole: bool, more: int, replicas: int) -> None:
     """Also states, several groups, pipeline stages, digits, gaps between bytes, shared pools and replicas."""
     held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
     for plan in map(case.reads, case.destinations):
@@ -98,15 +102,15 @@ def test_any_engines_are_right_in_two_legs(case: Case, whole: bool, more: int, r
 @fewer(4)
 @given(cases(), st.booleans(), SIZES, st.integers(0, 999))
 def test_gaps_in_block_tables_are_left_alone(case: Case, whole: bool, more: int, seed: int) -> None:
-    """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
+    """The blocks of a destination with gaps get their bytes, also from a source without the others."""
     for plan, request, needed, held in requests_with_gaps(case, seed):
         assert problems(needed, held, moved(case, plan.local, request, whole, more)) == []
 
 
 @fewer(4)
 @given(cases(), SIZES, st.integers(1, 3))
-def test_any_engines_write_in_two_legs_what_they_do_in_one(case: Case, more: int, replicas: int) -> None:
-    """Of all sources together every byte once, and of each the bytes that it would write without staging."""
+def test_any_engines_write_the_same_staged_and_directly(case: Case, more: int, replicas: int) -> None:
+    """All sources together write every byte once, and each the bytes that it would write directly."""
     held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[1])) for source in case.sources}
     every: dict[Key, list[Copy]] = {worker.key: [] for worker in case.destinations}
     for source in case.sources:
@@ -127,7 +131,7 @@ def test_any_engines_write_in_two_legs_what_they_do_in_one(case: Case, more: int
 @fewer(4)
 @given(cases(), SIZES, st.integers(0, 999))
 def test_writers_leave_gaps_in_block_tables_alone(case: Case, more: int, seed: int) -> None:
-    """Of destinations with gaps the blocks that there are get their bytes, also from sources without the others."""
+    """The blocks of destinations with gaps get their bytes, also from sources without the others."""
     choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[1])
     offered = {source.key: by_block(source, case.tables[1], anywhere) for source in case.sources}
     kept, left = some(case.tables[0], choice), some(case.tables[1], choice)

@@ -1,50 +1,95 @@
-"""Staging regions for tests, and requests carried out through them in fake memory."""
+"""The harness of staged requests: plans of either direction, carried out in fake memory at once or step by step.
+
+A source's memory is filled with numbers without a pattern. What a staged plan leaves in every worker's memory, but for
+the staging region, is compared with what direct plans leave there. A :class:`Rig` runs a pipeline whose transfers and
+copies end when a test says so, and leave garbage until then: bytes that are taken from a buffer slot too early, or put
+into it too early, differ in the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
-import pytest
+import numpy.typing as npt
 
-from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Region, View, Worker
-from kvplan.staging.plan import StagedPlan, stage, stage_writes
-from kvplan.staging.rearrange import run
-from kvplan.verification.memory import Cells
+from kvplan import Axis, Blocks, FakeMemory, KVPlanError, ReadSpec, Region, TransferPlan, View, Worker
+from kvplan.describe.worker import Key
+from kvplan.executor import FakeExecutor, FakeNetwork, Notice, Status, Transfer, still_running
+from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
+from tests.small import engine
 
 NAME, ADDRESS = "staging", 1 << 50
+OPERATIONS = ("READ", "WRITE")
+GARBAGE = 0xEE
+
+Request = dict[str, Any]
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def with_staging(worker: Worker, size: int = 1 << 20) -> Worker:
-    """A worker that has set so many bytes aside."""
-    return attrs.evolve(worker, regions=(*worker.regions, Region(NAME, ADDRESS, size)))
+def with_staging(worker: Worker, size: int = 1 << 20, device_id: int = 0) -> Worker:
+    """A worker with a staging region."""
+    return attrs.evolve(worker, regions=(*worker.regions, Region(NAME, ADDRESS, size, device_id=device_id)))
+
+
+def in_least_memory(worker: Worker, device_id: int, more: int, plan: Callable[[Worker], StagedPlan]) -> StagedPlan:
+    """The plan of a worker with a staging region of ``more`` bytes more than it must have."""
+    least = 1
+    try:
+        plan(with_staging(worker, 1, device_id))
+    except KVPlanError as error:
+        assert error.code == "MEMORY", error
+        least = int(error.details["needed_bytes"])
+    return plan(with_staging(worker, least + more, device_id))
+
+
+def plans_of(
+    operation: str, sources: Sequence[Worker], destinations: Sequence[Worker], size: int = 0, **options: Any
+) -> list[StagedPlan]:
+    """The plans of all readers or all writers, in regions of ``size`` bytes; of 0 bytes: in regions that they have."""
+    local = [with_staging(each, size) if size else each for each in (destinations, sources)[operation == "WRITE"]]
+    if operation == "READ":
+        return [stage(worker, sources, staging=NAME, **options) for worker in local]
+    return [
+        stage_writes(worker, destinations, [s for s in sources if s.key != worker.key], staging=NAME, **options)
+        for worker in local
+    ]
 
 
 def staged(worker: Worker, sources: Sequence[Worker], size: int = 1 << 20, **options: Any) -> StagedPlan:
-    """A plan staged in so many bytes."""
-    return stage(with_staging(worker, size), sources, staging=NAME, **options)
+    """The plan of one destination."""
+    (plan,) = plans_of("READ", sources, [worker], size, **options)
+    return plan
 
 
 def staged_writes(
     sources: Sequence[Worker], destinations: Sequence[Worker], size: int = 1 << 20, **options: Any
 ) -> list[StagedPlan]:
-    """A plan for each source, staged in so many bytes."""
-    return [
-        stage_writes(
-            with_staging(worker, size),
-            destinations,
-            [other for other in sources if other is not worker],
-            staging=NAME,
-            **options,
-        )
-        for worker in sources
-    ]
+    """The plans of all sources."""
+    return plans_of("WRITE", sources, destinations, size, **options)
 
 
-def cells(memory: FakeMemory, worker: Worker) -> dict[str, Cells]:
-    """All cells of a worker's regions, not copied."""
+def request_of(operation: str, destination: Any, source: Any, tokens: Any = None) -> Request:
+    """A request by the block tables of both sides, or those of their group ``attn``."""
+    ours, theirs = (side if isinstance(side, dict) else {"attn": side} for side in (destination, source))
+    local, remote = (ours, theirs) if operation == "READ" else (theirs, ours)
+    return {"local": local, "remote": remote, "tokens": tokens}
+
+
+def sources(plan: StagedPlan) -> tuple[Worker, ...]:
+    """The workers that a plan moves bytes from."""
+    return plan.direct.remotes if plan.operation == "READ" else (plan.direct.local,)
+
+
+def destinations(plan: StagedPlan) -> tuple[Worker, ...]:
+    """The workers that a plan moves bytes to."""
+    return (plan.direct.local,) if plan.operation == "READ" else plan.direct.remotes
+
+
+def cells(memory: FakeMemory, worker: Worker) -> dict[str, npt.NDArray[Any]]:
+    """The memory of a worker's regions, not copied."""
     found = {}
     for region in worker.regions:
         every = View("all", "none", region, "uint8", [Axis("byte", 0, region.size_bytes, region.size_bytes, 1)], 1, 0)
@@ -52,8 +97,31 @@ def cells(memory: FakeMemory, worker: Worker) -> dict[str, Cells]:
     return found
 
 
-def carry_out(plan: StagedPlan, memory: FakeMemory, request: dict[str, Any]) -> None:
-    """A request in fake memory, chunk by chunk."""
+def fill(memory: FakeMemory, workers: Iterable[Worker]) -> None:
+    """Fill the memory of workers with numbers without a pattern."""
+    for worker in workers:
+        for number, array in enumerate(cells(memory, worker).values()):
+            at = np.arange(array.size, dtype=np.uint64)
+            array[:] = (
+                at * np.uint64(2654435761) + np.uint64(worker.rank * 97 + number * 31 + 1) >> np.uint64(7)
+            ) % 255 + 1
+
+
+def run(copies: Iterable[Copy], arrays: Arrays) -> None:
+    """Carry out copies between arrays with an element for each byte, by region name."""
+    for copy in copies:
+        # where every byte of every box is, behind an origin of the destination and of the source
+        written, read = copy.destination.offsets, copy.source.offsets
+        for n, extent in enumerate((*copy.extents, copy.length_bytes)):
+            ours, theirs = ((*side.strides_bytes, 1)[n] for side in (copy.destination, copy.source))
+            written = np.add.outer(written, np.arange(extent) * ours)
+            read = np.add.outer(read, np.arange(extent) * theirs)
+        for (into, here), (out_of, there) in zip(copy.destination.origins, copy.source.origins, strict=True):
+            arrays[into.name][here + written] = arrays[out_of.name][there + read]
+
+
+def carry_out(plan: StagedPlan, memory: FakeMemory, request: Request) -> None:
+    """Carry out a request in fake memory, chunk by chunk."""
     arrays = cells(memory, plan.direct.local)
     for chunk in plan.bind(**request):
         if chunk.operation == "WRITE":
@@ -64,19 +132,14 @@ def carry_out(plan: StagedPlan, memory: FakeMemory, request: dict[str, Any]) -> 
             run(chunk.copies, arrays)
 
 
-def written(
-    sources: Sequence[Worker],
-    destinations: Sequence[Worker],
-    request: dict[str, Any],
-    size: int = 1 << 16,
-    **options: Any,
-) -> list[StagedPlan]:
-    """The plans of all sources, after making sure that they write to a request what direct plans do, byte for byte."""
-    plans = staged_writes(sources, destinations, size, **options)
-    every = [*(plan.direct.local for plan in plans), *destinations]
+def same_as_direct(plans: Sequence[StagedPlan], request: Request, *, moves: bool = True) -> None:
+    """Make sure that all plans together leave every worker's memory as direct plans do; and whether bytes move."""
+    every = tuple(
+        {worker.key: worker for plan in plans for worker in (*plan.direct.remotes, plan.direct.local)}.values()
+    )
     with FakeMemory(every) as one, FakeMemory(every) as other:
         for memory in (one, other):
-            labelled(memory, every[: len(plans)])
+            fill(memory, {worker.key: worker for plan in plans for worker in sources(plan)}.values())
         for plan in plans:
             for spec in plan.direct.bind(**request):
                 one.execute(spec)
@@ -84,52 +147,294 @@ def written(
         for worker in every:
             wanted, found = cells(one, worker), cells(other, worker)
             assert all(np.array_equal(wanted[name], found[name]) for name in wanted if name != NAME)
-        assert any(array.any() for worker in destinations for array in cells(other, worker).values())
-    return plans
+        written = [cells(other, worker) for plan in plans for worker in destinations(plan)]
+        assert any(array.any() for found in written for name, array in found.items() if name != NAME) == moves
 
 
-def descriptors(plan: StagedPlan, request: dict[str, Any]) -> list[int]:
-    """The lengths of all that goes between workers for a request."""
-    return [
-        length
-        for chunk in plan.bind(**request)
-        for spec in chunk.specs
-        for length in spec.descriptors()[1][:, 1].tolist()
-    ]
+def descriptors(plan: StagedPlan, request: Request) -> list[int]:
+    """The length of each descriptor between workers for a request."""
+    specs = [spec for chunk in plan.bind(**request) for spec in chunk.specs]
+    return [length for spec in specs for length in spec.descriptors()[1][:, 1].tolist()]
 
 
-def refused_as_direct(plan: StagedPlan, request: dict[str, Any], code: str) -> None:
-    """Make sure that a request is refused as the direct plan refuses it, before there is a chunk."""
-    with pytest.raises(KVPlanError) as direct:
-        plan.direct.bind(**request)
-    with pytest.raises(KVPlanError) as refused:
-        plan.bind(**request)
-    assert refused.value.code == code
-    assert str(refused.value) == str(direct.value)
+def bytes_of(*rows: Any) -> set[tuple[int, int]]:
+    """Every byte of descriptors: its device and address."""
+    every = [row for each in rows for row in each.tolist()]
+    return {(device, at) for start, length, device in every for at in range(start, start + length)}
 
 
-def ends_of_ids() -> tuple[Worker, Worker]:
-    """A worker of ten blocks, and one of other order with more blocks than there are ids for its single heads."""
-    group, axes = [Group("attn", 4)], [Axis("token", 0, 4, 4, 8), Axis("head", 0, 2, 2, 4), Axis("dim", 0, 4, 4, 1)]
-    swapped = [attrs.evolve(axes[0], stride_bytes=4), attrs.evolve(axes[1], stride_bytes=16), axes[2]]
-    small = Worker("small", 0, [Region("kv", 0, 320)], group, [View("a", "attn", "kv", "uint8", swapped, 10, 32)])
-    view = View("a", "attn", "kv", "uint8", axes, 1 << 30, 32)
-    return small, Worker("large", 0, [Region("kv", 0, 1 << 36)], group, [view])
+def broken(what: str) -> KVPlanError:
+    """An error that a test provokes."""
+    return KVPlanError("TRANSFER", what, expected="success", got="a fault")
 
 
-def last_id_refused(plan: StagedPlan) -> None:
-    """Make sure that the last block of a remote with too many ids is refused, and an earlier one is not."""
-    tables: dict[str, Any] = {"local": {"attn": Blocks([1, 2])}, "tokens": (0, 7)}
-    assert len(list(plan.bind(**tables, remote={"attn": Blocks([5, 9])}))) == 2
-    with pytest.raises(KVPlanError) as refused:
-        plan.bind(**tables, remote={"attn": Blocks([5, (1 << 30) - 1])})
-    assert refused.value.code == "INT"
+def spoil(memory: FakeMemory, key: Key, ranges: np.ndarray) -> None:
+    """Put garbage into ranges of a worker's memory."""
+    for address, length, device in ranges.tolist():
+        memory.write(key, address, np.full(length, GARBAGE, np.uint8), device)
 
 
-def labelled(memory: FakeMemory, workers: Iterable[Worker]) -> None:
-    """Fill the memory of workers with numbers of no pattern."""
-    for worker in workers:
-        for number, array in enumerate(cells(memory, worker).values()):
-            array[:] = [
-                (at * 2654435761 + worker.rank * 97 + number * 31 + 1 >> 7) % 255 + 1 for at in range(array.size)
-            ]
+class ManualExecutor:
+    """An executor of fake memory, whose transfers :meth:`end` ends. A cancelled one moves its bytes all the same."""
+
+    def __init__(self, inner: FakeExecutor) -> None:
+        self.inner = inner
+        self.running: list[Transfer] = []
+        self.ended: list[Transfer] = []
+        self.cancelled: list[Transfer] = []
+        self.released: list[Transfer] = []
+        self.refuses: KVPlanError | None = None
+        """Raised by every start, or by those with the worker ``gone``."""
+        self.gone: Key | None = None
+        self.not_released: KVPlanError | None = None
+        """Raised by every release."""
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """As in fake memory."""
+        self.inner.prepare(plan)
+
+    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
+        """Start a transfer that runs until it is ended."""
+        if self.refuses is not None and self.gone in (None, spec.remote):
+            raise self.refuses
+        transfer = self.inner.start(spec, request, tell=tell)
+        side = 0 if spec.operation == "READ" else 1
+        spoil(self.inner.network.memory, (spec.local, spec.remote)[side], spec.descriptors()[side])
+        self.running.append(transfer)
+        return transfer
+
+    def end(self, transfer: Transfer, error: KVPlanError | None = None) -> None:
+        """Settle a transfer: all its bytes move, or with an error none."""
+        self.running.remove(transfer)
+        self.ended.append(transfer)
+        if error is not None:
+            transfer.status, transfer.error = Status.FAILED, error
+        elif transfer in self.cancelled:
+            self.inner.network.memory.execute(transfer.spec)
+            transfer.status = Status.CANCELLED
+        else:
+            others = [other for other in self.running if other.request == transfer.request]
+            assert not (transfer.tells and any(other.spec.local_ids.size for other in others)), "notified too early"
+            self.inner.poll(transfer)
+
+    def poll(self, transfer: Transfer) -> Status:
+        """The status of a transfer."""
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Record it."""
+        self.cancelled.append(transfer)
+
+    def release(self, transfer: Transfer) -> None:
+        """Record it, once, of a transfer that is settled."""
+        if not transfer.status.is_settled:
+            raise still_running(transfer.request, "release a transfer")
+        assert transfer not in self.released
+        self.released.append(transfer)
+        if self.not_released is not None:
+            raise self.not_released
+
+    def notices(self) -> tuple[Notice, ...]:
+        """As in fake memory."""
+        return self.inner.notices()
+
+
+@attrs.define(eq=False)
+class Ticket:
+    """Copies that have begun."""
+
+    copies: tuple[Copy, ...]
+    is_done: bool = False
+    error: KVPlanError | None = None
+
+
+class ManualCopier:
+    """A copier of fake memory, whose copies :meth:`end` ends."""
+
+    def __init__(self, memory: FakeMemory, key: Key) -> None:
+        self.memory, self.key = memory, key
+        self.running: list[Ticket] = []
+        self.ended: list[Ticket] = []
+        self.refuses: KVPlanError | None = None
+
+    def begin(self, copies: Sequence[Copy]) -> Ticket:
+        """Begin copies that are not done until they are ended."""
+        if self.refuses is not None:
+            raise self.refuses
+        for copy in copies:
+            spoil(self.memory, self.key, copy.ranges()[0])
+        self.running.append(Ticket(tuple(copies)))
+        return self.running[-1]
+
+    def end(self, ticket: Ticket, error: KVPlanError | None = None) -> None:
+        """All bytes are copied, or copies have failed."""
+        self.running.remove(ticket)
+        self.ended.append(ticket)
+        ticket.is_done, ticket.error = True, error
+        for copy in ticket.copies if error is None else ():
+            writes, reads = copy.ranges()
+            self.memory.move(self.key, self.key, reads, writes)
+
+    def done(self, ticket: Ticket) -> bool:
+        """Whether copies were ended."""
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.is_done
+
+
+ONE_BLOCK = 2 * 2 * 256
+"""Bytes of both slots for one block of 4 tokens, 4 heads and 2 layers: a staging region of chunks of 4 positions."""
+
+PEERS = 2
+"""The peers of a rig, each with half of the heads: each chunk has a transfer with both."""
+
+Places = set[tuple[Key, str, int]]
+"""Blocks, by worker and region."""
+
+
+def rig_plan(blocks: int, operation: str = "READ") -> StagedPlan:
+    """The plan of a worker that reads from two others, or writes to them."""
+    near = ("READ", "WRITE").index(operation)
+    ours = engine("decode", tp=(1, PEERS)[near], order="NH", blocks=blocks)
+    (plan,) = plans_of(operation, engine("prefill", tp=(PEERS, 1)[near], blocks=blocks), ours, ONE_BLOCK)
+    return plan
+
+
+def rig_request(number: int, tokens: Any) -> Request:
+    """A request of 5 blocks on either side, in no order, that no request of another number has."""
+    local, remote = ([5 * number + at for at in order] for order in ([3, 0, 4, 1, 2], [2, 4, 0, 1, 3]))
+    return {"local": {"attn": Blocks(local)}, "remote": {"attn": Blocks(remote)}, "tokens": tokens}
+
+
+def network_of(*plans: StagedPlan) -> FakeNetwork:
+    """The network of all workers of plans of one local engine."""
+    return FakeNetwork([*(plan.direct.local for plan in plans), *plans[0].direct.remotes])
+
+
+def differing(network: FakeNetwork, plans: Sequence[StagedPlan], requests: Mapping[int, Any]) -> Places:
+    """The blocks of destinations that differ from what direct plans write for requests, by number their tokens."""
+    with FakeMemory(tuple(network.workers.values())) as memory:
+        for plan in plans:
+            fill(memory, sources(plan))
+            for number, tokens in requests.items():
+                for spec in plan.direct.bind(**rig_request(number, tokens)):
+                    memory.execute(spec)
+        return {
+            (worker.key, name, int(at) // worker.views[0].block_stride_bytes)
+            for worker in {worker.key: worker for plan in plans for worker in destinations(plan)}.values()
+            for name, found in cells(network.memory, worker).items()
+            if name != NAME
+            for at in np.flatnonzero(cells(memory, worker)[name] != found)
+        }
+
+
+def own_blocks(plan: StagedPlan, numbers: Iterable[int], chunks: int = 5) -> Places:
+    """The blocks that destinations have for the first chunks of requests."""
+    side = "local" if plan.operation == "READ" else "remote"
+    return {
+        (worker.key, region.name, int(block))
+        for worker in destinations(plan)
+        for region in worker.regions
+        for number in numbers
+        for block in rig_request(number, None)[side]["attn"].ids[:chunks]
+    }
+
+
+@attrs.define
+class Rig:
+    """A pipeline of a worker that reads from its peers, or writes to them."""
+
+    plan: StagedPlan
+    network: FakeNetwork
+    executor: ManualExecutor
+    copier: ManualCopier
+    pipeline: Pipeline
+
+    @classmethod
+    def of(cls, network: FakeNetwork, plan: StagedPlan) -> Rig:
+        """A pipeline with nothing in it; memory of sources is filled."""
+        fill(network.memory, sources(plan))
+        local = plan.direct.local
+        executor, copier = ManualExecutor(network.executor(local)), ManualCopier(network.memory, local.key)
+        return cls(plan, network, executor, copier, Pipeline(executor, plan, copier))
+
+    def submit(self, number: int, tokens: tuple[int, int] = (0, 4)) -> StagedTransfer:
+        """Submit a request, in chunks of 4 positions."""
+        return self.pipeline.submit(f"request {number}", **rig_request(number, tokens))
+
+    @property
+    def reads(self) -> bool:
+        """Whether transfers fill buffer slots, and copies empty them."""
+        return self.plan.operation == "READ"
+
+    @property
+    def moving(self) -> list[Transfer]:
+        """The transfers that run and move bytes."""
+        return [transfer for transfer in self.executor.running if transfer.spec.local_ids.size]
+
+    @property
+    def notifying(self) -> list[Transfer]:
+        """The transfers that run and move no bytes."""
+        return [transfer for transfer in self.executor.running if not transfer.spec.local_ids.size]
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """How many chunks fill their buffer slot, and how many empty it, where each has a transfer with all peers."""
+        filling, emptying = len(self.moving) // PEERS, len(self.copier.running)
+        return (filling, emptying) if self.reads else (emptying, filling)
+
+    def fill(self, which: int = 0) -> None:
+        """End the step that fills the buffer slot of a chunk; ``which`` of those under way, in order."""
+        self._end(self.reads, which)
+
+    def empty(self, which: int = 0) -> None:
+        """End the step that empties the buffer slot of a chunk."""
+        self._end(not self.reads, which)
+
+    def _end(self, moving: bool, which: int) -> None:
+        if moving:
+            for transfer in self.moving[PEERS * which : PEERS * (which + 1)]:
+                self.executor.end(transfer)
+        else:
+            self.copier.end(self.copier.running[which])
+
+    def go(self, steps: str) -> None:
+        """Fill, f, or empty, e, the first buffer slot under way; then poll. Nothing is settled."""
+        for step in steps:
+            self.fill() if step == "f" else self.empty()
+            assert self.pipeline.poll() == ()
+
+    def until_transfers(self, chunks: int = 1) -> list[Transfer]:
+        """Go on to where transfers of so many chunks run."""
+        if not self.reads:
+            self.go("f" * chunks)
+        assert len(self.moving) == PEERS * chunks
+        return self.moving
+
+    def until_copies(self) -> None:
+        """Go on to where copies run."""
+        if self.reads:
+            self.go("f")
+        assert self.copier.running
+
+    def finish(self) -> list[StagedTransfer]:
+        """Let everything go on to its end; return what is settled."""
+        settled: list[StagedTransfer] = []
+        while self.executor.running or self.copier.running:
+            for transfer in tuple(self.executor.running):
+                self.executor.end(transfer)
+            for ticket in tuple(self.copier.running):
+                self.copier.end(ticket)
+            settled += self.pipeline.poll()
+        return settled
+
+    def notified(self) -> dict[int, list[str]]:
+        """By rank of a peer, the requests that it has been notified of since the last call."""
+        return {
+            peer.rank: [notice.request for notice in self.network.executor(peer).notices()]
+            for peer in self.plan.direct.remotes
+        }
+
+    def wrong(self, requests: Mapping[int, Any]) -> Places:
+        """The blocks of destinations that differ from what direct plans write for requests."""
+        return differing(self.network, [self.plan], requests)

@@ -1,61 +1,153 @@
-"""Strategies: the ways to move what a worker needs, in one leg or in two, and which of them takes the least time.
+"""Strategies: the ways to move what a worker needs, directly or staged, and which of them takes the least time.
 
-What each way takes is counted from its plan's tables, for requests of so many positions in scattered blocks; how long
-that takes, by :class:`~kvplan.staging.rates.Rates`. Legs are taken to follow each other. Where they overlap, as on a
-GPU, two of them take less time than is said, but no more.
+What each strategy takes is counted from its plan's tables, for requests whose blocks are scattered. How long that takes
+is computed from :class:`Rates`: a time for each transfer, descriptor and byte between workers, and for each local copy,
+once for each of its origins, and byte of it. Steps are taken to follow each other; where they overlap, as on a GPU,
+staging takes less time than computed, never more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer
+from kvplan._checks import integer, name, settle
 from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.transfer import TransferPlan, plan_reads, plan_writes
-from kvplan.staging.outlay import Outlay
-from kvplan.staging.plan import StagedPlan, stage, stage_writes
-from kvplan.staging.rates import SHARED_MEMORY, Rates
+from kvplan.plan._arguments import checked_staging
+from kvplan.plan.transfer import TransferPlan
+from kvplan.staging.cost import StagedCost
+from kvplan.staging.plan import Shares, StagedPlan
 
 AUTO: Final = "auto"
+STRATEGIES: Final = MappingProxyType(
+    {"READ": ("direct", "receive-staged", "receive-staged-whole"), "WRITE": ("direct", "send-staged")}
+)
 
-Plan = TransferPlan | StagedPlan
-Ways = Mapping[str, Callable[[], Plan]]
-"""How to plan each strategy."""
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise KVPlanError("TYPE", f"read {what}", expected="a number of seconds", got=shown(value))
+    if not 0 <= value < math.inf:
+        raise KVPlanError("RANGE", f"read {what}", expected="a finite number of seconds, not below 0", got=f"{value}")
+    return float(value)
+
+
+@attrs.frozen
+class Rates:
+    """Seconds for each transfer, descriptor and byte between workers, and for each local copy and byte of it.
+
+    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five. Raises ``TYPE``, ``RANGE``
+    or ``NAME``.
+
+    >>> rates = Rates("nowhere", transfer_s=1e-4, descriptor_s=4e-6, byte_s=2.5e-10, copy_s=1e-5, copied_byte_s=1e-10)
+    >>> round(rates.seconds(transfers=1, descriptors=1000, num_bytes=4_000_000), 6)
+    0.0051
+    """
+
+    measured: str
+    transfer_s: float
+    descriptor_s: float
+    byte_s: float
+    copy_s: float
+    copied_byte_s: float
+
+    def __attrs_post_init__(self) -> None:
+        settle(self, "rates", name, "measured")
+        settle(self, "rates", _seconds, "transfer_s", "descriptor_s", "byte_s", "copy_s", "copied_byte_s")
+
+    def seconds(
+        self, *, transfers: int, descriptors: int, num_bytes: int, copies: int = 0, copied_bytes: int = 0
+    ) -> float:
+        """How long these take, one after the other."""
+        moved = transfers * self.transfer_s + descriptors * self.descriptor_s + num_bytes * self.byte_s
+        return moved + copies * self.copy_s + copied_bytes * self.copied_byte_s
+
+    def save(self, path: Path | str) -> None:
+        """Write the rates to a JSON file."""
+        Path(path).write_text(json.dumps(attrs.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Rates:
+        """Read what :meth:`save` wrote. Raises ``MESSAGE`` for a file that is not JSON, ``KEY`` for another object."""
+        try:
+            found = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise KVPlanError("MESSAGE", f"read rates from {path}", expected="JSON", got=str(error)) from None
+        names = [field.name for field in attrs.fields(cls)]
+        if not isinstance(found, dict) or sorted(found) != sorted(names):
+            raise KVPlanError(
+                "KEY", f"read rates from {path}", expected=f"the keys {', '.join(names)}", got=shown(found)
+            )
+        return cls(**found)
+
+
+SHARED_MEMORY: Final = Rates(
+    "UCX of NIXL 1.5.1 between two processes, main memory, two cores of a Xeon at 2.5 GHz, 2026-11-22",
+    transfer_s=3.1e-3,
+    descriptor_s=4.6e-6,
+    byte_s=5.7e-10,
+    copy_s=2.6e-5,
+    copied_byte_s=8.2e-10,
+)
+"""The rates that :func:`kvplan.staging.choose` uses by default: medians of nine calibrations, torch with one thread.
+
+Measure your own: networks and GPUs differ.
+"""
 
 
 @attrs.frozen(eq=False)
 class Option:
-    """One way to move a request: what goes between workers, the copies at home, and how long all takes, in seconds.
+    """One strategy: what moves between workers, the local copies, and the time that all of it takes, in seconds.
 
-    ``plan`` is a :class:`~kvplan.TransferPlan` or, in two legs, a :class:`~kvplan.staging.StagedPlan` for a
+    ``plan`` is a :class:`~kvplan.TransferPlan` or, where it is staged, a :class:`~kvplan.staging.StagedPlan` for a
     :class:`~kvplan.staging.Pipeline`.
     """
 
     strategy: str
-    plan: Plan = attrs.field(repr=False)
+    plan: TransferPlan | StagedPlan = attrs.field(repr=False)
     num_transfers: int
     num_descriptors: int
     num_bytes: int
     num_copies: int
     seconds: float
 
+    @classmethod
+    def of(cls, strategy: str, plan: TransferPlan | StagedPlan, tokens: int, rates: Rates) -> Option:
+        """The option of a plan, for requests of ``tokens`` positions."""
+        found = plan.cost(tokens)
+        if isinstance(found, StagedCost):
+            moved, chunks, copies, copied = found.transfers, found.num_chunks, found.num_copies, found.direct.num_bytes
+        else:
+            moved, chunks, copies, copied = found, 1, 0, 0
+        transfers = chunks * sum(1 for pair in moved.pairs if pair.lengths)
+        seconds = rates.seconds(
+            transfers=transfers,
+            descriptors=moved.num_descriptors,
+            num_bytes=moved.num_bytes,
+            copies=copies,
+            copied_bytes=copied,
+        )
+        return cls(strategy, plan, transfers, moved.num_descriptors, moved.num_bytes, copies, seconds)
+
     def __str__(self) -> str:
         moved = f"{count(self.num_descriptors, 'descriptor')}, {size(self.num_bytes)}"
-        copies = f", {count(self.num_copies, 'copy')} at home" if self.num_copies else ""
+        copies = f", {count(self.num_copies, 'local copy')}" if self.num_copies else ""
         return f"{self.strategy}: {self.seconds * 1e3:.4g} ms for {moved}{copies}"
 
 
 @attrs.frozen(eq=False, repr=False)
 class Choice:
-    """The ways to move requests of ``tokens`` positions to or from one worker, the fastest first.
+    """The strategies for requests of ``tokens`` positions to or from one worker, the fastest first.
 
-    ``refused`` has those that cannot be, by strategy, and why.
+    ``refused`` has the errors of those that are not possible, by strategy.
     """
 
     local: str
@@ -66,7 +158,7 @@ class Choice:
 
     @property
     def best(self) -> Option:
-        """The way that takes the least time."""
+        """The strategy that takes the least time."""
         return self.options[0]
 
     def __str__(self) -> str:
@@ -92,12 +184,12 @@ def choose(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> Choice:
-    """The ways by which ``local`` reads from ``remotes``, or with ``operation="WRITE"`` writes to them.
+    """The strategies by which ``local`` reads from ``remotes``, or with ``operation="WRITE"`` writes to them.
 
-    ``tokens`` is how many positions a usual request has. ``staging`` names the region of ``local`` that two legs may
-    use, no more than it has; without one there is one leg. ``strategy`` is ``"auto"``, or the only one to be had: of
-    reads ``"direct"``, ``"receive-staged"`` or ``"receive-staged-whole"``, of writes ``"direct"`` or ``"send-staged"``.
-    Arguments besides are those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`.
+    ``tokens`` is the number of positions of a usual request. ``staging`` names the region of ``local`` that staging may
+    use; without one there is only the direct plan. ``strategy`` is ``"auto"``, or the one strategy to plan: of reads
+    ``"direct"``, ``"receive-staged"`` or ``"receive-staged-whole"``, of writes ``"direct"`` or ``"send-staged"``.
+    Other arguments are those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`.
 
     >>> import attrs
     >>> from kvplan import Model, Region
@@ -112,70 +204,32 @@ def choose(
     >>> choice.best.plan
     <StagedPlan decode/0: 1 source, 288 positions at a time>
 
-    Raises what planning does. ``"auto"`` leaves out what has too little memory. Raises ``NAME`` for an operation or
-    strategy that there is not, and for one of two legs without a region.
+    Raises what planning does. ``"auto"`` leaves out strategies that have too little memory. Raises ``NAME`` for an
+    unknown operation or strategy, and for staging without a region.
     """
-    arguments: dict[str, Any] = {"not_transferred": tuple(not_transferred), "replicas": replicas}
-    tokens, region = integer(tokens, "tokens of a request"), "" if staging is None else staging
-    if operation == "READ":
-        ways = _reads(local, tuple(remotes), region, arguments)
-    elif operation == "WRITE":
-        ways = _writes(local, tuple(remotes), tuple(siblings), region, arguments)
-    else:
+    tokens = integer(tokens, "tokens of a request")
+    if operation not in STRATEGIES:
         raise KVPlanError("NAME", "choose a strategy", expected="operation READ or WRITE", got=shown(operation))
+    strategies = STRATEGIES[operation]
+    if strategy not in (AUTO, *strategies):
+        expected = f"one of {', '.join((AUTO, *strategies))}"
+        raise KVPlanError("NAME", "choose a strategy", expected=expected, got=shown(strategy))
     if strategy != AUTO:
-        if strategy not in ways:
-            expected = f"one of {', '.join((AUTO, *ways))}"
-            raise KVPlanError("NAME", "choose a strategy", expected=expected, got=shown(strategy))
-        ways = {strategy: ways[strategy]}
+        strategies = (strategy,)
     elif staging is None:
-        ways = {"direct": ways["direct"]}
-    return _choice(local, tokens, rates, ways)
-
-
-def _reads(local: Worker, remotes: Sequence[Worker], staging: str, arguments: Mapping[str, Any]) -> Ways:
-    staged = partial(stage, local, remotes, staging=staging, **arguments)
-    return {
-        "direct": partial(plan_reads, local, remotes, **arguments),
-        "receive-staged": staged,
-        "receive-staged-whole": partial(staged, whole=True),
-    }
-
-
-def _writes(
-    local: Worker, remotes: Sequence[Worker], siblings: Sequence[Worker], staging: str, arguments: Mapping[str, Any]
-) -> Ways:
-    return {
-        "direct": partial(plan_writes, local, remotes, siblings, **arguments),
-        "send-staged": partial(stage_writes, local, remotes, siblings, staging=staging, **arguments),
-    }
-
-
-def _choice(local: Worker, tokens: int, rates: Rates, ways: Ways) -> Choice:
+        strategies = ("direct",)
+    shared = Shares.of(operation, local, remotes, siblings if operation == "WRITE" else (), not_transferred, replicas)
     options, refused = list[Option](), dict[str, KVPlanError]()
-    for strategy, made in ways.items():
+    for each in strategies:
         try:
-            options.append(_option(strategy, made(), tokens, rates))
+            plan: TransferPlan | StagedPlan = shared.direct
+            if each != "direct":
+                region = checked_staging(local, "" if staging is None else staging)
+                plan = shared.staged(region, whole=each == "receive-staged-whole")
+            options.append(Option.of(each, plan, tokens, rates))
         except KVPlanError as error:
-            if error.code != "MEMORY" or len(ways) == 1:
+            if error.code != "MEMORY" or len(strategies) == 1:
                 raise
-            refused[strategy] = error
+            refused[each] = error
     options.sort(key=lambda option: option.seconds)
     return Choice(local.label, tokens, rates, tuple(options), refused)
-
-
-def _option(strategy: str, plan: Plan, tokens: int, rates: Rates) -> Option:
-    found = plan.cost(tokens)
-    if isinstance(found, Outlay):
-        moved, chunks, copies, copied = found.transfers, found.num_chunks, found.num_copies, found.direct.num_bytes
-    else:
-        moved, chunks, copies, copied = found, 1, 0, 0
-    transfers = chunks * sum(1 for pair in moved.pairs if pair.lengths)
-    seconds = rates.seconds(
-        transfers=transfers,
-        descriptors=moved.num_descriptors,
-        num_bytes=moved.num_bytes,
-        copies=copies,
-        copied_bytes=copied,
-    )
-    return Option(strategy, plan, transfers, moved.num_descriptors, moved.num_bytes, copies, seconds)

@@ -1,18 +1,18 @@
-"""Pipelines: carry staged requests out, one chunk on its way while another is put in order.
+"""Pipelines: carry out staged requests, one chunk between workers while another is copied.
 
-An :class:`~kvplan.Executor` moves chunks, a :class:`Copier` puts them in order, and a staged plan says what. A
-chunk of a ``READ`` moves first, one of a ``WRITE`` is put in order first. Rules:
+A :class:`Pipeline` takes a staged plan, an :class:`~kvplan.Executor` for its transfers and a :class:`Copier` for its
+local copies. A chunk of a ``READ`` is transferred and then copied, one of a ``WRITE`` the other way round.
 
-- D1: chunks go through the staging region in the order in which requests were submitted, the halves in turn, also from
-  one request to the next. Requests wait for as long as it takes; none fails because there are many.
-- D2: a half is filled only when all transfers of the chunk before in it are settled, and its copies are done.
-- D3: what comes second of a chunk begins when all that comes first is done; never, if a transfer or copy has failed.
-- D4: when all chunks of a request have moved, each of its peers is told so once, under the request's name; earlier or
-  otherwise none is. That needs no half: a request of no bytes may be done before those that were submitted earlier.
-- D5: where something goes wrong, or as the caller asks, a request's transfers are cancelled, and no more of it begins.
-  It is settled when they are, and the copies that had begun are done. Only its own blocks may have been written. What
-  cannot be stopped keeps its half until it ends.
-- D6: what goes wrong under way is the request's ``error``, never an exception, and concerns no other request.
+- D1: chunks go through the staging region in the order in which their requests were submitted, and alternate between
+  the buffer slots, also from one request to the next. Requests wait; none fails because there are many.
+- D2: a buffer slot is refilled only when all transfers of its previous chunk are settled, and its copies are done.
+- D3: the second step of a chunk begins when all of the first step is done; never if a transfer or copy has failed.
+- D4: each peer is notified once, under the request's name, when all chunks of the request have been transferred, and
+  never otherwise. Notices need no buffer slot: a request of no bytes may be done before earlier requests.
+- D5: when a request fails, or the caller cancels it, its transfers are cancelled and no more of it begins. It is
+  settled when its transfers are, and the copies that had begun are done. Only its own blocks may have been written. A
+  transfer that cannot be stopped holds its buffer slot until it ends.
+- D6: what fails under way becomes the request's ``error``, never an exception, and affects no other request.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvplan.describe.worker import Key
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, still_running
 from kvplan.plan.specs import ReadSpec
+from kvplan.staging.chunking import BlockTables
+from kvplan.staging.copies import Copy
 from kvplan.staging.plan import Chunk, StagedPlan
-from kvplan.staging.rearrange import Copy
-from kvplan.staging.windows import Tables
 from kvplan.verification.memory import FakeMemory
 
 
@@ -38,39 +38,39 @@ class Copier(Protocol):
     """Carries out the copies of one worker. Not for several threads at once."""
 
     def begin(self, copies: Sequence[Copy]) -> Any:
-        """Begin copies, no two of which write the same bytes; return what :meth:`done` takes.
+        """Begin copies, no two of which write the same bytes, and return a ticket for :meth:`done`.
 
-        What it raises is a :class:`~kvplan.KVPlanError`, and nothing is being copied then.
+        Raises only :class:`~kvplan.KVPlanError`; then nothing is being copied.
         """
 
     def done(self, ticket: Any) -> bool:
-        """Whether copies are done, without waiting. Raises as ``begin`` does where they have failed."""
+        """Whether copies are done, without waiting. Raises :class:`~kvplan.KVPlanError` if they have failed."""
 
 
 @attrs.frozen(eq=False)
 class FakeCopier:
-    """The :class:`Copier` of a worker in fake memory. Bytes are copied when copies begin."""
+    """The :class:`Copier` of a chunker in fake memory. Copies are done as soon as they begin."""
 
     memory: FakeMemory
     key: Key
 
     def begin(self, copies: Sequence[Copy]) -> None:
-        """Copy all, range by range."""
+        """Copy everything, range by range."""
         for copy in copies:
             writes, reads = copy.ranges()
             self.memory.move(self.key, self.key, reads, writes)
 
     def done(self, ticket: None) -> bool:
-        """They are."""
+        """Always."""
         return True
 
 
 @attrs.define(eq=False, repr=False)
 class StagedTransfer:
-    """A request that goes through a pipeline.
+    """A request in a pipeline.
 
-    ``status`` is what the last poll found; ``error`` is set where that is FAILED. When it is settled, no byte of the
-    request's blocks is touched any more, and all are in order if it is DONE.
+    ``status`` is the result of the last poll; ``error`` is set if that is FAILED. When the request is settled, nothing
+    touches its blocks any more; if it is DONE, all their bytes are in place.
     """
 
     request: str
@@ -82,14 +82,14 @@ class StagedTransfer:
 
 
 @attrs.define(eq=False)
-class _Request:
-    """What is left of a request, None where all chunks have been made, and how it is going to end."""
+class _StagedRequest:
+    """A request under way: ``chunks`` still to be made, None when all are made, and how it is going to end."""
 
     transfer: StagedTransfer
     chunks: Iterator[Chunk] | None
     ends: Status = Status.DONE
     error: KVPlanError | None = None
-    is_told: bool = False
+    is_notified: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -97,11 +97,11 @@ class _Request:
 
 
 @attrs.define(eq=False)
-class _Part:
-    """A chunk that is on its way in a half, or what tells the peers of a request, which has none; step by step."""
+class _Work:
+    """A chunk under way in a buffer slot, or the notices of a request, which need none."""
 
-    request: _Request
-    half: int | None
+    request: _StagedRequest
+    slot: int | None
     steps: Iterator[None] = attrs.field(init=False)
     transfers: list[Transfer] = attrs.field(factory=list)
     has_moved: bool = False
@@ -110,7 +110,7 @@ class _Part:
 class Pipeline:
     """Moves requests through the staging region of one plan, which nothing else may use meanwhile.
 
-    Prepares the plan's transfers. Raises ``PEER`` as :meth:`Executor.prepare` does. Not for several threads at once.
+    Prepares the plan's transfers, and raises what :meth:`Executor.prepare` does. Not for several threads at once.
 
     >>> import attrs
     >>> from kvplan import Blocks, Model, Region
@@ -137,34 +137,34 @@ class Pipeline:
             executor.prepare(plan)
         self.staged = staged
         self._executor, self._copier = executor, copier
-        self._requests: dict[StagedTransfer, _Request] = {}
-        self._next: tuple[_Request, Chunk] | None = None
-        self._parts: list[_Part] = []
-        self._last_half = 1
+        self._requests: dict[StagedTransfer, _StagedRequest] = {}
+        self._next: tuple[_StagedRequest, Chunk] | None = None
+        self._under_way: list[_Work] = []
+        self._last_slot = 1
 
-    def submit(self, request: str, *, local: Tables, remote: Tables, tokens: Tokens = None) -> StagedTransfer:
-        """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does; nothing is queued then.
+    def submit(self, request: str, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None) -> StagedTransfer:
+        """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued.
 
-        Its blocks are the request's until it is settled; those that a writer sends from must be filled by now, and on a
-        GPU no other stream is waited for. Ids are made chunk by chunk.
+        The request owns its blocks until it is settled. Blocks that a writer sends must be filled by now: on a GPU,
+        copies wait for no other stream. Ids are made chunk by chunk.
         """
-        chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, halves=self._turns())
+        chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
         transfer = StagedTransfer(request)
-        self._requests[transfer] = _Request(transfer, chunks)
+        self._requests[transfer] = _StagedRequest(transfer, chunks)
         self._begin_chunks()
         return transfer
 
     def poll(self) -> tuple[StagedTransfer, ...]:
-        """Go on without waiting, by a step or two in each half; the requests that this has settled."""
-        self._parts = [part for part in self._parts if part.half is None or not self._is_over(part)]
+        """Continue without waiting, by a step or two in each buffer slot; return the requests that are now settled."""
+        self._under_way = [work for work in self._under_way if work.slot is None or not self._is_over(work)]
         self._begin_chunks()
-        self._tell()
-        self._parts = [part for part in self._parts if part.half is not None or not self._is_over(part)]
+        self._notify()
+        self._under_way = [work for work in self._under_way if work.slot is not None or not self._is_over(work)]
         busy = self._busy()
         settled = [
             request
             for request in self._requests.values()
-            if request not in busy and (request.is_told or request.is_stopped)
+            if request not in busy and (request.is_notified or request.is_stopped)
         ]
         for request in settled:
             request.transfer.status, request.transfer.error = request.ends, request.error
@@ -172,39 +172,39 @@ class Pipeline:
         return tuple([request.transfer for request in settled])
 
     def cancel(self, transfer: StagedTransfer) -> None:
-        """Ask a running request to stop: it is CANCELLED once it touches no byte any more, however long that takes."""
+        """Ask a running request to stop. It is CANCELLED when nothing of it is under way any more."""
         if transfer in self._requests:
             self._stop(self._requests[transfer], Status.CANCELLED)
 
     def release(self, transfer: StagedTransfer) -> None:
-        """Check that a request is settled: it holds nothing then. Raises ``TRANSFER`` for one that is not."""
+        """Check that a request is settled: then it holds nothing. Raises ``TRANSFER`` for one that is running."""
         if not transfer.status.is_settled:
             raise still_running(transfer.request, "release a staged transfer")
 
-    def _turns(self) -> Iterator[int]:
-        """Whenever it is asked, the half that was not begun last."""
+    def _slots(self) -> Iterator[int]:
+        """For each chunk that is made, the slot that did not begin last."""
         while True:
-            yield 1 - self._last_half
+            yield 1 - self._last_slot
 
-    def _busy(self, but_moved: bool = False) -> set[_Request]:
-        """Requests of which a chunk is yet to be made or carried out; with ``but_moved``, other than those moved."""
+    def _busy(self, but_moved: bool = False) -> set[_StagedRequest]:
+        """The requests with chunks to be made or carried out; with ``but_moved``, without those that have moved."""
         busy = {request for request in self._requests.values() if request.chunks is not None}
         if self._next is not None:
             busy.add(self._next[0])
-        return busy.union(part.request for part in self._parts if not (but_moved and part.has_moved))
+        return busy.union(work.request for work in self._under_way if not (but_moved and work.has_moved))
 
     def _begin_chunks(self) -> None:
-        """Rules D1 and D2. The chunk after the last one that could be begun is made as well, while bytes move."""
+        """Rules D1 and D2. One chunk more than can begin is made, while bytes move."""
         while (following := self._following()) is not None:
             request, chunk = following
-            if chunk.half in [part.half for part in self._parts]:
+            if chunk.buffer_slot in [work.slot for work in self._under_way]:
                 return
-            self._next, self._last_half = None, chunk.half
-            # a peer that nothing of the chunk moves from or to need not be asked
+            self._next, self._last_slot = None, chunk.buffer_slot
+            # a peer that exchanges nothing of this chunk needs no transfer
             specs = [spec for spec in chunk.specs if spec.local_ids.size]
-            self._begin(_Part(request, chunk.half), specs, chunk.copies)
+            self._begin(_Work(request, chunk.buffer_slot), specs, chunk.copies)
 
-    def _following(self) -> tuple[_Request, Chunk] | None:
+    def _following(self) -> tuple[_StagedRequest, Chunk] | None:
         """The chunk to begin next."""
         for request in self._requests.values():
             while self._next is None and request.chunks is not None:
@@ -219,74 +219,68 @@ class Pipeline:
                         self._next = request, chunk
         return self._next
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Rule D4."""
         unmoved = self._busy(but_moved=True)
         for request in self._requests.values():
-            if request not in unmoved and not (request.is_told or request.is_stopped):
-                request.is_told = True
-                self._begin(_Part(request, half=None), self.staged.closing)
+            if request not in unmoved and not (request.is_notified or request.is_stopped):
+                request.is_notified = True
+                self._begin(_Work(request, slot=None), self.staged.closing)
 
-    def _begin(self, part: _Part, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
-        legs = [self._moved(part, specs), self._in_order(part, copies)] if copies else [self._moved(part, specs)]
-        part.steps = self._steps(part, legs if self.staged.operation == "READ" else legs[::-1])
-        self._parts.append(part)
-        if self._is_over(part):
-            self._parts.remove(part)
+    def _begin(self, work: _Work, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
+        """Rule D3: a step begins when the one before is done, unless the request is stopped by then."""
+        steps = [self._transfer(work, specs)]
+        if copies:
+            steps.insert(1 if self.staged.operation == "READ" else 0, self._copy(work, copies))
+        work.steps = (None for step in steps if not work.request.is_stopped for _ in step)
+        self._under_way.append(work)
+        if self._is_over(work):
+            self._under_way.remove(work)
 
-    def _is_over(self, part: _Part) -> bool:
-        """Whether nothing is left of a part, after going on with it."""
-        return next(part.steps, part) is part
+    def _is_over(self, work: _Work) -> bool:
+        """Continue some work; whether nothing of it is left."""
+        return next(work.steps, work) is work
 
-    def _steps(self, part: _Part, legs: Iterable[Iterator[None]]) -> Iterator[None]:
-        """Rule D3."""
-        for leg in legs:
-            if not part.request.is_stopped:
-                yield from leg
-
-    def _moved(self, part: _Part, specs: Iterable[ReadSpec]) -> Iterator[None]:
-        """Transfers of a part begin, and are settled."""
-        request = part.request
+    def _transfer(self, work: _Work, specs: Iterable[ReadSpec]) -> Iterator[None]:
+        """Start transfers, and wait until they are settled."""
+        request, running = work.request, True
         try:
             for spec in specs:
-                part.transfers.append(self._executor.start(spec, request.transfer.request, tell=part.half is None))
+                work.transfers.append(self._executor.start(spec, request.transfer.request, tell=work.slot is None))
         except KVPlanError as error:
             self._stop(request, Status.FAILED, error)
-        yield
-        while self._is_running(part):
+        while running:
             yield
-        while part.transfers:
+            for transfer in work.transfers:
+                status = self._executor.poll(transfer)
+                if status.is_settled and status is not Status.DONE:
+                    self._stop(request, status, transfer.error)
+            running = not all(transfer.status.is_settled for transfer in work.transfers)
+        while work.transfers:
             try:
-                self._executor.release(part.transfers.pop())
+                self._executor.release(work.transfers.pop())
             except KVPlanError as error:
                 self._stop(request, Status.FAILED, error)
-        part.has_moved = True
+        work.has_moved = True
 
-    def _is_running(self, part: _Part) -> bool:
-        for transfer in part.transfers:
-            status = self._executor.poll(transfer)
-            if status.is_settled and status is not Status.DONE:
-                self._stop(part.request, status, transfer.error)
-        return not all(transfer.status.is_settled for transfer in part.transfers)
-
-    def _in_order(self, part: _Part, copies: Sequence[Copy]) -> Iterator[None]:
-        """Copies of a part begin, and are done."""
+    def _copy(self, work: _Work, copies: Sequence[Copy]) -> Iterator[None]:
+        """Begin copies, and wait until they are done."""
         try:
             ticket = self._copier.begin(copies)
             while not self._copier.done(ticket):
                 yield
         except KVPlanError as error:
-            self._stop(part.request, Status.FAILED, error)
+            self._stop(work.request, Status.FAILED, error)
 
-    def _stop(self, request: _Request, ends: Status, error: KVPlanError | None = None) -> None:
-        """Rule D5. What a request is stopped for first is what it ends by."""
+    def _stop(self, request: _StagedRequest, ends: Status, error: KVPlanError | None = None) -> None:
+        """Rule D5. The first reason to stop is how a request ends."""
         if not request.is_stopped:
             request.ends, request.error, request.chunks = ends, error, None
         if self._next is not None and self._next[0] is request:
             self._next = None
-        for part in self._parts:
-            if part.request is request:
-                for transfer in part.transfers:
+        for work in self._under_way:
+            if work.request is request:
+                for transfer in work.transfers:
                     self._executor.cancel(transfer)
 
     def __repr__(self) -> str:

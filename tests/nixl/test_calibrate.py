@@ -21,7 +21,7 @@ SMALLEST = module.MANY * module.SMALL
 def test_rates_are_measured_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rate is a number, which is printed and written to a file."""
+    """Every rate is printed and written to a file."""
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, size=SMALLEST))
     assert main(["calibrate", "--save", str(tmp_path / "rates.json")]) == 0
     rates = Rates.load(tmp_path / "rates.json")
@@ -30,8 +30,8 @@ def test_rates_are_measured_and_saved(
     assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
 
 
-def test_rates_are_those_by_which_times_come_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of times as a machine of certain rates would take them."""
+def test_rates_explain_the_times_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a machine of known rates give these rates."""
     many, blocks = module.MANY, SMALLEST // module.LAYERS // module.BLOCK
     moves = [(1, module.SMALL), (many, many * module.SMALL), (SMALLEST // module.LARGE, SMALLEST)]
     copies = [(module.LAYERS, module.LAYERS * number * module.BLOCK) for number in (1, blocks)]
@@ -44,7 +44,7 @@ def test_rates_are_those_by_which_times_come_about(monkeypatch: pytest.MonkeyPat
 
 
 def test_copies_are_from_token_major_to_head_major_blocks() -> None:
-    """What is timed moves each head of each token of each layer where it belongs."""
+    """The copies that are timed move each head of each token of each layer to its place."""
     shape = (module.LAYERS, 4, module.HEADS, module.TOKENS, module.SMALL)
     staging, cache = torch.randint(256, (np.prod(shape),), dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8)
     copy = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)

@@ -1,8 +1,7 @@
-"""Bytes put in order by torch: the same as by numpy, whatever the copies."""
+"""Copies by torch: the same bytes as by numpy, whatever the copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -11,31 +10,30 @@ import pytest
 import torch
 
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
-from kvplan.staging.plan import StagedPlan, stage, stage_writes
-from kvplan.staging.rearrange import Copy, Side, run
+from kvplan.staging import Copy
+from kvplan.staging.copies import CopySide
 from kvplan_nixl.calibrate import copied
-from kvplan_nixl.rearrange import TorchCopier
+from kvplan_nixl.rearrange import TorchCopier, is_even, paired, strips, tables
 from tests.nixl.worlds import Memory, placed, synchronized
 from tests.small import engine
-from tests.staged import NAME, with_staging
-
-Make = Callable[..., StagedPlan]
+from tests.staged import NAME, OPERATIONS, Request, plans_of, request_of, run, with_staging
 
 
 def filled(worker: Worker, device: str) -> tuple[Worker, Memory]:
-    """A worker in memory of a device, with bytes of all kinds, numbers and others."""
+    """A worker in memory of a device, filled with bytes of which an eighth is no number of any float."""
     there, memory = placed(worker, device)
     for i, tensor in enumerate(memory.values()):
         tensor.copy_(torch.from_numpy(np.random.default_rng(i).integers(0, 256, tensor.numel(), np.uint8)))
-        tensor[: tensor.numel() // 8] = 0xFF  # no number, of any float
+        tensor[: tensor.numel() // 8] = 0xFF
     synchronized(device)
     return there, memory
 
 
-def check(make: Make, local: Worker, remotes: tuple[Worker, ...], request: dict[str, Any], device: str) -> None:
-    """Every chunk of a request, put in order by torch and by numpy."""
+def check(operation: str, local: Worker, remotes: tuple[Worker, ...], request: Request, device: str) -> None:
+    """Carry out the copies of every chunk of a request by torch and by numpy."""
     there, memory = filled(local, device)
-    plan = make(there, remotes, staging=NAME)
+    ends = (remotes, [there]) if operation == "READ" else ([there], remotes)
+    (plan,) = plans_of(operation, *ends)
     copier = TorchCopier(memory)
     for chunk in plan.bind(**request):
         expected = {name: tensor.cpu().numpy().copy() for name, tensor in memory.items()}
@@ -44,33 +42,31 @@ def check(make: Make, local: Worker, remotes: tuple[Worker, ...], request: dict[
         assert all(np.array_equal(memory[name].cpu().numpy(), expected[name]) for name in memory)
 
 
-WAYS = [stage, stage_writes]
 LAYOUTS = [("LBNHC", "LBHNC"), ("LBHNC", "LBNHC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")]
 
 
 @pytest.mark.parametrize("tokens", [(0, 192), (5, 187), (64, 65)])
 @pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("make", WAYS)
-def test_layouts_of_a_model(make: Make, layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_layouts_of_a_model(operation: str, layouts: tuple[str, str], tokens: tuple[int, int], device: str) -> None:
     """Whole blocks and ranges that cut them, of other block lengths, into one region and into one for each layer."""
     model = Model.shipped("llama-3.2-1b")
     model = attrs.evolve(model, layers=model.layers[:3])
     others = model.engine("others", tp=2, layout=layouts[0], num_blocks=20)
     (local,) = model.engine("local", layout=layouts[1], num_blocks=10, tokens_per_block=48)
     tables = {"local": {"attn": Blocks([7, 3, 9, 0])}, "remote": {"attn": Blocks(np.arange(12) * 7 % 20)}}
-    check(make, with_staging(local, 3 << 20), others, {**tables, "tokens": tokens}, device)
+    check(operation, with_staging(local, 3 << 20), others, {**tables, "tokens": tokens}, device)
 
 
 @pytest.mark.parametrize("tokens", [(0, 60), (7, 55)])
-@pytest.mark.parametrize("make", WAYS)
-def test_context_parallel_workers(make: Make, tokens: tuple[int, int], device: str) -> None:
-    """Tokens that lie here and there on both sides."""
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_context_parallel_workers(operation: str, tokens: tuple[int, int], device: str) -> None:
+    """Tokens that are scattered on both sides."""
     one = Blocks(np.arange(12) * 7 % 20)
     (there,), context = engine("one", tokens=5, blocks=20), engine("many", tokens=4, contexts=(3, 2), order="NH")
-    for local, others in [(local, (there,)) for local in context] if make is stage else [(there, context)]:
-        tables = [Blocks([7, 3, 9, 0, 1]), one][:: 1 if make is stage else -1]
-        request = {"local": {"attn": tables[0]}, "remote": {"attn": tables[1]}, "tokens": tokens}
-        check(make, with_staging(local, 1 << 14), others, request, device)
+    request = request_of(operation, Blocks([7, 3, 9, 0, 1]), one, tokens)
+    for local, others in [(local, (there,)) for local in context] if operation == "READ" else [(there, context)]:
+        check(operation, with_staging(local, 1 << 14), others, request, device)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2, 4, 8])
@@ -82,8 +78,8 @@ def test_words_of_any_width(odd: int, device: str) -> None:
         regions[name] = Region(name, memory[name].data_ptr(), 200)
     memory["kv"].zero_()
     synchronized(device)
-    into = Side(((regions["kv"], odd),), (3,), (64,), (np.array([2, 0]),), ())
-    out_of = Side(((regions[NAME], 0),), (3,), (48,), (np.array([0, 1]),), ())
+    into = CopySide(((regions["kv"], odd),), np.array([128, 0]), ())
+    out_of = CopySide(((regions[NAME], 0),), np.array([0, 48]), ())
     copied(TorchCopier(memory), [Copy(into, out_of, (), 16)])
     found = memory["kv"].cpu().numpy()
     assert found[128 + odd : 144 + odd].tolist() == list(range(16))
@@ -98,7 +94,7 @@ def test_blocks_in_any_order(into: list[int], out_of: list[int], device: str) ->
     kv, staging = torch.zeros(80, dtype=torch.uint8, device=device), torch.arange(80, device=device).to(torch.uint8)
     synchronized(device)
     destination, source = (
-        Side(((Region(name, tensor.data_ptr(), 80), 0),), (5,), (16,), (np.array(blocks),), ())
+        CopySide(((Region(name, tensor.data_ptr(), 80), 0),), 16 * np.array(blocks), ())
         for name, tensor, blocks in (("kv", kv, into), (NAME, staging, out_of))
     )
     copied(TorchCopier({"kv": kv, NAME: staging}), [Copy(destination, source, (), 16)])
@@ -118,39 +114,38 @@ def test_regions_within_a_storage(device: str) -> None:
         name: Region(name, tensor.data_ptr(), tensor.numel())
         for name, tensor in (("kv", kv), ("other", other), (NAME, staging))
     }
-    into = Side(((regions["kv"], 16), (regions["other"], 0)), (2,), (16,), (np.array([1, 0]),), ())
-    out_of = Side(((regions[NAME], 0), (regions[NAME], 32)), (2,), (16,), (np.array([0, 1]),), ())
+    into = CopySide(((regions["kv"], 16), (regions["other"], 0)), np.array([16, 0]), ())
+    out_of = CopySide(((regions[NAME], 0), (regions[NAME], 32)), np.array([0, 16]), ())
     copied(TorchCopier({"kv": kv, "other": other, NAME: staging}), [Copy(into, out_of, (), 16)])
     assert storage.tolist() == [0] * 48 + [*range(16, 32), *range(16)] + [0] * 16
     assert other.tolist() == [*range(48, 64), *range(32, 48)]
 
 
-def side(name: str, tensor: Any, block: int = 0) -> Side:
-    """A block of 16 bytes of a tensor."""
-    region = Region(name, tensor.data_ptr(), tensor.numel())
-    return Side(((region, 0),), (block + 1,), (16,), (np.array([block]),), ())
+def side(name: str, tensor: Any, offset: int = 0) -> CopySide:
+    """A box in a tensor."""
+    return CopySide(((Region(name, tensor.data_ptr(), tensor.numel()), 0),), np.array([offset]), ())
 
 
 @pytest.mark.parametrize("what", ["another", "no", "short"])
 def test_memory_that_no_tensor_has(what: str, device: str) -> None:
-    """Copies are refused between other regions than tensors were given for, and beyond them."""
+    """Copies are refused in regions without a tensor, in other memory than the tensor's, and beyond it."""
     kv, staging = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
     copier = TorchCopier({"kv": kv, NAME: staging} if what != "no" else {NAME: staging})
-    into = side("kv", staging if what == "another" else kv, block=9 if what == "short" else 0)
-    with pytest.raises(KVPlanError, match="MEMORY: cannot put bytes"):
+    into = side("kv", staging if what == "another" else kv, offset=144 if what == "short" else 0)
+    with pytest.raises(KVPlanError, match="MEMORY: cannot rearrange bytes"):
         copier.begin([Copy(into, side(NAME, staging), (), 16)])
     assert not kv.any()
 
 
 @pytest.mark.parametrize("devices", [[], ["cpu", "meta"]])
 def test_tensors_on_one_device(devices: list[str]) -> None:
-    """A copier has the tensors of one device."""
-    with pytest.raises(KVPlanError, match="MEMORY: cannot put bytes in order by torch: expected tensors on one device"):
+    """A copier refuses tensors of no device, and of two."""
+    with pytest.raises(KVPlanError, match="MEMORY: cannot rearrange bytes by torch: expected tensors on one device"):
         TorchCopier({device: torch.zeros(8, device=device) for device in devices})
 
 
 def test_copies_that_have_failed(device: str) -> None:
-    """What torch says of a GPU's copies is an error of the copies."""
+    """An error that torch raises for a GPU's copies is an error of the copies."""
 
     class Broken:
         def query(self) -> bool:
@@ -159,3 +154,66 @@ def test_copies_that_have_failed(device: str) -> None:
     copier = TorchCopier({NAME: torch.zeros(8, device=device)})
     with pytest.raises(KVPlanError, match="illegal memory access"):
         copier.done(Broken())
+
+
+@pytest.mark.parametrize(
+    "at, shapes",
+    [
+        ([7], [(1, 1)]),
+        ([3, 11, 19], [(1, 3)]),
+        ([3, 11, 103, 111], [(2, 2)]),
+        ([8, 100, 108, 200, 208, 300], [(3, 2)]),
+        ([8, 16, 100, 108, 116, 200, 208, 216, 300, 308, 316], [(1, 2), (3, 3)]),
+        ([0, 8, 16, 100, 108, 116, 200, 208], [(2, 3), (1, 2)]),
+        ([0, 8, 100, 108, 200, 208, 999, 1, 5], [(3, 2), (1, 2), (1, 1)]),
+        ([5, 3, 9, 1, 2, 0, 77], [(1, 2), (1, 5)]),
+    ],
+)
+def test_offsets_are_tables_as_long_as_they_are_even(at: list[int], shapes: list[tuple[int, int]]) -> None:
+    """Each entry is in one table, in order."""
+    found = list(tables(np.array(at)))
+    assert [table.shape for table in found] == shapes
+    assert [entry for table in found for entry in table.reshape(-1).tolist()] == list(range(len(at)))
+
+
+@pytest.mark.parametrize(
+    ("at", "found"),
+    [
+        ([5], True),
+        ([5, 7, 9], True),
+        ([5, 5], True),
+        ([0, 2, 5], False),
+        ([4, 2], False),
+    ],
+)
+def test_offsets_are_even_if_one_stride_leads_through_them(at: list[int], found: bool) -> None:
+    """A single one always; never backwards."""
+    assert is_even(np.array(at)) is found
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ((1, 7), [[0, 1, 2, 3, 4, 5, 6]]),
+        ((2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ((3, 2), [[0, 2, 4], [1, 3, 5]]),
+        ((4, 5), [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]),
+        ((5, 5), [[*range(25)]]),
+    ],
+)
+def test_a_table_is_cut_along_its_longer_side(shape: tuple[int, int], found: list[list[int]]) -> None:
+    """Into rows or columns, unless there are too many of both."""
+    at = np.add.outer(np.arange(shape[0]) * 100, np.arange(shape[1]) * 8).reshape(-1)
+    assert [part.tolist() for part in strips(at)] == found
+
+
+@pytest.mark.parametrize("at", [[0, 8, 16, 200, 208, 216], [216, 0, 8, 200, 208, 16]])
+def test_boxes_are_paired_in_few_parts(at: list[int]) -> None:
+    """One part is enough where either side is evenly apart, whatever the other is."""
+    lined, here_and_there = np.arange(6) * 8, np.array(at)
+    for sides in ((here_and_there, lined), (lined, here_and_there)):
+        (pair,) = paired(*sides)
+        assert [found.index is None for found in pair] == [side is lined for side in sides]
+        for found, side in zip(pair, sides, strict=True):
+            which = np.arange(found.count) if found.index is None else found.index
+            assert (found.offset_bytes + which * found.stride_bytes).tolist() == side.tolist()

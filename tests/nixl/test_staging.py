@@ -1,4 +1,4 @@
-"""Staged requests through NIXL: every byte as direct plans write it, and what becomes of them when a peer dies."""
+"""Staged requests through NIXL: every byte as direct plans write it, also when a peer dies."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ import torch
 from kvplan import Blocks, Model, Region, Worker
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan.plan import completions
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
+from kvplan.staging import Pipeline, StagedTransfer, stage, stage_writes
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 from tests.nixl.peers import PeerProcess, digests, pattern
 from tests.nixl.worlds import NixlWorld, placed, synchronized
-from tests.rigs import OPERATIONS
 from tests.small import engine
-from tests.staged import NAME, with_staging
+from tests.staged import NAME, OPERATIONS, plans_of, request_of, with_staging
 
 TIMEOUT_S = 60.0
 TOKENS = ((0, 256), (5, 201), (64, 66), (32, 32))
 """The positions of each request, at most 256: 16 blocks of 16, or 4 of 64."""
 
 SIZES = {"exact": 1 << 19, "whole": 1 << 19, "write": 1_600_000}
-"""Bytes of the staging region. Who writes has room for two blocks of each destination."""
+"""Bytes of the staging region. A writer needs room for two blocks of each destination."""
 
 
 def few_layers(model: str, layers: int = 3) -> Model:
@@ -69,42 +68,32 @@ def from_two_ranks() -> tuple[Sequence[Worker], Sequence[Worker]]:
 PAIRS = [token_major_to_head_major, to_context_parallel_ranks, to_longer_blocks, from_two_ranks]
 
 
-def planned(way: str, sources: Sequence[Worker], destinations: Sequence[Worker]) -> list[StagedPlan]:
-    """The plans of all destinations, or of all sources where they write."""
-    if way == "write":
-        return [
-            stage_writes(worker, destinations, [other for other in sources if other is not worker], staging=NAME)
-            for worker in sources
-        ]
-    return [stage(worker, sources, staging=NAME, whole=way == "whole") for worker in destinations]
-
-
 def tables(pool: int, seed: int) -> list[Blocks]:
-    """Blocks of each request, a fifth of a pool, in no order."""
+    """The blocks of each request: a fifth of a pool, in no order."""
     return [Blocks(ids) for ids in np.split(np.random.default_rng(seed).permutation(pool), 5)]
 
 
 def until_settled(
     world: NixlWorld, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
 ) -> dict[Any, list[Notice]]:
-    """Poll all executors of a world until requests are settled; what workers have been told, so often in all."""
-    told: dict[Any, list[Notice]] = {key: [] for key in world.executors}
+    """Poll all executors of a world until requests are settled; return all notices, of which there are so many."""
+    found: dict[Any, list[Notice]] = {key: [] for key in world.executors}
     deadline = time.monotonic() + TIMEOUT_S
     while not all(transfer.status.is_settled for transfer in submitted):
         assert time.monotonic() < deadline, submitted
         for pipeline in pipelines:
             pipeline.poll()
         for key, executor in world.executors.items():
-            told[key] += executor.notices()
+            found[key] += executor.notices()
     deadline = time.monotonic() + 10
-    while sum(map(len, told.values())) < notices and time.monotonic() < deadline:
+    while sum(map(len, found.values())) < notices and time.monotonic() < deadline:
         for key, executor in world.executors.items():
-            told[key] += executor.notices()
-    return told
+            found[key] += executor.notices()
+    return found
 
 
 def taken(world: NixlWorld, workers: Sequence[Worker]) -> dict[Any, Any]:
-    """The bytes of workers' regions but for staging ones; zeros in their place."""
+    """Take the bytes of workers' regions, without staging regions, and leave zeros."""
     found = {}
     for worker in workers:
         for region in worker.regions:
@@ -117,7 +106,7 @@ def taken(world: NixlWorld, workers: Sequence[Worker]) -> dict[Any, Any]:
 @pytest.mark.parametrize("way", ["exact", "whole", "write"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: str) -> None:
-    """Of several requests at once, of several chunks each, all bytes are right; each peer is told of each once."""
+    """Of several requests at once, of several chunks each, all bytes are right; each peer is notified of each once."""
     sources, destinations = pair()
     number = len(sources)
     with NixlWorld([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
@@ -125,13 +114,12 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
         for worker in sources:
             for region in worker.regions:
                 world.write(worker, region.name, pattern(worker, region.name))
+        options: dict[str, Any] = {"whole": True} if way == "whole" else {}
+        operation = "WRITE" if way == "write" else "READ"
         near, far = (sources, destinations) if way == "write" else (destinations, sources)
-        ours, theirs = (tables(side[0].views[0].num_blocks, seed) for seed, side in enumerate((near, far)))
-        requests: list[dict[str, Any]] = [
-            {"local": {"attn": local}, "remote": {"attn": remote}, "tokens": tokens}
-            for local, remote, tokens in zip(ours, theirs, TOKENS, strict=False)
-        ]
-        plans = planned(way, sources, destinations)
+        ends = [tables(side[0].views[0].num_blocks, seed) for seed, side in enumerate((destinations, sources))]
+        requests = [request_of(operation, *each) for each in zip(*ends, TOKENS, strict=False)]
+        plans = plans_of(operation, sources, destinations, **options)
         assert max(len(list(plan.bind(**requests[0]))) for plan in plans) > 1
         pipelines = [
             Pipeline(world.executors[worker.key], plan, TorchCopier(world.memory[worker.key]))
@@ -141,10 +129,10 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
             pipeline.submit(f"request {i}", **request) for pipeline in pipelines for i, request in enumerate(requests)
         ]
         expected = {worker.key: completions(plan.direct for plan in plans)[worker.key].awaits for worker in far}
-        told = until_settled(world, pipelines, submitted, sum(map(len, expected.values())) * len(requests))
+        notices = until_settled(world, pipelines, submitted, sum(map(len, expected.values())) * len(requests))
         assert {(transfer.status, transfer.error) for transfer in submitted} == {(Status.DONE, None)}
         for key, awaits in expected.items():
-            heard = sorted((notice.request, (notice.engine_id, notice.rank)) for notice in told[key])
+            heard = sorted((notice.request, (notice.engine_id, notice.rank)) for notice in notices[key])
             assert heard == [(f"request {i}", sender) for i in range(len(requests)) for sender in sorted(awaits)]
         found = taken(world, destinations)
         started: list[tuple[Executor, Transfer]] = []
@@ -168,17 +156,17 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
 
 @pytest.fixture
 def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX moves bytes between processes by TCP, which takes its time."""
+    """UCX moves bytes between processes by TCP, which is slow enough to interrupt."""
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 HEADS, PAGE_BYTES, BLOCKS, REQUEST_BLOCKS = 64, 4096, 1024, 256
-"""Of small engines: heads, bytes of a block's 4 tokens in each of 2 layers, blocks of a pool and of a request."""
+"""Heads, bytes of a block of 4 tokens in each of 2 layers, blocks of a pool and of a request."""
 
 
 @attrs.define
 class Mover:
-    """A worker of this process that reads from two others, or writes to them, by a staging region for each."""
+    """A worker of this process that reads from two others, or writes to them, with a staging region for each."""
 
     operation: str
     executor: NixlExecutor
@@ -187,14 +175,14 @@ class Mover:
     pipelines: list[Pipeline]
 
     def submit(self, which: int, number: int) -> StagedTransfer:
-        """A request of blocks of its own, with one of the peers."""
+        """Submit a request of blocks of its own, with one of the peers."""
         ids = np.random.default_rng(which).permutation(REQUEST_BLOCKS) + REQUEST_BLOCKS * number
         blocks = {"attn": Blocks(ids)}
         positions = (0, 4 * REQUEST_BLOCKS)
         return self.pipelines[which].submit(f"request {number}", local=blocks, remote=blocks, tokens=positions)
 
     def polled_until(self, *transfers: StagedTransfer) -> None:
-        """Let requests go on until some are settled."""
+        """Poll until these requests are settled."""
         deadline = time.monotonic() + TIMEOUT_S
         while not all(transfer.status.is_settled for transfer in transfers):
             assert time.monotonic() < deadline, transfers
@@ -202,7 +190,7 @@ class Mover:
                 pipeline.poll()
 
     def is_done(self, which: int, number: int) -> bool:
-        """Carry out a request."""
+        """Carry out a request; whether it is done."""
         transfer = self.submit(which, number)
         self.polled_until(transfer)
         return transfer.status is Status.DONE
@@ -221,19 +209,19 @@ class Mover:
         return np.concatenate([pages[mine] for pages in self.caches().values()])
 
     def destination(self) -> dict[str, str]:
-        """What tells the bytes of the worker that is written to from others, be it this one or its first peer."""
+        """Digests of the memory that bytes go to: this worker's, or the first peer's."""
         return digests(self.memory) if self.operation == "READ" else dict(self.peers[0].ask("digests"))
 
 
 @pytest.fixture
 def operation() -> str:
-    """Which way bytes go, where nothing else is said."""
+    """Whether the local worker reads or writes; tests may parametrize it."""
     return "READ"
 
 
 @pytest.fixture
 def mover(tcp: None, operation: str) -> Iterator[Mover]:
-    """A worker and two peers, of 1024 blocks of 8 KiB, and chunks of 128 blocks. What is to be written to is 0."""
+    """A worker and two peers, of 1024 blocks of 8 KiB, and chunks of 128 blocks. Destinations are filled with zeros."""
     theirs, ours = ("HN", "NH") if operation == "READ" else ("NH", "HN")
     remotes = [engine(name, heads=HEADS, order=theirs, blocks=BLOCKS, layers=2)[0] for name in ("first", "second")]
     (local,) = engine("near", heads=HEADS, order=ours, blocks=BLOCKS, layers=2)
@@ -260,7 +248,7 @@ def mover(tcp: None, operation: str) -> Iterator[Mover]:
 
 
 def killed(mover: Mover) -> None:
-    """The first peer is killed under two requests of it, which fail; the next one, of the second peer, is done."""
+    """Kill the first peer during two requests with it, which fail; the next one, with the second peer, is done."""
     assert mover.is_done(0, 0)
     mover.peers[0].stop()
     lost = [mover.submit(0, 1), mover.submit(0, 2)]
@@ -277,7 +265,7 @@ def killed(mover: Mover) -> None:
     assert mover.peers[1].ask("notices", 1) == (Notice("near", 0, "request 3"),)
 
 
-def test_a_source_killed_under_a_request(mover: Mover) -> None:
+def test_a_source_killed_during_a_request(mover: Mover) -> None:
     """Requests that read from it are FAILED; those of another one go on, and no other block is touched."""
     killed(mover)
     assert mover.blocks(0).all()
@@ -287,7 +275,7 @@ def test_a_source_killed_under_a_request(mover: Mover) -> None:
 
 
 @pytest.mark.parametrize("operation", ["WRITE"])
-def test_a_destination_killed_under_a_request(mover: Mover) -> None:
+def test_a_destination_killed_during_a_request(mover: Mover) -> None:
     """Requests that write to it are FAILED; another one gets its bytes and no others, and the source has its own."""
     before = {name: pages.copy() for name, pages in mover.caches().items()}
     killed(mover)
@@ -295,15 +283,15 @@ def test_a_destination_killed_under_a_request(mover: Mover) -> None:
     for name, pages in mover.caches().items():
         assert np.array_equal(pages, before[name])
         written = np.zeros_like(pages)
-        in_order = pages.reshape(BLOCKS, HEADS, 4, -1).swapaxes(1, 2).reshape(pages.shape)
-        written[3 * REQUEST_BLOCKS :] = in_order[3 * REQUEST_BLOCKS :]
+        expected_pages = pages.reshape(BLOCKS, HEADS, 4, -1).swapaxes(1, 2).reshape(pages.shape)
+        written[3 * REQUEST_BLOCKS :] = expected_pages[3 * REQUEST_BLOCKS :]
         expected[name] = torch.from_numpy(written)
     assert mover.peers[1].ask("digests") == digests(expected)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
-    """It is CANCELLED when the peer goes on, and not before; then its blocks and the staging region are left alone."""
+    """It is CANCELLED when the peer goes on, and not before; then nothing touches its blocks or the staging region."""
     assert mover.is_done(0, 0)
     mover.peers[0].stop()
     transfer = mover.submit(0, 1)
@@ -324,7 +312,7 @@ def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_executor_closed_under_a_request(mover: Mover) -> None:
+def test_an_executor_closed_during_a_request(mover: Mover) -> None:
     """What runs is CANCELLED; what is submitted afterwards is FAILED."""
     assert mover.is_done(0, 0)
     mover.peers[0].stop()
@@ -338,8 +326,8 @@ def test_an_executor_closed_under_a_request(mover: Mover) -> None:
     assert late.status is Status.FAILED
 
 
-def test_copies_are_done_when_they_say_so(device: str) -> None:
-    """A GPU's stream of copies is not waited for by others: what a ticket says is that they are done."""
+def test_copies_are_done_when_their_ticket_is(device: str) -> None:
+    """No other stream of a GPU waits for the stream of copies; the ticket knows when they are done."""
     (local,), sources = engine("decode", order="NH"), engine("prefill")
     there, memory = placed(with_staging(local), device)
     plan = stage(there, sources, staging=NAME)

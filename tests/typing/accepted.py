@@ -33,9 +33,7 @@ from kvplan.executor import Executor, FakeNetwork, Notice, Status, Transfer
 from kvplan.handshake import Comparison, Problem
 from kvplan.plan import Completions, Cost
 from kvplan.show import Picture, show
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage
-from kvplan.staging.pipeline import FakeCopier
-from kvplan.staging.rearrange import Copy
+from kvplan.staging import Copy, FakeCopier, Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.testing import assert_copies
 from kvplan.testing.requests import Request
 from kvplan.testing.strategies import requests

@@ -1,4 +1,4 @@
-"""Mirrors: where staging memory keeps what is read of a source (S1 to S5)."""
+"""Staging buffers: where staging memory stores what a worker exchanges with a peer (S1 to S5)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,39 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import Axis, Blocks, Context, Group, Model, Region, View, Worker, plan_reads
+from kvplan import Axis, Blocks, Context, Group, Model, Region, View, Worker
 from kvplan.describe._overlap import overlaps
-from kvplan.staging import mirrors as module
-from kvplan.staging.mirrors import Mirror
-from tests.small import engine
-from tests.staged import ADDRESS, descriptors, staged
+from kvplan.staging import buffers as module
+from kvplan.staging.buffers import StagingBuffer
+from tests.small import HEAD_BYTES, engine, padded
+from tests.staged import (
+    OPERATIONS,
+    descriptors,
+    plans_of,
+    request_of,
+    same_as_direct,
+    staged,
+    staged_writes,
+)
+
+OURS, THEIRS = Blocks([7, 3, 5, 0, 9]), Blocks([2, 8, 4, 6, 1])
 
 QWEN = Model.shipped("qwen2.5-1.5b")  # 28 layers, 2 heads
 
 
-def mirrors(local: Worker, sources: Sequence[Worker], **options: Any) -> tuple[Mirror, ...]:
-    return staged(local, sources, 1 << 26, **options).mirrors
+def buffers(local: Worker, sources: Sequence[Worker], **options: Any) -> list[StagingBuffer]:
+    return [peer.buffer for peer in staged(local, sources, 1 << 26, **options).peers]
 
 
 def lengths(destination: Worker, source: Worker, **options: Any) -> set[int]:
-    """How long the reads of three scattered blocks are."""
+    """The lengths of the descriptors that read three scattered blocks."""
     plan = staged(destination, [source], 1 << 26, **options)
     blocks = {group.name: Blocks([7, 2, 5]) for group in destination.groups}
     return set(descriptors(plan, {"local": blocks, "remote": blocks}))
 
 
 def views(*given: tuple[str, int, int, tuple[int, int]], block: int, heads: int = 4, size: int = 0) -> Worker:
-    """A source of one region with blocks of 2 tokens; of each view its name, offset, step of heads and heads held."""
+    """A source of one region with blocks of 2 tokens, given each view's name, offset, stride of heads, and heads."""
     made = [
         View(
             name,
@@ -52,7 +62,7 @@ def views(*given: tuple[str, int, int, tuple[int, int]], block: int, heads: int 
 
 
 def tokens_first(names: Sequence[str], held: tuple[int, int], heads: int = 4) -> Worker:
-    """A destination that keeps tokens outside heads, each tensor in a region of its own."""
+    """A destination with tokens outside heads, and a region for each tensor."""
     some = held[1] - held[0]
     axes = [Axis("token", 0, 2, 2, 8 * some), Axis("head", *held, heads, 8), Axis("dim", 0, 8, 8, 1)]
     return Worker(
@@ -64,41 +74,42 @@ def tokens_first(names: Sequence[str], held: tuple[int, int], heads: int = 4) ->
     )
 
 
-def test_a_mirror_has_a_group_for_each_two_between_which_bytes_move() -> None:
-    """S1: paged and spread as the source's group, under the source's key, in the destination's regions."""
+def test_a_buffer_has_a_group_for_each_pair_between_which_bytes_move() -> None:
+    """S1: with the source's block size and context, under the source's key, in the destination's regions."""
     (local,), sources = engine("decode", tokens=6), engine("prefill", tokens=4, contexts=(2, 3))
-    first, second = mirrors(local, sources)
+    plan = staged(local, sources, 1 << 26)
+    first, second = (peer.buffer for peer in plan.peers)
     assert first.worker.groups == (Group("attn<-attn", 4, Context(0, 2, 3)),)
     assert second.worker.groups == (Group("attn<-attn", 4, Context(1, 2, 3)),)
-    assert (first.worker.key, second.under(local).key) == (("prefill", 0), ("decode", 0))
-    assert first.worker.regions == second.worker.regions == second.under(local).regions
+    assert (first.worker.key, plan.transfers[1].local.key) == (("prefill", 0), ("decode", 0))
+    assert first.worker.regions == second.worker.regions == plan.transfers[1].local.regions
     assert {view.region for view in first.worker.views} == {"staging"}
 
 
-def test_groups_of_the_destination_have_mirrors_of_their_own() -> None:
-    """S1: where a source keeps in one group what the destination has in two, each has its pools."""
+def test_groups_of_the_destination_have_pools_of_their_own() -> None:
+    """S1: where a source has in one group what the destination has in two."""
     (local,), (source,) = engine("decode"), engine("prefill")
     groups = Group("a", 4), Group("b", 4)
     local = attrs.evolve(
         local, groups=groups, views=[attrs.evolve(v, group=g) for v, g in zip(local.views, groups, strict=True)]
     )
-    (found,) = mirrors(local, [source])
+    (found,) = buffers(local, [source])
     assert [(view.name, view.group) for view in found.worker.views] == [
         ("layers.0", "a<-attn"),
         ("layers.1", "b<-attn"),
     ]
 
 
-def test_a_mirror_has_the_interval_that_is_needed() -> None:
-    """S2: of 4 heads those that the destination has, and no others; with ``whole`` all."""
+def test_a_buffer_has_the_interval_that_is_needed() -> None:
+    """S2: of 4 heads those that the destination has; with ``whole`` all."""
     (_, local), (source,) = engine("decode", tp=2), engine("prefill")
     for whole, part in ((False, (2, 4)), (True, (0, 4))):
-        (found,) = mirrors(local, [source], whole=whole)
+        (found,) = buffers(local, [source], whole=whole)
         heads = {(a.start, a.stop, a.size) for view in found.worker.views for a in view.axes if a.name == "head"}
         assert heads == {(*part, 4)}
 
 
-def test_a_mirror_has_the_interval_around_all_that_is_needed() -> None:
+def test_a_buffer_has_the_interval_around_all_that_is_needed() -> None:
     """S2: where different cells take different heads of one view, from the first to the last."""
     names = ["a"]
     wide, narrow = tokens_first(names, (0, 1)), tokens_first(names, (3, 4))
@@ -110,13 +121,13 @@ def test_a_mirror_has_the_interval_around_all_that_is_needed() -> None:
         [wide.views[0], attrs.evolve(narrow.views[0], region="b")],
     )
     plan = staged(both, [views(("a", 0, 16, (0, 4)), block=64)])
-    (view,) = plan.mirrors[0].worker.views
+    (view,) = plan.peers[0].buffer.worker.views
     assert [(axis.start, axis.stop) for axis in view.axes if axis.name == "head"] == [(0, 4)]
-    assert plan.excess == {"attn": 1.0}
+    assert plan.cost(2).read_amplification == 2
 
 
 def test_axes_of_several_digits_and_the_token_axis_are_whole() -> None:
-    """S2: digits are kept, with their coordinates, and so are all slots of kernel blocks."""
+    """S2: all digits stay, with their coordinates, and so do all slots of kernel blocks."""
     axes = [
         Axis("head", 0, 2, 2, 64),
         Axis("head", 0, 2, 2, 16),
@@ -127,7 +138,7 @@ def test_axes_of_several_digits_and_the_token_axis_are_whole() -> None:
     source = Worker(
         "prefill", 0, [Region("kv", 4096, 1280)], [Group("attn", 4)], [View("a", "attn", "kv", "uint8", axes, 10, 128)]
     )
-    (found,) = mirrors(attrs.evolve(tokens_first(["a"], (0, 1)), groups=[Group("attn", 2)]), [source])
+    (found,) = buffers(attrs.evolve(tokens_first(["a"], (0, 1)), groups=[Group("attn", 2)]), [source])
     assert [attrs.evolve(axis, stride_bytes=0) for axis in found.worker.views[0].axes] == [
         attrs.evolve(axis, stride_bytes=0) for axis in axes
     ]
@@ -136,7 +147,7 @@ def test_axes_of_several_digits_and_the_token_axis_are_whole() -> None:
 
 @pytest.mark.parametrize("layout", ["BLNHC", "BLHNC", "BHLNC"])
 def test_layers_inside_blocks_stay_in_one_run(layout: str) -> None:
-    """S3: a block of all layers is one run of the source and of its mirror, in any order of axes."""
+    """S3: a block of all layers is one run of the source and of the buffer, in any order of axes."""
     ((source,), (local,)) = (
         QWEN.engine(name, num_blocks=9, layout=kind) for name, kind in (("p", layout), ("d", "LBNHC"))
     )
@@ -152,28 +163,28 @@ def test_trimmed_layers_inside_blocks_stay_in_one_run() -> None:
     assert lengths(local, source, whole=True) == {16 * 28 * 1024}
 
 
-def test_parts_of_views_stay_in_order() -> None:
+def test_parts_of_views_stay_in_the_order_of_the_source() -> None:
     """S3: of two layers in turns under each head, the second head of one and both of the other are one run."""
     source = views(("a", 0, 32, (0, 2)), ("b", 16, 32, (0, 2)), block=64, heads=2)
     local = tokens_first(["a", "b"], (0, 2), heads=2)
     part = attrs.evolve(tokens_first(["a"], (1, 2), heads=2).views[0])
     local = attrs.evolve(local, views=[part, local.views[1]])
-    (found,) = mirrors(local, [source])
+    (found,) = buffers(local, [source])
     assert {view.name: view.offset_bytes for view in found.worker.views} == {"b": 0, "a": 16}
     assert lengths(local, source) == {48}
 
 
-def test_padding_goes_and_views_of_other_shapes_stay_in_order() -> None:
-    """S3: values and scales that lie in turns are one run, though their axes differ."""
+def test_padding_is_dropped_and_views_of_other_shapes_stay() -> None:
+    """S3: values and scales that alternate are one run, though their axes differ."""
     model = QWEN.quantized(8)
     (source,), (local,) = (model.engine(name, num_blocks=9, pad=pad) for name, pad in (("p", 512), ("d", 0)))
-    (found,) = mirrors(local, [source])
+    (found,) = buffers(local, [source])
     assert {view.block_stride_bytes for view in found.worker.views} == {sum(v.block_bytes for v in source.views) // 28}
     assert lengths(local, source) == {sum(view.block_bytes for view in source.views) // 28}
 
 
 def test_neighbouring_blocks_of_a_layer_stay_in_one_run() -> None:
-    """S3 and S5: where layers lie outside blocks, so they do in the mirror."""
+    """S3 and S5: where layers lie outside blocks, they do in the buffer."""
     ((source,), (local,)) = (
         QWEN.engine(name, num_blocks=9, layout=kind) for name, kind in (("p", "LBHNC"), ("d", "LBNHC"))
     )
@@ -182,12 +193,12 @@ def test_neighbouring_blocks_of_a_layer_stay_in_one_run() -> None:
     assert descriptors(plan, {"local": {"attn": Blocks([8, 0, 3])}, "remote": blocks}) == 28 * [3 * 16 * 1024]
 
 
-def test_views_that_strides_cannot_keep_in_order_are_packed_alone() -> None:
-    """S4: where layers that lie in turns under each head have different heads, steps of heads are not all one size."""
+def test_views_that_strides_cannot_pack_together_are_packed_alone() -> None:
+    """S4: where layers alternate under each head and have different heads, the strides of heads would vary."""
     source = views(("a", 0, 32, (0, 4)), ("b", 16, 32, (0, 2)), block=128)
     local = tokens_first(["a", "b"], (0, 4))
     local = attrs.evolve(local, views=[local.views[0], attrs.evolve(tokens_first(["b"], (0, 2)).views[0], region="b")])
-    (found,) = mirrors(local, [source])
+    (found,) = buffers(local, [source])
     assert [(v.name, v.block_stride_bytes, v.axes[0].stride_bytes) for v in found.worker.views] == [
         ("a", 64, 16),
         ("b", 32, 16),
@@ -196,19 +207,19 @@ def test_views_that_strides_cannot_keep_in_order_are_packed_alone() -> None:
 
 
 def test_frames_of_too_many_runs_are_packed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S4: what would take long to put in order is not."""
+    """S4: frames of many runs would take long to pack together."""
     source, local = views(("a", 0, 32, (0, 4)), ("b", 16, 32, (0, 4)), block=128), tokens_first(["a", "b"], (0, 4))
     assert lengths(local, source) == {128}
-    monkeypatch.setattr(module, "MAX_LISTED", 7)
+    monkeypatch.setattr(module, "MAX_RUNS", 7)
     assert lengths(local, source) == {16}
-    assert {view.block_stride_bytes for view in mirrors(local, [source])[0].worker.views} == {64}
+    assert {view.block_stride_bytes for view in buffers(local, [source])[0].worker.views} == {64}
 
 
 def test_blocks_inside_an_axis_stay_inside_it() -> None:
-    """S4: with heads outside blocks, neighbouring blocks of a head are one run, also in the mirror."""
+    """S4: with heads outside blocks, neighbouring blocks of a head are one run, also in the buffer."""
     source, local = views(("a", 0, 160, (0, 4)), block=16, size=640), tokens_first(["a"], (0, 4))
     plan = staged(local, [source], 4 * 2 * 3 * 16)
-    (view,) = plan.mirrors[0].worker.views
+    (view,) = plan.peers[0].buffer.worker.views
     assert (view.num_blocks, view.block_stride_bytes, view.axes[0].stride_bytes) == (6, 16, 96)
     blocks = {"attn": Blocks([4, 5, 6])}
     assert descriptors(plan, {"local": {"attn": Blocks([8, 0, 3])}, "remote": blocks}) == 4 * [48]
@@ -219,7 +230,7 @@ def test_a_view_that_blocks_lie_inside_of_is_alone() -> None:
     source = views(("a", 0, 320, (0, 2)), ("b", 16, 0, (0, 1)), block=32, heads=2, size=640)
     local = tokens_first(["a", "b"], (0, 2), heads=2)
     one = attrs.evolve(tokens_first(["b"], (0, 1), heads=2).views[0])
-    (found,) = mirrors(attrs.evolve(local, views=[local.views[0], one]), [source])
+    (found,) = buffers(attrs.evolve(local, views=[local.views[0], one]), [source])
     assert {view.name: view.block_stride_bytes for view in found.worker.views} == {"a": 16, "b": 16}
 
 
@@ -227,24 +238,81 @@ def test_the_one_block_of_a_pool_lies_outside_all_axes() -> None:
     """S4: a step to a second block that is not there says nothing, even if it is 0."""
     source, local = views(("a", 0, 16, (0, 4)), block=64), tokens_first(["a"], (0, 4))
     source = attrs.evolve(source, views=[attrs.evolve(source.views[0], num_blocks=1, block_stride_bytes=0)])
-    (view,) = mirrors(local, [source])[0].worker.views
+    (view,) = buffers(local, [source])[0].worker.views
     assert (view.block_stride_bytes, view.axes[0].stride_bytes) == (64, 16)
 
 
 def test_pools_follow_each_other() -> None:
-    """S5: no two views of any mirrors share a byte, and none leaves the staging region."""
+    """S5: no two views of any buffers share a byte, and none leaves the staging region."""
     local, sources = engine("decode", tp=2, order="NH")[0], engine("prefill", tp=4, contexts=(2, 1))
     plan = staged(local, sources, 4000)
-    assert len(plan.mirrors) == 4
-    every = [attrs.evolve(view, group="all") for found in plan.mirrors for view in found.worker.views]
+    assert len(plan.peers) == 4
+    every = [attrs.evolve(view, group="all") for peer in plan.peers for view in peer.buffer.worker.views]
     assert list(overlaps(every)) == []
     assert max(view.end_bytes for view in every) <= 4000
 
 
-def test_a_mirror_is_what_the_source_would_be_to_a_direct_plan() -> None:
-    """A destination can be planned from mirrors as from the sources themselves."""
-    local, sources = engine("decode", tp=2, order="NH")[1], engine("prefill", tp=4)
-    plan = staged(local, sources)
-    again = plan_reads(local, [found.worker for found in plan.mirrors])
-    assert [pair.remote for pair in again.pairs] == [("prefill", 2), ("prefill", 3)]
-    assert all(region.address == ADDRESS for region in plan.mirrors[0].worker.regions if region.name == "staging")
+def test_the_buffer_for_a_destination_is_paged_as_the_destination_is() -> None:
+    """S1, S2: it has the destination's blocks and context, under its key, and the heads that this source sends."""
+    destinations = engine("decode", tp=2, order="NH", tokens=6, contexts=(2, 3))
+    found = [peer.buffer.worker for peer in staged_writes(engine("prefill", tp=4), destinations)[3].peers]
+    assert [worker.key for worker in found] == [("decode", 2), ("decode", 3)]
+    assert [worker.groups for worker in found] == [(Group("attn<-attn", 6, Context(turn, 2, 3)),) for turn in (0, 1)]
+    heads = {(a.start, a.stop) for worker in found for v in worker.views for a in v.axes if a.name == "head"}
+    assert heads == {(3, 4)}
+
+
+def test_turns_of_a_context_are_written_as_one_run() -> None:
+    """S1: where a destination has each fourth token, the slots of its buffer are its own tokens."""
+    (plan,) = staged_writes(engine("prefill"), engine("decode", contexts=(4, 1)))
+    given = request_of("WRITE", Blocks([3]), THEIRS, (0, 16))
+    assert descriptors(plan, given) == 4 * 2 * [4 * 4 * HEAD_BYTES]
+    assert plan.cost(16).read_amplification == 1
+    assert sum(spec.num_descriptors for spec in plan.direct.bind(**given)) == 2 * 4 * 16
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_views_of_both_sides_have_numbers_of_their_own(operation: str) -> None:
+    """S2: where a destination lists its layers the other way round, and has one more in between."""
+    (source,), (destination,) = engine("prefill", layers=3), engine("decode", order="NH", layers=3)
+    destination, given = attrs.evolve(destination, views=destination.views[::-1]), request_of(operation, OURS, THEIRS)
+    plans = plans_of(operation, [source], [destination], 1 << 16, not_transferred=["layers.1"])
+    assert sorted(view.name for view in plans[0].peers[0].buffer.worker.views) == ["layers.0", "layers.2"]
+    same_as_direct(plans, given)
+    stages = [
+        attrs.evolve(source, rank=rank, views=views) for rank, views in enumerate((source.views[1:], source.views[:1]))
+    ]
+    same_as_direct(plans_of(operation, stages, [destination], 1 << 16), given)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_views_of_one_shape_are_packed_in_blocks_of_several_sizes(operation: str) -> None:
+    """S3: of two equal layers of a peer, one has scales behind it in its pool, the other has none."""
+    (plan,) = plans_of(
+        operation, [*map(padded, engine("prefill"))], [*map(padded, engine("decode", order="NH"))], 1 << 16
+    )
+    steps = {view.name: view.block_stride_bytes for view in plan.peers[0].buffer.worker.views}
+    assert steps == {"layers.0": 256, "layers.1": 264, "scales": 264}
+    same_as_direct([plan], request_of(operation, OURS, THEIRS, (1, 18)))
+
+
+def test_digits_of_a_destination_stay() -> None:
+    """S2: of heads in two digits, two of each source, and of tokens in kernel blocks."""
+    digits = [
+        Axis("head", 0, 2, 2, 256),
+        Axis("head", 0, 2, 2, 16),
+        Axis("token", 0, 2, 2, 128),
+        Axis("token", 0, 4, 4, 32),
+        Axis("dim", 0, 8, 8, 1),
+    ]
+    view = View("a", "attn", "kv", "uint8", digits, 10, 512)
+    destination = Worker("decode", 0, [Region("kv", 1 << 40, 5120)], [Group("attn", 8)], [view])
+    sources = []
+    for rank in (0, 1):
+        axes = [Axis("token", 0, 4, 4, 16), Axis("head", 2 * rank, 2 * rank + 2, 4, 8), Axis("dim", 0, 8, 8, 1)]
+        view = View("a", "attn", "kv", "uint8", axes, 10, 64)
+        sources.append(Worker("prefill", rank, [Region("kv", 1 << 40, 640)], [Group("attn", 4)], [view]))
+    plans = staged_writes(sources, [destination], 1 << 16)
+    extents = [[axis.extent for axis in plan.peers[0].buffer.worker.views[0].axes] for plan in plans]
+    assert extents == 2 * [[2, 2, 2, 4, 8]]
+    same_as_direct(plans, request_of("WRITE", OURS, THEIRS, (1, 19)))
