@@ -25,12 +25,12 @@ from contextlib import contextmanager
 import attrs
 import numpy as np
 import pytest
+from tests.nixl.peers import PeerProcess
+from tests.nixl.worlds import placed
 
 from kvplan import Blocks, Model, TransferPlan, Worker, plan_reads
 from kvplan_nixl import UCX, Agent, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.executor import NixlTransfer
-from tests.nixl.peers import PeerProcess
-from tests.nixl.worlds import placed
 from tests.small import engine
 
 TIMEOUT_S = 60.0

@@ -71,10 +71,10 @@ def median(once: Callable[[], None], synchronize: Callable[[], None]) -> float:
 def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
     """One row of the table: a request from the first device and layout to the second."""
     import torch
-
-    from kvplan_nixl import NixlExecutor, settle
     from tests.nixl.peers import fill
     from tests.nixl.worlds import placed, synchronized
+
+    from kvplan_nixl import NixlExecutor, settle
 
     def synchronize() -> None:
         for device in devices:

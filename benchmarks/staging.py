@@ -85,9 +85,8 @@ class World:
     @contextmanager
     def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int, device: str) -> Iterator[World]:
         """The world of a case. Sources have bytes of no pattern, the same in each world."""
+        from benchmarks.real_memory import PeerProcess, fill, placed
         from kvplan_nixl import UCX, NixlExecutor
-        from tests.nixl.peers import PeerProcess, fill
-        from tests.nixl.worlds import placed
 
         source, destination = case.workers(blocks)
         rng = np.random.default_rng(1)
@@ -113,13 +112,13 @@ class World:
 
     def synchronize(self) -> None:
         """Wait until what torch has begun is done."""
-        from tests.nixl.worlds import synchronized
+        from benchmarks.real_memory import synchronized
 
         synchronized(str(self.memory[STAGING].device))
 
     def found(self) -> dict[str, str]:
         """What tells the bytes at the destination from others, region by region."""
-        from tests.nixl.peers import digests
+        from benchmarks.real_memory import digests
 
         return digests(self._caches()) if self.operation == "READ" else dict(self.peer.ask("digests"))
 

@@ -48,11 +48,11 @@ class LateExecutor:
         """As fake memory's."""
         self.inner.prepare(plan)
 
-    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
         """A transfer that runs until it is ended; none where it refuses, be it all workers or the one that is gone."""
         if self.refuses is not None and self.gone in (None, spec.remote):
             raise self.refuses
-        transfer = self.inner.start(spec, request, tell=tell)
+        transfer = self.inner.start(spec, request, notify=notify)
         side = 0 if spec.operation == "READ" else 1
         spoil(self.inner.network.memory, (spec.local, spec.remote)[side], spec.descriptors()[side])
         self.running.append(transfer)
@@ -69,7 +69,7 @@ class LateExecutor:
             transfer.status = Status.CANCELLED
         else:
             others = [other for other in self.running if other.request == transfer.request]
-            assert not (transfer.tells and any(other.spec.local_ids.size for other in others)), "told too early"
+            assert not (transfer.notifies and any(other.spec.local_ids.size for other in others)), "told too early"
             self.inner.poll(transfer)
 
     def poll(self, transfer: Transfer) -> Status:

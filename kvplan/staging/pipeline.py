@@ -249,7 +249,7 @@ class Pipeline:
         request = part.request
         try:
             for spec in specs:
-                part.transfers.append(self._executor.start(spec, request.transfer.request, tell=part.half is None))
+                part.transfers.append(self._executor.start(spec, request.transfer.request, notify=part.half is None))
         except KVPlanError as error:
             self._stop(request, Status.FAILED, error)
         yield

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.real_memory import Memory, placed, synchronized
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.staging.plan import StagedPlan, stage, stage_writes
 from kvplan.staging.rearrange import Copy, Side, run
 from kvplan_nixl.calibrate import copied
 from kvplan_nixl.rearrange import TorchCopier
-from tests.nixl.worlds import Memory, placed, synchronized
 from tests.small import engine
 from tests.staged import NAME, with_staging
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.real_memory import NixlCluster, PeerProcess, digests, pattern, placed, synchronized
 from kvplan import Blocks, Model, Region, Worker
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan.plan import completions
 from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
-from tests.nixl.peers import PeerProcess, digests, pattern
-from tests.nixl.worlds import NixlWorld, placed, synchronized
 from tests.rigs import OPERATIONS
 from tests.small import engine
 from tests.staged import NAME, with_staging
@@ -85,7 +84,7 @@ def tables(pool: int, seed: int) -> list[Blocks]:
 
 
 def until_settled(
-    world: NixlWorld, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
+    world: NixlCluster, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
 ) -> dict[Any, list[Notice]]:
     """Poll all executors of a world until requests are settled; what workers have been told, so often in all."""
     told: dict[Any, list[Notice]] = {key: [] for key in world.executors}
@@ -103,14 +102,14 @@ def until_settled(
     return told
 
 
-def taken(world: NixlWorld, workers: Sequence[Worker]) -> dict[Any, Any]:
+def taken(world: NixlCluster, workers: Sequence[Worker]) -> dict[Any, Any]:
     """The bytes of workers' regions but for staging ones; zeros in their place."""
     found = {}
     for worker in workers:
         for region in worker.regions:
             if region.name != NAME:
-                found[worker.key, region.name] = world.read(worker, region.name)
-                world.write(worker, region.name, np.zeros(region.size_bytes, np.uint8))
+                found[worker.key, region.name] = world.read(worker, region)
+                world.write(worker, region, np.zeros(region.size_bytes, np.uint8))
     return found
 
 
@@ -120,11 +119,11 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
     """Of several requests at once, of several chunks each, all bytes are right; each peer is told of each once."""
     sources, destinations = pair()
     number = len(sources)
-    with NixlWorld([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
+    with NixlCluster([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
         sources, destinations = world.workers[:number], world.workers[number:]
         for worker in sources:
             for region in worker.regions:
-                world.write(worker, region.name, pattern(worker, region.name))
+                world.write(worker, region, pattern(worker, region.name))
         near, far = (sources, destinations) if way == "write" else (destinations, sources)
         ours, theirs = (tables(side[0].views[0].num_blocks, seed) for seed, side in enumerate((near, far)))
         requests: list[dict[str, Any]] = [
@@ -311,7 +310,7 @@ def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
     for _ in range(100):
         mover.pipelines[0].poll()
     assert transfer.status is Status.RUNNING
-    mover.peers[0].go_on()
+    mover.peers[0].resume()
     mover.polled_until(transfer)
     assert (transfer.status, transfer.error) == (Status.CANCELLED, None)
     mover.memory[f"{NAME}.0"].zero_()

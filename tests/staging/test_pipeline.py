@@ -574,7 +574,7 @@ def test_no_peer_is_told_by_a_chunk(rig: Rig) -> None:
     """D4: transfers that move bytes do not tell, and those that tell move none."""
     rig.submit(0, (0, 20))
     rig.finish()
-    assert {(bool(transfer.spec.num_bytes), transfer.tells) for transfer in rig.executor.ended} == {
+    assert {(bool(transfer.spec.num_bytes), transfer.notifies) for transfer in rig.executor.ended} == {
         (True, False),
         (False, True),
     }

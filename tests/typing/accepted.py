@@ -139,7 +139,7 @@ def carried_out(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Trans
     """What is written for any executor."""
     executor.prepare(plan)
     transfer = executor.start(spec, "request 1")
-    assert_type(executor.start(spec, "request 1", tell=False), Transfer)
+    assert_type(executor.start(spec, "request 1", notify=False), Transfer)
     assert_type(executor.poll(transfer), Status)
     assert_type(executor.notices(), tuple[Notice, ...])
     assert_type(transfer.error, KVPlanError | None)
