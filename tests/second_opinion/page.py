@@ -8,24 +8,24 @@ import platform
 from collections.abc import Iterable
 from typing import Final
 
+from benchmarks.peers.environment import PEERS, ROOT
 from tests.second_opinion.driver import Row, Tally
-from tests.second_opinion.environment import PEERS, ROOT
 
 PAGE: Final = ROOT / "docs" / "second-opinion.md"
 
 TOP: Final = """# A second opinion
 
-kvplan beside planners that others wrote and released, on pairs of engines that both accept. A peer's own functions
-run as they were released, on the same arrays in memory that kvplan is told of, and say what they would copy. Both
-plans are laid out byte by byte, as addresses read and addresses written, and compared. A judge that knows only what
-each byte of the arrays means says who is right where they differ.
+kvplan compared with the planners of vLLM and SGLang, on pairs of engines that both accept. A peer's functions run as
+released, on the same arrays in memory that kvplan plans for, and give the copies that they would make. Both plans are
+expanded to addresses read and written, byte by byte, and compared. Where they differ, an oracle that knows only the
+meaning of each byte (`property_tests/oracle.py`) decides which is right.
 
 {versions}
 
-    python -m tests.second_opinion.environment     # once: an environment of its own in .second_opinion
-    python -m tests.second_opinion                 # this page; --every 20 for a quick look
+    python -m benchmarks.peers.environment     # once: a virtual environment in .second_opinion
+    python -m tests.second_opinion             # this page; --every 20 for a quick look
 
-No default run of tests starts this, and nothing of the peers is part of this repository.
+The default test run does not include this, and the repository contains no code of the peers.
 
 | peer | pairs | refused by them | refused by us | compared | the same bytes from and to the same addresses \
 | from another copy of the same bytes | different | descriptors: theirs, ours |
@@ -33,26 +33,26 @@ No default run of tests starts this, and nothing of the peers is part of this re
 """
 
 NOTES: Final = """
-{compared} pairs were compared. "From another copy" are those of which several source workers hold the same bytes and
-the two plans read different ones of them; every byte is right in both. Of the {ours} pairs that kvplan planned, those
-included that peers refuse, {wrong} had a byte wrong, missing, written twice or written beyond the request.
+{compared} pairs were compared. "From another copy" means that several source workers hold the same bytes, and that the
+two plans read different ones of these workers; every byte is right in both. kvplan planned {ours} pairs, including
+those that peers refuse, and {wrong} of them had a byte wrong, missing, written twice or written beyond the request.
 
-Descriptors are what each would post for the pairs of which both are right. vLLM's offloading connector copies twice,
-into a page and out of it. Its NIXL connector posts a descriptor for each block and layer, which NIXL merges where they
-are neighbours; where blocks differ in size and heads stand outside slots it posts fewer than kvplan, as it copies
-slots to where they don't belong, and a kernel puts them in order afterwards. These requests have blocks in no order.
+The descriptors are those that each planner would post, for the pairs that both plan right. vLLM's offloading connector
+copies twice, into a page and out of it. vLLM's NIXL connector posts a descriptor for each block and layer, and NIXL
+merges contiguous ones. Where blocks differ in size and heads are outside slots, it posts fewer descriptors than kvplan:
+it copies slots to the wrong places, and a kernel reorders them afterwards. All requests have scattered blocks.
 """
 
 DIFFERS: Final = """## What differs
 
-Quoted is what `kvplan.verify` says first of the example, when it is given the peer's copies in place of its own."""
+Each quote is the first failure that `kvplan.verify` reports for the peer's copies of the example."""
 
 REMARKS: Final = {
     "_init_hetero_tp_prep_handle": "also where one size of TP divides the other, if the source has more ranks than "
-    "heads and the destination more than it: `num_groups` becomes 0. Mooncake's manager plans these pairs right.",
+    "heads and the destination more than it: `num_groups` becomes 0. Mooncake's manager plans these pairs correctly.",
     "a check of _validate_remote_agent_handshake": "the source has more ranks than heads, and than the destination.",
 }
-"""What a reason does not say."""
+"""Remarks on reasons that peers give."""
 
 
 def text(tallies: Iterable[Tally]) -> str:
@@ -121,20 +121,20 @@ HOW: Final = """
 
 | peer | its own code that runs | what is set by hand |
 |---|---|---|
-| vLLM offloading | `derive_canonical_mappings`, with the checks that it makes of itself | a configuration of sizes |
+| vLLM offloading | `derive_canonical_mappings` and its own checks | a configuration of sizes |
 | vLLM NIXL (pull) | `NixlPullConnectorWorker`: its construction, `register_kv_caches`, `handshake_target_ranks`, \
-`add_remote_agent`, `_read_blocks_for_req`, `get_transfer_results` | the agent, which notes what it is told; the \
-platform; messages pass without a socket, and all engines count as compatible |
+`add_remote_agent`, `_read_blocks_for_req`, `get_transfer_results` | a recording agent; the \
+platform; handshakes without sockets, and all engines count as compatible |
 | SGLang Mooncake, SGLang NIXL | `try_ensure_parallel_info`, `_prepare_payload_xfer`, `send_kvcache`, \
-`send_kvcache_slice`, `send_kvcache_dcp` | the agent or engine, which notes what it is told; a manager's attributes, \
+`send_kvcache_slice`, `send_kvcache_dcp` | a recording agent or engine; a manager's attributes, \
 without its processes and sockets; the choice between pages and slices, as in `transfer_worker` |
 
-vLLM's blocks are put in order after a transfer where sizes differ: `get_transfer_results` does so, on addresses in
-place of values. SGLang is asked without its staging buffers. Modules that the planners import and never call are
-empty stand-ins, and calling one is an error. Requests are whole blocks, which is how most of these paths count;
-kvplan is exact to the position. SGLang's MoRI manager is not run: its descriptors are objects of the `mori` package.
+Where block sizes differ, vLLM reorders slots after a transfer; `get_transfer_results` does so here on addresses in
+place of values. SGLang runs without its staging buffers. Modules that the planners import but never call are empty
+stand-ins, and calling one is an error. Requests are whole blocks, because most peers count in blocks; kvplan is exact
+to the position. SGLang's MoRI manager does not run here, because its descriptors are objects of the `mori` package.
 
-In examples an engine is the order of its cache, from the slowest dimension to the fastest (L layer, B block, K before
-V, H head, N slot, D dim; LBND are latents), and all sizes but 1: heads of the model, TP, tokens of a block, ranks that
-positions spread over (DCP, PCP) and the interleave.
+An example names an engine by the order of its cache, from the slowest dimension to the fastest (L layer, B block, K
+before V, H head, N slot, D dim; LBND are latents), and by all sizes except 1: heads of the model, TP, tokens of a
+block, context-parallel ranks (DCP, PCP) and the interleave.
 """
