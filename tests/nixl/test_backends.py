@@ -49,7 +49,7 @@ class TestTransports:
         blocks = {"attn": Blocks(np.random.default_rng(1).permutation(200))}
         before = loopback_bytes()
         with NixlCluster([source, local], backends=backends) as cluster:
-            one = Transmission(cluster, 1, blocks, blocks, {"attn": (3, 790)})
+            one = Transmission(cluster, cluster.workers[:1], cluster.workers[1:], blocks, blocks, {"attn": (3, 790)})
             one.move("READ")
             one.move("WRITE")
         num_bytes = 2 * 787 * 2 * 64 * 2  # both ways, tokens, layers, bytes of 4 heads' K and V, sent and acknowledged
@@ -192,7 +192,14 @@ def test_ucx_moves_between_main_memory_where_posix_is_there_too() -> None:
     """Backends are tried in order: after UCX, POSIX moves files and nothing else."""
     (source,), (local,) = engine("prefill"), engine("decode")
     with NixlCluster([source, local], backends={**UCX, "POSIX": {}}) as cluster:
-        one = Transmission(cluster, 1, {"attn": Blocks([1])}, {"attn": Blocks([2])}, {"attn": (0, 4)})
+        one = Transmission(
+            cluster,
+            cluster.workers[:1],
+            cluster.workers[1:],
+            {"attn": Blocks([1])},
+            {"attn": Blocks([2])},
+            {"attn": (0, 4)},
+        )
         ((executor, transfer),) = started = one.start(one.plan("READ").plans, "request")
         one.finish(started)
         assert executor is cluster.nixl["decode", 0]

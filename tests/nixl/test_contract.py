@@ -64,6 +64,10 @@ def test_every_byte_of_a_hard_pair_is_right(model: str, src: str, dst: str, devi
     request = Request.of(made, *tight(request, TOKENS[1]), TOKENS)
     pairs = contacts(request.destinations, request.sources)
     with NixlCluster([*request.sources, *request.destinations], device, contacts=pairs) as cluster:
-        one = Transmission(cluster, len(request.sources), request.local, request.remote, request.tokens)
+        sources, destinations = (
+            [worker for worker in cluster.workers if worker.engine_id == engine[0].engine_id]
+            for engine in (request.sources, request.destinations)
+        )
+        one = Transmission(cluster, sources, destinations, request.local, request.remote, request.tokens)
         one.move("READ", "read")
         one.move("WRITE", "write")
