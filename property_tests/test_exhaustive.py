@@ -124,7 +124,7 @@ def features_together() -> set[tuple[Feature, Feature]]:
 
 
 def impossible(one: Feature, other: Feature) -> bool:
-    """Whether a side cannot have both features: packing needs two tensors, one view of K and V, and blocks outermost."""
+    """Whether a side cannot have both features: packing needs two tensors, one view of K and V, outermost blocks."""
     values = {one[1]: one[2], other[1]: other[2]}
     packing = values.get("packing", APART)
     if values.get("tensors") == 1 or "order" not in values:
