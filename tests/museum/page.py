@@ -1,4 +1,4 @@
-"""The museum's page, `docs/museum.md`, made of the exhibits: `python -m tests.museum.page` writes it."""
+"""The page `docs/museum.md`, from the exhibits: `python -m tests.museum.page` writes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplan.errors import CODES
-from kvplan.verification.report import PROMISES
+from kvplan.verification import PROMISES
 from tests.museum.exhibit import Exhibit
 from tests.museum.outside import OUTSIDE, Outside
 
@@ -33,18 +33,17 @@ FAMILIES: Final = {
 
 TOP: Final = """# The museum
 
-Faults that transfers of KV caches are known to have had, in public threads or released code. Each exhibit is a test
-in `tests/museum`: it rebuilds what went wrong, shows what catches it, and verifies what kvplan plans in its place.
-"Caught by" says how:
+Known faults of KV cache transfers, from public threads and released code. Each exhibit is a test in `tests/museum`: it
+rebuilds the fault, shows what catches it, and verifies kvplan's own plan. "Caught by" says how:
 """
 
 WAYS: Final = {
-    "verify": "the wrong plan was carried out in fake memory, and these promises are reported as broken",
-    "refused": "kvplan, or its fake memory, raises a KVPlanError of this code in place of moving wrong bytes",
-    "completions": "who tells whom that a request is done differs from what the plans say",
-    "tails": "bytes of the request's blocks that nothing is moved to are not zeroed, though `kvplan.tails` lists them",
-    "cost": "the right bytes, in more descriptors than they need, in the same layout or in a better one",
-    "accepted": "nothing is to be caught: a valid pair or request was refused, or failed; kvplan plans it, verified",
+    "verify": "kvplan executes the wrong plan in fake memory, and reports these promises as broken",
+    "refused": "kvplan, or its fake memory, raises a KVPlanError with this code and moves no wrong bytes",
+    "completions": "the notices of a request's end differ from those that the plans list",
+    "tails": "bytes in the request's blocks that nothing writes are not zeroed, though `kvplan.tails` lists them",
+    "cost": "right bytes in more descriptors than needed, in the same layout or in a better one",
+    "accepted": "a valid pair or request was refused or failed; kvplan plans it, verified",
 }
 """The words of the last column."""
 
@@ -68,7 +67,7 @@ def page() -> str:
         rows = [one for one in shown if one.number[0] == letter]
         if rows:
             parts += ["", f"## {title}", "", *_table("caught by", ((one, f"`{one.caught_by}`") for one in rows))]
-    parts += ["", "## Outside", "", "What no plan can prevent. Whoever carries plans out has to take care.", ""]
+    parts += ["", "## Outside", "", "Faults that no plan can prevent. Others have to prevent them.", ""]
     parts += _table("who takes care", ((one, one.keeper) for one in sorted(OUTSIDE, key=_place)))
     return "\n".join(parts) + "\n"
 
