@@ -21,11 +21,11 @@ class Request(TypedDict):
     tokens: Tokens
 
 
-Pools = Mapping[str, tuple[list[Group], int]]
+GroupPools = Mapping[str, tuple[list[Group], int]]
 """By group: the group as the workers of an engine have it, and the number of blocks of the smallest pool."""
 
 
-def _pools(workers: Iterable[Worker]) -> Pools:
+def _pools(workers: Iterable[Worker]) -> GroupPools:
     found: dict[str, list[tuple[Group, int]]] = {}
     for worker in workers:
         groups = {group.name: group for group in worker.groups}
@@ -41,17 +41,17 @@ def _is_paged(ranks: Sequence[Group]) -> bool:
     return ranks[0].tokens_per_block is not None
 
 
-def _ordinals(pools: Pools, span: tuple[int, int], states: tuple[int, int]) -> dict[str, range]:
+def _ordinals(pools: GroupPools, span: tuple[int, int], states: tuple[int, int]) -> dict[str, range]:
     """The blocks of each group that hold positions of a span, or states."""
     return {name: ordinals_of(ranks, *(span if _is_paged(ranks) else states)) for name, (ranks, _) in pools.items()}
 
 
-def _fits(pools: Pools, ordinals: Mapping[str, range]) -> bool:
+def _fits(pools: GroupPools, ordinals: Mapping[str, range]) -> bool:
     """Whether no group lists more than its part of its pool, as if all groups shared one pool."""
     return all(len(ordinals[name]) <= blocks // len(pools) for name, (_, blocks) in pools.items())
 
 
-def _tables(pools: Pools, ordinals: Mapping[str, range], seed: int) -> dict[str, Blocks]:
+def _tables(pools: GroupPools, ordinals: Mapping[str, range], seed: int) -> dict[str, Blocks]:
     """A block table for each group, with blocks of its own, in random order, or with seed 0 in order."""
     taken: set[int] = set()
     tables = {}
