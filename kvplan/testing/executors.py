@@ -314,10 +314,10 @@ class ExecutorContract:
             mesh = one.plan("READ")
             zeros = {place: np.zeros_like(values) for place, values in one.fill(mesh.plans).items()}
             started = one.start(mesh.plans, "request")
-            for executor, transfer in started:
-                if not transfer.status.is_settled:
-                    with refused("TRANSFER", transfer.request):
-                        executor.release(transfer)
+            running = [(executor, transfer) for executor, transfer in started if not transfer.status.is_settled]
+            for executor, transfer in running:
+                with refused("TRANSFER", transfer.request):
+                    executor.release(transfer)
                 executor.cancel(transfer)
             statuses = one.finish(started)
             _expect(statuses <= {Status.CANCELLED, Status.DONE}, f"expected CANCELLED or DONE, got {started}")
