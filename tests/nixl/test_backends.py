@@ -204,6 +204,8 @@ def test_ucx_moves_between_main_memory_where_posix_is_there_too() -> None:
         one.finish(started)
         assert executor is cluster.nixl["decode", 0]
         assert cluster.nixl["decode", 0].backend_of(transfer) == "UCX"
+        executor.release(transfer)
+        assert cluster.nixl["decode", 0].backend_of(transfer) == ""
 
 
 def test_a_worker_of_the_same_process(device: str) -> None:
