@@ -18,7 +18,7 @@ from property_tests.exhaustive import Job, all_worlds, do_world, main
 from property_tests.grids import BLOCKS, GRIDS, LAYOUTS, PACKINGS, SPREADS, UP_TO_4, Grid
 from property_tests.labelled import Tally
 from property_tests.staged import CHECKS
-from property_tests.worlds import APART, WITHIN, Heads, Side, workers
+from property_tests.worlds import APART, WITHIN, Heads, Request, Side, World, workers
 
 PART_OF_GRID = 60
 
@@ -56,6 +56,13 @@ def test_a_part_of_each_grid_is_right(grid: Grid) -> None:
     assert tally.worlds == count
     assert tally.certificates
     assert tally.num_bytes
+
+
+def test_equal_layouts_in_two_regions_are_right() -> None:
+    """Runs of equal offsets in different regions stay apart: heads of one tensor do not continue those of another."""
+    side = Side(1, (2,), "bhtkd")
+    requests = [Request(0, 25, by_ids=True), Request(3, 20, by_ids=False)]
+    labelled.check(World((2, 2), side, side, 25), requests, True, Tally())
 
 
 @pytest.mark.parametrize("strategy", CHECKS)
