@@ -1,11 +1,11 @@
-"""Balance: what the busiest source worker sends of a request, over what one sends on average, and what is possible.
+"""Balance: the bytes that the busiest source worker sends, over the mean, and the lowest possible figure.
 
     python -m benchmarks.balance
 
-Each request is read by all destination workers. Beside what plans do by themselves, which is to ask few peers and to
-take what several hold whole from one of them, stands the lowest figure that is possible so: with as many peers for each
-destination, and nothing divided that the same sources hold. Beside what they do where replicas take shares stands the
-lowest figure of all, whatever is divided and whoever is asked.
+All destination workers read each request. By default a plan reads from few peers, and reads a part that several sources
+hold from one of them. "lowest" beside it is the lowest possible figure with as many peers for each destination and
+undivided parts. The right half is for plans that divide parts among replicas; "lowest" there is the lowest figure of
+all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 
+from benchmarks.flow import Holders, Needs, lowest, needs
 from kvplan import MeshPlan, Model, Worker, plan_mesh
-from property_tests.flow import Holders, Lots, lots, lowest
 
 CASES = (
     ("deepseek-v3", 16, 8, "MLA"),
@@ -31,7 +31,7 @@ CASES = (
     ("qwen3-next-80b", 16, 4, "hybrid, K=2"),
 )
 TOKENS = (1024, 16384)
-"""Of hybrids, whose states weigh as much however long a request is; all others are as balanced at any length."""
+"""Lengths for hybrids, whose states have the same size at any length. Others are equally balanced at any length."""
 
 
 def loads(mesh: MeshPlan, sources: Sequence[Worker], tokens: int) -> tuple[Fraction, Counter[str]]:
@@ -43,8 +43,8 @@ def loads(mesh: MeshPlan, sources: Sequence[Worker], tokens: int) -> tuple[Fract
     return Fraction(max(sent.values()) * len(sources), sum(sent.values())), peers
 
 
-def lowest_whole(needed: Lots, peers: Sequence[int]) -> Fraction:
-    """A floor for whole lots and so many peers of each destination: the best that each can do, if it were alone."""
+def lowest_whole(needed: Needs, peers: Sequence[int]) -> Fraction:
+    """A floor for undivided parts and ``peers`` for each destination: the best of each destination alone."""
     found = Fraction(0)
     for index, allowed in enumerate(peers):
         own = {key: number for key, number in needed.items() if key[0] == index}
@@ -67,7 +67,7 @@ def lines(name: str, src: int, dst: int, what: str) -> list[str]:
     meshes = [plan_mesh(destinations, sources, replicas=number) for number in (1, replicas)]
     made = []
     for tokens in TOKENS if "state" in model.groups else TOKENS[:1]:
-        needed = lots(destinations, sources, tokens)
+        needed = needs(destinations, sources, tokens)
         by_holders: dict[Holders, int | Fraction] = defaultdict(Fraction)
         for (_, _, holders), number in needed.items():
             by_holders[holders] += number

@@ -1,8 +1,8 @@
 """Binding: from one request's block tables to the ids of its descriptors.
 
-The model has 80 layers, the request 512 blocks, both engines the same TP: one run for each block of each layer, 40960
-ids a side. The floor is the least that numpy can do for the same ids: one broadcast add a side of what is known
-beforehand, once into new arrays as bind has to, once into arrays that are there already.
+The model has 80 layers, the request 512 blocks, and both engines the same TP: one run for each block of each layer,
+40960 ids on each side. The floor is the least work in numpy for the same ids: one broadcast add on each side of what is
+known before the request, once into new arrays, as bind does, and once into reused arrays.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Ids = npt.NDArray[np.int32]
 
 @pytest.fixture(scope="module")
 def plan() -> TransferPlan:
-    """A worker's plan with the one that has its heads."""
+    """A worker's plan with the worker that has its heads."""
     (source, *_), (local, *_) = (MODEL.engine(name, tp=8, num_blocks=4096) for name in ("prefill", "decode"))
     return plan_reads(local, [source])
 
 
 @pytest.fixture(scope="module")
 def tables() -> tuple[Blocks, Blocks]:
-    """The request's blocks on both sides, scattered over the pools."""
+    """The request's blocks on both sides, at random places of the pools."""
     rng = np.random.default_rng(1)
     ours, theirs = (Blocks(rng.permutation(4096)[:BLOCKS]) for _ in range(2))
     return ours, theirs
 
 
 def terms(plan: TransferPlan, tables: tuple[Blocks, Blocks]) -> list[tuple[Ids, Ids]]:
-    """What the floor adds for each side: the first id of each layer's whole blocks, and the block ids."""
+    """The terms of the floor for each side: the first id of each layer's whole blocks, and the block ids."""
     (pair,) = plan.pairs
     first = [table.first[table.rows[:, 1] == BLOCK_BYTES] for table in (pair.local_table, pair.remote_table)]
     sides = zip(first, tables, strict=True)
@@ -49,7 +49,7 @@ def terms(plan: TransferPlan, tables: tuple[Blocks, Blocks]) -> list[tuple[Ids, 
 
 
 def test_bind(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record) -> None:
-    """``plan.bind`` for the whole request, its checks included."""
+    """``plan.bind`` for the whole request, with its checks."""
     ours, theirs = tables
 
     def bind() -> Any:
@@ -64,7 +64,7 @@ def test_bind(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any,
 
 
 def test_floor(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record) -> None:
-    """One broadcast add a side, into new arrays."""
+    """One broadcast add on each side, into new arrays."""
     sides = terms(plan, tables)
 
     def add() -> list[Ids]:
@@ -78,7 +78,7 @@ def test_floor(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any
 def test_floor_into_reused_buffers(
     plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record
 ) -> None:
-    """The same into arrays that are there already: no allocation at all."""
+    """The same into reused arrays, without allocation."""
     sides = terms(plan, tables)
     buffers = [np.empty((LAYERS, BLOCKS), np.int32) for _ in sides]
 

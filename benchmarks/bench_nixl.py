@@ -1,14 +1,14 @@
-"""NIXL: what kvplan_nixl costs beside calls by hand, and what layouts cost, between two processes of one machine.
+"""NIXL: the cost of kvplan_nixl beside calls by hand, and the cost of layouts, between two processes of one machine.
 
-A request is bound and begun by kvplan_nixl, and, in turns with it, begun with NIXL's own calls on the same descriptors
-with all ids at hand, made in the same way just before. UCX copies the bytes on one machine before it returns, so that
-both contain the same copies; at 40,960 descriptors of 256 bytes those are what takes the time.
+kvplan_nixl binds and starts a request. In turns with it the same descriptors go to NIXL's own calls, with ids from a
+bind just before. On one machine UCX copies the bytes before it returns, so both times contain the same copies. At
+40,960 descriptors of 256 bytes the copies take most of the time.
 
-What events cost is taken without copies: a transfer is made and not posted, with nobody listening, with a listener that
-keeps the last event, and with a log of their lines.
+The cost of events is measured without copies: a transfer is made and not posted, without a callback, with a callback
+that stores the last event, and with a log of all events.
 
-The layouts are two that hold the same bytes: in LBHNC each layer has a page of its own, in BLHNC a block has all layers
-in one piece. The whole request is timed, from its begin until it is done.
+Two layouts hold the same bytes: in LBHNC each layer has a page of its own, in BLHNC a block has all layers in one
+piece. There the whole request is timed, from its start until it is done.
 """
 
 from __future__ import annotations
@@ -26,21 +26,26 @@ import attrs
 import numpy as np
 import pytest
 
+from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, TransferPlan, Worker, plan_reads
 from kvplan_nixl import UCX, Agent, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.executor import NixlTransfer
-from tests.nixl.peers import PeerProcess
-from tests.nixl.worlds import placed
-from tests.small import engine
 
 TIMEOUT_S = 60.0
 
 Write = Callable[[str], None]
 
 
+def worker(engine_id: str, layers: int, blocks: int) -> Worker:
+    """A worker whose blocks of 4 tokens are 256 bytes in each layer."""
+    keys = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": 16, "num_attention_heads": 4}
+    (made,) = Model.from_config(keys).engine(engine_id, tokens_per_block=4, num_blocks=blocks)
+    return made
+
+
 @pytest.fixture
 def write(capsys: pytest.CaptureFixture[str]) -> Write:
-    """Prints a line, also where pytest keeps output to itself."""
+    """Prints a line although pytest captures output."""
 
     def show(line: str) -> None:
         with capsys.disabled():
@@ -51,18 +56,18 @@ def write(capsys: pytest.CaptureFixture[str]) -> Write:
 
 @attrs.frozen
 class Reader:
-    """A worker that reads from another process, prepared."""
+    """A worker that reads from another process, with a prepared plan."""
 
     executor: NixlExecutor
     plan: TransferPlan
 
     def transfer(self, local: Blocks, remote: Blocks, tokens: int) -> NixlTransfer:
-        """A request, bound and begun."""
+        """Bind and start a request."""
         (spec,) = self.plan.bind(local={"attn": local}, remote={"attn": remote}, tokens=(0, tokens))
         return self.executor.start(spec, "request")
 
     def finish(self, transfer: NixlTransfer) -> None:
-        """Wait until it is done, and give it back."""
+        """Wait until the transfer is done, and release it."""
         assert settle(self.executor, [transfer], TIMEOUT_S)
         assert transfer.error is None
         self.executor.release(transfer)
@@ -70,7 +75,7 @@ class Reader:
 
 @contextmanager
 def reading(source: Worker, local: Worker) -> Iterator[Reader]:
-    """A reader of a process that has ``source``."""
+    """A reader of another process, whose worker is ``source``."""
     there, _ = placed(local)
     with PeerProcess(source, UCX) as peer, NixlExecutor(there) as executor:
         plan = plan_reads(there, [executor.connect(peer.ask("envelope"))])
@@ -79,7 +84,7 @@ def reading(source: Worker, local: Worker) -> Iterator[Reader]:
 
 
 def scattered(pool: int, count: int) -> tuple[Blocks, Blocks]:
-    """Blocks of both sides, no two neighbours in order."""
+    """Random blocks of both sides."""
     rng = np.random.default_rng(1)
     ours, theirs = (Blocks(rng.permutation(pool)[:count]) for _ in range(2))
     return ours, theirs
@@ -89,7 +94,7 @@ def scattered(pool: int, count: int) -> tuple[Blocks, Blocks]:
 def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
     """Bind, make and post by kvplan_nixl, and make and post by hand, in turns."""
     pool, tokens = 2 * blocks, 4 * blocks
-    (source,), (local,) = (engine(name, layers=layers, blocks=pool) for name in ("prefill", "decode"))
+    source, local = (worker(name, layers, pool) for name in ("prefill", "decode"))
     near, far = scattered(pool, blocks)
     with reading(source, local) as reader:
         (spec,) = reader.plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, tokens))
@@ -128,33 +133,32 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
 
 @pytest.mark.parametrize(("layers", "blocks", "rounds"), [(2, 32, 2000), (80, 512, 200)], ids=["64", "40960"])
 def test_events(layers: int, blocks: int, rounds: int, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a transfer that moves nothing with and without somebody who listens, in turns."""
+    """Start a transfer that moves nothing, with and without a callback or a log, in turns."""
     monkeypatch.setattr(Agent, "post", lambda agent, handle: True)
-    (local,) = engine("decode", layers=layers, blocks=2 * blocks)
-    there, here = (placed(attrs.evolve(local, engine_id=name))[0] for name in ("prefill", "decode"))
+    there, here = (placed(worker(name, layers, 2 * blocks))[0] for name in ("prefill", "decode"))
     plan = plan_reads(here, [there])
     near, far = scattered(2 * blocks, blocks)
     (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, 4 * blocks))
     logger, lines, order = logging.getLogger("kvplan_nixl"), logging.StreamHandler(io.StringIO()), random.Random(1)
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "handlers", [lines])
-    took: dict[str, list[float]] = {"nobody": [], "a listener": [], "the log": []}
+    took: dict[str, list[float]] = {"neither": [], "a callback": [], "the log": []}
     with NixlExecutor(here, progress_thread=False) as executor:
         executor.attach(there)
         executor.prepare(plan)
         for _ in range(rounds):
             for name in order.sample([*took], len(took)):
-                executor._on_event = deque[TransferEvent](maxlen=1).append if name == "a listener" else None
+                executor._on_event = deque[TransferEvent](maxlen=1).append if name == "a callback" else None
                 logger.setLevel(logging.DEBUG if name == "the log" else logging.WARNING)
                 began = time.perf_counter()
                 transfer = executor.start(spec, "request")
                 took[name].append(time.perf_counter() - began)
                 executor.release(transfer)
     logger.setLevel(logging.NOTSET)
-    nobody, listener, log = (statistics.median(times) * 1e6 for times in took.values())
+    neither, callback, log = (statistics.median(times) * 1e6 for times in took.values())
     write(
-        f"{layers * blocks} descriptors: start without posting {nobody:.1f} us, {listener - nobody:+.1f} us with a "
-        f"listener, {log - nobody:+.1f} us with a log of all events (medians of {rounds} in turns)"
+        f"{layers * blocks} descriptors: start without posting {neither:.1f} us, {callback - neither:+.1f} us with a "
+        f"callback, {log - neither:+.1f} us with a log of all events (medians of {rounds} in turns)"
     )
 
 
@@ -162,7 +166,7 @@ def test_events(layers: int, blocks: int, rounds: int, write: Write, monkeypatch
     ("model", "tp"), [("llama-3.1-8b", 8), ("qwen2.5-1.5b", 2), ("qwen2.5-1.5b", 1), ("qwen3-0.6b", 1)]
 )
 def test_layers_together(model: str, tp: int, write: Write) -> None:
-    """The same request with a page for each layer, and with all layers of a block in one piece."""
+    """The same request with a page for each layer and with all layers of a block in one piece."""
     made, blocks, rounds = Model.shipped(model), 64, 10
     took: dict[str, float] = {}
     counts: dict[str, tuple[int, int]] = {}

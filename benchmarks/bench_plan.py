@@ -1,8 +1,8 @@
-"""Planning, cold: everything between two engines' descriptions and the tables that are registered once.
+"""Cold planning: from the descriptions of two engines to the tables, which are registered once.
 
 The model has 80 layers with 8 KV heads of 128, blocks of 16 tokens; a decode worker (TP 4) reads from prefill workers
-(TP 8), two of which have its heads. Each round has workers that were just made, so that nothing they remember helps.
-It is compared with checking those nine workers as they are made, which receiving their descriptions costs anyway.
+(TP 8), two of which have its heads. Each round has new workers, without cached results. It is compared with the
+construction of these nine workers, which every handshake needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Record = Callable[[str, Any], None]
 
 @pytest.fixture
 def fresh(layout: str) -> Callable[[], list[Worker]]:
-    """Makes a decode worker, and the prefill workers that it reads from, as they come out of a message."""
+    """Makes a decode worker and the prefill workers that it reads from, as decoded from messages."""
     sources = MODEL.engine("prefill", tp=8, layout=layout, num_blocks=4096)
     return received(MODEL.engine("decode", tp=4, layout=layout, num_blocks=4096)[1], *sources)
 
@@ -43,7 +43,7 @@ def test_plan(fresh: Callable[[], list[Worker]], benchmark: Any, layout: str, re
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_describe(fresh: Callable[[], list[Worker]], benchmark: Any, layout: str, record: Record) -> None:
-    """The nine workers that are planned with, each checked as a whole."""
+    """The construction of the nine workers, with all checks."""
 
     def check(workers: list[tuple[Any, ...]]) -> list[Worker]:
         return [Worker(*fields) for fields in workers]

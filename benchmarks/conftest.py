@@ -1,8 +1,8 @@
-"""Benchmarks: collected only where this folder is named, and summed up in one line for each comparison.
+"""Benchmarks: pytest collects them only if this folder is named, and prints one line for each comparison.
 
     python -m pytest benchmarks
 
-Nothing here asserts a time: a figure is worth what the machine is that it was taken on.
+No benchmark asserts a time, because times depend on the machine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ COMPARED = (
     ("plan LBHNC", "describe LBHNC"),
     ("plan LBNHC", "describe LBNHC"),
 )
-"""Figures to print as ratios: what was measured, and what it is measured against."""
+"""Ratios to print: a figure, and the figure to divide it by."""
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Files of this folder are named after what they time, not ``test_*``."""
-    named = parent.session.isinitpath(file_path)  # then pytest collects it by itself
+    """Collect ``bench_*.py``, which pytest ignores."""
+    named = parent.session.isinitpath(file_path)  # pytest collects a named file by itself
     return pytest.Module.from_parent(parent, path=file_path) if file_path.match("bench_*.py") and not named else None
 
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[[str, Benchmark], None]:
-    """Keeps a finished benchmark's median under a name, for the summary."""
+    """Stores a finished benchmark's median under a name, for the summary."""
 
     def keep(key: str, benchmark: Benchmark) -> None:
         if benchmark.stats is not None:  # type: ignore[attr-defined]  # None under --benchmark-disable

@@ -1,47 +1,50 @@
-"""NIXL on GPUs, on one machine and without a network: right bytes, and how fast.
+"""NIXL on GPUs, on one machine and without a network: right bytes, and the throughput.
 
     python -m benchmarks.gpu
 
-First the hard pairs move in GPU memory, both ways, and every byte is checked. Then, for pairs of layouts, one request
-is read inside a GPU, and from the first to the second where there are two. Beside it stand a copy of as many bytes in
-one piece, and a copy of the same descriptors one by one, both by torch on the same memory. Medians of several rounds.
+First the executor contract runs in GPU memory, which checks every byte of reads and writes. Then one request is read in
+several pairs of layouts, inside a GPU, and from the first to the second GPU where there are two. Beside it are a copy
+of the same number of bytes in one piece, and copies of the same descriptors one by one, both by torch on the same
+memory. All times are medians of several rounds.
 
-Where there is no GPU, it says so and exits with 0. ``python -m benchmarks.gpu cpu`` tries the script itself.
+Without a GPU it says so and exits with 0. ``python -m benchmarks.gpu cpu`` tries the script itself.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any, Final
 
 import numpy as np
 
 from kvplan import Blocks, Model, ReadSpec, Worker, plan_reads
+from kvplan.testing.executors import ExecutorContract
 
 MODEL: Final = "llama-3.1-8b"
 LAYOUTS: Final = (("BLHNC", "BLHNC"), ("LBHNC", "LBHNC"), ("LBHNC", "BLHNC"), ("LBNHC", "LBNHC"), ("LBNHC", "LBHNC"))
 BLOCKS: Final = 32
-"""How many blocks of 16 tokens a request has; the pools have twice as many."""
+"""Blocks of 16 tokens in a request. The pools have twice as many."""
 
 ROUNDS: Final = 7
 TIMEOUT_S: Final = 120.0
 
 
-def check(device: str) -> int:
-    """Move all hard pairs in memory of a device, both ways; how many there were. AssertionErrors say what differs."""
-    from tests.test_hard_pairs import PAIRS
+def check(device: str) -> list[str]:
+    """Run the executor contract in memory of a device. Return the names of its tests, or raise an AssertionError."""
+    from benchmarks.real_memory import NixlCluster
 
-    from tests.nixl.test_contract import move_both_ways
+    class OnDevice(ExecutorContract):
+        def open_cluster(self, workers: Sequence[Worker]) -> AbstractContextManager[Any]:
+            return NixlCluster(workers, device)
 
-    for pair in PAIRS:
-        move_both_ways(*pair, device)
-    return len(PAIRS)
+    return OnDevice().check()
 
 
 def ranges(worker: Worker, memory: dict[str, Any], descriptors: Any) -> list[Any]:
@@ -57,7 +60,7 @@ def ranges(worker: Worker, memory: dict[str, Any], descriptors: Any) -> list[Any
 
 
 def median(once: Callable[[], None], synchronize: Callable[[], None]) -> float:
-    """Seconds that a call takes, with all that it began on the devices, after a first one that is not counted."""
+    """The median seconds of a call and of the work that it starts on the devices, without the first call."""
     took = []
     for _ in range(ROUNDS + 1):
         synchronize()
@@ -69,12 +72,11 @@ def median(once: Callable[[], None], synchronize: Callable[[], None]) -> float:
 
 
 def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
-    """One row of the table: a request from the first device and layout to the second."""
+    """A row of the table: a request from the first device and layout to the second."""
     import torch
 
+    from benchmarks.real_memory import fill, placed, synchronized
     from kvplan_nixl import NixlExecutor, settle
-    from tests.nixl.peers import fill
-    from tests.nixl.worlds import placed, synchronized
 
     def synchronize() -> None:
         for device in devices:
@@ -126,29 +128,29 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
 
 
 def void(_: object) -> None:
-    """Nothing, of anything."""
+    """Ignore a result."""
 
 
 def main(arguments: list[str]) -> int:
-    """Check and measure; exit status 0, also where there is no GPU."""
+    """Check and measure. The exit status is 0, also without a GPU."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         import torch
     except ImportError:
-        print("no torch, so no GPU: nothing was run")
+        print("no torch, so no GPU: nothing to run")
         return 0
-    logging.getLogger("nixl").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = arguments or [f"cuda:{i}" for i in range(min(count, 2))]
     if not devices:
-        print("no GPU: nothing was run")
+        print("no GPU: nothing to run")
         return 0
     names = [
         torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or device
         for device in devices
     ]
     print(f"{time.strftime('%Y-%m-%d')}: {', '.join(names)}, torch {torch.__version__}, nixl {version('nixl')}")
-    print(f"{check(devices[0])} hard pairs: every byte right, read and written")
+    print(f"{len(check(devices[0]))} tests of the executor contract: every byte right, read and written")
     print(f"\n{MODEL}, {16 * BLOCKS} tokens, GB/s:\n")
     print("| from, to | layouts | descriptors | bytes each | NIXL | one copy | one by one | NIXL's time / one by one |")
     print("|---|---|---|---|---|---|---|---|")

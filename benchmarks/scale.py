@@ -1,11 +1,11 @@
-"""Scale: how planning and binding grow, and what many peers and whole meshes take.
+"""Scale: how the times of planning and binding grow, and the times of many peers and of whole meshes.
 
     python -m benchmarks.scale
 
-An exponent is the slope of a line through medians on logarithmic axes: 1 is cost in proportion, 0 is none at all. The
-model is Llama 3.1 70B's attention with more or fewer layers, workers are decoded from offers for every round of
-planning, so that none remembers anything. The mesh is of a hybrid with 128 layers, from 64 ranks in 8 stages to 128
-ranks in 4, which differ in layout as well.
+An exponent is the slope of a line through medians on logarithmic axes: 1 is proportional growth, 0 is no growth. The
+model is Llama 3.1 70B's attention with more or fewer layers. Every round of planning decodes its workers from offers,
+so that they have no cached results. The mesh is of a hybrid model with 128 layers, from TP 64 and PP 8 to TP 128 and
+PP 4 in another layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attention(layers: int) -> Model:
 
 
 def median(run: Callable[..., object], setup: Callable[[], Sequence[Any]] = tuple, rounds: int = 15) -> float:
-    """Seconds that ``run`` takes with what ``setup`` makes for each round: the median."""
+    """The median seconds of ``run`` with the arguments that ``setup`` makes for each round."""
     taken = []
     for _ in range(rounds):
         given = setup()
@@ -47,12 +47,12 @@ def median(run: Callable[..., object], setup: Callable[[], Sequence[Any]] = tupl
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """The slope of seconds over sizes, both as logarithms."""
+    """The slope of the logarithm of seconds over that of sizes."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 def received(*workers: Worker) -> Callable[[], list[Worker]]:
-    """Makes the workers anew, as they come out of messages."""
+    """Makes the workers anew, decoded from messages."""
     offers = [kvplan.encode(worker) for worker in workers]
     return lambda: [kvplan.decode(offer) for offer in offers]
 
@@ -65,7 +65,7 @@ def cold(model: Model, num_blocks: int = 4096, layout: str = "LBHNC") -> float:
 
 
 def bound(blocks: int) -> tuple[Callable[[], Any], int]:
-    """Binding a request of scattered blocks, one run for each block and layer, and how many ids a side that makes."""
+    """Binding a request of scattered blocks, one run for each block and layer, and its number of ids on each side."""
     model = attention(80)
     (source, *_), (local, *_) = (model.engine(name, tp=8, num_blocks=1 << 17) for name in ("prefill", "decode"))
     plan, workspace, random = plan_reads(local, [source]), Workspace(), np.random.default_rng(1)
@@ -80,7 +80,7 @@ def descriptors() -> float:
 
 
 def peers() -> float:
-    """One more peer of a geometry that is planned: a worker that was just received."""
+    """One more peer with a planned geometry: a worker that was just decoded."""
     model = attention(80)
     local, first = model.engine("decode", tp=8, num_blocks=4096)[1], model.engine("first", tp=8, num_blocks=4096)[1]
     plan = plan_reads(local, [first])
@@ -89,7 +89,7 @@ def peers() -> float:
 
 
 def mesh() -> tuple[float, float]:
-    """Seconds and MB that the plans of 512 destinations and 512 sources take."""
+    """The seconds and MB of the plans of 512 destinations and 512 sources."""
     model = Model.shipped("nemotron-h-8b")
     model = attrs.evolve(model, layers=(model.layers * 3)[:128])
     sources = model.engine("prefill", tp=64, pp=8, num_blocks=64)
@@ -102,7 +102,7 @@ def mesh() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints the figures, one a line; the mesh first, whose memory would be hidden by what came before."""
+    """Print the figures, the mesh first, because its memory is the growth of the process."""
     seconds, megabytes = mesh()
     print(f"plan_mesh, 512 x 512 workers of 128 layers: {seconds:.2f} s, {megabytes:.0f} MB")
     for layout in ("LBHNC", "LBNHC"):

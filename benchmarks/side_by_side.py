@@ -1,11 +1,10 @@
 """Side by side: from a request's block tables to descriptors, by kvplan, by its peers' own planners, and by numpy.
 
-    python -m tests.second_opinion.environment     # once: vLLM and SGLang as released, in .second_opinion
-    python -m benchmarks.side_by_side              # ten minutes; one with --blocks 512 --short
+    python -m benchmarks.peers.environment     # once: vLLM and SGLang as released, in .second_opinion
+    python -m benchmarks.side_by_side          # ten minutes; one with --blocks 512 --short
 
-All functions run in one process, the environment's, in turns. Peers' functions are imported as they were released,
-with agents in place of NIXL and Mooncake that take what they are given. All begin with lists of block ids of both
-sides; what they make differs:
+All functions take turns in one process of that environment. Peers' functions run as released, with recording agents in
+place of NIXL and Mooncake. All start from lists of block ids of both sides. Their results differ:
 
 - kvplan's ``bind`` and SGLang's NIXL manager make int32 ids of both sides, vLLM's NIXL connector int64 ids.
 - Connectors for Mooncake make addresses and lengths, as lists of int. kvplan's ``descriptors`` are arrays of them.
@@ -13,9 +12,8 @@ sides; what they make differs:
 - kvplan and vLLM's NIXL connector plan what a decode worker reads. The others plan what prefill workers write, here
   one after the other.
 
-Before anything is timed, what a function made is looked up and joined where it goes on. It has to be the copies that
-kvplan makes: the same bytes from and to the same addresses. Without the environment there are the rows of kvplan and of
-the floor alone.
+Before timing, each function's result is expanded to addresses and compared: it must copy the same bytes from and to
+the same addresses as kvplan. Without the environment the table has the rows of kvplan and of the floor alone.
 """
 
 from __future__ import annotations
@@ -35,14 +33,13 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from benchmarks.peers import ours, table
+from benchmarks.peers import environment, ours, table
 from benchmarks.peers.cases import CASES, Case, Request, World, moves
 from benchmarks.peers.rows import Figure, Refusal, Row, Section, measure
-from tests.second_opinion import environment
 
 BLOCKS: Final = (8, 64, 512, 4096)
 ABSENT: Final = (
-    "no peers here, so their rows are left out: `python -m tests.second_opinion.environment` makes the environment"
+    "no peers here, so their rows are missing: `python -m benchmarks.peers.environment` makes their environment"
 )
 
 Peers = Callable[[World], Callable[[Request], Iterator[Row | Refusal]]]
@@ -58,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         found = run(given, with_peers=True)
     else:
         command = [str(environment.PYTHON), "-m", "benchmarks.side_by_side", *arguments, "--json"]
-        said = subprocess.run(command, cwd=environment.ROOT, stdout=subprocess.PIPE, check=True, text=True)
-        found = json.loads(said.stdout)
+        ran = subprocess.run(command, cwd=environment.ROOT, stdout=subprocess.PIPE, check=True, text=True)
+        found = json.loads(ran.stdout)
     sections = [_section(**section) for section in found["sections"]]
     if given.json:
         print(json.dumps(found))
@@ -82,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(given: argparse.Namespace, with_peers: bool = False) -> dict[str, Any]:
-    """All sections that are asked for, as plain data."""
+    """The sections that the arguments select, as plain data."""
     cases = [case for case in CASES if any(words in case.name for words in given.case)]
     peers = _peers() if with_peers else {}
     made = []
@@ -113,7 +110,7 @@ def section(world: World, request: Request, rows: Sequence[Row | Refusal], secon
     descriptors, num_bytes = (sum(getattr(spec, name) for spec in specs) for name in ("num_descriptors", "num_bytes"))
     timed = [row for row in rows if isinstance(row, Row)]
     expected = moves(ours.copies(specs))
-    del specs  # and the descriptors that they keep
+    del specs  # which frees their cached descriptors
     counts = [checked(row, expected) for row in timed]
     figures = [
         Figure(row.name, row.output, count, times, row.note)
@@ -125,7 +122,7 @@ def section(world: World, request: Request, rows: Sequence[Row | Refusal], secon
 
 
 def checked(row: Row, expected: tuple[Any, ...]) -> int:
-    """How many ids or ranges a function makes, of one side; an error if they are other copies than are expected."""
+    """How many ids or ranges a function makes for one side. Raises RuntimeError unless it makes the expected copies."""
     made = row.call()
     if row.moves is not None:
         found = moves(row.moves(made))
@@ -135,7 +132,7 @@ def checked(row: Row, expected: tuple[Any, ...]) -> int:
 
 
 def caption(with_peers: bool) -> str:
-    """When and where, and of what versions."""
+    """The date, the machine and the versions."""
     names = ("numpy", "torch") if with_peers else ("numpy",)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     versions += [f"{name} {version}" for name, version in environment.PEERS.items()] if with_peers else []

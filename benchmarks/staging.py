@@ -1,40 +1,38 @@
-"""Staging: requests whose layouts leave only short runs, moved directly and staged, between two processes.
+"""Staging: requests whose layouts leave only short runs between them, in one leg and in two, between two processes.
 
     python -m benchmarks.staging                    # some minutes
     python -m benchmarks.staging --blocks 64 --case block
     python -m benchmarks.staging --device cuda:0    # all memory on a GPU
 
-Each row is a strategy for the same request to one worker of the destination, between scattered blocks, through NIXL in
-main memory or on a GPU. This process is the destination that reads, or the source that writes; the other one is a
-process of its own. The strategies of a direction take turns, and every byte that one leaves at the destination is
-compared with what the first one leaves. A time goes from the request's block tables to its last byte in place; it is
-the median of as many rounds as fit into the time, at least three.
+Each row is a way to move the same request to one worker of the destination, from blocks to blocks in no order, through
+NIXL in main memory, or on a GPU. This process is the destination that reads, or the source that writes; the other one
+is a process of its own. All ways of one direction take turns, and every byte that any way leaves at the destination is
+compared with what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the
+median of as many rounds as the time allows, three at least.
 
-Before that, the rates of the machine are measured, as by ``python -m kvplan_nixl calibrate``. Below each table is the
-strategy that ``choose`` takes by these rates, and the throughput of the local copies alone, beside one plain copy of as
-many bytes. Torch has one thread, since two threads of NIXL are never idle.
+Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does. Below each table is what
+``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy of as many at a time.
+Torch has one thread, since two of NIXL's are never idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from kvplan import Blocks, Model, Region, TransferPlan, Worker, region_of
-from kvplan.staging import Option, Pipeline, Rates, StagedPlan, choose
+from kvplan import Blocks, Model, Region, TransferPlan, Worker
+from kvplan.staging import Pipeline, Rates, StagedPlan, choose
+from kvplan.staging.choice import Option
 
 STAGING: Final = "staging"
 TIMEOUT_S: Final = 300.0
@@ -42,7 +40,7 @@ TIMEOUT_S: Final = 300.0
 
 @attrs.frozen
 class Case:
-    """A pair of engines, by the arguments of both; the request moves what one worker of the destination needs."""
+    """A pair of engines, by their sides; what one worker of the destination needs is moved."""
 
     name: str
     model: str
@@ -50,7 +48,7 @@ class Case:
     destination: dict[str, Any]
 
     def workers(self, blocks: int) -> tuple[Worker, Worker]:
-        """The source and the destination, with room for one request of ``blocks`` blocks of 16 tokens."""
+        """The source and the destination, with as many blocks as a request of ``blocks`` blocks of 16 tokens has."""
         model = Model.shipped(self.model)
         tokens = 16 * blocks
         over = self.destination.get("tokens_per_block", 16) * self.destination.get("dcp", 1)
@@ -71,62 +69,6 @@ CASES: Final = (
 )
 
 
-Memory = dict[str, Any]
-"""A tensor of bytes for each region, by name."""
-
-
-def placed(worker: Worker, device: str, *, is_filled: bool) -> tuple[Worker, Memory]:
-    """A worker with its regions in memory of a device: zeros, or bytes without a pattern that depend on names alone."""
-    import torch
-
-    memory, regions = {}, []
-    for region in worker.regions:
-        values = np.zeros(region.size_bytes, np.uint8)
-        if is_filled:
-            values = np.random.default_rng([*region.name.encode()]).integers(1, 256, region.size_bytes, np.uint8)
-        memory[region.name] = tensor = torch.from_numpy(values).to(device)
-        regions.append(region_of(tensor, region.name))
-    synchronize(device)
-    return attrs.evolve(worker, regions=regions), memory
-
-
-def synchronize(device: str) -> None:
-    """Wait until torch is done with what it has begun on a device."""
-    import torch
-
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-
-
-def clear(memory: Memory, device: str) -> None:
-    """Fill caches with zeros."""
-    for name, tensor in memory.items():
-        if name != STAGING:
-            tensor.zero_()
-    synchronize(device)
-
-
-def digests(memory: Memory) -> dict[str, str]:
-    """A digest of each region but the staging region."""
-    return {
-        name: hashlib.sha256(tensor.cpu().numpy()).hexdigest() for name, tensor in memory.items() if name != STAGING
-    }
-
-
-def serve(channel: Connection, worker: Worker, device: str, is_source: bool) -> None:
-    """The other process: memory of a worker and an executor, until the channel is closed."""
-    from kvplan_nixl import NixlExecutor
-
-    logging.getLogger("nixl").setLevel(logging.WARNING)
-    there, memory = placed(worker, device, is_filled=is_source)
-    with NixlExecutor(there) as executor, suppress(EOFError):
-        channel.send(executor.envelope())
-        while True:
-            if channel.recv() == "clear":
-                clear(memory, device)
-            channel.send(digests(memory))
-
-
 @attrs.frozen
 class World:
     """A worker of this process that reads from one of another process, or writes to it, and one request."""
@@ -134,17 +76,17 @@ class World:
     operation: str
     local: Worker
     remote: Worker
-    memory: Memory
+    memory: dict[str, Any]
     executor: Any
-    channel: Any
+    peer: Any
     request: dict[str, Any]
-    device: str
 
     @classmethod
     @contextmanager
     def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int, device: str) -> Iterator[World]:
-        """The world of a case. Sources have the same bytes in each world."""
-        from kvplan_nixl import NixlExecutor
+        """The world of a case. Sources have bytes of no pattern, the same in each world."""
+        from benchmarks.real_memory import PeerProcess, fill, placed
+        from kvplan_nixl import UCX, NixlExecutor
 
         source, destination = case.workers(blocks)
         rng = np.random.default_rng(1)
@@ -154,43 +96,46 @@ class World:
         tables = (into, out_of) if reads else (out_of, into)
         request = {"local": tables[0], "remote": tables[1], "tokens": (0, 16 * blocks)}
         staging = Region(STAGING, 1 << 50, staging_bytes)
-        there, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device, is_filled=not reads)
-        context = multiprocessing.get_context("spawn")
-        channel, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, remote, device, reads), daemon=True)
-        process.start()
-        theirs.close()  # so that receiving fails when the process ends
-        with channel, NixlExecutor(there) as executor:
-            far = executor.connect(channel.recv())
-            yield cls(operation, there, far, memory, executor, channel, request, device)
-        process.join(TIMEOUT_S)
+        there, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device)
+        if not reads:
+            fill(there, memory, device)
+        with PeerProcess(remote, UCX, device=device) as peer, NixlExecutor(there) as executor:
+            yield cls(operation, there, executor.connect(peer.ask("envelope")), memory, executor, peer, request)
 
     def clear(self) -> None:
-        """Fill the destination with zeros."""
-        if self.operation == "READ":
-            clear(self.memory, self.device)
-        else:
-            self._ask("clear")
+        """Zeros at the destination."""
+        if self.operation == "WRITE":
+            self.peer.ask("clear")
+        for tensor in self._caches().values() if self.operation == "READ" else ():
+            tensor.zero_()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until what torch has begun is done."""
+        from benchmarks.real_memory import synchronized
+
+        synchronized(str(self.memory[STAGING].device))
 
     def found(self) -> dict[str, str]:
-        """A digest of each region of the destination."""
-        return digests(self.memory) if self.operation == "READ" else self._ask("digests")
+        """What tells the bytes at the destination from others, region by region."""
+        from benchmarks.real_memory import digests
 
-    def _ask(self, command: str) -> dict[str, str]:
-        self.channel.send(command)
-        return dict(self.channel.recv())
+        return digests(self._caches()) if self.operation == "READ" else dict(self.peer.ask("digests"))
+
+    def _caches(self) -> dict[str, Any]:
+        return {name: tensor for name, tensor in self.memory.items() if name != STAGING}
 
 
 @attrs.frozen
 class Way:
-    """A strategy, and a function that moves the request once."""
+    """A way to move the request, and the whole of it, done once."""
 
     option: Option
     once: Callable[[], None]
 
 
 def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
-    """A function that moves the request directly."""
+    """One leg."""
     from kvplan_nixl import settle
 
     world.executor.prepare(plan)
@@ -206,7 +151,7 @@ def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
 
 
 def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
-    """A function that moves the request through staging memory of this process: the reader, or the writer."""
+    """Long runs, and bytes put in order in staging memory of this process: of the receiver, or of the sender."""
     from kvplan_nixl.rearrange import TorchCopier
 
     pipeline = Pipeline(world.executor, plan, TorchCopier(world.memory))
@@ -222,7 +167,7 @@ def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
 
 
 def ways(world: World, tokens: int, rates: Rates) -> list[Way]:
-    """All strategies, the chosen one first."""
+    """All that there are, the one first that is chosen."""
     choice = choose(world.local, [world.remote], tokens=tokens, operation=world.operation, staging=STAGING, rates=rates)
     return [
         Way(
@@ -234,7 +179,7 @@ def ways(world: World, tokens: int, rates: Rates) -> list[Way]:
 
 
 def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[str, str]:
-    """Use each way once; return what all of them leave, which must be ``expected`` if that is known."""
+    """What all ways leave, each once by itself. Make sure that it is the same, and as ``expected`` if that is known."""
     for way in ways:
         world.clear()
         way.once()
@@ -246,7 +191,7 @@ def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[s
 
 
 def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
-    """Seconds of each round of each way, in turns: at least three rounds, and then as many as fit into the time."""
+    """Seconds of each round of each way, in turns: three rounds at least, and then those that go into the time."""
     took: list[list[float]] = [[] for _ in ways]
     share = seconds / len(ways)
     for _ in range(100):
@@ -260,34 +205,35 @@ def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
     return took
 
 
-def copying(world: World, plan: StagedPlan) -> str:
-    """The throughput of local copies, chunk by chunk, beside plain copies of as many bytes."""
+def in_order(world: World, plan: StagedPlan) -> str:
+    """Copies by themselves, chunk by chunk, and as many bytes in one piece."""
     import torch
 
     from kvplan_nixl.calibrate import copied
     from kvplan_nixl.rearrange import TorchCopier
 
-    copier = TorchCopier(world.memory)
+    copier, device = TorchCopier(world.memory), world.memory[STAGING].device
     rates: list[tuple[float, float]] = []
     for chunk in list(plan.bind(**world.request))[:8]:
         num_bytes = sum(copy.num_bytes for copy in chunk.copies)
-        # not zeros, all of which would be one page
-        into, out_of = (torch.ones(num_bytes, dtype=torch.uint8, device=world.device) for _ in range(2))
+        into, out_of = (
+            torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        )  # zeros would be one page
         times = []
         for once in (partial(copied, copier, chunk.copies), partial(into.copy_, out_of)):
             rounds = []
             for _ in range(4):
-                synchronize(world.device)
+                world.synchronize()
                 began = time.perf_counter()
                 once()
-                synchronize(world.device)
+                world.synchronize()
                 rounds.append(time.perf_counter() - began)
             times.append(num_bytes / statistics.median(rounds[1:]) / 1e9)
         rates.append((times[0], times[1]))
     ours, plain = (statistics.median(side) for side in zip(*rates, strict=True))
     beside = f"plain copy {plain:.2f} GB/s, {plain / ours:.1f}x"
     origins = sum(copy.num_origins for copy in chunk.copies)
-    return f"  {plan.direct.local.key[0]} copies {ours:.2f} GB/s, {origins} copies a chunk; {beside}"
+    return f"  {plan.direct.local.key[0]} puts in order {ours:.2f} GB/s, {origins} copies a chunk; {beside}"
 
 
 def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
@@ -305,7 +251,7 @@ def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
             expected = check(world, made, expected)
             took = [statistics.median(times) for times in measured(made, given.seconds / 2)]
             plans = [way.option.plan for way in made]
-            copied = [copying(world, plan) for plan in plans if isinstance(plan, StagedPlan)]
+            rearranged = [in_order(world, plan) for plan in plans if isinstance(plan, StagedPlan)]
         strategies = [way.option.strategy for way in made]
         direct_s, need = (each[strategies.index("direct")] for each in (took, [way.option.num_bytes for way in made]))
         for way, median in zip(made, took, strict=True):
@@ -318,7 +264,7 @@ def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
             )
         slower = 100 * (took[0] / min(took) - 1)
         remarks.append(f"{operation.lower()}: auto takes {strategies[0]}, {slower:.0f} % above the fastest")
-        remarks += copied
+        remarks += rearranged
     yield from ("", *remarks)
 
 
@@ -330,16 +276,12 @@ def main(arguments: Sequence[str]) -> int:
 
     logging.getLogger("nixl").setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.staging", description="requests moved directly and staged"
-    )
-    parser.add_argument("--blocks", type=int, default=512, metavar="N", help="blocks of 16 tokens in the request")
-    parser.add_argument("--staging", type=int, default=64, metavar="MIB", help="size of the staging region")
-    parser.add_argument("--device", default="cpu", help="device of all memory, as torch names it")
-    parser.add_argument("--case", default="", metavar="WORDS", help="only cases with these words in their name")
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, help="time of each case; at least three rounds of each strategy"
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.staging", description="requests in one leg and in two")
+    parser.add_argument("--blocks", type=int, default=512, metavar="N", help="of 16 tokens, in the request")
+    parser.add_argument("--staging", type=int, default=64, metavar="MIB", help="memory that is set aside")
+    parser.add_argument("--device", default="cpu", help="where all memory is, as torch names it")
+    parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words in their name")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each case; three rounds of each way at least")
     given = parser.parse_args(arguments)
     rates = calibrate(given.device)
     print(attrs.asdict(rates))

@@ -1,37 +1,38 @@
-"""Executors: what carries read specs out, and one that does so in fake memory.
+"""Executors: the interface through which a connector moves a plan's bytes, and one over fake memory for tests.
 
-A plan says what moves; an executor moves it. Its rules, which every implementation's tests hold it to:
+A plan says which bytes move, and an executor moves them. All executors follow these rules, which
+:mod:`kvplan.testing.executors` tests:
 
-- E1: a transfer is polled until it is settled. :meth:`Executor.poll` never waits.
-- E2: a settled transfer touches no byte any more. Only then may the blocks of its local side be used again.
-- E3: a transfer whose bytes have all moved tells its remote worker so, once, under the request's name; also where
-  there was no byte to move. Pairs whose tables are empty tell nobody: nobody counts them. Nor does a transfer that was
-  started with ``tell=False``: of a request's transfers with one worker only the last tells, begun when all others are
-  done.
-- E4: what goes wrong under way is the transfer's ``error``, never an exception, and concerns no other transfer.
-- E5: a plan is prepared with remote workers exactly as it describes them. Of its local worker the regions alone have to
-  be those of the executor's: where bytes are read into, views have no part. So plans whose local worker is a buffer
-  (:mod:`kvplan.staging.buffers`) are prepared by the executor of the worker that has the buffer.
+- E1: The caller polls a transfer until it settles. :meth:`Executor.poll` never waits.
+- E2: A settled transfer touches no byte. Only then may the caller reuse its local blocks.
+- E3: When all bytes of a transfer have moved, its executor sends the remote worker one notice with the request's name,
+  also where there was no byte to move. It sends none for a pair whose tables are empty, which nobody counts, and none
+  for a transfer started with ``notify=False``: where a request takes several transfers with one worker, only the last
+  one notifies, and the caller starts it when all others are done.
+- E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects no other transfer.
+- E5: The remote workers of a plan must equal the workers that the executor knows. Its local worker needs the same key
+  and the same regions, but its views may differ. So the worker that owns a staging buffer can also prepare plans whose
+  local worker describes only that buffer.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
-from kvplan.verification.memory import FakeMemory
+from kvplan.verification import FakeMemory
 
 if TYPE_CHECKING:
-    from kvplan.plan.specs import ReadSpec
-    from kvplan.plan.transfer import TransferPlan
+    from kvplan.plan import ReadSpec, Table, TransferPlan
 
 
 class Status(enum.Enum):
-    """Where a transfer stands.
+    """The state of a transfer.
 
     >>> [status.name for status in Status if status.is_settled]
     ['DONE', 'FAILED', 'CANCELLED']
@@ -47,27 +48,27 @@ class Status(enum.Enum):
     """Some bytes may have moved, and no more will. The transfer's ``error`` says why."""
 
     CANCELLED = "cancelled"
-    """As the caller asked: any number of bytes has moved, and no more will."""
+    """The caller cancelled the transfer. Any number of bytes has moved, and no more will."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether the transfer touches no byte any more."""
+        """Whether the transfer touches no more bytes."""
         return self is not Status.RUNNING
 
 
 @attrs.define(eq=False)
 class Transfer:
-    """One spec that an executor carries out, for the request of that name.
+    """One spec under way, for the request named ``request``.
 
-    ``status`` is what the last poll found; ``error`` is set where that is FAILED. ``tells`` says whether the remote
-    worker is told of it.
+    ``status`` is the result of the last poll. ``error`` is set where the status is FAILED. ``notifies`` says whether
+    the remote worker gets a :class:`Notice` at the end.
     """
 
     spec: ReadSpec
     request: str
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
-    tells: bool = True
+    notifies: bool = True
 
     def __repr__(self) -> str:
         return f"<Transfer {self.request!r} {self.status.value}: {self.spec!r}>"
@@ -75,7 +76,10 @@ class Transfer:
 
 @attrs.frozen
 class Notice:
-    """What a worker is told when another has moved all bytes of a request from it, or to it."""
+    """What a worker receives when another worker has read all bytes of a request from it, or written them to it.
+
+    ``engine_id`` and ``rank`` name the other worker.
+    """
 
     engine_id: str
     rank: int
@@ -83,77 +87,82 @@ class Notice:
 
 
 class Executor(Protocol):
-    """Carries out the specs of one local worker. Not for several threads at once."""
+    """Carries out the specs of one local worker. Use an executor from one thread at a time."""
 
     def prepare(self, plan: TransferPlan) -> None:
-        """Make ready for a plan's specs, once. Raises ``PEER`` where a worker is not the one that was planned for."""
+        """Prepare for the specs of a plan, once. Raises ``PEER`` where a worker is not the one in the plan, rule E5."""
 
-    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
-        """Begin to move a spec's bytes, and ``tell`` the remote worker when all have moved.
+    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
+        """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
 
-        Raises ``TRANSFER`` where its plan was not prepared.
+        Raises ``TRANSFER`` where the spec's plan is not prepared.
         """
 
     def poll(self, transfer: Transfer) -> Status:
-        """Where a transfer stands now."""
+        """Update and return the status of a transfer."""
 
     def cancel(self, transfer: Transfer) -> None:
-        """Ask a running transfer to stop: it is CANCELLED once it touches no byte any more, however long that takes."""
+        """Ask a running transfer to stop. It becomes CANCELLED when it touches no byte any more."""
 
     def release(self, transfer: Transfer) -> None:
-        """Give back what a settled transfer holds. Raises ``TRANSFER`` for one that runs."""
+        """Free what a settled transfer holds. Raises ``TRANSFER`` for a running one."""
 
     def notices(self) -> tuple[Notice, ...]:
-        """What other workers have completed with the local one since the last call."""
+        """The notices that have arrived from other workers since the last call."""
 
 
 def unprepared(spec: ReadSpec) -> KVPlanError:
-    """The error of :meth:`Executor.start` for a spec whose tables it does not know."""
+    """The error of :meth:`Executor.start` for a spec whose tables the executor does not know."""
     return KVPlanError(
         "TRANSFER",
         f"start a transfer with {label_of(spec.remote)}",
-        expected="a spec of a plan that was prepared, with that worker as it is connected now",
-        got="another",
-        hint="prepare(plan) again after a worker has gone and come back",
+        expected="a spec of a plan that is prepared for the present connection",
+        got="a spec of another plan",
+        hint="call prepare(plan) first, and again after a worker has reconnected",
         local=spec.local,
         remote=spec.remote,
     )
 
 
 def still_running(request: str, action: str) -> KVPlanError:
-    """The error for what may not be done before a transfer is settled."""
+    """The error for an action that has to wait until a transfer is settled."""
     return KVPlanError(
         "TRANSFER",
         action,
-        expected=f"the transfer of request {request!r} to be settled",
-        got="one that may still move bytes",
+        expected=f"a settled transfer of request {request!r}",
+        got="a running one, which may still move bytes",
         hint="cancel it, then poll it until it is settled",
         request=request,
     )
 
 
 def not_planned_for(worker: Worker, known: Worker | None, whose: str) -> KVPlanError:
-    """The error of :meth:`Executor.prepare` for a worker of the plan that is unknown, or known differently."""
+    """The error of :meth:`Executor.prepare` where the executor does not know a plan's worker, or knows another one."""
+    got, hint = "no such worker", ""
+    if known is not None and known.key == worker.key:
+        got, hint = "another description of it", "plan again with the worker's present offer"
+    elif known is not None:
+        got = f"worker {known.label}"
     return KVPlanError(
         "PEER",
         f"prepare a plan with {whose} worker {worker.label}",
-        expected=f"that worker, with {'the regions' if whose == 'local' else 'all'} that the plan knows of it",
-        got="no such worker" if known is None else "another description of it",
-        hint="" if known is None else "plan again with the worker's present offer",
+        expected=f"that worker with the same {'regions' if whose == 'local' else 'description'} as in the plan",
+        got=got,
+        hint=hint,
         worker=worker.label,
     )
 
 
 def check_local(plan: TransferPlan, worker: Worker) -> None:
-    """Make sure that a plan is one of a worker's, rule E5. Raises ``PEER``."""
+    """Check that an executor's ``worker`` can be the local worker of a plan, rule E5. Raises ``PEER``."""
     if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):
         raise not_planned_for(plan.local, worker, "local")
 
 
 class FakeNetwork:
-    """Executors of workers that share one :class:`~kvplan.verification.memory.FakeMemory`.
+    """Executors of several workers over one :class:`~kvplan.FakeMemory`, for tests without a network.
 
-    Bytes move when a transfer is polled for the first time, so one that is cancelled before moves none.
+    A transfer moves its bytes when it is first polled. So one that is cancelled before moves none.
 
     >>> from kvplan import Blocks, Model, plan_reads
     >>> model = Model.shipped("llama-3.2-1b")
@@ -170,7 +179,8 @@ class FakeNetwork:
     (Notice(engine_id='decode', rank=0, request='request 1'),)
     """
 
-    def __init__(self, workers: list[Worker] | tuple[Worker, ...]) -> None:
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        workers = tuple(workers)
         self.memory: FakeMemory = FakeMemory(workers)
         self.workers: dict[Key, Worker] = {worker.key: worker for worker in workers}
         self.inbox: dict[Key, list[Notice]] = {key: [] for key in self.workers}
@@ -186,10 +196,10 @@ class FakeExecutor:
     def __init__(self, network: FakeNetwork, worker: Worker) -> None:
         self.network = network
         self.worker = worker
-        self._prepared: set[object] = set()
+        self._prepared: set[Table] = set()
 
     def prepare(self, plan: TransferPlan) -> None:
-        """Hold the plan's workers against those of the network."""
+        """Check that the network has the workers of the plan."""
         check_local(plan, self.worker)
         for remote in plan.remotes:
             known = self.network.workers.get(remote.key)
@@ -197,14 +207,14 @@ class FakeExecutor:
                 raise not_planned_for(remote, known, "remote")
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
-    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
-        """A transfer of which nothing has moved yet."""
+    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
+        """Return a transfer that has moved no byte yet."""
         if spec.local_table not in self._prepared:
             raise unprepared(spec)
-        return Transfer(spec, request, tells=tell)
+        return Transfer(spec, request, notifies=notify)
 
     def poll(self, transfer: Transfer) -> Status:
-        """Move the bytes, if they have not moved, and tell the remote worker."""
+        """Move the bytes of a running transfer and notify the remote worker."""
         if transfer.status is Status.RUNNING:
             spec = transfer.spec
             try:
@@ -213,23 +223,23 @@ class FakeExecutor:
                 transfer.status, transfer.error = Status.FAILED, error
                 return transfer.status
             transfer.status = Status.DONE
-            if transfer.tells and len(spec.local_table.rows):
+            if transfer.notifies and len(spec.local_table.rows):
                 self.network.inbox[spec.remote].append(Notice(*spec.local, transfer.request))
         return transfer.status
 
     def cancel(self, transfer: Transfer) -> None:
-        """Leave the bytes of a transfer that was not polled yet where they are."""
+        """Cancel a transfer that was not polled yet. It moves no byte."""
         if transfer.status is Status.RUNNING:
             transfer.status = Status.CANCELLED
 
     def release(self, transfer: Transfer) -> None:
-        """Check that the transfer is settled: there is nothing to give back."""
+        """Check that the transfer is settled. It holds nothing."""
         if not transfer.status.is_settled:
             raise still_running(transfer.request, "release a transfer")
 
     def notices(self) -> tuple[Notice, ...]:
-        """What other workers of the network have completed with this one."""
+        """The notices from other workers of the network since the last call."""
         inbox = self.network.inbox[self.worker.key]
-        told = tuple(inbox)
+        notices = tuple(inbox)
         inbox.clear()
-        return told
+        return notices

@@ -1,4 +1,4 @@
-"""kvplan_nixl: carries out kvplan's plans on real memory, through NIXL."""
+"""kvplan_nixl: moves the bytes of kvplan's plans in real memory, through NIXL."""
 
 from kvplan_nixl.agent import Agent
 from kvplan_nixl.envelope import Envelope

@@ -5,18 +5,18 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command. Exit status 2 for what is none, and where something that it needs is not installed."""
+    """Run a command. Exit status 2: a usage error, or a missing package."""
     parser = argparse.ArgumentParser("python -m kvplan_nixl", description="Move bytes through NIXL on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="read requests between two processes, and check every value")
-    rates = commands.add_parser("calibrate", help="measure what transfers and copies take, for kvplan.staging.choose")
-    rates.add_argument("--device", default="cpu", help="where the memory is, as torch names it: cpu, cuda:0")
+    commands.add_parser("demo", help="read requests between two processes and check every value")
+    rates = commands.add_parser("calibrate", help="measure transfers and copies, for kvplan.staging.choose")
+    rates.add_argument("--device", default="cpu", help="torch device of the memory: cpu, cuda:0")
     rates.add_argument("--save", metavar="FILE", help="also write the rates to a JSON file, for Rates.load")
     given = parser.parse_args(arguments)
     try:
         from kvplan_nixl import calibrate, demo
     except ImportError as missing:
-        print(f"{missing}; this needs: pip install 'kvplan[demo]'", file=sys.stderr)
+        print(f"{missing}; install with: pip install 'kvplan[demo]'", file=sys.stderr)
         return 2
     return demo.main() if given.command == "demo" else calibrate.main(given.device, given.save)
 

@@ -1,11 +1,11 @@
-"""Agent: NIXL's agent, checked.
+"""Agent: a wrapper of NIXL's agent that turns every failure into a :class:`~kvplan.KVPlanError`.
 
-NIXL's Python layer logs and goes on, or returns None, on some inputs that it cannot use, and raises exceptions of its
-own on others. Here each of them is a :class:`~kvplan.KVPlanError`, with one of three codes:
+On some bad inputs NIXL's Python layer logs and continues, or returns None. On others it raises its own exceptions. The
+wrapper raises one of three codes instead:
 
-- ``BACKEND``: a backend is missing, or refused the memory.
-- ``PEER``: the remote agent is gone, or was never there.
-- ``TRANSFER``: anything else that NIXL refuses or reports of a transfer.
+- ``BACKEND``: a backend is missing, or refuses the memory.
+- ``PEER``: the remote agent is unknown or unreachable.
+- ``TRANSFER``: any other failure of a transfer.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ from kvplan.errors import KVPlanError
 
 try:
     import nixl
-except ImportError as missing:  # also where the package is there, and none of the wheels that bring its library
+except ImportError as missing:  # nixl itself, or the wheel with its library
     raise ImportError(f"kvplan_nixl needs NIXL: pip install 'kvplan[nixl]' ({missing})") from None
 
 NIXL_ERRORS: Final = tuple(
     kind for kind in vars(nixl._bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
-"""All exceptions of NIXL's own, which have no common base."""
+"""All exception types of NIXL. They have no common base."""
 
 GONE: Final = (nixl._bindings.nixlRemoteDisconnectError, nixl._bindings.nixlNotFoundError)
-"""What NIXL raises under way for a remote agent that is gone, or that it has given up."""
+"""What NIXL raises during a transfer whose remote agent has disconnected."""
+
 
 LOCAL: Final = "NIXL_INIT_AGENT"
 
 
 def refused(code: str, action: str, expected: str, error: Exception, **details: Any) -> KVPlanError:
-    """What NIXL raised, as ours."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return KVPlanError(code, action, expected=expected, got=f"{said} of NIXL", nixl=type(error).__name__, **details)
+    """The KVPlanError for an exception of NIXL. ``got`` is NIXL's message in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return KVPlanError(code, action, expected=expected, got=f"NIXL: {text}", nixl=type(error).__name__, **details)
 
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """Rows that NIXL has checked against registered memory; given back with the last reference."""
+    """Descriptors that NIXL has checked against registered memory. NIXL frees them with the last reference."""
 
     handle: Any
 
 
 class Agent:
-    """One NIXL agent with its backends, by name, in order of preference."""
+    """One NIXL agent. ``backends`` are options by backend name, in order of preference."""
 
     def __init__(self, name: str, backends: Mapping[str, Mapping[str, str]], progress_thread: bool) -> None:
         self.name = name
@@ -60,45 +61,45 @@ class Agent:
         for backend, options in backends.items():
             if backend not in known:
                 raise KVPlanError(
-                    "BACKEND", "make a NIXL agent", expected=f"a backend of {', '.join(known)}", got=repr(backend)
+                    "BACKEND", "make a NIXL agent", expected=f"a backend among {', '.join(known)}", got=repr(backend)
                 )
             try:
                 self._agent.create_backend(backend, dict(options))
             except NIXL_ERRORS as error:
                 action = f"make a NIXL agent with backend {backend!r}"
-                raise refused("BACKEND", action, "one that this machine supports", error, backend=backend) from None
+                raise refused("BACKEND", action, "one that works on this machine", error, backend=backend) from None
         self._kinds = {
             backend: frozenset(kind.removesuffix("_SEG") for kind in self._agent.get_backend_mem_types(backend))
             for backend in backends
         }
 
     def close(self) -> None:
-        """End the agent, and with it everything it is doing, as soon as no handle of it is left."""
+        """Drop the agent. NIXL ends it and all its transfers when no handle of it is left."""
         self._open = None
 
     @property
     def _agent(self) -> Any:
-        """NIXL's agent, unless it was closed."""
+        """NIXL's agent. Raises ``BACKEND`` after :meth:`close`."""
         if self._open is None:
-            raise KVPlanError("BACKEND", "use a NIXL agent", expected="one that is open", got="one that was closed")
+            raise KVPlanError("BACKEND", "use a NIXL agent", expected="an open agent", got="a closed one")
         return self._open
 
     def backend_for(self, *kinds: str) -> str:
-        """The first backend that moves bytes between memory of these kinds. Raises ``BACKEND`` if there is none."""
+        """The first backend that moves bytes between these kinds of memory. Raises ``BACKEND`` if there is none."""
         for backend, supported in self._kinds.items():
             if supported.issuperset(kinds):
                 return backend
         raise KVPlanError(
             "BACKEND",
             f"move bytes between {' and '.join(dict.fromkeys(kinds))} memory",
-            expected="a backend for it",
+            expected="a backend that supports it",
             got=", ".join(self._kinds) or "none",
             hint="POSIX moves between DRAM and FILE, UCX between DRAM and VRAM",
             kinds=kinds,
         )
 
     def register(self, regions: Iterable[Region]) -> tuple[Any, ...]:
-        """Register each region, and return what :meth:`deregister` takes. All or none: raises ``BACKEND``."""
+        """Register all regions or, raising ``BACKEND``, none. Return handles for :meth:`deregister`."""
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
             entry = (region.address, region.size_bytes, region.device_id, "")
@@ -109,46 +110,44 @@ class Agent:
                 done.append(self._agent.register_memory(entries, kind))
             except NIXL_ERRORS as error:
                 self.deregister(done)
-                raise refused("BACKEND", f"register {kind} memory", "a backend that takes it", error) from None
+                raise refused("BACKEND", f"register {kind} memory", "a backend that accepts it", error) from None
         return tuple(done)
 
     def deregister(self, registered: Iterable[Any]) -> None:
-        """Take back what :meth:`register` returned."""
+        """Deregister the regions that :meth:`register` returned handles for."""
         for entries in registered:
             try:
                 self._agent.deregister_memory(entries)
             except NIXL_ERRORS as error:
-                raise refused("BACKEND", "deregister memory", "memory that is registered", error) from None
+                raise refused("BACKEND", "deregister memory", "registered memory", error) from None
 
     def metadata(self) -> bytes:
-        """What a remote agent needs to reach this one's memory as it is registered now."""
+        """NIXL's metadata, by which a remote agent reaches the memory that is registered now."""
         return bytes(self._agent.get_agent_metadata())
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Make a remote agent known. Raises ``PEER`` unless it is the one of that name."""
+        """Load a remote agent's metadata. Raises ``PEER`` unless it is that of the agent ``name``."""
         action = f"load the metadata of NIXL agent {name!r}"
         try:
             loaded = self._agent.add_remote_agent(metadata)
         except NIXL_ERRORS as error:
-            raise refused(
-                "PEER", action, "an agent that shares a backend and can be reached", error, agent=name
-            ) from None
+            raise refused("PEER", action, "a reachable agent with a common backend", error, agent=name) from None
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if found != name:
             self.unload(found)
-            raise KVPlanError("PEER", action, expected="that agent's", got=f"metadata of {found!r}", agent=name)
+            raise KVPlanError("PEER", action, expected="that agent's", got=f"those of {found!r}", agent=name)
 
     def unload(self, name: str) -> None:
-        """Forget a remote agent, if it is known."""
+        """Forget a remote agent, if NIXL still knows it."""
         try:
             self._agent.remove_remote_agent(name)
-        except NIXL_ERRORS:  # gone already: NIXL forgets an agent by itself when it disconnects
+        except NIXL_ERRORS:  # NIXL has already forgotten an agent that disconnected
             return
 
     def prepare(self, owner: str, kind: str, rows: npt.NDArray[np.uint64], backend: str) -> Prepared:
-        """Strided rows of ``owner``, an agent's name or :data:`LOCAL`, ready to be indexed.
+        """Prepare strided rows, shape (n, 5), in the memory of ``owner``: an agent's name, or :data:`LOCAL`.
 
-        Raises ``BACKEND`` for rows outside the memory that the owner has registered.
+        Raises ``BACKEND`` for rows outside the owner's registered memory.
         """
         try:
             return Prepared(self._agent.prep_xfer_dlist(owner, rows, kind, [backend]))
@@ -163,18 +162,18 @@ class Agent:
             ) from None
 
     def make(self, operation: str, local: Prepared, remote: Prepared, ids: tuple[Any, Any], message: bytes) -> Any:
-        """A transfer, ready to be posted; ``message`` goes to the remote agent when it is done. Raises ``TRANSFER``."""
+        """Make a transfer to post. NIXL sends ``message`` to the remote agent when it is done. Raises ``TRANSFER``."""
         try:
             return self._agent.make_prepped_xfer(operation, local.handle, ids[0], remote.handle, ids[1], message)
         except NIXL_ERRORS as error:
             raise _under_way("make a transfer", error) from None
 
     def post(self, handle: Any) -> bool:
-        """Begin a transfer; whether it is done already. Raises ``PEER`` or ``TRANSFER``."""
+        """Post a transfer, and return whether it is already done. Raises ``PEER`` or ``TRANSFER``."""
         try:
             return _is_done(self._agent.transfer(handle))
         except NIXL_ERRORS as error:
-            raise _under_way("begin a transfer", error) from None
+            raise _under_way("post a transfer", error) from None
 
     def is_done(self, handle: Any) -> bool:
         """Whether a transfer is done. Raises ``PEER`` or ``TRANSFER`` where it has failed."""
@@ -184,11 +183,11 @@ class Agent:
             raise _under_way("carry out a transfer", error) from None
 
     def free(self, handle: Any) -> None:
-        """Give back a transfer. It is best done with: NIXL frees one that runs, but does not stop it."""
+        """Free the handle of a settled transfer. NIXL would free that of a running one, and not stop it."""
         try:
             handle.release()
         except NIXL_ERRORS as error:
-            raise _under_way("give back a transfer", error) from None
+            raise _under_way("free a transfer", error) from None
 
     def backend_of(self, handle: Any) -> str:
         """The backend that NIXL chose for a transfer."""
@@ -199,24 +198,24 @@ class Agent:
         try:
             self._agent.send_notif(name, message)
         except NIXL_ERRORS as error:
-            raise refused("PEER", f"notify NIXL agent {name!r}", "an agent that can be reached", error) from None
+            raise refused("PEER", f"notify NIXL agent {name!r}", "a reachable agent", error) from None
 
     def messages(self) -> list[bytes]:
-        """The messages that have come since the last call, in order for each sender."""
+        """The messages that have arrived since the last call, in order for each sender."""
         try:
             by_sender = self._agent.get_new_notifs()
         except NIXL_ERRORS as error:
-            raise refused("TRANSFER", "read notifications", "an agent in order", error) from None
+            raise refused("TRANSFER", "read notifications", "a working agent", error) from None
         return [message for sent in by_sender.values() for message in sent]
 
 
 def _is_done(state: str) -> bool:
     if state == "ERR":
-        raise KVPlanError("TRANSFER", "carry out a transfer", expected="DONE or PROC", got="ERR of NIXL")
+        raise KVPlanError("TRANSFER", "carry out a transfer", expected="DONE or PROC", got="NIXL: ERR")
     return state == "DONE"
 
 
 def _under_way(action: str, error: Exception) -> KVPlanError:
     if isinstance(error, GONE):
-        return refused("PEER", action, "a remote agent that is there", error)
-    return refused("TRANSFER", action, "success", error)
+        return refused("PEER", action, "a connected remote agent", error)
+    return refused("TRANSFER", action, "no error", error)

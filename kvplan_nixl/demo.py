@@ -1,11 +1,11 @@
-"""The demo, and the example of a connector: a prefill process and a decode process on this machine.
+"""The demo, and a connector to copy from: a prefill process and a decode process on this machine.
 
-Prefill has 2 workers and keeps ``[block, kv, head, token, dim]`` in blocks of 16 tokens; decode has 3 workers and keeps
-``[kv, block, head, token, dim]`` in blocks of 24. Each process describes its torch tensors (:func:`make_worker`),
-registers them, exchanges envelopes over a socket (:func:`handshake`), and plans once for all requests to come.
+Prefill has 2 workers whose caches are ``[block, kv, head, token, dim]`` with blocks of 16 tokens. Decode has 3 workers
+whose caches are ``[kv, block, head, token, dim]`` with blocks of 24. Each process describes its torch tensors
+(:func:`make_worker`), registers them, exchanges envelopes over a pipe (:func:`handshake`), and plans once.
 
-For each request, prefill sends its block ids. Decode binds them with its own, reads (:func:`read`), and checks every
-value; prefill frees its blocks when all decode workers that read from them have said so (:func:`hear`).
+For each request prefill sends its block ids. Decode binds them with its own, reads (:func:`read`), and checks every
+value. Prefill reuses its blocks when it has the notices of all its readers (:func:`wait_for_notices`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvplan_nixl.executor import NixlExecutor, settle
 
 LAYERS, HEADS, DIM = 4, 12, 128
 REQUESTS: Final = (1000, 17, 600)
-"""How many tokens each request has."""
+"""The number of tokens of each request."""
 
 NOISE: Final = torch.Generator().manual_seed(1)
 RANDOM_BITS: Final = torch.randint(1 << 14, (max(REQUESTS), 2, HEADS, DIM), dtype=torch.int16, generator=NOISE)
-"""The same in both processes; as bfloat16, every one of them is a finite number."""
+"""The same in both processes. As bfloat16 all of them are finite numbers."""
 
 TIMEOUT_S: Final = 120.0
 
 
 @attrs.frozen
 class Shape:
-    """How an engine keeps its cache: dimensions in order, as :func:`kvplan.view_of` names them."""
+    """An engine's cache. ``pattern`` names its dimensions in order, as :func:`kvplan.view_of` takes them."""
 
     engine_id: str
     tp: int
@@ -55,7 +55,7 @@ DECODE: Final = Shape("decode", 3, 24, 300, "kv block head token dim")
 
 
 def make_worker(shape: Shape, rank: int) -> tuple[Worker, list[torch.Tensor]]:
-    """A worker's caches, one tensor for each layer, and their description."""
+    """A worker and its caches, one tensor for each layer."""
     heads = shape.heads(rank)
     sizes = {"block": shape.num_blocks, "token": shape.tokens_per_block, "kv": 2, "head": len(heads), "dim": DIM}
     caches = [torch.zeros([sizes[name] for name in shape.pattern.split()], dtype=torch.bfloat16) for _ in range(LAYERS)]
@@ -69,7 +69,7 @@ def make_worker(shape: Shape, rank: int) -> tuple[Worker, list[torch.Tensor]]:
 
 
 def handshake(channel: Connection, executors: list[NixlExecutor]) -> list[Worker]:
-    """Exchange envelopes with the other process, and connect to all of its workers, which are returned."""
+    """Exchange envelopes with the other process, connect to all its workers, and return them."""
     channel.send_bytes(json.dumps(len(executors)).encode())
     for executor in executors:
         channel.send_bytes(executor.envelope())
@@ -82,21 +82,21 @@ def handshake(channel: Connection, executors: list[NixlExecutor]) -> list[Worker
 
 
 def receive(channel: Connection) -> bytes:
-    """The next message of the other process, which must come in time."""
+    """The next message of the other process. Raises TimeoutError."""
     if not channel.poll(TIMEOUT_S):
         raise TimeoutError("no message from the other process")
     return channel.recv_bytes()
 
 
 def values(request: int, layer: int, tokens: int, heads: range) -> torch.Tensor:
-    """What prefill computes in the demo, ``[token, kv, head, dim]``: other values for each request and layer."""
+    """What prefill computes, ``[token, kv, head, dim]``: different values for each request and layer."""
     bits = RANDOM_BITS[:tokens, :, heads.start : heads.stop] + 257 * (request * LAYERS + layer) & 0x3FFF
     return bits.view(torch.bfloat16)
 
 
 def prefill(channel: Connection) -> None:
-    """The prefill process: fill blocks, tell decode, hear from it, and use the blocks again."""
-    settle_in()
+    """The prefill process: fill blocks, send their ids to decode, wait for its notices, and reuse the blocks."""
+    quiet()
     made = [make_worker(PREFILL, rank) for rank in range(PREFILL.tp)]
     executors = [NixlExecutor(worker) for worker, _ in made]
     readers = handshake(channel, executors)
@@ -106,29 +106,29 @@ def prefill(channel: Connection) -> None:
         for rank, (_, caches) in enumerate(made):
             for layer, cache in enumerate(caches):
                 fill(cache, ids, values(request, layer, tokens, PREFILL.heads(rank)))
-        told = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
-        channel.send_bytes(json.dumps(told).encode())
+        message = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
+        channel.send_bytes(json.dumps(message).encode())
         for executor in executors:
-            hear(executor, len(completions[executor.worker.key].awaits))
+            wait_for_notices(executor, len(completions[executor.worker.key].awaits))
     for executor in executors:
         executor.close()
 
 
-def settle_in() -> None:
-    """Keep NIXL quiet, and torch to one thread: the processes may share two cores."""
+def quiet() -> None:
+    """Let NIXL log warnings only, and torch use one thread, because both processes may share two cores."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
     torch.set_num_threads(1)
 
 
 def fill(cache: torch.Tensor, ids: torch.Tensor, computed: torch.Tensor) -> None:
-    """Write a request's tokens into blocks of a prefill cache."""
+    """Write the values of a request's tokens into blocks of a prefill cache."""
     padded = torch.zeros(len(ids) * PREFILL.tokens_per_block, *computed.shape[1:], dtype=computed.dtype)
     padded[: len(computed)] = computed
     cache[ids] = padded.unflatten(0, (len(ids), -1)).permute(0, 2, 3, 1, 4)
 
 
-def hear(executor: NixlExecutor, count: int) -> None:
-    """Wait until so many workers have said that they are done."""
+def wait_for_notices(executor: NixlExecutor, count: int) -> None:
+    """Wait for the notices of ``count`` workers. Raises TimeoutError."""
     deadline = time.monotonic() + TIMEOUT_S
     while count := count - len(executor.notices()):
         if time.monotonic() > deadline:
@@ -137,7 +137,7 @@ def hear(executor: NixlExecutor, count: int) -> None:
 
 
 def decode(channel: Connection) -> bool:
-    """The decode process: read each request and check it; whether all values were right."""
+    """The decode process: read and check each request. Return whether all values were right."""
     made = [make_worker(DECODE, rank) for rank in range(DECODE.tp)]
     executors = [NixlExecutor(worker) for worker, _ in made]
     plans = plan_mesh([worker for worker, _ in made], handshake(channel, executors)).plans
@@ -145,10 +145,10 @@ def decode(channel: Connection) -> bool:
         executor.prepare(plan)
     all_right = True
     for request, tokens in enumerate(REQUESTS):
-        told = json.loads(receive(channel))
+        message = json.loads(receive(channel))
         ids = torch.randperm(DECODE.num_blocks)[: math.ceil(tokens / DECODE.tokens_per_block)]
         began = time.perf_counter()
-        specs = [spec for both in zip(executors, plans, strict=True) for spec in read(*both, told, ids)]
+        specs = [spec for both in zip(executors, plans, strict=True) for spec in read(*both, message, ids)]
         took = time.perf_counter() - began
         wrong = sum(
             not torch.equal(tokens_of(cache, ids, tokens), values(request, layer, tokens, DECODE.heads(rank)))
@@ -158,7 +158,7 @@ def decode(channel: Connection) -> bool:
         all_right &= not wrong
         megabytes, pieces = sum(spec.num_bytes for spec in specs) / 1e6, sum(spec.num_descriptors for spec in specs)
         print(
-            f"{told['request']}: {tokens} tokens, {megabytes:.1f} MB in {pieces} descriptors, {took * 1e3:.1f} ms, "
+            f"{message['request']}: {tokens} tokens, {megabytes:.1f} MB in {pieces} descriptors, {took * 1e3:.1f} ms, "
             f"{megabytes / took / 1e3:.2f} GB/s, {f'{wrong} TENSORS WRONG' if wrong else 'every value right'}"
         )
     for executor in executors:
@@ -166,13 +166,13 @@ def decode(channel: Connection) -> bool:
     return all_right
 
 
-def read(executor: NixlExecutor, plan: TransferPlan, told: dict[str, Any], ids: torch.Tensor) -> tuple[ReadSpec, ...]:
-    """Read one worker's share of a request from all prefill workers."""
-    local, remote = {"attn": Blocks(ids.numpy())}, {"attn": Blocks(told["ids"])}
-    specs = plan.bind(local=local, remote=remote, tokens=(0, told["tokens"]))
-    transfers = [executor.start(spec, told["request"]) for spec in specs]
+def read(executor: NixlExecutor, plan: TransferPlan, sent: dict[str, Any], ids: torch.Tensor) -> tuple[ReadSpec, ...]:
+    """Read one worker's part of a request from all prefill workers."""
+    local, remote = {"attn": Blocks(ids.numpy())}, {"attn": Blocks(sent["ids"])}
+    specs = plan.bind(local=local, remote=remote, tokens=(0, sent["tokens"]))
+    transfers = [executor.start(spec, sent["request"]) for spec in specs]
     if not settle(executor, transfers, TIMEOUT_S):
-        raise TimeoutError(f"{executor!r} waits for {told['request']}")
+        raise TimeoutError(f"{executor!r} waits for {sent['request']}")
     for transfer in transfers:
         if transfer.error is not None:
             raise transfer.error
@@ -181,18 +181,18 @@ def read(executor: NixlExecutor, plan: TransferPlan, told: dict[str, Any], ids: 
 
 
 def tokens_of(cache: torch.Tensor, ids: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A request's tokens as decode finds them in its own cache: ``[token, kv, head, dim]``."""
+    """The values of a request's tokens in a decode cache: ``[token, kv, head, dim]``."""
     return cache[:, ids].permute(1, 3, 0, 2, 4).flatten(0, 1)[:tokens]
 
 
 def main() -> int:
-    """Run both processes, joined by a pair of sockets; exit status 0 if every value was right."""
-    settle_in()
+    """Run both processes, joined by a pipe. Exit status 0: every value was right."""
+    quiet()
     context = multiprocessing.get_context("spawn")
     channel, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs,), daemon=True)  # which ends with this one
+    process = context.Process(target=prefill, args=(theirs,), daemon=True)  # daemon: it ends with this process
     process.start()
-    theirs.close()  # so that its end is noticed
+    theirs.close()  # so that reading fails when the process ends
     with channel:
         all_right = decode(channel)
         process.join(TIMEOUT_S)

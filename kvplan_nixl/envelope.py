@@ -1,10 +1,10 @@
-"""Envelopes: what one worker's executor hands another's, over whatever channel the engines have.
+"""Envelopes: the message by which one worker's executor connects to another's, over any channel of the engines.
 
-An envelope is a worker's offer with the metadata of its NIXL agent: the line ``kvplan_nixl 1``, three lengths (big
-endian, 4 bytes each), then the agent's name, its metadata and the offer, as :func:`kvplan.encode` makes it.
+An envelope holds a worker's offer and the metadata of its NIXL agent: the line ``kvplan_nixl 1``, three lengths (big
+endian, 4 bytes each), then the agent's name, its metadata, and the offer as :func:`kvplan.encode` makes it.
 
-All of it is a stranger's: what can't be used is a :class:`~kvplan.handshake.errors.PeerError`. But the metadata is in
-NIXL's own format, and NIXL reads it: exchange envelopes over a channel that only your engines can write to.
+An envelope is untrusted data, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the metadata, whose
+format is its own. So exchange envelopes over a channel to which only your engines can write.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Final
 
 import attrs
 
-from kvplan import KVPlanError, decode, encode
-from kvplan.describe.worker import Worker
-from kvplan.handshake.errors import PeerError, Problem
+from kvplan import KVPlanError, PeerError, Worker, decode, encode
+from kvplan.handshake import Problem
 
 MAGIC: Final = b"kvplan_nixl 1\n"
 LENGTHS: Final = struct.Struct(">III")
 
 MAX_NAME_BYTES: Final = 1 << 10
 MAX_METADATA_BYTES: Final = 1 << 22
-"""Metadata grows by a few hundred bytes for each registered region and backend."""
+"""Metadata has a few hundred bytes for each registered region and backend."""
 
 
 @attrs.frozen
@@ -35,7 +34,7 @@ class Envelope:
     metadata: bytes = attrs.field(repr=False)
 
     def pack(self) -> bytes:
-        """The message.
+        """The envelope as bytes.
 
         >>> from kvplan import Region, Worker
         >>> data = Envelope(Worker("prefill", 0, (Region("kv", 4096, 64),), (), ()), "prefill/0/a1", b"...").pack()
@@ -49,27 +48,27 @@ class Envelope:
 
     @classmethod
     def unpack(cls, data: bytes) -> Envelope:
-        """The envelope that a message holds. Raises a PeerError: ``MESSAGE``, or what its offer is refused for."""
+        """Read an envelope. Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer."""
         if not isinstance(data, bytes):
             raise KVPlanError(
                 "TYPE", "open an envelope", expected="bytes", got=f"a value of type {type(data).__name__}"
             )
         head = len(MAGIC) + LENGTHS.size
         if not data.startswith(MAGIC) or len(data) < head:
-            raise _unusable(f"a message that begins with {MAGIC.decode().strip()!r}", f"{data[: len(MAGIC)]!r}")
+            raise _unusable(f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[: len(MAGIC)]!r}")
         name_bytes, metadata_bytes, offer_bytes = LENGTHS.unpack_from(data, len(MAGIC))
         if name_bytes > MAX_NAME_BYTES or metadata_bytes > MAX_METADATA_BYTES:
             raise _unusable(
                 f"at most {MAX_NAME_BYTES} bytes of name and {MAX_METADATA_BYTES} of metadata",
                 f"{name_bytes} and {metadata_bytes}",
             )
-        if head + name_bytes + metadata_bytes + offer_bytes != len(data):
-            raise _unusable(f"{head + name_bytes + metadata_bytes + offer_bytes} bytes, as it says", f"{len(data)}")
         metadata, offer = head + name_bytes, head + name_bytes + metadata_bytes
+        if offer + offer_bytes != len(data):
+            raise _unusable(f"{offer + offer_bytes} bytes, by its own lengths", f"{len(data)}")
         name = data[head:metadata].decode(errors="replace")
         worker = decode(data[offer:])
         if not name.startswith(f"{worker.label}/"):
-            raise _unusable(f"an agent of worker {worker.label}", repr(name))
+            raise _unusable(f"the name of an agent of worker {worker.label}", repr(name))
         return cls(worker, name, data[metadata:offer])
 
 

@@ -1,9 +1,9 @@
-"""Events: what became of each transfer, and how long its stages took.
+"""Events: the result of each transfer and the duration of its stages.
 
-A transfer has one event, when it is settled. It goes to the callback of its executor, and to the logger ``kvplan_nixl``
-as one line with the event as the record's ``event``: WARNING for one that has failed, DEBUG for others. Whether anybody
-listens is asked when a transfer starts. Where nobody does, nothing is timed or counted, and of a transfer that fails
-the logger has a line without an event.
+A transfer has one event, at the time it settles. Its executor passes the event to the callback ``on_event``, and logs
+one line to the logger ``kvplan_nixl``, with the event as the record's ``event``: WARNING for a failed transfer, DEBUG
+for any other. The executor checks for a callback and for the log level when a transfer starts. Without either it
+measures nothing, and logs a failed transfer without an event.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final
 
 import attrs
 
+from kvplan import Status, Transfer
 from kvplan.describe.worker import Key, label_of
-from kvplan.executor import Status, Transfer
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
 
 
 @attrs.frozen(kw_only=True)
 class TransferEvent:
-    """A transfer that is settled.
+    """The event of a settled transfer.
 
-    ``local`` and ``remote`` are (engine id, rank), ``operation`` is ``READ`` or ``WRITE``. ``num_bytes`` were to move,
-    by ``num_ids`` pairs of descriptors: all have where ``status`` is DONE. ``code`` is that of the transfer's error,
-    empty where there is none.
+    ``local`` and ``remote`` are (engine id, rank), ``operation`` is ``READ`` or ``WRITE``. The spec has
+    ``num_bytes`` in ``num_ids`` pairs of descriptors; where ``status`` is DONE, all have moved. ``code`` is the code of
+    the transfer's error, or empty.
 
-    Stages are in microseconds, 0 for one that was not come to: NIXL makes the transfer, it posts it, and bytes move
-    until the poll that finds the transfer settled. On one host UCX moves them while it posts.
+    The three stages are in microseconds, 0 for a stage that was not reached: NIXL makes the transfer, NIXL posts it,
+    and bytes move until the poll that finds the transfer settled. On one host UCX moves the bytes while it posts.
 
     >>> event = TransferEvent(
     ...     request="request 1", operation="READ", local=("decode", 0), remote=("prefill", 3), num_bytes=51200,
@@ -57,7 +57,7 @@ class TransferEvent:
 
     @property
     def total_us(self) -> float:
-        """Microseconds from the start to the end."""
+        """Microseconds from start to end."""
         return self.make_us + self.post_us + self.transfer_us
 
     def __str__(self) -> str:
@@ -70,23 +70,23 @@ class TransferEvent:
 
 
 Listener = Callable[[TransferEvent], object]
-"""Called on the thread that uses the executor, before its call returns: be quick, and leave the executor alone.
+"""A callback on the executor's thread, during its call. It must return soon and not use the executor.
 
-What it raises is logged, and concerns no transfer.
+The executor logs what the callback raises. It affects no transfer.
 """
 
 
 class Unwatched:
-    """A transfer that nobody listens to."""
+    """Measures nothing, and logs a failure."""
 
     def made(self) -> None:
         """NIXL has made the transfer."""
 
     def posted(self, transfer: Transfer) -> None:
-        """NIXL has posted the transfer, and it runs."""
+        """NIXL has posted the transfer, which runs."""
 
     def settled(self, transfer: Transfer) -> None:
-        """The transfer has ended."""
+        """The transfer has settled."""
         if transfer.status is Status.FAILED:
             LOGGER.warning("%r: %s", transfer, transfer.error)
 
@@ -95,7 +95,7 @@ UNWATCHED: Final = Unwatched()
 
 
 class Watch(Unwatched):
-    """A transfer that somebody listens to, from its start."""
+    """Measures one transfer, from its start."""
 
     def __init__(self, listener: Listener | None) -> None:
         self._listener = listener
@@ -103,16 +103,16 @@ class Watch(Unwatched):
         self._marks = [perf_counter_ns()]
 
     def made(self) -> None:
-        """The end of the first stage."""
+        """The first stage ends."""
         self._marks.append(perf_counter_ns())
 
     def posted(self, transfer: Transfer) -> None:
-        """The end of the second stage. Bytes are counted now: later, a workspace's ids may be another request's."""
+        """The second stage ends. Count bytes now: later a workspace may hold the ids of another request."""
         self._marks.append(perf_counter_ns())
         self._num_bytes = transfer.spec.num_bytes
 
     def settled(self, transfer: Transfer) -> None:
-        """The end: log the event, and call the listener."""
+        """The transfer has settled: log the event, and call the listener."""
         self._marks.append(perf_counter_ns())
         event = self._event(transfer)
         LOGGER.log(
@@ -122,7 +122,7 @@ class Watch(Unwatched):
             try:
                 self._listener(event)
             except Exception:
-                LOGGER.exception("the listener to events failed at: %s", event)
+                LOGGER.exception("on_event raised an exception for: %s", event)
 
     def _event(self, transfer: Transfer) -> TransferEvent:
         spec, error = transfer.spec, transfer.error
@@ -143,5 +143,5 @@ class Watch(Unwatched):
 
 
 def watch(listener: Listener | None) -> Unwatched:
-    """What an executor tells of a transfer that begins."""
+    """The watch of a transfer that starts."""
     return UNWATCHED if listener is None and not LOGGER.isEnabledFor(logging.DEBUG) else Watch(listener)

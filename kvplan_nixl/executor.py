@@ -1,14 +1,14 @@
-"""NixlExecutor: carries out the specs of one worker through NIXL.
+"""NixlExecutor: moves the bytes of one worker's specs through NIXL.
 
-Nothing is computed here: regions are registered as they are, a plan's rows are NIXL's strided descriptors, a spec's
-ids index them. Besides the rules of :mod:`kvplan.executor`:
+The executor computes nothing. It registers the worker's regions, hands a plan's rows to NIXL as strided descriptors,
+and indexes them by a spec's ids. It follows the rules of :mod:`kvplan.executor` and these:
 
-- N1: a remote worker is known by an envelope, and a plan is prepared only with exactly the remote workers that were so
-  described. A process that comes back has another agent's name, so nothing meant for the one before reaches it.
-- N2: NIXL's release of a running transfer, and its removal of a remote agent, do not stop bytes that are under way.
-  So neither is done while a transfer runs: a cancelled one runs until NIXL says that it has ended, as DONE or by an
-  error. Only :meth:`NixlExecutor.close` ends all at once.
-- N3: handles go in this order: transfers, prepared rows, remote agents, registered memory, the agent.
+- N1: An envelope makes a remote worker known. A plan is prepared only if its remote workers equal those of the
+  envelopes. A restarted process has a new agent name, so transfers meant for the old process never reach it.
+- N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes under way. So the executor
+  does neither while a transfer runs. A cancelled transfer runs until NIXL reports DONE or an error. Only
+  :meth:`NixlExecutor.close` ends running transfers.
+- N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory, the agent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
 
-from kvplan.describe.worker import Key, Worker, label_of
-from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Notice, Status, Transfer, check_local, not_planned_for, still_running, unprepared
-from kvplan.plan.rows import Table
-from kvplan.plan.specs import ReadSpec
-from kvplan.plan.transfer import TransferPlan
+from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
+from kvplan.describe.worker import Key, label_of
+from kvplan.executor import check_local, not_planned_for, still_running, unprepared
+from kvplan.plan import Table
 from kvplan_nixl.agent import LOCAL, Agent, Prepared
 from kvplan_nixl.envelope import Envelope
 from kvplan_nixl.events import UNWATCHED, Listener, Unwatched, watch
@@ -39,14 +37,15 @@ from kvplan_nixl.rows import Rows, kind_of
 Backends = Mapping[str, Mapping[str, str]]
 
 UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({})})
-"""The backends of an executor that is given none: UCX, as its own environment variables set it up."""
+"""The default backends: UCX, as its environment variables configure it."""
+
 PAUSE_S: Final = 50e-6
-"""Between two polls of :func:`settle`."""
+"""The pause between two polls of :func:`settle`."""
 
 
 @attrs.define(eq=False, repr=False)
 class NixlTransfer(Transfer):
-    """A transfer with NIXL's handle, which is None where no byte had to move."""
+    """A transfer with NIXL's handle, which is None where no byte moves."""
 
     is_cancelled: bool = False
     handle: Any = None
@@ -55,7 +54,7 @@ class NixlTransfer(Transfer):
 
 @attrs.define(eq=False)
 class _Peer:
-    """A remote worker; ``attached`` is its registered memory where it is in this process."""
+    """A remote worker. ``attached`` is its registered memory where it is in this process, ``lost`` why it is gone."""
 
     worker: Worker
     agent: str
@@ -67,12 +66,12 @@ class _Peer:
 class NixlExecutor:
     """The :class:`~kvplan.Executor` of one worker, with a NIXL agent of its own.
 
-    ``backends`` are NIXL's, by name and in order of preference, each with its options: ``UCX`` for DRAM and VRAM;
-    with ``POSIX`` behind it, files too. The worker's regions are registered until the executor is closed; use it as a
-    context manager. Not for several threads at once. Without a ``progress_thread``, a peer's transfers and messages
-    are served only while this executor polls or reads notices. ``on_event`` is told of each transfer that is settled.
+    ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX`` for DRAM and VRAM,
+    followed by ``POSIX`` for files. The worker's regions stay registered until the executor is closed, so use it as a
+    context manager, from one thread at a time. Without a ``progress_thread`` it serves its peers' transfers and
+    messages only while it polls or reads notices. It calls ``on_event`` for each settled transfer.
 
-    Raises ``BACKEND`` for a backend that is missing or does not take the worker's memory.
+    Raises ``BACKEND`` for a backend that is missing or refuses the worker's memory.
 
     >>> import numpy as np
     >>> from kvplan import Axis, Blocks, Group, View, Worker, plan_reads, region_of
@@ -118,15 +117,15 @@ class NixlExecutor:
         self.close()
 
     def envelope(self) -> bytes:
-        """What :meth:`connect` of a remote worker's executor takes."""
+        """The envelope of this worker, for :meth:`connect` of a remote worker's executor."""
         return Envelope(self.worker, self._agent.name, self._agent.metadata()).pack()
 
     def connect(self, envelope: bytes) -> Worker:
-        """Make a remote worker known, and return it to be planned with.
+        """Connect to a remote worker by its envelope, and return the worker, to plan with.
 
-        One that is known and lost is replaced. NIXL connects before this returns: an address where nobody answers
-        keeps it for as long as the system's TCP tries, minutes. Raises ``PEER`` for an envelope that can't be used, or
-        of a worker that is known; what :func:`kvplan.decode` raises for a bad offer.
+        A worker whose connection was lost is replaced. NIXL connects before this returns; for an address where nobody
+        answers that takes until TCP gives up, minutes. Raises ``PEER`` for an unusable envelope or a connected worker,
+        and what :func:`kvplan.decode` raises for a bad offer.
         """
         opened = Envelope.unpack(envelope)
         self._make_room(opened.worker)
@@ -135,13 +134,13 @@ class NixlExecutor:
         return opened.worker
 
     def attach(self, worker: Worker) -> None:
-        """Make a worker known that is in this process, such as a file's. It is told of no completion."""
+        """Connect to a worker of this process, such as that of a file. It receives no notices."""
         self._make_room(worker)
         registered = self._agent.register(worker.regions)
         self._peers[worker.key] = _Peer(worker, self._agent.name, attached=registered)
 
     def disconnect(self, worker: Worker) -> None:
-        """Forget a remote worker. Raises ``TRANSFER`` while one of its transfers runs, ``PEER`` if it is not known."""
+        """Forget a remote worker. Raises ``PEER`` if it is not connected, ``TRANSFER`` while a transfer runs."""
         key = worker.key
         if key not in self._peers:
             raise _not_connected(key)
@@ -154,10 +153,11 @@ class NixlExecutor:
         self._forget(peer)
 
     def prepare(self, plan: TransferPlan) -> None:
-        """Hand the rows of a plan to NIXL, those it does not have yet.
+        """Hand the rows of a plan to NIXL, except those that NIXL already has.
 
-        Raises ``PEER`` where a worker that bytes move from or to is not connected, or not as planned; ``BACKEND`` where
-        memory is not registered, or no backend moves between its kinds; ``MEMORY`` where rows are in several kinds.
+        Raises ``PEER`` where a worker that exchanges bytes is not connected or differs from the plan's; ``BACKEND``
+        where memory is not registered or no backend moves between its kinds; ``MEMORY`` where the rows of one side are
+        in several kinds of memory.
         """
         check_local(plan, self.worker)
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
@@ -174,20 +174,20 @@ class NixlExecutor:
                 peer.rows[pair.remote_table] = Rows(pair.local_table, local_rows, remote_rows)
 
     def _prepare_local(self, kind: str, table: Table, backend: str) -> Prepared:
-        """A local table's rows; equal tables of several remote workers are prepared once."""
+        """The prepared rows of a local table. Equal tables of several remote workers share them."""
         key = (backend, kind, hashlib.sha256(table.rows.tobytes()).digest())
         prepared = self._local.get(key)
         if prepared is None:
             prepared = self._local[key] = self._agent.prepare(LOCAL, kind, table.rows, backend)
         return prepared
 
-    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> NixlTransfer:
-        """Begin to move a spec's bytes, and ``tell`` the remote worker when all have moved.
+    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> NixlTransfer:
+        """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
 
-        UCX between two processes of one host moves them before this returns; between hosts it goes on by itself.
-        Raises ``PEER`` for a worker that is not connected and ``TRANSFER`` for a spec whose plan is not prepared.
+        Between two processes of one host UCX moves the bytes before this returns; between hosts they move in the
+        background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not prepared.
         """
-        transfer = NixlTransfer(spec, request, tells=tell, watch=watch(self._on_event))
+        transfer = NixlTransfer(spec, request, notifies=notify, watch=watch(self._on_event))
         if not len(spec.local_table.rows):
             self._settle(transfer)
             return transfer
@@ -197,7 +197,7 @@ class NixlExecutor:
         rows = peer.rows.get(spec.remote_table)
         if rows is None or rows.local_table is not spec.local_table:
             raise unprepared(spec)
-        notice = message(self._opening, request) if tell and peer.attached is None else b""
+        notice = message(self._opening, request) if notify and peer.attached is None else b""
         self._open.add(transfer)
         try:
             if peer.lost is not None:
@@ -231,7 +231,7 @@ class NixlExecutor:
         transfer.watch.settled(transfer)
 
     def poll(self, transfer: Transfer) -> Status:
-        """Where a transfer stands now. It does not wait for a peer, but UCX may copy bytes that have arrived."""
+        """Update and return the status of a transfer, without waiting. UCX may copy bytes that have arrived."""
         if transfer.status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             try:
                 if self._agent.is_done(transfer.handle):
@@ -241,17 +241,17 @@ class NixlExecutor:
         return transfer.status
 
     def backend_of(self, transfer: Transfer) -> str:
-        """The backend that NIXL chose for a transfer which is not released; empty where no byte had to move."""
+        """The backend that NIXL chose for a transfer that is not released; empty where no byte moves."""
         handle = transfer.handle if isinstance(transfer, NixlTransfer) else None
         return "" if handle is None else self._agent.backend_of(handle)
 
     def cancel(self, transfer: Transfer) -> None:
-        """Give up a running transfer. By rule N2 it runs on until NIXL says that it has ended."""
+        """Cancel a running transfer. It settles when NIXL reports its end, rule N2."""
         if isinstance(transfer, NixlTransfer) and transfer.status is Status.RUNNING:
             transfer.is_cancelled = True
 
     def release(self, transfer: Transfer) -> None:
-        """Give back NIXL's handle of a settled transfer. Raises ``TRANSFER`` for one that runs."""
+        """Free NIXL's handle of a settled transfer. Raises ``TRANSFER`` for a running one."""
         if not transfer.status.is_settled:
             raise still_running(transfer.request, "release a transfer")
         if isinstance(transfer, NixlTransfer):
@@ -264,15 +264,15 @@ class NixlExecutor:
             transfer.handle = None
 
     def notices(self) -> tuple[Notice, ...]:
-        """What other workers have completed with this one since the last call; other messages are left out."""
-        return tuple(notice for said in self._agent.messages() if (notice := notice_of(said)) is not None)
+        """The notices that have arrived from other workers since the last call. Ignores any other message."""
+        return tuple(notice for data in self._agent.messages() if (notice := notice_of(data)) is not None)
 
     def close(self) -> None:
-        """End everything, in the order of rule N3. Transfers that run are CANCELLED: none touches a byte any more."""
+        """Free all handles in the order of rule N3. Running transfers become CANCELLED and touch no more bytes."""
         if self._registered is None:
             return
         for transfer in tuple(self._open):
-            with suppress(KVPlanError):  # what NIXL would not give back ends with its agent
+            with suppress(KVPlanError):  # a handle that NIXL refuses to free ends with its agent
                 self._drop(transfer)
             transfer.handle = None
             if not transfer.status.is_settled:
@@ -293,7 +293,7 @@ class NixlExecutor:
             self._agent.deregister(peer.attached)
 
     def _make_room(self, worker: Worker) -> None:
-        """Refuse a worker that is known, and forget one that is lost."""
+        """Refuse a worker that is connected, and forget one whose connection was lost."""
         known = self._peers.get(worker.key)
         if known is not None and known.lost is not None:
             self.disconnect(known.worker)
@@ -302,7 +302,7 @@ class NixlExecutor:
                 "PEER",
                 f"connect {worker.label}",
                 expected="a worker that is not connected",
-                got="one that is",
+                got="a connected one",
                 hint="disconnect it first",
                 worker=worker.label,
             )
@@ -312,7 +312,7 @@ class NixlExecutor:
 
 
 def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) -> bool:
-    """Poll transfers until all are settled, for at most ``timeout_s`` seconds; whether they are."""
+    """Poll transfers until all are settled, for at most ``timeout_s`` seconds. Return whether all are."""
     deadline = time.monotonic() + timeout_s
     running = list(transfers)
     while running := [transfer for transfer in running if not executor.poll(transfer).is_settled]:
@@ -323,4 +323,4 @@ def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) 
 
 
 def _not_connected(key: Key) -> KVPlanError:
-    return KVPlanError("PEER", f"find worker {label_of(key)}", expected="a worker that is connected", got="none")
+    return KVPlanError("PEER", f"find worker {label_of(key)}", expected="a connected worker", got="none of that name")

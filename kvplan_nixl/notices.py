@@ -1,32 +1,32 @@
-"""Notices on their way: the message by which a transfer tells its remote worker that all bytes have moved.
+"""The message that carries a :class:`kvplan.Notice`: NIXL sends it when all bytes of a transfer have moved.
 
-It is a JSON list: the local worker's engine id and rank, and the request's name.
+It is a JSON list of the sender's engine id, its rank, and the request's name.
 """
 
 from __future__ import annotations
 
 import json
 
+from kvplan import Notice
 from kvplan.describe.worker import Key
-from kvplan.executor import Notice
 
 
 def opening(key: Key) -> bytes:
-    """How all messages of a worker begin."""
+    """The beginning of all messages of a worker, which its executor encodes once."""
     return json.dumps([*key]).encode()[:-1] + b", "
 
 
-def message(begun: bytes, request: str) -> bytes:
-    """The message of a worker, whose :func:`opening` is given, for one request.
+def message(opened: bytes, request: str) -> bytes:
+    """The message for one request, with the worker's :func:`opening`.
 
     >>> message(opening(("decode", 0)), "request 1")
     b'["decode", 0, "request 1"]'
     """
-    return begun + json.dumps(request).encode() + b"]"
+    return opened + json.dumps(request).encode() + b"]"
 
 
 def notice_of(message: bytes) -> Notice | None:
-    """The notice that a message is, if it is one.
+    """The notice in a message, or None for any other message.
 
     >>> notice_of(b'["decode", 0, "request 1"]')
     Notice(engine_id='decode', rank=0, request='request 1')

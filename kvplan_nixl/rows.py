@@ -1,17 +1,17 @@
-"""Rows: what NIXL has of a pair of tables."""
+"""Prepared rows: the two descriptor tables of a pair as NIXL has them."""
 
 from __future__ import annotations
 
 import attrs
 
-from kvplan.errors import KVPlanError
-from kvplan.plan.rows import Table
+from kvplan import KVPlanError
+from kvplan.plan import Table
 from kvplan_nixl.agent import Prepared
 
 
 @attrs.frozen(eq=False)
 class Rows:
-    """The prepared rows of a pair of tables."""
+    """The prepared rows of both tables of a pair."""
 
     local_table: Table
     local: Prepared
@@ -19,7 +19,7 @@ class Rows:
 
 
 def kind_of(table: Table) -> str:
-    """The memory kind that all rows of a table are in. Raises ``MEMORY`` where they are in several."""
+    """The kind of memory of all rows of a table. Raises ``MEMORY`` where there are several."""
     kinds: list[str] = sorted({table.regions[i].memory for i in set(table.region.tolist())})
     if len(kinds) > 1:
         raise KVPlanError(
@@ -27,7 +27,7 @@ def kind_of(table: Table) -> str:
             "prepare a plan",
             expected="one kind of memory on each side of a pair",
             got=" and ".join(kinds),
-            hint="plan the tensors of each kind apart, with not_transferred",
+            hint="make one plan for each kind, with not_transferred",
             kinds=tuple(kinds),
         )
     return kinds[0]

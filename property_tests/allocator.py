@@ -1,4 +1,4 @@
-"""Block ids as an engine gives them out: shared by reference count, cached while nobody uses them, then reused."""
+"""An engine's block allocator: blocks are shared by reference count, cached while unused, and then reused."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Hashable
 
 NULL = 0
-"""The id that stands for no block; no pool gives it out."""
+"""The id of the null block, which no pool hands out."""
 
 
 class OutOfBlocksError(Exception):
-    """A pool in which every block is in use."""
+    """Every block of a pool is in use."""
 
 
 class Allocator:
     """The block ids of one pool.
 
-    A block is free, in use by one or more, or cached: in use by nobody, but found by a key until someone needs the
-    room. Free blocks are given out in no order.
+    A block is free, in use by one or more users, or cached: unused, but found by a key until the pool needs it. Free
+    blocks are handed out in random order.
     """
 
     def __init__(self, num_blocks: int, seed: int) -> None:
@@ -29,7 +29,7 @@ class Allocator:
         self.random = random.Random(seed)
 
     def take(self) -> int:
-        """A block that nobody else uses: a free one, or else a cached one. Raises OutOfBlocksError."""
+        """A block for one user: a free one, or else a cached one. Raises OutOfBlocksError."""
         if not self.free and not self.evict(self.random.randrange(64)):
             raise OutOfBlocksError
         block = self.free.pop(self.random.randrange(len(self.free)))
@@ -37,25 +37,25 @@ class Allocator:
         return block
 
     def share(self, block: int) -> int:
-        """One more user of a block in use, or of a cached one."""
+        """Add a user to a block that is in use or cached."""
         assert block in self.keys or self.users[block]
         self.users[block] += 1
         return block
 
     def drop(self, block: int) -> None:
-        """One user less; without any, a block is free or, if it has a key, cached."""
+        """Remove a user. A block without users is free or, if it has a key, cached."""
         assert self.users[block]
         self.users[block] -= 1
         if not self.users[block] and block not in self.keys:
             self.free.append(block)
 
     def cache(self, key: Hashable, block: int) -> None:
-        """Let a block in use be found by a key, unless another one is."""
+        """Make a block in use available under a key, unless another block is."""
         if key not in self.blocks and block not in self.keys:
             self.blocks[key], self.keys[block] = block, key
 
     def evict(self, which: int) -> bool:
-        """Free one of the cached blocks that nobody uses, if there is one."""
+        """Free one of the unused cached blocks, if there is one."""
         idle = [block for block in self.keys if not self.users[block]]
         if idle:
             block = idle[which % len(idle)]

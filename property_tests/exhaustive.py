@@ -1,9 +1,9 @@
-"""Goes through all small worlds, or some of them: ``python -m property_tests.exhaustive``.
+"""Checks all small worlds, or some of them: ``python -m property_tests.exhaustive``.
 
-Chunks of worlds stand in an order that spreads any part of a run over all grids. ``--limit`` does the first of them,
-``--slice 2/5`` every fifth from the second on, for several machines. With ``--state`` a run that was stopped goes on
-where it was. What is wrong is printed with the world's number and what makes the world again, and the exit status is 1;
-``--world`` does one by its number. ``--strategy`` goes through them in two legs instead.
+Chunks of worlds have an order that spreads every part of a run over all grids. ``--limit`` does the first of them,
+``--slice 2/5`` every fifth from the second on, for several machines. With ``--state`` a stopped run resumes. A wrong
+world is printed with its number and its definition, and the exit status is 1; ``--world`` does one world by its number.
+``--strategy`` moves requests in two steps instead.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ CHUNK = 100
 SAVED_EVERY_SECONDS = 10
 
 Failure = tuple[int, str]
-"""A world's number, and what is wrong."""
+"""A world's number, and its fault."""
 
 
 DIRECT = "direct"
 MORE = 0, 1, 100, 1000, 10_000
-"""How many bytes more than are needed staging regions have, by turns."""
+"""How many more bytes than needed a staging buffer has, in turns."""
 REQUESTS = 4
-"""How many requests of each world go in two legs, which takes longer, at most."""
+"""The most requests of a world that move in two steps, which takes longer."""
 
 
 @attrs.frozen
 class Job:
-    """Worlds in one leg, one in ``certify_every`` with its plans certified; or in two, by a strategy."""
+    """Check worlds directly, with certificates of one in ``certify_every``, or in two steps by a strategy."""
 
     strategy: str = DIRECT
     certify_every: int = 4
@@ -57,12 +57,12 @@ class Job:
 
 @cache
 def all_worlds() -> Worlds:
-    """The worlds, numbered once in each process."""
+    """The worlds, built once in each process."""
     return Worlds()
 
 
 def do_world(number: int, job: Job, tally: Tally) -> str | None:
-    """Check one world, with certificates if it is its turn. What is wrong, if anything."""
+    """Check one world, with certificates if it is its turn. Return its fault, if any."""
     worlds = all_worlds()
     world, requests = worlds[number], worlds.requests(number)
     try:
@@ -89,7 +89,7 @@ def do_chunk(job: Job, chunk: int) -> tuple[int, Tally, list[Failure]]:
 
 
 def chunks_of(total: int, part: tuple[int, int]) -> list[int]:
-    """The chunks of one part of several, early ones from everywhere.
+    """The chunks of one slice, in an order whose beginning covers all grids.
 
     >>> chunks_of(950, (1, 1)), chunks_of(950, (2, 3))
     ([0, 7, 4, 1, 8, 5, 2, 9, 6, 3], [7, 8, 9])
@@ -101,7 +101,7 @@ def chunks_of(total: int, part: tuple[int, int]) -> list[int]:
 
 @attrs.define
 class Run:
-    """What a run has done. ``key`` says of which worlds, by which code."""
+    """The results of a run. ``key`` identifies its worlds and the code."""
 
     key: str
     chunks: list[int] = attrs.Factory(list)
@@ -110,7 +110,7 @@ class Run:
     failures: list[Failure] = attrs.Factory(list)
 
     def save(self, path: Path | None) -> None:
-        """Write it, in place of what was written before, at once."""
+        """Replace the file atomically."""
         if path:
             beside = path.with_name(f"{path.name}.new")
             beside.write_text(json.dumps(attrs.asdict(self)))
@@ -118,7 +118,7 @@ class Run:
 
     @classmethod
     def load(cls, path: Path | None, key: str) -> Run:
-        """The run that a file is of, or a new one."""
+        """The run in a file, or a new one."""
         if not path or not path.exists():
             return cls(key)
         found = json.loads(path.read_text())
@@ -133,14 +133,14 @@ class Run:
 
 
 def code() -> str:
-    """Tells versions of the planner apart."""
-    sources = sorted(Path(kvplan.__file__).parent.glob("*.py"))
+    """A hash of kvplan's source files."""
+    sources = sorted(Path(kvplan.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
 
 
 @contextlib.contextmanager
 def results(job: Job, chunks: Sequence[int], processes: int) -> Iterator[Iterable[tuple[int, Tally, list[Failure]]]]:
-    """What is found in chunks, in any order: from some processes, or from this one."""
+    """The results of chunks, in any order, from several processes or from this one."""
     do = partial(do_chunk, job)
     if processes == 1:
         yield map(do, chunks)
@@ -151,7 +151,7 @@ def results(job: Job, chunks: Sequence[int], processes: int) -> Iterator[Iterabl
 
 @contextlib.contextmanager
 def progress(done: int, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of worlds, on a terminal where rich is installed: what is called with how many more are done."""
+    """A progress bar on a terminal, where rich is installed. Yields the function that advances it."""
     try:
         from rich.console import Console
         from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -166,7 +166,7 @@ def progress(done: int, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def go(run: Run, chunks: Sequence[int], job: Job, processes: int, state: Path | None) -> None:
-    """Do the chunks that a run has not done, and add what is found to it."""
+    """Check the chunks that a run has not checked, and add the results to it."""
     total = len(all_worlds())
     known = set(run.chunks)
     left = [chunk for chunk in chunks if chunk not in known]
@@ -187,7 +187,7 @@ def go(run: Run, chunks: Sequence[int], job: Job, processes: int, state: Path | 
 
 
 def describe(number: int, why: str | None) -> str:
-    """A world and what is wrong with it."""
+    """A world and its fault."""
     return f"world {number}: {all_worlds()[number]!r}\n  {why or 'right'}"
 
 
@@ -200,13 +200,13 @@ def _part(text: str) -> tuple[int, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line. Returns the exit status."""
-    parser = argparse.ArgumentParser("python -m property_tests.exhaustive", description="Go through all small worlds.")
+    parser = argparse.ArgumentParser("python -m property_tests.exhaustive", description="Check all small worlds.")
     parser.add_argument("--slice", type=_part, default=(1, 1), metavar="I/N", help="the Ith of N parts")
     parser.add_argument("--limit", type=int, metavar="WORLDS", help=f"about so many, in chunks of {CHUNK}")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--certify-every", type=int, default=4, metavar="N", help="certificates of one world in N")
+    parser.add_argument("--certify-every", type=int, default=4, metavar="N", help="certify the plans of one world in N")
     parser.add_argument("--strategy", choices=(DIRECT, *CHECKS), default=DIRECT)
-    parser.add_argument("--state", type=Path, metavar="FILE", help="where to go on, and to keep what is done")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="resume from this file, and save to it")
     parser.add_argument("--world", type=int, metavar="NUMBER", help="only this one")
     given = parser.parse_args(arguments)
     if given.world is not None:

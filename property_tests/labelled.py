@@ -1,8 +1,8 @@
-"""Worlds carried out: every byte of every worker has a label, and a request must move exactly the right ones.
+"""Small worlds, executed: every byte of every worker has a label, and a request must move exactly the right ones.
 
-A label is the meaning of a byte as one number: tensor, position, head, K or V, coordinate of dim. Labels are put where
-the formula of views says; reads copy them, and then all of the destination's memory is compared. Nothing here knows how
-plans are made, only what workers, rows, ids and descriptors mean.
+A label is the meaning of a byte as one number, of tensor, position, head, K or V, and coordinate of dim. The oracle's
+elements say where labels are. Reads copy them, and then all memory of the destination is compared. Nothing here knows
+how plans are made, only what workers, rows, ids and descriptors mean.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Blocks, Group, ReadSpec, Worker, certify, plan_mesh
+from kvplan import Blocks, ReadSpec, Worker, certify, plan_mesh
 from kvplan.verification.memory import expand
+from property_tests.oracle import elements, positions_of
 from property_tests.worlds import DIM, WITHIN, Heads, Request, Side, World, needed_blocks, pools, workers
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 DESTINATION, SOURCE = ("decode", (1 << 63) - 40), ("prefill", 1 << 44)
-"""Names and addresses of the engines. The destination's memory lies across 2**63."""
+"""Names and addresses of the engines. The destination's memory is on both sides of 2**63."""
 
 UNTOUCHED, UNLABELLED = -1, 0
 MAX_HEADS = 4
 WEIGHT = {"head": 2 * DIM, "kv": DIM, "dim": 1}
-"""How much a step along an axis adds to a label."""
+"""The increase of a label for a step along an axis."""
 
 PER_POSITION = MAX_HEADS * 2 * DIM
 
 
 class FaultError(Exception):
-    """What a plan does wrong."""
+    """A fault of a plan."""
 
 
 @attrs.define
 class Tally:
-    """How much was gone through."""
+    """Counts of a run."""
 
     worlds: int = 0
     plans: int = 0
@@ -48,13 +49,13 @@ class Tally:
     num_bytes: int = 0
 
     def add(self, other: Tally) -> None:
-        """Count what another has counted."""
+        """Add the counts of another tally."""
         for name, count in attrs.asdict(other).items():
             setattr(self, name, getattr(self, name) + count)
 
 
 class Engine:
-    """The workers of a side, a request's block tables, and the memory of all workers laid end to end."""
+    """The workers of a side, a request's block tables, and the memory of all workers, one after another."""
 
     def __init__(self, role: tuple[str, int], heads: Heads, side: Side, positions: int) -> None:
         self.side, self.address = side, role[1]
@@ -78,24 +79,23 @@ class Engine:
         groups = {group.name: (group, ids) for group, ids in zip(worker.groups, self.ids, strict=True)}
         for view in worker.views:
             group, ids = groups[view.group]
-            held = positions_of(group, positions)
-            ordinal, slot = np.divmod(np.arange(held.size), group.tokens_per_block or 1)
-            (token,) = (axis.stride_bytes for axis in view.axes if axis.name == "token")
-            at = regions[view.region] + view.offset_bytes + ids[ordinal] * view.block_stride_bytes + slot * token
-            label = 1 + (int(view.name[1:]) * positions + held) * PER_POSITION
-            where = held
-            for axis in view.axes:
-                if axis.name != "token":
-                    coordinate = np.arange(axis.start, axis.stop)
-                    at = np.add.outer(at, (coordinate - axis.start) * axis.stride_bytes)
-                    label = np.add.outer(label, coordinate * WEIGHT[axis.name])
-                    where = np.add.outer(where, coordinate * 0)
-            if (self.label[at] != UNLABELLED).any():
+            held = np.array(positions_of(group, positions), np.int64)
+            tokens = group.tokens_per_block or 1
+            by_slot = [(slot, offset, _code(coordinates)) for slot, offset, coordinates in elements(view)]
+            # one row for each element of a block; one column for each block that holds some of the positions
+            slot, offset, code = (np.array(column, np.int64)[:, None] for column in zip(*by_slot, strict=True))
+            blocks = np.arange(-(-held.size // tokens))
+            number = blocks * tokens + slot
+            inside = number < held.size
+            position = held[np.where(inside, number, 0)]
+            where = (regions[view.region] + offset + ids[blocks] * view.block_stride_bytes)[inside]
+            if (self.label[where] != UNLABELLED).any():
                 raise FaultError(f"two bytes in one place of {worker}")
-            self.label[at], self.position[at] = label, where
+            label = 1 + (int(view.name[1:]) * positions + position) * PER_POSITION + code
+            self.label[where], self.position[where] = label[inside], position[inside]
 
     def tables(self, start: int) -> dict[str, Blocks]:
-        """The block tables of a request, from the block on that some worker has position ``start`` in."""
+        """The block tables of a request, from the first block that holds position ``start`` or later ones."""
         if start not in self._tables:
             size, run = self.side.spread
             firsts = [start // (size * run) * run // tokens for tokens in self.side.tokens]
@@ -105,7 +105,7 @@ class Engine:
         return self._tables[start]
 
     def places(self, ranges: Words, ranks: Ints) -> Ints:
-        """Where ranges begin in the memory of all, after making sure that each lies in one region of its worker."""
+        """Where ranges start in the memory of all workers. Checks that each is inside one region of its worker."""
         address, length, device = ranges.T
         offset = address - np.uint64(self.address)
         if not np.array_equal(device, ranks):
@@ -119,20 +119,18 @@ class Engine:
 
 
 def each_byte(begin: Ints, ranges: Words) -> Ints:
-    """The places of all bytes of ranges that begin at some places."""
+    """The places of all bytes of ranges, which start at the places ``begin``."""
+    # each range repeated for its bytes, less the bytes before it, plus the number of each byte
     length = ranges[:, 1].astype(np.int64)
     return np.repeat(begin - np.cumsum(length) + length, length) + np.arange(length.sum())
 
 
-def positions_of(group: Group, end: int) -> Ints:
-    """The positions below ``end`` that a group's context holds."""
-    position, context = np.arange(end), group.context
-    held: Ints = position[position // context.interleave_tokens % context.size == context.rank]
-    return held
+def _code(coordinates: Iterable[tuple[str, int]]) -> int:
+    return sum(WEIGHT[name] * coordinate for name, coordinate in coordinates)
 
 
 def block_ids(side: Side, positions: int, turn: int) -> list[Ints]:
-    """A request's block ids in each group: pairs of neighbours, the pairs here and there."""
+    """A request's block ids in each group: pairs of neighbours at scattered places."""
     ids = []
     taken = 0
     for needed, pool in zip(needed_blocks(side, positions), pools(side, positions), strict=True):
@@ -144,12 +142,12 @@ def block_ids(side: Side, positions: int, turn: int) -> list[Ints]:
 
 @lru_cache(maxsize=4096)
 def engine(role: tuple[str, int], heads: Heads, side: Side, positions: int) -> Engine:
-    """An engine, kept for further worlds."""
+    """An engine, cached for other worlds."""
     return Engine(role, heads, side, positions)
 
 
 def check(world: World, requests: Iterable[Request], proved: bool, tally: Tally) -> None:
-    """Plan for every destination worker, and carry out the requests. Raises :class:`FaultError`."""
+    """Plan for every destination worker, and execute the requests. Raises :class:`FaultError`."""
     ours, theirs = (
         engine(role, world.heads, side, world.positions)
         for role, side in ((DESTINATION, world.destination), (SOURCE, world.source))
@@ -175,7 +173,7 @@ def check(world: World, requests: Iterable[Request], proved: bool, tally: Tally)
 
 
 def _move(specs: Sequence[ReadSpec], ours: Engine, theirs: Engine, number: int, request: Request, tally: Tally) -> None:
-    """Carry out what one destination worker reads, and compare all of its memory with what is wanted."""
+    """Execute the reads of one destination worker, and compare all its memory with what is expected."""
     named = [(spec.operation, spec.local, spec.remote) for spec in specs]
     if named != [("READ", (DESTINATION[0], number), (SOURCE[0], rank)) for rank in range(len(theirs.workers))]:
         raise FaultError(f"specs of {named}")
@@ -203,5 +201,5 @@ def _move(specs: Sequence[ReadSpec], ours: Engine, theirs: Engine, number: int, 
 
 
 def _by_ids(spec: ReadSpec) -> tuple[Words, Words]:
-    """The ranges that the ids of a spec name, local and remote."""
+    """The ranges of a spec's ids, local and remote."""
     return expand(spec.local_table.rows, spec.local_ids), expand(spec.remote_table.rows, spec.remote_ids)

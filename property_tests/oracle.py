@@ -1,6 +1,6 @@
-"""A second oracle, one byte at a time in plain Python: what every address means, and what copies do to it.
+"""The independent oracle: what every byte means, one element at a time from the formula of a view.
 
-It shares no code with the planner or with kvplan.verify, and is as slow as it is simple.
+It is as slow as it is simple, and shares no code with the planner or with kvplan.verification.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ Place = tuple[int, int]
 """Device and address of a byte."""
 
 Meaning = tuple[str, int, tuple[tuple[str, int], ...], int]
-"""Tensor, position, coordinates and byte of the element."""
+"""Tensor, position, coordinates, and byte of the element."""
 
 Copy = tuple[tuple[str, int], Place, Place]
-"""One byte's way: the source worker, its place there, its place at the destination."""
+"""The copy of one byte: the source worker, the place there, and the place at the destination."""
 
 Span = tuple[int, int] | None
 
 
-def positions_of(group: Group, count: int) -> list[int]:
-    """The first ``count`` positions that the group's context holds, found by trying them all."""
+def positions_of(group: Group, end: int) -> list[int]:
+    """The positions below ``end`` that the group's context holds, found by trying all of them."""
     context = group.context
-    every = itertools.count()
-    return list(
-        itertools.islice((p for p in every if p // context.interleave_tokens % context.size == context.rank), count)
-    )
+    return [p for p in range(end) if p // context.interleave_tokens % context.size == context.rank]
 
 
 def elements(view: View) -> Iterator[tuple[int, int, tuple[tuple[str, int], ...]]]:
-    """Slot, byte offset in block 0 and coordinates of every element of one block."""
+    """Slot, byte offset in block 0, and coordinates of every element of a block."""
     for point in itertools.product(*(range(axis.start, axis.stop) for axis in view.axes)):
         offset, coordinates = view.offset_bytes, dict[str, int]()
         for axis, coordinate in zip(view.axes, point, strict=True):
@@ -44,7 +41,7 @@ def elements(view: View) -> Iterator[tuple[int, int, tuple[tuple[str, int], ...]
 
 
 def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, Span]) -> dict[Place, Meaning]:
-    """What each byte of a request's blocks means, at the positions in ``spans`` (by tensor; None: at all)."""
+    """What each byte of a request's blocks means, at positions in the span of its tensor; None is all positions."""
     found: dict[Place, Meaning] = {}
     for view in worker.views:
         group = next(group for group in worker.groups if group.name == view.group)
@@ -53,7 +50,8 @@ def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, S
             continue
         span, slots = spans[view.name], group.tokens_per_block or 1
         blocks = tables[view.group]
-        held = positions_of(group, (blocks.first + len(blocks.ids)) * slots)
+        rounds = (blocks.first + len(blocks.ids)) * slots + group.context.interleave_tokens
+        held = positions_of(group, rounds * group.context.size)
         for ordinal, block in enumerate(blocks.ids.tolist(), blocks.first):
             for slot, offset, coordinates in elements(view):
                 position = held[ordinal * slots + slot]
@@ -66,13 +64,13 @@ def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, S
 
 
 def copies_of(spec: ReadSpec) -> list[Copy]:
-    """Byte by byte, what the coalesced descriptors of a spec copy, in order."""
+    """The copies of a spec's coalesced descriptors, byte by byte, in order."""
     local, remote = spec.descriptors()
     return by_byte(spec.remote, remote, local) if spec.operation == "READ" else by_byte(spec.local, local, remote)
 
 
 def by_byte(source: tuple[str, int], reads: Any, writes: Any) -> list[Copy]:
-    """Byte by byte, what ranges of address, length and device copy from a source, in order."""
+    """The copies of ranges of address, length and device, byte by byte, in order."""
     return [
         (source, (read[2], read[0] + byte), (write[2], write[0] + byte))
         for read, write in zip(reads.tolist(), writes.tolist(), strict=True)
@@ -81,7 +79,7 @@ def by_byte(source: tuple[str, int], reads: Any, writes: Any) -> list[Copy]:
 
 
 def copies_by_id(spec: ReadSpec) -> list[Copy]:
-    """Byte by byte, what the ids of a spec copy: each id is the next element of the rows."""
+    """The copies of a spec's ids, byte by byte. Ids number the elements of the rows, one row after the other."""
     sides = []
     for table, ids in ((spec.local_table, spec.local_ids), (spec.remote_table, spec.remote_ids)):
         ranges = [
@@ -102,7 +100,7 @@ def copies_by_id(spec: ReadSpec) -> list[Copy]:
 def problems(
     needed: Mapping[Place, Meaning], held: Mapping[tuple[str, int], Mapping[Place, Meaning]], copies: Iterable[Any]
 ) -> list[str]:
-    """What is wrong with copies to one worker that needs ``needed``, from sources that hold ``held``."""
+    """The faults of copies to one worker that needs ``needed``, from sources that hold ``held``."""
     wrong, written = [], set()
     for source, read, write in copies:
         if write in written:
@@ -117,7 +115,7 @@ def problems(
 
 
 def region_of(worker: Worker, place: Place) -> Region:
-    """The one region that a byte lies in."""
+    """The one region of a byte."""
     device, address = place
     (region,) = (
         region
@@ -128,7 +126,7 @@ def region_of(worker: Worker, place: Place) -> Region:
 
 
 def fewest_descriptors(destination: Worker, source: Worker, copies: Sequence[Any]) -> int:
-    """How many maximal runs, contiguous on both sides inside one region each, the copied bytes form."""
+    """How many maximal runs the copied bytes form, each contiguous on both sides and inside one region."""
     runs, last = 0, None
     for _, read, write in sorted(copies, key=lambda copy: copy[2]):
         regions = (region_of(source, read), region_of(destination, write))

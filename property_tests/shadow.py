@@ -1,6 +1,6 @@
-"""What a worker's memory should hold, beside what it does hold: a number in every cell that tells what is there.
+"""The expected memory of a worker beside its real memory: a number in every cell that says what the cell holds.
 
-Where something belongs follows from the views' formula, element by element; no code is shared with the planner.
+The oracle's elements decide where everything belongs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import FakeMemory, View, Worker
-from kvplan.describe.axes import Axis
+from kvplan import Axis, FakeMemory, View, Worker
 from property_tests.oracle import elements, positions_of
 
 Ints = npt.NDArray[np.int64]
@@ -23,7 +22,7 @@ END = 128
 
 
 class Content:
-    """Numbers for what a cell may hold: byte of an element of a tensor, position, and whose text it is."""
+    """Numbers for the contents of cells: byte of an element of a tensor, position, and the text's owner."""
 
     def __init__(self) -> None:
         self.codes: dict[Any, int] = {}
@@ -33,11 +32,11 @@ class Content:
         return self.codes.setdefault(meaning, len(self.codes))
 
     def label(self, owner: Ints, code: Ints, position: Ints) -> Labels:
-        """The number of a cell, never 0."""
+        """The numbers of cells, never 0."""
         return ((owner << 24 | code) * END + position + 1).astype(np.uint64)
 
     def name(self, label: int) -> str:
-        """What a number stands for."""
+        """The meaning of a number."""
         if not 0 < label < 1 << 62:
             return "nothing" if label == 0 else "a copy of nothing"
         rest, position = divmod(label - 1, END)
@@ -46,9 +45,9 @@ class Content:
 
 
 class Shadow:
-    """The cells of one worker, all regions one after another, as they should be.
+    """The cells of one worker, all regions one after another.
 
-    ``expected`` has the number that each cell should hold; ``parts`` are the cells of the regions themselves.
+    ``expected`` has the number that each cell should hold, ``parts`` the real cells of the regions.
     """
 
     def __init__(self, worker: Worker, memory: FakeMemory, content: Content) -> None:
@@ -67,7 +66,7 @@ class Shadow:
         self.slots = {name: self._slots(name) for name in self.groups}
 
     def _slots(self, group: str) -> Ints:
-        """For each slot and each byte in it: its cell in block 0, the cells to the next block, and its code."""
+        """For each slot and each byte in it: its cell in block 0, the cells to the next block, its code. (n, m, 3)"""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for view in (view for view in self.worker.views if view.group == group):
             for slot, offset, coordinates in elements(view):
@@ -80,7 +79,7 @@ class Shadow:
     def cells(
         self, group: str, blocks: Mapping[int, int], owners: Sequence[int], positions: Collection[int]
     ) -> tuple[Ints, Labels]:
-        """Where a request's positions stand in its blocks, given by ordinal, and what those cells should hold."""
+        """The cells of a request's positions in its blocks, by ordinal, and the numbers that they should hold."""
         if group not in self.groups:
             return np.empty(0, np.int64), np.empty(0, np.uint64)
         slots = self.groups[group].tokens_per_block or 1
@@ -110,14 +109,14 @@ class Shadow:
         return np.concatenate(found)
 
     def fill(self, where: Ints, labels: Labels) -> None:
-        """Let the worker itself put something there."""
+        """Let the worker itself write some cells."""
         self.expected[where] = labels
         for start, cells in self.parts:
             inside = (start <= where) & (where < start + cells.size)
             cells[where[inside] - start] = labels[inside]
 
     def check(self) -> None:
-        """Every cell of the worker holds what it should."""
+        """Assert that every cell holds its expected number."""
         actual = np.concatenate([np.empty(0, np.uint64), *(cells for _, cells in self.parts)])
         wrong = np.flatnonzero(actual != self.expected)
         if wrong.size:

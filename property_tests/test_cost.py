@@ -1,4 +1,4 @@
-"""COST: as few descriptors as the bytes allow, ids that stand for the same bytes, and costs known beforehand."""
+"""COST: the fewest descriptors, ids of the same bytes, and costs that are known before a request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, plan_mesh
-from kvplan.plan.cost import PairCost
-from kvplan.testing.engines import POOL, Side, held, workers
+from kvplan.plan import PairCost
+from kvplan.testing.engines import POOL, EngineDesign, on_ranks, ordinals_of, workers
 from kvplan.testing.strategies import Case, cases
 from property_tests.oracle import copies_by_id, copies_of, fewest_descriptors
 
 MOST = 2000
-"""Positions of the longest request whose cost is compared."""
+"""The longest request, in positions."""
 
 
 @given(cases())
 def test_descriptors_are_the_fewest_and_name_the_bytes_of_the_ids(case: Case) -> None:
-    """Coalesced descriptors copy what the ids copy, in as many runs as brute force finds in the bytes."""
+    """Coalesced descriptors copy the bytes of the ids, in as many runs as brute force finds."""
     sources = {source.key: source for source in case.sources}
     for worker in case.destinations:
         plan = case.reads(worker)
@@ -33,16 +33,15 @@ def test_descriptors_are_the_fewest_and_name_the_bytes_of_the_ids(case: Case) ->
             assert spec.num_descriptors == fewest_descriptors(worker, sources[spec.remote], copies)
 
 
-def scattered(side: Side, tokens: int, seed: int) -> dict[str, Blocks]:
-    """Blocks for so many positions, no two of them neighbours, and neither the first nor the last of a pool."""
+def scattered(design: EngineDesign, tokens: int, seed: int) -> dict[str, Blocks]:
+    """Blocks for ``tokens`` positions: no two neighbours, and neither the first nor the last of a pool."""
     tables, low = {}, 1
-    for name, group in side.groups.items():
-        slots = group.tokens_per_block
-        needed = 1 if slots is None else max(-(-len(positions) // slots) for positions in held(group, tokens))
-        ids = [low + 2 * i for i in range(needed)]
+    for name, group in design.groups.items():
+        count = len(ordinals_of(on_ranks(group), 0, tokens)) if group.tokens_per_block else 1
+        ids = [low + 2 * i for i in range(count)]
         random.Random(seed).shuffle(ids)
         tables[name] = Blocks(ids)
-        low = low + 2 * needed if side.packing == POOL else 1
+        low = low + 2 * count if design.packing == POOL else 1
     return tables
 
 
@@ -50,13 +49,13 @@ def scattered(side: Side, tokens: int, seed: int) -> dict[str, Blocks]:
 def test_a_cost_is_that_of_scattered_blocks(
     case: Case, tokens: int | None, operation: Literal["READ", "WRITE"], seed: int
 ) -> None:
-    """What tables say a request takes is, pair by pair, what binding it to scattered blocks and coalescing gives."""
+    """The cost from the tables equals, for each pair, the cost of binding scattered blocks and coalescing."""
     skipped = case.not_transferred
     needed = plan_mesh(case.destinations, case.sources, not_transferred=skipped).cost(tokens).tokens
     assume(needed <= MOST)
-    tables = [scattered(side, needed, seed + i) for i, side in enumerate(case.sides)]
-    roomy = [attrs.evolve(side, extra_blocks=side.extra_blocks + 1) for side in case.sides]
-    destinations, sources = (workers(side, table) for side, table in zip(roomy, tables, strict=True))
+    tables = [scattered(design, needed, seed + i) for i, design in enumerate(case.designs)]
+    roomy = [attrs.evolve(design, extra_blocks=design.extra_blocks + 1) for design in case.designs]
+    destinations, sources = (workers(design, table) for design, table in zip(roomy, tables, strict=True))
     mesh = plan_mesh(destinations, sources, operation, not_transferred=skipped)
     found = mesh.cost(tokens)
     assert found.tokens == needed

@@ -1,4 +1,4 @@
-"""Small worlds: a fixed part of them on every run, and what makes all of them worth going through."""
+"""Small worlds: a fixed part of them is right, they cover all pairs of features, and faults are found."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import attrs
 import pytest
 
 from kvplan import MeshPlan, ReadSpec, TransferPlan, Worker, plan_mesh
-from kvplan.staging.plan import StagedPlan
+from kvplan.staging import StagedPlan
 from property_tests import labelled
 from property_tests.exhaustive import Job, all_worlds, do_world, main
 from property_tests.grids import BLOCKS, GRIDS, LAYOUTS, PACKINGS, SPREADS, UP_TO_4, Grid
 from property_tests.labelled import Tally
 from property_tests.staged import CHECKS
-from property_tests.worlds import APART, WITHIN, Heads, Side, workers
+from property_tests.worlds import APART, WITHIN, Heads, Request, Side, World, workers
 
 PART_OF_GRID = 60
 
@@ -31,10 +31,10 @@ KINDS: Mapping[str, tuple[Any, ...]] = {
     "heads": UP_TO_4,
     "tensors": (1, 2),
 }
-"""What worlds differ in: the last two for both sides together."""
+"""The features of worlds. The last two are of both sides together."""
 
 Feature = tuple[str, str, Any]
-"""Which side, or both; which of the kinds; the value."""
+"""The side, or both; the kind; the value."""
 
 
 def numbers_of(grid: Grid) -> range:
@@ -46,7 +46,7 @@ def numbers_of(grid: Grid) -> range:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name.replace(" ", "-"))
 def test_a_part_of_each_grid_is_right(grid: Grid) -> None:
-    """Worlds from everywhere in a grid are planned, certified and moved byte for byte."""
+    """Worlds from all parts of a grid are planned, certified and moved byte for byte."""
     numbers = numbers_of(grid)
     count = PART_OF_GRID // 10 if grid.every_start else PART_OF_GRID
     tally = Tally()
@@ -58,9 +58,16 @@ def test_a_part_of_each_grid_is_right(grid: Grid) -> None:
     assert tally.num_bytes
 
 
+def test_equal_layouts_in_two_regions_are_right() -> None:
+    """Runs of equal offsets in different regions stay apart: heads of one tensor do not continue those of another."""
+    side = Side(1, (2,), "bhtkd")
+    requests = [Request(0, 25, by_ids=True), Request(3, 20, by_ids=False)]
+    labelled.check(World((2, 2), side, side, 25), requests, True, Tally())
+
+
 @pytest.mark.parametrize("strategy", CHECKS)
-def test_some_worlds_are_right_in_two_legs(strategy: str) -> None:
-    """Some go through by each strategy, several requests of each."""
+def test_some_worlds_are_right_in_two_steps(strategy: str) -> None:
+    """Some worlds are right by each strategy, with several requests of each."""
     tally, total = Tally(), len(all_worlds())
     for number in range(0, total, total // 12):
         assert do_world(number, Job(strategy), tally) is None, number
@@ -86,14 +93,14 @@ def test_no_world_has_two_numbers() -> None:
 
 
 @pytest.mark.parametrize("heads", [(1,), (3,), (1, 2), (2, 3)])
-def test_sides_differ_in_what_workers_keep(heads: Heads) -> None:
-    """Two sides that count as two make different workers."""
+def test_different_sides_make_different_workers(heads: Heads) -> None:
+    """Two different sides of a sheet make different workers."""
     sides = {side for sheet in all_worlds().sheets if sheet.heads == heads for side in sheet.destinations}
     assert len({workers("engine", 0, heads, side, 3) for side in sides}) == len(sides) > 10
 
 
-def test_a_side_stands_for_all_that_keep_the_same_bytes() -> None:
-    """Of all orders of axes, those that make the same workers are one side."""
+def test_a_side_represents_all_with_the_same_bytes() -> None:
+    """All orders of axes that make the same workers are one side."""
     heads, sides = (2, 1), [Side(2, (1, 3), "".join(order)) for order in itertools.permutations("bhtkd")]
     settled = {side.settled(heads) for side in sides}
     made = {workers("engine", 0, heads, side, 3) for side in settled}
@@ -102,13 +109,13 @@ def test_a_side_stands_for_all_that_keep_the_same_bytes() -> None:
 
 
 def features(where: str, side: Side) -> set[Feature]:
-    """What a side has of the kinds."""
+    """The features of a side."""
     alone = {(where, kind, getattr(side, kind)) for kind in ("tp", "order", "spread", "packing")}
     return alone | {(where, "tokens", (tokens,)) for tokens in side.tokens}
 
 
 def features_together() -> set[tuple[Feature, Feature]]:
-    """All pairs of features that some world has."""
+    """All pairs of features of any world."""
     met: set[tuple[Feature, Feature]] = set()
     for grid, heads in [(each, heads) for each in GRIDS for heads in each.heads]:
         common = {("both", "tensors", len(heads)), *(("both", "heads", count) for count in heads)}
@@ -124,7 +131,7 @@ def features_together() -> set[tuple[Feature, Feature]]:
 
 
 def impossible(one: Feature, other: Feature) -> bool:
-    """Whether one side cannot have both: one tensor packed with another, or blocks within others that do not lead."""
+    """Whether a side cannot have both features: packing needs two tensors, one view of K and V, outermost blocks."""
     values = {one[1]: one[2], other[1]: other[2]}
     packing = values.get("packing", APART)
     if values.get("tensors") == 1 or "order" not in values:
@@ -135,7 +142,7 @@ def impossible(one: Feature, other: Feature) -> bool:
 
 
 def test_any_two_choices_meet() -> None:
-    """For any two values of any two kinds, on the same side or not, there is a world that has both, if there can be."""
+    """For any two features that a world can have, on the same side or not, there is a world with both."""
     every: list[Feature] = [
         (where, kind, value)
         for kind, values in KINDS.items()
@@ -153,24 +160,24 @@ def test_any_two_choices_meet() -> None:
 
 
 def first_of(grid: str) -> int:
-    """A world of a grid with several source workers."""
+    """The first world of a grid with several source workers."""
     numbers = numbers_of(next(each for each in GRIDS if each.name == grid))
     worlds = all_worlds()
     return next(n for n in numbers if worlds[n].source.tp > 1 and worlds[n].destination.tp == 1 < min(worlds[n].heads))
 
 
 def without_the_last(spec: ReadSpec) -> ReadSpec:
-    """Ids that leave out one."""
+    """The ids without the last."""
     return attrs.evolve(spec, local_ids=spec.local_ids[:-1], remote_ids=spec.remote_ids[:-1])
 
 
 def in_reverse(spec: ReadSpec) -> ReadSpec:
-    """Ids of one side in another order."""
+    """The ids of one side in reverse order."""
     return attrs.evolve(spec, remote_ids=spec.remote_ids[::-1])
 
 
 def twice(spec: ReadSpec) -> ReadSpec:
-    """Ids of which one is there once more."""
+    """The ids with one of them repeated."""
     return attrs.evolve(
         spec,
         **{side: getattr(spec, side)[[*range(len(getattr(spec, side))), 0]] for side in ("local_ids", "remote_ids")},
@@ -184,7 +191,7 @@ def twice(spec: ReadSpec) -> ReadSpec:
 def test_a_wrong_plan_is_found(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[ReadSpec], ReadSpec], reason: str
 ) -> None:
-    """Specs with a descriptor too few, too many, or in another place are wrong in every way that worlds are checked."""
+    """Specs with a descriptor too few, too many or in another place are found, by ids and by ranges."""
 
     class Faulty:
         def __init__(self, plan: TransferPlan) -> None:
@@ -205,12 +212,12 @@ def test_a_wrong_plan_is_found(
 
 
 def of_the_first_source(destinations: Sequence[Worker], sources: Sequence[Worker]) -> MeshPlan:
-    """Plans that know one source alone."""
+    """Plans with the first source alone."""
     return plan_mesh(destinations, sources[:1])
 
 
 def test_a_source_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal to plan is a fault of its world."""
+    """A world that is not planned is a fault."""
     monkeypatch.setattr(labelled, "plan_mesh", of_the_first_source)
     why = do_world(first_of("two tensors, sharded"), Job(certify_every=1), Tally())
     assert why
@@ -218,7 +225,7 @@ def test_a_source_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_chunk_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Worlds in two legs are checked as well."""
+    """Transfers in two steps are checked as well."""
     argument = ["--strategy", "receive-staged", "--world", str(first_of("any strides"))]
     assert main(argument) == 0
     bind = StagedPlan.bind
@@ -227,8 +234,8 @@ def test_a_wrong_chunk_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "FaultError: " in capsys.readouterr().out
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second run does what the first has not; its sums are those of both, and a third has nothing left to do."""
+def test_a_run_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second run checks what the first has not, its sums include both, and a third has nothing left."""
     state = ["--processes", "1", "--slice", "2/3000", "--state", str(tmp_path / "state.json")]
     for limit, worlds in ((100, "100 worlds"), (200, "200 worlds"), (200, "200 worlds")):
         assert main([*state, "--limit", str(limit)]) == 0
@@ -237,10 +244,10 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
         main([*state[:3], "3/3000", *state[4:], "--limit", "100"])
 
 
-def test_a_wrong_world_is_told_with_what_makes_it(
+def test_a_wrong_world_is_printed_with_its_definition(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is printed names the world, makes it again, and says what is wrong; the exit status is 1."""
+    """The output has the world's number, its definition and its fault, and the exit status is 1."""
     number = first_of("any strides")
     assert main(["--world", str(number)]) == 0
     monkeypatch.setattr(labelled, "plan_mesh", of_the_first_source)

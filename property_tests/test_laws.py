@@ -1,7 +1,7 @@
-"""Laws: what must hold between plans, whatever they are, without knowing what any one of them should be.
+"""Laws: relations between plans that hold whatever each plan is.
 
-A request is looked at as a mapping, from each byte that is written to the byte that is copied there: bytes are numbered
-over all workers of an engine, and have labels that say what they mean.
+A request is a mapping from each byte that it writes to the byte that it copies there. Bytes are numbered over all
+workers of an engine, and have labels with their meanings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTHING: Final = -1
 
 
 def sides(heads: Heads) -> st.SearchStrategy[Side]:
-    """Any way to keep these tensors."""
+    """Any side for these tensors."""
     two = len(heads) > 1
     return st.builds(
         Side,
@@ -43,7 +43,7 @@ def sides(heads: Heads) -> st.SearchStrategy[Side]:
 
 @st.composite
 def engines(draw: st.DrawFn, count: int) -> list[Engine]:
-    """So many engines that keep the same tensors."""
+    """Engines that store the same tensors."""
     heads = tuple(draw(st.lists(st.sampled_from(UP_TO_4), min_size=1, max_size=2)))
     return [Engine((f"e{i}", (i + 1) << 32), heads, draw(sides(heads)), POSITIONS) for i in range(count)]
 
@@ -51,11 +51,11 @@ def engines(draw: st.DrawFn, count: int) -> list[Engine]:
 SPANS = st.tuples(st.integers(0, POSITIONS), st.integers(0, POSITIONS)).map(lambda ends: (min(ends), max(ends)))
 
 NUMBERS = st.integers(0, 11)
-"""Which of an engine's workers."""
+"""The index of a worker, modulo their number."""
 
 
 def read(plans: Iterable[TransferPlan], local: Engine, remote: Engine, span: tuple[int, int] = EVERYTHING) -> Ints:
-    """For each byte of an engine, which byte of the other plans of reads put there; none is written twice."""
+    """For each byte of an engine the byte of the other that read plans copy there, or NOTHING. Checks DISJOINT."""
     found = np.full(local.label.size, NOTHING)
     for plan in plans:
         for spec in plan.bind(local=local.tables(0), remote=remote.tables(0), tokens=span):
@@ -72,25 +72,25 @@ def read(plans: Iterable[TransferPlan], local: Engine, remote: Engine, span: tup
 
 
 def moved(local: Engine, remote: Engine, span: tuple[int, int] = EVERYTHING) -> Ints:
-    """What one engine reads from another."""
+    """The mapping of all reads of one engine from another."""
     return read(plan_mesh(local.workers, remote.workers).plans, local, remote, span)
 
 
 def meant(engine: Engine, span: tuple[int, int] = EVERYTHING) -> Ints:
-    """What each byte of an engine means, if it is in the span of the request. Replicas mean the same."""
+    """The label of each byte of an engine, if it is in the span. Replicas have equal labels."""
     inside = (span[0] <= engine.position) & (engine.position < span[1])
     return np.where(inside, engine.label, NOTHING)
 
 
 def after(moves: Ints, before: Ints) -> Ints:
-    """What bytes mean that are written with what others meant."""
+    """The labels after a mapping, given the labels of its sources."""
     return np.where(moves == NOTHING, NOTHING, before[moves])
 
 
 @FEWER
 @given(engines(3), SPANS)
 def test_composition(three: list[Engine], span: tuple[int, int]) -> None:
-    """What goes from A to B and on to C is what goes from A to C."""
+    """A to B and then B to C moves what A to C moves."""
     a, b, c = three
     first = after(moved(b, a, span), meant(a))
     assert (after(moved(c, b, span), first) == after(moved(c, a, span), meant(a))).all()
@@ -99,14 +99,14 @@ def test_composition(three: list[Engine], span: tuple[int, int]) -> None:
 @FEWER
 @given(engines(2), SPANS)
 def test_inversion(two: list[Engine], span: tuple[int, int]) -> None:
-    """What goes from A to B and back to A is in A already: all of the request, on every replica."""
+    """A to B and back to A restores all of the request on every replica."""
     a, b = two
     there = after(moved(b, a, span), meant(a))
     assert (after(moved(a, b, span), there) == meant(a, span)).all()
 
 
 def turned(workers: Sequence[Worker]) -> list[Worker]:
-    """Workers in another order, with their regions, groups and views in another order."""
+    """Workers, and their regions, groups and views, in reverse order."""
     return [
         attrs.evolve(worker, regions=worker.regions[::-1], groups=worker.groups[::-1], views=worker.views[::-1])
         for worker in workers[::-1]
@@ -126,7 +126,7 @@ def test_permutation(two: list[Engine], span: tuple[int, int]) -> None:
 @FEWER
 @given(engines(2), st.lists(st.integers(0, POSITIONS), max_size=3))
 def test_splitting(two: list[Engine], cuts: list[int]) -> None:
-    """A range that is bound in parts moves what it moves as one."""
+    """A range bound in parts moves what it moves as a whole."""
     a, b = two
     plans = plan_mesh(a.workers, b.workers).plans
     parts = np.array([read(plans, a, b, part) for part in itertools.pairwise([0, *sorted(cuts), POSITIONS])])
@@ -138,7 +138,7 @@ WIDER = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
 def scaled(worker: Worker, factor: int) -> Worker:
-    """A worker whose elements, of one byte, and all that is counted in bytes, are larger by a factor."""
+    """A worker whose elements, of one byte, and all numbers of bytes are multiplied by a factor."""
     views = [
         attrs.evolve(
             view,
@@ -154,7 +154,7 @@ def scaled(worker: Worker, factor: int) -> Worker:
 
 
 def placed(regions: Sequence[Region], address: int) -> list[Region]:
-    """Regions one behind the other, from an address on."""
+    """Regions one after the other, from an address on."""
     starts = itertools.accumulate((region.size_bytes for region in regions), initial=address)
     return [attrs.evolve(region, address=at) for region, at in zip(regions, starts, strict=False)]
 
@@ -165,7 +165,7 @@ def shifted(worker: Worker, address: int) -> Worker:
 
 
 def same_but_for_addresses(one: TransferPlan, other: TransferPlan, engines: Sequence[Engine], factor: int = 1) -> None:
-    """Plans have the same ids, and rows that differ in where regions begin, and by a factor in all that is in bytes."""
+    """Assert that plans have equal ids, and rows that differ by their regions' addresses and by a factor in bytes."""
     request: dict[str, Any] = {
         "local": engines[0].tables(0),
         "remote": engines[1].tables(0),
@@ -193,7 +193,7 @@ def tables(plan: TransferPlan) -> list[Any]:
 @FEWER
 @given(engines(2), NUMBERS, st.sampled_from(list(WIDER)))
 def test_scaling(two: list[Engine], number: int, factor: int) -> None:
-    """Where all that is in bytes is larger by a factor, so is all that is in bytes in the rows, and nothing else."""
+    """Multiplying all numbers of bytes by a factor multiplies those of the rows, and changes nothing else."""
     a, b = two
     worker = a.workers[number % len(a.workers)]
     larger = plan_reads(scaled(worker, factor), [scaled(source, factor) for source in b.workers])
@@ -203,7 +203,7 @@ def test_scaling(two: list[Engine], number: int, factor: int) -> None:
 @FEWER
 @given(engines(2), NUMBERS, st.integers(1, 1 << 62))
 def test_shifting(two: list[Engine], number: int, address: int) -> None:
-    """Where regions begin elsewhere, rows do, and nothing else changes."""
+    """Moving regions moves rows, and changes nothing else."""
     a, b = two
     worker = a.workers[number % len(a.workers)]
     sources, plan = [shifted(source, address) for source in b.workers], plan_reads(worker, b.workers)
@@ -215,7 +215,7 @@ def test_shifting(two: list[Engine], number: int, address: int) -> None:
 @FEWER
 @given(engines(2), NUMBERS, st.integers(1, 1 << 62))
 def test_shifting_of_writes(two: list[Engine], number: int, address: int) -> None:
-    """A writer's plan for destinations elsewhere is its plan with their addresses."""
+    """A writer's plan for moved destinations is its plan with their addresses."""
     a, b = two
     (worker, *siblings), others = (b.workers[number:] + b.workers[:number]), a.workers
     plan = plan_writes(worker, others, siblings)
@@ -226,7 +226,7 @@ def test_shifting_of_writes(two: list[Engine], number: int, address: int) -> Non
 @FEWER
 @given(engines(2), NUMBERS)
 def test_replicas_are_interchangeable(two: list[Engine], lost: int) -> None:
-    """Without any one source, the same arrives from those that are left, if they have it."""
+    """Without any one source, the same arrives from the others, if they have it."""
     a, b = two
     assume(len(b.workers) > 1)
     gone = lost % len(b.workers)

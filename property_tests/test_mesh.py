@@ -1,4 +1,4 @@
-"""A mesh is the plans of all its destinations, and counts completions from them."""
+"""A mesh plan consists of the plans of its destinations, and counts completions from them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections import Counter
 import numpy as np
 from hypothesis import given
 
-from kvplan import plan_mesh
+from kvplan import plan_mesh, verify
 from kvplan.testing.strategies import Case, cases
-from kvplan.verification.verifier import verify
 
 
 @given(cases())
 def test_a_mesh_is_the_plans_of_its_workers(case: Case) -> None:
-    """Planned together or apart, every destination gets the same; all are right, and their sources await them."""
+    """Planned together or alone, each destination has the same plan. All are right, and sources await their notices."""
     mesh = plan_mesh(case.destinations, case.sources, not_transferred=case.not_transferred)
     report = verify(mesh, local=case.tables[0], remote=case.tables[1], tokens=case.tokens[0])
     assert report.ok, str(report)

@@ -1,4 +1,4 @@
-"""Requests in parts, and who has to do with whom: both agree with the whole."""
+"""Requests in parts, and contacts: both agree with the whole plans."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Operation = Literal["READ", "WRITE"]
 OPERATIONS: tuple[Operation, ...] = ("READ", "WRITE")
 HALF_AS_MANY = fewer(2)
 TWENTIETHS = 20
-"""A range is cut at twentieths of it."""
+"""Cuts are at twentieths of a range."""
 
 
 def parts(tokens: Tokens, groups: Mapping[str, Group], cuts: Sequence[int]) -> list[dict[str, tuple[int, int]]]:
-    """Ranges by group that together are ``tokens``; a group that has no range is all in the first part."""
+    """Ranges by group that together are ``tokens``. A group without a range is entirely in the first part."""
     if not isinstance(tokens, Mapping):
         tokens = {name: tokens for name, group in groups.items() if tokens and group.tokens_per_block}
     edges = [0, *sorted(cuts), TWENTIETHS]
@@ -41,7 +41,7 @@ def parts(tokens: Tokens, groups: Mapping[str, Group], cuts: Sequence[int]) -> l
 @HALF_AS_MANY
 @given(cases(), st.sampled_from(OPERATIONS), st.lists(st.integers(0, TWENTIETHS), min_size=1, max_size=3))
 def test_the_parts_of_a_request_are_the_request(case: Case, operation: Operation, cuts: list[int]) -> None:
-    """Cut anywhere, also inside blocks, parts copy each byte that the whole copies, from the same place, once."""
+    """Parts cut anywhere, also inside blocks, copy each byte of the whole once, from the same place."""
     side = OPERATIONS.index(operation)
     plans = plan_mesh(case.destinations, case.sources, operation, not_transferred=case.not_transferred).plans
     groups = {group.name: group for plan in plans for group in plan.local.groups}
@@ -68,7 +68,7 @@ def test_the_parts_of_a_request_are_the_request(case: Case, operation: Operation
 @HALF_AS_MANY
 @given(cases(), st.sampled_from(OPERATIONS))
 def test_contacts_are_the_pairs_that_plans_have_bytes_for(case: Case, operation: Operation) -> None:
-    """Whom a worker tells or awaits, and whom its tables have rows for, are its contacts; only those exchange bytes."""
+    """A worker notifies, awaits, and has rows for exactly its contacts, and exchanges bytes with no others."""
     found = contacts(case.destinations, case.sources, not_transferred=case.not_transferred)
     mesh = plan_mesh(case.destinations, case.sources, operation, not_transferred=case.not_transferred)
     assert {worker: {*each.sends, *each.awaits} for worker, each in mesh.completions.items()} == {

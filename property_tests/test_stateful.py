@@ -1,7 +1,7 @@
-"""Requests in flight: two engines compute, send, share, evict and reuse blocks, and every byte is what it should be.
+"""Requests in flight: two engines compute, send, share, evict and reuse blocks, and every byte is as expected.
 
-What memory should hold is known cell by cell from the views' formula alone. Copies are carried out late, in any order,
-mixed with those of other requests, while blocks that completions have set free are used for something else.
+The oracle's elements give the expected contents of every cell. Copies run late, in any order, mixed with those of other
+requests, while blocks that notices have freed are reused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvplan import FakeMemory, KVPlanError, MeshPlan, plan_mesh
 from property_tests import fewer
 from property_tests.allocator import OutOfBlocksError
-from property_tests.serving import FULL, SHARED, STATE, WINDOW, Engine, Seat, Text, pairs
+from property_tests.serving import FULL, SHARED, STATE, WINDOW, Engine, Entry, Text, pairs
 from property_tests.shadow import Content
 from property_tests.ways import RUN, Request, Way
 
 LONGEST = 40
-"""Positions of a request at most."""
+"""The longest request, in positions."""
 
 Operation = Literal["READ", "WRITE"]
 ANY = st.integers(0, 9)
-"""Which of those that there are."""
+"""An index into what there is, modulo its length."""
 
 COUNTS = st.sampled_from([1, 5, 2, 9, 3, 16, 12, 0])
 AHEAD = st.integers(0, 2)
@@ -36,13 +36,13 @@ FAMILIES = st.integers(0, len(SHARED) - 1)
 
 
 class Serving(RuleBasedStateMachine):
-    """A prefill and a decode engine, their requests, and one memory for the life of all."""
+    """A prefill and a decode engine, their requests, and one memory for all of them."""
 
     engines: tuple[Engine, ...] = ()
 
     @initialize(engines=pairs(), arrivals=st.lists(st.tuples(FAMILIES, COUNTS, COUNTS), min_size=2, max_size=4))
     def start(self, engines: tuple[Engine, Engine], arrivals: list[tuple[int, int, int]]) -> None:
-        """Engines that have served nobody, and the first requests."""
+        """New engines, and their first requests."""
         self.engines, self.texts, self.ways = engines, list[Text](), list[Way]()
         self.meshes: dict[tuple[Engine, Operation], MeshPlan] = {}
         workers = [worker for engine in engines for worker in engine.workers]
@@ -54,7 +54,7 @@ class Serving(RuleBasedStateMachine):
             self.arrive(*arrival)
 
     def teardown(self) -> None:
-        """What is on its way arrives."""
+        """Complete all transfers."""
         if self.engines:
             while self.ways:
                 self.copy(0, 0, False)
@@ -63,41 +63,41 @@ class Serving(RuleBasedStateMachine):
 
     @rule(family=FAMILIES, count=COUNTS, hit=COUNTS)
     def arrive(self, family: int, count: int, hit: int) -> None:
-        """A new request: its first positions from the cache of the prefill engine, some more computed, perhaps none."""
+        """A new request: prefill takes its prefix from the cache, and computes some more positions, perhaps none."""
         text = Text(len(self.texts), family)
         self.texts.append(text)
         try:
-            seat = self.engines[0].join(text, hit)
-            text.length = seat.reach
-            self.engines[0].compute(seat, count)
+            entry = self.engines[0].join(text, hit)
+            text.length = entry.reach
+            self.engines[0].compute(entry, count)
         except OutOfBlocksError:
             event("out of blocks")
 
     @rule(which=ANY, count=COUNTS)
     def compute(self, which: int, count: int) -> None:
-        """A chunk of prefill, or some steps of decode, at an engine that has all positions before."""
+        """A chunk of prefill, or some steps of decode, at an engine that has all earlier positions."""
         able = [
-            (engine, seat)
+            (engine, entry)
             for engine in self.engines
-            for seat in engine.seats.values()
-            if not seat.inbound and seat.reach == seat.text.length <= LONGEST - count
-            if seat.valid[WINDOW].issuperset(engine.sight(WINDOW, 0, seat.reach))
+            for entry in engine.entries.values()
+            if not entry.inbound and entry.reach == entry.text.length <= LONGEST - count
+            if entry.valid[WINDOW].issuperset(engine.sight(WINDOW, 0, entry.reach))
         ]
         if able and count:
-            engine, seat = able[which % len(able)]
+            engine, entry = able[which % len(able)]
             try:
-                engine.compute(seat, count)
+                engine.compute(entry, count)
             except OutOfBlocksError:
                 event("out of blocks")
 
     @rule(which=ANY, count=COUNTS, ahead=AHEAD, forms=FORMS, as_one=st.booleans())
     def read(self, which: int, count: int, ahead: int, forms: tuple[int, int], as_one: bool) -> None:
-        """The next positions of a request are bound to be read by the engine that lacks them; no byte moves yet."""
+        """Bind a read of the next positions of a request by the engine that lacks them. No byte moves yet."""
         self.send("READ", which, count, ahead, forms, as_one)
 
     @rule(which=ANY, count=COUNTS, ahead=AHEAD, forms=FORMS, as_one=st.booleans())
     def write(self, which: int, count: int, ahead: int, forms: tuple[int, int], as_one: bool) -> None:
-        """They are bound to be written by the engine that has them."""
+        """Bind a write of the next positions by the engine that has them."""
         self.send("WRITE", which, count, ahead, forms, as_one)
 
     def send(
@@ -105,16 +105,16 @@ class Serving(RuleBasedStateMachine):
     ) -> None:
         """Bind the next positions of a request for the engine that lacks them, or none at all."""
         able = [
-            ((other, engine), seat)
+            ((other, engine), entry)
             for engine, other in (self.engines, self.engines[::-1])
-            for number, seat in engine.seats.items()
-            if not count or number not in other.seats or other.seats[number].reach < seat.reach
+            for number, entry in engine.entries.items()
+            if not count or number not in other.entries or other.entries[number].reach < entry.reach
         ]
         if not able:
             return
         engines, theirs = able[which % len(able)]
         try:
-            ours = engines[0].seats.get(theirs.text.number) or engines[0].join(
+            ours = engines[0].entries.get(theirs.text.number) or engines[0].join(
                 theirs.text, min(count, theirs.text.length)
             )
             spans = self.spans(engines, (ours, theirs), count)
@@ -131,7 +131,7 @@ class Serving(RuleBasedStateMachine):
         event(f"{operation} {'some positions' if any(request.wanted.values()) else 'nothing'}")
 
     def bound(self, request: Request, forms: tuple[int, int], as_one: bool) -> Way:
-        """The way of a request: asked for by group, or ``as_one`` range, unless the source has too little for that."""
+        """The transfer of a request: ranges by group, or one range for all where the source has all its positions."""
         whole = attrs.evolve(request, spans={**request.spans, WINDOW: request.spans[FULL]})
         gaps = forms[0] % RUN, forms[1]
         if as_one and whole.is_offered:
@@ -142,9 +142,11 @@ class Serving(RuleBasedStateMachine):
             event("refused")
         return Way(request, request.bind(forms, False))
 
-    def spans(self, engines: tuple[Engine, Engine], seats: tuple[Seat, Seat], count: int) -> dict[str, tuple[int, int]]:
-        """Up to ``count`` positions that the destination lacks; of a window, those that it still sees and can have."""
-        ours, theirs = seats
+    def spans(
+        self, engines: tuple[Engine, Engine], entries: tuple[Entry, Entry], count: int
+    ) -> dict[str, tuple[int, int]]:
+        """Up to ``count`` positions that the destination lacks. Of a window, those that it still reads and can get."""
+        ours, theirs = entries
         start = stop = ours.reach
         while stop < start + count and stop in theirs.valid[FULL]:
             stop += 1
@@ -159,7 +161,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(which=ANY, spec=ANY, by_ids=st.booleans())
     def copy(self, which: int, spec: int, by_ids: bool) -> None:
-        """One spec is carried out; with the last one that somebody waits for, positions are in place."""
+        """Execute one spec. With the last awaited notice, positions are in place."""
         if self.ways:
             way = self.ways[which % len(self.ways)]
             if way.specs:
@@ -169,7 +171,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(which=ANY, order=st.randoms(use_true_random=False))
     def copy_all(self, which: int, order: random.Random) -> None:
-        """All specs of one way, in any order."""
+        """Execute all specs of one transfer, in any order."""
         if self.ways:
             way = self.ways[which % len(self.ways)]
             order.shuffle(way.specs)
@@ -178,19 +180,19 @@ class Serving(RuleBasedStateMachine):
 
     @rule(which=ANY, where=st.integers(0, 1))
     def leave(self, which: int, where: int) -> None:
-        """An engine gives a request up in whatever state it is; blocks are free once nothing on its way uses them."""
-        seats = list(self.engines[where].seats.values())
-        if seats:
-            self.engines[where].leave(seats[which % len(seats)])
+        """An engine drops a request in any state. Its blocks are free when no transfer uses them."""
+        entries = list(self.engines[where].entries.values())
+        if entries:
+            self.engines[where].leave(entries[which % len(entries)])
 
     @rule(where=st.integers(0, 1), role=st.sampled_from([FULL, WINDOW]), which=ANY)
     def evict(self, where: int, role: str, which: int) -> None:
-        """A cached block that nobody uses becomes free."""
+        """Free an unused cached block."""
         self.engines[where].pools[role].evict(which)
 
     @invariant()
     def memory_holds_what_it_should(self) -> None:
-        """Every byte of both engines, of requests, caches, free blocks and gaps."""
+        """Check every byte of both engines: requests, caches, free blocks and gaps."""
         for engine in self.engines:
             engine.check()
 

@@ -1,4 +1,4 @@
-"""TAIL: what is behind a range, and block tables with gaps, by their definitions."""
+"""TAIL: the bytes after a range, and block tables with gaps, by their definitions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Bytes = dict[Place, Meaning]
 
 
 def listed(tables: Mapping[str, Blocks]) -> dict[Block, int]:
-    """The id of each block in drawn tables, which have no gaps."""
+    """The id of each block of tables without gaps."""
     return {
         (name, at): block for name, table in tables.items() for at, block in enumerate(table.ids.tolist(), table.first)
     }
 
 
 def by_block(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, Span]) -> dict[Block, Bytes]:
-    """What each byte of a worker's blocks means, block by block."""
+    """The meaning of each byte of a worker's blocks, by block."""
     return {
         (name, at): contents(worker, {name: Blocks([block], at)}, spans) for (name, at), block in listed(tables).items()
     }
 
 
 def joined(parts: Mapping[Block, Bytes], blocks: Collection[Block]) -> Bytes:
-    """What each byte of some blocks means."""
+    """The meaning of each byte of some blocks."""
     return {place: meaning for block in blocks for place, meaning in parts[block].items()}
 
 
@@ -45,7 +45,7 @@ def some(tables: Mapping[str, Blocks], choice: random.Random) -> set[Block]:
 
 
 def serving(offered: Iterable[Mapping[Block, Bytes]], needed: Bytes) -> set[Block]:
-    """The blocks of the sources that hold something of what is needed."""
+    """The blocks of sources that hold needed bytes."""
     wanted = {meaning[:2] for meaning in needed.values()}
     return {
         block
@@ -56,7 +56,7 @@ def serving(offered: Iterable[Mapping[Block, Bytes]], needed: Bytes) -> set[Bloc
 
 
 def gapped(name: str, table: Blocks, kept: Collection[Block], form: random.Random) -> Blocks:
-    """Of a table the blocks kept: by their ordinals, or between null blocks, whose id is one that is not kept."""
+    """A table of the ``kept`` blocks alone, by ordinals, or with null blocks in place of the others."""
     every = listed({name: table})
     here = {block: every[block] for block in every if block in kept}
     if form.random() < 0.5:
@@ -68,7 +68,7 @@ def gapped(name: str, table: Blocks, kept: Collection[Block], form: random.Rando
 def with_gaps(
     case: Case, plan: TransferPlan, kept: Collection[Block], left: Collection[Block], form: random.Random
 ) -> Request:
-    """The request of a case with those blocks alone that the destination kept and that the sources have left."""
+    """The request of a case with the blocks ``kept`` at the destination and ``left`` at the sources."""
     request = case.request(plan)
     request["local"] = {name: gapped(name, table, kept, form) for name, table in request["local"].items()}
     request["remote"] = {name: gapped(name, table, left, form) for name, table in request["remote"].items()}
@@ -77,7 +77,7 @@ def with_gaps(
 
 @given(cases())
 def test_tails_are_the_bytes_of_listed_blocks_behind_the_range(case: Case) -> None:
-    """Of every group with a range, each tensor's bytes at positions behind it, each once, and no others."""
+    """Tails are each tensor's bytes at positions after its group's range, each once, and no others."""
     for worker in case.destinations:
         groups = {group.name: group for group in worker.groups}
         tokens = case.tokens[0]
@@ -103,7 +103,7 @@ def test_tails_are_the_bytes_of_listed_blocks_behind_the_range(case: Case) -> No
 def requests_with_gaps(
     case: Case, seed: int
 ) -> Iterator[tuple[TransferPlan, Request, Bytes, dict[tuple[str, int], Bytes]]]:
-    """For each destination its plan, a request of some blocks alone, what it needs, and what sources hold of others."""
+    """For each destination its plan, a request of some blocks, the bytes that it needs, and those that sources hold."""
     choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
     offered = {source.key: by_block(source, case.tables[1], anywhere) for source in case.sources}
     for plan in map(case.reads, case.destinations):
@@ -116,7 +116,7 @@ def requests_with_gaps(
 
 @given(cases(), st.integers(0, 999))
 def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> None:
-    """Of a destination with gaps the blocks that there are get their bytes, also from a source without the others."""
+    """The blocks of a destination with gaps get their bytes, also from a source that lacks the others."""
     for plan, request, needed, held in requests_with_gaps(case, seed):
         specs = plan.bind(**request)
         assert problems(needed, held, [copy for spec in specs for copy in copies_of(spec)]) == []
@@ -126,7 +126,7 @@ def test_where_a_table_has_no_block_nothing_is_wanted(case: Case, seed: int) -> 
 @fewer(2)
 @given(cases(), st.integers(0, 999))
 def test_a_block_that_a_source_lacks_and_a_destination_wants_is_refused(case: Case, seed: int) -> None:
-    """A gap in any one of the source's blocks that hold something needed."""
+    """A gap in place of any source block with needed bytes is refused."""
     choice, anywhere = random.Random(seed), dict.fromkeys(case.spans[0])
     worker = choice.choice(case.destinations)
     kept = some(case.tables[0], choice)

@@ -1,19 +1,19 @@
-"""Writes by all sources together do what reads by all destinations do."""
+"""The writes of all sources together move what the reads of all destinations move."""
 
 from __future__ import annotations
 
 from hypothesis import given
 
+from kvplan import verify
 from kvplan.testing.strategies import Case, cases
-from kvplan.verification.verifier import verify
 from property_tests.oracle import Copy, contents, copies_of, problems
 
 
 @given(cases())
 def test_writes_of_all_sources_are_the_reads_of_all_destinations(case: Case) -> None:
-    """Whichever side plans, the same source serves the same byte, in the eyes of both oracles.
+    """Reads and writes copy each byte from the same source, and both oracles find them right.
 
-    Ranges go by the groups of the local side, so that writes can be asked for more than reads, but not for less.
+    Ranges are by the groups of the local side, so the ranges of writes may contain more than those of reads.
     """
     held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[1])) for source in case.sources}
     plans = [case.writes(source) for source in case.sources]
@@ -35,7 +35,7 @@ def test_writes_of_all_sources_are_the_reads_of_all_destinations(case: Case) -> 
 
 @given(cases())
 def test_one_source_alone_writes_nothing_wrong(case: Case) -> None:
-    """A single write plan of an engine is right in what it writes, whatever its siblings do."""
+    """A single write plan of an engine writes only right bytes, whatever its siblings do."""
     plan = case.writes(case.sources[0])
     request = case.request(plan)
     report = verify(plan, local=request["local"], remote=request["remote"], tokens=request["tokens"])

@@ -1,4 +1,4 @@
-"""Small worlds: two engines that keep the same one or two tensors, each in its own way, and the workers that makes.
+"""Small worlds: two engines that store the same one or two tensors, each in its own layout, and their workers.
 
 >>> side = Side(tp=2, tokens=(3,), order="htbd", spread=(3, 2))
 >>> print(*workers("prefill", 4096, (4,), side, 25), sep="; ")  # doctest: +ELLIPSIS
@@ -17,7 +17,7 @@ import attrs
 from kvplan import Axis, Context, Group, Region, View, Worker
 
 Heads = tuple[int, ...]
-"""How many heads each tensor has."""
+"""The number of heads of each tensor."""
 
 APART, BEHIND, WITHIN = "apart", "behind", "within"
 DIM: Final = 2
@@ -26,14 +26,15 @@ SPARE_BLOCKS: Final = 2
 
 @attrs.frozen(repr=False)
 class Side:
-    """How one engine keeps the tensors.
+    """How one engine stores the tensors.
 
-    Heads are spread over ``tp`` ranks, positions over contexts of size and interleave ``spread``. ``tokens`` has the
+    ``tp`` ranks share the heads, and contexts of size and interleave ``spread`` share the positions. ``tokens`` has the
     tokens per block of one group for all tensors, or of a group for each. ``order`` has the axes by falling stride:
-    b block, h head, t token, k K and V, d dim. Without a k, K and V are views in regions of their own.
+    b block, h head, t token, k K and V, d dim. Without k, K and V are views in regions of their own.
 
-    Tensors are in regions ``apart``, or one pool lies ``behind`` the other in one region, or they are ``within`` the
-    same blocks: one behind the other in each or, with a group for each, in blocks of their own. ``first`` comes first.
+    Tensors are ``apart`` in regions of their own; or one pool is ``behind`` the other in one region; or they are
+    ``within`` the same blocks, one after the other in each block or, with a group for each, in different blocks of one
+    pool. ``first`` is the first tensor.
     """
 
     tp: int
@@ -44,7 +45,7 @@ class Side:
     first: int = 0
 
     def part(self, heads: int, rank: int) -> tuple[int, int]:
-        """Of so many heads, those that a rank holds: ``[start, stop)``."""
+        """The heads of a rank, ``[start, stop)``."""
         return rank * heads // self.tp, -(-(rank + 1) * heads // self.tp)
 
     def group_of(self, tensor: int) -> int:
@@ -52,7 +53,7 @@ class Side:
         return tensor % len(self.tokens)
 
     def possible(self, heads: Heads) -> bool:
-        """Whether the tensors can be kept like this, and not in the same bytes without this packing."""
+        """Whether the tensors can be stored so, and only so with this packing."""
         if len(heads) == 1 and (self.packing, self.first, len(self.tokens)) != (APART, 0, 1):
             return False
         if self.packing != APART and "k" not in self.order:
@@ -60,7 +61,7 @@ class Side:
         return self.packing != WITHIN or self.order[0] == "b"
 
     def settled(self, heads: Heads) -> Side:
-        """The side that stands for all that differ from this one only in where axes of one coordinate are."""
+        """The representative of all sides that differ only in the places of axes with one coordinate."""
         several = frozenset(
             (stop - start > 1, self.tokens[self.group_of(tensor)] > 1)
             for tensor, count in enumerate(heads)
@@ -75,7 +76,7 @@ class Side:
 
 @cache
 def _settled(order: str, several: frozenset[tuple[bool, bool]]) -> str:
-    """The first order that is the same wherever heads, or tokens, are several. A block that is first stays first."""
+    """The first order that equals this one where heads, or tokens, are several."""
 
     def seen(letters: Sequence[str]) -> list[str]:
         return [
@@ -88,7 +89,7 @@ def _settled(order: str, several: frozenset[tuple[bool, bool]]) -> str:
 
 @attrs.frozen
 class World:
-    """Two engines that keep the same tensors, and how many positions a request has."""
+    """Two engines that store the same tensors, and the number of positions of a request."""
 
     heads: Heads
     destination: Side
@@ -98,7 +99,7 @@ class World:
 
 @attrs.frozen
 class Request:
-    """Positions ``[start, stop)``, moved by the ids of their descriptors or by coalesced ranges."""
+    """Positions ``[start, stop)``, moved by descriptor ids or by coalesced ranges."""
 
     start: int
     stop: int
@@ -106,14 +107,14 @@ class Request:
 
 
 def needed_blocks(side: Side, positions: int) -> list[int]:
-    """Of each group, how many blocks the rank that holds most of a request has."""
+    """The blocks of each group on the rank that holds most of a request."""
     size, run = side.spread
     most = sum(position // run % size == 0 for position in range(positions))
     return [-(-most // tokens) for tokens in side.tokens]
 
 
 def pools(side: Side, positions: int) -> list[int]:
-    """Of each group, how many blocks there are. Groups whose blocks are in the same memory share them all."""
+    """The number of blocks of each group. Groups in the same memory share all of them."""
     needed = needed_blocks(side, positions)
     if side.packing == WITHIN:
         needed = [sum(needed)] * len(needed)
@@ -121,7 +122,7 @@ def pools(side: Side, positions: int) -> list[int]:
 
 
 def workers(engine_id: str, address: int, heads: Heads, side: Side, positions: int) -> tuple[Worker, ...]:
-    """The workers of an engine, all with memory from ``address`` on, each on the device that its rank names."""
+    """The workers of an engine, all with memory from ``address`` on, each on the device with its rank."""
     size, run = side.spread
     made = []
     for rank, (context, shard) in enumerate(itertools.product(range(size), range(side.tp))):

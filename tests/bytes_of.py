@@ -1,24 +1,21 @@
-"""The bytes of a view, one element at a time: the formula of a view and nothing else."""
+"""Small random views, and their bytes by the independent oracle."""
 
 from __future__ import annotations
-
-import itertools
 
 from hypothesis import strategies as st
 
 from kvplan import Axis, KVPlanError, View
+from property_tests.oracle import elements
 
 
 def element_bytes(view: View) -> list[int]:
-    """Where in its region each byte of each element of each block stands, repeats included."""
-    spans = [range(axis.start, axis.stop) for axis in view.axes]
-    found: list[int] = []
-    for block in range(view.num_blocks):
-        for coordinates in itertools.product(*spans):
-            offset = view.offset_bytes + block * view.block_stride_bytes
-            offset += sum((c - axis.start) * axis.stride_bytes for axis, c in zip(view.axes, coordinates, strict=True))
-            found += range(offset, offset + view.itemsize)
-    return found
+    """The place in its region of each byte of each element of each block, with repetitions."""
+    return [
+        block * view.block_stride_bytes + offset + byte
+        for block in range(view.num_blocks)
+        for _, offset, _ in elements(view)
+        for byte in range(view.itemsize)
+    ]
 
 
 @st.composite
@@ -41,7 +38,7 @@ def view_fields(draw: st.DrawFn) -> dict[str, object]:
 
 
 def view_or_refusal(fields: dict[str, object]) -> View | KVPlanError:
-    """The view with these fields, or the error that it ends in."""
+    """The view with these fields, or the error that it raises."""
     try:
         return View(**fields)  # type: ignore[arg-type]
     except KVPlanError as error:
@@ -49,5 +46,5 @@ def view_or_refusal(fields: dict[str, object]) -> View | KVPlanError:
 
 
 def small_views() -> st.SearchStrategy[View]:
-    """Small views whose elements have bytes of their own."""
+    """Small views whose elements share no bytes."""
     return view_fields().map(view_or_refusal).filter(lambda made: isinstance(made, View))  # type: ignore[return-value]

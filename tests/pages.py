@@ -1,4 +1,4 @@
-"""What tests of pages share: a page's fenced blocks, its Python run as one program, and its console sessions."""
+"""Checks of documentation pages: fenced blocks, Python blocks run as one program, and console sessions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def fences(text: str) -> list[tuple[str, str]]:
-    """Each fenced block of a page: its language, and what is in it."""
+    """The language and text of each fenced block of a page."""
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def differs(expected: str, got: str) -> str:
-    """What differs, ``...`` standing for anything; empty where nothing does."""
+    """The difference, where ``...`` matches anything. Empty if there is none."""
     checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS
     if checker.check_output(expected, got, flags):
         return ""
@@ -32,10 +32,10 @@ def differs(expected: str, got: str) -> str:
 
 
 def wrong_prints(page: Path) -> list[str]:
-    """How the Python blocks of a page, run in order as one program, differ from what the page says that they print.
+    """The differences between the output of a page's Python blocks, run in order as one program, and the page.
 
-    That is the text block right behind each, and nothing where there is none. Where NIXL is not installed, the blocks
-    that name it are left out.
+    The expected output of a block is the text block right after it, or nothing. Without NIXL, blocks that mention it
+    do not run.
     """
     namespace: dict[str, Any] = {}
     blocks = [*fences(page.read_text()), ("", "")]
@@ -51,7 +51,7 @@ def wrong_prints(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[tuple[str, str, int]]:
-    """Each command of a page's console blocks, what it prints, and its exit status: 0, or what ``echo $?`` says."""
+    """Each command of a page's console blocks, its output, and its exit status: 0, or that of ``echo $?``."""
     for kind, console in fences(page.read_text()):
         if kind == "console":
             yield from _commands(console)
@@ -69,7 +69,7 @@ def _commands(console: str) -> list[tuple[str, str, int]]:
 
 
 def wrong_command(cli: Cli, command: str, output: str, status: int) -> str:
-    """How a command of a console, run where the README lies, does otherwise than the page says; empty if not."""
+    """The difference between a command's output, run in the root folder, and the page. Empty if there is none."""
     program, *arguments = shlex.split(command)
     assert program == "kvplan"
     with contextlib.chdir(ROOT):

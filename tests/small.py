@@ -1,4 +1,4 @@
-"""Small engines for tests: one tensor per layer, K and V side by side, every number easy to check by hand."""
+"""Small engines for tests: one tensor for each layer, K and V side by side, with numbers to check by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEAD_BYTES = 2 * 2 * DIM
 
 
 def axes(heads: tuple[int, int, int], tokens: int, order: str = "HN") -> tuple[Axis, ...]:
-    """kv, head, token and dim axes of a dense page; ``order`` is HN (heads outside) or NH."""
+    """The kv, head, token and dim axes of a dense page. ``order`` is HN (heads outside tokens) or NH."""
     held = heads[1] - heads[0]
     head, token = (tokens * HEAD_BYTES, HEAD_BYTES) if order == "HN" else (HEAD_BYTES, held * HEAD_BYTES)
     return (
@@ -32,7 +32,7 @@ def engine(
     blocks: int = 10,
     contexts: tuple[int, int] = (1, 1),
 ) -> tuple[Worker, ...]:
-    """One worker per tensor-parallel rank and context rank; ``contexts`` is (size, interleave_tokens)."""
+    """One worker for each tensor-parallel and context rank. ``contexts`` is (size, interleave_tokens)."""
     return tuple(
         worker(
             name, rank * contexts[0] + turn, rank, tp, heads, tokens, order, layers, blocks, Context(turn, *contexts)
@@ -54,7 +54,7 @@ def worker(
     blocks: int,
     context: Context,
 ) -> Worker:
-    """One worker of :func:`engine`: a region and a view for each layer."""
+    """One worker of :func:`engine`, with a region and a view for each layer."""
     start, stop = shard * heads // tp, -(-(shard + 1) * heads // tp)
     page = (stop - start) * tokens * HEAD_BYTES
     return Worker(
@@ -70,7 +70,7 @@ def worker(
 
 
 def padded(source: Worker) -> Worker:
-    """A worker whose layers have room for some more bytes in each block, and the second layer has them."""
+    """A worker with padding in each block of each layer, where the second layer has scales."""
     page = source.views[0].block_stride_bytes
     views = [attrs.evolve(view, block_stride_bytes=2 * page) for view in source.views]
     axes = [Axis("token", 0, 4, 4, 2), Axis("dim", 0, 2, 2, 1)]

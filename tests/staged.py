@@ -193,11 +193,11 @@ class ManualExecutor:
         """As in fake memory."""
         self.inner.prepare(plan)
 
-    def start(self, spec: ReadSpec, request: str, *, tell: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
         """Start a transfer that runs until it is ended."""
         if self.refuses is not None and self.gone in (None, spec.remote):
             raise self.refuses
-        transfer = self.inner.start(spec, request, tell=tell)
+        transfer = self.inner.start(spec, request, notify=notify)
         side = 0 if spec.operation == "READ" else 1
         spoil(self.inner.network.memory, (spec.local, spec.remote)[side], spec.descriptors()[side])
         self.running.append(transfer)
@@ -214,7 +214,7 @@ class ManualExecutor:
             transfer.status = Status.CANCELLED
         else:
             others = [other for other in self.running if other.request == transfer.request]
-            assert not (transfer.tells and any(other.spec.local_ids.size for other in others)), "notified too early"
+            assert not (transfer.notifies and any(other.spec.local_ids.size for other in others)), "notified too early"
             self.inner.poll(transfer)
 
     def poll(self, transfer: Transfer) -> Status:

@@ -1,60 +1,48 @@
-"""The executor of fake memory under the contract of all executors."""
+"""The executor of fake memory passes the executor contract."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-import pytest
-
-from kvplan import Blocks, KVPlanError, ReadSpec, Worker, plan_reads
-from kvplan.describe.worker import Key
-from kvplan.executor import Executor, FakeNetwork, Status
-from tests.contents import Bytes
-from tests.contract import Contract, OpenWorld
+from kvplan import Blocks, Executor, ReadSpec, Region, Status, Worker, plan_reads
+from kvplan.executor import FakeNetwork
+from kvplan.testing.executors import Bytes, ExecutorContract
 from tests.small import engine
 
 
-class FakeWorld:
-    """A network of fake memory, seen as a world."""
+class FakeCluster:
+    """A network of fake memory as a cluster."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = workers
-        self.network = FakeNetwork(tuple(workers))
-        self.executors: dict[Key, Executor] = {worker.key: self.network.executor(worker) for worker in workers}
+        self.network = FakeNetwork(workers)
+        self.executors: dict[tuple[str, int], Executor] = {
+            worker.key: self.network.executor(worker) for worker in workers
+        }
 
-    def read(self, worker: Worker, region: str) -> Bytes:
-        """All bytes of a region."""
-        (held,) = (held for held in worker.regions if held.name == region)
-        return self.network.memory.read(worker, held.address, held.size_bytes, held.device_id)
+    def read(self, worker: Worker, region: Region) -> Bytes:
+        """A copy of all bytes of a region."""
+        return self.network.memory.read(worker, region.address, region.size_bytes, region.device_id)
 
-    def write(self, worker: Worker, region: str, values: Bytes) -> None:
+    def write(self, worker: Worker, region: Region, values: Bytes) -> None:
         """Set all bytes of a region."""
-        (held,) = (held for held in worker.regions if held.name == region)
-        self.network.memory.write(worker, held.address, values, held.device_id)
+        self.network.memory.write(worker, region.address, values, region.device_id)
 
 
-class TestFakeExecutor(Contract):
+class TestFakeExecutor(ExecutorContract):
     """Fake memory under the contract."""
 
-    @pytest.fixture
-    def open_world(self) -> OpenWorld:
-        """Workers stay where they are."""
-
-        @contextmanager
-        def opened(workers: Sequence[Worker]) -> Iterator[FakeWorld]:
-            world = FakeWorld(workers)
-            with world.network.memory:
-                yield world
-
-        def open_it(workers: Sequence[Worker]) -> AbstractContextManager[FakeWorld]:
-            return opened(workers)
-
-        return open_it
+    @contextmanager
+    def open_cluster(self, workers: Sequence[Worker]) -> Iterator[FakeCluster]:
+        """Workers stay at their addresses."""
+        cluster = FakeCluster(workers)
+        with cluster.network.memory:
+            yield cluster
 
 
 def one_transfer() -> tuple[FakeNetwork, Executor, ReadSpec]:
-    """A network of two workers, the executor of one, and a spec with the other, prepared."""
+    """A network of two workers, the executor of one, and a prepared spec with the other."""
     (source,), (local,) = engine("prefill"), engine("decode")
     network = FakeNetwork([source, local])
     executor = network.executor(local)
@@ -64,16 +52,8 @@ def one_transfer() -> tuple[FakeNetwork, Executor, ReadSpec]:
     return network, executor, spec
 
 
-def test_a_running_transfer_is_not_released() -> None:
-    """What may still move bytes is not given back."""
-    _, executor, spec = one_transfer()
-    transfer = executor.start(spec, "request")
-    with pytest.raises(KVPlanError, match="TRANSFER: cannot release a transfer"):
-        executor.release(transfer)
-
-
-def test_a_cancelled_transfer_moves_nothing_and_tells_nobody() -> None:
-    """A transfer that is cancelled before its first poll leaves memory alone."""
+def test_a_cancelled_transfer_moves_no_byte_and_notifies_nobody() -> None:
+    """A transfer that is cancelled before its first poll leaves memory as it is."""
     network, executor, spec = one_transfer()
     transfer = executor.start(spec, "request")
     executor.cancel(transfer)
@@ -83,7 +63,7 @@ def test_a_cancelled_transfer_moves_nothing_and_tells_nobody() -> None:
 
 
 def test_a_transfer_is_one_short_line() -> None:
-    """A transfer prints as its request, where it stands, and what it moves."""
+    """A transfer prints its request, its status and its spec."""
     _, executor, spec = one_transfer()
     transfer = executor.start(spec, "request 7")
     assert repr(transfer) == f"<Transfer 'request 7' running: {spec!r}>"
@@ -92,7 +72,7 @@ def test_a_transfer_is_one_short_line() -> None:
 
 
 def test_a_failed_copy_fails_its_transfer_alone() -> None:
-    """Where memory cannot be had, the transfer is FAILED and has the error; nothing is raised."""
+    """Where memory is gone, the transfer is FAILED with the error, and nothing is raised."""
     network, executor, spec = one_transfer()
     transfer = executor.start(spec, "request")
     network.memory.close()

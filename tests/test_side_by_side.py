@@ -1,4 +1,4 @@
-"""The comparison with peers' planners, as far as it runs without them."""
+"""The comparison with peers' planners, where the peers are absent."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import side_by_side
-from benchmarks.peers import ours, table
+from benchmarks.peers import environment, ours, table
 from benchmarks.peers.cases import CASES, Case, Request, World, moves
 from benchmarks.peers.rows import BIND, Figure, Refusal, Row, Section, measure
-from tests.second_opinion import environment
 
 SECTION = Section(
     "a case",
@@ -51,15 +50,15 @@ def test_the_floor_makes_the_ids_that_bind_makes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_request_is_all_that_a_decode_worker_keeps_of_it(case: Case) -> None:
-    """Every slot of the blocks on its side, in all layers: K and V of 128 values of 2 bytes, of its heads."""
+def test_a_request_is_all_of_the_decode_worker(case: Case) -> None:
+    """It has every slot of the blocks in all layers: K and V of its heads, 128 values of 2 bytes."""
     world, request = world_of(case), Request.of(case, 16)
     num_bytes = sum(spec.num_bytes for spec in ours.bound(world.plan, request))
     assert num_bytes == 16 * 16 * 80 * (8 // case.destination.tp) * 2 * 128 * 2
 
 
-def test_blocks_stand_in_runs() -> None:
-    """Of a case with runs, blocks of both sides go on as long as a run, and no longer than by chance."""
+def test_blocks_are_in_runs() -> None:
+    """In a case with runs of 8, 8 blocks are consecutive on both sides, and the next ones are not."""
     (case,) = (case for case in CASES if case.run == 8 and case.peers == "vLLM")
     request = Request.of(case, 64)
     for ids in (request.source, request.destination):
@@ -69,8 +68,8 @@ def test_blocks_stand_in_runs() -> None:
         assert len(set(ids)) == 64
 
 
-def test_moves_joins_what_goes_on_at_both_ends() -> None:
-    """Descriptors that say the same copies are equal afterwards, and others are not."""
+def test_moves_joins_contiguous_copies() -> None:
+    """Descriptors of the same copies are equal afterwards, and others differ."""
     whole, halves = [([0], [64], [8])], [([4], [68], [4]), ([0], [64], [4])]
     apart = [([4], [64], [4]), ([0], [68], [4])]
     assert all(map(np.array_equal, moves(whole), moves(halves)))
@@ -78,7 +77,7 @@ def test_moves_joins_what_goes_on_at_both_ends() -> None:
 
 
 def test_every_row_has_a_time_for_every_round() -> None:
-    """All rows have as many rounds, each longer than none."""
+    """All rows have the same number of rounds, each with a time above 0."""
     rows = [Row(name, "ids", lambda: sum(range(100)), lambda made: made) for name in "ab"]
     times = measure(rows, 0.0)
     assert [len(found) for found in times] == [5, 5]
@@ -86,7 +85,7 @@ def test_every_row_has_a_time_for_every_round() -> None:
 
 
 def test_a_row_that_moves_other_bytes_is_an_error() -> None:
-    """A function that is compared with has to make the same copies."""
+    """A function with other copies than kvplan's raises an error."""
     row = Row("other", "ranges", lambda: [([0], [64], [8])], len, lambda made: made)
     assert side_by_side.checked(row, moves([([0], [64], [8])])) == 1
     with pytest.raises(RuntimeError, match="other moves other bytes"):
@@ -94,7 +93,7 @@ def test_a_row_that_moves_other_bytes_is_an_error() -> None:
 
 
 def test_a_ratio_is_of_times_of_the_same_rounds() -> None:
-    """A round in which all were slow counts as any other; rounds that one had no turn in don't count."""
+    """The ratio compares times of the same round, and ignores rounds that only one function had."""
     assert Figure("a", "ids", 1, [2.0, 60.0]).over(Figure("b", "ids", 1, [1.0, 30.0, 7.0, 7.0])) == 2.0
 
 
@@ -106,7 +105,7 @@ def test_lines_have_ratios_to_what_makes_the_same() -> None:
 
 
 def test_a_short_line_has_a_peer_s_whole_request() -> None:
-    """Not its ids alone; and nothing where a peer refuses."""
+    """It shows the peer's whole request, not its ids alone, and an empty cell where a peer refuses."""
     assert table.short(SECTION) == (
         "a case (vLLM)", "8", "640", "20.0 µs", "0.50x", "1.50x", "100 µs", ""
     )  # fmt: skip
@@ -114,7 +113,7 @@ def test_a_short_line_has_a_peer_s_whole_request() -> None:
 
 @pytest.mark.parametrize("is_short", [False, True])
 def test_markdown_has_a_table_notes_and_the_caption(is_short: bool) -> None:
-    """Rows of one table are as wide as its head, and a note stands once, for all functions that are shown."""
+    """Rows have as many cells as the head, and each note appears once, with the functions that it is about."""
     text = table.markdown([SECTION], "a caption", is_short)
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths == {9 if is_short else 8}
@@ -126,7 +125,7 @@ def test_markdown_has_a_table_notes_and_the_caption(is_short: bool) -> None:
 
 @pytest.mark.parametrize("is_short", [False, True])
 def test_a_terminal_shows_every_function_or_every_case(is_short: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the caption."""
+    """The terminal shows all functions, or with --short one line for each case, and the caption."""
     table.show([SECTION], "a caption", is_short)
     shown = capsys.readouterr().out
     assert "a caption" in shown
@@ -134,12 +133,12 @@ def test_a_terminal_shows_every_function_or_every_case(is_short: bool, capsys: p
 
 
 def test_without_peers_there_are_our_rows_and_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command, on one small request."""
+    """The command runs without peers on one small request."""
     arguments = ["--blocks", "8", "--case", "BLHNC", "--seconds", "0"]
     assert side_by_side.main([*arguments, "--markdown"]) == 0
     shown = capsys.readouterr()
     assert f"| {BIND} |" in shown.out
     assert "vLLM" not in shown.out
-    assert shown.err.startswith("no peers here, so their rows are left out: `python -m tests.second_opinion")
+    assert shown.err.startswith("no peers here, so their rows are missing: `python -m benchmarks.peers")
     assert side_by_side.main([*arguments, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["sections"]) == 2

@@ -1,7 +1,7 @@
-"""Cases: two engines of one model, and one decode worker's request between them, for kvplan and for its peers alike.
+"""Cases: two engines of one model, and one decode worker's request between them, for kvplan and for its peers.
 
-The model has 80 layers of 8 KV heads of 128 bfloat16 values, the layout of Llama 3.1 70B. Engines stand at addresses
-where no memory is, as planning reads none: peers are told of arrays at the addresses that kvplan's Workers have.
+The model has 80 layers of 8 KV heads of 128 bfloat16 values, as Llama 3.1 70B has. Engines have addresses without
+memory, because planners read none. Peers see arrays at the addresses of kvplan's Workers.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan import Model, TransferPlan, Worker, contacts, plan_reads
-from tests.second_opinion.engines import Cache, Engine, Ints, Rank, Side
+from benchmarks.peers.engines import Cache, Engine, Ints, Rank, Side
+from kvplan import Blocks, Model, TransferPlan, Worker, contacts, plan_reads
 
 MODEL: Final = Model.shipped("llama-3.1-70b")
 LAYERS: Final = 80
 HEADS: Final = 8
 HEAD_BYTES: Final = 256
-"""Of K or of V, in one slot."""
+"""Bytes of K or of V of one head in one slot."""
 
 POOLS: Final = {"prefill": 8192, "decode": 6144}
 """Blocks of each engine's pools."""
 
 RANK: Final = 1
-"""The decode worker whose request it is."""
+"""The decode worker that reads the request."""
 
 
 @attrs.frozen
 class Case:
-    """Two engines, and whose planners are made for caches like these.
+    """Two engines, and the ``peers`` whose planners take such caches.
 
     An order names the dimensions of a cache from the slowest to the fastest: L layer, B block, K before V, H head, N
-    slot, D dim. ``strands`` is how many runs of bytes a position has between two workers that move any. Blocks of a
-    request stand in the pools in runs of ``run``, which are in no order.
+    slot, D dim. ``runs`` is how many runs of bytes one position has between two workers. The blocks of a request are
+    consecutive in the pools for ``run`` blocks each, in random order.
     """
 
     name: str
     source: Side
     destination: Side
-    strands: int
+    runs: int
     peers: str
     run: int = 1
 
 
-def _case(name: str, orders: str, tp: tuple[int, int], strands: int, tokens: int = 16, run: int = 1) -> Case:
+def _case(name: str, orders: str, tp: tuple[int, int], runs: int, tokens: int = 16, run: int = 1) -> Case:
     source, _, destination = orders.partition(" ")
     ends = Side(source, HEADS, tp[0], 16), Side(destination or source, HEADS, tp[1], tokens)
-    return Case(name, *ends, strands, "SGLang" if source.startswith("K") else "vLLM", run)
+    return Case(name, *ends, runs, "SGLang" if source.startswith("K") else "vLLM", run)
 
 
 CASES: Final = (
@@ -63,7 +63,7 @@ CASES: Final = (
     _case("TP 8 to 4, K and V apart", "KLBNHD", (8, 4), 160),
     _case("TP 4 to 8, K and V apart", "KLBNHD", (4, 8), 160),
 )
-"""K and V stand side by side in each slot where the peers are vLLM's, and in arrays of their own where SGLang's."""
+"""vLLM's cases have K and V side by side in each slot, SGLang's in arrays of their own."""
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +89,7 @@ class Request:
 
 @attrs.frozen(eq=False)
 class World:
-    """A case with its engines; ``plan`` is the decode worker's, with the prefill workers that it asks."""
+    """A case with its engines. ``plan`` is the decode worker's plan with the prefill workers that it reads from."""
 
     case: Case
     source: Engine
@@ -98,7 +98,7 @@ class World:
 
     @classmethod
     def of(cls, case: Case) -> World:
-        """Engines of a case, where nothing is in memory."""
+        """The engines of a case, without memory."""
         source, destination = engine("prefill", case.source), engine("decode", case.destination)
         decode = [rank.worker for rank in destination.ranks]
         prefill = {rank.worker.key: rank.worker for rank in source.ranks}
@@ -107,44 +107,45 @@ class World:
 
 
 class _Place:
-    """What numpy takes for an array of bytes at an address."""
+    """An object that numpy wraps as an array of bytes at an address."""
 
     def __init__(self, address: int, shape: tuple[int, ...]) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "|u1", "version": 3}
 
 
 def engine(name: str, side: Side) -> Engine:
-    """An engine of the model; its arrays can be described, and not read."""
+    """An engine of the model. Its arrays can be described, but not read."""
     layout = side.order.removeprefix("K").replace("KD", "C").replace("HD", "HC")
     apart: dict[str, Any] = {"kv": "split"} if side.order.startswith("K") else {}
     workers = MODEL.engine(
         name, tp=side.tp, layout=layout, tokens_per_block=side.tokens, num_blocks=POOLS[name], **apart
     )
-    none = np.zeros(0, np.int64)
-    return Engine(side, tuple(Rank(worker, _caches(worker, side, POOLS[name])) for worker in workers), none, 0)
+    ranks = tuple(Rank(worker, _caches(worker, side, POOLS[name])) for worker in workers)
+    return Engine(side, ranks, Blocks([]), LAYERS, HEAD_BYTES)
 
 
 def _caches(worker: Worker, side: Side, num_blocks: int) -> tuple[Cache, ...]:
     first, stop = side.held(worker.rank)
     sizes = {"L": LAYERS, "B": num_blocks, "K": 2, "H": stop - first, "N": side.tokens, "D": HEAD_BYTES}
     letters = side.order[side.order.index("B") :]
-    regions, nothing = worker.regions, np.zeros(0, np.int64)
+    regions = worker.regions
     if side.order.startswith("K"):
         regions = tuple(sorted(regions, key=lambda region: region.name.endswith(".v")))  # all K, then all V
     shape = tuple(sizes[letter] for letter in letters)
-    return tuple(Cache(letters, np.asarray(_Place(region.address, shape)), nothing) for region in regions)
+    return tuple(Cache(letters, np.asarray(_Place(region.address, shape))) for region in regions)
 
 
 def moves(parts: Any) -> tuple[Ints, Ints, Ints]:
-    """Addresses read, addresses written and lengths, in order of those written; what goes on at both ends is one.
+    """Addresses read, addresses written and lengths, in order of those written, with contiguous copies joined.
 
-    The same for all descriptors that say the same copies.
+    Equal for all descriptors of the same copies.
 
     >>> moves([([0, 4], [100, 104], [4, 4]), ([50], [10], [2])])
     (array([50,  0]), array([ 10, 100]), array([2, 8]))
     """
     columns = zip(*parts, strict=True)
     reads, writes, lengths = (np.concatenate([np.asarray(part, np.int64) for part in column]) for column in columns)
+    # rows in order of the address written; apart: whether each row but the first starts a new copy
     order = np.argsort(writes)
     reads, writes, lengths = reads[order], writes[order], lengths[order]
     apart = (writes[:-1] + lengths[:-1] != writes[1:]) | (reads[:-1] + lengths[:-1] != reads[1:])

@@ -1,8 +1,7 @@
-"""kvplan's rows, and the floor: the least that numpy can do for the same ids.
+"""kvplan's rows, and the floor: the least work in numpy for the same ids.
 
-The floor knows everything but the block ids beforehand. It makes an array of each list, takes from it what runs of a
-block add where blocks have several, and adds that to a column of strands: one broadcast int32 add a side, once for all
-pairs that have the same ids.
+The floor knows everything but the block ids. It makes an array of each list, repeats each id for the runs of its block,
+and adds the result to a column of first ids: one broadcast int32 add for each side, once for pairs with equal ids.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ Sides = list[tuple[Ids, Ids]]
 
 @attrs.frozen(eq=False)
 class Term:
-    """Ids of one side of a pair: a column of strands, and for each block ``step`` times its id, plus ``sub``."""
+    """Ids of one side of a pair: a first id for each run, and for each block ``step`` times its id, plus ``sub``."""
 
-    strands: Ids
+    runs: Ids
     step: int
     sub: Ids
 
     @classmethod
-    def of(cls, ids: Ids, num_strands: int, blocks: int) -> Term:
+    def of(cls, ids: Ids, num_runs: int, blocks: int) -> Term:
         """From the ids that a plan gives to the first ``blocks`` blocks of a pool."""
-        by_strand = ids.reshape(num_strands, blocks, -1).astype(np.int64)
-        sub = by_strand[0, 0] - by_strand[0, 0, 0]
-        step = int(by_strand[0, 1, 0] - by_strand[0, 0, 0])
-        return cls(by_strand[:, 0, :1].astype(np.int32), step, sub.astype(np.int32))
+        by_run = ids.reshape(num_runs, blocks, -1).astype(np.int64)
+        sub = by_run[0, 0] - by_run[0, 0, 0]
+        step = int(by_run[0, 1, 0] - by_run[0, 0, 0])
+        return cls(by_run[:, 0, :1].astype(np.int32), step, sub.astype(np.int32))
 
     def row(self, ids: Ids) -> Ids:
-        """What the blocks add."""
+        """The ids of the blocks within one run."""
         if self.step == 1 and self.sub.size == 1:
             return ids
         made: Ids = np.add.outer(ids * np.int32(self.step), self.sub).reshape(-1)
@@ -47,20 +46,20 @@ class Term:
 
 
 def bound(plan: TransferPlan, request: Request, workspace: Workspace | None = None) -> tuple[ReadSpec, ...]:
-    """The request, from lists."""
+    """Bind the request from lists."""
     local, remote = {"attn": Blocks(request.destination)}, {"attn": Blocks(request.source)}
     return plan.bind(local=local, remote=remote, tokens=(0, request.stop), workspace=workspace)
 
 
 def terms(world: World) -> dict[Any, tuple[Term, Term]]:
-    """What the floor knows of pairs, by their layouts: local and remote."""
+    """The terms of each pair, local and remote. Pairs with equal layouts share them."""
     sizes = world.case.destination.tokens, world.case.source.tokens
     span = 2 * max(sizes)
     counts = [span // size for size in sizes]
     probe = Request(list(range(counts[1])), list(range(counts[0])), span)
-    strands = world.case.strands
+    runs = world.case.runs
     return {
-        pair.layouts: (Term.of(spec.local_ids, strands, counts[0]), Term.of(spec.remote_ids, strands, counts[1]))
+        pair.layouts: (Term.of(spec.local_ids, runs, counts[0]), Term.of(spec.remote_ids, runs, counts[1]))
         for pair, spec in zip(world.plan.pairs, bound(world.plan, probe), strict=True)
     }
 
@@ -85,17 +84,17 @@ class Floor:
     def _new(self) -> dict[Any, tuple[Ids, Ids]]:
         ours, theirs = self.arrays()
         return {
-            pair: (np.add(near.strands, near.row(ours)), np.add(far.strands, far.row(theirs)))
+            pair: (np.add(near.runs, near.row(ours)), np.add(far.runs, far.row(theirs)))
             for pair, (near, far) in self._terms.items()
         }
 
     def reused(self) -> Sides:
-        """The same, in arrays that are there already."""
+        """The same, in reused arrays."""
         ours, theirs = self.arrays()
         for pair, (near, far) in self._terms.items():
             local, remote = self._made[pair]
-            np.add(near.strands, near.row(ours), out=local)
-            np.add(far.strands, far.row(theirs), out=remote)
+            np.add(near.runs, near.row(ours), out=local)
+            np.add(far.runs, far.row(theirs), out=remote)
         return [self._made[pair] for pair in self._pairs]
 
 
@@ -118,11 +117,11 @@ def rows(world: World, request: Request) -> Iterator[Row]:
 
 
 NOTES = {
-    "lists": "np.array(list, np.int32) of both sides, which all functions do in some way, once or more",
-    "floor": "nothing is checked",
-    "bind": "int32 ids of both sides, in memory that is used again; tables and range are checked, to the position",
+    "lists": "np.array(list, np.int32) of both sides, which every function does at least once",
+    "floor": "no checks",
+    "bind": "int32 ids of both sides, in reused memory; checks tables and range, exact to the position",
     "fresh": "the same in new arrays, as peers make them",
-    "descriptors": "addresses and lengths as arrays, as few as can be, in order of address",
+    "descriptors": "addresses and lengths as arrays, as few as possible, in order of address",
 }
 
 
@@ -133,7 +132,7 @@ def copies(specs: Any) -> list[Any]:
 
 
 def floor_copies(plan: TransferPlan, request: Request, made: Sides) -> list[Any]:
-    """The same, if the floor's ids stand in place of the plan's."""
+    """The same, with the floor's ids in place of the plan's."""
     pairs = zip(bound(plan, request), made, strict=True)
     return copies(
         attrs.evolve(spec, local_ids=local.reshape(-1), remote_ids=remote.reshape(-1))

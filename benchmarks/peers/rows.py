@@ -1,4 +1,4 @@
-"""Rows of the comparison: functions that are timed, how to see what they made, and their figures."""
+"""Rows of the comparison: functions to time, how to read their results, and their figures."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import attrs
 import numpy as np
 
 TURN_S: Final = 2e-3
-"""A function's turn in a round is as many calls as fit into this, but one at least."""
+"""The time of a function's turn in a round, which has at least one call."""
 
 ROUNDS: Final = (5, 400)
 """The fewest rounds, and the most."""
 
 LONG_S: Final = 0.04
-"""A function that takes longer has a turn in the fewest rounds only, so that the others have more of them."""
+"""A function that takes longer has only the fewest rounds, so that the others have more."""
 
 FLOOR: Final = "floor, into reused arrays"
 BIND: Final = "kvplan bind, workspace"
 DESCRIPTORS: Final = "kvplan bind and descriptors"
-SENDERS: Final = "senders of several ranks one after the other, which an engine runs side by side"
+SENDERS: Final = "runs the senders of several ranks one after the other; engines run them in parallel"
 BASES: Final = {"ids": BIND, "ranges": DESCRIPTORS}
-"""What functions are compared with, by what they make."""
+"""kvplan's function to compare with, by what a function makes."""
 
 
 @attrs.frozen(eq=False)
 class Row:
     """A function from a request's lists of block ids to ``output``: arrays, ids, or ranges (addresses and lengths).
 
-    ``count`` is how many of them one side got, ``moves`` what they copy: parts of addresses read, addresses written and
-    lengths. ``note`` says what else the function does, or leaves out.
+    ``count`` gives how many of them one side has, ``moves`` what they copy: parts of addresses read, addresses written
+    and lengths. ``note`` says what else the function does or omits.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Row:
 
 @attrs.frozen
 class Refusal:
-    """A function that does not plan a case, and the reason that it gives."""
+    """A function that refuses a case, with its reason."""
 
     name: str
     reason: str
@@ -53,7 +53,7 @@ class Refusal:
 
 @attrs.frozen
 class Figure:
-    """What was measured of a function: the seconds a call took in each round that it had a turn in."""
+    """The measurement of a function: the seconds of a call, by round."""
 
     name: str
     output: str
@@ -63,18 +63,18 @@ class Figure:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """The median stands between the two others."""
+        """The lower quartile, the median and the upper quartile."""
         low, median, high = (float(value) for value in np.percentile(self.times, [25, 50, 75]))
         return low, median, high
 
     def over(self, other: Figure) -> float:
-        """The median ratio to another function's times in the same rounds: what slows both down counts for neither."""
+        """The median ratio to another function's times in the same rounds, so that common slowdowns cancel."""
         return float(np.median([ours / theirs for ours, theirs in zip(self.times, other.times, strict=False)]))
 
 
 @attrs.frozen
 class Section:
-    """One case at one size: what moves, in how few descriptors, and the figures of all functions that plan it."""
+    """One case at one size: its bytes, its fewest descriptors, and the figures of all functions."""
 
     case: str
     peers: str
@@ -89,11 +89,11 @@ class Section:
 
 
 def measure(rows: Sequence[Row], seconds: float) -> list[tuple[float, ...]]:
-    """The seconds that a call of each takes, by round; in each round all have a turn, in another order.
+    """The seconds of a call of each function, by round. In each round all functions have a turn, in random order.
 
-    After the fewest rounds go on, for so many ``seconds``, those that don't take long. A turn of several calls begins
-    with one that is not timed, so that what the function before it left in the caches does not count. What a call made
-    is there until the next call of the same function has made its own. There is no collection of garbage meanwhile.
+    After the fewest rounds the fast functions continue for ``seconds``. A turn of several calls starts with one that is
+    not timed, so that the previous function's caches do not matter. The result of a call lives until the next call of
+    the same function. Garbage collection is off.
     """
     times: list[list[float]] = [[] for _ in rows]
     kept: list[Any] = [None] * len(rows)
@@ -117,7 +117,7 @@ def measure(rows: Sequence[Row], seconds: float) -> list[tuple[float, ...]]:
 
 
 def _second(call: Callable[[], Any]) -> float:
-    """The seconds that the second of two calls takes."""
+    """The seconds of the second of two calls."""
     call()
     began = time.perf_counter()
     call()

@@ -1,7 +1,7 @@
 """SGLang's rows: `send_kvcache` and `send_kvcache_slice` of its NIXL and Mooncake managers, as released.
 
-They run from arrays of page ids to the call of NIXL or Mooncake, which does not count. Where sizes of TP are equal
-whole pages are sent, otherwise slices of heads, slot by slot.
+They run from arrays of page ids up to the call of NIXL or Mooncake, which is not timed. Where TP sizes are equal they
+send whole pages, otherwise slices of heads, slot by slot.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.peers.agents import Quiet, Wire, ids_of
+from benchmarks.peers.agents import Wire, ids_of
 from benchmarks.peers.cases import RANK, Request, World
+from benchmarks.peers.loading import RefusedError, module
 from benchmarks.peers.rows import SENDERS, Refusal, Row
-from tests.second_opinion import sglang_send
-from tests.second_opinion.peers import RefusedError, module
-from tests.second_opinion.sglang_send import PACKAGE, Now
+from benchmarks.peers.sglang_managers import PACKAGE, Now, give, manager_of, prepare, senders_of
 
-ARRAYS: Final = "lists become arrays here, SGLang has arrays already"
+ARRAYS: Final = "includes making arrays of the lists, which SGLang already has"
 MADE: Final = {
-    "nixl": f"int32 ids of both sides; tables are not checked; {ARRAYS}; {SENDERS}",
+    "nixl": f"int32 ids of both sides; no checks of tables; {ARRAYS}; {SENDERS}",
     "mooncake": f"addresses and lengths as lists of int, neighbours of one page array joined; {ARRAYS}; {SENDERS}",
 }
 
@@ -41,8 +40,8 @@ def _ready(name: str, world: World, make: Callable[[World, str], Callable[[Reque
 
 def _senders(world: World, cls: Any) -> list[Any]:
     """The managers of the prefill ranks that send to the decode worker."""
-    ranks = sglang_send.senders_of(cls, world.source.side, world.destination, RANK)
-    return [sglang_send.manager_of(cls, world.source, rank) for rank in ranks]
+    ranks = senders_of(cls, world.source.side, world.destination, RANK)
+    return [manager_of(cls, world.source, rank) for rank in ranks]
 
 
 def _arrays(request: Request) -> tuple[Any, Any]:
@@ -50,39 +49,25 @@ def _arrays(request: Request) -> tuple[Any, Any]:
 
 
 def _nixl(world: World, name: str) -> Callable[[Request], Row]:
-    """Managers that have prepared their lists for the decode worker."""
+    """Managers with lists prepared for the decode worker."""
     conn = module(f"{PACKAGE}.nixl.conn")
-    caches = world.destination.ranks[RANK].caches
-    sizes = [cache.memory[0].nbytes for cache in caches]
-    peer = conn.KVArgsRegisterInfo(
-        room="0", endpoint="", dst_port=0, agent_name="peer", agent_metadata=b"",
-        dst_kv_ptrs=[cache.address for cache in caches], dst_kv_mem_kinds=["VRAM"] * len(caches), dst_aux_ptrs=[],
-        dst_state_data_ptrs=[], gpu_id=0, decode_tp_size=world.destination.side.tp, decode_tp_rank=RANK,
-        dst_kv_item_len=sizes[0], dst_kv_item_lens=sizes, dst_num_slots=len(caches[0].memory),
-    )  # fmt: skip
     managers = _senders(world, conn.NixlKVManager)
-    for manager in managers:
-        slots = conn.num_kv_slots(manager.kv_args.kv_data_lens, manager.kv_args.kv_item_lens)
-        sglang_send.give(
-            manager, agent=Quiet(), src_mem_kind="VRAM", prep_handles={}, prep_handle_slice_src=None,
-            prep_handles_slice_dst={}, _num_slots_src=slots, decode_kv_args_table={"peer": peer},
-        )  # fmt: skip
-        manager._prepare_payload_xfer(peer)
+    (peer, *_) = [prepare(manager, conn, world.destination, RANK) for manager in managers]
     slices = world.source.side.tp != world.destination.side.tp
 
     def row(request: Request) -> Row:
         def send() -> list[Any]:
             source, destination = _arrays(request)
             for manager in managers:
-                manager.agent.given = []
+                manager.agent.transfers = []
                 if slices:
                     manager.send_kvcache_slice("peer", source, destination)
                 else:
                     manager.send_kvcache("peer", source, peer.dst_kv_ptrs, destination, 0)
-            return [manager.agent.given for manager in managers]
+            return [manager.agent.transfers for manager in managers]
 
         def moves(made: Any) -> Any:
-            return [part for manager, given in zip(managers, made, strict=True) for part in manager.agent.moves(given)]
+            return [part for manager, given in zip(managers, made, strict=True) for part in manager.agent.copies(given)]
 
         function = "send_kvcache_slice" if slices else "send_kvcache"
         return Row(f"{name}, {function}", "ids", send, lambda made: sum(map(ids_of, made)), moves, MADE["nixl"])
@@ -93,7 +78,7 @@ def _nixl(world: World, name: str) -> Callable[[Request], Row]:
 def _mooncake(world: World, name: str) -> Callable[[Request], Row]:
     managers, wire = _senders(world, module(f"{PACKAGE}.mooncake.conn").MooncakeKVManager), Wire()
     for manager in managers:
-        sglang_send.give(
+        give(
             manager, engine=wire, enable_custom_mem_pool=False, max_transfer_batch_indices=0,
             state_strides_validated=set(),
         )  # fmt: skip
@@ -115,6 +100,6 @@ def _mooncake(world: World, name: str) -> Callable[[Request], Row]:
 
         function = "send_kvcache_slice" if slices else "send_kvcache"
         note = MADE["mooncake"]
-        return Row(f"{name}, {function}", "ranges", send, int, lambda made: wire.moves(send), note)
+        return Row(f"{name}, {function}", "ranges", send, int, lambda made: wire.copies(send), note)
 
     return row

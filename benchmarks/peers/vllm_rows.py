@@ -1,9 +1,9 @@
 """vLLM's rows: the NIXL connector's pull worker and the Mooncake connector's sender, as released.
 
-All that is timed runs as it was released. Of the NIXL connector that is `_read_blocks_for_req`, from a request's
-metadata to `make_prepped_xfer`, which does not count; and of that `_compute_desc_ids` alone, with the arguments that it
-is called with there. Of the Mooncake connector it is `_build_transfer_params`, which calls
-`group_concurrent_contiguous` for each region and makes addresses and lengths in a loop.
+Everything that is timed runs as released. Of the NIXL connector that is `_read_blocks_for_req`, from a request's
+metadata up to `make_prepped_xfer`, which is not timed, and of that `_compute_desc_ids` alone, with the arguments of
+those calls. Of the Mooncake connector it is `_build_transfer_params`, which calls `group_concurrent_contiguous` for
+each region and makes addresses and lengths in a loop.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.peers.agents import Quiet, ids_of
-from benchmarks.peers.cases import HEAD_BYTES, LAYERS, RANK, Request, World
+from benchmarks.peers import loading, stand_ins
+from benchmarks.peers.agents import ids_of
+from benchmarks.peers.cases import RANK, Request, World
+from benchmarks.peers.environment import SOURCES
+from benchmarks.peers.loading import module
 from benchmarks.peers.rows import SENDERS, Refusal, Row
-from tests.second_opinion import loading, stand_ins, vllm_nixl
-from tests.second_opinion.environment import SOURCES
-from tests.second_opinion.peers import module
+from benchmarks.peers.vllm_workers import connect, request_of, worker_of
 
 MOONCAKE: Final = f"{loading.CONNECTOR}.v1.mooncake.mooncake_connector"
 IDS: Final = "vLLM NIXL, _compute_desc_ids"
@@ -28,36 +29,26 @@ BUILD: Final = "vLLM Mooncake, _build_transfer_params"
 
 
 def load() -> None:
-    """Load what the second opinion loads, and the Mooncake connector."""
+    """Load the peers' modules, and the Mooncake connector."""
     stand_ins.only("vllm", SOURCES, (*loading.VLLM, MOONCAKE), ("huggingface_hub", "mooncake"))
     mooncake: Any = importlib.import_module(MOONCAKE)
     mooncake.logger = loading.Log("peer")
     mooncake.extract_layer_index = lambda name: int(name.split(".")[2])
-    for name, value in {"LAYERS": LAYERS, "DIM": HEAD_BYTES, "Agent": Quiet}.items():
-        setattr(vllm_nixl, name, value)  # the second opinion's engines are smaller
     loading.load()
 
 
 def rows(world: World) -> Callable[[Request], Iterator[Row | Refusal]]:
     """The planners of a case, ready for its requests."""
-    torch = module("torch")
-    sources = {rank: vllm_nixl.worker_of(torch, world.source, rank) for rank in world.source.side.ranks}
-    destination = vllm_nixl.worker_of(torch, world.destination, RANK)
+    sources = {rank: worker_of(world.source, rank) for rank in world.source.side.ranks}
+    destination = worker_of(world.destination, RANK)
     made = [_nixl(world, sources, destination), _mooncake(world, sources, destination)]
     return lambda request: (row for of in made for row in of(request))
 
 
 def _nixl(world: World, sources: Any, worker: Any) -> Callable[[Request], Iterator[Row | Refusal]]:
     """The connector's worker of the destination, after its handshakes."""
-    metadata = module(f"{vllm_nixl.PACKAGE}.metadata")
-    side = world.source.side
-    offers = {rank: source.xfer_handshake_metadata.agent_metadata_bytes for rank, source in sources.items()}
     try:
-        for rank in worker.transfer_topo.handshake_target_ranks(side.tp, side.dcp):
-            offer = module("msgspec").msgpack.decode(offers[rank], type=metadata.NixlAgentMetadata)
-            worker._validate_remote_parallel_config(offer)
-            name = worker.add_remote_agent(offer, rank, side.tp, offer.dcp_size)
-            worker._remote_agents["prefill"][0, rank] = name
+        connect(worker, world.source.side, sources, "prefill")
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = str(error)
         return lambda request: iter([Refusal("vLLM NIXL", reason)])
@@ -65,17 +56,8 @@ def _nixl(world: World, sources: Any, worker: Any) -> Callable[[Request], Iterat
 
 
 def _nixl_rows(world: World, worker: Any, request: Request) -> Iterator[Row]:
-    metadata, agent = module(f"{vllm_nixl.PACKAGE}.metadata"), worker.nixl_wrapper
-    remote = metadata.RemoteMeta((request.source,), "host", 1, "prefill", "request", num_tokens=request.stop)
-    asked = metadata.ReqMeta(
-        local_block_ids=(request.destination,),
-        local_physical_block_ids=(request.destination,),
-        tp_size=world.source.side.tp,
-        dcp_size=1,
-        local_num_computed_blocks=(0,),
-        remote=remote,
-        awaiting_kvs=True,
-    )
+    agent = worker.nixl_wrapper
+    asked = request_of(world.source.side, request.source, request.destination, request.stop, "prefill")
 
     def read() -> Any:
         worker._recving_transfers.clear()
@@ -84,39 +66,39 @@ def _nixl_rows(world: World, worker: Any, request: Request) -> Iterator[Row]:
     calls: list[dict[str, Any]] = []
     compute = worker._compute_desc_ids
 
-    def noted(**given: Any) -> Any:
+    def record(**given: Any) -> Any:
         calls.append(given)
         return compute(**given)
 
-    worker._compute_desc_ids = noted
+    worker._compute_desc_ids = record
     transfers = read()
-    del worker._compute_desc_ids  # the method is there again
+    del worker._compute_desc_ids  # restores the method
 
-    def moves(ids: Any) -> Any:
-        """The same transfers with these ids; remote ids are computed before local ones."""
+    def copies(ids: Any) -> Any:
+        """The same transfers with these ids. The connector computes remote ids before local ones."""
         pairs = zip(transfers, ids[1::2], ids[::2], strict=True)
-        return agent.moves((what, near, local, far, remote) for (what, near, _, far, _), local, remote in pairs)
+        return agent.copies((what, near, local, far, remote) for (what, near, _, far, _), local, remote in pairs)
 
     yield Row(
         IDS,
         "ids",
         lambda: [compute(**given) for given in calls],
         lambda ids: sum(len(found) for found in ids) // 2,
-        moves,
-        "int64 ids of both sides; tables are not checked; where blocks differ in size, their ids are mapped beforehand",
+        copies,
+        "int64 ids of both sides; no checks of tables; where blocks differ in size, block ids are mapped before",
     )
     yield Row(
         READ,
         "ids",
         read,
         ids_of,
-        agent.moves,
-        "all before NIXL is called: those ids, lists trimmed to what is new, bookkeeping",
+        agent.copies,
+        "everything before NIXL is called: those ids, trimming lists to new blocks, bookkeeping",
     )
 
 
 def _mooncake(world: World, sources: Any, destination: Any) -> Callable[[Request], Iterator[Row | Refusal]]:
-    """The senders of all source ranks that have something for the destination."""
+    """The senders of all source ranks that send to the destination."""
     connector = module(MOONCAKE)
     end = _mooncake_worker(connector, destination, RANK, world.destination.side.tp)
     pull = SimpleNamespace(transfer_id="request", local_block_ids=[[]])
@@ -151,7 +133,7 @@ def _mooncake_row(connector: Any, meta: Any, senders: Any, request: Request) -> 
         for worker, local, remote in senders:
             try:
                 worker._build_transfer_params([("request", sent)], meta, local, remote).send(None)
-            except StopIteration as end:  # it awaits nothing
+            except StopIteration as end:  # a coroutine that awaits nothing
                 made.append(end.value)
         return made
 
@@ -164,7 +146,7 @@ def _mooncake_row(connector: Any, meta: Any, senders: Any, request: Request) -> 
 
 
 def _mooncake_worker(connector: Any, of: Any, rank: int, tp: int) -> Any:
-    """A worker of the Mooncake connector that has registered its caches; ``of`` is the NIXL connector's of the rank."""
+    """A worker of the Mooncake connector with registered caches. ``of`` is the NIXL connector's worker of the rank."""
     worker = object.__new__(connector.MooncakeConnectorWorker)
     given = {
         "kv_cache_config": of.kv_cache_config, "transfer_topo": of.transfer_topo, "tp_rank": rank, "tp_size": tp,

@@ -246,7 +246,7 @@ class Pipeline:
         request, running = work.request, True
         try:
             for spec in specs:
-                work.transfers.append(self._executor.start(spec, request.transfer.request, tell=work.slot is None))
+                work.transfers.append(self._executor.start(spec, request.transfer.request, notify=work.slot is None))
         except KVPlanError as error:
             self._stop(request, Status.FAILED, error)
         while running:

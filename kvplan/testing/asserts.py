@@ -1,24 +1,21 @@
-"""Assertions on copies that other code than kvplan's makes up."""
+"""An assertion on the copies that a connector makes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from kvplan.plan.mesh import plan_mesh
-from kvplan.verification.verifier import verify
-
-if TYPE_CHECKING:
-    from kvplan.describe.blocks import Blocks, Tokens
-    from kvplan.describe.worker import Worker
-    from kvplan.verification.report import Report
-    from kvplan.verification.requests import KeyPair
+from kvplan.describe import Blocks, Worker
+from kvplan.describe.blocks import Tokens
+from kvplan.describe.worker import Key
+from kvplan.plan import plan_mesh
+from kvplan.verification import Report, verify
 
 
 def assert_copies(
     destinations: Iterable[Worker],
     sources: Iterable[Worker],
-    copies: Mapping[KeyPair, tuple[Any, Any]],
+    copies: Mapping[tuple[Key, Key], tuple[Any, Any]],
     *,
     local: Mapping[str, Blocks],
     remote: Mapping[str, Blocks],
@@ -26,16 +23,17 @@ def assert_copies(
     operation: Literal["READ", "WRITE"] = "READ",
     not_transferred: Iterable[str] = (),
 ) -> Report:
-    """Assert that ``copies`` put every byte of a request where it belongs, each once, and write no other byte.
+    """Assert that ``copies`` write every byte of a request once, where it belongs, and write no other byte.
 
-    Workers say what is where, as for :func:`kvplan.plan_mesh`; ``local``, ``remote`` and ``tokens`` are the request,
-    as ``bind`` takes it. ``copies`` are those of :func:`kvplan.verify`: by (local key, remote key) the local and the
-    remote descriptors, rows of (address, length, device), the nth of one side with the nth of the other. Destinations
-    are the local workers of a ``READ``, sources those of a ``WRITE``. How copies are cut and ordered does not matter.
+    The workers describe what is where, as for :func:`kvplan.plan_mesh`. ``local``, ``remote`` and ``tokens`` are the
+    request, as ``bind`` takes it: destinations are the local workers of a ``READ``, sources those of a ``WRITE``.
+    ``copies`` are those of :func:`kvplan.verify`: by (local key, remote key) the local and the remote descriptors, rows
+    of (address, length, device), where the nth of one side pairs with the nth of the other. Their cuts and their order
+    do not matter.
 
-    Returns the report where it is right. Raises AssertionError with the report where it is not: for each destination
-    and promise how many bytes, and the first by its coordinates on both sides. KVPlanError is for what is no request
-    or no copies, as ``plan_mesh`` and ``verify`` raise it.
+    Returns the report where all is right. Otherwise raises AssertionError with the report: for each destination and
+    promise how many bytes fail, and the first by its coordinates on both sides. Raises KVPlanError, as ``plan_mesh``
+    and ``verify`` do, where the request or the copies are malformed.
 
     >>> from kvplan import Blocks, Model
     >>> decode, prefill = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in ("decode", "prefill"))
@@ -43,7 +41,7 @@ def assert_copies(
     >>> (plan,) = plan_mesh(decode, prefill).plans
     >>> copies = {(spec.local, spec.remote): spec.descriptors() for spec in plan.bind(**request)}
     >>> print(assert_copies(decode, prefill, copies, **request))
-    verified: 573440 bytes in 84 descriptors to 1 worker, 12 unused slots; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
+    verified: 573440 bytes in 84 descriptors to 1 worker, 12 slots left alone; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
     >>> ((pair, (ours, theirs)),) = copies.items()
     >>> assert_copies(decode, prefill, {pair: (ours[1:], theirs[1:])}, **request)  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -1,42 +1,23 @@
-"""Both sides of a transfer, drawn together: two engines of any layout, their block tables and a request.
+"""Random cases: two engines of any layout that can serve each other, their block tables, and a request.
 
-Small integers choose, and 0 is always the plainest choice, so that a failure shrinks to plain layouts.
+Small integers make all choices, and 0 is always the plainest, so that a failure shrinks to plain layouts.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import attrs
 from hypothesis import strategies as st
 
-from kvplan.describe.blocks import Blocks, Tokens
-from kvplan.describe.views import Context, Group
-from kvplan.plan.transfer import plan_reads, plan_writes
-from kvplan.testing.engines import (
-    BOTH,
-    DESTINATION,
-    POOL,
-    SOURCE,
-    STAYS,
-    Kept,
-    Logical,
-    Side,
-    Span,
-    held,
-    reach,
-    workers,
-)
+from kvplan.describe import Blocks, Context, Group, Worker
+from kvplan.describe.blocks import Range, Tokens
+from kvplan.plan import TransferPlan, plan_reads, plan_writes
+from kvplan.testing import engines
+from kvplan.testing.engines import BOTH, DESTINATION, EXCLUDED, POOL, SOURCE, EngineDesign, LogicalTensor, StoredTensor
 from kvplan.testing.requests import Request
-
-if TYPE_CHECKING:
-    from kvplan.describe.worker import Worker
-    from kvplan.plan.transfer import TransferPlan
-
-Spans = Mapping[str, Span | None]
-"""By tensor or by group, a range of positions or of states; None for all that the destination lists."""
 
 SHAPES = (
     *((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (1, 1, 3)),
@@ -47,45 +28,46 @@ SHAPES = (
 DTYPES = ("uint8", "bfloat16", "uint8", "float32")
 ALONG = ("", "kv", "head", "dim")
 NUM_CHOICES = 4 * 6 + 4 + 2 * (6 + 6 + 3 * 3 + 4 * 6 + 4) + 1 + 5 * 3 + 2 * 5 * 4
-"""How many choices make a case; all are made always, so that each of them keeps its place in what is drawn."""
+"""How many choices make a case. Every case makes all of them, so that each has a fixed place among the drawn bytes."""
 
 NAMES = ("full", "window", "chunk", "ssm", "conv")
-"""Names of three token groups and two state groups, which a side may give them in turn."""
+"""Names of three token groups and two state groups, which an engine may permute."""
 
 
 @attrs.frozen
 class Case:
-    """Two engines and a request. Of two values for both sides, the destination's is first.
+    """Two engines and a request. Of two values for both engines, the destination's is first.
 
-    ``tables`` are block tables by group. ``sides`` are what the engines were built from. ``spans`` has the range of
-    each tensor that moves, and ``tokens`` the ranges by the groups of the side, where that side is local.
+    ``tables`` are block tables by group, ``designs`` the designs of the engines. ``spans`` has for each tensor that
+    moves its range of positions or states, None for all that the destination lists; ``tokens`` has the ranges by the
+    groups of that engine, for plans where it is local.
     """
 
     destinations: tuple[Worker, ...]
     sources: tuple[Worker, ...]
     tables: tuple[Mapping[str, Blocks], Mapping[str, Blocks]]
-    spans: tuple[Spans, Spans]
+    spans: tuple[Mapping[str, Range | None], Mapping[str, Range | None]]
     tokens: tuple[Tokens, Tokens]
     not_transferred: tuple[str, ...]
-    sides: tuple[Side, Side]
+    designs: tuple[EngineDesign, EngineDesign]
 
     def reads(self, worker: Worker) -> TransferPlan:
         """The plan by which one destination reads."""
         return plan_reads(worker, self.sources, not_transferred=self.not_transferred)
 
     def writes(self, source: Worker) -> TransferPlan:
-        """The plan by which one source writes its share."""
+        """The plan by which one source writes its part."""
         siblings = [other for other in self.sources if other is not source]
         return plan_writes(source, self.destinations, siblings, not_transferred=self.not_transferred)
 
     def arguments(self, operation: Literal["READ", "WRITE"] = "READ") -> dict[str, Any]:
-        """What :func:`~kvplan.testing.assert_copies` takes besides engines and copies."""
+        """The arguments of :func:`~kvplan.testing.assert_copies` besides engines and copies."""
         near = 0 if operation == "READ" else 1
         tables = {"local": self.tables[near], "remote": self.tables[1 - near], "tokens": self.tokens[near]}
         return {**tables, "operation": operation, "not_transferred": self.not_transferred}
 
     def request(self, plan: TransferPlan) -> Request:
-        """What ``plan`` binds: of the block tables and ranges, those of the groups that its workers have."""
+        """The arguments of ``plan.bind``: the block tables and ranges of the groups that its workers have."""
         side = 0 if plan.operation == "READ" else 1
         tokens, own, theirs = self.tokens[side], _groups([plan.local]), _groups(plan.remotes)
         if isinstance(tokens, Mapping):
@@ -102,7 +84,7 @@ def _groups(workers: Iterable[Worker]) -> set[str]:
 
 
 class Choices:
-    """Numbers that choose, a byte for each."""
+    """Choices, each made by one drawn byte."""
 
     def __init__(self, drawn: bytes) -> None:
         self._bytes = iter(drawn)
@@ -118,11 +100,12 @@ class Choices:
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """Any pair of engines that can serve each other, and any request: for code that takes any :class:`kvplan.Worker`.
+    """Any two engines that can serve each other, and any request: for code that takes any :class:`kvplan.Worker`.
 
-    Up to four tensors in token groups or state groups, kept in any order of axes with gaps and digits; any tensor,
-    context and pipeline parallel sizes to 4, so that heads may be on several ranks; blocks of 1 to 6 tokens, regions
-    and pools apart or shared, anywhere in memory; tensors that one side lacks; scattered blocks, any ranges.
+    Engines have up to four tensors in token groups or state groups, with axes in any order, gaps and digits; tensor,
+    context and pipeline parallel sizes up to 4, so that several ranks may hold a head; blocks of 1 to 6 tokens; regions
+    and pools that are separate or shared, anywhere in memory; tensors that one engine lacks. Requests have scattered
+    blocks and any ranges.
 
     >>> from hypothesis import given, settings
     >>> from kvplan.testing import assert_copies
@@ -136,7 +119,7 @@ def cases() -> st.SearchStrategy[Case]:
     ...     assert_copies(case.destinations, case.sources, copies, **case.arguments())
     >>> test()
 
-    All choices are drawn as one string of bytes: drawn as integers, small ones would be far more likely than others.
+    All choices are drawn as one string of bytes, because Hypothesis draws small integers far more often than others.
     """
     return st.binary(min_size=NUM_CHOICES, max_size=NUM_CHOICES).map(_case)
 
@@ -144,70 +127,78 @@ def cases() -> st.SearchStrategy[Case]:
 def _case(drawn: bytes) -> Case:
     choices = Choices(drawn)
     tensors = _tensors(choices)
-    decode, prefill = _side("decode", tensors, SOURCE, choices), _side("prefill", tensors, DESTINATION, choices)
-    moved = {tensor.name for tensor in tensors if tensor.kept_by == BOTH}
-    ours, theirs = ({k.tensor.name: k.group for k in side.kept if k.tensor.name in moved} for side in (decode, prefill))
-
+    decode, prefill = _design("decode", tensors, SOURCE, choices), _design("prefill", tensors, DESTINATION, choices)
+    moved = {tensor.name for tensor in tensors if tensor.engines == BOTH}
+    ours, theirs = (
+        {stored.tensor.name: stored.group for stored in design.tensors if stored.tensor.name in moved}
+        for design in (decode, prefill)
+    )
     as_one, asked = _ranges(decode.groups, choices)
     near = {name: None if asked[group.name][1] else asked[group.name][0] for name, group in ours.items()}
     far = {name: _joined([near[other] for other in theirs if theirs[other] == group]) for name, group in theirs.items()}
     one = next((near[name] for name, group in ours.items() if group.tokens_per_block), None)
     tokens = [one if as_one else _by_group(*side) for side in ((near, ours), (far, theirs))]
 
-    wanted: dict[str, list[Span]] = {name: [span] for name, (span, _) in asked.items()}
+    wanted: dict[str, list[Range]] = {name: [span] for name, (span, _) in asked.items()}
     for tensor, span in far.items():
         wanted[ours[tensor].name] += [span] if span else []
     local = _tables(decode, wanted, choices)
     wanted = {name: [] for name in prefill.groups}
     for tensor, span in far.items():
-        wanted[theirs[tensor].name].append(span or reach(ours[tensor], local[ours[tensor].name]))
+        wanted[theirs[tensor].name].append(span or _held(ours[tensor], local[ours[tensor].name]))
     remote = _tables(prefill, wanted, choices)
     assert choices.all_made
     return Case(
-        destinations=workers(decode, local),
-        sources=workers(prefill, remote),
+        destinations=engines.workers(decode, local),
+        sources=engines.workers(prefill, remote),
         tables=(local, remote),
         spans=(near, far),
         tokens=(tokens[0], tokens[1]),
-        not_transferred=tuple(tensor.name for tensor in tensors if tensor.kept_by in (DESTINATION, STAYS)),
-        sides=(decode, prefill),
+        not_transferred=tuple(tensor.name for tensor in tensors if tensor.engines in (DESTINATION, EXCLUDED)),
+        designs=(decode, prefill),
     )
 
 
-def _hull(spans: Sequence[Span]) -> Span:
+def _held(group: Group, blocks: Blocks) -> Range:
+    """The positions between the first and the last that a block table holds on any rank."""
+    held = engines.positions_of(engines.on_ranks(group), range(blocks.first, blocks.first + len(blocks.ids)))
+    return held.start, held.stop
+
+
+def _hull(spans: Sequence[Range]) -> Range:
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
-def _joined(spans: Sequence[Span | None]) -> Span | None:
-    """One range that has all of others; everything, where one of them is."""
+def _joined(spans: Sequence[Range | None]) -> Range | None:
+    """One range around several, or None where one of them is None."""
     known = [span for span in spans if span is not None]
     return _hull(known) if len(known) == len(spans) else None
 
 
-def _by_group(spans: Spans, groups: Mapping[str, Group]) -> dict[str, Span]:
+def _by_group(spans: Mapping[str, Range | None], groups: Mapping[str, Group]) -> dict[str, Range]:
     """The ranges of tensors, by group."""
     return {groups[name].name: span for name, span in spans.items() if span is not None}
 
 
-def _logical(index: int, choices: Choices) -> Logical:
-    dim, heads, kv, dtype, kind, kept_by = choices.below(5, 8, 2, 4, 8, 16)
+def _logical(index: int, choices: Choices) -> LogicalTensor:
+    dim, heads, kv, dtype, kind, held_by = choices.below(5, 8, 2, 4, 8, 16)
     sizes = {} if dim == 4 else {"dim": (1, 2, 4, 3)[dim]}
     if heads:
         sizes["head"] = max(heads - 1, 1)
     if kv:
         sizes["kv"] = 2
-    return Logical(
+    return LogicalTensor(
         name=f"layers.{index}",
         paged=kind < 6,
         sizes=sizes,
         dtype=DTYPES[dtype] if "dim" in sizes else "float32",
-        lot=kind % 3,
-        kept_by=(*13 * [BOTH], DESTINATION, SOURCE, STAYS)[kept_by],
+        kind=kind % 3,
+        engines=(*13 * [BOTH], DESTINATION, SOURCE, EXCLUDED)[held_by],
     )
 
 
-def _tensors(choices: Choices) -> list[Logical]:
-    """Some tensors, many of them of one shape, as layers are."""
+def _tensors(choices: Choices) -> list[LogicalTensor]:
+    """Up to four tensors, often of one shape, as layers have."""
     drawn = [_logical(index, choices) for index in range(4)]
     count, *unlike = choices.below(7, 2, 2, 2)
     for index, own in enumerate(unlike, 1):
@@ -216,48 +207,49 @@ def _tensors(choices: Choices) -> list[Logical]:
     return drawn[: (1, 2, 3, 3, 4, 4, 4)[count]]
 
 
-def _side(engine_id: str, tensors: Sequence[Logical], lacking: int, choices: Choices) -> Side:
-    """An engine that has the tensors but those kept by ``lacking``, in turned order."""
+def _design(engine_id: str, tensors: Sequence[LogicalTensor], lacking: int, choices: Choices) -> EngineDesign:
+    """An engine that has all tensors but those of ``lacking`` engines alone, from any of them on."""
     shape, regroup, renamed, turn, unlike, pools = choices.below(len(SHAPES), 5, 6, 4, 5, 2)
     packing, digits, gap, base, devices, extra_blocks = choices.below(4, 2, 2, 4, 2, 4)
     tp, cp, pp = SHAPES[shape]
     groups = _groups_of(engine_id, cp, renamed, unlike in (0, 1), choices)
     ways = [choices.below(4, 24, 30, 81, 4, 8) for _ in range(4)]
     stages = choices.below(*4 * [pp])
-    kept = []
+    stored = []
     for index, stage in enumerate(stages):
         at = (index + turn) % 4
-        if at >= len(tensors) or tensors[at].kept_by == lacking:
+        if at >= len(tensors) or tensors[at].engines == lacking:
             continue
-        lot = (tensors[at].lot, 0, index, tensors[at].lot + index, tensors[at].lot)[regroup]
+        kind = (tensors[at].kind, 0, index, tensors[at].kind + index, tensors[at].kind)[regroup]
         first, low, high, pads, split, narrowed = ways[0 if unlike in (0, 2) else index]
-        one = Kept(
+        one = StoredTensor(
             tensor=tensors[at],
-            group=groups[lot % 3 if tensors[at].paged else 3 + lot % 2],
+            group=groups[kind % 3 if tensors[at].paged else 3 + kind % 2],
             stage=stage,
-            turn=first,
+            first_axis=first,
             order=low + 24 * high,
             pads=pads,
             split=ALONG[split],
             narrowed=ALONG[narrowed % 4] if narrowed > 4 and lacking == SOURCE else "",
         )
-        kept.append(one)
-    return Side(engine_id, tp, cp, pp, tuple(kept), packing, bool(digits), gap, base, devices, extra_blocks, not pools)
+        stored.append(one)
+    memory = packing, bool(digits), gap, base, devices, extra_blocks, not pools
+    return EngineDesign(engine_id, tp, cp, pp, tuple(stored), *memory)
 
 
-def _groups_of(engine_id: str, cp: int, renamed: int, alike: bool, choices: Choices) -> list[Group]:
-    """Token groups, each spread over all context-parallel ranks or, now and then, not at all, and state groups."""
+def _groups_of(engine_id: str, cp: int, renamed: int, equal: bool, choices: Choices) -> list[Group]:
+    """Three token groups, each on all context-parallel ranks or, sometimes, without contexts, and two state groups."""
     names = [NAMES[(i + renamed) % 5] if renamed < 5 else f"{engine_id}.{NAMES[i]}" for i in range(5)]
     drawn = [choices.below(6, 3, 4) for _ in range(3)]
     paged = []
     for name, own in zip(names[:3], drawn, strict=True):
-        slots, interleave, alone = drawn[0] if alike else own
+        slots, interleave, alone = drawn[0] if equal else own
         paged.append(Group(name, slots + 1, Context(0, cp, interleave + 1) if alone < 3 else Context()))
     return [*paged, *map(Group, names[3:])]
 
 
-def _ranges(groups: Mapping[str, Group], choices: Choices) -> tuple[bool, dict[str, tuple[Span, bool]]]:
-    """Whether one range is asked of all token groups. For each group a range, and whether all is asked instead."""
+def _ranges(groups: Mapping[str, Group], choices: Choices) -> tuple[bool, dict[str, tuple[Range, bool]]]:
+    """Whether all token groups have one range; and for each group its range, and whether everything moves instead."""
     (as_one,) = choices.below(3)
     drawn = [choices.below(8, 10, 4) for _ in range(5)]
     asked, one = {}, drawn[0]
@@ -270,19 +262,16 @@ def _ranges(groups: Mapping[str, Group], choices: Choices) -> tuple[bool, dict[s
     return as_one == 0, asked
 
 
-def _tables(side: Side, wanted: Mapping[str, Sequence[Span]], choices: Choices) -> dict[str, Blocks]:
-    """A block table for each group, that covers ranges; in a pool that groups share, no block is listed twice."""
+def _tables(design: EngineDesign, wanted: Mapping[str, Sequence[Range]], choices: Choices) -> dict[str, Blocks]:
+    """A block table for each group that covers its ranges. In a pool of all groups, no block is listed twice."""
     tables, beyond = {}, 0
     drawn = [choices.below(2, 2, 3, 256) for _ in range(5)]
-    for (name, group), (before, after, low, seed) in zip(side.groups.items(), drawn, strict=False):
-        slots, ordinals = group.tokens_per_block or 1, set()
-        start, stop = _hull(wanted[name] or [(0, 3)])
-        for positions in held(group, stop):
-            ordinals |= {local // slots for local, position in enumerate(positions) if position >= start}
-        first = max(0, min(ordinals, default=low) - before)
-        count = max(ordinals, default=first - 1) + 1 - first + after
-        pool = range(beyond, beyond + count + side.extra_blocks)
+    for (name, group), (before, after, low, seed) in zip(design.groups.items(), drawn, strict=False):
+        ordinals = engines.ordinals_of(engines.on_ranks(group), *_hull(wanted[name] or [(0, 3)]))
+        first = max(0, (ordinals.start if ordinals else low) - before)
+        count = (ordinals.stop if ordinals else first) - first + after
+        pool = range(beyond, beyond + count + design.extra_blocks)
         tables[name] = Blocks(random.Random(seed).sample(pool, count) if seed else list(pool)[:count], first)
-        if side.packing == POOL:
+        if design.packing == POOL:
             beyond = max(beyond, tables[name].highest + 1)
     return tables

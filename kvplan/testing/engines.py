@@ -1,56 +1,49 @@
-"""Engines of any layout, built: how each keeps its tensors, and the workers that this makes."""
+"""Engine designs: how each engine stores its tensors, and the workers that follow from it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from kvplan.describe.axes import Axis
-from kvplan.describe.blocks import Blocks
-from kvplan.describe.views import ITEMSIZE, Context, Group, Region, View
-from kvplan.describe.worker import Worker
-
-Span = tuple[int, int]
-Part = tuple[str, int, int, int]
-"""Name, start, stop and size of an axis."""
+from kvplan.describe import ITEMSIZE, Axis, Blocks, Context, Group, Region, View, Worker
 
 INTERLEAVED, POOL = 2, 3
-"""Packings beside 0, a region for each view, and 1, one for each group: views share blocks, by group or all of them."""
+"""Packings besides 0, a region for each view, and 1, one for each group. Here views share blocks, by group or all."""
 
-BOTH, DESTINATION, SOURCE, STAYS = range(4)
-"""Who keeps a tensor: both sides, one of them, or both although the destination does not want it moved."""
+BOTH, DESTINATION, SOURCE, EXCLUDED = range(4)
+"""Which engines have a tensor: both, one of them, or both although the destination excludes it from the transfer."""
 
 
 @attrs.frozen
-class Logical:
-    """A tensor by what all engines agree on: axes other than token, and whether it is paged by tokens.
+class LogicalTensor:
+    """A tensor as both engines know it: axes other than token, and whether it is paged by tokens.
 
-    Engines may group tensors by ``lot``; ``kept_by`` says which of them have this one.
+    Engines may group tensors by ``kind``. ``engines`` says which of them have this one.
     """
 
     name: str
     paged: bool
     sizes: Mapping[str, int]
     dtype: str
-    lot: int
-    kept_by: int
+    kind: int
+    engines: int
 
 
 @attrs.frozen
-class Kept:
-    """How one engine keeps one tensor.
+class StoredTensor:
+    """How one engine stores one tensor.
 
-    ``group`` is the tensor's group as context-parallel rank 0 has it. ``turn`` chooses which axis is listed first,
-    ``order`` and ``pads`` choose strides. Where a worker has several coordinates of the axis ``split``, it keeps them
-    in two views; of ``narrowed``, it keeps all but the first.
+    ``group`` is the tensor's group on context-parallel rank 0. ``first_axis`` is listed first; ``order`` and ``pads``
+    choose the strides. A worker with several coordinates of the axis ``split`` has two views of them, and one with
+    several of the axis ``narrowed`` lacks the first.
     """
 
-    tensor: Logical
+    tensor: LogicalTensor
     group: Group
     stage: int
-    turn: int
+    first_axis: int
     order: int
     pads: int
     split: str
@@ -58,10 +51,10 @@ class Kept:
 
 
 @attrs.frozen
-class Side:
-    """One engine: its parallel sizes, the tensors it keeps in the order it lists them, and its memory.
+class EngineDesign:
+    """One engine: its parallel sizes, its tensors in the order of its lists, and its memory.
 
-    ``digits`` makes two digits of an axis where it can; ``gap``, ``base`` and ``devices`` place the regions. With
+    ``digits`` makes two digits of an axis where possible. ``gap``, ``base`` and ``devices`` place the regions. With
     ``equal_pools``, and where all groups share blocks, every group of a worker has the same number of blocks.
     """
 
@@ -69,7 +62,7 @@ class Side:
     tp: int
     cp: int
     pp: int
-    kept: tuple[Kept, ...]
+    tensors: tuple[StoredTensor, ...]
     packing: int
     digits: bool
     gap: int
@@ -80,93 +73,100 @@ class Side:
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The groups by name, those of early tensors first, as context-parallel rank 0 has them."""
-        return {kept.group.name: kept.group for kept in self.kept}
+        """The groups of context-parallel rank 0 by name, in the order of the tensors."""
+        return {stored.group.name: stored.group for stored in self.tensors}
 
 
-def of_rank(group: Group, rank: int) -> Group:
-    """The group as a context-parallel rank has it, which is the same on all ranks if it is not spread."""
-    context = group.context
-    spread = Context(rank, context.size, context.interleave_tokens) if context.size > 1 else context
-    return Group(group.name, group.tokens_per_block, spread)
+def on_ranks(group: Group) -> list[Group]:
+    """A group on each context-parallel rank."""
+    size, run = group.context.size, group.context.interleave_tokens
+    return [Group(group.name, group.tokens_per_block, Context(rank, size, run)) for rank in range(size)]
 
 
-def held(group: Group, end: int) -> list[list[int]]:
-    """The positions below ``end`` that each context-parallel rank holds."""
-    ranks = (of_rank(group, rank) for rank in range(group.context.size))
-    return [[position for position in range(end) if position in one.context] for one in ranks]
+def ordinals_of(ranks: Sequence[Group], start: int, stop: int) -> range:
+    """The blocks from the first to the last in which any rank has a position in ``[start, stop)``."""
+    slots = ranks[0].tokens_per_block or 1
+    held = ([at for at in range(stop) if at in group.context] for group in ranks)
+    return _hull(i // slots for positions in held for i, at in enumerate(positions) if at >= start)
 
 
-def reach(group: Group, blocks: Blocks) -> Span:
-    """The positions between the first and the last that listed blocks hold on any rank."""
-    slots, context = group.tokens_per_block or 1, group.context
-    low, high = blocks.first * slots, (blocks.first + len(blocks.ids)) * slots
-    every = held(group, (high + context.interleave_tokens) * context.size)
-    reached = [position for positions in every for position in positions[low:high]]
-    return (min(reached), max(reached) + 1) if reached else (0, 0)
+def positions_of(ranks: Sequence[Group], ordinals: range) -> range:
+    """The positions from the first to the last that any rank has in some blocks."""
+    slots, context = ranks[0].tokens_per_block or 1, ranks[0].context
+    end = (ordinals.stop * slots + context.interleave_tokens) * context.size
+    held = ([at for at in range(end) if at in group.context] for group in ranks)
+    return _hull(at for positions in held for at in positions[ordinals.start * slots : ordinals.stop * slots])
 
 
-def workers(side: Side, tables: Mapping[str, Blocks]) -> tuple[Worker, ...]:
-    """All workers of an engine, with pools that have the blocks of ``tables`` and perhaps more."""
-    stages = itertools.product(range(side.pp), range(side.cp), range(side.tp))
-    return tuple(_worker(side, tables, number, *at) for number, at in enumerate(stages))
+def _hull(numbers: Iterable[int]) -> range:
+    found = set(numbers)
+    return range(min(found), max(found) + 1) if found else range(0)
 
 
-def _worker(side: Side, tables: Mapping[str, Blocks], number: int, stage: int, context: int, rank: int) -> Worker:
-    """One worker: its parts of the tensors of its stage, each view in its own order, packed into regions."""
+def workers(design: EngineDesign, tables: Mapping[str, Blocks]) -> tuple[Worker, ...]:
+    """All workers of an engine, with pools that have at least the blocks of ``tables``."""
+    stages = itertools.product(range(design.pp), range(design.cp), range(design.tp))
+    return tuple(_worker(design, tables, number, *at) for number, at in enumerate(stages))
+
+
+def _worker(
+    design: EngineDesign, tables: Mapping[str, Blocks], number: int, stage: int, context: int, rank: int
+) -> Worker:
+    """One worker: its parts of the tensors of its stage, packed into regions."""
     ends: dict[tuple[str, str], int] = {}
-    placed: list[tuple[Kept, str, list[Axis], int, int, int]] = []
-    groups: dict[str, Group] = {}
-    for index, kept in enumerate(side.kept):
-        if kept.stage != stage:
+    views, groups = list[View](), dict[str, Group]()
+    for index, stored in enumerate(design.tensors):
+        if stored.stage != stage:
             continue
-        group = kept.group.name
-        groups[group] = of_rank(kept.group, context)
-        listed = tables.values() if side.equal_pools or side.packing == POOL else [tables[group]]
-        blocks = max(int(table.ids.max(initial=0)) for table in listed) + 1 + side.extra_blocks * (1 + number % 2)
-        for part, axes in enumerate(_parts(side, kept, rank)):
-            made, step, length = _strides(side, kept, axes, blocks)
-            region = (f"{group}.{index}.{part}", group, group, "pool")[side.packing]
-            placed.append((kept, region, made, blocks, step, ends.get((region, group), 0)))
-            ends[region, group] = ends.get((region, group), 0) + length + side.gap * 3
-    views = []
-    for kept, region, made, blocks, step, offset in placed:
-        if side.packing in (INTERLEAVED, POOL):
-            step = max(end for (name, _), end in ends.items() if name == region)
-        tensor = kept.tensor
-        views.append(View(tensor.name, kept.group.name, region, tensor.dtype, made, blocks, step, offset))
+        group = stored.group.name
+        groups[group] = stored.group if stored.group.context.size == 1 else on_ranks(stored.group)[context]
+        listed = tables.values() if design.equal_pools or design.packing == POOL else [tables[group]]
+        blocks = max(int(table.ids.max(initial=0)) for table in listed) + 1 + design.extra_blocks * (1 + number % 2)
+        for part, axes in enumerate(_parts(design, stored, rank)):
+            axes, step, length = _strides(design, stored, axes, blocks)
+            region = (f"{group}.{index}.{part}", group, group, "pool")[design.packing]
+            offset = ends.get((region, group), 0)
+            ends[region, group] = offset + length + design.gap * 3
+            if design.packing in (INTERLEAVED, POOL):
+                step = 1 << 30  # more than any block, until all views are known
+            views.append(View(stored.tensor.name, group, region, stored.tensor.dtype, axes, blocks, step, offset))
+    if design.packing in (INTERLEAVED, POOL):
+        steps = {view.region: max(end for (name, _), end in ends.items() if name == view.region) for view in views}
+        views = [attrs.evolve(view, block_stride_bytes=steps[view.region]) for view in views]
     sizes = {view.region: max(other.end_bytes for other in views if other.region == view.region) for view in views}
-    return Worker(side.engine_id, number, _regions(side, sizes, number), groups.values(), views)
+    return Worker(design.engine_id, number, _regions(design, sizes, number), groups.values(), views)
 
 
-def _parts(side: Side, kept: Kept, rank: int) -> list[list[Part]]:
-    """The box of a tensor that a rank keeps, in one view or split in two."""
-    axes: list[Part] = []
-    for name, size in kept.tensor.sizes.items():
+def _parts(design: EngineDesign, stored: StoredTensor, rank: int) -> list[list[Axis]]:
+    """The box of a tensor on a rank, in one view or split in two. Strides are 0."""
+    axes = []
+    for name, size in stored.tensor.sizes.items():
         sharded = name == "head"
-        start = rank * size // side.tp if sharded else 0
-        stop = -(-(rank + 1) * size // side.tp) if sharded else size
-        axes.append((name, start + (name == kept.narrowed and stop - start > 1), stop, size))
-    for i, (name, start, stop, size) in enumerate(axes):
-        if name == kept.split and stop - start > 1:
-            cuts = [(start, start + 1), (start + 1, stop)]
-            return [[*axes[:i], (name, *cut, size), *axes[i + 1 :]] for cut in cuts]
+        start = rank * size // design.tp if sharded else 0
+        stop = -(-(rank + 1) * size // design.tp) if sharded else size
+        axes.append(Axis(name, start + (name == stored.narrowed and stop - start > 1), stop, size, 0))
+    for i, axis in enumerate(axes):
+        if axis.name == stored.split and axis.extent > 1:
+            halves = (attrs.evolve(axis, stop=axis.start + 1), attrs.evolve(axis, start=axis.start + 1))
+            return [[*axes[:i], half, *axes[i + 1 :]] for half in halves]
     return [axes]
 
 
-def _strides(side: Side, kept: Kept, axes: Iterable[Part], blocks: int) -> tuple[list[Axis], int, int]:
-    """Axes with strides nested in an order and with pads of choice, the block's stride, and the bytes of it all.
+def _strides(
+    design: EngineDesign, stored: StoredTensor, axes: Sequence[Axis], blocks: int
+) -> tuple[list[Axis], int, int]:
+    """Axes with strides, the block's stride, and the bytes of all blocks.
 
-    Where views interleave within a block, the block's stride is yet to come, and the bytes are those of one block.
+    Where views interleave within a block, the block's stride is 0, and the bytes are those of one block.
     """
-    slots = kept.group.tokens_per_block
-    listed = [*axes, ("token", 0, slots, slots)] if slots else [*axes]
-    listed = listed[kept.turn :] + listed[: kept.turn]
-    digits = [digit for axis in listed for digit in _split_digits(side, axis)]
-    extents = [stop - start for _, start, stop, _ in digits] + ([] if side.packing in (INTERLEAVED, POOL) else [blocks])
+    slots = stored.group.tokens_per_block
+    listed = [*axes, Axis("token", 0, slots, slots, 0)] if slots else [*axes]
+    listed = listed[stored.first_axis :] + listed[: stored.first_axis]
+    digits = [digit for axis in listed for digit in _digits(design, axis)]
+    extents = [axis.extent for axis in digits] + ([] if design.packing in (INTERLEAVED, POOL) else [blocks])
     order = list(range(len(extents)))
-    choice, pads, stride = kept.order, kept.pads, [0] * (len(digits) + 1)
-    span = ITEMSIZE[kept.tensor.dtype]
+    choice, pads, stride = stored.order, stored.pads, [0] * (len(digits) + 1)
+    span = ITEMSIZE[stored.tensor.dtype]
     while order:
         choice, at = divmod(choice, len(order))
         pads, pad = divmod(pads, 3)
@@ -174,24 +174,22 @@ def _strides(side: Side, kept: Kept, axes: Iterable[Part], blocks: int) -> tuple
         if extents[dim] > 1:
             stride[dim] = span + pad
             span += (extents[dim] - 1) * stride[dim]
-    return [Axis(*digit, step) for digit, step in zip(digits, stride, strict=False)], stride[-1], span
+    return [attrs.evolve(axis, stride_bytes=stride[i]) for i, axis in enumerate(digits)], stride[-1], span
 
 
-def _split_digits(side: Side, axis: Part) -> list[Part]:
-    """A whole axis of even size as two digits, where the side has it so."""
-    name, start, stop, size = axis
-    if not side.digits or stop - start < size or size < 4 or size % 2:
+def _digits(design: EngineDesign, axis: Axis) -> list[Axis]:
+    """A whole axis of even size as two digits, in a design with digits."""
+    if not design.digits or axis.extent < axis.size or axis.size < 4 or axis.size % 2:
         return [axis]
-    return [(name, 0, size // 2, size // 2), (name, 0, 2, 2)]
+    return [Axis(axis.name, 0, axis.size // 2, axis.size // 2, 0), Axis(axis.name, 0, 2, 2, 0)]
 
 
-def _regions(side: Side, used: Mapping[str, int], rank: int) -> list[Region]:
-    """Regions of the bytes used, one after another: at the bottom of memory, around 2**63, or up to 2**64."""
-    sizes = {name: size + side.gap * 5 for name, size in used.items()}
+def _regions(design: EngineDesign, used: Mapping[str, int], rank: int) -> list[Region]:
+    """Regions for the bytes used, one after another: at low addresses, across 2**63, or up to 2**64."""
+    sizes = {name: size + design.gap * 5 for name, size in used.items()}
     total = sum(sizes.values())
-    at = (4096, (1 << 44) + rank * 4096, (1 << 63) - total // 2, (1 << 64) - total)[side.base]
-    regions = []
-    for name, size in sizes.items():
-        regions.append(Region(name, at, size, device_id=side.devices * (rank % 3)))
-        at += size
-    return regions
+    at = (4096, (1 << 44) + rank * 4096, (1 << 63) - total // 2, (1 << 64) - total)[design.base]
+    starts = itertools.accumulate(sizes.values(), initial=at)
+    device = design.devices * (rank % 3)
+    placed = zip(sizes.items(), starts, strict=False)
+    return [Region(name, start, size, device_id=device) for (name, size), start in placed]

@@ -1,4 +1,4 @@
-"""Requests for two engines that somebody built: random ranges of positions, in blocks scattered over their pools."""
+"""Requests for two given engines: random ranges of positions, in blocks scattered over their pools."""
 
 from __future__ import annotations
 
@@ -6,75 +6,58 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypedDict
 
-import attrs
-import numpy as np
 from hypothesis import strategies as st
 
-from kvplan._arrays import Ints
-from kvplan.describe.blocks import Blocks, Tokens
-from kvplan.describe.views import Group
-from kvplan.describe.worker import Worker
-from kvplan.verification.labels import local_slots, needed
-
-Span = tuple[int, int]
+from kvplan.describe import Blocks, Group, Worker
+from kvplan.describe.blocks import Tokens
+from kvplan.testing.engines import ordinals_of, positions_of
 
 
 class Request(TypedDict):
-    """The arguments of bind."""
+    """The arguments of ``bind``."""
 
     local: dict[str, Blocks]
     remote: dict[str, Blocks]
     tokens: Tokens
 
 
-@attrs.frozen
-class Room:
-    """What the workers of an engine have of one group: the group as each has it, and the smallest pool."""
-
-    ranks: tuple[Group, ...]
-    num_blocks: int
-
-    def ordinals(self, span: Span, states: range) -> range:
-        """The blocks in which any worker keeps positions of a span; of a state group, those of the states."""
-        if self.ranks[0].tokens_per_block is None:
-            return states
-        slots = np.concatenate([local_slots(group, needed(group, None, span)) for group in self.ranks])
-        return _hull(slots // self.ranks[0].tokens_per_block)
-
-    def positions(self, ordinals: range) -> range:
-        """The positions between the first and the last that any worker keeps in some blocks; no states."""
-        table = Blocks(range(len(ordinals)), first=ordinals.start)
-        paged = [group for group in self.ranks if group.tokens_per_block]
-        return _hull(np.concatenate([np.empty(0, np.int64), *(needed(group, table, None) for group in paged)]))
+GroupPools = Mapping[str, tuple[list[Group], int]]
+"""By group: the group as the workers of an engine have it, and the number of blocks of the smallest pool."""
 
 
-def _hull(numbers: Ints) -> range:
-    return range(int(numbers.min()), int(numbers.max()) + 1) if numbers.size else range(0)
-
-
-def _rooms(workers: Iterable[Worker]) -> dict[str, Room]:
-    ranks: dict[str, list[Group]] = {}
-    blocks: dict[str, int] = {}
+def _pools(workers: Iterable[Worker]) -> GroupPools:
+    found: dict[str, list[tuple[Group, int]]] = {}
     for worker in workers:
-        for group in worker.groups:
-            ranks.setdefault(group.name, []).append(group)
+        groups = {group.name: group for group in worker.groups}
         for view in worker.views:
-            blocks[view.group] = min(view.num_blocks, blocks.get(view.group, view.num_blocks))
-    return {name: Room(tuple(groups), blocks[name]) for name, groups in ranks.items() if name in blocks}
+            found.setdefault(view.group, []).append((groups[view.group], view.num_blocks))
+    return {
+        name: (list(dict.fromkeys(group for group, _ in each)), min(blocks for _, blocks in each))
+        for name, each in found.items()
+    }
 
 
-def _fits(rooms: Mapping[str, Room], ordinals: Mapping[str, range]) -> bool:
-    """Whether no group lists more than its part of its pool, as if all groups shared one."""
-    return all(len(ordinals[name]) <= room.num_blocks // len(rooms) for name, room in rooms.items())
+def _is_paged(ranks: Sequence[Group]) -> bool:
+    return ranks[0].tokens_per_block is not None
 
 
-def _tables(rooms: Mapping[str, Room], ordinals: Mapping[str, range], seed: int) -> dict[str, Blocks]:
-    """A block table for each group, none with a block of another; blocks in no order, or of seed 0 in order."""
+def _ordinals(pools: GroupPools, span: tuple[int, int], states: tuple[int, int]) -> dict[str, range]:
+    """The blocks of each group that hold positions of a span, or states."""
+    return {name: ordinals_of(ranks, *(span if _is_paged(ranks) else states)) for name, (ranks, _) in pools.items()}
+
+
+def _fits(pools: GroupPools, ordinals: Mapping[str, range]) -> bool:
+    """Whether no group lists more than its part of its pool, as if all groups shared one pool."""
+    return all(len(ordinals[name]) <= blocks // len(pools) for name, (_, blocks) in pools.items())
+
+
+def _tables(pools: GroupPools, ordinals: Mapping[str, range], seed: int) -> dict[str, Blocks]:
+    """A block table for each group, with blocks of its own, in random order, or with seed 0 in order."""
     taken: set[int] = set()
     tables = {}
-    for name, room in sorted(rooms.items(), key=lambda item: item[1].num_blocks):
+    for name, (_, blocks) in sorted(pools.items(), key=lambda item: item[1][1]):
         count = len(ordinals[name]) + len(taken)
-        drawn = random.Random(seed).sample(range(room.num_blocks), count) if seed else range(count)
+        drawn = random.Random(seed).sample(range(blocks), count) if seed else range(count)
         ids = [block for block in drawn if block not in taken][: len(ordinals[name])]
         taken.update(ids)
         tables[name] = Blocks(ids, first=ordinals[name].start)
@@ -91,8 +74,8 @@ def requests(
 ) -> Request:
     """A request that both engines have blocks for: the arguments of ``bind``, ``verify`` and ``assert_copies``.
 
-    It has at most ``max_tokens`` positions, from any position on, or all of the blocks that these take at the
-    destination; and up to three states in groups of states. Local tables are those of the destinations, for a
+    It is a range of at most ``max_tokens`` positions, or everything in the blocks that such a range takes at the
+    destination, and up to three states in each state group. Local tables are those of the destinations, and for a
     ``WRITE`` those of the sources.
 
     >>> from hypothesis import given, settings
@@ -106,20 +89,21 @@ def requests(
     ...     assert verify(plans, **request)
     >>> test()
     """
-    rooms = _rooms(destinations), _rooms(sources)
+    ours, theirs = _pools(destinations), _pools(sources)
     start, length = draw(st.integers(0, max_tokens)), draw(st.integers(0, max_tokens))
     first, count = draw(st.integers(0, 2)), draw(st.integers(0, 3))
     whole, *seeds = draw(st.tuples(st.booleans(), *2 * [st.integers(0, 255)]))
     while True:
-        span, states = (start, start + length), range(first, first + count)
-        ours = {name: room.ordinals(span, states) for name, room in rooms[0].items()}
+        span, states = (start, start + length), (first, first + count)
+        into = _ordinals(ours, span, states)
         if whole:
-            held = [at for name, room in rooms[0].items() for at in room.positions(ours[name])]
+            paged = {name: ranks for name, (ranks, _) in ours.items() if _is_paged(ranks)}
+            held = [at for name, ranks in paged.items() for at in positions_of(ranks, into[name])]
             span = (min(held), max(held) + 1) if held else (0, 0)
-        theirs = {name: room.ordinals(span, states) for name, room in rooms[1].items()}
-        if _fits(rooms[0], ours) and _fits(rooms[1], theirs):
+        out_of = _ordinals(theirs, span, states)
+        if _fits(ours, into) and _fits(theirs, out_of):
             break
         length, count = length // 2, count // 2
-    sides = [_tables(*side) for side in zip(rooms, (ours, theirs), seeds, strict=True)]
-    local, remote = sides if operation == "READ" else sides[::-1]
+    tables = _tables(ours, into, seeds[0]), _tables(theirs, out_of, seeds[1])
+    local, remote = tables if operation == "READ" else tables[::-1]
     return {"local": local, "remote": remote, "tokens": None if whole else span}

@@ -1,8 +1,7 @@
-"""Exhibits: faults that transfers of KV caches are known to have had, each rebuilt, caught, and planned right.
+"""Exhibits: known faults of KV cache transfers, each rebuilt, caught, and planned correctly.
 
-An exhibit is a test. Its docstring is the fault in one sentence; it returns two ways to look at it: what the fault did
-must be caught as the exhibit says, and what kvplan does in the same place must be verified. `docs/museum.md` is made
-of what all exhibits say.
+An exhibit is a test. Its docstring is the fault in one sentence. It returns two looks: the faulty one must be caught as
+the exhibit says, and kvplan's own must be verified. `docs/museum.md` lists all exhibits.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Any, Final, cast
 import attrs
 
 from kvplan import KVPlanError, Report
-from kvplan.verification.report import PROMISES
+from kvplan.verification import PROMISES
 
 Look = Callable[[], Report | tuple[Report, ...] | str]
-"""Makes reports, or says in a word what it saw, or raises a KVPlanError."""
+"""Returns reports or a word for its result, or raises a KVPlanError."""
 
 VERIFIED: Final = "verified"
 ACCEPTED: Final = "accepted"
@@ -26,7 +25,7 @@ ACCEPTED: Final = "accepted"
 
 @attrs.frozen
 class Exhibit:
-    """What the page says of a fault: ``number`` is a letter for its family and a number, such as D3.
+    """A row of the page. ``number`` is the letter of a family and a number, such as D3.
 
     ``reference`` is public, GitHub threads as ``owner/repository#number``.
     """
@@ -38,9 +37,9 @@ class Exhibit:
 
 
 def exhibit(number: str, reference: str, caught_by: str) -> Callable[[Callable[[], tuple[Look, Look]]], Any]:
-    """Makes a test of a function that returns how to look at the wrong thing, and at the right one.
+    """Make a test of a function that returns a faulty look and a right one.
 
-    ``caught_by`` is what :func:`outcome` has to say of the wrong one.
+    ``caught_by`` is the :func:`outcome` of the faulty one.
     """
 
     def decorate(show: Callable[[], tuple[Look, Look]]) -> Any:
@@ -57,7 +56,7 @@ def exhibit(number: str, reference: str, caught_by: str) -> Callable[[Callable[[
 
 
 def accepted(number: str, reference: str) -> Callable[[Callable[[], Look]], Any]:
-    """:func:`exhibit` for what is valid and was refused, or failed: there is nothing to catch, it is to be verified."""
+    """:func:`exhibit` for a valid case that was refused or failed: its one look must be verified."""
 
     def decorate(show: Callable[[], Look]) -> Any:
         @functools.wraps(show)
@@ -80,7 +79,7 @@ def check(look: Look, expected: str) -> None:
 
 
 def outcome(look: Look) -> str:
-    """What becomes of a look, in a line.
+    """The result of a look, in a line.
 
     >>> def refused():
     ...     raise KVPlanError("BLOCKS", "bind", expected="a block", got="none")

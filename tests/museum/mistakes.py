@@ -1,4 +1,4 @@
-"""Mistakes of geometry: workers described as they are not, and plans made for them or cut into pieces by hand."""
+"""Mistakes of geometry: workers with wrong descriptions, and plans for them or cut into pieces by hand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def layers_of(model: str, first: int, count: int = 1) -> Model:
 
 
 def with_views(worker: Worker, *views: View) -> Worker:
-    """The worker with other views of the memory that it has."""
+    """The worker with other views of its memory."""
     made: Worker = attrs.evolve(worker, views=views)
     return made
 
 
 def with_axis(worker: Worker, axis: str, **changes: Any) -> Worker:
-    """The worker with an axis changed wherever it stands, in the same place of memory."""
+    """The worker with an axis changed in all views, in the same memory."""
     return with_views(
         worker,
         *(
@@ -50,12 +50,12 @@ def holding(worker: Worker, head: int, heads: int) -> Worker:
 
 
 def taken_for(right: MeshPlan, wrong: MeshPlan, **request: Any) -> list[EditedPlan]:
-    """The plans of ``right``, but what moves is what those of ``wrong`` make, which know the workers otherwise."""
+    """The plans of ``right`` with the specs of ``wrong``, which are plans for workers with other descriptions."""
     return [moving(plan, other, **request) for plan, other in zip(right.plans, wrong.plans, strict=True)]
 
 
 def in_pieces(plan: TransferPlan, length: int, **request: Any) -> EditedPlan:
-    """``plan``, each of its descriptors cut into pieces of ``length`` bytes, and none joined again."""
+    """``plan`` with each descriptor cut into pieces of ``length`` bytes."""
     specs = []
     for spec in plan.bind(**request):
         sides = []

@@ -1,4 +1,4 @@
-"""Known faults that no planner can catch, and who has to take care instead."""
+"""Known faults that no planner can catch, and who has to prevent them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 @attrs.frozen
 class Outside:
-    """A fault on the page without an exhibit: ``keeper`` has to take care that it does not happen."""
+    """A fault without an exhibit. ``keeper`` has to prevent it."""
 
     number: str
     bug: str
@@ -26,19 +26,19 @@ OUTSIDE: Final = (
     ),
     Outside(
         "H5",
-        "A reader told idle replicas of a cache that a request was done, by an id that was its own and not theirs.",
+        "A reader notified idle replicas of a cache that a request was done, by its own id and not by theirs.",
         "vllm-project/vllm#36958",
-        "the executor: plans say whom to tell, and ids of requests are no part of them",
+        "the executor: plans list whom to notify, but no ids of requests",
     ),
     Outside(
         "H6",
-        "A deadline went to another machine as a time of the sender's clock, and blocks were freed before their read.",
+        "A deadline was sent to another machine as a time of the sender's clock, and blocks were freed too early.",
         "tests of vLLM 0.33.0, test_nixl_connector.py",
         "the executor: send durations, never times",
     ),
     Outside(
         "H7",
-        "Expired leases were looked for in the order of their arrival, and one behind a longer one was kept.",
+        "Expired leases were searched in the order of their arrival, and one after a longer one was never found.",
         "vllm-project/vllm#58222",
         "the engine that grants leases",
     ),
@@ -62,7 +62,7 @@ OUTSIDE: Final = (
     ),
     Outside(
         "H11",
-        "A notification overtook the data that it announced on a transport of several lanes.",
+        "On a transport with several lanes a notification overtook its data.",
         "ai-dynamo/nixl#252, ai-dynamo/nixl#349",
         "the transfer library: a completion comes after the last byte",
     ),
@@ -70,19 +70,19 @@ OUTSIDE: Final = (
         "H12",
         "A timeout and a completion both freed the same request.",
         "vllm-project/vllm#24268, llm-d/llm-d#187",
-        "the engine: take a request out of the books once, atomically",
+        "the engine: free each request once, atomically",
     ),
     Outside(
         "H13",
-        "A destination moved its memory after its addresses were published, while writes were on their way.",
+        "A destination moved its memory after it had published its addresses, while writes were under way.",
         "sgl-project/sglang#33362",
-        "the engine: memory of a plan stays where it is until its last completion",
+        "the engine: do not move the memory of a plan before its last completion",
     ),
     Outside(
         "H14",
-        "A conversation's second turn read blocks whose lease had run out.",
+        "The second turn of a conversation read blocks whose lease had expired.",
         "vllm-project/vllm#47021",
-        "the executor: ask for what a lease still covers, with a margin",
+        "the executor: read only what a lease still covers, with a margin",
     ),
     Outside(
         "I5",

@@ -1,4 +1,4 @@
-"""Blocks: each engine, group and worker has block sizes and pools of its own, and kernels may have others yet."""
+"""Blocks: each engine, group and worker has its own block sizes and pools, and kernels may have others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_blocks_that_both_kernels_split() -> Look:
 
 @exhibit("C4", "vllm-project/vllm#42097", "verify: VALUE")
 def test_blocks_of_the_other_side() -> tuple[Look, Look]:
-    """A source's blocks, of 2 kernel blocks each, were taken to have 3, as the destination's have."""
+    """A source's blocks of 2 kernel blocks were taken to have 3, as the destination's have."""
     ours, theirs = [8, 1], [3, 7, 4]
     plan = plan_reads(paged("decode", 12, 10), [paged("prefill", 8, 10)])
     as_kernels = plan_reads(paged("decode", 4, 30), [paged("prefill", 4, 20)])
@@ -101,7 +101,7 @@ def test_blocks_of_another_request() -> tuple[Look, Look]:
 
 @exhibit("C6", "tests of vLLM 0.33.0, test_nixl_desc_geometry.py", "tails")
 def test_what_an_earlier_request_left() -> tuple[Look, Look]:
-    """The end of a block that was filled in part kept what an earlier request had left, and answers became garbage."""
+    """The unfilled end of a block still held an earlier request's bytes, and answers became garbage."""
     (source,), (destination,) = engine("prefill", tokens=4), engine("decode", tokens=8)
     plan = plan_reads(destination, [source])
     request = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 9, 4])}, (0, 9))

@@ -1,4 +1,4 @@
-"""Completions: who has to hear of a request's end, and what has to have moved by then."""
+"""Completions: which workers need a notice of a request's end, and what must have moved before."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import attrs
 from kvplan import Blocks, plan_mesh, plan_reads, verify
 from tests.edits import edited_specs
 from tests.museum.exhibit import Look, exhibit
-from tests.museum.faults import asking, awaited, grouped, heard, told
+from tests.museum.faults import asking, awaited, completed, grouped, notified
 from tests.small import engine
 
 
 @exhibit("D11", "vllm-project/vllm#18632", "completions")
 def test_nothing_to_read_is_still_done() -> tuple[Look, Look]:
-    """A destination that had the whole prompt read nothing and told nobody, so the source kept its blocks for ever."""
+    """A destination that had the whole prompt read nothing and sent no notice, so the source never freed its blocks."""
     mesh = plan_mesh(engine("decode"), engine("prefill", 2))
     specs = mesh.plans[0].bind(local={"attn": Blocks([], first=3)}, remote={"attn": Blocks([3, 9, 4])}, tokens=(12, 12))
     of_bytes = [(spec.local, spec.remote) for spec in specs if spec.num_bytes]
-    return lambda: heard(awaited(mesh), of_bytes), lambda: heard(awaited(mesh), told(mesh))
+    return lambda: completed(awaited(mesh), of_bytes), lambda: completed(awaited(mesh), notified(mesh))
 
 
 @exhibit("H1", "sgl-project/sglang#22145", "completions")
 def test_writers_of_one_name() -> tuple[Look, Look]:
     """Four writers signed with their pipeline stage, 0 for all, so the destination counted one of them and hung."""
     mesh = plan_mesh(engine("decode"), engine("prefill", 4), "WRITE")
-    by_stage = {(("prefill", 0), other) for _, other in told(mesh)}
-    return lambda: heard(awaited(mesh), by_stage), lambda: heard(awaited(mesh), told(mesh))
+    by_stage = {(("prefill", 0), other) for _, other in notified(mesh)}
+    return lambda: completed(awaited(mesh), by_stage), lambda: completed(awaited(mesh), notified(mesh))
 
 
 @exhibit("H2", "tests of vLLM 0.33.0, test_nixl_push_connector.py", "verify: COVER")
-def test_replicas_that_were_only_told() -> tuple[Look, Look]:
-    """A source wrote an MLA cache to one of the ranks that keep it, and told the rest that it was done."""
+def test_replicas_that_were_only_notified() -> tuple[Look, Look]:
+    """A source wrote an MLA cache to one of the ranks that hold it, and notified the others that it was done."""
     mesh = plan_mesh(engine("decode", 2, heads=1), engine("prefill", heads=1), "WRITE")
     request = asking({"attn": Blocks([3, 9])}, {"attn": Blocks([8, 1])}, (0, 8))
     (plan,) = mesh.plans
@@ -48,7 +48,7 @@ def test_as_many_writes_as_tensors() -> tuple[Look, Look]:
     writes = len(set(pair.local_table.region.tolist()))
 
     def after(expected: int) -> str:
-        return heard(awaited(mesh), told(mesh) if writes == expected else [])
+        return completed(awaited(mesh), notified(mesh) if writes == expected else [])
 
     return lambda: after(len(source.regions)), lambda: after(writes)
 

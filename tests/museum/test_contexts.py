@@ -1,4 +1,4 @@
-"""Context parallel: which rank keeps which positions, and which ranks keep the same."""
+"""Context parallel: which rank holds which positions, and which ranks hold the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvplan import (
     Blocks,
     Context,
     Group,
-    Region,
     Report,
     TransferPlan,
     View,
@@ -22,13 +21,13 @@ from kvplan import (
     verify,
 )
 from tests.museum.exhibit import VERIFIED, Look, accepted, check, exhibit
-from tests.museum.faults import asking, awaited, cost, heard, moving, told
+from tests.museum.faults import asking, awaited, completed, cost, moving, notified, worker_of
 from tests.small import engine
 
 
 @exhibit("G1", "vllm-project/vllm#38433", "verify: VALUE")
 def test_every_second_block() -> tuple[Look, Look]:
-    """With 2 decode and 2 prefill context ranks, each took every second block for its own, in place of every fourth."""
+    """With 2 decode and 2 prefill context ranks, each rank used every second block instead of every fourth."""
     (source,) = engine("prefill", heads=1, blocks=20)
     ranks = engine("decode", heads=1, contexts=(4, 4))
     mesh = plan_mesh(ranks, [source])
@@ -43,17 +42,17 @@ def test_every_second_block() -> tuple[Look, Look]:
 
 @exhibit("G2", "vllm-project/vllm#52779", "completions")
 def test_replicas_that_nobody_reads() -> tuple[Look, Look]:
-    """All ranks of a source waited to be told that a request was done, also replicas of others, which nobody reads."""
+    """All ranks of a source waited for a notice of a request's end, also replicas that nobody reads."""
     shards = engine("prefill", 2)
     replicas = [attrs.evolve(worker, rank=worker.rank + 2) for worker in shards]
     mesh = plan_mesh(engine("decode", 2), [*shards, *replicas])
     everyone = {("prefill", rank): [("decode", rank % 2)] for rank in range(4)}
-    return lambda: heard(everyone, told(mesh)), lambda: heard(awaited(mesh), told(mesh))
+    return lambda: completed(everyone, notified(mesh)), lambda: completed(awaited(mesh), notified(mesh))
 
 
 @accepted("G3", "vllm-project/vllm#50611, vllm-project/vllm#54803")
 def test_some_of_the_ranks() -> Look:
-    """A cache spread over some of the ranks was refused: it had to be on one or spread over all, a block at a time."""
+    """A cache spread over some of the ranks was refused: it had to be on one rank, or over all, block by block."""
     request = asking({"attn": Blocks([8, 1, 5, 2])}, {"attn": Blocks([3, 9, 4])}, (0, 30))
 
     def four_to_two(theirs: int, ours: int) -> Report:
@@ -71,7 +70,7 @@ def test_some_of_the_ranks() -> Look:
 
 @accepted("G4", "vllm-project/vllm-ascend#13934, vllm-project/vllm-ascend#16492")
 def test_room_for_drafts_on_8_ranks() -> Look:
-    """Ranks of a decode context of 8 with room for 5 draft tokens looked beyond a list, or asked the wrong ranks."""
+    """Ranks of a decode context of 8, with room for 5 draft tokens, read beyond a list or from the wrong ranks."""
 
     def moved(theirs: int, ours: int) -> Report:
         sources, destinations = (
@@ -88,18 +87,13 @@ def latents(name: str, rank: int, context: Context) -> Worker:
     """A worker with 24 layers of latents in fp8, 576 bytes for each token, and room for 56000 tokens of a request."""
     axes, page = (Axis("token", 0, 64, 64, 576), Axis("dim", 0, 576, 576, 1)), 64 * 576
     blocks = -(-56000 // (64 * context.size))
-    return Worker(
-        name,
-        rank,
-        [Region(f"{i}", (rank + 1 << 44) + (i << 36), blocks * page) for i in range(24)],
-        [Group("attn", 64, context)],
-        [View(f"layers.{i}", "attn", f"{i}", "float8_e4m3fn", axes, blocks, page) for i in range(24)],
-    )
+    views = [View(f"layers.{i}", "attn", f"{i}", "float8_e4m3fn", axes, blocks, page) for i in range(24)]
+    return worker_of(name, [Group("attn", 64, context)], views, rank)
 
 
 @exhibit("G5", "sgl-project/sglang#35186, sgl-project/sglang#35762", "cost")
 def test_tokens_one_by_one() -> tuple[Look, Look]:
-    """Ranks that take every eighth token got their 7000 of a prompt of 56000 in 168000 pieces of 576 bytes."""
+    """Ranks with every eighth token received their 7000 of a prompt of 56000 in 168000 pieces of 576 bytes."""
     source, destination = latents("prefill", 0, Context()), latents("decode", 3, Context(3, 8))
     packed = latents("prefill", 1, destination.groups[0].context)  # memory at the source, for what the rank takes
     direct, packing, sending = (

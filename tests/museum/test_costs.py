@@ -1,6 +1,6 @@
-"""Costs: how many descriptors move the right bytes, where fewer do, in these layouts or in better ones.
+"""Costs: right bytes in more descriptors than needed, in the same layouts or in better ones.
 
-What is wrong here is a number alone. What moves is verified, and its descriptors are counted.
+The fault is a number alone. The copies are verified, and their descriptors are counted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_descriptor_for_each_token() -> tuple[Look, Look]:
 
 @exhibit("J3", "vllm-project/vllm#53237, vllm-project/vllm#53825, vllm-project/vllm#57952", "cost")
 def test_a_descriptor_for_each_layer_of_a_page() -> tuple[Look, Look]:
-    """The 43 layers of a block stood in one piece of memory, and each had a descriptor of its own: 9 GB/s of 50."""
+    """The 43 layers of a block were contiguous in memory, and each had its own descriptor: 9 GB/s of 50."""
     model = layers_of("deepseek-v3", 0, 43)
     (source,), (destination,) = (model.engine(n, layout="BLHNC", tokens_per_block=4, num_blocks=24) for n in "pd")
     plan, request = plan_reads(destination, [source]), apart(8, 24)
@@ -120,7 +120,7 @@ def test_tokens_outside_heads_gathered() -> tuple[Look, Look]:
 
 @exhibit("J6", "ai-dynamo/dynamo#12750", "cost")
 def test_layers_apart_on_one_side() -> tuple[Look, Look]:
-    """Blocks that lie in one piece on disk were read in 96 pieces of 16 KB, as K and V of each layer lay apart."""
+    """Blocks that are contiguous on disk were read in 96 pieces of 16 KB, because K and V of each layer were apart."""
     model = layers_of("qwen3-235b-a22b", 0, 48)  # 4 heads of 128
     one_piece = {"layout": "BLHNC", "kv": "axis"}
     disk, gpu = {**one_piece, "memory": "FILE"}, {"memory": "VRAM"}

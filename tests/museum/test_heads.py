@@ -1,4 +1,4 @@
-"""Heads: who holds which, where there are more ranks than heads, and where they stand in a rank's memory."""
+"""Heads: which ranks hold which, also with more ranks than heads, and their places in a rank's memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_heads_counted_by_ranks() -> tuple[Look, Look]:
 
 @exhibit("A2", "sgl-project/sglang#23746, sgl-project/sglang#23744, sgl-project/sglang#30997", "verify: VALUE")
 def test_replicas_in_turn() -> tuple[Look, Look]:
-    """Ranks 0 to 3 of a destination with 2 heads were sent heads 0, 1, 0, 1, and not 0, 0, 1, 1."""
+    """Ranks 0 to 3 of a destination with 2 heads received heads 0, 1, 0, 1 instead of 0, 0, 1, 1."""
     sources, destinations = engine("prefill", heads=2), engine("decode", 4, heads=2)
     return looks(destinations, sources, [holding(worker, worker.rank % 2, 2) for worker in destinations], sources)
 
@@ -62,7 +62,7 @@ def test_a_slice_for_each_rank() -> tuple[Look, Look]:
 
 @exhibit("A4", "sgl-project/sglang#39660", "verify: VALUE")
 def test_one_of_four_copies() -> tuple[Look, Look]:
-    """The rule for replicated heads stood in four places; three were mended, and the fourth still sent wrong heads."""
+    """The rule for replicated heads was in four places; three were fixed, and the fourth still sent wrong heads."""
     sources, destinations = engine("prefill", 2), engine("decode", 8)
     as_ever = [holding(worker, worker.rank // 4 * 2 + worker.rank % 2, 4) for worker in destinations]
     return looks(destinations, sources, as_ever, sources)
@@ -70,7 +70,7 @@ def test_one_of_four_copies() -> tuple[Look, Look]:
 
 @exhibit("A5", "vllm-project/vllm#52516", "verify: COVER")
 def test_a_replica_is_no_full_copy() -> tuple[Look, Look]:
-    """One of 8 ranks that keep 4 heads twice was read as if it had all: 196,608 of 262,144 bytes were never written."""
+    """One of 8 ranks that hold 4 heads twice was read as if it had all: 196,608 of 262,144 bytes were never written."""
     sources = engine("prefill", 8, tokens=4096, layers=1, blocks=2)
     plan = plan_reads(engine("decode", 1, tokens=4096, layers=1, blocks=2)[0], sources)
     request = asking({"attn": Blocks([1])}, {"attn": Blocks([0])})

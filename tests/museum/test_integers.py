@@ -14,7 +14,6 @@ from kvplan import (
     Group,
     KVPlanError,
     ReadSpec,
-    Region,
     Report,
     View,
     Worker,
@@ -25,7 +24,7 @@ from kvplan import (
 )
 from tests.edits import edited_specs
 from tests.museum.exhibit import Look, exhibit, outcome
-from tests.museum.faults import asking, by_hand
+from tests.museum.faults import asking, by_hand, worker_of
 from tests.small import engine
 
 HIGH = 0xFFFF81AB54E01000
@@ -110,4 +109,4 @@ def _states(name: str, layers: int, blocks: int) -> Worker:
     views = [
         View(f"layers.{i}", "state", f"{i}", "uint8", (Axis("dim", 0, 1, 1, 1),), blocks, 1) for i in range(layers)
     ]
-    return Worker(name, 0, [Region(f"{i}", i + 1 << 40, blocks) for i in range(layers)], [Group("state")], views)
+    return worker_of(name, [Group("state")], views)

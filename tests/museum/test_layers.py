@@ -1,4 +1,4 @@
-"""Layers: tensors pair by the name of what they hold, whatever their place in a list, their stage or their pool."""
+"""Layers: tensors pair by name, whatever their place in a list, their stage or their pool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
-from kvplan import Blocks, Group, MeshPlan, Region, View, Worker, plan_mesh, plan_reads, plan_writes, verify
+from kvplan import Blocks, Group, MeshPlan, View, Worker, plan_mesh, plan_reads, plan_writes, verify
 from tests.edits import EditedPlan
 from tests.museum.exhibit import Look, exhibit
-from tests.museum.faults import asking, moving
+from tests.museum.faults import asking, moving, worker_of
 from tests.museum.mistakes import layers_of, taken_for
 from tests.small import HEAD_BYTES, axes, engine
 
@@ -21,16 +21,10 @@ PAGE = 4 * HEAD_BYTES
 Slot = tuple[str, str | None]
 
 
-def keeping(name: str, rank: int, tensors: Iterable[str]) -> Worker:
+def storing(name: str, rank: int, tensors: Iterable[str]) -> Worker:
     """A worker with a region for each of some tensors, in their order."""
-    keys = list(enumerate(tensors))
-    return Worker(
-        name,
-        rank,
-        [Region(f"{i}", (rank + 1 << 40) + (i << 20), 10 * PAGE) for i, _ in keys],
-        [Group("attn", 4)],
-        [View(key, "attn", f"{i}", "bfloat16", axes((0, 1, 1), 4), 10, PAGE) for i, key in keys],
-    )
+    views = [View(key, "attn", f"{i}", "bfloat16", axes((0, 1, 1), 4), 10, PAGE) for i, key in enumerate(tensors)]
+    return worker_of(name, [Group("attn", 4)], views, rank)
 
 
 def of_layers(layers: Iterable[int], *kinds: str) -> list[str]:
@@ -52,7 +46,7 @@ def misplaced(mesh: MeshPlan, *places: Sequence[str]) -> list[EditedPlan]:
 
 
 def _keys_then_values(stages: Sequence[int], drafts: int) -> tuple[Look, Look]:
-    """Stages that find the destination's values by its number of tensors, halved, and by their own number of layers."""
+    """Stages that find V of the destination at half of its tensors, and by their own number of layers."""
     layers, begin, parts = sum(stages), 0, []
     for number in stages:
         parts.append(range(begin, begin + number))
@@ -64,8 +58,8 @@ def _keys_then_values(stages: Sequence[int], drafts: int) -> tuple[Look, Look]:
     for part in parts:
         values = half // len(part) * len(part) if half % len(part) else half
         places.append([*there[part.start : part.stop], *there[values + part.start : values + part.stop]])
-    sources = [keeping("prefill", rank, of_layers(part, "k", "v")) for rank, part in enumerate(parts)]
-    mesh = plan_mesh([keeping("decode", 0, there)], sources, "WRITE", not_transferred=draft)
+    sources = [storing("prefill", rank, of_layers(part, "k", "v")) for rank, part in enumerate(parts)]
+    mesh = plan_mesh([storing("decode", 0, there)], sources, "WRITE", not_transferred=draft)
     wrong = misplaced(mesh, *places)
     return lambda: verify(wrong, **WRITTEN), lambda: verify(mesh, **WRITTEN)
 
@@ -89,13 +83,12 @@ def pooled(name: str, rank: int, *slots: Slot) -> Worker:
         for group, layer in zip(("full", "window"), slot, strict=True):
             if layer is not None:
                 views.append(View(layer, group, f"{i}", "bfloat16", axes((0, 1, 1), 4), 100, PAGE))
-    regions = [Region(f"{i}", (rank + 1 << 40) + (i << 20), 100 * PAGE) for i in range(len(slots))]
-    return Worker(name, rank, regions, [Group("full", 4), Group("window", 4)], views)
+    return worker_of(name, [Group("full", 4), Group("window", 4)], views, rank)
 
 
 @exhibit("F3", "vllm-project/vllm-ascend#15900", "verify: VALUE, COVER, OWN")
 def test_slots_in_order() -> tuple[Look, Look]:
-    """Slots of a pool were paired in the order of stages, but other layers share them where there is one stage."""
+    """Slots of a pool were paired in the order of stages, but with one stage other layers share them."""
     first: list[Slot] = [("layers.0", "layers.1"), ("layers.2", None)]
     second: list[Slot] = [("layers.3", "layers.4"), ("layers.5", "layers.6")]
     whole: list[Slot] = [("layers.0", "layers.1"), ("layers.2", "layers.4"), ("layers.3", "layers.6")]
@@ -117,12 +110,12 @@ def test_slots_in_order() -> tuple[Look, Look]:
 
 @exhibit("F4", "vllm-project/vllm-ascend#10202", "refused: NAME")
 def test_a_draft_behind_its_stage() -> tuple[Look, Look]:
-    """The number of a draft layer behind 48 was counted from the 24 of a stage, where there was a layer 24 already."""
+    """The number of a draft layer after 48 was counted from the 24 of a stage, which had a layer 24 already."""
     first, last = of_layers(range(24)), of_layers(range(24, 48))
-    destination, source = keeping("decode", 0, of_layers(range(49))), keeping("prefill", 0, first)
+    destination, source = storing("decode", 0, of_layers(range(49))), storing("prefill", 0, first)
 
     def with_draft(number: int) -> Any:
-        stage = keeping("prefill", 1, [*last, *of_layers([number])])
+        stage = storing("prefill", 1, [*last, *of_layers([number])])
         return verify(plan_reads(destination, [source, stage]), **READ)
 
     return lambda: with_draft(24), lambda: with_draft(48)
@@ -130,9 +123,9 @@ def test_a_draft_behind_its_stage() -> tuple[Look, Look]:
 
 @exhibit("F5", "vllm-project/vllm-ascend#15507", "verify: VALUE, COVER, DISJOINT")
 def test_keys_that_begin_at_0_in_each_stage() -> tuple[Look, Look]:
-    """Stages of 21 and 23 layers both stored theirs under keys from 0 on, one over those of the other."""
-    sources = [keeping("prefill", rank, of_layers(part)) for rank, part in enumerate((range(21), range(21, 44)))]
-    mesh = plan_mesh([keeping("store", 0, of_layers(range(44)))], sources, "WRITE")
+    """Stages of 21 and 23 layers both stored theirs under keys from 0 on, and one overwrote the other."""
+    sources = [storing("prefill", rank, of_layers(part)) for rank, part in enumerate((range(21), range(21, 44)))]
+    mesh = plan_mesh([storing("store", 0, of_layers(range(44)))], sources, "WRITE")
     wrong = misplaced(mesh, of_layers(range(21)), of_layers(range(23)))
     return lambda: verify(wrong, **WRITTEN), lambda: verify(mesh, **WRITTEN)
 
@@ -143,9 +136,9 @@ def test_keys_that_begin_at_0_in_each_stage() -> tuple[Look, Look]:
     "refused: TENSOR",
 )
 def test_a_draft_on_one_side() -> tuple[Look, Look]:
-    """A destination with a draft had 79 regions and its source 78, which was found out by a crash, if at all."""
-    source = keeping("prefill", 0, of_layers(range(78)))
-    destination = keeping("decode", 0, [*of_layers(range(78)), "draft.0.attn"])
+    """A destination with a draft had 79 regions and its source 78, which showed as a crash, if at all."""
+    source = storing("prefill", 0, of_layers(range(78)))
+    destination = storing("decode", 0, [*of_layers(range(78)), "draft.0.attn"])
     return (
         lambda: verify(plan_reads(destination, [source]), **READ),
         lambda: verify(plan_reads(destination, [source], not_transferred=["draft.0.attn"]), **READ),
@@ -166,7 +159,7 @@ def test_as_far_as_the_shorter_list() -> tuple[Look, Look]:
 
 @exhibit("F8", "ROCm/ATOM#2354", "verify: COVER")
 def test_the_keys_of_an_indexer() -> tuple[Look, Look]:
-    """A backend moved the latents of a sparse model and not its indexer's keys, which long prompts are read by."""
+    """A backend moved the latents of a sparse model but not its indexer's keys, by which long prompts are read."""
     model = layers_of("deepseek-v3.2", 0, 2)
     destinations, sources = (model.engine(name, tp=4, num_blocks=10) for name in ("decode", "prefill"))
     unread = [name for name in destinations[0].tensors if ".index" in name]

@@ -1,4 +1,4 @@
-"""Layouts: in which order a page keeps its heads, tokens, K and V, on each side and in each layer."""
+"""Layouts: the order of heads, tokens, K and V in a page, on each side and in each layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def zeros(*shape: int) -> npt.NDArray[np.float16]:
 
 @exhibit("B1", "NVIDIA/TensorRT-LLM#6507, NVIDIA/TensorRT-LLM#6917", "verify: VALUE")
 def test_kernels_of_another_order() -> tuple[Look, Look]:
-    """Caches that keep tokens outside heads were cut for other ranks by kernels that take heads to be outside."""
+    """Kernels that expect heads outside tokens cut caches for other ranks that have tokens outside heads."""
     model = layers_of("qwen3-235b-a22b", 0)  # 4 heads of 128
 
     def mesh(layout: str) -> MeshPlan:
@@ -59,7 +59,7 @@ def test_kernels_of_another_order() -> tuple[Look, Look]:
 
 @exhibit("B2", "vllm-project/vllm#35444, vllm-project/vllm#37703, vllm-project/vllm#37940", "verify: VALUE")
 def test_an_order_that_was_asked_for() -> tuple[Look, Look]:
-    """A connector asked for heads outside tokens, a backend kept them inside, and slices of heads were a few tokens."""
+    """A connector requested heads outside tokens, a backend had them inside, and slices of heads were a few tokens."""
     memory = zeros(10, 4, 2, 2 * DIM)
     given: Named = memory.transpose(0, 2, 1, 3), "block head token dim"
     asked: Named = memory.reshape(10, 2, 4, 2 * DIM), "block head token dim"
@@ -81,7 +81,7 @@ def test_an_order_that_was_imposed() -> tuple[Look, Look]:
 
 @exhibit("B4", "vllm-project/vllm#32204", "verify: VALUE")
 def test_a_group_that_was_not_converted() -> tuple[Look, Look]:
-    """Pages were brought into the destination's order after the transfer, but only those of the first group."""
+    """Pages were reordered for the destination after the transfer, but only those of the first group."""
     (source, received), groups = (grouped(name, full=4, window=4) for name in ("prefill", "decode")), ("full", "window")
     plan, first_only = (plan_reads(_tokens_outside(received, *kept), [source]) for kept in (groups, groups[:1]))
     local, remote = ({"full": Blocks(ids[:1]), "window": Blocks(ids[1:])} for ids in ([8, 1], [3, 5]))
@@ -98,7 +98,7 @@ def _tokens_outside(worker: Worker, *groups: str) -> Worker:
 
 @exhibit("B5", "vllm-project/vllm#30448", "verify: VALUE")
 def test_converted_in_a_copy() -> tuple[Look, Look]:
-    """Blocks of 64 tokens, cut for blocks of 16, were put in order in a copy, and the cache stayed as received."""
+    """Blocks of 64 tokens, cut for blocks of 16, were reordered in a copy, and the cache stayed as received."""
     (source,), (destination,) = engine("prefill", tokens=64), engine("decode", tokens=16, order="NH", blocks=20)
     plan = plan_reads(destination, [source])
     request = asking({"attn": Blocks([12, 7, 3, 15])}, {"attn": Blocks([5])}, (0, 64))

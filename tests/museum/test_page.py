@@ -29,7 +29,7 @@ def test_numbers_of_a_family_have_no_gap() -> None:
     assert {one.number[0] for one in rows()} == {*FAMILIES}
 
 
-def test_each_fault_is_told_in_one_sentence() -> None:
+def test_each_fault_is_one_sentence() -> None:
     """A sentence with a reference, in a row of a table."""
     for one in rows():
         assert re.fullmatch(r"[^.|]([^|.]|\.(?=\S))*\.", one.bug), one

@@ -1,4 +1,4 @@
-"""Pools: what stands where in memory that tensors share, and how long, how far apart and how far in it stands."""
+"""Pools: the places, lengths and strides of tensors that share memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvplan import (
     Blocks,
     FakeMemory,
     Group,
-    Region,
     View,
     Worker,
     plan_mesh,
@@ -23,7 +22,7 @@ from kvplan import (
 )
 from tests.edits import edited_specs
 from tests.museum.exhibit import VERIFIED, Look, accepted, exhibit
-from tests.museum.faults import asking, by_hand, moving
+from tests.museum.faults import asking, by_hand, moving, worker_of
 from tests.museum.mistakes import layers_of, with_views
 
 REQUEST = asking({"attn": Blocks([8, 1])}, {"attn": Blocks([3, 5])}, (0, 8))
@@ -37,7 +36,7 @@ def rows(name: str, stride: int, **tensors: tuple[int, int]) -> Worker:
         )
         for key, (at, size) in tensors.items()
     ]
-    return Worker(name, 0, [Region("pool", 1 << 40, 10 * stride)], [Group("attn", 4)], views)
+    return worker_of(name, [Group("attn", 4)], views)
 
 
 @exhibit("B7", "LMCache/LMCache#4247, LMCache/LMCache#4253", "verify: COVER")
@@ -56,7 +55,7 @@ def test_the_first_of_25_pages() -> tuple[Look, Look]:
 
 @exhibit("B8", "vllm-project/vllm#48412, vllm-project/vllm#49226", "refused: OVERLAP")
 def test_scales_of_all_layers_in_one_place() -> tuple[Look, Look]:
-    """Scales were looked for as if each layer had memory of its own, where all share one, and overwrote each other."""
+    """Scales were placed as if each layer had memory of its own, but all share one, and overwrote each other."""
     model = layers_of("qwen2.5-1.5b", 0, 2).quantized(8)
     (source,), (destination,) = (model.engine(name, layout="BLHNC", num_blocks=10) for name in ("gpu", "cpu"))
     first, *_ = (view for view in destination.views if view.name.endswith("scale"))
@@ -77,7 +76,7 @@ def test_scales_of_all_layers_in_one_place() -> tuple[Look, Look]:
 
 @exhibit("B11", "vllm-project/vllm#50208", "verify: DISJOINT, OWN")
 def test_one_number_for_length_and_stride() -> tuple[Look, Look]:
-    """The step between blocks was also their length, and offsets were lost, so each tensor moved all of a block."""
+    """The block stride was used as a length, and offsets were lost, so each tensor moved whole blocks."""
     source, destination = (rows(name, 128, a=(0, 12), b=(48, 12)) for name in ("gpu", "store"))
     plan = plan_reads(destination, [source])
     (spec,) = plan.bind(**REQUEST)
@@ -92,7 +91,7 @@ def test_one_number_for_length_and_stride() -> tuple[Look, Look]:
 
 @exhibit("B12", "vllm-project/vllm#50276, 1CatAI/1Cat-vLLM#280", "refused: BOUNDS")
 def test_zeros_by_the_stride() -> tuple[Look, Look]:
-    """New blocks were zeroed for the length of their stride from each layer on, so into neighbours and past the end."""
+    """New blocks were zeroed for the length of their stride from each layer on, into neighbours and past the end."""
     page, step, stride = 37_376, 37_440, 149_760
     worker = rows("decode", stride, **{f"layers.{i}": (i * step, page // 4) for i in range(4)})
     (region,) = worker.regions
@@ -115,7 +114,7 @@ def test_zeros_by_the_stride() -> tuple[Look, Look]:
 
 @exhibit("B13", "vllm-project/vllm#57661, vllm-project/vllm#57662", "verify: COVER, OWN")
 def test_tensors_of_one_address() -> tuple[Look, Look]:
-    """Two tensors that begin at one address were taken for one, of the first's size: 13,760 bytes a block were lost."""
+    """Two tensors at one address were taken for one of the first's size: 13,760 bytes of each block were lost."""
     window, state = 19_008, 32_768
 
     def shared(name: str, state: int) -> Worker:
@@ -124,7 +123,7 @@ def test_tensors_of_one_address() -> tuple[Look, Look]:
             View("swa", "swa", "pool", "uint8", swa, 10, window),
             View("compressor", "state", "pool", "uint8", (Axis("byte", 0, state, state, 1),), 10, state),
         ]
-        return Worker(name, 0, [Region("pool", 1 << 40, 10 * 32_768)], [Group("swa", 32), Group("state")], views)
+        return worker_of(name, [Group("swa", 32), Group("state")], views)
 
     right, wrong = (plan_reads(shared("decode", n), [shared("prefill", n)]) for n in (state, window))
     assert state - window == 13_760
@@ -135,7 +134,7 @@ def test_tensors_of_one_address() -> tuple[Look, Look]:
 
 @exhibit("B15", "vllm-project/vllm#40826", "verify: COVER")
 def test_lengths_of_other_regions() -> tuple[Look, Look]:
-    """With two regions for each layer here and one there, the length of V was read by layer in a list by region."""
+    """One side had two regions for each layer, and the length of V was read by layer from a list by region."""
     kinds = {"layers.0": 8, "layers.1": 16}  # bytes of K for each token, and as many of V
 
     def view(name: str, region: str, part: tuple[int, int], offset: int = 0, block: int = 1) -> View:
@@ -143,21 +142,10 @@ def test_lengths_of_other_regions() -> tuple[Look, Look]:
         dims = (Axis("kv", *part, 2, 4 * size), Axis("token", 0, 4, 4, size), Axis("dim", 0, size, size, 1))
         return View(name, "attn", region, "uint8", dims, 10, block * 4 * size, offset)
 
-    joint = Worker(
-        "prefill",
-        0,
-        [Region(name, i + 1 << 40, 10 * 8 * size) for i, (name, size) in enumerate(kinds.items())],
-        [Group("attn", 4)],
-        [view(name, name, (0, 2), block=2) for name in kinds],
-    )
+    joint = worker_of("prefill", [Group("attn", 4)], [view(name, name, (0, 2), block=2) for name in kinds])
     halves = [(name, half) for name in kinds for half in (0, 1)]
-    split = Worker(
-        "decode",
-        0,
-        [Region(f"{name}.{half}", i + 1 << 40, 10 * 4 * kinds[name]) for i, (name, half) in enumerate(halves)],
-        [Group("attn", 4)],
-        [view(name, f"{name}.{half}", (half, half + 1)) for name, half in halves],
-    )
+    views = [view(name, f"{name}.{half}", (half, half + 1)) for name, half in halves]
+    split = worker_of("decode", [Group("attn", 4)], views)
     plan = plan_reads(split, [joint])
     (spec,) = plan.bind(**REQUEST)
     local, remote = (np.array(side) for side in spec.descriptors())
@@ -171,7 +159,7 @@ def test_lengths_of_other_regions() -> tuple[Look, Look]:
 
 @exhibit("B17", "sgl-project/sglang#35718", "verify: COVER")
 def test_geometry_by_the_length_of_a_list() -> tuple[Look, Look]:
-    """V is found at half of a list of buffers, so scales appended to the list would move it, and V would be lost."""
+    """V was found at half of a list of buffers, so scales appended to the list moved it, and V was lost."""
     sizes = {"k.0": 24, "k.1": 24, "v.0": 24, "v.1": 24, "scales.0": 4, "scales.1": 4}  # bytes for each token
     slots = {key: (i * 96, size) for i, (key, size) in enumerate(sizes.items())}
     source, destination = (rows(name, 6 * 96, **slots) for name in ("prefill", "decode"))
@@ -195,7 +183,7 @@ def test_attention_and_states_of_two_types() -> Look:
 
 @exhibit("B19", "NVIDIA/TensorRT-LLM#16237", "verify: VALUE")
 def test_pools_by_the_size_of_buffers() -> tuple[Look, Look]:
-    """Buffers of equal size share a pool, on one side index keys too, and slots of pools were paired by number."""
+    """Buffers of equal size share a pool, on one side with index keys, and pool slots were paired by number."""
     apart = ["k.0", "v.0", "k.1", "v.1", "index.0", "index.1"]
     among = ["k.0", "v.0", "index.0", "k.1", "v.1", "index.1"]
 

@@ -91,7 +91,7 @@ def test_a_block_more_for_a_draft() -> tuple[Look, Look]:
 
 @exhibit("D6", "NVIDIA/TensorRT-LLM#17619, NVIDIA/TensorRT-LLM#18657", "verify: VALUE")
 def test_a_window_anchored_by_its_length() -> tuple[Look, Look]:
-    """A list of a sliding window's blocks was taken to end at the prompt's end, and ended with one for draft tokens."""
+    """A list of a sliding window's blocks was anchored at the prompt's end, but ended with one for draft tokens."""
     source, destination = (grouped(name, window=4) for name in ("prefill", "decode"))
     plan = plan_reads(destination, [source])
     request = asking(

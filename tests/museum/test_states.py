@@ -1,4 +1,4 @@
-"""States: what recurrent layers and indexers keep is several tensors, each divided among ranks by its own rule."""
+"""States: recurrent layers and indexers have several tensors, each divided among ranks by its own rule."""
 
 from __future__ import annotations
 

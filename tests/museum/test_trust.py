@@ -1,4 +1,4 @@
-"""Trust: what a peer says of itself is data, and differences are named before anything starts."""
+"""Trust: a peer's description is untrusted data, and differences are named before anything starts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvplan import Blocks, Model, Worker, decode, encode, plan_mesh, plan_reads, verify
+from kvplan import Blocks, Model, Worker, compare, decode, encode, plan_mesh, plan_reads, verify
 from kvplan.handshake import fingerprint
-from kvplan.handshake.comparison import compare
 from tests.museum.exhibit import Look, accepted, exhibit
 from tests.museum.faults import asking, moving
 from tests.small import engine
@@ -62,7 +61,7 @@ def test_other_sizes_on_both_sides() -> Look:
 
 @exhibit("K4", "vllm-project/vllm#21789", "verify: VALUE")
 def test_a_layout_that_was_not_passed_on() -> tuple[Look, Look]:
-    """A connector inside another one was not told the layout, and took pages with heads inside for pages of heads."""
+    """A connector inside another one did not receive the layout, and took heads inside tokens for heads outside."""
     (source,), (destination,) = engine("prefill", order="NH"), engine("decode")
     taken_for: Worker = attrs.evolve(source, views=engine("prefill")[0].views)
     plan = plan_reads(destination, [source])

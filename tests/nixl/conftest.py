@@ -1,4 +1,4 @@
-"""Devices that the tests run on: main memory, and the first GPU where there is one."""
+"""The devices that the tests run on: main memory, and the first GPU where there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ except ImportError:
     has_gpu = False
 else:
     has_gpu = torch.cuda.is_available()
-    torch.set_num_threads(1)  # copies wait for each other where other work has the cores
+    torch.set_num_threads(1)  # more threads wait for each other on busy cores
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not has_gpu, reason="no GPU"))]
 

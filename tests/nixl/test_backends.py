@@ -1,36 +1,35 @@
-"""The backends that are really used: shared memory, TCP, and files."""
+"""The backends that executors really use: shared memory, TCP, and files."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, Model, Region, plan_reads, plan_writes
-from kvplan.executor import Status
+from benchmarks.real_memory import NixlCluster, PeerProcess, fill, forkserver, pattern, placed
+from kvplan import Blocks, FakeMemory, Model, Region, Status, plan_reads, plan_writes, verify
+from kvplan.testing.executors import Transmission
 from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.executor import Backends
-from tests.contents import contents
-from tests.contract import Engines, move
-from tests.nixl.peers import PeerProcess, fill, forkserver, pattern
-from tests.nixl.worlds import NixlWorld, placed
 from tests.small import engine
 
 TIMEOUT_S = 60.0
 SHARED_MEMORY: Backends = {"UCX": {"ucx_error_handling_mode": "none"}}
-"""What UCX needs to use shared memory alone; it then can't tell that a peer is gone."""
+"""The option by which UCX uses shared memory alone. It does not notice then that a peer is gone."""
 
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 
 def loopback_bytes() -> int:
-    """How many bytes this machine has sent to itself."""
+    """The number of bytes that this machine has sent to itself."""
     return int(LOOPBACK.read_text())
 
 
@@ -39,7 +38,7 @@ def loopback_bytes() -> int:
     ("transports", "backends", "over_tcp"), [("self,sm", SHARED_MEMORY, False), ("tcp", UCX, True)], ids=["sm", "tcp"]
 )
 class TestTransports:
-    """The transport named moves the bytes, and not another."""
+    """The named transport moves the bytes, and no other does."""
 
     def test_in_one_process(
         self, monkeypatch: pytest.MonkeyPatch, transports: str, backends: Backends, over_tcp: bool
@@ -49,10 +48,10 @@ class TestTransports:
         (source,), (local,) = engine("prefill", blocks=200), engine("decode", tokens=6, blocks=200)
         blocks = {"attn": Blocks(np.random.default_rng(1).permutation(200))}
         before = loopback_bytes()
-        with NixlWorld([source, local], backends=backends) as world:
-            engines = Engines(world, 1, blocks, blocks, {"attn": (3, 790)})
-            move(engines, "READ")
-            move(engines, "WRITE")
+        with NixlCluster([source, local], backends=backends) as cluster:
+            one = Transmission(cluster, cluster.workers[:1], cluster.workers[1:], blocks, blocks, {"attn": (3, 790)})
+            one.move("READ")
+            one.move("WRITE")
         num_bytes = 2 * 787 * 2 * 64 * 2  # both ways, tokens, layers, bytes of 4 heads' K and V, sent and acknowledged
         assert (loopback_bytes() - before > num_bytes // 2) == over_tcp
 
@@ -62,16 +61,16 @@ class TestTransports:
         """Blocks of another process are read, byte for byte."""
         monkeypatch.setenv("UCX_TLS", transports)
         before = loopback_bytes()
-        num_bytes = read_from_another_process(backends, None)
+        num_bytes = read_from_another_process(backends)
         assert (loopback_bytes() - before > num_bytes) == over_tcp
 
 
-def read_from_another_process(backends: Backends, namespace: str | None) -> int:
-    """Read a model's blocks from a process, check them, and tell it; how many bytes that was."""
+def read_from_another_process(backends: Backends, begin: Callable[[], None] | None = None) -> int:
+    """Read a model's blocks from a process, check them and its notice, and return how many bytes that was."""
     model = Model.shipped("llama-3.2-1b")
     (source,), (local,) = (model.engine(name, num_blocks=20) for name in ("prefill", "decode"))
     there, memory = placed(local)
-    with PeerProcess(source, backends, namespace) as peer, NixlExecutor(there, backends) as executor:
+    with PeerProcess(source, backends, begin=begin) as peer, NixlExecutor(there, backends) as executor:
         plan = plan_reads(there, [executor.connect(peer.ask("envelope"))])
         executor.prepare(plan)
         ours, theirs = np.arange(20), np.random.default_rng(1).permutation(20)
@@ -88,7 +87,7 @@ def read_from_another_process(backends: Backends, namespace: str | None) -> int:
 
 @contextmanager
 def network_namespace() -> Iterator[str]:
-    """A network namespace that is joined to this one by a pair of interfaces; skips where that is not allowed."""
+    """A network namespace with a pair of interfaces to this one. Skips where that is not allowed."""
     name = f"kv{os.getpid()}"
     commands = [
         f"ip netns add {name}",
@@ -110,15 +109,33 @@ def network_namespace() -> Iterator[str]:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+CLONE_NEWNS, CLONE_NEWNET, MS_PRIVATE, MS_REC, MNT_DETACH = 1 << 17, 1 << 30, 1 << 18, 1 << 14, 2
+
+
+def enter(namespace: str) -> None:
+    """Move this process to a network namespace, and mount its interfaces in /sys, where UCX finds its devices."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        results = [
+            libc.setns(file.fileno(), CLONE_NEWNET),
+            libc.unshare(CLONE_NEWNS),
+            libc.mount(b"none", b"/", None, MS_PRIVATE | MS_REC, None),
+            libc.umount2(b"/sys", MNT_DETACH),
+            libc.mount(b"sys", b"/sys", b"sysfs", 0, None),
+        ]
+    if any(results):
+        raise OSError(ctypes.get_errno(), f"enter network namespace {namespace}: {results}")
+
+
 def read_over_tcp(namespace: str) -> None:
     os.environ["UCX_TLS"] = "tcp"
-    assert read_from_another_process(UCX, namespace)
+    assert read_from_another_process(UCX, partial(enter, namespace))
 
 
 def test_between_two_network_namespaces() -> None:
     """Blocks are read from a process on another network, over TCP.
 
-    By a process that is new, since UCX reads the routes of this machine once.
+    A new process reads them, because UCX reads the routes of this machine once.
     """
     with network_namespace() as name:
         process = forkserver().Process(target=read_over_tcp, args=(name,))
@@ -137,49 +154,62 @@ def test_offload_to_a_file_and_back(tmp_path: Path) -> None:
     )
     (stored,) = model.engine("file", layout="BLHNC", tokens_per_block=32, num_blocks=10)
     (whole,) = stored.regions
-    blocks = {"attn": Blocks([21, 4, 17, 9, 2, 28, 11])}, {"attn": Blocks([7, 1, 4, 9])}, {"attn": Blocks([6, 3, 10])}
-    tokens = {"attn": (5, 101)}
+    blocks = {"first": Blocks([21, 4, 17, 9, 2, 28, 11]), "file": Blocks([7, 1, 4, 9]), "second": Blocks([6, 3, 10])}
     with (tmp_path / "cache").open("w+b") as file:
         file.truncate(whole.size_bytes)
         stored = attrs.evolve(stored, regions=[Region(whole.name, 0, whole.size_bytes, "FILE", file.fileno())])
-        with NixlWorld([*first, *second], backends={**UCX, "POSIX": {}}) as world:
-            before, _ = contents(world.workers[:1], world.workers[1:], blocks[2], blocks[0], tokens)
-            _, after = contents(world.workers[:1], world.workers[1:], blocks[2], blocks[0], tokens)
-            for worker in world.workers:
+        with (
+            NixlCluster([*first, *second], backends={**UCX, "POSIX": {}}) as cluster,
+            FakeMemory([*cluster.workers, stored]) as memory,
+        ):
+            for worker in cluster.workers:
                 for region in worker.regions:
-                    world.write(worker, region.name, before[worker.key, region.name])
-            for worker in world.workers:
-                saves = worker.engine_id == "first"
-                executor = world.nixl[worker.key]
+                    cluster.write(worker, region, pattern(worker, region.name))
+                    memory.write(worker, region.address, pattern(worker, region.name))
+            for worker in cluster.workers:
+                executor = cluster.nixl[worker.key]
                 executor.attach(stored)
+                saves = worker.engine_id == "first"
                 plan = plan_writes(worker, [stored]) if saves else plan_reads(worker, [stored])
                 executor.prepare(plan)
-                local = blocks[0] if saves else blocks[2]
-                (spec,) = plan.bind(local=local, remote=blocks[1], tokens=tokens)
+                local, remote = {"attn": blocks[worker.engine_id]}, {"attn": blocks["file"]}
+                assert verify(plan, local=local, remote=remote, tokens=(5, 101))
+                (spec,) = plan.bind(local=local, remote=remote, tokens=(5, 101))
+                memory.execute(spec)
                 transfer = executor.start(spec, "request")
                 assert settle(executor, [transfer], TIMEOUT_S)
                 assert transfer.status is Status.DONE, transfer.error
                 assert executor.backend_of(transfer) == "POSIX"
                 executor.release(transfer)
                 executor.disconnect(stored)
-            for worker in world.workers:
+            for worker in cluster.workers:
                 for region in worker.regions:
-                    assert np.array_equal(world.read(worker, region.name), after[worker.key, region.name])
+                    expected = memory.read(worker, region.address, region.size_bytes)
+                    assert np.array_equal(cluster.read(worker, region), expected)
 
 
 def test_ucx_moves_between_main_memory_where_posix_is_there_too() -> None:
-    """Backends are tried in order: with UCX first, files are POSIX's and nothing else."""
+    """Backends are tried in order: after UCX, POSIX moves files and nothing else."""
     (source,), (local,) = engine("prefill"), engine("decode")
-    with NixlWorld([source, local], backends={**UCX, "POSIX": {}}) as world:
-        engines = Engines(world, 1, {"attn": Blocks([1])}, {"attn": Blocks([2])}, {"attn": (0, 4)})
-        executor = world.nixl["decode", 0]
-        (started,) = engines.start(engines.mesh("READ"), "READ", "request")
-        engines.finish([started])
-        assert executor.backend_of(started[1]) == "UCX"
+    with NixlCluster([source, local], backends={**UCX, "POSIX": {}}) as cluster:
+        one = Transmission(
+            cluster,
+            cluster.workers[:1],
+            cluster.workers[1:],
+            {"attn": Blocks([1])},
+            {"attn": Blocks([2])},
+            {"attn": (0, 4)},
+        )
+        ((executor, transfer),) = started = one.start(one.plan("READ").plans, "request")
+        one.finish(started)
+        assert executor is cluster.nixl["decode", 0]
+        assert cluster.nixl["decode", 0].backend_of(transfer) == "UCX"
+        executor.release(transfer)
+        assert cluster.nixl["decode", 0].backend_of(transfer) == ""
 
 
 def test_a_worker_of_the_same_process(device: str) -> None:
-    """Blocks are moved to a second engine in this process by one executor alone."""
+    """One executor alone moves blocks to a second engine of this process."""
     (source,), (local,) = engine("prefill"), engine("decode", tokens=6)
     (source, theirs), (local, ours) = placed(source, device), placed(local, device)
     fill(source, theirs, device)

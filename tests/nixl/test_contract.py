@@ -1,4 +1,4 @@
-"""NIXL's executor under the contract of all executors, and on the hard pairs."""
+"""NIXL's executor passes the executor contract, and moves the hard pairs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
+from benchmarks.real_memory import NixlCluster
 from kvplan import Model, Worker, contacts
 from kvplan.cli.matrix import shortened
 from kvplan.cli.sides import EngineOptions
 from kvplan.cli.trials import PlacedRequest, blocks_needed
-from tests.contract import Contract, Engines, OpenWorld, move
-from tests.nixl.worlds import NixlWorld
+from kvplan.testing.executors import ExecutorContract, Transmission
+from tests.nixl.conftest import DEVICES, has_gpu
 from tests.plan.test_hard_pairs import PAIRS, TWELVE_HEADS
 
 TOKENS = (5, 70)
 
 
-class TestNixlExecutor(Contract):
-    """NIXL under the contract, on each device."""
+class TestNixlExecutor(ExecutorContract):
+    """NIXL under the contract, in main memory."""
 
-    @pytest.fixture
-    def open_world(self, device: str) -> OpenWorld:
-        """Workers are placed in memory of the device."""
+    device = "cpu"
 
-        def opened(workers: Sequence[Worker]) -> NixlWorld:
-            return NixlWorld(workers, device)
+    def open_cluster(self, workers: Sequence[Worker]) -> NixlCluster:
+        """Workers get memory of the device."""
+        return NixlCluster(workers, self.device)
 
-        return opened
+
+@pytest.mark.skipif(not has_gpu, reason="no GPU")
+class TestNixlExecutorOnGpu(TestNixlExecutor):
+    """NIXL under the contract, in memory of a GPU."""
+
+    device = "cuda:0"
 
 
 def few_layers(model: Model, src: str, dst: str) -> tuple[Model, str, str]:
-    """The model with a handful of layers, some of each kind, and the pair's stages as long as that allows."""
+    """The model with a few layers of each kind, and the pair with as many pipeline stages as they allow."""
     few = shortened(model)
     stages = max(EngineOptions.parse(text, "src").pp for text in (src, dst))
     if len(few.layers) < stages:
@@ -41,7 +46,7 @@ def few_layers(model: Model, src: str, dst: str) -> tuple[Model, str, str]:
 
 
 def tight(request: PlacedRequest, stop: int) -> tuple[EngineOptions, EngineOptions]:
-    """The request's sides with pools that have two blocks more than it needs, since every byte is compared."""
+    """The request's sides with pools of two blocks more than it needs, because every byte is compared."""
     sides = []
     for side, workers in ((request.src, request.sources), (request.dst, request.destinations)):
         needed = blocks_needed(workers, stop).values()
@@ -49,20 +54,20 @@ def tight(request: PlacedRequest, stop: int) -> tuple[EngineOptions, EngineOptio
     return sides[0], sides[1]
 
 
-def move_both_ways(model: str, src: str, dst: str, device: str) -> None:
-    """Move a request of a hard pair by reads and by writes, in memory of a device, and check every byte each time."""
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("model", "src", "dst"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])
+def test_every_byte_of_a_hard_pair_is_right(model: str, src: str, dst: str, device: str) -> None:
+    """A request moves by reads and by writes. Each time every byte of both engines' memory is the expected one."""
     made = Model.from_config(TWELVE_HEADS) if model == "12 heads" else Model.shipped(model)
     made, src, dst = few_layers(made, src, dst)
     request = PlacedRequest.of(made, EngineOptions.parse(src, "src"), EngineOptions.parse(dst, "dst"), TOKENS)
     request = PlacedRequest.of(made, *tight(request, TOKENS[1]), TOKENS)
     pairs = contacts(request.destinations, request.sources)
-    with NixlWorld([*request.sources, *request.destinations], device, contacts=pairs) as world:
-        engines = Engines(world, len(request.sources), request.local, request.remote, request.tokens)
-        for operation in ("READ", "WRITE"):
-            move(engines, operation, operation)
-
-
-@pytest.mark.parametrize(("model", "src", "dst"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])
-def test_every_byte_of_a_hard_pair_is_right(model: str, src: str, dst: str, device: str) -> None:
-    """The request moves by reads and by writes: every byte of both engines' memory is the one that belongs there."""
-    move_both_ways(model, src, dst, device)
+    with NixlCluster([*request.sources, *request.destinations], device, contacts=pairs) as cluster:
+        sources, destinations = (
+            [worker for worker in cluster.workers if worker.engine_id == engine[0].engine_id]
+            for engine in (request.sources, request.destinations)
+        )
+        one = Transmission(cluster, sources, destinations, request.local, request.remote, request.tokens)
+        one.move("READ", "read")
+        one.move("WRITE", "write")

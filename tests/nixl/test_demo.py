@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_moves_requests_between_two_processes() -> None:
-    """Every request arrives as it was computed, and its line says how much that was."""
+    """Every request arrives as it was computed, and its line has its size."""
     ran = run("demo")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
@@ -32,12 +32,12 @@ def test_the_demo_moves_requests_between_two_processes() -> None:
 
 
 def test_the_demo_is_short() -> None:
-    """An author copies it: under 200 lines, in one file."""
+    """It is one file of under 200 lines, to copy from."""
     assert len(Path(demo.__file__).read_text().splitlines()) < 200
 
 
 def test_usage() -> None:
-    """Anything else than the demo is a usage error."""
+    """Any other command is a usage error."""
     ran = run("dance")
     assert ran.returncode == 2
     assert ran.stderr.startswith("usage: python -m kvplan_nixl [-h] {demo,calibrate} ...\n")

@@ -1,14 +1,13 @@
-"""Envelopes from strangers, and what an executor does with them."""
+"""Envelopes as untrusted data, and what an executor does with them."""
 
 from __future__ import annotations
 
 import attrs
 import pytest
 
-from kvplan import KVPlanError, plan_reads
-from kvplan.handshake.errors import PeerError
+from benchmarks.real_memory import placed
+from kvplan import KVPlanError, PeerError, plan_reads
 from kvplan_nixl import Envelope, NixlExecutor
-from tests.nixl.worlds import placed
 from tests.small import engine
 
 (WORKER,) = engine("prefill")
@@ -16,13 +15,13 @@ GOOD = Envelope(WORKER, "prefill/0/a1", b"metadata")
 
 
 def test_an_envelope_comes_out_as_it_went_in() -> None:
-    """Worker, agent and metadata are what was packed."""
+    """Unpacking returns the worker, agent name and metadata that were packed."""
     assert Envelope.unpack(GOOD.pack()) == GOOD
 
 
 @pytest.mark.parametrize("length", range(0, len(GOOD.pack()), 7))
 def test_an_envelope_cut_short(length: int) -> None:
-    """No part of an envelope is one."""
+    """A truncated envelope is refused."""
     with pytest.raises(PeerError):
         Envelope.unpack(GOOD.pack()[:length])
 
@@ -30,30 +29,30 @@ def test_an_envelope_cut_short(length: int) -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "begins with 'kvplan_nixl 1'"),
-        (b"kvplan_nixl 2\n" + bytes(12), "begins with 'kvplan_nixl 1'"),
+        (b"", "starts with 'kvplan_nixl 1'"),
+        (b"kvplan_nixl 2\n" + bytes(12), "starts with 'kvplan_nixl 1'"),
         (b"kvplan_nixl 1\n" + b"\xff" * 12, "at most 1024 bytes of name"),
-        (GOOD.pack() + b" ", "as it says"),
-        (Envelope(WORKER, "decode/0/a1", b"").pack(), "an agent of worker prefill/0"),
+        (GOOD.pack() + b" ", "by its own lengths"),
+        (Envelope(WORKER, "decode/0/a1", b"").pack(), "the name of an agent of worker prefill/0"),
     ],
     ids=["empty", "version", "lengths", "too long", "agent"],
 )
 def test_what_is_no_envelope(data: bytes, text: str) -> None:
-    """Bytes of a stranger are refused in one line that says what was expected."""
+    """Other bytes are refused in one line that says what was expected."""
     with pytest.raises(PeerError, match=text) as caught:
         Envelope.unpack(data)
     assert caught.value.code == "MESSAGE"
 
 
 def test_an_envelope_is_bytes() -> None:
-    """Text is the caller's mistake, not the peer's."""
+    """A str is the caller's mistake, not the peer's."""
     with pytest.raises(KVPlanError, match="TYPE: cannot open an envelope"):
         Envelope.unpack("kvplan_nixl 1\n")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("metadata", [b"", b"metadata", bytes(4096)])
 def test_metadata_that_nixl_cannot_read(metadata: bytes) -> None:
-    """Metadata that is none is refused, and its worker stays unknown."""
+    """Bytes that are no metadata are refused, and the worker stays unknown."""
     there, _ = placed(engine("decode")[0])
     with NixlExecutor(there) as executor:
         for _ in range(2):
@@ -67,7 +66,7 @@ def test_metadata_of_another_agent() -> None:
     source, _ = placed(WORKER)
     with NixlExecutor(there) as executor, NixlExecutor(source) as other:
         sent = Envelope.unpack(other.envelope())
-        with pytest.raises(KVPlanError, match=r"PEER: .* expected that agent's, got metadata of 'prefill/0/"):
+        with pytest.raises(KVPlanError, match=r"PEER: .* expected that agent's, got those of 'prefill/0/"):
             executor.connect(Envelope(sent.worker, "prefill/0/forged", sent.metadata).pack())
         assert executor.connect(other.envelope()) == source
 
@@ -100,7 +99,7 @@ def test_connecting_twice() -> None:
 
 
 def test_an_executor_that_was_closed() -> None:
-    """A closed executor is closed once, and what is asked of it then is refused."""
+    """A closed executor can be closed again, and refuses everything else."""
     there, _ = placed(engine("decode")[0])
     executor = NixlExecutor(there)
     executor.close()

@@ -1,4 +1,4 @@
-"""Events: one for each transfer that is settled, in the log and for a listener, and none that nobody asked for."""
+"""Events: one for each settled transfer, for the callback and in the log, and none where there is neither."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import Blocks, KVPlanError, Model, Workspace, plan_reads
-from kvplan.executor import Status, Transfer
+from benchmarks.real_memory import placed
+from kvplan import Blocks, KVPlanError, Model, Status, Transfer, Workspace, plan_reads
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
 from kvplan_nixl.events import UNWATCHED, Listener, Watch
-from tests.nixl.worlds import placed
 from tests.small import engine
 
 TIMEOUT_S = 60.0
 
 
 class Reader:
-    """A worker that reads from another of this process, with the events that were told."""
+    """A worker that reads from other workers of this process."""
 
     def __init__(self, listener: Listener | None = None, tp: int = 1) -> None:
         self.sources = [placed(worker)[0] for worker in engine("prefill", tp=tp)]
@@ -32,7 +31,7 @@ class Reader:
         self.executor.prepare(self.plan)
 
     def start(self, request: str = "request", tokens: tuple[int, int] = (0, 6)) -> Transfer:
-        """Begin to read from the last of the sources."""
+        """Start to read from the last of the sources."""
         near, far = {"attn": Blocks([1])}, {"attn": Blocks([2, 3])}
         return self.executor.start(self.plan.bind(local=near, remote=far, tokens=tokens)[-1], request)
 
@@ -44,22 +43,22 @@ class Reader:
 
 
 def events_of(**options: Any) -> tuple[Reader, list[TransferEvent]]:
-    """A reader whose events come to a list."""
+    """A reader, and the list of its events."""
     events: list[TransferEvent] = []
     return Reader(events.append, **options), events
 
 
 @pytest.fixture
-def heard() -> Iterator[tuple[Reader, list[TransferEvent]]]:
-    """A reader that somebody listens to, and its events."""
+def watched() -> Iterator[tuple[Reader, list[TransferEvent]]]:
+    """A reader with a callback, and the list of its events."""
     reader, events = events_of()
     with reader.executor:
         yield reader, events
 
 
 @pytest.fixture
-def unheard() -> Iterator[Reader]:
-    """A reader without a listener."""
+def silent() -> Iterator[Reader]:
+    """A reader without a callback."""
     reader = Reader()
     with reader.executor:
         yield reader
@@ -88,18 +87,18 @@ READ = TransferEvent(
 """Six tokens of two layers, 64 bytes each: pieces of four heads, from two blocks in each layer."""
 
 
-def test_a_transfer_has_one_event(heard: tuple[Reader, list[TransferEvent]]) -> None:
+def test_a_transfer_has_one_event(watched: tuple[Reader, list[TransferEvent]]) -> None:
     """A transfer that is done has one event, however often it is polled, and also when the executor is closed."""
-    reader, events = heard
+    reader, events = watched
     transfer = reader.read()
     reader.executor.poll(transfer)
     reader.executor.close()
     assert [untimed(event) for event in events] == [READ]
 
 
-def test_stages_are_timed(heard: tuple[Reader, list[TransferEvent]]) -> None:
-    """NIXL's calls and the wait for bytes take their time, and no more together than the whole."""
-    reader, events = heard
+def test_stages_are_timed(watched: tuple[Reader, list[TransferEvent]]) -> None:
+    """Each stage takes some time, and their sum is the total."""
+    reader, events = watched
     reader.read()
     (event,) = events
     assert min(event.make_us, event.post_us) > 0
@@ -107,15 +106,15 @@ def test_stages_are_timed(heard: tuple[Reader, list[TransferEvent]]) -> None:
     assert event.total_us == event.make_us + event.post_us + event.transfer_us < TIMEOUT_S * 1e6
 
 
-def test_a_transfer_without_bytes(heard: tuple[Reader, list[TransferEvent]]) -> None:
-    """A request of which a pair moves nothing has an event of no bytes."""
-    reader, events = heard
+def test_a_transfer_without_bytes(watched: tuple[Reader, list[TransferEvent]]) -> None:
+    """A pair that moves no byte of a request has an event of no bytes."""
+    reader, events = watched
     reader.read(tokens=(0, 0))
     assert [untimed(event) for event in events] == [attrs.evolve(READ, num_bytes=0, num_ids=0)]
 
 
 def test_a_pair_without_rows() -> None:
-    """So has a transfer of a pair that never moves anything."""
+    """A pair whose tables are empty has an event of no bytes."""
     reader, events = events_of(tp=2)
     with reader.executor:
         assert not len(reader.plan.pairs[1].local_table.rows)
@@ -126,13 +125,13 @@ def test_a_pair_without_rows() -> None:
 
 @pytest.mark.parametrize("stage", ["make", "post"])
 def test_a_failed_transfer(
-    heard: tuple[Reader, list[TransferEvent]],
+    watched: tuple[Reader, list[TransferEvent]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     stage: str,
 ) -> None:
-    """A transfer that NIXL refuses has an event with the error's code, and stages up to there; it is a warning."""
-    reader, events = heard
+    """A transfer that NIXL refuses has an event with the error's code and the stages before it, and logs a warning."""
+    reader, events = watched
     monkeypatch.setattr(reader.executor._agent, stage, refuse)
     reader.start()
     (event,) = events
@@ -144,10 +143,10 @@ def test_a_failed_transfer(
 
 
 def test_a_transfer_that_is_closed_under(
-    heard: tuple[Reader, list[TransferEvent]], monkeypatch: pytest.MonkeyPatch
+    watched: tuple[Reader, list[TransferEvent]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer that runs when its executor is closed is CANCELLED, and says so."""
-    reader, events = heard
+    """A transfer that runs when its executor is closed has a CANCELLED event."""
+    reader, events = watched
     monkeypatch.setattr(reader.executor._agent, "post", lambda handle: False)
     reader.start()
     assert events == []
@@ -155,38 +154,38 @@ def test_a_transfer_that_is_closed_under(
     assert [untimed(event) for event in events] == [attrs.evolve(READ, status=Status.CANCELLED)]
 
 
-def test_nobody_listens(unheard: Reader, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a listener, and with a log that wants no details, a transfer is not watched and not logged."""
+def test_without_callback_or_debug_log_nothing_is_measured(silent: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a callback, and with the logger at INFO, a transfer is neither measured nor logged."""
     caplog.set_level(logging.INFO, "kvplan_nixl")
-    transfer = unheard.read()
+    transfer = silent.read()
     assert transfer.watch is UNWATCHED  # type: ignore[attr-defined]
     assert caplog.records == []
 
 
-def test_a_failure_that_nobody_listens_to(
-    unheard: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_failure_without_a_callback(
+    silent: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A transfer that fails is a warning with its error, whether or not anybody listens."""
-    monkeypatch.setattr(unheard.executor._agent, "post", refuse)
-    transfer = unheard.start()
+    """A failed transfer logs a warning with its error, also without a callback."""
+    monkeypatch.setattr(silent.executor._agent, "post", refuse)
+    transfer = silent.start()
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("kvplan_nixl", "WARNING")
     assert record.getMessage() == f"<Transfer 'request' failed: {transfer.spec!r}>: {transfer.error}"
 
 
-def test_the_log_alone_listens(unheard: Reader, caplog: pytest.LogCaptureFixture) -> None:
-    """A log at level DEBUG has each transfer's event, without any listener."""
+def test_the_log_without_a_callback(silent: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    """At level DEBUG the logger has the event of each transfer, also without a callback."""
     caplog.set_level(logging.DEBUG, "kvplan_nixl")
-    unheard.read("one")
-    unheard.read("two")
-    told = [vars(record)["event"] for record in caplog.records]
-    assert [untimed(event) for event in told] == [attrs.evolve(READ, request=name) for name in ("one", "two")]
-    assert [record.getMessage() for record in caplog.records] == [str(event) for event in told]
+    silent.read("one")
+    silent.read("two")
+    events = [vars(record)["event"] for record in caplog.records]
+    assert [untimed(event) for event in events] == [attrs.evolve(READ, request=name) for name in ("one", "two")]
+    assert [record.getMessage() for record in caplog.records] == [str(event) for event in events]
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
 
 def test_a_listener_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    """What a listener raises is logged with its traceback; the transfer is done, and so is the next one."""
+    """An exception in the callback is logged with its traceback. The transfer is DONE, and so is the next one."""
 
     def raises(event: TransferEvent) -> None:
         raise ZeroDivisionError(event.request)
@@ -202,7 +201,7 @@ def test_a_listener_that_raises(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_bytes_are_counted_before_ids_are_used_again() -> None:
-    """A running transfer's ids may lie in a workspace that the next request is bound in: its bytes are its own."""
+    """A running transfer's ids may be in a workspace that the next request reuses. Its event counts its own bytes."""
     (source,), (local,) = (Model.shipped("llama-3.2-1b").engine(name, num_blocks=50) for name in ("a", "b"))
     plan, workspace = plan_reads(local, [source]), Workspace()
     blocks = {"attn": Blocks([3, 7, 5])}

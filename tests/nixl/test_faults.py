@@ -1,4 +1,4 @@
-"""What happens to transfers when a peer dies, hangs, or comes back as another; over TCP, which takes its time."""
+"""Transfers whose peer dies, hangs or restarts. They go over TCP, which takes long enough to interrupt."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, TransferPlan, View, Worker, plan_reads
-from kvplan.executor import Status, Transfer
+from benchmarks.real_memory import PeerProcess, pattern, placed
+from kvplan import (
+    Axis,
+    Blocks,
+    Group,
+    KVPlanError,
+    Region,
+    Status,
+    Transfer,
+    TransferPlan,
+    View,
+    Worker,
+    plan_reads,
+)
 from kvplan_nixl import UCX, NixlExecutor, settle
-from tests.nixl.peers import PeerProcess, pattern
-from tests.nixl.worlds import placed
 
 BLOCKS, BLOCK_BYTES = 2048, 4096
 TIMEOUT_S = 60.0
@@ -26,7 +36,7 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worker(engine: str, rank: int = 0) -> Worker:
-    """A worker with many blocks of one tensor of its own, 8 MiB."""
+    """A worker with many blocks of one tensor, 8 MiB."""
     axes = (Axis("token", 0, 4, 4, BLOCK_BYTES // 4), Axis("dim", 0, 1024, 1024, 1))
     region = Region("kv", 1 << 40, BLOCKS * BLOCK_BYTES)
     return Worker(
@@ -51,19 +61,19 @@ class Reader:
         return plan
 
     def start(self, plan: TransferPlan, blocks: int = BLOCKS, request: str = "request") -> Transfer:
-        """Begin to read so many blocks, in order, from blocks of the peer that are scattered."""
+        """Start to read scattered blocks of the peer into the first ``blocks`` of this worker."""
         local, remote = Blocks(np.arange(blocks)), Blocks(self.order[:blocks])
         (spec,) = plan.bind(local={"attn": local}, remote={"attn": remote}, tokens=(0, 4 * blocks))
         return self.executor.start(spec, request)
 
     def right(self, blocks: int) -> bool:
-        """Whether so many blocks are those of the peer, and all others 0."""
+        """Whether the first ``blocks`` hold those of the peer, and all others 0."""
         expected = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         expected[:blocks] = pattern(worker("prefill"), "kv").reshape(BLOCKS, -1)[self.order[:blocks]]
         return np.array_equal(self.memory, expected.reshape(-1))
 
     def is_left_alone(self) -> bool:
-        """Whether nothing is written for a while, after which all memory is 0."""
+        """Clear all memory, and return whether it stays 0 for a while."""
         self.memory[:] = 0
         time.sleep(0.5)
         return not self.memory.any()
@@ -71,7 +81,7 @@ class Reader:
 
 @pytest.fixture
 def reader() -> Iterator[Reader]:
-    """A worker of this process, which may close its executor itself."""
+    """A worker of this process."""
     there, memory = placed(worker("decode"))
     with NixlExecutor(there) as executor:
         yield Reader(there, memory["kv"].numpy(), executor, np.random.default_rng(1).permutation(BLOCKS))
@@ -117,7 +127,7 @@ def test_a_peer_killed_during(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_a_peer_killed_after(reader: Reader, peer: PeerProcess) -> None:
-    """What is done stays done, and is given back."""
+    """A transfer that was DONE stays so, and can be released."""
     transfer = reader.start(reader.plan(peer))
     assert settle(reader.executor, [transfer], TIMEOUT_S)
     peer.kill()
@@ -128,28 +138,28 @@ def test_a_peer_killed_after(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_another_peer_is_not_concerned(reader: Reader, peer: PeerProcess) -> None:
-    """While one peer dies, a transfer with another one goes on to its end."""
+    """When one peer dies, a transfer with another one still completes."""
     with PeerProcess(worker("other"), UCX) as other:
         plans = reader.plan(peer), reader.plan(other)
         for plan in plans:
             assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
         peer.stop()
-        lost, kept = (reader.start(plan) for plan in plans)
+        lost, other_one = (reader.start(plan) for plan in plans)
         peer.kill()
-        assert settle(reader.executor, [lost, kept], TIMEOUT_S)
+        assert settle(reader.executor, [lost, other_one], TIMEOUT_S)
         assert failed(lost) == "PEER"
-        assert kept.status is Status.DONE
+        assert other_one.status is Status.DONE
 
 
 def test_a_peer_that_came_back(reader: Reader, peer: PeerProcess) -> None:
-    """A process that takes the place of a killed one is another peer: to be connected, planned and prepared anew."""
+    """A process that replaces a killed one is another peer, to connect, plan and prepare again."""
     plan = reader.plan(peer)
     assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
     peer.kill()
     with PeerProcess(worker("prefill"), UCX) as second:
         envelope = second.ask("envelope")
         with pytest.raises(KVPlanError, match=r"PEER: cannot connect prefill/0: .* \(disconnect it first\)"):
-            reader.executor.connect(envelope)  # nobody has noticed yet that the first one is gone
+            reader.executor.connect(envelope)  # the executor has not noticed yet that the first one is gone
         lost = reader.start(plan)
         assert settle(reader.executor, [lost], TIMEOUT_S)
         assert failed(lost) == "PEER"
@@ -164,7 +174,7 @@ def test_a_peer_that_came_back(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_an_envelope_of_a_process_that_is_gone(reader: Reader, peer: PeerProcess) -> None:
-    """Stale metadata is refused, and the worker may still be connected when it is back."""
+    """Stale metadata is refused, and the worker can connect later when it is back."""
     envelope = peer.ask("envelope")
     peer.kill()
     with pytest.raises(KVPlanError, match="PEER: cannot load the metadata"):
@@ -174,7 +184,7 @@ def test_an_envelope_of_a_process_that_is_gone(reader: Reader, peer: PeerProcess
 
 
 def test_a_peer_that_hangs(reader: Reader, peer: PeerProcess) -> None:
-    """A transfer that can't go on is waited for as long as the caller says, and keeps its memory until it has ended."""
+    """A stuck transfer is waited for as long as the caller asks, and holds its memory until it has ended."""
     plan = reader.plan(peer)
     assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
     peer.stop()
@@ -188,7 +198,7 @@ def test_a_peer_that_hangs(reader: Reader, peer: PeerProcess) -> None:
         reader.executor.release(transfer)
     with pytest.raises(KVPlanError, match="TRANSFER: cannot disconnect prefill/0"):
         reader.executor.disconnect(worker("prefill"))
-    peer.go_on()
+    peer.resume()
     assert settle(reader.executor, [transfer], TIMEOUT_S)
     assert transfer.status is Status.CANCELLED
     reader.executor.release(transfer)
@@ -196,10 +206,10 @@ def test_a_peer_that_hangs(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:
-    """After close, a peer that hung and goes on writes nothing any more: all blocks may be used again.
+    """After close, a suspended peer writes nothing when it resumes, so all blocks can be reused.
 
-    UCX over TCP ends that peer's process as it goes on and finds its reader gone, closed or killed; a peer that did
-    not hang lives on.
+    UCX over TCP ends the process of a peer that resumes and finds its reader closed or killed. A peer that was not
+    suspended lives on.
     """
     plan = reader.plan(peer)
     assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
@@ -208,12 +218,12 @@ def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) 
     assert reader.executor.poll(transfer) is Status.RUNNING
     reader.executor.close()
     assert transfer.status is Status.CANCELLED
-    peer.go_on()
+    peer.resume()
     assert reader.is_left_alone()
 
 
 def test_a_peer_that_has_closed(reader: Reader, peer: PeerProcess) -> None:
-    """A peer that has deregistered its memory and ended its agent fails a transfer."""
+    """A transfer with a peer that has deregistered its memory and closed its agent fails."""
     plan = reader.plan(peer)
     assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
     peer.ask("close")
@@ -225,14 +235,14 @@ def test_a_peer_that_has_closed(reader: Reader, peer: PeerProcess) -> None:
 
 @pytest.mark.parametrize("what", ["deregister", "close"])
 def test_memory_deregistered_under_a_transfer(reader: Reader, peer: PeerProcess, what: str) -> None:
-    """A transfer whose peer takes its memory back meanwhile settles: its bytes are right, or its error says why not."""
+    """A transfer whose peer deregisters its memory meanwhile settles: with right bytes, or with an error."""
     plan = reader.plan(peer)
     assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
     peer.stop()
     transfer = reader.start(plan)
     assert reader.executor.poll(transfer) is Status.RUNNING
     peer.channel.send((what,))
-    peer.go_on()
+    peer.resume()
     assert settle(reader.executor, [transfer], TIMEOUT_S)
     if transfer.status is Status.DONE:
         assert reader.right(BLOCKS)
@@ -244,7 +254,7 @@ def test_memory_deregistered_under_a_transfer(reader: Reader, peer: PeerProcess,
 
 @pytest.mark.parametrize("backend", ["CARRIER_PIGEON", "GDS"])
 def test_a_backend_that_is_not_there(backend: str) -> None:
-    """A backend that NIXL does not have, or that does not work here, is refused by name."""
+    """A backend that NIXL lacks, or that does not work on this machine, is refused by name."""
     there, _ = placed(worker("decode"))
     with pytest.raises(KVPlanError, match="BACKEND: cannot make a NIXL agent") as caught:
         NixlExecutor(there, {backend: {}})
@@ -252,7 +262,7 @@ def test_a_backend_that_is_not_there(backend: str) -> None:
 
 
 def test_memory_that_no_backend_takes() -> None:
-    """A file is refused where only UCX is there to register it."""
+    """A file is refused where UCX is the only backend."""
     there = Worker("offload", 0, (Region("kv", 0, 4096, "FILE", 0),), (), ())
     with pytest.raises(KVPlanError, match="BACKEND: cannot register FILE memory"):
         NixlExecutor(there)

@@ -1,4 +1,4 @@
-"""Thousands of requests leave no handle and no memory behind; KVPLAN_REQUESTS says how many."""
+"""Thousands of requests leave no handle and no memory behind. KVPLAN_REQUESTS sets how many."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, TransferPlan, plan_reads
-from kvplan.executor import Status
-from tests.nixl.worlds import NixlWorld
+from benchmarks.real_memory import NixlCluster
+from kvplan import Blocks, Status, TransferPlan, plan_reads
 from tests.small import engine
 
 REQUESTS, WARM_UP = int(os.environ.get("KVPLAN_REQUESTS", "2000")), 500
 TIMEOUT_S = 30.0
 SLACK_BYTES = 1 << 20
-"""How much a process may have grown that leaks nothing: its allocators round up."""
+"""How much a process that leaks nothing may grow, because its allocators round up."""
 
 
 @attrs.frozen
 class Held:
-    """What this process holds."""
+    """What this process holds now."""
 
     resident_bytes: int
     nixl_handles: int
@@ -47,16 +46,16 @@ class Held:
 
 
 @pytest.fixture
-def world() -> Iterator[NixlWorld]:
+def cluster() -> Iterator[NixlCluster]:
     """Two workers of 64 blocks each."""
     (source,), (local,) = engine("prefill", blocks=64), engine("decode", tokens=6, blocks=64)
-    with NixlWorld([source, local]) as opened:
+    with NixlCluster([source, local]) as opened:
         yield opened
 
 
-def request(world: NixlWorld, plan: TransferPlan, number: int, rng: np.random.Generator) -> int:
-    """One request from its block tables to its release, every tenth cancelled; how many notices came meanwhile."""
-    ours, theirs, told = world.nixl["decode", 0], world.nixl["prefill", 0], 0
+def request(cluster: NixlCluster, plan: TransferPlan, number: int, rng: np.random.Generator) -> int:
+    """Run one request, every tenth of them cancelled. Return how many notices arrived meanwhile."""
+    ours, theirs, count = cluster.nixl["decode", 0], cluster.nixl["prefill", 0], 0
     near, far = (Blocks(rng.permutation(64)[:32]) for _ in range(2))
     (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(1, 101))
     transfer = ours.start(spec, f"request {number}")
@@ -65,35 +64,35 @@ def request(world: NixlWorld, plan: TransferPlan, number: int, rng: np.random.Ge
     deadline = time.monotonic() + TIMEOUT_S
     while not ours.poll(transfer).is_settled:
         assert time.monotonic() < deadline
-        told += len(theirs.notices())
+        count += len(theirs.notices())
     assert transfer.status is not Status.FAILED
     ours.release(transfer)
-    return told
+    return count
 
 
-def test_requests_leave_nothing_behind(world: NixlWorld) -> None:
-    """Memory and handles stay where they are after the first requests, cancelled ones included."""
-    source, local = world.workers
+def test_requests_leave_nothing_behind(cluster: NixlCluster) -> None:
+    """After the first requests memory and handles stay the same, also for cancelled ones."""
+    source, local = cluster.workers
     plan = plan_reads(local, [source])
-    world.nixl["decode", 0].prepare(plan)
+    cluster.nixl["decode", 0].prepare(plan)
     rng = np.random.default_rng(1)
-    told = sum(request(world, plan, i, rng) for i in range(WARM_UP))
+    count = sum(request(cluster, plan, i, rng) for i in range(WARM_UP))
     before = Held.now()
-    told += sum(request(world, plan, i, rng) for i in range(WARM_UP, REQUESTS))
+    count += sum(request(cluster, plan, i, rng) for i in range(WARM_UP, REQUESTS))
     after = Held.now()
     print(f"after {WARM_UP} requests: {before}, after {REQUESTS}: {after}")
     deadline = time.monotonic() + TIMEOUT_S
-    while told < REQUESTS and time.monotonic() < deadline:
-        told += len(world.nixl["prefill", 0].notices())
-    assert told == REQUESTS
+    while count < REQUESTS and time.monotonic() < deadline:
+        count += len(cluster.nixl["prefill", 0].notices())
+    assert count == REQUESTS
     assert attrs.evolve(after, resident_bytes=0) == attrs.evolve(before, resident_bytes=0)
     assert after.resident_bytes - before.resident_bytes < SLACK_BYTES
 
 
-def test_plans_leave_nothing_behind(world: NixlWorld) -> None:
-    """A plan's rows are given back with the plan, and equal local rows are prepared once."""
-    source, local = world.workers
-    ours = world.nixl["decode", 0]
+def test_plans_leave_nothing_behind(cluster: NixlCluster) -> None:
+    """A plan's rows are freed with the plan, and equal local rows are prepared once."""
+    source, local = cluster.workers
+    ours = cluster.nixl["decode", 0]
     before = Held.now().nixl_handles
     for _ in range(50):
         ours.prepare(plan_reads(local, [source]))
@@ -105,14 +104,14 @@ def test_plans_leave_nothing_behind(world: NixlWorld) -> None:
     assert Held.now().nixl_handles == before + 1 + len(kept)
 
 
-def test_worlds_leave_nothing_behind() -> None:
-    """Executors that are closed give back their threads and files."""
+def test_clusters_leave_nothing_behind() -> None:
+    """Closed executors leave no threads and no files."""
     workers = [*engine("prefill"), *engine("decode")]
-    with NixlWorld(workers):
+    with NixlCluster(workers):
         pass
     before = Held.now()
     for _ in range(10):
-        with NixlWorld(workers):
+        with NixlCluster(workers):
             pass
     after = Held.now()
     assert (after.files, after.threads) == (before.files, before.threads)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.real_memory import Memory, placed, synchronized
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
 from kvplan_nixl.calibrate import copied
 from kvplan_nixl.rearrange import TorchCopier, is_even, paired, strips, tables
-from tests.nixl.worlds import Memory, placed, synchronized
 from tests.small import engine
 from tests.staged import NAME, OPERATIONS, Request, plans_of, request_of, run, with_staging
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.real_memory import NixlCluster, PeerProcess, digests, pattern, placed, synchronized
 from kvplan import Blocks, Model, Region, Worker
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan.plan import completions
 from kvplan.staging import Pipeline, StagedTransfer, stage, stage_writes
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
-from tests.nixl.peers import PeerProcess, digests, pattern
-from tests.nixl.worlds import NixlWorld, placed, synchronized
 from tests.small import engine
 from tests.staged import NAME, OPERATIONS, plans_of, request_of, with_staging
 
@@ -74,7 +73,7 @@ def tables(pool: int, seed: int) -> list[Blocks]:
 
 
 def until_settled(
-    world: NixlWorld, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
+    world: NixlCluster, pipelines: Sequence[Pipeline], submitted: Sequence[StagedTransfer], notices: int
 ) -> dict[Any, list[Notice]]:
     """Poll all executors of a world until requests are settled; return all notices, of which there are so many."""
     found: dict[Any, list[Notice]] = {key: [] for key in world.executors}
@@ -92,14 +91,14 @@ def until_settled(
     return found
 
 
-def taken(world: NixlWorld, workers: Sequence[Worker]) -> dict[Any, Any]:
+def taken(world: NixlCluster, workers: Sequence[Worker]) -> dict[Any, Any]:
     """Take the bytes of workers' regions, without staging regions, and leave zeros."""
     found = {}
     for worker in workers:
         for region in worker.regions:
             if region.name != NAME:
-                found[worker.key, region.name] = world.read(worker, region.name)
-                world.write(worker, region.name, np.zeros(region.size_bytes, np.uint8))
+                found[worker.key, region.name] = world.read(worker, region)
+                world.write(worker, region, np.zeros(region.size_bytes, np.uint8))
     return found
 
 
@@ -109,11 +108,11 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
     """Of several requests at once, of several chunks each, all bytes are right; each peer is notified of each once."""
     sources, destinations = pair()
     number = len(sources)
-    with NixlWorld([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
+    with NixlCluster([with_staging(worker, SIZES[way]) for worker in (*sources, *destinations)], device) as world:
         sources, destinations = world.workers[:number], world.workers[number:]
         for worker in sources:
             for region in worker.regions:
-                world.write(worker, region.name, pattern(worker, region.name))
+                world.write(worker, region, pattern(worker, region.name))
         options: dict[str, Any] = {"whole": True} if way == "whole" else {}
         operation = "WRITE" if way == "write" else "READ"
         near, far = (sources, destinations) if way == "write" else (destinations, sources)
@@ -299,7 +298,7 @@ def test_a_request_that_is_cancelled_while_its_peer_hangs(mover: Mover) -> None:
     for _ in range(100):
         mover.pipelines[0].poll()
     assert transfer.status is Status.RUNNING
-    mover.peers[0].go_on()
+    mover.peers[0].resume()
     mover.polled_until(transfer)
     assert (transfer.status, transfer.error) == (Status.CANCELLED, None)
     mover.memory[f"{NAME}.0"].zero_()

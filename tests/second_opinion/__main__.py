@@ -1,6 +1,6 @@
-"""`python -m tests.second_opinion`: compares kvplan with the peers, or says how to make the environment that it needs.
+"""`python -m tests.second_opinion`: compares kvplan with its peers and writes the page, in the peers' environment.
 
-With `--every N`, one pair in N, and no page. Exit status 1: a difference that is not explained, or that is ours.
+`--every N` takes one pair in N and writes no page. Exit status 1: a difference is not explained, or is kvplan's fault.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import argparse
 import subprocess
 import sys
 
-from tests.second_opinion import environment
+from benchmarks.peers import environment
 
 
 def main() -> int:
-    """Run in the environment, or pass the call on to its interpreter."""
+    """Run here, or with the interpreter of the environment."""
     parser = argparse.ArgumentParser(prog="python -m tests.second_opinion", description="kvplan and outside planners")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take one pair in N, and write no page")
     every = parser.parse_args().every
     if not environment.is_there():
-        print("no second opinion here: `python -m tests.second_opinion.environment` makes its environment")
+        print("no second opinion here: `python -m benchmarks.peers.environment` makes its environment")
         return 0
     if not environment.PYTHON.parent.parent.samefile(sys.prefix):
         command = [str(environment.PYTHON), "-m", "tests.second_opinion", *sys.argv[1:]]
@@ -27,7 +27,8 @@ def main() -> int:
 
 
 def _run(every: int) -> int:
-    from tests.second_opinion import driver, loading, page, sglang_send, vllm_nixl, vllm_offloading
+    from benchmarks.peers import loading
+    from tests.second_opinion import driver, page, sglang_send, vllm_nixl, vllm_offloading
 
     loading.load()
     peers = (vllm_offloading.PEER, vllm_nixl.PEER, sglang_send.MOONCAKE, sglang_send.NIXL)

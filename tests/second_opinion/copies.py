@@ -1,19 +1,22 @@
-"""Copies: what a plan moves, byte by byte, and how two plans of one request compare."""
+"""What a planner copies, byte by byte: whether it is right, and whether two planners copy the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-from tests.second_opinion.engines import Engine, Ints, Meanings
+from benchmarks.peers.engines import Engine, Ints
+from kvplan import Report, Worker, plan_mesh, verify
+from property_tests.oracle import Meaning, Place, contents
 
 
 @attrs.frozen(eq=False)
 class Copies:
-    """What a plan moves: addresses that are read and written, and lengths in bytes; ``posted`` descriptors say so."""
+    """What a planner copies: addresses read and written, and lengths in bytes, in ``posted`` descriptors."""
 
     reads: Ints
     writes: Ints
@@ -22,11 +25,12 @@ class Copies:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Any, Any, Any]], posted: int | None = None) -> Copies:
-        """Reads, writes and lengths, put together; as many descriptors as there are of them, where not said."""
+        """Join parts of reads, writes and lengths. ``posted`` is by default the number of copies."""
         empty = np.zeros(0, np.int64)
         columns = zip(*[(empty, empty, empty), *parts], strict=True)
-        joined = [np.concatenate([np.asarray(part).astype(np.int64) for part in column]) for column in columns]
-        reads, writes, lengths = joined
+        reads, writes, lengths = (
+            np.concatenate([np.asarray(part).astype(np.int64) for part in column]) for column in columns
+        )
         return cls(reads, writes, lengths, len(reads) if posted is None else posted)
 
     @classmethod
@@ -37,7 +41,8 @@ class Copies:
 
     @property
     def by_byte(self) -> tuple[Ints, Ints]:
-        """For each byte that is copied its addresses, written and read, in their order."""
+        """The addresses written and read of each byte, in order."""
+        # each copy repeated for its bytes; within: which byte of its copy each one is
         within = np.arange(self.lengths.sum()) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         writes, reads = (np.repeat(side, self.lengths) + within for side in (self.writes, self.reads))
         order = np.lexsort((reads, writes))
@@ -46,7 +51,7 @@ class Copies:
 
 @attrs.frozen
 class Finding:
-    """What is right or wrong with a plan: numbers of bytes, each kind of its own."""
+    """The numbers of bytes that a planner copies wrongly, of each kind."""
 
     wrong: int
     missing: int
@@ -55,7 +60,7 @@ class Finding:
 
     @property
     def is_right(self) -> bool:
-        """Whether every byte is."""
+        """Whether every byte is right."""
         return not (self.wrong or self.missing or self.foreign or self.repeated)
 
     def __str__(self) -> str:
@@ -68,21 +73,63 @@ class Finding:
         return ", ".join(f"{count} bytes {kind}" for kind, count in kinds.items() if count) or "every byte right"
 
 
-def judge(copies: Copies, source: Engine, destination: Engine) -> Finding:
-    """Each written byte must mean what its source means, and each byte of the request be written once."""
-    writes, reads = copies.by_byte
-    at_source, at_destination = Meanings(source), Meanings(destination)
-    needed = at_destination.needed()
-    expected = at_destination.of(writes)
-    inside = np.isin(writes, needed)
+def judge(copies: Copies, source: Engine, destination: Engine, span: tuple[int, int]) -> Finding:
+    """Compare copies with the meaning of each byte: each byte of the request must be written once, with its meaning."""
+    held, needed = (_meanings(engine, span) for engine in (source, destination))
+    writes, reads = (side.tolist() for side in copies.by_byte)
+    written = set(writes)
     return Finding(
-        wrong=int((inside & (at_source.of(reads) != expected)).sum()),
-        missing=int((~np.isin(needed, writes)).sum()),
-        foreign=int((~inside).sum()),
-        repeated=len(writes) - len(np.unique(writes)),
+        wrong=sum(
+            held.get((0, read)) != needed[0, write]
+            for write, read in zip(writes, reads, strict=True)
+            if (0, write) in needed
+        ),
+        missing=sum(address not in written for _, address in needed),
+        foreign=sum((0, write) not in needed for write in writes),
+        repeated=len(writes) - len(written),
     )
 
 
+def _meanings(engine: Engine, span: tuple[int, int]) -> dict[Place, Meaning]:
+    """What each byte of the request means, in all workers of an engine: they are arrays of one process."""
+    found: dict[Place, Meaning] = {}
+    for rank in engine.ranks:
+        found |= contents(rank.worker, {"attn": engine.table}, dict.fromkeys(rank.worker.tensors, span))
+    return found
+
+
 def same(one: Copies, other: Copies) -> bool:
-    """Whether two plans read the same addresses for the same addresses that they write, each as often."""
+    """Whether two planners copy from the same addresses to the same addresses, each equally often."""
     return all(np.array_equal(*pair) for pair in zip(one.by_byte, other.by_byte, strict=True))
+
+
+def verified(copies: Copies, source: Engine, destination: Engine, span: tuple[int, int]) -> Report:
+    """What ``kvplan.verify`` reports of the copies."""
+    destinations, sources = ([rank.worker for rank in engine.ranks] for engine in (destination, source))
+    owners = zip(_owners(destinations, copies.writes), _owners(sources, copies.reads), strict=True)
+    found: dict[Any, tuple[list[Any], list[Any]]] = {}
+    columns = (copies.writes.tolist(), copies.reads.tolist(), copies.lengths.tolist())
+    for pair, write, read, length in zip(owners, *columns, strict=True):
+        ours, theirs = found.setdefault(pair, ([], []))
+        ours.append((write, length, 0))
+        theirs.append((read, length, 0))
+    return verify(
+        plan_mesh(destinations, sources),
+        local={"attn": destination.table},
+        remote={"attn": source.table},
+        tokens=span,
+        copies=found,
+    )
+
+
+def first_failure(report: Report) -> str:
+    """The first failure of a report, without the addresses, which differ in every process."""
+    code, text = report.failures[0]
+    return re.sub(r"(, address| at) 0x\w+", "", f"{code}: {text}")
+
+
+def _owners(workers: Sequence[Worker], addresses: Ints) -> list[tuple[str, int]]:
+    """The worker of each address: that of the last region which starts at or before it."""
+    regions = sorted((region.address, worker.key) for worker in workers for region in worker.regions)
+    at = np.searchsorted([address for address, _ in regions], addresses, side="right") - 1
+    return [regions[max(i, 0)][1] for i in at.tolist()]

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 import attrs
 
+from benchmarks.peers.loading import RefusedError
 from kvplan import KVPlanError
-from tests.second_opinion.coordinates import check, first_failure
-from tests.second_opinion.copies import judge, same
+from tests.second_opinion.copies import first_failure, judge, same, verified
 from tests.second_opinion.explanations import Explanation, explain
-from tests.second_opinion.peers import Pair, Peer, RefusedError, ours
+from tests.second_opinion.peers import Pair, Peer, ours
 
 
 @attrs.define
 class Row:
-    """How many times something came out, and the first pair of which it did; if bytes are not right, the first one."""
+    """How many pairs have one result, the first of them, and the first wrong byte there."""
 
     count: int = 0
     example: str = ""
@@ -47,18 +47,19 @@ class Tally:
 
     @property
     def num_different(self) -> int:
-        """Pairs of which their copies are not right, or not the fewest."""
+        """The number of pairs whose copies are wrong, or more than needed."""
         return sum(row.count for row in self.differ.values())
 
     @property
     def is_settled(self) -> bool:
-        """Whether every difference is explained, and none of them is ours."""
+        """Whether every difference is explained, and none is kvplan's fault."""
         return None not in self.differ and not self.we_are_wrong and not self.refused_by_us
 
     def take(self, pair: Pair) -> None:
-        """Plan one pair twice, and compare."""
+        """Plan one pair with the peer and with kvplan, and compare."""
         self.pairs += 1
         source, destination = pair.engines()
+        span = (pair.start, pair.stop)
         try:
             theirs = self.peer.plan(pair, source, destination)
         except RefusedError as error:
@@ -69,16 +70,16 @@ class Tally:
         except KVPlanError as error:
             self.refused_by_us.setdefault(error.code, Row()).add(f"{pair}: {error}")
             return
-        if not judge(here, source, destination).is_right:
+        if not judge(here, source, destination, span).is_right:
             self.we_are_wrong += 1
         if theirs is None:
             return
         self.compared += 1
-        finding = judge(theirs, source, destination)
+        finding = judge(theirs, source, destination, span)
         if not finding.is_right:
             row = self.differ.setdefault(explain(self.peer.name, pair, finding), Row())
             row.add(f"{pair}: {finding}")
-            row.first = row.first or first_failure(check(pair, theirs, source, destination))
+            row.first = row.first or first_failure(verified(theirs, source, destination, span))
             return
         self.posted = (self.posted[0] + theirs.posted, self.posted[1] + here.posted)
         if same(here, theirs):
@@ -93,7 +94,7 @@ def _kind(error: RefusedError) -> str:
 
 
 def compare(peers: Iterable[Peer], every: int = 1) -> list[Tally]:
-    """Every pair of every peer, or one of ``every`` so many; progress goes to stderr."""
+    """Compare all pairs of all peers, or one in ``every``. Progress goes to stderr."""
     tallies = []
     for peer in peers:
         tallies.append(Tally(peer))

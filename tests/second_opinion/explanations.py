@@ -1,4 +1,4 @@
-"""Why plans differ, row by row: each explanation holds for the differences that its rule names, and for no others."""
+"""Why plans differ. Each explanation holds for the differences of its rule alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.second_opinion.peers import Pair
 
 @attrs.frozen
 class Explanation:
-    """What is behind differences of some peers: whose they are, and why. ``holds`` says of which pairs it is true."""
+    """The cause of differences with some peers, and whose fault they are. ``holds`` is its rule."""
 
     peers: tuple[str, ...]
     whose: str
@@ -45,24 +45,23 @@ EXPLANATIONS: Final = (
     Explanation(
         SGLANG,
         "theirs, right bytes more often than needed",
-        "The source has more ranks than heads. Each rank that holds a copy of a head sends it, so the same bytes are "
-        "written once for every copy; kvplan reads one of them.",
+        "The source has more ranks than heads. Every rank with a copy of a head sends it, so the same bytes are "
+        "written once for each copy. kvplan reads one copy.",
         _replicas_send,
     ),
     Explanation(
         SGLANG,
         "theirs, wrong bytes",
-        "Neither size of TP is a multiple of the other. `_resolve_rank_mapping` divides them and drops the remainder, "
-        "and `compute_head_slice_params` takes heads modulo those of a rank: slices go to ranks and slots that are "
-        "not theirs.",
+        "Neither TP size is a multiple of the other. `_resolve_rank_mapping` divides them and drops the remainder, and "
+        "`compute_head_slice_params` takes heads modulo those of a rank, so slices go to wrong ranks and slots.",
         _no_multiple,
     ),
     Explanation(
         ("vLLM NIXL (pull)",),
         "theirs, wrong bytes",
-        "Latents spread over ranks (DCP) on one side or both, and blocks differ in size. `_apply_dcp_prefix_caching` "
-        "pairs blocks by ordinal before `_map_block_ids_for_block_size_ratio` sees that theirs hold different numbers "
-        "of positions. No check that runs here refuses it.",
+        "Ranks share the positions of latents (DCP) on one side or both, and blocks differ in size. "
+        "`_apply_dcp_prefix_caching` pairs blocks by ordinal before `_map_block_ids_for_block_size_ratio` accounts for "
+        "their different numbers of positions. No check that runs here refuses these pairs.",
         _blocks_and_contexts,
     ),
 )

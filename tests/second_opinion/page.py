@@ -8,8 +8,8 @@ import platform
 from collections.abc import Iterable
 from typing import Final
 
+from benchmarks.peers.environment import PEERS, ROOT
 from tests.second_opinion.driver import Row, Tally
-from tests.second_opinion.environment import PEERS, ROOT
 
 PAGE: Final = ROOT / "docs" / "second-opinion.md"
 
@@ -22,7 +22,7 @@ judge that knows only the meaning of each byte decides which one is right.
 
 {versions}
 
-    python -m tests.second_opinion.environment     # once: makes a separate environment in .second_opinion
+    python -m benchmarks.peers.environment         # once: makes a separate environment in .second_opinion
     python -m tests.second_opinion                 # writes this page; --every 20 for a quick look
 
 The default test run does not include this, and the repository contains no code of the peers.

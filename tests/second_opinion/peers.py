@@ -1,37 +1,19 @@
-"""What every peer is to the driver: pairs of engines, and what the peer copies for each."""
+"""A peer as the driver sees it: pairs of engines, and what the peer copies for each."""
 
 from __future__ import annotations
 
-import importlib
-import re
-import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
 
+from benchmarks.peers.engines import Engine, Side, make
 from kvplan import Blocks, plan_reads
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.engines import Engine, Side, make
 
 BLOCKS: Final = {"source": 27, "destination": 32}
 """Blocks of the pools of each side."""
-
-
-class RefusedError(Exception):
-    """The peer does not plan this pair: the first line of why, or the function of a check that does not say."""
-
-    def __init__(self, reason: object) -> None:
-        text = str(reason).strip().splitlines()
-        if not text and isinstance(reason, Exception):
-            text = [f"a check of {traceback.extract_tb(reason.__traceback__)[-1].name}"]
-        super().__init__(re.sub(r"\s+", " ", text[0]))
-
-
-def module(name: str) -> Any:
-    """A peer's module."""
-    return importlib.import_module(name)
 
 
 @attrs.frozen
@@ -47,7 +29,7 @@ class Pair:
         return f"{self.source} -> {self.destination}, positions [{self.start}, {self.stop})"
 
     def engines(self) -> tuple[Engine, Engine]:
-        """The two engines, with the request in blocks of no order."""
+        """The two engines, with the request in scattered blocks."""
         source = _engine("source", self.source, 0, self.stop)
         return source, _engine("destination", self.destination, self.start, self.stop)
 
@@ -57,12 +39,12 @@ def _engine(name: str, side: Side, start: int, stop: int) -> Engine:
     first, last = start // span, -(-stop // span)
     assert last <= BLOCKS[name], f"{last} blocks of a pool of {BLOCKS[name]}"
     ids = np.random.default_rng([len(name), stop]).permutation(BLOCKS[name])[: last - first]
-    return make(name, side, ids, BLOCKS[name], (start, stop), first)
+    return make(name, side, Blocks(ids, first), BLOCKS[name])
 
 
 @attrs.frozen
 class Peer:
-    """An outside planner: its name, its pairs, and how it copies one. ``plan`` raises :class:`RefusedError`."""
+    """An outside planner: its name, its pairs, and how it copies one. ``plan`` raises ``RefusedError``."""
 
     name: str
     function: str
@@ -71,9 +53,9 @@ class Peer:
 
 
 def ours(pair: Pair, source: Engine, destination: Engine) -> Copies:
-    """What kvplan copies: each destination worker reads, from all source workers."""
+    """What kvplan copies: each destination worker reads from all source workers."""
     parts = []
-    local, remote = {"attn": Blocks(destination.ids, first=destination.first)}, {"attn": Blocks(source.ids)}
+    local, remote = {"attn": destination.table}, {"attn": source.table}
     for rank in destination.ranks:
         plan = plan_reads(rank.worker, [other.worker for other in source.ranks])
         for spec in plan.bind(local=local, remote=remote, tokens=(pair.start, pair.stop)):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import numpy as np
 import pytest
 
-from tests.second_opinion.coordinates import check, first_failure
-from tests.second_opinion.copies import Copies, judge, same
-from tests.second_opinion.engines import Side
+from benchmarks.peers.engines import Side
+from tests.second_opinion.copies import Copies, first_failure, judge, same, verified
 from tests.second_opinion.peers import Pair, ours
 
 PAIR = Pair(Side("LBNHKD", heads=4, tp=4, tokens=2), Side("BLHNKD", heads=4, tp=2, tokens=4), stop=8)
+SPAN = (0, 8)
 
 
 def test_a_right_plan_is_right() -> None:
     """kvplan's copies leave no byte of a request wrong, missing, repeated or foreign."""
-    source, destination = PAIR.engines()
-    right = ours(PAIR, source, destination)
-    assert judge(right, source, destination).is_right
-    assert check(PAIR, right, source, destination).ok
+    engines = PAIR.engines()
+    right = ours(PAIR, *engines)
+    assert judge(right, *engines, SPAN).is_right
+    assert verified(right, *engines, SPAN).ok
 
 
 @pytest.mark.parametrize(
@@ -32,21 +34,20 @@ def test_a_right_plan_is_right() -> None:
     ],
     ids=["wrong", "missing", "foreign", "repeated"],
 )
-def test_a_faulty_plan_is_found_out(edit: object, text: str, code: str) -> None:
-    """Each kind of fault is counted as what it is, and kvplan's own check finds it; no faulty plan is the same."""
-    source, destination = PAIR.engines()
-    right = ours(PAIR, source, destination)
-    faulty = edit(right)  # type: ignore[operator]
-    assert text in str(judge(faulty, source, destination))
-    report = check(PAIR, faulty, source, destination)
+def test_a_faulty_plan_is_found(edit: Callable[[Copies], Copies], text: str, code: str) -> None:
+    """The judge counts each kind of fault as what it is, kvplan.verify finds it, and no faulty plan is the same."""
+    engines = PAIR.engines()
+    right = ours(PAIR, *engines)
+    faulty = edit(right)
+    assert text in str(judge(faulty, *engines, SPAN))
+    report = verified(faulty, *engines, SPAN)
     assert not report.promises[code]
     assert "0x" not in first_failure(report)
     assert not same(right, faulty)
 
 
 def test_the_same_copies_in_other_descriptors_are_the_same() -> None:
-    """How copies are cut into descriptors, and their order, does not matter."""
-    source, destination = PAIR.engines()
-    right = ours(PAIR, source, destination)
+    """The cuts between descriptors and their order do not matter."""
+    right = ours(PAIR, *PAIR.engines())
     writes, reads = right.by_byte
     assert same(right, Copies.of([(reads[::-1], writes[::-1], np.ones(len(reads), np.int64))]))

@@ -1,7 +1,7 @@
 """vLLM's offloading connector: `derive_canonical_mappings`, by which any ranks share one page in CPU memory.
 
-Two engines whose pages mean the same meet in such a page: what the first stores and the second loads from it, taken
-together, is what kvplan plans from one to the other.
+What one engine stores in such a page and another engine loads from it, taken together, is what kvplan plans from the
+first to the second.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.peers.engines import DIM, Engine, Ints, Side, make, sides
+from benchmarks.peers.loading import RefusedError, module
+from kvplan import Blocks
 from tests.second_opinion.copies import Copies
-from tests.second_opinion.engines import DIM, Engine, Ints, Side, make, sides
-from tests.second_opinion.peers import Pair, Peer, RefusedError, module
+from tests.second_opinion.peers import Pair, Peer
 
 MODULE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping"
 ORDERS: Final = ("LBHNKD", "LBNHKD", "LBKHND", "LBKNHD", "LBND")
@@ -49,7 +51,9 @@ def plan(pair: Pair, source: Engine, destination: Engine) -> Copies:
     if stored[0][0].canonical_page_size_bytes != loaded[0][0].canonical_page_size_bytes:
         raise RefusedError("canonical pages differ in size")
     parts, posted = [], 0
-    for block, (source_id, destination_id) in enumerate(zip(source.ids, destination.ids, strict=True)):
+    for block, (source_id, destination_id) in enumerate(
+        zip(source.table.ids.tolist(), destination.table.ids.tolist(), strict=True)
+    ):
         for layer in range(2):
             size = stored[0][layer].canonical_page_size_bytes
             origin = np.zeros(size, np.int64)
@@ -91,7 +95,7 @@ def _mappings(side: Side) -> list[list[Any]]:
     """The mapping of each rank and layer. Refused where the peer falls back to a page that it does not understand."""
     mapping = module(MODULE)
     torch = module("torch")
-    engine = make("offloaded", side, np.zeros(0, np.int64), 2, (0, 0))
+    engine = make("offloaded", side, Blocks([]), 2)
     found = []
     for number, rank in enumerate(engine.ranks):
         caches = {f"layers.{layer}": _tensor(torch, cache) for layer, cache in enumerate(rank.caches)}

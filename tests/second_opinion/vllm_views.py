@@ -1,7 +1,7 @@
-"""`python -m tests.second_opinion.vllm_views`: `from_vllm`, on caches that vLLM's `create_kv_cache_views` has made.
+"""`python -m tests.second_opinion.vllm_views`: `from_vllm` on caches that vLLM's `create_kv_cache_views` makes.
 
-In each of its layouts: heads on one rank and on two, kernel blocks, latents, sliding layers, and states over attention.
-A request's values are written as vLLM indexes its views, moved, and looked up. Exit status 1 where one is wrong.
+In each of vLLM's layouts: heads on one rank and on two, kernel blocks, latents, sliding layers, and states in the pages
+of attention. Values of a request are written by vLLM's indices, moved, and compared. Exit status 1: one is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
+from benchmarks.peers import environment
+from benchmarks.peers.loading import RefusedError
 from kvplan import KVPlanError
 from kvplan.bridges import RankInfo, from_vllm
 from tests.engine_memory import (
@@ -32,8 +34,6 @@ from tests.engine_memory import (
     slots,
     states_of,
 )
-from tests.second_opinion import environment
-from tests.second_opinion.peers import RefusedError
 
 NUM_BLOCKS: Final = 8
 TOKENS: Final = 8
@@ -41,14 +41,14 @@ ALL: Final = range(HEADS)
 
 
 def main() -> int:
-    """Run in the environment, or pass the call on to its interpreter."""
+    """Run here, or with the interpreter of the environment."""
     if not environment.is_there():
-        print("no vLLM here: `python -m tests.second_opinion.environment` makes the environment that it needs")
+        print("no vLLM here: `python -m benchmarks.peers.environment` makes the environment that it needs")
         return 0
     if not environment.PYTHON.parent.parent.samefile(sys.prefix):
         command = [str(environment.PYTHON), "-m", "tests.second_opinion.vllm_views"]
         return subprocess.run(command, cwd=environment.ROOT).returncode
-    from tests.second_opinion import loading
+    from benchmarks.peers import loading
 
     vllm, wrong = Vllm(loading.load()["vllm.v1.kv_cache_interface"]), 0
     for layout in vllm.interface.KVCacheLayout:

@@ -250,7 +250,7 @@ def test_completions_of_the_direct_plan_hold(rig: Rig) -> None:
         assert expected[peer.key].awaits == (local,)
         assert sorted(notice.request for notice in notices) == [one.request for one in requests]
         assert {(notice.engine_id, notice.rank) for notice in notices} == {local}
-    kinds = {(bool(transfer.spec.num_bytes), transfer.tells) for transfer in rig.executor.ended}
+    kinds = {(bool(transfer.spec.num_bytes), transfer.notifies) for transfer in rig.executor.ended}
     assert kinds == {(True, False), (False, True)}
 
 

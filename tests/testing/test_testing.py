@@ -34,7 +34,7 @@ OTHER = (("decode", 0), ("prefill", 1))
 
 
 def copies_of(request: dict[str, Any] = REQUEST) -> dict[Any, Any]:
-    """What kvplan copies, by pair, as lists of rows that may be changed."""
+    """kvplan's copies by pair, as lists of rows for edits."""
     operation = request.get("operation", "READ")
     mesh = plan_mesh(DECODE, PREFILL, operation)
     bound = {key: value for key, value in request.items() if key != "operation"}
@@ -43,7 +43,7 @@ def copies_of(request: dict[str, Any] = REQUEST) -> dict[Any, Any]:
 
 
 def cut(rows: tuple[Any, Any], seed: int) -> tuple[Any, Any]:
-    """The same bytes, each pair of ranges cut at random places, all of it in no order."""
+    """The same bytes, with each pair of ranges cut at random places, in random order."""
     choice, pieces = random.Random(seed), []
     for (here, length, device), (there, _, other) in zip(*rows, strict=True):
         ends = sorted({0, int(length), *(choice.randrange(length) for _ in range(choice.randrange(3)))})
@@ -60,7 +60,7 @@ def refused(copies: Any, **changed: Any) -> KVPlanError:
 
 
 def fails(copies: Any, request: dict[str, Any] = REQUEST) -> str:
-    """The text of the assertion."""
+    """The message of the assertion."""
     with pytest.raises(AssertionError) as caught:
         assert_copies(DECODE, PREFILL, copies, **request)
     return str(caught.value)
@@ -72,7 +72,7 @@ def codes(text: str) -> list[str]:
 
 @pytest.mark.parametrize("request_", [REQUEST, WRITE], ids=["READ", "WRITE"])
 def test_right_copies_pass(request_: dict[str, Any]) -> None:
-    """What kvplan copies passes in both directions, and the report says what was checked: not ids, there are none."""
+    """kvplan's copies pass in both directions, and the report lists what it checked, without ids."""
     report = assert_copies(DECODE, PREFILL, copies_of(request_), **request_)
     assert report.ok
     assert (report.num_bytes, report.num_workers) == (NUM_BYTES, 2)
@@ -81,7 +81,7 @@ def test_right_copies_pass(request_: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_how_copies_are_cut_does_not_matter(seed: int) -> None:
-    """Descriptors cut at random places and shuffled pass as well, and are counted as they come."""
+    """Descriptors cut at random places and shuffled pass as well, and the report counts all of them."""
     pieces = {pair: cut(rows, seed) for pair, rows in copies_of().items()}
     report = assert_copies(DECODE, PREFILL, pieces, **REQUEST)
     assert report.num_descriptors == sum(len(ours) for ours, _ in pieces.values())
@@ -91,7 +91,7 @@ def test_how_copies_are_cut_does_not_matter(seed: int) -> None:
 @fewer(4)
 @given(cases(), st.integers(0, 99), st.sampled_from(["READ", "WRITE"]))
 def test_any_engines_copies_pass_however_they_are_cut(case: Case, seed: int, operation: Any) -> None:
-    """The descriptors of any two engines, by range or by id, cut or not, are right in either direction."""
+    """The descriptors of any two engines pass, by range or by id, cut or not, in both directions."""
     copies: dict[Any, Any] = {}
     plans = map(case.reads, case.destinations) if operation == "READ" else map(case.writes, case.sources)
     for plan in plans:
@@ -103,7 +103,7 @@ def test_any_engines_copies_pass_however_they_are_cut(case: Case, seed: int, ope
 
 
 def test_a_wrong_byte_is_named_on_both_sides() -> None:
-    """A copy from the next head's place: what should be there, what is, where it came from, and how many more."""
+    """A copy from the place of the next position is reported with its count, both meanings, and its origin."""
     copies = copies_of()
     copies[PAIR][1][0][0] += 16
     text = fails(copies)
@@ -116,7 +116,7 @@ def test_a_wrong_byte_is_named_on_both_sides() -> None:
 
 
 def test_a_missing_byte_is_found() -> None:
-    """A byte that no copy writes is named."""
+    """A byte that no copy writes is reported."""
     copies = copies_of()
     for side in copies[PAIR]:
         side[-1][1] -= 1
@@ -126,14 +126,14 @@ def test_a_missing_byte_is_found() -> None:
 
 
 def test_a_pair_that_is_left_out_moves_nothing() -> None:
-    """All that one of the sources should have sent is missing; a destination without any copies is looked at too."""
+    """Without a pair all bytes of its source are missing. A destination without any copies is checked too."""
     copies = copies_of()
     assert f"{NUM_BYTES // 4} bytes missing" in fails({pair: rows for pair, rows in copies.items() if pair != PAIR})
     assert codes(fails({})) == ["COVER", "COVER"]
 
 
 def test_a_byte_written_twice_is_found() -> None:
-    """The same right bytes again, as when two replicas send them."""
+    """Right bytes that two replicas send are reported."""
     copies = copies_of()
     for side in copies[PAIR]:
         side.append(side[0])
@@ -141,7 +141,7 @@ def test_a_byte_written_twice_is_found() -> None:
 
 
 def test_a_byte_outside_the_request_is_found() -> None:
-    """Whole blocks, where the request begins inside one."""
+    """Copies of whole blocks are reported where the request starts inside a block."""
     text = fails(copies_of({**REQUEST, "tokens": (0, 11)}))
     assert codes(text) == ["OWN", "OWN"]
     assert "first: layers.0 dim 0 head 0 kv 0 byte 0 in group attn block 7 slot 0" in text
@@ -150,24 +150,24 @@ def test_a_byte_outside_the_request_is_found() -> None:
 @pytest.mark.parametrize("side", [0, 1], ids=["local", "remote"])
 @pytest.mark.parametrize("what, by", [(0, 1 << 39), (2, 1)], ids=["address", "device"])
 def test_a_range_that_no_region_holds_is_found(side: int, what: int, by: int) -> None:
-    """An address or a device that its worker does not have: BOUNDS, and what its pair should bring is missing."""
+    """An address or a device outside the worker's regions breaks BOUNDS, and the bytes of the copy are missing."""
     copies = copies_of()
     copies[PAIR][side][0][what] += by
     assert codes(fails(copies)) == ["BOUNDS", "COVER"]
 
 
 def test_swapped_ranks_are_found() -> None:
-    """Each rank's heads from the other one: where both have memory at one address, as processes do, bytes are wrong."""
+    """Heads from the other rank are wrong bytes, also where both ranks have memory at one address, as processes do."""
     copies = copies_of()
     copies[PAIR], copies[OTHER] = copies[OTHER], copies[PAIR]
     assert codes(fails(copies)) == ["BOUNDS", "BOUNDS", "COVER"]
-    alike = [attrs.evolve(worker, regions=PREFILL[0].regions) for worker in PREFILL]
-    specs = plan_reads(DECODE[0], alike).bind(**REQUEST)
+    same = [attrs.evolve(worker, regions=PREFILL[0].regions) for worker in PREFILL]
+    specs = plan_reads(DECODE[0], same).bind(**REQUEST)
     copies = {(spec.local, spec.remote): spec.descriptors() for spec in specs}
-    assert assert_copies(DECODE[:1], alike, copies, **REQUEST).ok
+    assert assert_copies(DECODE[:1], same, copies, **REQUEST).ok
     copies[PAIR], copies[OTHER] = copies[OTHER], copies[PAIR]
     with pytest.raises(AssertionError, match=f"VALUE: at decode/0: {NUM_BYTES // 2} bytes wrong"):
-        assert_copies(DECODE[:1], alike, copies, **REQUEST)
+        assert_copies(DECODE[:1], same, copies, **REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_swapped_ranks_are_found() -> None:
     ids=["int64", "uint64", "tuples", "generator", "scalars"],
 )
 def test_descriptors_come_in_any_form(form: Any) -> None:
-    """Arrays, sequences and scalars of any integer type are the same descriptors."""
+    """Arrays, sequences and scalars of any integer type are equal descriptors."""
     copies = {pair: tuple(map(form, rows)) for pair, rows in copies_of().items()}
     assert assert_copies(DECODE, PREFILL, copies, **REQUEST).ok
 
 
 def test_addresses_of_64_bits_stay_exact() -> None:
-    """An address that no float64 holds, among scalars of mixed types, is not rounded."""
+    """An address beyond float64's integers is not rounded, also among scalars of mixed types."""
     high = (1 << 64) - 1
     error = fails({PAIR: ([[np.uint64(high), np.int64(1), 0]], [[high, 1, 0]])})
     assert f"1 bytes at {high:#x} on device 0" in error
@@ -225,22 +225,22 @@ def test_addresses_of_64_bits_stay_exact() -> None:
         ),
     ],
 )
-def test_what_is_no_copy_is_refused(copies: Any, code: str, text: str) -> None:
-    """Copies are read before any byte is compared, and an error says what is wrong with them."""
+def test_malformed_copies_are_refused(copies: Any, code: str, text: str) -> None:
+    """Malformed copies raise a KVPlanError that says what is wrong with them."""
     error = refused(copies)
     assert error.code == code
     assert text in str(error)
 
 
-def test_what_is_no_request_is_refused() -> None:
-    """Engines and requests that plans refuse are refused."""
+def test_malformed_requests_are_refused() -> None:
+    """Requests that plans refuse are refused."""
     assert refused(copies_of(), tokens=(0, 99)).code == "BLOCKS"
     assert refused(copies_of(), operation="PULL").code == "NAME"
     assert refused(copies_of(), not_transferred=[7]).code == "TYPE"
 
 
 def test_tensors_that_are_not_transferred_must_be_left_alone() -> None:
-    """Of a tensor that is excluded no byte is missing, and every byte that is written is one too many."""
+    """No byte of an excluded tensor is missing, and every byte that is written to it breaks OWN."""
     copies = copies_of()
     apart = {**REQUEST, "not_transferred": ["layers.1"]}
     assert codes(fails(copies, apart)) == ["OWN", "OWN"]
@@ -251,7 +251,7 @@ def test_tensors_that_are_not_transferred_must_be_left_alone() -> None:
 
 
 def test_copies_of_a_part_are_verified_with_the_rest() -> None:
-    """One chunk by other code, the next one by a plan: together they are the request, and ids are not checked."""
+    """One chunk by copies and the next one by a plan are verified together, without ids."""
     (mine,), (other,) = engine("d"), engine("p", tokens=8)
     plan = plan_reads(mine, [other])
     tables: dict[str, Any] = {"local": {"attn": Blocks([3, 9])}, "remote": {"attn": Blocks([2])}}
@@ -277,7 +277,7 @@ ENGINES = {
 @fewer(8)
 @given(data=st.data(), operation=st.sampled_from(["READ", "WRITE"]))
 def test_requests_fit_the_engines(name: str, data: st.DataObject, operation: Any) -> None:
-    """Every request is one that plans take, and that is right when carried out; no block is in two groups."""
+    """Plans accept every request, and are right for it. No block is in two groups."""
     destinations, sources = ENGINES[name]
     request = data.draw(requests(destinations, sources, operation, max_tokens=40))
     for tables in (request["local"], request["remote"]):
@@ -292,7 +292,7 @@ def test_requests_fit_the_engines(name: str, data: st.DataObject, operation: Any
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "tiny"])
 def test_requests_are_of_all_kinds(name: str) -> None:
-    """Among requests there are empty ones, scattered ones, some that begin late, and some of all that blocks hold."""
+    """Requests include empty ones, scattered blocks, late starts, and everything in the blocks."""
     kinds = set()
 
     @given(requests(*ENGINES[name]))
@@ -308,14 +308,14 @@ def test_requests_are_of_all_kinds(name: str) -> None:
 
 
 def test_the_assertion_needs_no_hypothesis() -> None:
-    """Without hypothesis the assertion is there."""
+    """The assertion works without hypothesis."""
     code = "import sys; sys.modules['hypothesis'] = None; import kvplan.testing; print(kvplan.testing.__all__)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout == "['assert_copies']\n"
 
 
 def test_strategies_without_hypothesis_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without hypothesis the strategies say in one line what brings it."""
+    """Without hypothesis, importing the strategies names the extra that installs it."""
     monkeypatch.delitem(sys.modules, "kvplan.testing.strategies")
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(ImportError) as refused:

@@ -1,8 +1,9 @@
-"""Code of users that type checkers take as it stands, and the types that they find. It is checked, never run."""
+"""User code that type checkers accept, with the types that they infer. It is checked, but never run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, assert_type
 
 import numpy as np
@@ -15,28 +16,32 @@ from kvplan import (
     Axis,
     Blocks,
     Context,
+    Executor,
     Group,
     KVPlanError,
     MeshPlan,
     Model,
+    Notice,
     ReadSpec,
     Region,
     Report,
+    Status,
+    Transfer,
     TransferPlan,
     View,
     Worker,
     Workspace,
     certify,
 )
-from kvplan.bridges import RankInfo
-from kvplan.executor import Executor, FakeNetwork, Notice, Status, Transfer
-from kvplan.handshake import Comparison, Problem
+from kvplan.bridges import RankInfo, from_sglang, from_tensorrt_llm, from_vllm
+from kvplan.executor import FakeNetwork
+from kvplan.handshake import Comparison, Problem, fingerprint
 from kvplan.plan import Completions, Cost
 from kvplan.show import Picture, show
 from kvplan.staging import Copy, FakeCopier, Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.testing import assert_copies
-from kvplan.testing.requests import Request
-from kvplan.testing.strategies import requests
+from kvplan.testing.executors import Cluster, ExecutorContract
+from kvplan.testing.strategies import Request, requests
 from kvplan.verification import Certificate
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
 
@@ -45,7 +50,7 @@ Rows = npt.NDArray[np.uint64]
 
 
 def described(address: int) -> Worker:
-    """Lists do where values keep tuples, and what may be left out is left out."""
+    """Lists are accepted where values have tuples, and defaults may be omitted."""
     region = Region("kv", address=address, size_bytes=1 << 20)
     axes = [Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)]
     view = View("layers.0.k", "attn", region, "bfloat16", axes, num_blocks=64, block_stride_bytes=4096)
@@ -113,7 +118,7 @@ def shaken_hands(worker: Worker, message: bytes) -> Worker:
     assert_type(kvplan.encode(worker), bytes)
     assert_type(kvplan.problems(message), tuple[Problem, ...])
     assert_type(kvplan.compare(worker, worker), Comparison)
-    assert_type(kvplan.handshake.fingerprint(worker), str)
+    assert_type(fingerprint(worker), str)
     try:
         return kvplan.decode(message)
     except KVPlanError as error:
@@ -128,37 +133,37 @@ def made_of_models(config: dict[str, object], engine_object: object) -> Worker:
     assert_type(model.engine("decode", tp=2, layout="BLHNC", num_blocks=10), tuple[Worker, ...])
     assert_type(model.tokens(0, 100), dict[str, tuple[int, int]])
     info = RankInfo("decode", 0, tp_rank=0, tp=2)
-    assert_type(kvplan.bridges.from_sglang(model, info, engine_object), Worker)
-    assert_type(kvplan.bridges.from_tensorrt_llm(model, info, engine_object, "HND"), Worker)
-    return kvplan.bridges.from_vllm(model, info, engine_object, {"model.layers.0.self_attn.attn": engine_object})
+    assert_type(from_sglang(model, info, engine_object), Worker)
+    assert_type(from_tensorrt_llm(model, info, engine_object, "HND"), Worker)
+    return from_vllm(model, info, engine_object, {"model.layers.0.self_attn.attn": engine_object})
 
 
-def carried_out(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Transfer:
-    """What is written for any executor."""
+def executed(executor: Executor, plan: TransferPlan, spec: ReadSpec) -> Transfer:
+    """Code for any executor."""
     executor.prepare(plan)
     transfer = executor.start(spec, "request 1")
-    assert_type(executor.start(spec, "request 1", tell=False), Transfer)
+    assert_type(executor.start(spec, "request 1", notify=False), Transfer)
     assert_type(executor.poll(transfer), Status)
     assert_type(executor.notices(), tuple[Notice, ...])
     assert_type(transfer.error, KVPlanError | None)
     return transfer
 
 
-def carried_out_by_each(worker: Worker, plan: TransferPlan, spec: ReadSpec) -> None:
-    """Fake memory and NIXL are executors; a listener may return anything."""
+def executed_by_each(worker: Worker, plan: TransferPlan, spec: ReadSpec) -> None:
+    """Fake memory and NIXL are executors, and on_event may return anything."""
 
     def listener(event: TransferEvent) -> int:
         assert_type(event.remote, Key)
         return event.num_bytes
 
-    carried_out(FakeNetwork([worker]).executor(worker), plan, spec)
+    executed(FakeNetwork([worker]).executor(worker), plan, spec)
     with NixlExecutor(worker, {"UCX": {}, "POSIX": {}}, on_event=listener) as executor:
         assert_type(executor.connect(executor.envelope()), Worker)
-        assert_type(settle(executor, [carried_out(executor, plan, spec)], timeout_s=1), bool)
+        assert_type(settle(executor, [executed(executor, plan, spec)], timeout_s=1), bool)
 
 
-def in_two_legs(network: FakeNetwork, local: Worker, source: Worker, blocks: Blocks) -> StagedTransfer:
-    """Requests that are staged; a copier may return any ticket."""
+def in_two_steps(network: FakeNetwork, local: Worker, source: Worker, blocks: Blocks) -> StagedTransfer:
+    """Staged requests. A copier may return any ticket."""
 
     class Tickets:
         def begin(self, copies: Sequence[Copy]) -> list[int]:
@@ -181,14 +186,24 @@ def shown(worker: Worker, plan: MeshPlan) -> Picture:
     return show(plan)
 
 
+class TestMine(ExecutorContract):
+    """A backend's own executor under the contract."""
+
+    def __init__(self, cluster: AbstractContextManager[Cluster]) -> None:
+        self.cluster = cluster
+
+    def open_cluster(self, workers: Sequence[Worker]) -> AbstractContextManager[Cluster]:
+        return self.cluster
+
+
 def tested(decode: list[Worker], prefill: list[Worker], tables: dict[str, Blocks]) -> Report:
-    """A connector's own copies, as arrays or lists."""
+    """A connector's copies as arrays or lists."""
     copies = {(("decode", 0), ("prefill", 0)): ([(4096, 64, 0)], np.zeros((1, 3), np.uint64))}
     return assert_copies(decode, prefill, copies, local=tables, remote=tables, tokens={"attn": (0, 4)})
 
 
 def drawn(decode: list[Worker], prefill: list[Worker]) -> None:
-    """Strategies are Hypothesis's."""
+    """Strategies have Hypothesis's types."""
     strategy = requests(decode, prefill)
     assert_type(strategy, SearchStrategy[Request])
 

@@ -1,19 +1,18 @@
-"""Mistakes that type checkers find: each is ignored in their words, and a mistake that is none is an error itself.
+"""Mistakes that type checkers find. Each is ignored by its error code, and an unused ignore is an error itself.
 
-It is checked, never run.
+It is checked, but never run.
 """
 
 from __future__ import annotations
 
 import kvplan
-from kvplan import Axis, Blocks, MeshPlan, ReadSpec, Region, TransferPlan, View, Worker
-from kvplan.executor import Executor
+from kvplan import Axis, Blocks, Executor, MeshPlan, ReadSpec, Region, TransferPlan, View, Worker
 from kvplan.testing import assert_copies
 from kvplan_nixl import NixlExecutor
 
 
 def described(region: Region, worker: Worker) -> None:
-    """Wrong kinds of values, strides forgotten, values changed."""
+    """Wrong types, a missing stride, a changed value."""
     Axis("token", 0, 16, 16)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Axis("token", "0", 16, 16, 256)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Region("kv", 0, 4096, "DRAM", "cuda:0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -22,7 +21,7 @@ def described(region: Region, worker: Worker) -> None:
 
 
 def planned(decode: Worker, prefill: list[Worker]) -> None:
-    """One worker for several, several for one, and another operation."""
+    """One worker in place of several, several in place of one, and an unknown operation."""
     kvplan.plan_reads(decode, prefill[0])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     kvplan.plan_reads(prefill, prefill)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     kvplan.plan_mesh(prefill, prefill, operation="PUSH")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -30,7 +29,7 @@ def planned(decode: Worker, prefill: list[Worker]) -> None:
 
 
 def bound(plan: TransferPlan, tables: dict[str, Blocks]) -> None:
-    """Ids without Blocks, a length for a range, tables by their place, all specs for one."""
+    """Ids without Blocks, a length in place of a range, positional tables, and several specs in place of one."""
     plan.bind(local={"attn": [5, 9]}, remote=tables)  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
     plan.bind(local=tables, remote=tables, tokens=100)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     plan.bind(tables, tables)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -39,13 +38,13 @@ def bound(plan: TransferPlan, tables: dict[str, Blocks]) -> None:
 
 
 def verified(plan: TransferPlan, worker: Worker, tables: dict[str, Blocks]) -> None:
-    """A request forgotten, and copies without their keys."""
+    """A missing request, and copies without keys."""
     kvplan.verify(plan)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     assert_copies([worker], [worker], [([], [])], local=tables, remote=tables)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def carried_out(executor: Executor, plan: TransferPlan, mesh: MeshPlan, worker: Worker) -> None:
-    """A mesh for a plan, a plan for a spec, an executor that lacks a part, a listener of something else."""
+def executed(executor: Executor, plan: TransferPlan, mesh: MeshPlan, worker: Worker) -> None:
+    """A mesh in place of a plan, a plan in place of a spec, an object that is no executor, and a wrong on_event."""
     executor.prepare(mesh)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     executor.start(plan, "request 1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     unable: Executor = plan  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]

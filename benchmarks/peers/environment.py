@@ -1,7 +1,7 @@
-"""The environment of the second opinion: `python -m tests.second_opinion.environment` makes it, in `.second_opinion`.
+"""The environment of the peers: `python -m benchmarks.peers.environment` makes it, in `.second_opinion`.
 
 It is a virtual environment with a few packages, and beside it the Python sources of the peers, unpacked from their
-wheels without what they depend on. Nothing else installs or imports them.
+wheels without their dependencies. Nothing else installs or imports them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ SOURCES: Final = HOME / "sources"
 PYTHON: Final = HOME / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 PEERS: Final = {"vllm": "0.33.0", "sglang": "0.5.23"}
-"""The packages compared with, at the versions that the explanations of differences are true of."""
+"""The peers' packages, at the versions for which the explanations of differences hold."""
 
 
 def is_there() -> bool:
-    """Whether the environment has been made, with the peers at these versions."""
+    """Whether the environment exists, with the peers at these versions."""
     return PYTHON.exists() and all(
         (SOURCES / f"{name}-{version}.dist-info").exists() for name, version in PEERS.items()
     )
 
 
 def build() -> None:
-    """Make the environment; about 400 MB are downloaded, most of it a wheel of which only the Python files are kept."""
+    """Make the environment. It downloads 400 MB, mostly a wheel of which it uses the Python files alone."""
     HOME.mkdir(exist_ok=True)
     (HOME / ".gitignore").write_text("*\n")
     if not PYTHON.exists():
@@ -53,7 +53,7 @@ def _pip(command: str, *arguments: str) -> None:
 
 
 def _unpack(wheel: Path) -> None:
-    """Take the Python files of a wheel, and last its METADATA, by which the folder counts as complete."""
+    """Unpack the Python files of a wheel, and METADATA last, which marks the folder as complete."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         for name in (*(n for n in names if n.endswith(".py")), *(n for n in names if n.endswith("/METADATA"))):

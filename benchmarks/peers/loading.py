@@ -1,4 +1,4 @@
-"""Loads the peers' planners: which of their modules run as they are, and what is set by hand because it is not there.
+"""Loads the peers' planners: some of their modules as released, and stand-ins for what those need and lack here.
 
 Everything that computes a rank, an offset, a length or an id runs as it was released.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
+import traceback
 from types import SimpleNamespace
 from typing import Any, Final
 
-from tests.second_opinion import stand_ins
-from tests.second_opinion.environment import SOURCES
+from benchmarks.peers import stand_ins
+from benchmarks.peers.environment import SOURCES
 
 CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector"
 VLLM: Final = (
@@ -45,19 +47,34 @@ SGLANG: Final = (
     f"{DISAGGREGATION}.utils",
 )
 ABSENT: Final = ("aiohttp", "prometheus_client", "requests", "triton")
-"""Packages that SGLang's modules import and planning never calls."""
+"""Packages that SGLang's modules import and its planners never call."""
+
+
+class RefusedError(Exception):
+    """A peer refuses a pair: the first line of its reason, or the function of a check that gives none."""
+
+    def __init__(self, reason: object) -> None:
+        text = str(reason).strip().splitlines()
+        if not text and isinstance(reason, Exception):
+            text = [f"a check of {traceback.extract_tb(reason.__traceback__)[-1].name}"]
+        super().__init__(re.sub(r"\s+", " ", text[0]))
+
+
+def module(name: str) -> Any:
+    """A peer's module."""
+    return importlib.import_module(name)
 
 
 class Log(logging.Logger):
-    """A logger with what the peers add to theirs; says nothing."""
+    """A silent logger with the methods that the peers add to theirs."""
 
     info_once = warning_once = debug_once = logging.Logger.debug
 
 
 def load() -> dict[str, Any]:
-    """The peers' modules, by name. Nothing that is missing in them can be called from here on."""
+    """Load the peers' modules, by name. From here on calling a stand-in is an error."""
     stand_ins.only("vllm", SOURCES, VLLM)
-    importlib.import_module("torch")  # before there is a stand-in for triton
+    importlib.import_module("torch")  # before triton gets a stand-in
     stand_ins.only("sglang", SOURCES, SGLANG, ABSENT)
     found: dict[str, Any] = {name: importlib.import_module(name) for name in (*VLLM, *SGLANG)}
     for module in found.values():
@@ -73,7 +90,7 @@ def load() -> dict[str, Any]:
 
 
 def _set_up_nixl(module: Any) -> None:
-    """What the connector's worker asks the process that it runs in: a platform, a log of failures, no version check."""
+    """Set what the connector's worker reads from its process: the platform, hashes and specs."""
     module.check_nixl_version = lambda version: None
     module.nixl_agent_config = None
     module.current_platform = SimpleNamespace(

@@ -1,9 +1,9 @@
-"""Empty stand-ins for what a peer's modules import and planning never calls.
+"""Empty stand-ins for modules that a peer imports and its planner never calls.
 
-A serving engine's planner sits in modules that import half of the engine. :func:`only` lets the named modules of a
-package load as they are, and puts an empty module in the place of every other one. Names taken from an empty module
-may be subclassed, subscripted and used as decorators while modules load. From :func:`close` on, calling one raises:
-no plan is made with the help of a stand-in.
+A serving engine's planner is in modules that import half of the engine. :func:`only` loads the named modules of a
+package as they are, and an empty module in place of every other one. While modules load, names from an empty module
+can be subclassed, subscripted and used as decorators. After :func:`close`, calling one raises an error, so no plan
+depends on a stand-in.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 
 class StandInCalledError(Exception):
-    """A peer's function called something that is not there."""
+    """A peer's function called a stand-in."""
 
 
 class _Kind(type):
-    """The type of stand-ins: classes without content, whose attributes are stand-ins too."""
+    """The type of stand-ins: empty classes whose attributes are stand-ins too."""
 
     closed = False
 
@@ -62,7 +62,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds empty modules for all of some packages but the real modules, which it leaves to others."""
+    """Finds empty modules for some packages, except for the real modules, which it leaves to other finders."""
 
     def __init__(self, packages: Iterable[str], real: Iterable[str]) -> None:
         self.packages, self.real = set(packages), set(real)
@@ -82,10 +82,9 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def only(package: str, sources: Path, real: Iterable[str], absent: Iterable[str] = ()) -> None:
-    """Let the ``real`` modules of a package in ``sources`` load, and no others; and nothing of the packages ``absent``.
+    """Load only the ``real`` modules of a package in ``sources``, and none of the packages ``absent``.
 
-    The packages that they lie in are there without their ``__init__``, which may import the whole engine, unless they
-    are named too.
+    Their parent packages load without their ``__init__``, which may import the whole engine, unless they are named too.
     """
     real = set(real)
     for module in sorted(real):
@@ -99,5 +98,5 @@ def only(package: str, sources: Path, real: Iterable[str], absent: Iterable[str]
 
 
 def close() -> None:
-    """From here on, calling a stand-in raises :class:`StandInCalledError`."""
+    """From here on calling a stand-in raises :class:`StandInCalledError`."""
     _Kind.closed = True
