@@ -234,7 +234,7 @@ def test_a_staged_plan_has_its_cost() -> None:
         assert cost == [f"  {text}" for text in str(plan.cost()).splitlines()]
 
 
-@pytest.mark.parametrize("value", [{}, 3, None, Worker, explain], ids=repr)
+@pytest.mark.parametrize("value", [{}, 3, None, Worker, explain], ids=["dict", "integer", "none", "class", "function"])
 def test_other_values_are_refused(value: object) -> None:
     """What is no value of kvplan is refused by its type."""
     with pytest.raises(KVPlanError, match="TYPE: cannot explain a value: expected a value of kvplan, got "):
