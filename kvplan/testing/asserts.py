@@ -41,7 +41,7 @@ def assert_copies(
     >>> (plan,) = plan_mesh(decode, prefill).plans
     >>> copies = {(spec.local, spec.remote): spec.descriptors() for spec in plan.bind(**request)}
     >>> print(assert_copies(decode, prefill, copies, **request))
-    verified: 573440 bytes in 84 descriptors to 1 worker, 12 slots left alone; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
+    verified: 573440 bytes in 84 descriptors to 1 worker, 12 unused slots; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
     >>> ((pair, (ours, theirs)),) = copies.items()
     >>> assert_copies(decode, prefill, {pair: (ours[1:], theirs[1:])}, **request)  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -76,7 +76,7 @@ def test_a_plan_that_moves_nothing_takes_nothing() -> None:
     assert (found.transfers.num_bytes, found.num_chunks, found.num_copies, found.staging_bytes) == (0, 0, 0, 0)
     assert found.read_amplification == 1
     assert str(found) == (
-        "4 tokens directly: nothing\n4 tokens staged: nothing\n"
+        "4 tokens directly: no bytes\n4 tokens staged: no bytes\n"
         "  at most 0 local copies in 0 chunks, 0 bytes of staging memory"
     )
 
