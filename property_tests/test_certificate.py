@@ -49,21 +49,21 @@ def test_what_is_proved_is_right(case: Case, random: Any) -> None:
 
 def damaged(plan: TransferPlan, random: Any) -> TransferPlan | None:
     """The plan with one number of a series of ids or of a row changed; ``None`` if it moves nothing."""
-    which = [i for i, pair in enumerate(plan.pairs) if pair.layouts]
+    which = [i for i, pair in enumerate(plan.pairs) if pair.group_pairs]
     if not which:
         return None
     at = random.choice(which)
     pair = plan.pairs[at]
     if random.randrange(3):
-        number = random.randrange(len(pair.layouts))
-        layout = pair.layouts[number]
+        number = random.randrange(len(pair.group_pairs))
+        layout = pair.group_pairs[number]
         kind = random.choice([kind for kind in ("runs", "tokens") if getattr(layout, kind)])
         series = list(getattr(layout, kind))
         one = random.randrange(len(series))
         series[one] = _series(series[one], random)
-        layouts = list(pair.layouts)
+        layouts = list(pair.group_pairs)
         layouts[number] = attrs.evolve(layout, **{kind: tuple(series)})
-        pair = attrs.evolve(pair, layouts=tuple(layouts))
+        pair = attrs.evolve(pair, group_pairs=tuple(layouts))
     else:
         name = random.choice(("local_table", "remote_table"))
         table = getattr(pair, name)

@@ -126,7 +126,7 @@ class Row:
 def certify_nothing() -> object:
     """The certificate of a plan whose only pair was emptied."""
     plan = plan_reads(worker(engine_id="d"), [worker()])
-    return certify(attrs.evolve(plan, pairs=(attrs.evolve(plan.pairs[0], layouts=()),)))
+    return certify(attrs.evolve(plan, pairs=(attrs.evolve(plan.pairs[0], group_pairs=()),)))
 
 
 REFUSALS: tuple[Row, ...] = (

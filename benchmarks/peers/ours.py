@@ -59,7 +59,7 @@ def terms(world: World) -> dict[Any, tuple[Term, Term]]:
     probe = Request(list(range(counts[1])), list(range(counts[0])), span)
     runs = world.case.runs
     return {
-        pair.layouts: (Term.of(spec.local_ids, runs, counts[0]), Term.of(spec.remote_ids, runs, counts[1]))
+        pair.group_pairs: (Term.of(spec.local_ids, runs, counts[0]), Term.of(spec.remote_ids, runs, counts[1]))
         for pair, spec in zip(world.plan.pairs, bound(world.plan, probe), strict=True)
     }
 
@@ -69,7 +69,7 @@ class Floor:
 
     def __init__(self, world: World, request: Request) -> None:
         self._terms, self._request = terms(world), request
-        self._pairs = [pair.layouts for pair in world.plan.pairs]
+        self._pairs = [pair.group_pairs for pair in world.plan.pairs]
         self._made = self._new()
 
     def arrays(self) -> tuple[Ids, Ids]:

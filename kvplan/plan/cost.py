@@ -140,21 +140,21 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
     """
     every = list(pairs)
     if tokens is None:
-        tokens = math.lcm(*(layout.period for _, pair in every for layout in pair.layouts))
+        tokens = math.lcm(*(groups.period for _, pair in every for groups in pair.group_pairs))
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
     found = []
     for local, pair in every:
         tables = pair.local_table, pair.remote_table
         sides = tables if operation == "READ" else tables[::-1]
-        known = [of_layout(sides, layout, tokens) for layout in pair.layouts]
+        known = [of_groups(sides, groups, tokens) for groups in pair.group_pairs]
         rows = len(tables[0].rows), len(tables[1].rows)
         num_ids, lengths = sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)
         found.append(PairCost(local, pair.remote, *rows, num_ids, lengths))
     return Cost(operation, tokens, tuple(found))
 
 
-def of_layout(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> tuple[int, Mapping[int, int]]:
+def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> tuple[int, Mapping[int, int]]:
     """The number of ids, and of descriptors by length, of the first ``tokens`` positions, or of one state."""
     turns, rest = divmod(1 if pair.groups[0].tokens_per_block is None else tokens, pair.period)
     num_ids, lengths = 0, Counter[int]()

@@ -15,10 +15,9 @@ import attrs
 from kvplan._text import shown
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.specs import idle_pair
-from kvplan.plan.transfer import Known, TransferPlan, pair_of, shares
+from kvplan.plan.transfer import Known, TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, shares
 
 OPERATIONS: Final = ("READ", "WRITE")
 
@@ -46,7 +45,7 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
         sends.setdefault(local, [])
         for pair in plan.pairs:
             awaits.setdefault(pair.remote, [])
-            if pair.layouts:
+            if pair.group_pairs:
                 sends[local].append(pair.remote)
                 awaits[pair.remote].append(local)
     return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in {**sends, **awaits}}

@@ -36,7 +36,7 @@ class Pair:
     remote: Key
     local_table: Table
     remote_table: Table
-    layouts: tuple[GroupPair, ...]
+    group_pairs: tuple[GroupPair, ...]
 
     def __repr__(self) -> str:
         return f"<Pair with {label_of(self.remote)}: {len(self.local_table.rows)} local rows>"

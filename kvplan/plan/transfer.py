@@ -7,6 +7,7 @@ engine, so that all of them agree without communication who writes what several 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -15,11 +16,10 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import wrong_type
+from kvplan._checks import integer, members, wrong_type
 from kvplan.describe.blocks import Blocks, Tokens, check_blocks
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan._arguments import checked_names, checked_replicas, checked_workers
 from kvplan.plan.bind import Terms, Workspace, add, check_names, range_of, terms, wanted
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.cost import Cost, cost
@@ -31,6 +31,9 @@ from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
 Known = dict[tuple[Any, ...], tuple[tuple[GroupPair, ...], tuple[Ints, Ints], Ints]]
 """Ids, rows and base offsets of pairs that are planned already, by the key of their geometry, for reuse."""
+
+MAX_REPLICAS: Final = 1 << 10
+"""The most sources among which a replica set may be divided."""
 
 SIDES: Final = ("local", "remote")
 NO_RANGE: Final = "no token range given: every position in the destination's blocks is transferred"
@@ -73,7 +76,7 @@ class TransferPlan:
         key, specs = self.local.key, dict(self.idle)
         for pair in self._moving:
             ends = key, pair.remote, pair.local_table, pair.remote_table
-            specs[pair.remote] = ReadSpec(self.operation, *ends, *made[pair.layouts])
+            specs[pair.remote] = ReadSpec(self.operation, *ends, *made[pair.group_pairs])
         return tuple(specs.values())
 
     def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
@@ -83,18 +86,18 @@ class TransferPlan:
     def _terms(
         self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
     ) -> dict[tuple[GroupPair, ...], list[Terms]]:
-        """The terms of a request's ids for each distinct ``layouts``, which several pairs may share (rule B5)."""
+        """The terms of a request's ids for each distinct ``group_pairs``, which several pairs may share (rule B5)."""
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
         destination, source, near, sides = tables
-        found: dict[tuple[GroupPair, ...], list[Terms]] = {pair.layouts: [] for pair in self._moving}
+        found: dict[tuple[GroupPair, ...], list[Terms]] = {pair.group_pairs: [] for pair in self._moving}
         for each, parts in found.items():
-            for layout in each:
-                ours, theirs = layout.groups
-                blocks, given = (destination[ours.name], source[theirs.name]), ranges[layout.groups[near].name]
+            for groups in each:
+                ours, theirs = groups.groups
+                blocks, given = (destination[ours.name], source[theirs.name]), ranges[groups.groups[near].name]
                 try:
-                    parts += terms(layout, blocks, wanted(ours, blocks[0], given, sides[0]), sides)
+                    parts += terms(groups, blocks, wanted(ours, blocks[0], given, sides[0]), sides)
                 except KVPlanError as error:
                     raise error if given is not None else error.with_hint(NO_RANGE) from None
         return found
@@ -134,7 +137,7 @@ class TransferPlan:
                     got=f"{worker.label}, which differs",
                     hint="compare says where; plan anew",
                 )
-            table = pair.remote_table.in_regions(worker.regions) if pair.layouts else pair.remote_table
+            table = pair.remote_table.in_regions(worker.regions) if pair.group_pairs else pair.remote_table
             pairs.append(attrs.evolve(pair, remote=worker.key, remote_table=table))
         return attrs.evolve(self, remotes=workers, pairs=tuple(pairs))
 
@@ -149,16 +152,16 @@ class TransferPlan:
     def _pools(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """The groups that take part, local and remote, each with the size of its smallest pool in blocks."""
         pools: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        for layout in (layout for pair in self.pairs for layout in pair.layouts):
-            for i, group in enumerate(layout.groups):
+        for groups in (groups for pair in self.pairs for groups in pair.group_pairs):
+            for i, group in enumerate(groups.groups):
                 side = pools[i if self.operation == "READ" else 1 - i]
-                side[group.name] = min(layout.num_blocks[i], side.get(group.name, layout.num_blocks[i]))
+                side[group.name] = min(groups.num_blocks[i], side.get(group.name, groups.num_blocks[i]))
         return pools
 
     @cached_property
     def _moving(self) -> tuple[Pair, ...]:
         """The pairs that exchange bytes."""
-        return tuple(pair for pair in self.pairs if pair.layouts)
+        return tuple(pair for pair in self.pairs if pair.group_pairs)
 
     @cached_property
     def idle(self) -> Mapping[Key, ReadSpec]:
@@ -192,6 +195,28 @@ class TransferPlan:
     def __repr__(self) -> str:
         rows = sum(len(pair.local_table.rows) for pair in self.pairs)
         return f"<TransferPlan {self.operation} {self.local.label}: {len(self.pairs)} remotes, {rows} local rows>"
+
+
+def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
+    """``values`` as a tuple of workers. They and ``others`` must all differ."""
+    workers = members(Worker, values, what)
+    times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
+    label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise KVPlanError(
+            "WORKER", f"plan with {what}", expected="each worker once", got=f"{label} {count} times", worker=label
+        )
+    return workers
+
+
+def checked_replicas(value: int) -> int:
+    return integer(value, "replicas", low=1, high=MAX_REPLICAS)
+
+
+def checked_names(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise wrong_type("not_transferred", "a sequence of names", values)
+    return members(str, values, "not_transferred")
 
 
 def plan_reads(

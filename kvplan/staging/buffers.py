@@ -28,13 +28,14 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct
-from kvplan._checks import INT64_END
-from kvplan.describe.views import TOKEN, Group, View
+from kvplan._checks import INT64_END, name
+from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
 from kvplan.plan.cells import Cell
 from kvplan.plan.sources import Holding
 from kvplan.plan.transfer import TransferPlan, shares
-from kvplan.staging.copies import CopyTemplate, GroupPair, joined_dims
+from kvplan.staging.copies import BothGroups, CopyTemplate, joined_dims
 
 NumberedView = tuple[int, View]
 """A view, and its index among the views of the peer."""
@@ -74,7 +75,7 @@ class StagingBuffer:
 
     worker: Worker
     side: int
-    groups: Mapping[GroupPair, Group]
+    groups: Mapping[BothGroups, Group]
     slot_blocks: Mapping[str, int]
     numbers: Mapping[tuple[str, int], int]
 
@@ -139,9 +140,9 @@ def view_numbers(cell: Cell) -> tuple[Ints, Ints]:
     return ours[:, cell.destination], theirs[:, cell.match.holding.column[cell.source]]
 
 
-def pools(peer: Worker, cells: Iterable[Cell], side: int, whole: bool = False) -> dict[GroupPair, tuple[Pool, ...]]:
+def pools(peer: Worker, cells: Iterable[Cell], side: int, whole: bool = False) -> dict[BothGroups, tuple[Pool, ...]]:
     """The pools for a peer's side of these cells, by rules S1 to S4."""
-    needed: dict[GroupPair, dict[int, dict[str, tuple[int, int]]]] = {}
+    needed: dict[BothGroups, dict[int, dict[str, tuple[int, int]]]] = {}
     for cell in cells:
         views = needed.setdefault(_groups(cell), {})
         for number in view_numbers(cell)[side].tolist():
@@ -164,11 +165,11 @@ def staging_buffer(
     peer: Worker,
     side: int,
     region: str,
-    pools_of: Mapping[GroupPair, Sequence[Pool]],
+    pools_of: Mapping[BothGroups, Sequence[Pool]],
     places: Iterator[tuple[int, int]],
 ) -> StagingBuffer:
     """The buffer for a peer in a region of ``local``; ``places`` has each pool's offset and the blocks of a slot."""
-    groups: dict[GroupPair, Group] = {}
+    groups: dict[BothGroups, Group] = {}
     slot_blocks: dict[str, int] = {}
     views: list[View] = []
     numbers: dict[tuple[str, int], int] = {}
@@ -183,7 +184,7 @@ def staging_buffer(
     return StagingBuffer(worker, side, groups, slot_blocks, numbers)
 
 
-def _groups(cell: Cell) -> GroupPair:
+def _groups(cell: Cell) -> BothGroups:
     ours, theirs = cell.sides
     return ours.group, theirs.group
 
@@ -294,3 +295,32 @@ def _run_starts(view: View, run: int) -> Ints:
         if axis.stride_bytes >= run:
             start = np.add.outer(start, np.arange(axis.extent) * axis.stride_bytes)
     return start.reshape(-1)
+
+
+def checked_staging(local: Worker, value: str) -> Region:
+    """The region that a worker has set aside for staging; it must exist, and no view may use its bytes."""
+    key, regions = name(value, "staging"), {region.name: region for region in local.regions}
+    if key not in regions:
+        raise KVPlanError(
+            "NAME",
+            f"stage in a region of {local.label}",
+            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
+            got=f"{key!r}",
+            name=key,
+        )
+    region = regions[key]
+    for view in local.views:
+        other = regions[view.region]
+        apart = (
+            other.address + other.size_bytes <= region.address or region.address + region.size_bytes <= other.address
+        )
+        if not apart and (other.memory, other.device_id) == (region.memory, region.device_id):
+            raise KVPlanError(
+                "OVERLAP",
+                f"stage in region {key!r} of {local.label}",
+                expected="memory that no view has",
+                got=f"view {view.name!r} in region {other.name!r}",
+                region=key,
+                view=view.name,
+            )
+    return region

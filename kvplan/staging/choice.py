@@ -21,8 +21,8 @@ from kvplan._checks import integer, name, settle
 from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan._arguments import checked_staging
 from kvplan.plan.transfer import TransferPlan
+from kvplan.staging.buffers import checked_staging
 from kvplan.staging.cost import StagedCost
 from kvplan.staging.plan import Shares, StagedPlan
 

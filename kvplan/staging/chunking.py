@@ -26,7 +26,7 @@ from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle, period, position_of, slots
-from kvplan.staging.copies import GroupPair
+from kvplan.staging.copies import BothGroups
 
 Demand = tuple[Group, int]
 """A group, and the bytes of one block of a pool."""
@@ -34,7 +34,7 @@ Demand = tuple[Group, int]
 GroupRanges = Mapping[str, Range]
 """A range of positions, or of states, by name of the local group."""
 
-WantedRanges = Mapping[GroupPair, Range]
+WantedRanges = Mapping[BothGroups, Range]
 """The positions, or states, of a request that a destination's group wants from a source's."""
 
 BlockTables = Mapping[str, Blocks]

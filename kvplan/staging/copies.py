@@ -34,11 +34,11 @@ from kvplan.plan.cells import Cell
 from kvplan.plan.rows import Descriptors
 from kvplan.plan.sources import Part
 
-GroupPair = tuple[Group, Group]
-"""A group of the destination and one of the source."""
-
 Origin = tuple[Region, int]
 """A region and an offset in it, in bytes."""
+
+BothGroups = tuple[Group, Group]
+"""A group of the destination, and one of the source."""
 
 Strides = tuple[int, ...]
 """An extent and, for each side, the stride in bytes."""
@@ -117,7 +117,7 @@ class CopyTemplate:
     geometry of a view of each. The positions ``carried`` of every ``every`` move.
     """
 
-    groups: GroupPair
+    groups: BothGroups
     carried: Ints
     every: int
     sides: tuple[Geometry, Geometry]

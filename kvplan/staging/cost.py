@@ -11,7 +11,7 @@ import attrs
 from kvplan._text import count
 from kvplan.describe.views import Group
 from kvplan.plan.align import before, period, position_of, repeated, slots
-from kvplan.plan.cost import Cost, PairCost, cost, of_layout
+from kvplan.plan.cost import Cost, PairCost, cost, of_groups
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import StagedPeer
 from kvplan.staging.copies import CopyTemplate, ordinals
@@ -101,15 +101,15 @@ def _needed_only(pair: PairCost, peer: StagedPeer, tokens: int) -> PairCost:
     """The cost of a transfer without the blocks that no copy takes anything of; full blocks all cost the same."""
     num_ids, lengths = 0, Counter[int]()
     (moved,) = peer.transfer.pairs
-    for layout in moved.layouts:
-        group, parts = layout.groups[0], [(1, tokens)]
+    for groups in moved.group_pairs:
+        group, parts = groups.groups[0], [(1, tokens)]
         if group.tokens_per_block is not None:
             templates = [template for template in peer.templates if template.groups[1] == group]
             full, last = _blocks_needed(group, templates, tokens)
             parts = [(full, slots(group)), (1, last)]
         for times, held in parts:
             stop = position_of(group, held - 1) + 1 if held else 0
-            ids, found = of_layout((moved.local_table, moved.remote_table), layout, stop)
+            ids, found = of_groups((moved.local_table, moved.remote_table), groups, stop)
             num_ids += times * ids
             lengths.update({length: times * number for length, number in found.items() if times})
     return attrs.evolve(pair, num_ids=num_ids, lengths=dict(sorted(lengths.items())))

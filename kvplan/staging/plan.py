@@ -30,12 +30,20 @@ from kvplan._text import count
 from kvplan.describe.blocks import Blocks, Range, Tokens
 from kvplan.describe.views import Region
 from kvplan.describe.worker import Worker
-from kvplan.plan._arguments import checked_names, checked_replicas, checked_staging, checked_workers
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
-from kvplan.plan.transfer import SIDES, Known, TransferPlan, pair_of, shares
-from kvplan.staging.buffers import StagedPeer, pools, staging_buffer
+from kvplan.plan.transfer import (
+    SIDES,
+    Known,
+    TransferPlan,
+    checked_names,
+    checked_replicas,
+    checked_workers,
+    pair_of,
+    shares,
+)
+from kvplan.staging.buffers import StagedPeer, checked_staging, pools, staging_buffer
 from kvplan.staging.chunking import BlockTables, GroupRanges, WantedRanges, chunk_ranges, fit
 from kvplan.staging.copies import Copy, copy_templates, ordinals
 from kvplan.staging.cost import StagedCost, staged_cost

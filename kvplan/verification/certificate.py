@@ -79,7 +79,7 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
             destinations[worker.key] = worker, plan
         for remote, pair in zip(plan.remotes, plan.pairs, strict=True):
             sides = WorkerTable(plan.local, pair.local_table), WorkerTable(remote, pair.remote_table)
-            found = PairTables(sides if reads else sides[::-1], pair.layouts)
+            found = PairTables(sides if reads else sides[::-1], pair.group_pairs)
             pairs.setdefault(found.sides[0].worker.key, []).append(found)
     complete = all(plan.operation == "READ" or {other.key for other in plan.siblings} <= writers for plan in given)
     num_bytes = num_parts = 0
@@ -229,7 +229,7 @@ class PairTables:
     """The tables of a destination, first, and of one source, with the pairs of groups that say which ids there are."""
 
     sides: tuple[WorkerTable, WorkerTable]
-    layouts: tuple[GroupPair, ...]
+    group_pairs: tuple[GroupPair, ...]
 
     def __str__(self) -> str:
         return f"the plan for {self.sides[0].worker.label} from {self.sides[1].worker.label}"
@@ -248,17 +248,17 @@ class _Proof:
         """The bytes proved, and their parts, by group."""
         for group in self.worker.groups:
             ours = _pieces(self.worker, group, self.tensors)
-            given = [(pair, layout) for pair in pairs for layout in pair.layouts if layout.groups[0] == group]
+            given = [(pair, groups) for pair in pairs for groups in pair.group_pairs if groups.groups[0] == group]
             slots, context = group.tokens_per_block or 1, group.context
             own = context.size * math.lcm(slots, context.interleave_tokens)
-            period = math.lcm(own, *(layout.period for _, layout in given))
+            period = math.lcm(own, *(groups.period for _, groups in given))
             moved: dict[str, list[Ints]] = {"runs": [], "ends": [], "all": []}
-            for pair, layout in given:
-                theirs = _pieces(pair.sides[1].worker, layout.groups[1], self.tensors)
-                follow = partial(self.follow, pair, layout, sides=(ours, theirs), period=period)
-                for runs in layout.runs:
-                    moved["runs"].append(follow("runs", runs, runs.starts, partial(_of_listed_blocks, layout, runs)))
-                for one in layout.tokens:
+            for pair, groups in given:
+                theirs = _pieces(pair.sides[1].worker, groups.groups[1], self.tensors)
+                follow = partial(self.follow, pair, groups, sides=(ours, theirs), period=period)
+                for runs in groups.runs:
+                    moved["runs"].append(follow("runs", runs, runs.starts, partial(_of_listed_blocks, groups, runs)))
+                for one in groups.tokens:
                     kind = "ends" if one.joined else "all"
                     moved[kind].append(follow(kind, one, one.carried, partial(_of_slots, one)))
             for kind in ("runs", "ends"):
@@ -269,7 +269,7 @@ class _Proof:
     def follow(
         self,
         pair: PairTables,
-        layout: GroupPair,
+        groups: GroupPair,
         kind: str,
         ids: RunIds | TokenIds,
         starts: Ints,
@@ -282,16 +282,16 @@ class _Proof:
         It moves bytes at the positions ``starts`` of every ``ids.every``.
         """
         bounds = np.array([-1, *starts, ids.every])
-        if (bounds[1:] <= bounds[:-1]).any() or layout.period % ids.every:
+        if (bounds[1:] <= bounds[:-1]).any() or groups.period % ids.every:
             raise _error(pair, "ascending positions in a divisor of the period", "other positions")
         position = np.add.outer(np.arange(0, period, ids.every), starts).reshape(-1)
         if position.size * len(ids.base[0]) > MAX_PARTS:
             raise _error(pair, f"at most {MAX_PARTS} descriptors in {period} positions", "more", "RANGE")
         found = []
-        for i, (side, group) in enumerate(zip(pair.sides, layout.groups, strict=True)):
+        for i, (side, group) in enumerate(zip(pair.sides, groups.groups, strict=True)):
             ordinal, slot = _block_and_slot(group, position)
             more = terms(i, ordinal, slot)
-            last = layout.num_blocks[i] - 1
+            last = groups.num_blocks[i] - 1
             ranges = None if more is None else side.ranges(ids.base[i], ids.step[i], last, ordinal, more)
             if ranges is None:
                 raise _error(pair, "ids that stay in a row and follow the blocks", "ids that do not")
@@ -313,15 +313,15 @@ class _Proof:
         for i, ranges, which, first in ((0, ours, piece, begin), (1, theirs, other, other_begin)):
             pieces, stride = sides[i], sides[i].block_stride[which]
             single, num_blocks = pieces.num_blocks[which] == 1, pieces.num_blocks[which].min()
-            if not (single | (stride == ranges.step[of])).all() or layout.num_blocks[i] > num_blocks:
+            if not (single | (stride == ranges.step[of])).all() or groups.num_blocks[i] > num_blocks:
                 raise _error(pair, "ids that follow the blocks of every view", "other ids")
-            held = _positions(layout.groups[i], ranges.ordinal[at], pieces.slot[which])
+            held = _positions(groups.groups[i], ranges.ordinal[at], pieces.slot[which])
             held_by.append((pieces.tensor[which], held, pieces.number[which] + first - pieces.start[which]))
         for what, mine, its in zip(("tensor", "position", "byte"), *held_by, strict=True):
             if (wrong := np.flatnonzero(mine != its)).size:
                 name = self.names[held_by[0][0][wrong[0]]]
                 raise _error(pair, f"{what} {mine[wrong[0]]} of {name}", f"{its[wrong[0]]}")
-        _check_cuts(pair, layout, kind == "runs", position[at], held_by[0][1])
+        _check_cuts(pair, groups, kind == "runs", position[at], held_by[0][1])
         return np.stack([piece, ours.ordinal[at], begin - sides[0].start[piece], size])
 
     def check_filled(self, group: Group, ours: Pieces, parts: Ints, blocks: int) -> None:
@@ -345,12 +345,12 @@ def _of_slots(one: TokenIds, side: int, ordinal: Ints, slot: Ints) -> Ints:
     return one.sub[side][slot]
 
 
-def _of_listed_blocks(layout: GroupPair, runs: RunIds, side: int, ordinal: Ints, slot: Ints) -> Ints | None:
+def _of_listed_blocks(groups: GroupPair, runs: RunIds, side: int, ordinal: Ints, slot: Ints) -> Ints | None:
     """What listed blocks add to ids, for every period; ``None`` if they are not the blocks of the positions.
 
     ``ordinal`` has the true block ordinals of all starts, period after period.
     """
-    group, listed = layout.groups[side], runs.blocks[side]
+    group, listed = groups.groups[side], runs.blocks[side]
     size = runs.starts.size
     periods = ordinal.size // size
     after, _ = _block_and_slot(group, runs.starts + periods * runs.every)
@@ -362,17 +362,17 @@ def _of_listed_blocks(layout: GroupPair, runs: RunIds, side: int, ordinal: Ints,
     return np.zeros(ordinal.size, np.int64) if listed.sub is None else np.tile(listed.sub, periods)
 
 
-def _check_cuts(pair: PairTables, layout: GroupPair, joined: bool, start: Ints, position: Ints) -> None:
+def _check_cuts(pair: PairTables, groups: GroupPair, joined: bool, start: Ints, position: Ints) -> None:
     """Rule K3, for descriptors that begin at positions ``start`` and have bytes of ``position``."""
     if not joined:
         if (start != position).any():
             raise _error(pair, "a token to be one position", "several")
         return
-    low, high = np.array([(-1, -1), *layout.cuts], np.int64).T
-    if (low >= high)[1:].any() or (high[:-1] > low[1:]).any() or high[-1] > layout.period:
+    low, high = np.array([(-1, -1), *groups.cuts], np.int64).T
+    if (low >= high)[1:].any() or (high[:-1] > low[1:]).any() or high[-1] > groups.period:
         raise _error(pair, "cuts of one period that ascend and do not overlap", "other cuts")
     # `turn` is where the period of each descriptor begins; `cut` is the last cut that begins at or before it.
-    turn = start - start % layout.period
+    turn = start - start % groups.period
     cut = np.searchsorted(low, start - turn, "right") - 1
     inside = (start < turn + high[cut]) & (turn + low[cut] <= position) & (position < turn + high[cut])
     if not inside.all():

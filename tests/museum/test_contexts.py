@@ -61,7 +61,7 @@ def test_some_of_the_ranks() -> Look:
             engine("decode", 2, heads=1, contexts=(2, ours)), engine("prefill", heads=1, contexts=(4, theirs))
         )
         if theirs == ours == 4:
-            serving = [[pair.remote[1] for pair in plan.pairs if pair.layouts] for plan in mesh.plans]
+            serving = [[pair.remote[1] for pair in plan.pairs if pair.group_pairs] for plan in mesh.plans]
             assert serving == [[0, 2], [1, 3]] * 2
         return verify(mesh, **request)
 

@@ -376,7 +376,7 @@ def test_sources_of_another_context_than_those_that_serve_make_no_difference(tok
         engine(name, tokens=1, blocks=20, contexts=(size, 1)) for name, size in (("d", 1), ("p", 2), ("q", 3))
     )
     plan = plan_reads(ours, [*halves, thirds[0]])
-    assert [bool(pair.layouts) for pair in plan.pairs] == [True, True, False]
+    assert [bool(pair.group_pairs) for pair in plan.pairs] == [True, True, False]
     report = verify(plan, local={"attn": Blocks(range(18))}, remote={"attn": Blocks(range(1, 10))}, tokens=tokens)
     assert report.ok, str(report)
 

@@ -122,7 +122,7 @@ def test_a_table_is_one_short_line():
 def ids_of(ours, theirs):
     """The ids of the only pair of workers, with one group on each side."""
     (pair,) = plan_reads(ours, theirs).pairs
-    (groups,) = pair.layouts
+    (groups,) = pair.group_pairs
     return groups.runs, groups.tokens
 
 
@@ -163,7 +163,7 @@ def test_t3_ids_behind_those_of_another_group_are_as_few_series():
         for name, n in (("d", 32), ("p", 16))
     )
     (pair,) = plan_reads(ours, theirs).pairs
-    first, second = pair.layouts
+    first, second = pair.group_pairs
     assert [runs.starts.size for runs in second.runs] == [runs.starts.size for runs in first.runs]
     assert (second.runs[0].base.min(axis=1) > first.runs[0].base.max(axis=1)).all()
 
@@ -171,7 +171,7 @@ def test_t3_ids_behind_those_of_another_group_are_as_few_series():
 def test_t3_one_slot_of_each_block_is_part_of_what_slots_add():
     """T3: the second of two context ranks fills slot 1 of every block of the destination."""
     pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
-    first, second = (pair.layouts[0].tokens[0] for pair in pairs)
+    first, second = (pair.group_pairs[0].tokens[0] for pair in pairs)
     assert (first.carried.tolist(), second.carried.tolist(), first.every, first.joined) == ([0], [1], 2, False)
     assert [side.tolist() for side in second.sub] == [[0, 1], [0]]
 
@@ -232,7 +232,7 @@ def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
     """T2: eight runs of four slots, and not one less allowed; the error has their number and group."""
     (ours,), theirs = engine("d"), engine("p")
     monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 32)
-    assert plan_reads(ours, theirs).pairs[0].layouts
+    assert plan_reads(ours, theirs).pairs[0].group_pairs
     monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 31)
     with pytest.raises(KVPlanError, match="expected at most 31 of all runs, got 8 runs of 4 slots") as caught:
         plan_reads(ours, theirs)

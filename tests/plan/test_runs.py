@@ -332,7 +332,7 @@ def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
     """R1: what lies in one piece is listed as one, so is planned; four heads apart need room for four, and say so."""
     (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
     monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least)
-    assert plan_reads(ours, [theirs]).pairs[0].layouts
+    assert plan_reads(ours, [theirs]).pairs[0].group_pairs
     monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least - 1)
     if least > 1:
         with pytest.raises(KVPlanError, match="expected at most 3 in a token, got 4 or more") as caught:

@@ -24,7 +24,8 @@ def test_the_order_of_remotes_changes_nothing_else() -> None:
     """Sources are weighed in order of their labels, whatever order they come in."""
     (mine,), sources = engine("decode", heads=1), engine("prefill", tp=4, heads=1)
     chosen = [
-        {pair.remote[1] for pair in plan_reads(mine, order).pairs if pair.layouts} for order in (sources, sources[::-1])
+        {pair.remote[1] for pair in plan_reads(mine, order).pairs if pair.group_pairs}
+        for order in (sources, sources[::-1])
     ]
     assert chosen[0] == chosen[1]
 
@@ -36,7 +37,7 @@ def test_replicas_write_each_byte_once() -> None:
         [
             pair.remote[1]
             for pair in plan_writes(mine, destinations, sources[:i] + sources[i + 1 :]).pairs
-            if pair.layouts
+            if pair.group_pairs
         ]
         for i, mine in enumerate(sources)
     ]

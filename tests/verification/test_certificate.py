@@ -25,7 +25,7 @@ PLANS = {
 
 def layout_of(plan):
     """The only layout of the first pair that moves bytes."""
-    return next(pair.layouts[0] for pair in plan.pairs if pair.layouts)
+    return next(pair.group_pairs[0] for pair in plan.pairs if pair.group_pairs)
 
 
 def series_of(plan):
@@ -37,8 +37,8 @@ def series_of(plan):
 def changed(plan, series=None, **edits):
     """The plan, with functions applied to fields of a series of ids, or of the groups, of the first pair that moves."""
     pairs = list(plan.pairs)
-    pair = next(i for i, pair in enumerate(pairs) if pair.layouts)
-    layout, *others = pairs[pair].layouts
+    pair = next(i for i, pair in enumerate(pairs) if pair.group_pairs)
+    layout, *others = pairs[pair].group_pairs
     if series is None:
         layout = attrs.evolve(layout, **{name: edit(getattr(layout, name)) for name, edit in edits.items()})
     else:
@@ -46,7 +46,7 @@ def changed(plan, series=None, **edits):
         every = list(getattr(layout, kind))
         every[i] = attrs.evolve(every[i], **{name: edit(getattr(every[i], name)) for name, edit in edits.items()})
         layout = attrs.evolve(layout, **{kind: tuple(every)})
-    pairs[pair] = attrs.evolve(pairs[pair], layouts=(layout, *others))
+    pairs[pair] = attrs.evolve(pairs[pair], group_pairs=(layout, *others))
     return attrs.evolve(plan, pairs=tuple(pairs))
 
 
@@ -84,7 +84,7 @@ def test_a_right_plan_is_proved_and_nothing_of_it_is_left_out(name):
     plan = PLANS[name]
     proof = certify(plan)
     (group,) = plan.local.groups
-    period = max(layout.period for pair in plan.pairs for layout in pair.layouts)
+    period = max(layout.period for pair in plan.pairs for layout in pair.group_pairs)
     assert proof.complete
     assert proof.num_bytes == period // group.context.size * 2 * 4 * 16
 
