@@ -21,7 +21,7 @@ from kvplan._arrays import Ints
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 
-Addresses = npt.NDArray[np.uint64]
+Unsigned = npt.NDArray[np.uint64]
 
 MAX_RUNS: Final = 1 << 18
 """The most strided runs that the views of shared regions may have in all. Each takes about 100 bytes of memory."""
@@ -129,7 +129,7 @@ def _split(view: View) -> Split:
     return runs, length, steps
 
 
-def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Addresses, Ints]:
+def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Unsigned, Ints]:
     """The start of each run in block 0, ascending, and the index of its view: two arrays of shape (runs,)."""
     parts = []
     for offset, (_, _, steps) in zip(offsets, splits, strict=True):
@@ -142,7 +142,7 @@ def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Addresses,
     return start[order], np.repeat(np.arange(len(parts)), [part.size for part in parts])[order]
 
 
-def _near(views: Sequence[View], lengths: Sequence[int], start: Addresses, owner: Ints) -> Iterator[tuple[int, int]]:
+def _near(views: Sequence[View], lengths: Sequence[int], start: Unsigned, owner: Ints) -> Iterator[tuple[int, int]]:
     """Pairs of runs that may share a byte: their spans form one chain, and they overlap modulo its common step."""
     # Arrays of shape (runs,), by ascending start. A chain ends where a start lies beyond every byte seen so far.
     length = np.array(lengths, np.uint64)[owner]
@@ -159,7 +159,7 @@ def _near(views: Sequence[View], lengths: Sequence[int], start: Addresses, owner
             yield low + i, low + j
 
 
-def _meet(start: Addresses, length: Addresses, modulus: int) -> Iterator[tuple[int, int]]:
+def _meet(start: Unsigned, length: Unsigned, modulus: int) -> Iterator[tuple[int, int]]:
     """Pairs of intervals that overlap modulo ``modulus``; 0 means without a modulus."""
     # Intervals by ascending residue, listed twice so that those that wrap past the modulus meet the first ones.
     # `follower[i]` is the index of the first interval that begins after interval i ends.

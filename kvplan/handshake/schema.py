@@ -62,7 +62,7 @@ class Text:
 
 
 @attrs.frozen
-class Many:
+class ListOf:
     """A list of at most ``most`` items."""
 
     item: Node
@@ -88,7 +88,7 @@ class Columns:
     most: int
 
 
-Node = Integer | Text | Many | Record | Columns
+Node = Integer | Text | ListOf | Record | Columns
 
 INDEX: Final = Integer()
 NUMBER: Final = Integer(or_null=True)
@@ -101,7 +101,7 @@ LAYOUT: Final = Record(
         "dtype": Text(),
         "num_blocks": INDEX,
         "block_stride_bytes": INDEX,
-        "axes": Many(AXIS, MAX_AXES),
+        "axes": ListOf(AXIS, MAX_AXES),
     }
 )
 MEMORY: Final = Record({"memory": Text(), "device_id": INDEX, "size_bytes": INDEX})
@@ -114,10 +114,10 @@ OFFER: Final = Record(
     {
         "engine_id": Text(),
         "rank": INDEX,
-        "groups": Many(GROUP, MAX_GROUPS),
-        "layouts": Many(LAYOUT, MAX_LAYOUTS),
-        "memories": Many(MEMORY, MAX_ROWS),
-        "stems": Many(STEM, 2 * MAX_ROWS),
+        "groups": ListOf(GROUP, MAX_GROUPS),
+        "layouts": ListOf(LAYOUT, MAX_LAYOUTS),
+        "memories": ListOf(MEMORY, MAX_ROWS),
+        "stems": ListOf(STEM, 2 * MAX_ROWS),
         "regions": REGIONS,
         "views": VIEWS,
     }
@@ -134,7 +134,7 @@ def read(node: Node, value: Any, path: str, found: Findings) -> Any:
             return found.attempt(path, integer, value, _key(path), 0, node.high)
         case Text():
             return found.attempt(path, _text, value, _key(path), node.or_empty)
-        case Many():
+        case ListOf():
             return _many(node, value, path, found)
         case Record():
             return _record(node.fields, value, path, found)
@@ -153,7 +153,7 @@ def _text(value: Any, what: str, or_empty: bool) -> str:
     return "" if or_empty and value == "" else name(value, what)
 
 
-def _many(node: Many, value: Any, path: str, found: Findings) -> Any:
+def _many(node: ListOf, value: Any, path: str, found: Findings) -> Any:
     if not isinstance(value, list):
         found.add(path, wrong_type(_key(path), "a list", value))
         return BAD
@@ -182,7 +182,7 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, found: Findings) 
 
 
 def _columns(node: Columns, value: Any, path: str, found: Findings) -> Any:
-    record = _record({key: Many(item, node.most) for key, item in node.fields.items()}, value, path, found)
+    record = _record({key: ListOf(item, node.most) for key, item in node.fields.items()}, value, path, found)
     if record is BAD or BAD in record.values():
         return BAD
     lengths = {key: len(column) for key, column in record.items()}

@@ -71,7 +71,7 @@ the runs in the request adds to them, (2, 1, m)."""
 
 Shapes = tuple[tuple[int, int], ...]
 
-Taken = tuple[Ids, Ints | None]
+Occurrences = tuple[Ids, Ints | None]
 """The block ids of one side, one for each occurrence, and what their slots add to the ids, or ``None``."""
 
 
@@ -159,7 +159,7 @@ def _span(pair: GroupPair, position: int) -> Range | None:
     return turn * pair.period + begin, turn * pair.period + end
 
 
-def _sums(ids: RunIds | TokenIds, taken: Sequence[Taken]) -> Ids | Ints:
+def _sums(ids: RunIds | TokenIds, taken: Sequence[Occurrences]) -> Ids | Ints:
     """``step * block id + sub`` of every occurrence, (2, 1, occurrences)."""
     blocks, sub = taken[0]
     rows = np.empty((2, 1, blocks.size if sub is None else sub.size), ids.base.dtype)
@@ -174,7 +174,7 @@ def _sums(ids: RunIds | TokenIds, taken: Sequence[Taken]) -> Ids | Ints:
 
 def _of_runs(
     groups: Sequence[Group], runs: RunIds, blocks: Sequence[Blocks], tokens: Range, sides: Sides
-) -> list[Taken] | None:
+) -> list[Occurrences] | None:
     """Block ids and slot terms of the runs that begin in ``tokens``: slices of the tables where blocks step evenly."""
     low, high = runs.before(tokens[0]), runs.before(tokens[1])
     if low >= high:
@@ -183,7 +183,7 @@ def _of_runs(
         return _of_runs_with_gaps(groups, runs, blocks, (low, high), sides)
     size = runs.starts.size
     (first, start), (last, stop) = divmod(low, size), divmod(high - 1, size)
-    found: list[Taken] = []
+    found: list[Occurrences] = []
     for group, side, table, name in zip(groups, runs.blocks, blocks, sides, strict=True):
         # The run numbered `low` begins in block `at`, the last one in block `to - 1`.
         skipped = first * side.num_blocks
@@ -204,7 +204,7 @@ def _of_runs(
 
 def _of_runs_with_gaps(
     groups: Sequence[Group], runs: RunIds, blocks: Sequence[Blocks], which: Range, sides: Sides
-) -> list[Taken] | None:
+) -> list[Occurrences] | None:
     """Block ids and slot terms of the runs with numbers in ``which`` whose blocks the destination has."""
     ours, size = runs.blocks[0], runs.starts.size
     at, to = (number // size * ours.num_blocks + ours.ordinal[number % size] for number in (which[0], which[1] - 1))
@@ -219,7 +219,7 @@ def _of_runs_with_gaps(
     if not run.size:
         return None
     turn, start = np.divmod(run, size)
-    found: list[Taken] = []
+    found: list[Occurrences] = []
     for group, side, table, name in zip(groups, runs.blocks, blocks, sides, strict=True):
         at = places(group.name, table, turn * side.num_blocks + side.ordinal[start], name)
         found.append((table.ids[at], None if side.sub is None else side.sub[start]))
@@ -228,7 +228,7 @@ def _of_runs_with_gaps(
 
 def _of_tokens(
     groups: Sequence[Group], one: TokenIds, blocks: Sequence[Blocks], tokens: Range, sides: Sides
-) -> list[Taken] | None:
+) -> list[Occurrences] | None:
     """Block ids and slot terms of every position in ``tokens`` for which the destination has a block."""
     if tokens[0] >= tokens[1]:
         return None
@@ -245,9 +245,9 @@ def _of_tokens(
 
 def _of_one_block_pair(
     groups: Sequence[Group], one: TokenIds, blocks: Sequence[Blocks], start: int, stop: int, sides: Sides
-) -> list[Taken] | None:
+) -> list[Occurrences] | None:
     """What :func:`_of_tokens` returns, by slices, if all positions are in one block of each side; else ``None``."""
-    found: list[Taken] = []
+    found: list[Occurrences] = []
     for group, sub, table, name in zip(groups, one.sub, blocks, sides, strict=True):
         ordinal, slot = divmod(start, slots(group))
         if slot + stop - start > slots(group) or table.scattered is not None:

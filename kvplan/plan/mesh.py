@@ -17,7 +17,15 @@ from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.specs import idle_pair
-from kvplan.plan.transfer import Known, TransferPlan, checked_names, checked_replicas, checked_workers, pair_of, shares
+from kvplan.plan.transfer import (
+    Planned,
+    TransferPlan,
+    checked_names,
+    checked_replicas,
+    checked_workers,
+    pair_of,
+    shares,
+)
 
 OPERATIONS: Final = ("READ", "WRITE")
 
@@ -88,7 +96,7 @@ def plan_mesh(
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
     sharing = checked_replicas(replicas)
-    reads, known = operation == "READ", Known()
+    reads, known = operation == "READ", Planned()
     near, far = (needy, holders) if reads else (holders, needy)
     idle = {worker.key: idle_pair(worker) for worker in far}
     pairs = {worker.key: dict(idle) for worker in near}

@@ -29,7 +29,7 @@ from kvplan.plan.runs import geometry_key, group_runs
 from kvplan.plan.sources import Sources
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
-Known = dict[tuple[Any, ...], tuple[tuple[GroupPair, ...], tuple[Ints, Ints], Ints]]
+Planned = dict[tuple[Any, ...], tuple[tuple[GroupPair, ...], tuple[Ints, Ints], Ints]]
 """Ids, rows and base offsets of pairs that are planned already, by the key of their geometry, for reuse."""
 
 MAX_REPLICAS: Final = 1 << 10
@@ -246,7 +246,7 @@ def plan_reads(
     """
     sources = checked_workers("remotes", remotes, local)
     skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-    pairs, known = {worker.key: idle_pair(worker) for worker in sources}, Known()
+    pairs, known = {worker.key: idle_pair(worker) for worker in sources}, Planned()
     for _, source, share in shares([local], sources, skipped, sharing):
         pairs[source.key] = pair_of(share, (local, source), 0, known)
     return TransferPlan("READ", local, sources, (), skipped, tuple(pairs.values()))
@@ -268,7 +268,7 @@ def plan_writes(
     destinations = checked_workers("remotes", remotes, local)
     others = checked_workers("siblings", siblings, local)
     skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-    pairs, known = {worker.key: idle_pair(worker) for worker in destinations}, Known()
+    pairs, known = {worker.key: idle_pair(worker) for worker in destinations}, Planned()
     for destination, source, share in shares(destinations, (local, *others), skipped, sharing):
         if source is local:
             pairs[destination.key] = pair_of(share, (destination, local), 1, known)
@@ -291,7 +291,7 @@ def shares(
             yield destination, offered.workers[source], share
 
 
-def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Known) -> Pair:
+def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Planned) -> Pair:
     """The pair of a destination and a source; ``local`` is the index of the local one in ``sides``.
 
     Pairs of equal geometry share ids and rows through ``known``.

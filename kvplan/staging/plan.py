@@ -35,7 +35,7 @@ from kvplan.plan.cells import Cell
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 from kvplan.plan.transfer import (
     SIDES,
-    Known,
+    Planned,
     TransferPlan,
     checked_names,
     checked_replicas,
@@ -213,7 +213,7 @@ class Shares:
         peers, others = checked_workers("remotes", remotes, local), checked_workers("siblings", siblings, local)
         skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
         reads, cells = operation == "READ", list[tuple[Worker, Sequence[Cell]]]()
-        pairs, known = {worker.key: idle_pair(worker) for worker in peers}, Known()
+        pairs, known = {worker.key: idle_pair(worker) for worker in peers}, Planned()
         destinations, sources = ((local,), peers) if reads else (peers, (local, *others))
         for destination, source, some in shares(destinations, sources, skipped, sharing):
             peer = source if reads else destination
@@ -230,7 +230,7 @@ class Shares:
         needed = [pools(peer, cells, side, whole) for peer, cells in self.cells]
         demands = [(pair[side], pool.block_bytes) for each in needed for pair, some in each.items() for pool in some]
         fitted = fit(demands, region.size_bytes)
-        places, known, peers = iter(fitted.places), Known(), list[StagedPeer]()
+        places, known, peers = iter(fitted.places), Planned(), list[StagedPeer]()
         for (peer, cells), pools_of in zip(self.cells, needed, strict=True):
             buffer = staging_buffer(local, peer, side, region.name, pools_of, places)
             mine = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
@@ -240,7 +240,7 @@ class Shares:
         return StagedPlan(self.direct, tuple(peers), fitted.num_positions)
 
 
-def _pair(operation: str, local: Worker, peer: Worker, cells: Sequence[Cell], known: Known) -> Pair:
+def _pair(operation: str, local: Worker, peer: Worker, cells: Sequence[Cell], known: Planned) -> Pair:
     """The pair of a worker and a peer that move these cells; ``known`` has what equal pairs share."""
     sides, near = ((local, peer), 0) if operation == "READ" else ((peer, local), 1)
     return pair_of(cells, sides, near, known)

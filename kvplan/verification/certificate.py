@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvplan.plan.rows import GroupPair, RunIds, Table, TokenIds
     from kvplan.plan.transfer import TransferPlan
 
-Terms = Callable[[int, Ints, Ints], "Ints | None"]
+TermsOf = Callable[[int, Ints, Ints], "Ints | None"]
 """What the positions of a series add to its ids, by side, block ordinals and slots; ``None`` if it cannot be right."""
 
 MAX_PARTS: Final = 1 << 25
@@ -273,7 +273,7 @@ class _Proof:
         kind: str,
         ids: RunIds | TokenIds,
         starts: Ints,
-        terms: Terms,
+        terms: TermsOf,
         sides: tuple[Pieces, Pieces],
         period: int,
     ) -> Ints:

@@ -12,7 +12,7 @@ import pytest
 from kvplan.describe import _overlap as overlap
 from kvplan.handshake import errors as findings
 from kvplan.handshake import messages, schema
-from kvplan.handshake.schema import Columns, Many, Node, Record
+from kvplan.handshake.schema import Columns, ListOf, Node, Record
 
 TEXT = (Path(__file__).parents[2] / "docs" / "handshake.md").read_text()
 LIMITS = re.findall(r"^\| (\d+) \| ", TEXT, re.MULTILINE)
@@ -20,7 +20,7 @@ LIMITS = re.findall(r"^\| (\d+) \| ", TEXT, re.MULTILINE)
 
 def keys(node: Node) -> Iterator[str]:
     """Every key that a message may have, outer keys first."""
-    if isinstance(node, Many):
+    if isinstance(node, ListOf):
         yield from keys(node.item)
     elif isinstance(node, Record | Columns):
         yield from node.fields

@@ -1,0 +1,88 @@
+"""One word, one meaning: a glossary that ends, names of plain English or of the field, and no name defined twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import kvplan
+from tests.pages import ROOT
+
+PACKAGE = Path(kvplan.__file__).parent
+MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+RULES = (ROOT / "docs" / "rules.md").read_text()
+GLOSSARY = re.findall(r"^\| ([a-z ]+) \| (.+) \|$", RULES.partition("## Glossary")[2], re.MULTILINE)[1:]
+
+MAX_TERMS = 25
+"""What a reader can learn in one sitting. A new term takes the place of another."""
+
+PLAIN = """
+    addresses advice advise align app arrays assembly asserts bind blockmap box bridges case cases certificate check
+    checks choice choices chunking cli cluster column columns command commands comparison completions config contract
+    copier copies copy cost cover decoding demo describe design diagram difference drawing encoding end error errors
+    executor executors explanation fake families family findings fit handshake header holding info integer interval job
+    kv labels layout layouts list llm lmcache local logical map match matrix memory mesh messages mismatch model models
+    move need network notice of option options overlap page panel parallel part peer picture pictures pieces pipeline
+    place placed placement plan pool pools problem proof ranges rank rates record report request requests result schema
+    search segments sglang shared shares show side sides sources staged status stored strategies strided suggestion svg
+    table tables tail tails template tensorrt testing text token transfer transmission trial trials verification
+    verifier vllm window work workspace
+"""
+"""Words of names beside those of the glossary: plain English, and the field's own."""
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a class or a module, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def forms(word: str) -> set[str]:
+    """A word and its plural."""
+    return {word, f"{word}s", f"{word[:-1]}ies"}
+
+
+def classes(tree: ast.Module) -> list[str]:
+    """The classes and type aliases of a module; an alias is a name in capitals and small letters."""
+    found = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id
+            found += [name] if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name) else []
+    return found
+
+
+def names() -> list[str]:
+    """The names of all classes, modules and folders."""
+    found = [node.name for tree in MODULES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return found + [part for path in MODULES for part in path.with_suffix("").parts if not part.startswith("__")]
+
+
+def test_the_glossary_ends() -> None:
+    """Each term has one line, and there are at most 25."""
+    terms = [term for term, _ in GLOSSARY]
+    assert 0 < len(terms) <= MAX_TERMS
+    assert len({*terms}) == len(terms)
+
+
+def test_names_are_plain_words() -> None:
+    """Every word of a class or a module is in the glossary, or in the list of plain words above."""
+    known = {*PLAIN.split(), "axes"}.union(*(forms(word) for term, _ in GLOSSARY for word in term.split()))
+    assert {word for name in names() for word in words_of(name)} - known == set()
+
+
+def test_the_list_of_plain_words_has_no_more_than_are_used() -> None:
+    """A word that no name has any more leaves the list."""
+    assert {*PLAIN.split()} - {word for name in names() for word in words_of(name)} == set()
+
+
+def test_no_name_is_defined_twice() -> None:
+    """One class or type alias has a name in the whole package, private ones included."""
+    times = Counter(name for tree in MODULES.values() for name in classes(tree))
+    assert [name for name, number in times.items() if number > 1] == []
+
+
+def test_a_name_defined_twice_would_be_found() -> None:
+    """Classes and aliases are found, constants are not."""
+    assert classes(ast.parse("Ints = 1\nMAX_ROWS = 2\nclass Row: pass\n_Key = 3")) == ["Row", "Ints", "_Key"]
