@@ -27,6 +27,8 @@ POOLS = (1 << 8, 1 << 12, 1 << 16, 1 << 20)
 REQUESTS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
 DESCRIPTORS = 1_000_000
 PEERS = 200
+BLOCK_SIZES = ((16, 64), (48, 32), (528, 400), (1023, 1024), (16, 4095))
+"""Of the source and of the destination."""
 
 
 def attention(layers: int) -> Model:
@@ -73,6 +75,19 @@ def bound(blocks: int) -> tuple[Callable[[], Any], int]:
     return lambda: plan.bind(local=ours, remote=theirs, tokens=(0, 16 * blocks), workspace=workspace), 80 * blocks
 
 
+def unequal(source: int, destination: int) -> tuple[float, float, int]:
+    """Seconds of planning and of binding a request of 8000 tokens between unequal block sizes, and its ids."""
+    model, tokens, random = attention(80), 8000, np.random.default_rng(1)
+    sizes = {"prefill": source, "decode": destination}
+    theirs, ours = (model.engine(name, tp=8, tokens_per_block=n, num_blocks=600)[0] for name, n in sizes.items())
+    planning = median(lambda local, *remotes: plan_reads(local, remotes), received(ours, theirs), rounds=5)
+    plan, workspace = plan_reads(ours, [theirs]), Workspace()
+    far, near = ({"attn": Blocks(random.permutation(600)[: -(-tokens // n)])} for n in sizes.values())
+    (spec,) = plan.bind(local=near, remote=far, tokens=(0, tokens))
+    binding = median(lambda: plan.bind(local=near, remote=far, tokens=(0, tokens), workspace=workspace), rounds=31)
+    return planning, binding, spec.local_ids.size
+
+
 def descriptors() -> float:
     """All descriptors of a request of scattered blocks."""
     bind, _ = bound(DESCRIPTORS // 80)
@@ -114,6 +129,10 @@ def main() -> None:
     bindings = [bound(blocks) for blocks in REQUESTS]
     by_ids = [median(bind, rounds=31) for bind, _ in bindings]
     print(f"bind, by ids {tuple(ids for _, ids in bindings)}: exponent {exponent(REQUESTS, by_ids):.2f}")
+    for source, destination in BLOCK_SIZES:
+        planning, binding, ids = unequal(source, destination)
+        figures = f"plan {planning * 1e3:.1f} ms, bind {binding * 1e6:.0f} us for {ids:,} ids"
+        print(f"blocks of {source} to {destination} tokens, 80 layers: {figures}")
     print(f"descriptors(), {DESCRIPTORS:,} of scattered blocks: {descriptors() * 1e3:.0f} ms")
     print(f"with_remotes, a peer of 80 layers: {peers() * 1e6:.0f} us")
 
