@@ -437,12 +437,12 @@ REFUSALS: tuple[Row, ...] = (
         lambda: read_view(parts=["dim"]),
     ),
     Row(
-        "AXES: cannot read the parts of view 'layers.0': expected axes that stand once in 'block token "
+        "AXES: cannot read the parts of view 'layers.0': expected axes that appear once in 'block token "
         "dim', got 'head'",
         lambda: read_view(parts={"head": (0, 4, 8)}),
     ),
     Row(
-        "AXES: cannot read the parts of view 'layers.0': expected axes that stand once in 'block dim dim', got 'dim'",
+        "AXES: cannot read the parts of view 'layers.0': expected axes that appear once in 'block dim dim', got 'dim'",
         lambda: read_view(pattern="block dim dim", parts={"dim": (0, 4, 8)}),
     ),
     Row(

@@ -155,7 +155,7 @@ def _parts(view: str, lengths: Mapping[str, int], names: Sequence[str], parts: A
             raise KVPlanError(
                 "AXES",
                 f"read the parts of view {view!r}",
-                expected=f"axes that stand once in {' '.join(names)!r}",
+                expected=f"axes that appear once in {' '.join(names)!r}",
                 got=shown(key),
                 axis=shown(key),
             )

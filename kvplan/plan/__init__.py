@@ -33,9 +33,9 @@ destination with one of the source, and the positions that are in both::
 
 >>> import numpy as np
 >>> from kvplan import Group
->>> from kvplan.plan.align import period, stand
+>>> from kvplan.plan.align import period, blocks_and_slots
 >>> groups = Group("attn", 48), Group("attn", 32)
->>> blocks, slots = stand(groups, np.array([0, 32, 48, 64]))  # of each side, where a block pair begins
+>>> blocks, slots = blocks_and_slots(groups, np.array([0, 32, 48, 64]))  # of each side, where a block pair begins
 >>> period(*groups), list(zip(*blocks.tolist()))
 (96, [(0, 0), (0, 1), (1, 1), (1, 2)])
 

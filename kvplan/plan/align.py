@@ -8,7 +8,7 @@
 >>> ours, theirs = Group("attn", 16), Group("attn", 48)
 >>> period(ours, theirs)
 48
->>> block, slot = stand((ours, theirs), np.array([0, 16, 47, 48]))
+>>> block, slot = blocks_and_slots((ours, theirs), np.array([0, 16, 47, 48]))
 >>> block.tolist(), slot.tolist()
 ([[0, 1, 2, 3], [0, 0, 0, 1]], [[0, 0, 15, 0], [0, 16, 47, 0]])
 """
@@ -73,7 +73,7 @@ def before(group: Group, position: int) -> int:
     return turn * run + min(max(rest - context.rank * run, 0), run)
 
 
-def stand(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
+def blocks_and_slots(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
     """The block ordinal and the slot of each position, in each group: two int64 arrays of shape (groups, positions).
 
     Every group must hold every position.

@@ -23,7 +23,7 @@ from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed, places
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, ends, local_index, position_of, reach, repeated, slots, stand
+from kvplan.plan.align import before, blocks_and_slots, ends, local_index, position_of, reach, repeated, slots
 from kvplan.plan.rows import GroupPair, RunIds, TokenIds
 
 Ids = npt.NDArray[np.int32]
@@ -237,7 +237,7 @@ def _of_tokens(
     ends_of = ends(one.carried, one.every, *tokens)
     if ends_of is None or not (position := _positions(groups[0], one, blocks[0], *ends_of)).size:
         return None
-    ordinals, slot = stand(groups, position)
+    ordinals, slot = blocks_and_slots(groups, position)
     each = zip(groups, blocks, ordinals, sides, strict=True)
     at = [places(group.name, table, which, side) for group, table, which, side in each]
     return [(table.ids[at[i]], one.sub[i][slot[i]]) for i, table in enumerate(blocks)]
@@ -275,13 +275,13 @@ def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shape
     Raises ``INT`` if an id does not fit 31 bits.
     """
     shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in parts])
-    number, start = sum([strands * each for strands, each in shapes]), 0
+    number, start = sum([runs * each for runs, each in shapes]), 0
     ids = np.empty((2, number), np.int32) if workspace is None else workspace.take(number)
-    for (base, rows), (strands, each) in zip(parts, shapes, strict=True):
+    for (base, rows), (runs, each) in zip(parts, shapes, strict=True):
         if base.itemsize > ids.itemsize:
             base, rows = _narrow(base, rows)
-        stop = start + strands * each
-        np.add(base, rows, ids[:, start:stop].reshape(2, strands, each))
+        stop = start + runs * each
+        np.add(base, rows, ids[:, start:stop].reshape(2, runs, each))
         start = stop
     return read_only(ids), shapes
 

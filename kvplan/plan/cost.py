@@ -21,7 +21,7 @@ from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import repeated, stand
+from kvplan.plan.align import blocks_and_slots, repeated
 from kvplan.plan.bind import split
 from kvplan.plan.rows import GroupPair, Table
 from kvplan.plan.runs import join
@@ -202,7 +202,7 @@ def _occurrences(pair: GroupPair, stop: int) -> Iterator[tuple[Ints, Sequence[In
                 )
             position = repeated(one.carried, one.every, begin, end)
             if position.size:
-                ordinal, slot = stand(pair.groups, position)
+                ordinal, slot = blocks_and_slots(pair.groups, position)
                 yield one.base, [*ordinal], [sub[where] for sub, where in zip(one.sub, slot, strict=True)]
 
 

@@ -27,7 +27,7 @@ from kvplan._arrays import Ints, distinct, heads, numbered, read_only
 from kvplan._checks import ID_END
 from kvplan.describe.views import Group, Region
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import slots, stand
+from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 
 Descriptors = npt.NDArray[np.uint64]
@@ -189,7 +189,7 @@ def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Int
     for side in (0, 1):
         of_runs = [(_columns(0, each.runs, side), each.runs.offset[side][:, None]) for each in found]
         of_slots = [(_columns(1, one.runs, side), _slot_offsets(groups[side], one, side)) for groups, one in tokens]
-        side_rows, side_ids = place([*of_runs, *of_slots])
+        side_rows, side_ids = assign_rows([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
     dtype = np.int32 if max(side_rows[:, 4].sum() for side_rows in rows) <= ID_END else np.int64
@@ -204,20 +204,20 @@ def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Int
     return tuple(made), (rows[0], rows[1])
 
 
-def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
+def assign_rows(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     """Assigns runs to rows, by rule T2.
 
     A job is two arrays: (5, n) with kind, region, block stride, number of blocks and length of each run, and (n, m)
     with its offsets in block 0. Runs of different kinds share no row. Returns the rows, (r, 5): region, offset, length,
     stride, count; and for each job (2, n, m): the id of each offset in block 0, and the step of that id per block.
 
-    >>> alike = np.array([[0], [0], [16384], [100], [4096]])
-    >>> rows, (ids,) = place([(alike, np.array([[0, 4096, 8192, 12288]]))])
+    >>> pieces = np.array([[0], [0], [16384], [100], [4096]])
+    >>> rows, (ids,) = assign_rows([(pieces, np.array([[0, 4096, 8192, 12288]]))])
     >>> rows.tolist(), ids.tolist()
     ([[0, 0, 4096, 4096, 400]], [[[0, 1, 2, 3]], [[4, 4, 4, 4]]])
     """
     # Runs with equal columns form a candidate row each: `group` is the number of its candidate, for every offset.
-    columns = np.concatenate([alike for alike, _ in jobs], axis=1)
+    columns = np.concatenate([runs for runs, _ in jobs], axis=1)
     order = np.lexsort(columns[::-1])
     ordered = columns[:, order]
     start = heads((ordered[:, 1:] == ordered[:, :-1]).all(0))
@@ -231,18 +231,18 @@ def place(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     # its block stride; `used` counts its distinct offsets, which are the ids in use for each block.
     order = np.lexsort((offset, group))
     group, offset = group[order], offset[order]
-    alike, same = group[1:] == group[:-1], offset[1:] == offset[:-1]
-    start = heads(alike)
+    goes_on, same = group[1:] == group[:-1], offset[1:] == offset[:-1]
+    start = heads(goes_on)
     block_step = np.where(blocks > 1, stride, 0)
     step = np.gcd(np.gcd.reduceat(offset - offset[start][group], start), block_step)
     step = np.where(step == 0, length, step)
-    used = np.bincount(group[heads(alike & same)])
+    used = np.bincount(group[heads(goes_on & same)])
     one_row = (step >= length) & (block_step <= step * used * MAX_IDS_PER_USED)
     step = np.where(one_row, step, np.maximum(block_step, length))
     per_block = np.where(one_row, block_step // step, 1)
 
     # A row begins with each candidate, and with each new offset of a candidate that is not one row.
-    first = heads(alike & (one_row[group[1:]] | same))
+    first = heads(goes_on & (one_row[group[1:]] | same))
     row, of = numbered(first, order.size), group[first]
     sub = (offset - offset[first][row]) // step[group]
     count = (blocks[of] - 1) * per_block[of] + np.maximum.reduceat(sub, first) + 1
@@ -269,7 +269,7 @@ def _slot_offsets(group: Group, one: TokenRuns, side: int) -> Ints:
             got=f"{start.size} runs of {size} slots",
             group=group.name,
             tokens_per_block=size,
-            strands=start.size,
+            runs=start.size,
         )
     offsets: Ints = np.add.outer(start, one.token[side].at(np.arange(size)))
     return offsets
@@ -306,9 +306,12 @@ def _run_ids(found: GroupRuns, ids: Ints, dtype: type) -> Iterator[RunIds]:
             begins = first[which]
             starts = found.position[runs[begins]]
             sub: Ints = (base[:, runs[begins]] - base[:, runs[begins[:1]]]).astype(dtype)
+            ordinals, _ = blocks_and_slots(found.groups, starts)
             sides = [
                 _period_blocks(group, ordinal, found.period, more)
-                for group, ordinal, more in zip(found.groups, stand(found.groups, starts)[0], sub, strict=True)
+                for group, ordinal, more in zip(
+                    found.groups, blocks_and_slots(found.groups, starts)[0], sub, strict=True
+                )
             ]
             of_first: Ints = base[:, runs[begins[0] : begins[0] + size], None].astype(dtype, order="C")
             yield RunIds(of_first, (int(steps[0]), int(steps[1])), starts, found.period, (sides[0], sides[1]))

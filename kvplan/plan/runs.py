@@ -26,7 +26,7 @@ from kvplan._arrays import Ints, distinct, heads
 from kvplan.describe.axes import Segments
 from kvplan.describe.views import TOKEN, Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import period, position_of, slots, stand
+from kvplan.plan.align import blocks_and_slots, period, position_of, slots
 from kvplan.plan.cells import Cell
 
 MAX_LISTED: Final = 1 << 20
@@ -266,7 +266,7 @@ def block_pairs(groups: Sequence[Group], carried: Ints, every: int, positions: i
     inside = (of >= 0) & (position < stop[of])
     count = np.minimum(np.append(position[1:], positions), stop[of]) - position
     position = position[inside]
-    return BlockPairs(position, count[inside], *stand(groups, position))
+    return BlockPairs(position, count[inside], *blocks_and_slots(groups, position))
 
 
 def _continues(token: Segments, length: int) -> bool:

@@ -180,9 +180,9 @@ class Sources:
             worker = self.workers[members[0]]
             for name, views in worker.tensors.items():
                 before = self.views.get(name, ())
-                alike = (members[0], len(before), tuple([worker.geometry_of[view] for view in views]))
+                equal = (members[0], len(before), tuple([worker.geometry_of[view] for view in views]))
                 self.views[name] = before + views
-                kinds[name] = (*kinds.get(name, ()), alike)
+                kinds[name] = (*kinds.get(name, ()), equal)
         by_first = {members[0]: members for members in cohorts.values()}
         made = {kind: self._holding(kind, by_first) for kind in dict.fromkeys([(), *kinds.values()])}
         self._nobody = made[()]

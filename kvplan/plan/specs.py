@@ -96,18 +96,17 @@ class ReadSpec:
             rows.append(np.concatenate(each))
             places.append(np.concatenate(place))
         times = np.concatenate([np.full(first.size, along.size) for (first, along), _ in parts])
-        strand = np.repeat(np.arange(times.size), times)
+        run = np.repeat(np.arange(times.size), times)
         if (places[0][1:] < places[0][:-1]).any():
             order = np.argsort(places[0], kind="stable")
-            places, strand = [side[order] for side in places], strand[order]
-        length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][strand]
+            places, run = [side[order] for side in places], run[order]
+        length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][run]
         goes_on = np.logical_and(*(side[:-1] + length[:-1] == side[1:] for side in places))
         if goes_on.any():
             first = heads(goes_on)
-            places, strand, length = [side[first] for side in places], strand[first], np.add.reduceat(length, first)
+            places, run, length = [side[first] for side in places], run[first], np.add.reduceat(length, first)
         local, remote = (
-            table.descriptors(place, length, row, strand)
-            for table, place, row in zip(tables, places, rows, strict=True)
+            table.descriptors(place, length, row, run) for table, place, row in zip(tables, places, rows, strict=True)
         )
         return local, remote
 

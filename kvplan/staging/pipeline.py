@@ -49,7 +49,7 @@ class Copier(Protocol):
 
 @attrs.frozen(eq=False)
 class FakeCopier:
-    """The :class:`Copier` of a chunker in fake memory. Copies are done as soon as they begin."""
+    """The :class:`Copier` of a worker in fake memory. Copies are done as soon as they begin."""
 
     memory: FakeMemory
     key: Key

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvplan import Context, Group
-from kvplan.plan.align import cycle, ends, holds, period, reach, repeated, stand
+from kvplan.plan.align import blocks_and_slots, cycle, ends, holds, period, reach, repeated
 
 GROUPS = [
     Group("g", tokens, Context(rank, size, interleave))
@@ -27,7 +27,7 @@ def test_a1_a2_positions_stand_where_counting_puts_them(group):
     expected = by_hand(group, 60)
     position = np.arange(60)
     position = position[holds(group, position)]
-    block, slot = stand([group], position)
+    block, slot = blocks_and_slots([group], position)
     found = {p: (b, s) for p, b, s in zip(position.tolist(), block[0].tolist(), slot[0].tolist(), strict=True)}
     assert found == expected
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvplan import Group, KVPlanError, Model, plan_reads
-from kvplan.plan.rows import _run_ids, place
+from kvplan.plan.rows import _run_ids, assign_rows
 from kvplan.plan.runs import GroupRuns, Runs
 from tests.small import HEAD_BYTES, engine
 
@@ -27,7 +27,7 @@ def expanded(rows):
 @pytest.mark.parametrize("stride", [256, 320, 300])
 def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
     """T2, T3: ``id + step * block`` is, for every block, the id of the same offset in that block."""
-    rows, (ids,) = place([job(offsets, stride=stride)])
+    rows, (ids,) = assign_rows([job(offsets, stride=stride)])
     where = expanded(rows)
     for offset, first, step in zip(offsets, *ids[..., 0].tolist(), strict=True):
         assert [where[first + step * block] for block in range(10)] == [offset + stride * block for block in range(10)]
@@ -35,31 +35,31 @@ def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
 
 def test_t2_dense_pieces_are_one_row():
     """T2: four pieces that fill a block are one row with four counts per block."""
-    rows, _ = place([job([0, 64, 128, 192])])
+    rows, _ = assign_rows([job([0, 64, 128, 192])])
     assert rows.tolist() == [[0, 0, 64, 64, 40]]
 
 
 def test_t2_a_step_shorter_than_the_bytes_is_never_taken():
     """T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
-    rows, _ = place([job([0, 100])])
+    rows, _ = assign_rows([job([0, 100])])
     assert rows.tolist() == [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]
 
 
 def test_t2_a_row_ends_with_the_last_byte_it_needs():
     """T2: offsets 0 and 64 of a block of 256 leave the last block's second half out of the count."""
-    rows, _ = place([job([0, 64], stride=256, blocks=3)])
+    rows, _ = assign_rows([job([0, 64], stride=256, blocks=3)])
     assert rows.tolist() == [[0, 0, 64, 64, 10]]
 
 
 def test_t2_equal_bytes_share_an_id():
     """T2: two strands that read the same bytes of a source use the same row."""
-    _, (a, b) = place([job([0, 128]), job([128])])
+    _, (a, b) = assign_rows([job([0, 128]), job([128])])
     assert b[:, 0, 0].tolist() == a[:, 1, 0].tolist()
 
 
 def test_t1_one_block_needs_no_stride():
     """T2: a pool of one block is rows of one descriptor each, whatever its block stride."""
-    rows, (ids,) = place([job([0, 100], stride=0, blocks=1)])
+    rows, (ids,) = assign_rows([job([0, 100], stride=0, blocks=1)])
     assert expanded(rows) == [0, 100]
     assert ids[0, :, 0].tolist() == [0, 1]
 
@@ -100,7 +100,7 @@ def test_plans_survive_pickling():
 
 def test_t2_a_row_of_mostly_unused_ids_is_split():
     """T2: two values at the start of a block of a mebibyte are two rows of a hundred ids, not one of fifty million."""
-    rows, (ids,) = place([job([0, 2], length=2, stride=1 << 20, blocks=100)])
+    rows, (ids,) = assign_rows([job([0, 2], length=2, stride=1 << 20, blocks=100)])
     assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
     assert ids[..., 0].tolist() == [[0, 100], [1, 1]]
 
@@ -197,7 +197,7 @@ def test_t3_runs_are_in_the_destinations_order():
 
 
 def rows_of(*jobs):
-    rows, _ = place(list(jobs))
+    rows, _ = assign_rows(list(jobs))
     return rows.tolist()
 
 
@@ -236,7 +236,7 @@ def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
     monkeypatch.setattr("kvplan.plan.rows.MAX_ROWS", 31)
     with pytest.raises(KVPlanError, match="expected at most 31 of all runs, got 8 runs of 4 slots") as caught:
         plan_reads(ours, theirs)
-    assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "strands": 8}
+    assert dict(caught.value.details) == {"group": "attn", "tokens_per_block": 4, "runs": 8}
 
 
 def test_t3_starts_of_unequally_many_runs_are_series_of_their_own():
