@@ -309,9 +309,7 @@ def _run_ids(found: GroupRuns, ids: Ints, dtype: type) -> Iterator[RunIds]:
             ordinals, _ = blocks_and_slots(found.groups, starts)
             sides = [
                 _period_blocks(group, ordinal, found.period, more)
-                for group, ordinal, more in zip(
-                    found.groups, blocks_and_slots(found.groups, starts)[0], sub, strict=True
-                )
+                for group, ordinal, more in zip(found.groups, ordinals, sub, strict=True)
             ]
             of_first: Ints = base[:, runs[begins[0] : begins[0] + size], None].astype(dtype, order="C")
             yield RunIds(of_first, (int(steps[0]), int(steps[1])), starts, found.period, (sides[0], sides[1]))
