@@ -49,7 +49,7 @@ def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequ
     >>> chunk = Chunk(metadata=meta, raw_data=allocator.paged_buffers[2], parent_allocator=allocator)
     >>> worker = from_lmcache(Model.shipped("qwen3-0.6b").with_dtypes("float16"), RankInfo("cache"), chunk)
     >>> print(worker.views[1].num_blocks, *worker.views[1].axes[:3], sep="; ")
-    3; kv [0, 2) of 2 step 14680064; token [0, 256) of 256 step 2048; head [0, 8) of 8 step 256
+    3; kv [0, 2) of 2 stride 14680064; token [0, 256) of 256 stride 2048; head [0, 8) of 8 stride 256
     """
     assembly, meta = Assembly(model, info), chunk.metadata
     shapes = [tuple(shape) for shape in meta.shapes or [meta.shape]]

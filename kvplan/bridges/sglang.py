@@ -48,7 +48,7 @@ def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
     >>> print(worker)
     decode/0: 56 views of 28 tensors in 56 regions, 1 group
     >>> print(*worker.views[1].axes, sep="; ")
-    token [0, 16) of 16 step 1024; head [4, 8) of 8 step 256; kv [1, 2) of 2 step 0; dim [0, 128) of 128 step 2
+    token [0, 16) of 16 stride 1024; head [4, 8) of 8 stride 256; kv [1, 2) of 2 stride 0; dim [0, 128) of 128 stride 2
     """
     assembly = Assembly(model, info)
     for part, layers in _parts(pool):

@@ -39,7 +39,7 @@ def from_tensorrt_llm(model: Model, info: RankInfo, kv_cache_manager: Any, kv_la
     >>> model = Model.shipped("qwen3-0.6b").with_dtypes("float16")
     >>> worker = from_tensorrt_llm(model, RankInfo("prefill", tp_rank=1, tp=2), Manager(), "HND")
     >>> print(worker, worker.views[0].axes[1], sep="; ")
-    prefill/0: 28 views of 28 tensors in 1 region, 1 group; head [4, 8) of 8 step 8192
+    prefill/0: 28 views of 28 tensors in 1 region, 1 group; head [4, 8) of 8 stride 8192
     """
     if kv_layout not in PATTERNS:
         raise differ("LAYOUT", "read a pool of TensorRT-LLM", f"one of {', '.join(PATTERNS)}", repr(kv_layout))

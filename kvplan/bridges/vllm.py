@@ -40,7 +40,7 @@ def from_vllm(model: Model, info: RankInfo, kv_cache_config: Any, kv_caches: Map
     >>> model = Model.shipped("qwen3-0.6b").with_dtypes("float16")
     >>> worker = from_vllm(model, RankInfo("prefill", rank=1, tp_rank=1, tp=2), config, caches)
     >>> print(worker.views[27].name, *worker.views[27].axes[:2], sep="; ")
-    layers.27.attn; head [4, 8) of 8 step 512; token [0, 16) of 16 step 2048
+    layers.27.attn; head [4, 8) of 8 stride 512; token [0, 16) of 16 stride 2048
     """
     assembly = Assembly(model, info)
     placed = {name: (tensor, i) for tensor in kv_cache_config.kv_cache_tensors for i, name in enumerate(tensor.layers)}

@@ -9,10 +9,10 @@ coordinate on which the byte offset grows by a constant stride.
 
 >>> kernel = (Axis("token", 0, 3, 3, 8192), Axis("token", 0, 16, 16, 256))
 >>> print(segments(kernel))
-[0, 16) at 0 step 256, [16, 32) at 8192 step 256, [32, 48) at 16384 step 256
+[0, 16) at 0 stride 256, [16, 32) at 8192 stride 256, [32, 48) at 16384 stride 256
 >>> dense = (Axis("token", 0, 3, 3, 4096), Axis("token", 0, 16, 16, 256))
 >>> print(segments(dense))
-[0, 48) at 0 step 256
+[0, 48) at 0 stride 256
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Axis:
     meaningful stride; it is stored as 0.
 
     >>> print(Axis("head", 4, 8, 8, 4096))
-    head [4, 8) of 8 step 4096
+    head [4, 8) of 8 stride 4096
     """
 
     name: str
@@ -71,7 +71,7 @@ class Axis:
         return self.stop - self.start
 
     def __str__(self) -> str:
-        return f"{self.name} [{self.start}, {self.stop}) of {self.size} step {self.stride_bytes}"
+        return f"{self.name} [{self.start}, {self.stop}) of {self.size} stride {self.stride_bytes}"
 
 
 @attrs.frozen(eq=False)
@@ -135,7 +135,7 @@ class Segments:
 
     def __str__(self) -> str:
         rows = zip(self.start, self.stop, self.offset, self.stride, strict=True)
-        return ", ".join(f"[{a}, {b}) at {offset} step {stride}" for a, b, offset, stride in rows)
+        return ", ".join(f"[{a}, {b}) at {offset} stride {stride}" for a, b, offset, stride in rows)
 
 
 def segments(digits: Sequence[Axis]) -> Segments:

@@ -84,7 +84,8 @@ def view_of(
     >>> view = view_of(cache, "block kv head token dim", name="layers.0.attn", group="attn",
     ...                region=region_of(cache), parts={"head": (4, 8, 8)})
     >>> print(*view.axes, sep="; ")
-    kv [0, 2) of 2 step 16384; head [4, 8) of 8 step 4096; token [0, 16) of 16 step 256; dim [0, 128) of 128 step 2
+    kv [0, 2) of 2 stride 16384; head [4, 8) of 8 stride 4096; token [0, 16) of 16 stride 256;
+    dim [0, 128) of 128 stride 2
     """
     for what, value, kind in (("name", name, str), ("region", region, Region), ("pattern", pattern, str)):
         if not isinstance(value, kind):

@@ -52,7 +52,8 @@ class Model:
     >>> print(worker)
     prefill/1: 32 views of 32 tensors in 1 region, 1 group
     >>> print(*worker.views[31].axes, sep="; ")
-    token [0, 16) of 16 step 1024; head [2, 4) of 8 step 512; kv [0, 2) of 2 step 256; dim [0, 128) of 128 step 2
+    token [0, 16) of 16 stride 1024; head [2, 4) of 8 stride 512; kv [0, 2) of 2 stride 256;
+    dim [0, 128) of 128 stride 2
     """
 
     name: str

@@ -92,7 +92,7 @@ class RankPart:
     >>> from kvplan.models.tensors import attention
     >>> local = RankPart(1, 2, {"attn": 16}).tensor(attention(8, 128)[0])
     >>> print(*local.axes, sep="; ")
-    kv [0, 2) of 2 step 0; head [4, 8) of 8 step 0; dim [0, 128) of 128 step 0; token [0, 16) of 16 step 0
+    kv [0, 2) of 2 stride 0; head [4, 8) of 8 stride 0; dim [0, 128) of 128 stride 0; token [0, 16) of 16 stride 0
     """
 
     rank: int

@@ -42,7 +42,8 @@ def place(
     >>> layers = [Page.of(LocalTensor(f"layers.{i}.attn", "attn", "bfloat16", axes)) for i in range(2)]
     >>> views, sizes = place(Layout("BLNHC"), "pool", layers, num_blocks=100)
     >>> print(*views[1].axes, sep="; ")
-    token [0, 16) of 16 step 2048; head [4, 8) of 8 step 512; kv [0, 2) of 2 step 256; dim [0, 128) of 128 step 2
+    token [0, 16) of 16 stride 2048; head [4, 8) of 8 stride 512; kv [0, 2) of 2 stride 256;
+    dim [0, 128) of 128 stride 2
     >>> views[1].offset_bytes, views[1].block_stride_bytes, sizes
     (32768, 65536, {'pool': 6553600})
     """

@@ -153,8 +153,9 @@ class BlockMap:
     def facts(self) -> str:
         """How many equal layers, bytes and blocks there are."""
         layers = f"one of {len(self.places)} equal layers, " if len(self.places) > 1 else ""
-        blocks = f"each of {count(self.num_blocks, 'block')} of group {self.group.name}, step {self.block_stride_bytes}"
-        return f"{layers}{count(sum(view.block_bytes for view in self.views), 'byte')} in {blocks}"
+        blocks = f"each of {count(self.num_blocks, 'block')} of group {self.group.name}"
+        held = count(sum(view.block_bytes for view in self.views), "byte")
+        return f"{layers}{held} in {blocks}, stride {self.block_stride_bytes}"
 
     @property
     def layer(self) -> tuple[str, int | None]:

@@ -62,10 +62,10 @@ def explain(value: object, *, detail: Detail = "workers") -> str:
     decode/1: 2 views of 2 tensors in 2 regions, 1 group
       group attn: 16 tokens per block
       regions kv.0-1: 1.562 MiB each, DRAM 0, the first at 0x20000000000
-      views layers.0-1.k in group attn: bfloat16, 16384 bytes in each of 100 blocks, step 16384
-        head [4, 8) of 8 step 4096
-        token [0, 16) of 16 step 256
-        dim [0, 128) of 128 step 2
+      views layers.0-1.k in group attn: bfloat16, 16384 bytes in each of 100 blocks, stride 16384
+        head [4, 8) of 8 stride 4096
+        token [0, 16) of 16 stride 256
+        dim [0, 128) of 128 stride 2
     >>> plan = plan_reads(decode, [worker("prefill", 4, rank) for rank in range(4)])
     >>> print(explain(plan))
     decode/1 reads from 2 of 4 workers: 25872 ids in 8 local rows
@@ -146,7 +146,7 @@ def _views(views: Sequence[View], rows: bool) -> Iterator[str]:
     """Views that differ in name and place only."""
     first = views[0]
     where = f" at byte {first.offset_bytes} of region {first.region}" if rows else ""
-    held = f"{first.block_bytes} bytes in each of {count(first.num_blocks, 'block')}, step {first.block_stride_bytes}"
+    held = f"{first.block_bytes} bytes in each of {count(first.num_blocks, 'block')}, stride {first.block_stride_bytes}"
     name = f"view{'s' * (len(views) > 1)} {fold(view.name for view in views)}"
     yield f"{name} in group {first.group}{where}: {first.dtype}, {held}"
     yield from _indented(map(str, first.axes))

@@ -92,7 +92,7 @@ def show(
     >>> prefill, decode = model.engine("prefill", tp=8), model.engine("decode", tp=4, layout="BLNHC")
     >>> print(show(decode[1]))
     layers.0-79.attn
-    one of 80 equal layers, 16384 bytes in each of 4096 blocks of group attn, step 1310720
+    one of 80 equal layers, 16384 bytes in each of 4096 blocks of group attn, stride 1310720
     layer │ 0                                    │ 1    │ 2    │ ···│ 79     │
     token │ 0            │ 1   │ 2   │ ···│ 15   │      │      │    │        │
     head  │ 2       │ 3  │     │     │    │      │      │      │    │        │

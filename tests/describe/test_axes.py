@@ -102,7 +102,7 @@ def test_at_gives_the_offset_of_a_coordinate(digits: tuple[Axis, ...]) -> None:
 
 def test_kernel_blocks_of_one_stride_are_one_segment() -> None:
     """Kernel blocks without a gap between them are one interval of slots."""
-    assert str(segments((Axis("token", 0, 33, 33, 4096), Axis("token", 0, 16, 16, 256)))) == "[0, 528) at 0 step 256"
+    assert str(segments((Axis("token", 0, 33, 33, 4096), Axis("token", 0, 16, 16, 256)))) == "[0, 528) at 0 stride 256"
 
 
 def test_no_digits_are_one_slot() -> None:
@@ -158,7 +158,7 @@ def test_repr_evaluates_back_and_str_is_the_notation() -> None:
     """``repr`` is an expression for the axis, ``str`` what people read."""
     axis = Axis("head", 4, 8, 8, 4096)
     assert eval(repr(axis)) == axis
-    assert str(axis) == "head [4, 8) of 8 step 4096"
+    assert str(axis) == "head [4, 8) of 8 stride 4096"
 
 
 def test_axes_pickle_and_hash() -> None:

@@ -321,7 +321,7 @@ def test_states_and_attention_live_side_by_side() -> None:
     assert [(g.name, g.tokens_per_block) for g in first.groups] == [("mamba", None), ("attn", 16)]
     assert [view.name for view in first.views] == ["layers.0.ssm", "layers.2.ssm", "layers.1.attn"]
     assert {view.dtype for view in first.views} == {"float32", "float16"}
-    assert str(first.views[0].axes[0]) == "channel [4, 8) of 16 step 16"
+    assert str(first.views[0].axes[0]) == "channel [4, 8) of 16 stride 16"
 
 
 OF_KIND: dict[str, Layer] = {

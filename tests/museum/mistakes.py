@@ -44,7 +44,7 @@ def holding(worker: Worker, head: int, heads: int) -> Worker:
 
     >>> from tests.small import engine
     >>> print(*holding(engine("decode", 4)[1], 3, 4).views[0].axes, sep="; ")
-    kv [0, 2) of 2 step 8; head [3, 4) of 4 step 0; token [0, 4) of 4 step 16; dim [0, 4) of 4 step 2
+    kv [0, 2) of 2 stride 8; head [3, 4) of 4 stride 0; token [0, 4) of 4 stride 16; dim [0, 4) of 4 stride 2
     """
     return with_axis(worker, "head", start=head, stop=head + 1, size=heads)
 

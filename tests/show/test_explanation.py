@@ -65,7 +65,7 @@ TEXTS = [
     ),
     (
         View("k", "attn", "kv", "uint8", [Axis("token", 0, 4, 4, 1)], 1, 0),
-        "view k in group attn: uint8, 4 bytes in each of 1 block, step 0\n  token [0, 4) of 4 step 1",
+        "view k in group attn: uint8, 4 bytes in each of 1 block, stride 0\n  token [0, 4) of 4 stride 1",
     ),
     (Blocks([4, 9], first=3), "blocks [3, 5) of a request: ids 4, 9"),
     (Blocks(range(8)), "blocks [0, 8) of a request: ids 0, 1, 2, 3, 4, 5, 6, 7"),
@@ -77,11 +77,11 @@ TEXTS = [
         "decode/0: 2 views of 2 tensors in 2 regions, 1 group\n"
         "  group attn: 8 tokens per block\n"
         "  regions kv.0-1: 5120 bytes each, DRAM 0, the first at 0x10000000000\n"
-        "  views layers.0-1 in group attn: bfloat16, 512 bytes in each of 10 blocks, step 512\n"
-        "    kv [0, 2) of 2 step 8\n"
-        "    head [0, 4) of 4 step 128\n"
-        "    token [0, 8) of 8 step 16\n"
-        "    dim [0, 4) of 4 step 2",
+        "  views layers.0-1 in group attn: bfloat16, 512 bytes in each of 10 blocks, stride 512\n"
+        "    kv [0, 2) of 2 stride 8\n"
+        "    head [0, 4) of 4 stride 128\n"
+        "    token [0, 8) of 8 stride 16\n"
+        "    dim [0, 4) of 4 stride 2",
     ),
     (Worker("e", 0, [], [], []), "e/0: 0 views of 0 tensors in 0 regions, 0 groups"),
     (
@@ -334,7 +334,7 @@ def test_a_worker_has_every_region_and_view() -> None:
     ]
     titles = [text.partition(":")[0] for text in lines if text.startswith("  view")]
     assert titles == [f"  view layers.{i} in group attn at byte 0 of region kv.{i}" for i in (0, 1)]
-    assert lines.count("    head [0, 4) of 4 step 128") == len(worker.views)
+    assert lines.count("    head [0, 4) of 4 stride 128") == len(worker.views)
     large = Worker("e", 0, [Region("kv", 0, (1 << 20) + 1)], [], [])
     assert "region kv: 1048577 bytes," in explain(large, detail="rows")
     assert "region kv: 1 MiB," in explain(large)

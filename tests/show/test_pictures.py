@@ -449,7 +449,7 @@ def test_both_halves_of_a_cache_are_opened() -> None:
     """Where K and V are far apart, the first, the second and the last token of both are shown, with all heads."""
     assert show(halves("e", 0, 3, 16, 10)).text == text("""
         layers.0.attn
-        1024 bytes in each of 10 blocks of group attn, step 512
+        1024 bytes in each of 10 blocks of group attn, stride 512
         kv    │ K                                          │ ░  │ V                                                  │
         token │ 0       │ 1       │ 2       │ ···│ 15      │    │ 0         │ 1         │ 2         │ ···│ 15        │
         head  │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │    │ 0  │ 1  │    │ 0   │ 1   │ 0   │ 1   │ 0   │ 1   │    │ 0   │ 1   │
