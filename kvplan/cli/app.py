@@ -69,7 +69,8 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     return 2
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """The version of the installed package."""
     try:
         return metadata.version("kvplan")
     except metadata.PackageNotFoundError:
@@ -82,7 +83,7 @@ def _version() -> str:
     invoke_without_command=True,
     epilog=EPILOG,
 )
-@click.version_option(_version())
+@click.version_option(installed_version())
 @click.pass_context
 def kvplan(context: click.Context) -> int:
     """Plan how a request's KV cache moves between engines of any layout, and verify it byte for byte."""

@@ -11,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ import click
 import pytest
 
 from kvplan import Model, decode, encode, explain, plan_mesh
-from kvplan.cli import demo, matrix, trials
+from kvplan.cli import app, demo, matrix, trials
 from kvplan.cli.app import kvplan
 from kvplan.cli.options import WIDTH, print_lines
 from kvplan.cli.sides import EngineOptions
@@ -633,3 +634,13 @@ def test_the_progress_bar_respects_no_color(no_color: dict[str, str]) -> None:
 def test_a_pipe_gets_no_bar(environment: dict[str, str]) -> None:
     """If stderr is no terminal nothing is written there, also if colour is forced."""
     assert process(*TWO_ENGINES, **environment).stderr == ""
+
+
+def test_the_version_of_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kvplan runs from its sources, ``--version`` says that it is not installed."""
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert app.installed_version() == "not installed"

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvplan import Blocks, KVPlanError, Worker, plan_mesh, plan_reads
+from kvplan import Blocks, KVPlanError, Worker, plan_mesh, plan_reads, plan_writes
 from kvplan.show import Picture, show
 from tests.conftest import Cli
 from tests.pages import commands, wrong_prints
@@ -46,6 +46,14 @@ def test_a_request_has_block_ids() -> None:
     assert [[cell.strip() for cell in row] for row in blocks] == [["0 (id 4)", "1 (id 9)"], ["0 (id 7)"]]
     assert all(f">{label}<" in picture.svg for label in ("0 (id 4): positions 0-3", "1 (id 9): positions 4-7"))
     assert not any("(id " in text for text in (show(plan).text, show(plan).svg))
+
+
+def test_a_writers_request_has_the_positions_of_its_destination() -> None:
+    """The picture of a writer begins with the blocks that the destination receives."""
+    plan = plan_writes(engine("prefill")[0], engine("decode", tokens=8))
+    picture = show(plan, local={"attn": Blocks([4, 9, 2])}, remote={"attn": Blocks([7], first=1)}, tokens=(8, 11))
+    assert "positions [8, 11) of" in picture.text
+    assert "1 (id 7)" in picture.text
 
 
 @pytest.mark.parametrize("side, given", [("local", {"tokens": (0, 4)}), ("remote", {"local": {"attn": Blocks([7])}})])

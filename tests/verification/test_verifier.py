@@ -608,3 +608,22 @@ def test_reports_of_several_workers_add_up() -> None:
     both = Report.of([one, other])
     assert (both.num_bytes, both.num_descriptors, both.num_workers) == (12, 3, 2)
     assert (both.checked, both.failures) == (("VALUE",), (("OWN", "far off"),))
+
+
+def test_a_source_needs_no_table_of_a_group_that_nothing_is_read_from():
+    """A source may keep a tensor in two groups; the plan reads from the first, and a request names that one alone."""
+    (ours,), (theirs,) = engine("d"), engine("p")
+    again = [attrs.evolve(view, group="again", region=f"{view.region}.again") for view in theirs.views]
+    regions = [
+        attrs.evolve(region, name=f"{region.name}.again", address=region.address + (1 << 30))
+        for region in theirs.regions
+    ]
+    both = attrs.evolve(
+        theirs,
+        regions=[*theirs.regions, *regions],
+        groups=[*theirs.groups, Group("again", theirs.groups[0].tokens_per_block)],
+        views=[*theirs.views, *again],
+    )
+    tables = {"attn": Blocks([3])}
+    report = verify(plan_reads(ours, [both]), local=tables, remote=tables, tokens=(0, 4))
+    assert report.ok, str(report)
