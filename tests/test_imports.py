@@ -93,6 +93,13 @@ def test_import_loads_only_numpy_and_attrs() -> None:
     assert loaded - sys.stdlib_module_names - DEPENDENCIES == {"kvplan"}
 
 
+def test_import_loads_no_annex() -> None:
+    """``import kvplan`` loads no bridges, staging, pictures, command line or tests; ``explain`` loads when asked for."""
+    code = "import sys, kvplan; print(*{name.split('.')[1] for name in sys.modules if name.startswith('kvplan.')})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {*run.stdout.split()} & {"bridges", "staging", "show", "cli", "testing"} == set()
+
+
 LATE_PROGRAM = """
 import sys
 from kvplan import Blocks, Model, plan_reads
