@@ -94,7 +94,7 @@ def test_import_loads_only_numpy_and_attrs() -> None:
 
 
 def test_import_loads_no_annex() -> None:
-    """``import kvplan`` loads no bridges, staging, pictures, command line or tests; ``explain`` loads when asked for."""
+    """``import kvplan`` loads no bridges, staging, pictures, commands or test helpers."""
     code = "import sys, kvplan; print(*{name.split('.')[1] for name in sys.modules if name.startswith('kvplan.')})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {*run.stdout.split()} & {"bridges", "staging", "show", "cli", "testing"} == set()
