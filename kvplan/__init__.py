@@ -29,13 +29,12 @@ pictures; kvplan.testing, for a connector's tests. The package kvplan_nixl carri
 ``kvplan --help`` is the command line.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from kvplan.describe import Axis, Blocks, Context, Group, Region, View, Worker, region_of, view_of
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Notice, Status, Transfer
-from kvplan.handshake import PeerError, compare, decode, encode, problems
-from kvplan.models import Model
 from kvplan.plan import (
     MeshPlan,
     ReadSpec,
@@ -47,10 +46,24 @@ from kvplan.plan import (
     plan_writes,
     tails,
 )
-from kvplan.verification import FakeMemory, Report, certify, verify, verify_together
 
 if TYPE_CHECKING:
+    from kvplan.executor import Executor, Notice, Status, Transfer
+    from kvplan.handshake import PeerError, compare, decode, encode, problems
+    from kvplan.models import Model
     from kvplan.show import explain
+    from kvplan.verification import FakeMemory, Report, certify, verify, verify_together
+
+LATER: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("Executor", "Notice", "Status", "Transfer"), "executor"),
+        **dict.fromkeys(("PeerError", "compare", "decode", "encode", "problems"), "handshake"),
+        "Model": "models",
+        "explain": "show",
+        **dict.fromkeys(("FakeMemory", "Report", "certify", "verify", "verify_together"), "verification"),
+    }
+)
+"""The room of each name that loads when it is first asked for, so that a process pays only for the rooms it uses."""
 
 __all__ = [
     "Axis",
@@ -92,9 +105,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``explain`` is loaded when it is first asked for, and with it kvplan.show."""
-    if name != "explain":
+    if name not in LATER:
         raise AttributeError(f"module 'kvplan' has no attribute {name!r}")
-    from kvplan.show import explain
+    return getattr(importlib.import_module(f"kvplan.{LATER[name]}"), name)
 
-    return explain
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

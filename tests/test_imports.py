@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "__init__": {*LIBRARY, "show"},
     "__main__": {"cli"},
 }
-LATE = {"cli", "__init__"}
-"""Commands are imported by a function, which says so where their extra is missing; ``explain``, when asked for."""
+LATE = {"cli"}
+"""Commands are imported by a function, which says so where their extra is missing."""
 
 OTHER_PACKAGES = {"cli": {"click", "rich"}, "testing": {"hypothesis"}}
 
@@ -93,11 +93,24 @@ def test_import_loads_only_numpy_and_attrs() -> None:
     assert loaded - sys.stdlib_module_names - DEPENDENCIES == {"kvplan"}
 
 
-def test_import_loads_no_annex() -> None:
-    """``import kvplan`` loads no bridges, staging, pictures, commands or test helpers."""
+def test_import_loads_what_plans_need() -> None:
+    """``import kvplan`` loads descriptions and plans; every other room when one of its names is first asked for."""
     code = "import sys, kvplan; print(*{name.split('.')[1] for name in sys.modules if name.startswith('kvplan.')})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {*run.stdout.split()} & {"bridges", "staging", "show", "cli", "testing"} == set()
+    assert {*run.stdout.split()} & {room(module) for module in MODULES} == {*CORE, "plan"}
+
+
+@pytest.mark.parametrize("name", kvplan.__all__)
+def test_every_public_name_can_be_had(name: str) -> None:
+    """Whichever room a name is in, the door has it, and lists it."""
+    assert getattr(kvplan, name) is not None
+    assert name in dir(kvplan)
+
+
+def test_other_names_are_no_names() -> None:
+    """A name that is not public is an AttributeError, as of any module."""
+    with pytest.raises(AttributeError, match="module 'kvplan' has no attribute 'Seat'"):
+        _ = kvplan.Seat
 
 
 LATE_PROGRAM = """
