@@ -125,10 +125,13 @@ class Assembly:
         """Adds the view of ``tensor`` in ``memory``, whose dimensions ``pattern`` names.
 
         The dimension ``content`` holds all axes that the pattern does not name. A dimension of length 1 may have a name
-        that the tensor lacks. If ``join`` is more than 1, that many consecutive blocks of the memory are one block.
-        Raises ``SIZE`` if lengths differ, ``DTYPE`` if element types do.
+        that the tensor lacks. If ``join`` is more than 1, that many consecutive kernel blocks of the memory are one
+        block. Raises ``SIZE`` if lengths differ or kernel blocks are left over, ``DTYPE`` if element types differ.
         """
         raw = view_of(memory, pattern, name=tensor.name, group=self.groups[-1], region=everywhere(memory))
+        if raw.num_blocks % join:
+            what = f"join the kernel blocks of {tensor.name!r}"
+            raise differ("SIZE", what, f"a multiple of {join}", f"{raw.num_blocks} kernel blocks")
         check_dtype(tensor, raw.dtype)
         axes, stride, blocks = _axes(raw, tensor, join), raw.block_stride_bytes * join, raw.num_blocks // join
         view = attrs.evolve(raw, axes=axes, dtype=tensor.dtype, num_blocks=blocks, block_stride_bytes=stride)

@@ -24,8 +24,8 @@ def from_vllm(model: Model, info: RankInfo, kv_cache_config: Any, kv_caches: Map
     Content is K, then V. The cache of a state layer is the bytes of its states; that of an indexer is its keys, then
     their scales, as on CUDA. Groups without KV transfer are left out, and so are layers that use another's cache.
 
-    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``BOUNDS`` if the caches do
-    not lie in one allocation as the config says.
+    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``SIZE`` for kernel blocks
+    that make up no whole number of blocks; ``BOUNDS`` if the caches do not lie in one allocation as the config says.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Config
@@ -68,7 +68,10 @@ def _add_layer(assembly: Assembly, name: str, cache: Any, spec: Any, tensor: Any
     elif getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
         assembly.add_page(cache, assembly.index(layer))
     else:
-        join = max(1, spec.block_size // cache.shape[2])
+        join, rest = divmod(spec.block_size, cache.shape[2])
+        if rest:
+            got = f"{cache.shape[2]} in a kernel block"
+            raise differ("SIZE", f"join the kernel blocks of {name!r}", f"a divisor of {spec.block_size} tokens", got)
         assembly.add(cache, "block head token content", assembly.attention(layer, "index"), join=join)
     (device, view), what = assembly.views[first], f"place the cache of {name!r}"
     if view.block_stride_bytes != tensor.block_stride:

@@ -114,6 +114,23 @@ def test_kernel_blocks(zeros: Any) -> None:
     check(GQA, [worker])
 
 
+@pytest.mark.parametrize(
+    ("blocks", "slots", "message"),
+    [
+        (9, 4, "SIZE: cannot join the kernel blocks of .*: expected a multiple of 2, got 9 kernel blocks"),
+        (8, 3, "SIZE: cannot join the kernel blocks of .*: expected a divisor of 8 tokens, got 3 in a kernel block"),
+        (8, 16, "SIZE: cannot join the kernel blocks of .*: expected a divisor of 8 tokens, got 16 in a kernel block"),
+    ],
+)
+def test_kernel_blocks_that_do_not_divide(zeros: Any, blocks: int, slots: int, message: str) -> None:
+    """Nothing is dropped: kernel blocks that make up no whole number of blocks are refused."""
+    caches = laid_out(zeros, "LBNHC", L=3, B=blocks, H=HEADS, N=slots, C=2 * DIM)
+    config, by_name = vllm(caches, names_of(range(3)), AttentionSpec(8))
+    placed = attrs.evolve(config.kv_cache_tensors[0], block_stride=8 // slots * caches.strides[1])
+    with pytest.raises(KVPlanError, match=message):
+        from_vllm(GQA, RankInfo("prefill"), attrs.evolve(config, kv_cache_tensors=[placed]), by_name)
+
+
 def test_latents(zeros: Any) -> None:
     """vLLM stores a latent as one head; the model has no head for it."""
     caches = laid_out(zeros, "BLHNC", L=3, B=BLOCKS, H=1, N=8, C=8)
@@ -271,7 +288,7 @@ def refused_vllm(zeros: Any, model: Model = GQA, info: RankInfo | None = None, *
         ),
         (
             {"spec": AttentionSpec(12)},
-            "SIZE: cannot read axis 'token' of tensor 'layers.0.attn': expected 12 coordinates, got 8",
+            "SIZE: cannot join the kernel blocks of 'model.layers.0.self_attn.attn': expected a divisor of 12",
         ),
         ({"model": MLA}, "SIZE: cannot read axis 'dim' of tensor 'layers.0.attn': expected 8 coordinates, got 16"),
         (
