@@ -252,3 +252,15 @@ def test_too_many_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         KVPlanError, match=r"RANGE: cannot draw layers\.0: expected at most 8 contiguous pieces of a block"
     ):
         hand(strided("head", range(9), 0, 40, 32, TOKENS), size=999).pieces  # noqa: B018
+
+
+def test_tensors_that_alternate_farther_apart_than_they_repeat_stay_apart() -> None:
+    """Two tensors of heads 16 bytes apart, the second 20 bytes behind the first: no head has both side by side."""
+    axes = [Axis("head", 0, 3, 3, 16), Axis("dim", 0, 4, 4, 1)]
+    views = [
+        View(name, "state", "pool", "uint8", axes, 2, 64, offset)
+        for name, offset in (("layers.0.a", 0), ("layers.0.b", 20))
+    ]
+    worker = Worker("e", 0, [Region("pool", 4096, 128)], [Group("state")], views)
+    (one,) = block_maps(worker)
+    assert [(axis.tensor, axis.offset, axis.step) for axis in one.axes] == [("a", 0, 16), ("b", 20, 16)]
