@@ -29,6 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # the refusals that tests provoke are asserted, not printed
 os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a while, which others must not use
 
 MISSING = [name for name in ("nixl", "torch") if find_spec(name) is None]
 collect_ignore_glob = ["tests/nixl/*", "kvplan_nixl/demo.py"] if MISSING else []

@@ -128,7 +128,7 @@ def enter(namespace: str) -> None:
 
 
 def read_over_tcp(namespace: str) -> None:
-    os.environ["UCX_TLS"] = "tcp"
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "all"}
     assert read_from_another_process(UCX, partial(enter, namespace))
 
 
