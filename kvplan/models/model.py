@@ -18,7 +18,8 @@ Which rank holds what, as in vLLM 0.33:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -172,29 +173,39 @@ expected a value for key 'hidden_size', got no such key
         >>> Model.shipped("gpt-oss-20b").windows
         {'swa': 128, 'attn': None}
         """
-        found: dict[str, int | None] = {}
-        for tensor in self.tensors:
-            if tensor.paged:
-                known = found.get(tensor.group, tensor.window)
-                found[tensor.group] = None if known is None or tensor.window is None else max(known, tensor.window)
-        return found
+        return _farthest((tensor.group, tensor.window) for tensor in self.tensors if tensor.paged)
 
-    def tokens(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
-        """Which of the positions ``[start, stop)`` a request moves, by token group: the ``tokens`` of ``plan.bind``.
+    def tokens(self, start: int, stop: int, worker: Worker) -> dict[str, tuple[int, int]]:
+        """Which of the positions ``[start, stop)`` a request moves, by token group of ``worker``, which binds it.
 
-        In a group with a sliding window, these are the positions that a token at ``stop`` or later can still attend
-        to. With a window of ``w`` tokens, a token at ``p`` attends to positions above ``p - w``
-        (``SlidingWindowManager.get_num_skipped_tokens`` of vllm/v1/core/single_type_kv_cache_manager.py, 0.33).
+        A token at ``p`` attends to positions above ``p - w`` in a layer with a sliding window of ``w`` tokens
+        (``SlidingWindowManager.get_num_skipped_tokens`` of vllm/v1/core/single_type_kv_cache_manager.py, 0.33). So a
+        group of such layers moves at most the last ``w`` positions, for the largest ``w``: all that the token at
+        ``stop - 1`` attends to. That suits engines that compute the prompt's last token again on decode, as vLLM does.
 
-        >>> Model.shipped("gpt-oss-20b").tokens(0, 1000)
-        {'swa': (873, 1000), 'attn': (0, 1000)}
+        >>> model = Model.shipped("gpt-oss-20b")
+        >>> model.tokens(0, 1000, model.engine("decode")[0])
+        {'swa': (872, 1000), 'attn': (0, 1000)}
+
+        Raises ``TYPE`` or ``RANGE`` for a bad range, ``NAME`` for a tensor with tokens that the model lacks.
         """
         start = integer(start, "start of a token range")
         stop = integer(stop, "stop of a token range", low=start)
-        return {
-            group: (start if window is None else min(max(start, stop - window + 1), stop), stop)
-            for group, window in self.windows.items()
-        }
+        paged = {group.name for group in worker.groups if group.tokens_per_block is not None}
+        windows = _farthest((view.group, self._window(view.name)) for view in worker.views if view.group in paged)
+        return {g: (start if window is None else max(start, stop - window), stop) for g, window in windows.items()}
+
+    def _window(self, tensor: str) -> int | None:
+        if tensor not in self._windows:
+            raise KVPlanError("NAME", f"find the window of {tensor!r}", expected=f"a tensor of {self.name}", got="none")
+        return self._windows[tensor]
+
+    @cached_property
+    def _windows(self) -> Mapping[str, int | None]:
+        """The window of each tensor with tokens, by its name on workers."""
+        layers = [("layers", self.layers), ("draft", self.drafts)]
+        numbered = ((f"{owner}.{i}", layer) for owner, part in layers for i, layer in enumerate(part))
+        return {f"{name}.{tensor.kind}": tensor.window for name, layer in numbered for tensor in layer if tensor.paged}
 
     def __str__(self) -> str:
         drafts = f", {len(self.drafts)} draft layers" if self.drafts else ""
@@ -345,6 +356,15 @@ expected a value for key 'hidden_size', got no such key
             for pool, page in part.pages(layer, prefix):
                 pools.setdefault(owner + pool, []).append(page)
         return pools
+
+
+def _farthest(windows: Iterable[tuple[str, int | None]]) -> dict[str, int | None]:
+    """The largest window of each group, from pairs of a group and a window; None, for all tokens, is the largest."""
+    found: dict[str, int | None] = {}
+    for group, window in windows:
+        known = found.get(group, window)
+        found[group] = None if known is None or window is None else max(known, window)
+    return found
 
 
 def _tokens(value: Any) -> int:

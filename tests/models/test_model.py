@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import KVPlanError, Model, Worker
+from kvplan import Group, KVPlanError, Model, Worker
 from kvplan.models.placement import stages_of
 from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, Tensor, attention, mamba1, mamba2
 
@@ -161,14 +162,37 @@ def test_windows_and_tokens_name_the_groups_of_engines(model: str) -> None:
     for shipped in (Model.shipped(model), Model.shipped(model).grouped()):
         (worker, *_) = shipped.engine("e", num_blocks=2)
         paged = {group.name for group in worker.groups if group.tokens_per_block is not None}
-        assert {*shipped.windows} == {*shipped.tokens(0, 5000)} == paged
+        assert {*shipped.windows} == {*shipped.tokens(0, 5000, worker)} == paged
 
 
 def test_a_sliding_group_moves_what_is_still_seen() -> None:
-    """Of 5000 positions, the next token attends to the last 1023 in sliding layers and to all in full ones."""
+    """Of 5000 positions, the last token attends to the last 1024 in sliding layers and to all in full ones."""
     model = Model.shipped("gemma-4-31b")
     assert model.windows == {"swa": 1024, "attn": None}
-    assert model.tokens(100, 5000) == {"swa": (3977, 5000), "attn": (100, 5000)}
+    (worker,) = model.engine("e", num_blocks=2)
+    assert model.tokens(100, 5000, worker) == {"swa": (3976, 5000), "attn": (100, 5000)}
+
+
+def test_ranges_are_those_of_the_groups_that_a_worker_has() -> None:
+    """Names of groups mean nothing: a group has the largest window of the layers that this worker stores in it."""
+    near, far, full = (attention(2, 8, "g", window) for window in (32, 64, None))
+    model = Model("m", (near, far, full), drafts=(near,))
+    (worker,) = model.engine("e", num_blocks=2)
+    tables = {"layers.0.attn": "swa", "layers.1.attn": "swa.1", "layers.2.attn": "attn", "draft.0.attn": "swa.1"}
+    groups = [*(Group(name, 16) for name in ("swa", "swa.1", "attn", "of another stage")), Group("state")]
+    worker = attrs.evolve(
+        worker, groups=groups, views=[attrs.evolve(view, group=tables[view.name]) for view in worker.views]
+    )
+    assert model.tokens(0, 100, worker) == {"swa": (68, 100), "swa.1": (36, 100), "attn": (0, 100)}
+    together = [attrs.evolve(view, group="swa") for view in worker.views]
+    assert model.tokens(0, 100, attrs.evolve(worker, views=together)) == {"swa": (0, 100)}
+
+
+def test_a_tensor_of_another_model_has_no_window() -> None:
+    """Nothing is guessed of a tensor that the model lacks."""
+    (worker,) = Model("long", GQA.layers * 2).engine("e", num_blocks=2)
+    with pytest.raises(KVPlanError, match=r"^NAME: cannot find the window of 'layers\.3\.attn'"):
+        GQA.tokens(0, 100, worker)
 
 
 def test_bytes_of_sparse_latents() -> None:
@@ -388,10 +412,10 @@ def test_the_farthest_window_of_a_group_counts() -> None:
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
 def test_what_is_left_out_is_never_seen_again(start: int, length: int, window: int) -> None:
-    """A position moves exactly if some token at the stop or later attends to it."""
-    stop = start + length
-    (low, high) = Model("m", (attention(2, 8, "g", window),)).tokens(start, stop)["g"]
-    seen = [p for p in range(start, stop) if any(p > token - window for token in range(stop, stop + 60))]
+    """A position moves exactly if the last token, which decode may compute again, or a later one attends to it."""
+    stop, model = start + length, Model("m", (attention(2, 8, "g", window),))
+    (low, high) = model.tokens(start, stop, *model.engine("e", num_blocks=2))["g"]
+    seen = [p for p in range(start, stop) if any(p > token - window for token in range(stop - 1, stop + 60))]
     assert list(range(low, high)) == seen
 
 
@@ -399,5 +423,5 @@ def test_what_is_left_out_is_never_seen_again(start: int, length: int, window: i
 def test_a_range_that_is_none_is_refused(start: int, stop: int, code: str) -> None:
     """Ranges are of integers, from start to stop."""
     with pytest.raises(KVPlanError, match="of a token range") as caught:
-        GQA.tokens(start, stop)
+        GQA.tokens(start, stop, *GQA.engine("e", num_blocks=2))
     assert caught.value.code == code

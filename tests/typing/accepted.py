@@ -131,7 +131,7 @@ def made_of_models(config: dict[str, object], engine_object: object) -> Worker:
     model = Model.from_config(config)
     assert_type(Model.names(), tuple[str, ...])
     assert_type(model.engine("decode", tp=2, layout="BLHNC", num_blocks=10), tuple[Worker, ...])
-    assert_type(model.tokens(0, 100), dict[str, tuple[int, int]])
+    assert_type(model.tokens(0, 100, model.engine("decode")[0]), dict[str, tuple[int, int]])
     info = RankInfo("decode", 0, tp_rank=0, tp=2)
     assert_type(from_sglang(model, info, engine_object), Worker)
     assert_type(from_tensorrt_llm(model, info, engine_object, "HND"), Worker)
