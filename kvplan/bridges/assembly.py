@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import attrs
@@ -211,6 +212,17 @@ def check_dtype(tensor: LocalTensor, given: Any) -> None:
     found = str(given).removeprefix("torch.")
     if found != tensor.dtype and not (found in ("uint8", "int8") and ITEMSIZE[tensor.dtype] == 1):
         raise differ("DTYPE", f"read tensor {tensor.name!r}", tensor.dtype, found)
+
+
+def strided(memory: Any, dtype: str, address: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """A tensor at an address of the device of ``memory``, with strides in bytes."""
+    return SimpleNamespace(
+        shape=tuple(shape),
+        strides=tuple(strides),
+        dtype=dtype,
+        device=getattr(memory, "device", "cpu"),
+        __array_interface__={"data": (address, False)},
+    )
 
 
 def everywhere(memory: Any) -> Region:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, differ, everywhere
+from kvplan.bridges.assembly import Assembly, RankInfo, differ, everywhere, strided
 from kvplan.describe.tensors import device_of, view_of
 from kvplan.describe.views import ITEMSIZE, View
 from kvplan.describe.worker import Worker
@@ -72,13 +72,7 @@ def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequ
             if not (count and assembly.groups):
                 assembly.begin_group(layer, dims["token"][0])
             lengths, steps = zip(*dims.values(), strict=True)
-            array = SimpleNamespace(
-                shape=(blocks, *lengths),
-                strides=(step, *steps),
-                dtype=dtype,
-                device=getattr(chunk.raw_data, "device", "cpu"),
-                __array_interface__={"data": (address + i * layer_step, False)},
-            )
+            array = strided(chunk.raw_data, dtype, address + i * layer_step, (blocks, *lengths), (step, *steps))
             assembly.add(array, " ".join(["block", *dims]), assembly.attention(layer))
         address += shape[0] * strides[0]
     return assembly.finish()

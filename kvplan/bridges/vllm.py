@@ -1,31 +1,80 @@
 """The Worker of a vLLM rank, from its ``KVCacheConfig`` and the tensors that a connector registers.
 
-As in vLLM 0.33: ``KVCacheTensor``, ``create_kv_cache_views`` (vllm/v1/kv_cache_interface.py), ``allocate_kv_cache``
-(vllm/v1/worker/utils.py), ``extract_layer_index`` (vllm/model_executor/models/utils.py), ``bind_kv_cache``
-(vllm/model_executor/layers/mamba/abstract.py), and for K and V vllm/v1/attention/backends/flash_attn.py.
+As in vLLM 0.32 and 0.33: ``KVCacheTensor``, ``create_kv_cache_views`` (vllm/v1/kv_cache_interface.py),
+``allocate_kv_cache`` (vllm/v1/worker/utils.py), ``extract_layer_index`` (vllm/model_executor/models/utils.py),
+``bind_kv_cache`` (vllm/model_executor/layers/mamba/abstract.py). For K and V, ``forward`` of the backends in
+vllm/v1/attention/backends, and ``reshape_and_cache`` of csrc/cpu/cpu_attn_vec.hpp and cpu_attn_amx.hpp.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, conv_order, differ
+from kvplan.bridges.assembly import Assembly, RankInfo, conv_order, differ, everywhere, strided
+from kvplan.describe.tensors import view_of
+from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
+from kvplan.models.layouts import HEAD, KV, LocalTensor
 from kvplan.models.model import Model
+from kvplan.models.pools import k_or_v
 from kvplan.models.tensors import STATE
 
+PATTERN: Final = "block head token content"
+"""Dimensions of an attention cache."""
 
-def from_vllm(model: Model, info: RankInfo, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> Worker:
+KV_LAYOUTS: Final = MappingProxyType(
+    {
+        "content": None,
+        "vec": ("dim token", "token dim"),
+        "amx": ("token dim token:16 dim:2", "dim token dim:16 token:2"),
+    }
+)
+"""How a head of a block stores K and V. None: side by side in the content of each slot. Otherwise all of K comes before
+all of V, and these are the dimensions of K and of V: slots and elements, where a size is that of an inner digit."""
+
+BACKENDS: Final = MappingProxyType(
+    {
+        "FLASH_ATTN": "content",
+        "FLASHINFER": "content",
+        "TRITON_ATTN": "content",
+        "FLEX_ATTENTION": "content",
+        "HPC_ATTN": "content",
+        "ROCM_AITER_UNIFIED_ATTN": "content",
+        "CPU_ATTN vec": "vec",
+        "CPU_ATTN vec16": "vec",
+        "CPU_ATTN amx": "amx",
+    }
+)
+"""The layout of K and V by the name of an attention backend, and its instruction set if the layer has one."""
+
+
+def from_vllm(
+    model: Model,
+    info: RankInfo,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    layers: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    kv_layout: str | None = None,
+) -> Worker:
     """The worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
 
     ``kv_caches`` is the argument of a connector's ``register_kv_caches``. Each cache is
     ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be kernel blocks.
-    Content is K, then V. The cache of a state layer is the bytes of its states; that of an indexer is its keys, then
-    their scales, as on CUDA. Groups without KV transfer are left out, and so are layers that use another's cache.
+    The cache of a state layer is the bytes of its states; that of an indexer is its keys, then their scales, as on
+    CUDA. Groups without KV transfer are left out, and so are layers that use another's cache.
 
-    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``SIZE`` for kernel blocks
-    that make up no whole number of blocks; ``BOUNDS`` if the caches do not lie in one allocation as the config says.
+    ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Shape and strides do not say how a head of
+    a block stores K and V, but the attention backend of a layer does, and on a CPU its instruction set. If the backend
+    is not a known one, state the ``kv_layout``: ``content``, K and V side by side in each slot; ``vec``, K as
+    ``[dim, slot]``, then V as ``[slot, dim]``; or ``amx``, the tiles of cpu_attn_amx.hpp for bfloat16 and fp8.
+
+    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT`` for K and V of a
+    backend that is not known; ``SIZE`` for kernel blocks that make up no whole number of blocks; ``BOUNDS`` if the
+    caches do not lie in one allocation as the config says.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Config
@@ -38,10 +87,13 @@ def from_vllm(model: Model, info: RankInfo, kv_cache_config: Any, kv_caches: Map
     >>> config = Config(kv_cache_tensors=[placed], kv_cache_groups=[group])
     >>> caches = dict(zip(names, memory.transpose(0, 1, 3, 2, 4)))
     >>> model = Model.shipped("qwen3-0.6b").with_dtypes("float16")
-    >>> worker = from_vllm(model, RankInfo("prefill", rank=1, tp_rank=1, tp=2), config, caches)
+    >>> info = RankInfo("prefill", rank=1, tp_rank=1, tp=2)
+    >>> worker = from_vllm(model, info, config, caches, kv_layout="content")
     >>> print(worker.views[27].name, *worker.views[27].axes[:2], sep="; ")
     layers.27.attn; head [4, 8) of 8 stride 512; token [0, 16) of 16 stride 2048
     """
+    if kv_layout is not None and kv_layout not in KV_LAYOUTS:
+        raise differ("LAYOUT", "read kv_layout", f"one of {', '.join(KV_LAYOUTS)}", repr(kv_layout))
     assembly = Assembly(model, info)
     placed = {name: (tensor, i) for tensor in kv_cache_config.kv_cache_tensors for i, name in enumerate(tensor.layers)}
     for group in kv_cache_config.kv_cache_groups:
@@ -55,24 +107,81 @@ def from_vllm(model: Model, info: RankInfo, kv_cache_config: Any, kv_caches: Map
         for name in names:
             if name not in kv_caches:
                 raise differ("NAME", "place a layer of vLLM", "a cache for each", f"none for {name!r}")
-            _add_layer(assembly, name, kv_caches[name], specs.get(name, group.kv_cache_spec), *placed[name])
+            first = len(assembly.views)
+            _add_layer(assembly, name, kv_caches[name], specs.get(name, group.kv_cache_spec), layers, kv_layout)
+            _check_place(assembly, name, first, *placed[name])
     return assembly.finish()
 
 
-def _add_layer(assembly: Assembly, name: str, cache: Any, spec: Any, tensor: Any, index: int) -> None:
-    """Adds the views of one layer, whose cache is number ``index`` of a ``KVCacheTensor``."""
-    layer, first = _number(name), len(assembly.views)
+def _add_layer(
+    assembly: Assembly, name: str, cache: Any, spec: Any, layers: Mapping[str, Any], kv_layout: str | None
+) -> None:
+    """Adds the views of one layer."""
+    number = _number(name)
     if hasattr(spec, "shapes"):
-        page = assembly.pages(layer)[STATE]
+        page = assembly.pages(number)[STATE]
         assembly.add_page(cache, page, conv_order(page.sections, spec.shapes, spec.dtypes))
-    elif getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
-        assembly.add_page(cache, assembly.index(layer))
-    else:
-        join, rest = divmod(spec.block_size, cache.shape[2])
-        if rest:
-            got = f"{cache.shape[2]} in a kernel block"
-            raise differ("SIZE", f"join the kernel blocks of {name!r}", f"a divisor of {spec.block_size} tokens", got)
-        assembly.add(cache, "block head token content", assembly.attention(layer, "index"), join=join)
+        return
+    if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
+        assembly.add_page(cache, assembly.index(number))
+        return
+    join, rest = divmod(spec.block_size, cache.shape[2])
+    if rest:
+        got = f"{cache.shape[2]} in a kernel block"
+        raise differ("SIZE", f"join the kernel blocks of {name!r}", f"a divisor of {spec.block_size} tokens", got)
+    tensor = assembly.attention(number, "index")
+    halves = None
+    if any(axis.name == KV for axis in tensor.axes):
+        halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))]
+    if halves is None:
+        assembly.add(cache, PATTERN, tensor, join=join)
+        return
+    for half, dims in enumerate(halves):
+        memory, pattern = _half(cache, half, dims, tensor)
+        assembly.add(memory, pattern, k_or_v(tensor, half), join=join)
+
+
+def _kv_layout(name: str, layer: Any) -> str:
+    """How the attention backend of a layer stores K and V."""
+    backend = "no layer" if layer is None else layer.get_attn_backend().get_name()
+    isa = getattr(layer, "isa", None)
+    backend = f"{backend} {isa}" if isa else backend
+    if backend not in BACKENDS:
+        known = f"kv_layout, or a layer whose backend is one of {', '.join(BACKENDS)}"
+        raise differ("LAYOUT", f"read K and V of {name!r}", known, backend)
+    return BACKENDS[backend]
+
+
+def _half(cache: Any, half: int, dims: str, tensor: LocalTensor) -> tuple[Any, str]:
+    """K (0) or V (1) of a cache in which each head of a block has all of K before all of V; and its dimensions."""
+    raw = view_of(cache, PATTERN, name=tensor.name, group=tensor.group, region=everywhere(cache))
+    (head, token, content), size = raw.axes, raw.itemsize
+    if content.extent % 2:
+        raise differ("SIZE", f"read tensor {tensor.name!r}", "K and V of equal length", f"{content.extent} elements")
+    if (token.stride_bytes, content.stride_bytes) != (content.extent * size, size):
+        got = f"slots {token.stride_bytes} bytes apart, elements {content.stride_bytes}"
+        raise differ("STRIDE", f"read tensor {tensor.name!r}", "dense slots in each head of a block", got)
+    left = {TOKEN: token.extent, "dim": content.extent // 2}
+    elements = math.prod(left.values())
+    digits = [(name, int(inner or 0)) for name, _, inner in (part.partition(":") for part in dims.split())]
+    for name, inner in digits:
+        if inner and left[name] % inner:
+            raise differ("SIZE", f"read axis {name!r} of tensor {tensor.name!r}", f"a multiple of {inner}", left[name])
+        left[name] //= inner or 1
+    shape = [inner or left[name] for name, inner in digits]
+    strides = [size * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    memory = strided(
+        cache,
+        raw.dtype,
+        raw.offset_bytes + half * elements * size,
+        (raw.num_blocks, head.extent, *shape),
+        (raw.block_stride_bytes, head.stride_bytes, *strides),
+    )
+    return memory, " ".join(["block", HEAD, *(name for name, _ in digits)])
+
+
+def _check_place(assembly: Assembly, name: str, first: int, tensor: Any, index: int) -> None:
+    """Checks that the views from ``first`` on lie where a ``KVCacheTensor`` places its layer number ``index``."""
     (device, view), what = assembly.views[first], f"place the cache of {name!r}"
     if view.block_stride_bytes != tensor.block_stride:
         raise differ("STRIDE", what, f"blocks {tensor.block_stride} bytes apart", view.block_stride_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ import pytest
 from kvplan import Context, KVPlanError, Model
 from kvplan.bridges import RankInfo, from_vllm
 from kvplan.models.layouts import ORDERS
+from kvplan.models.tensors import attention
 from tests.engine_memory import (
     BLOCKS,
     DELTA,
@@ -24,12 +26,14 @@ from tests.engine_memory import (
     SLIDING,
     SPARSE,
     TABLES,
+    TOKENS,
     blocks_of,
     check,
     fill_index,
     fill_vllm,
     heads,
     latents_of,
+    meaning,
     names_of,
     slots,
     sparse_row,
@@ -42,6 +46,10 @@ MambaSpec = attrs.make_class("MambaSpec", ["block_size", "shapes", "dtypes"])
 UniformTypeKVCacheSpecs = attrs.make_class("UniformTypeKVCacheSpecs", ["block_size", "kv_cache_specs"])
 KVCacheConfig = attrs.make_class("KVCacheConfig", ["kv_cache_tensors", "kv_cache_groups"])
 Role = attrs.make_class("Role", ["value"])
+
+
+in_content = partial(from_vllm, kv_layout="content")
+"""from_vllm for caches with K and V side by side in each slot."""
 
 
 @attrs.frozen
@@ -94,7 +102,7 @@ def test_attention_in_each_layout(zeros: Any, order: str) -> None:
         for layer in range(3):
             fill_vllm(caches[layer], layer, heads(rank, 2), 8, TABLES["attn"])
         config, by_name = vllm(caches, names_of(range(3)), AttentionSpec(8))
-        workers.append(from_vllm(GQA, RankInfo("prefill", rank, rank, 2), config, by_name))
+        workers.append(in_content(GQA, RankInfo("prefill", rank, rank, 2), config, by_name))
         assert [region.size_bytes for region in workers[-1].regions] == [caches.nbytes]
     check(GQA, workers, tp=3)
 
@@ -109,7 +117,7 @@ def test_kernel_blocks(zeros: Any) -> None:
     config = attrs.evolve(
         config, kv_cache_tensors=[attrs.evolve(config.kv_cache_tensors[0], block_stride=2 * caches.strides[1])]
     )
-    worker = from_vllm(GQA, RankInfo("prefill"), config, by_name)
+    worker = in_content(GQA, RankInfo("prefill"), config, by_name)
     assert (worker.groups[0].tokens_per_block, worker.views[0].num_blocks) == (8, BLOCKS)
     check(GQA, [worker])
 
@@ -128,7 +136,88 @@ def test_kernel_blocks_that_do_not_divide(zeros: Any, blocks: int, slots: int, m
     config, by_name = vllm(caches, names_of(range(3)), AttentionSpec(8))
     placed = attrs.evolve(config.kv_cache_tensors[0], block_stride=8 // slots * caches.strides[1])
     with pytest.raises(KVPlanError, match=message):
-        from_vllm(GQA, RankInfo("prefill"), attrs.evolve(config, kv_cache_tensors=[placed]), by_name)
+        in_content(GQA, RankInfo("prefill"), attrs.evolve(config, kv_cache_tensors=[placed]), by_name)
+
+
+@attrs.frozen
+class Layer:
+    """An attention layer of vLLM, with the name of its backend, and on a CPU the instruction set."""
+
+    backend: str
+    isa: str = ""
+
+    def get_attn_backend(self) -> Layer:
+        """The backend, here the layer itself."""
+        return self
+
+    def get_name(self) -> str:
+        """The backend's name."""
+        return self.backend
+
+
+def vec(half: int, slot: int, dim: Any, slots: int, dims: int) -> Any:
+    """The index in a head's K (0) or V (1), as in ``reshape_and_cache`` of csrc/cpu/cpu_attn_vec.hpp."""
+    return slot * dims + dim if half else dim * slots + slot
+
+
+def amx(half: int, slot: int, dim: Any, slots: int, dims: int) -> Any:
+    """The index in a head's K (0) or V (1), as in ``reshape_and_cache`` of csrc/cpu/cpu_attn_amx.hpp."""
+    if half:
+        return dim // 16 * slots * 16 + slot // 2 * 32 + dim % 16 * 2 + slot % 2
+    return slot // 16 * 16 * dims + dim // 2 * 32 + slot % 16 * 2 + dim % 2
+
+
+@pytest.mark.parametrize("kernel", [32, 16])
+@pytest.mark.parametrize(("isa", "index"), [("vec", vec), ("vec16", vec), ("amx", amx)])
+def test_attention_on_a_cpu(zeros: Any, isa: str, index: Any, kernel: int) -> None:
+    """A CPU keeps all of K before all of V in each head of a block or kernel block, which its shape does not say."""
+    model, dims = Model("cpu", (attention(HEADS, 48),) * 2, "int32"), np.arange(48)
+    caches = zeros(2, 64 // kernel, HEADS, kernel, 2 * 48)
+    for layer, half, head, position in np.ndindex(2, 2, HEADS, TOKENS):
+        block, slot = (1 * 32 + position) // kernel, position % kernel  # block 1 of 32 slots, or kernel blocks 2 and 3
+        value = meaning(f"layers.{layer}.attn", np.int32, kv=half, head=head, token=position, dim=dims)
+        flat = caches[layer, block, head].reshape(2, -1)
+        flat[half, index(half, slot, dims, kernel, 48)] = value
+    names = names_of(range(2))
+    config, by_name = vllm(caches, names, AttentionSpec(32))
+    placed = attrs.evolve(config.kv_cache_tensors[0], block_stride=32 // kernel * caches.strides[1])
+    config, layers = attrs.evolve(config, kv_cache_tensors=[placed]), dict.fromkeys(names, Layer("CPU_ATTN", isa))
+    check(model, [from_vllm(model, RankInfo("prefill"), config, by_name, layers)], {"attn": [1]})
+    stated = from_vllm(model, RankInfo("prefill"), config, by_name, kv_layout=isa.removesuffix("16"))
+    assert stated == from_vllm(model, RankInfo("prefill"), config, by_name, layers)
+
+
+@pytest.mark.parametrize("layer", [Layer("CPU_ATTN"), Layer("CPU_ATTN", "neon"), Layer("CUSTOM"), None])
+def test_an_attention_backend_that_is_not_known(zeros: Any, layer: Layer | None) -> None:
+    """Nobody guesses how a head keeps K and V; a latent has but one way."""
+    caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
+    config, by_name = vllm(caches, names_of(range(3)), AttentionSpec(8))
+    layers = dict.fromkeys(by_name, layer)
+    with pytest.raises(KVPlanError, match=r"K and V of .*: expected kv_layout, or a layer whose backend is") as caught:
+        from_vllm(GQA, RankInfo("prefill"), config, by_name, layers)
+    found = f"{layer.backend} {layer.isa}".strip() if layer else "no layer"
+    assert (caught.value.code, caught.value.got) == ("LAYOUT", found)
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot read kv_layout: expected one of content, vec, amx, got"):
+        from_vllm(GQA, RankInfo("prefill"), config, by_name, kv_layout="NHD")
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ({"N": 12}, "SIZE: cannot read axis 'token' of tensor 'layers.0.attn': expected a multiple of 16, got 12"),
+        ({"C": 15}, "SIZE: cannot read tensor 'layers.0.attn': expected K and V of equal length, got 15 elements"),
+        ({"C": 32}, "SIZE: cannot read axis 'dim' of tensor 'layers.0.attn': expected 8 coordinates, got 16"),
+        ({}, "STRIDE: cannot read tensor 'layers.0.attn': expected dense slots in each head of a block, got slots 256"),
+    ],
+)
+def test_caches_that_no_cpu_backend_fills(zeros: Any, shape: dict[str, int], text: str) -> None:
+    """K and V of a head are tiles of one piece of memory."""
+    sizes = {"L": 1, "B": BLOCKS, "H": HEADS, "N": 16, "C": 2 * DIM, **shape}
+    caches = laid_out(zeros, "LBHNC" if shape else "LBNHC", **sizes)
+    config, by_name = vllm(caches, names_of([0]), AttentionSpec(sizes["N"]))
+    with pytest.raises(KVPlanError) as caught:
+        from_vllm(GQA, RankInfo("prefill"), config, by_name, kv_layout="amx")
+    assert str(caught.value).startswith(text)
 
 
 def test_latents(zeros: Any) -> None:
@@ -150,7 +239,7 @@ def test_groups_share_an_allocation(zeros: Any) -> None:
     placed = [KVCacheTensor(caches.nbytes, part, caches.strides[0], caches.strides[1]) for part in names]
     config = KVCacheConfig(placed, [KVCacheGroupSpec(part, AttentionSpec(8)) for part in names])
     by_name = {name: caches[i] for part in names for i, name in enumerate(part)}
-    worker = from_vllm(SLIDING, RankInfo("prefill"), config, by_name)
+    worker = in_content(SLIDING, RankInfo("prefill"), config, by_name)
     assert ([group.name for group in worker.groups], len(worker.regions)) == (["swa", "attn"], 1)
     check(SLIDING, [worker], {"swa": tables[0], "attn": tables[1]})
 
@@ -161,7 +250,7 @@ def test_two_tables_of_one_kind(zeros: Any) -> None:
     names = names_of(range(4))
     config, by_name = vllm(caches, names, None)
     groups = [KVCacheGroupSpec(part, AttentionSpec(8)) for part in ([names[0]], [names[2]], [names[1]], [names[3]])]
-    worker = from_vllm(SLIDING, RankInfo("prefill"), attrs.evolve(config, kv_cache_groups=groups), by_name)
+    worker = in_content(SLIDING, RankInfo("prefill"), attrs.evolve(config, kv_cache_groups=groups), by_name)
     assert [group.name for group in worker.groups] == ["attn", "attn.1", "swa", "swa.1"]
     assert {view.name: view.group for view in worker.views}["layers.3.attn"] == "swa.1"
 
@@ -185,7 +274,7 @@ def test_states_over_attention(zeros: Any, model: Model, order: str) -> None:
         names[0]: raw[0][:, None, None, :size],
         names[1]: raw[0].view(np.int32).reshape(BLOCKS, HEADS, 8, 2 * DIM),
     }
-    worker = from_vllm(model, RankInfo("prefill"), KVCacheConfig(placed, groups), caches)
+    worker = in_content(model, RankInfo("prefill"), KVCacheConfig(placed, groups), caches)
     assert blocks_of(worker) == {"state": None, "attn": 8}
     check(model, [worker], {"state": [1], "attn": TABLES["attn"]})
 
@@ -206,7 +295,7 @@ def test_indexers(zeros: Any) -> None:
     placed = [KVCacheTensor(raw.nbytes, [names[0]], 0, 8 * 656)]
     placed.append(KVCacheTensor(raw.nbytes, [names[1]], 0, 8 * 132, rows_of.nbytes))
     config = KVCacheConfig(placed, [KVCacheGroupSpec(names, UniformTypeKVCacheSpecs(8, specs))])
-    worker = from_vllm(SPARSE, RankInfo("prefill"), config, dict(zip(names, (rows_of, keys), strict=True)))
+    worker = in_content(SPARSE, RankInfo("prefill"), config, dict(zip(names, (rows_of, keys), strict=True)))
     check(SPARSE, [worker])
 
 
@@ -219,7 +308,7 @@ def test_positions_of_a_context(zeros: Any) -> None:
     )
     for spread in (True, False):
         config, by_name = vllm(caches, names_of(range(3)), AttentionSpec(8, dcp_sharded=spread))
-        (group,) = from_vllm(GQA, info, config, by_name).groups
+        (group,) = in_content(GQA, info, config, by_name).groups
         assert group.context == (context if spread else Context())
 
 
@@ -231,14 +320,14 @@ def test_groups_and_layers_that_do_not_move(zeros: Any) -> None:
     (placed,) = config.kv_cache_tensors
     groups = [KVCacheGroupSpec(sharing, AttentionSpec(8)), KVCacheGroupSpec(names_of([1]), AttentionSpec(8), False)]
     config = KVCacheConfig([attrs.evolve(placed, layers=placed.layers[:2])], groups)
-    assert [view.name for view in from_vllm(GQA, RankInfo("prefill"), config, by_name).views] == ["layers.0.attn"]
+    assert [view.name for view in in_content(GQA, RankInfo("prefill"), config, by_name).views] == ["layers.0.attn"]
 
 
 def test_draft_layers_follow_the_models(zeros: Any) -> None:
     """Layers numbered after the last layer of the model are its draft layers."""
     model = Model("gqa", GQA.layers[:2], "int32").with_draft(Model("draft", GQA.layers[:1], "int32"))
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
-    worker = from_vllm(model, RankInfo("prefill"), *vllm(caches, names_of(range(3)), AttentionSpec(8)))
+    worker = in_content(model, RankInfo("prefill"), *vllm(caches, names_of(range(3)), AttentionSpec(8)))
     assert [view.name for view in worker.views] == ["layers.0.attn", "layers.1.attn", "draft.0.attn"]
 
 
@@ -247,7 +336,7 @@ def test_regions_have_the_device_of_their_tensors() -> None:
     cache = StandIn((BLOCKS, HEADS, 8, 2 * DIM), dtype="torch.int32", address=1 << 40, device="cuda:3")
     placed = KVCacheTensor(1 << 20, names_of([0]), 0, HEADS * 8 * 2 * DIM * 4, offset=4096)
     config = KVCacheConfig([placed], [KVCacheGroupSpec(names_of([0]), AttentionSpec(8))])
-    (region,) = from_vllm(GQA, RankInfo("prefill"), config, {names_of([0])[0]: cache}).regions
+    (region,) = in_content(GQA, RankInfo("prefill"), config, {names_of([0])[0]: cache}).regions
     assert (region.memory, region.device_id) == ("VRAM", 3)
     assert (region.address, region.size_bytes) == ((1 << 40) - 4096, 1 << 20)
 
@@ -261,7 +350,7 @@ def test_an_allocation_for_each_device() -> None:
         name: StandIn((BLOCKS, HEADS, 8, 2 * DIM), dtype="torch.int32", address=1 << 40, device=f"cuda:{i}")
         for i, name in enumerate(names)
     }
-    worker = from_vllm(GQA, RankInfo("prefill"), config, caches)
+    worker = in_content(GQA, RankInfo("prefill"), config, caches)
     assert [(region.address, region.device_id) for region in worker.regions] == [(1 << 40, 0), (1 << 40, 1)]
     assert [view.region for view in worker.views] == [region.name for region in worker.regions]
 
@@ -275,7 +364,7 @@ def refused_vllm(zeros: Any, model: Model = GQA, info: RankInfo | None = None, *
     by_name = changes.pop("by_name", by_name)
     config = attrs.evolve(config, kv_cache_tensors=[attrs.evolve(placed, **changes)])
     with pytest.raises(KVPlanError) as caught:
-        from_vllm(model, info or RankInfo("prefill"), config, by_name)
+        in_content(model, info or RankInfo("prefill"), config, by_name)
     return caught.value
 
 

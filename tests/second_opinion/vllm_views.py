@@ -114,7 +114,7 @@ def attention(vllm: Vllm, layout: Any, ranks: int = 1, kernel: int | None = None
         table = [block * ratio + part for block in TABLES["attn"] for part in range(ratio)]
         for layer, name in enumerate(names):
             fill_vllm(caches[name].numpy(), layer, held, TOKENS // ratio, table)
-        workers.append(from_vllm(GQA, RankInfo("prefill", rank, rank, ranks), config, caches))
+        workers.append(from_vllm(GQA, RankInfo("prefill", rank, rank, ranks), config, caches, kv_layout="content"))
     check(GQA, workers, tp=3)
 
 
@@ -147,7 +147,7 @@ def sliding(vllm: Vllm, layout: Any) -> None:
     for names, table, layers in ((full, tables["attn"], (0, 2)), (window, tables["swa"], (1, 3))):
         for layer, name in zip(layers, names, strict=True):
             fill_vllm(caches[name].numpy(), layer, ALL, TOKENS, table)
-    worker = from_vllm(SLIDING, RankInfo("prefill"), config, caches)
+    worker = from_vllm(SLIDING, RankInfo("prefill"), config, caches, kv_layout="content")
     check(SLIDING, [worker], tables)
 
 
@@ -165,7 +165,7 @@ def states(vllm: Vllm, layout: Any) -> None:
     config, caches = vllm.make(layout, {names[:1]: spec, names[1:]: full})
     fill_vllm(caches[names[1]].numpy(), 1, ALL, TOKENS, TABLES["attn"])
     caches[names[0]].numpy()[1, 0, 0] = np.concatenate([state.reshape(-1).view(np.int8) for state in both])
-    worker = from_vllm(MAMBA2, RankInfo("prefill"), config, caches)
+    worker = from_vllm(MAMBA2, RankInfo("prefill"), config, caches, kv_layout="content")
     check(MAMBA2, [worker], {"state": [1], "attn": TABLES["attn"]})
 
 
