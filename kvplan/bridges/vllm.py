@@ -9,21 +9,33 @@ vllm/v1/attention/backends, and ``reshape_and_cache`` of csrc/cpu/cpu_attn_vec.h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, conv_order, differ, everywhere, strided
+from kvplan.bridges.assembly import CONTENT, Assembly, RankInfo, conv_order, differ, everywhere, strided
 from kvplan.describe.tensors import view_of
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
-from kvplan.models.layouts import HEAD, KV, LocalTensor
+from kvplan.models.layouts import HEAD, KV, LAYER, LocalTensor
 from kvplan.models.model import Model
 from kvplan.models.pools import k_or_v
 from kvplan.models.tensors import STATE
 
 PATTERN: Final = "block head token content"
-"""Dimensions of an attention cache."""
+"""Dimensions of an attention cache, from 0.32 on."""
+
+LATENTS: Final = (PATTERN, "block token content")
+HEADS: Final = (PATTERN, "kv block token head content", "block kv token head content")
+"""Dimensions of a cache of latents, and of K and V, also in older releases."""
+
+ALL_LAYERS: Final = (
+    "block layer token content",
+    "block layer kv token head content",
+    "block head layer kv token content",
+    "block kv head layer token content",
+)
+"""Dimensions of one cache of all layers, in older releases: those of ``get_kv_cache_stride_order``."""
 
 KV_LAYOUTS: Final = MappingProxyType(
     {
@@ -55,7 +67,7 @@ def from_vllm(
     model: Model,
     info: RankInfo,
     kv_cache_config: Any,
-    kv_caches: Mapping[str, Any],
+    kv_caches: Any,
     layers: Mapping[str, Any] = MappingProxyType({}),
     *,
     kv_layout: str | None = None,
@@ -63,18 +75,22 @@ def from_vllm(
     """The worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
 
     ``kv_caches`` is the argument of a connector's ``register_kv_caches``. Each cache is
-    ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be kernel blocks.
-    The cache of a state layer is the bytes of its states; that of an indexer is its keys, then their scales, as on
-    CUDA. Groups without KV transfer are left out, and so are layers that use another's cache.
+    ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be kernel blocks. The
+    cache of a state layer is the bytes of its states; that of an indexer is its keys, then their scales, as on CUDA.
+    Groups without KV transfer are left out, and so are layers that use another's cache.
 
     ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Shape and strides do not say how a head of
     a block stores K and V, but the attention backend of a layer does, and on a CPU its instruction set. If the backend
     is not a known one, state the ``kv_layout``: ``content``, K and V side by side in each slot; ``vec``, K as
     ``[dim, slot]``, then V as ``[slot, dim]``; or ``amx``, the tiles of cpu_attn_amx.hpp for bfloat16 and fp8.
 
-    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT`` for K and V of a
-    backend that is not known; ``SIZE`` for kernel blocks that make up no whole number of blocks; ``BOUNDS`` if the
-    caches do not lie in one allocation as the config says.
+    Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]`` and latents
+    ``[block, slot, dim]``, all of layout ``content``. The argument of ``register_cross_layers_kv_cache``, one tensor of
+    all layers, takes the place of ``kv_caches``.
+
+    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT`` for a backend or a
+    shape that is not known; ``SIZE`` for kernel blocks that make up no whole number of blocks; ``BOUNDS`` if the caches
+    do not lie in one allocation as the config says.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Config
@@ -95,7 +111,10 @@ def from_vllm(
     if kv_layout is not None and kv_layout not in KV_LAYOUTS:
         raise differ("LAYOUT", "read kv_layout", f"one of {', '.join(KV_LAYOUTS)}", repr(kv_layout))
     assembly = Assembly(model, info)
-    placed = {name: (tensor, i) for tensor in kv_cache_config.kv_cache_tensors for i, name in enumerate(tensor.layers)}
+    tensors = kv_cache_config.kv_cache_tensors
+    placed = {name: (tensor, i) for tensor in tensors for i, name in enumerate(_names(tensor))}
+    if not isinstance(kv_caches, Mapping):
+        kv_caches = _by_layer(kv_caches, tensors)
     for group in kv_cache_config.kv_cache_groups:
         names = [name for name in group.layer_names if name in placed]
         if not names or not getattr(group, "enable_kv_transfer", True):
@@ -109,8 +128,43 @@ def from_vllm(
                 raise differ("NAME", "place a layer of vLLM", "a cache for each", f"none for {name!r}")
             first = len(assembly.views)
             _add_layer(assembly, name, kv_caches[name], specs.get(name, group.kv_cache_spec), layers, kv_layout)
-            _check_place(assembly, name, first, *placed[name])
+            if hasattr(placed[name][0], "layers"):
+                _check_place(assembly, name, first, *placed[name])
     return assembly.finish()
+
+
+def _names(tensor: Any) -> Sequence[str]:
+    """The layers of a ``KVCacheTensor``. In older releases they share its bytes."""
+    names: Sequence[str] = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
+    return names
+
+
+def _pattern(cache: Any, known: Sequence[str], num_layers: int = 0) -> list[str]:
+    """The dimensions of a cache: those of the one known pattern that fits its shape."""
+    shape, lengths = tuple(cache.shape), {KV: 2, LAYER: num_layers}
+    fits = [
+        names
+        for names in map(str.split, known)
+        if len(names) == len(shape) and all(lengths.get(name, n) == n for name, n in zip(names, shape, strict=True))
+    ]
+    if len(fits) != 1:
+        raise differ("LAYOUT", "read a cache of vLLM", f"the shape of one of {', '.join(map(repr, known))}", shape)
+    return fits[0]
+
+
+def _by_layer(cache: Any, tensors: Sequence[Any]) -> dict[str, Any]:
+    """One cache of all layers as a cache for each, whose dimensions are among those of :data:`LATENTS` or HEADS."""
+    names = _pattern(cache, ALL_LAYERS, len(tensors))
+    raw = view_of(cache, " ".join(names), name="layers", group="layers", region=everywhere(cache))
+    axes = {axis.name: axis for axis in raw.axes}
+    inner = [axes[name] for name in (KV, TOKEN, HEAD, CONTENT) if name in axes]
+    shape = raw.num_blocks, *(axis.extent for axis in inner)
+    strides = raw.block_stride_bytes, *(axis.stride_bytes for axis in inner)
+    return {
+        name: strided(cache, raw.dtype, raw.offset_bytes + i * axes[LAYER].stride_bytes, shape, strides)
+        for i, tensor in enumerate(tensors)
+        for name in _names(tensor)
+    }
 
 
 def _add_layer(
@@ -125,16 +179,17 @@ def _add_layer(
     if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
         assembly.add_page(cache, assembly.index(number))
         return
-    join, rest = divmod(spec.block_size, cache.shape[2])
-    if rest:
-        got = f"{cache.shape[2]} in a kernel block"
-        raise differ("SIZE", f"join the kernel blocks of {name!r}", f"a divisor of {spec.block_size} tokens", got)
     tensor = assembly.attention(number, "index")
-    halves = None
-    if any(axis.name == KV for axis in tensor.axes):
-        halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))]
+    has_kv = any(axis.name == KV for axis in tensor.axes)
+    names = _pattern(cache, HEADS if has_kv else LATENTS)
+    slots = cache.shape[names.index(TOKEN)]
+    join, rest = divmod(spec.block_size, slots)
+    if rest:
+        expected, got = f"a divisor of {spec.block_size} tokens", f"{slots} in a kernel block"
+        raise differ("SIZE", f"join the kernel blocks of {name!r}", expected, got)
+    halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))] if has_kv else None
     if halves is None:
-        assembly.add(cache, PATTERN, tensor, join=join)
+        assembly.add(cache, " ".join(names), tensor, join=join)
         return
     for half, dims in enumerate(halves):
         memory, pattern = _half(cache, half, dims, tensor)
