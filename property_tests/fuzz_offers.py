@@ -28,6 +28,8 @@ APART = Worker(
     [Region("kv.0", (1 << 64) - 4096, 2048, "VRAM", 3), Region("kv.1", 4096, 2048)],
     [TURN],
     [View("layers.1", "kv", f"kv.{i}", "bfloat16", (*KV[:2], Axis("kv", i, i + 1, 2, 0), DIM), 5, 160) for i in (0, 1)],
+    "tiny",
+    {"example.org/x": [1.5, {"a": "b"}]},
 )
 OFFERS: Final = tuple(encode(worker) for worker in (STATE, APART, engine(layers=1)[0], engine(tp=2, layers=2)[1]))
 

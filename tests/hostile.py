@@ -108,6 +108,7 @@ def texts() -> dict[str, bytes]:
         "integers": extension(b"98765432109876543210,"),
         "a long fraction": filled(b"9", b'{"kvplan":0.', b"}"),
         "a long exponent": filled(b"9", b'{"kvplan":1e', b"}"),
+        "another version": filled(b"9,", b'{"kvplan":2,"x":[', b"0]}"),
         "fractions": extension(b"1e5,"),
         "one key many times": extended(b"{" + b'"a":1,' * (MAX_STRINGS - 9) + b'"b":1},'),
         "many keys": b'{"kvplan":1' + b"".join(b',"%x":0' % i for i in range(100_000)) + b"}",

@@ -171,7 +171,7 @@ class Assembly:
         for device, view in self.views:  # its region is the last one that starts before the view ends
             region = regions[bisect_right(joined, (device, view.end_bytes)) - 1]
             views.append(attrs.evolve(view, region=region.name, offset_bytes=view.offset_bytes - region.address))
-        return Worker(self.info.engine_id, self.info.rank, regions, self.groups, views)
+        return Worker(self.info.engine_id, self.info.rank, regions, self.groups, views, self.model.name)
 
 
 def _axes(raw: View, tensor: LocalTensor, join: int) -> tuple[Axis, ...]:

@@ -11,6 +11,7 @@ Every worker satisfies the rules of validation (V) from its construction on:
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -21,7 +22,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import integer, members, name, settle
+from kvplan._checks import integer, members, name, settle, wrong_type
 from kvplan._text import count
 from kvplan.describe._overlap import overlaps, where
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
@@ -38,6 +39,19 @@ def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
 
 def _views(values: Iterable[View]) -> tuple[View, ...]:
     return members(View, values, "views of a worker")
+
+
+def _extensions(value: Mapping[str, Any] | str) -> str:
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        made = json.dumps(given, sort_keys=True, allow_nan=False, separators=(",", ":"))
+        json.dumps(given, ensure_ascii=False).encode()  # an error for half of a surrogate pair
+    except (TypeError, ValueError, RecursionError) as error:
+        expected, got = "a mapping of JSON values", f"{type(error).__name__}: {error}"
+        raise KVPlanError("TYPE", "read extensions of a worker", expected=expected, got=got) from None
+    if not made.startswith("{"):
+        raise wrong_type("extensions of a worker", "a mapping of JSON values", value)
+    return made
 
 
 def _token_axis(slots: int | None) -> str:
@@ -62,7 +76,12 @@ def label_of(key: Key) -> str:
 class Worker:
     """One rank of an engine: the regions it registers, and the views it keeps in them.
 
-    ``rank`` is unique within ``engine_id``. Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
+    ``rank`` is unique within ``engine_id``. ``model`` is whose cache it is, in any words that engines agree on: a name,
+    a revision, and whatever else changes the values in the cache, or a hash of them. Workers of two models are not
+    planned together; the empty model is unknown and goes with any. ``extensions`` are your own facts for peers, which
+    kvplan only passes on: a mapping of JSON values, read back as JSON text. Equal workers may differ in them.
+
+    Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
 
     >>> from kvplan import Axis, Group, Region, View, Worker
     >>> axes = (Axis("token", 0, 16, 16, 1152), Axis("dim", 0, 576, 576, 2))
@@ -76,9 +95,13 @@ class Worker:
     regions: tuple[Region, ...] = attrs.field(converter=_regions)
     groups: tuple[Group, ...] = attrs.field(converter=_groups)
     views: tuple[View, ...] = attrs.field(converter=_views, repr=False)
+    model: str = attrs.field(default="", repr=False)
+    extensions: str = attrs.field(default="{}", converter=_extensions, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         settle(self, "a worker", name, "engine_id")
+        if self.model != "":
+            settle(self, "a worker", name, "model")
         settle(self, "a worker", integer, "rank")
         regions = self._by_name("region", self.regions)
         groups = self._by_name("group", self.groups)
@@ -219,7 +242,7 @@ class Worker:
     def outline(self) -> tuple[Any, ...]:
         """All views with their places in the regions: equal for workers that differ in name and addresses alone."""
         names = tuple([view.name for view in self.views])
-        return self.groups, names, self.geometry_of, self.geometries, self.places.tobytes()
+        return self.model, self.groups, names, self.geometry_of, self.geometries, self.places.tobytes()
 
     @property
     def key(self) -> Key:

@@ -26,7 +26,9 @@ PLANNED: Final = "planned"
 EFFECTS: Final = (REFUSED, NOT_MOVED, PLANNED)
 """What differences lead to, the most serious first."""
 
-REFUSALS: Final = MappingProxyType({"group kind": "GROUP", "dtype": "DTYPE", "axes": "AXES", "size": "SIZE"})
+REFUSALS: Final = MappingProxyType(
+    {"group kind": "GROUP", "dtype": "DTYPE", "axes": "AXES", "size": "SIZE", "model": "MODEL"}
+)
 """The first words of the fields that must be equal, with the codes that planning raises for them."""
 
 Stored = tuple[tuple[Geometry, str], ...]
@@ -118,6 +120,8 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
             for difference in known[pair]:
                 found.setdefault(difference, []).append(name)
     made = [attrs.evolve(difference, where=fold(names)) for difference, names in found.items()]
+    if local.model != remote.model and local.model and remote.model:
+        made.append(Difference("model", "worker", local.model, remote.model, REFUSED, REFUSALS["model"]))
     mine, other = _regions(local), _regions(remote)
     if mine != other:
         made.append(Difference("regions", "worker", mine, other, PLANNED))

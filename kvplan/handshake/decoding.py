@@ -26,8 +26,8 @@ from kvplan.describe.views import Context, Group, Region, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import BAD, Findings, Problem
-from kvplan.handshake.messages import parse
-from kvplan.handshake.schema import OFFER, read
+from kvplan.handshake.messages import MODEL, parse
+from kvplan.handshake.schema import OFFER, Text, read
 
 
 def decode(data: bytes) -> Worker:
@@ -82,7 +82,12 @@ class _Placed:
 
 
 def _worker(data: bytes, found: Findings) -> Any:
-    offer = found.attempt("", read, OFFER, parse(data, found), "", found)
+    message = parse(data, found)
+    if message is BAD:
+        return BAD
+    extensions = message.pop("extensions")
+    offer = found.attempt("", read, OFFER, message, "", found)
+    model = read(Text(or_empty=True), extensions.pop(MODEL, ""), f"extensions.{MODEL}", found)
     if offer is BAD:
         return BAD
     engine_id, rank = offer["engine_id"], offer["rank"]
@@ -92,7 +97,8 @@ def _worker(data: bytes, found: Findings) -> Any:
     regions = _each(offer["regions"], lambda i, row: _region(offer["stems"], memories, i, row, found))
     layouts = _each(offer["layouts"], lambda i, layout: _layout(layout, f"layouts[{i}]", key, groups, found))
     views = _each(offer["views"], lambda i, row: _view(offer, regions, layouts, i, row, found))
-    return _whole(key, _good(regions), _good(groups), _good(views), found)
+    besides = "" if model is BAD else model, extensions
+    return _whole(key, _good(regions), _good(groups), _good(views), besides, found)
 
 
 def _each(values: Any, make: Callable[[int, Any], Any]) -> Any:
@@ -176,11 +182,16 @@ def _view(offer: Any, regions: Any, layouts: Any, i: int, row: tuple[Any, ...], 
 
 
 def _whole(
-    key: Key, regions: Sequence[Region], groups: Sequence[Group], views: Sequence[_Placed], found: Findings
+    key: Key,
+    regions: Sequence[Region],
+    groups: Sequence[Group],
+    views: Sequence[_Placed],
+    besides: tuple[Any, Any],
+    found: Findings,
 ) -> Any:
     """The worker. If its parts do not fit together, finds which ones do not."""
     try:
-        return Worker(*key, regions, groups, tuple(placed.view for placed in views))
+        return Worker(*key, regions, groups, tuple(placed.view for placed in views), *besides)
     except KVPlanError as error:
         before = found.count
         found.attempt("regions", Worker, *key, regions, (), ())

@@ -29,7 +29,7 @@ from kvplan._text import split
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import Findings
-from kvplan.handshake.messages import MAX_BYTES
+from kvplan.handshake.messages import MAX_BYTES, MODEL, parse
 from kvplan.handshake.schema import MEMORY, OFFER, REGIONS, STEM, VERSION, VIEWS, Columns, read
 
 
@@ -47,7 +47,15 @@ def encode(worker: Worker) -> bytes:
     """
     offer, found = _offer(worker), Findings()
     read(OFFER, offer, "", found)
-    message = _json({"kvplan": VERSION, **offer})
+    extensions = json.loads(worker.extensions)
+    if MODEL in extensions:
+        expected, got = "extensions without kvplan's own", f"{MODEL!r}"
+        raise KVPlanError("NAME", f"encode worker {worker.label}", expected=expected, got=got)
+    if worker.model:
+        extensions = {MODEL: worker.model, **extensions}
+    message = _json({"kvplan": VERSION, **offer} | ({"extensions": extensions} if extensions else {}))
+    if extensions:
+        parse(message, found)
     if found.first:
         expected, got, path = found.first.expected, found.first.got, found.problems[0].path
     elif len(message) > MAX_BYTES:
@@ -60,10 +68,10 @@ def encode(worker: Worker) -> bytes:
 def fingerprint(worker: Worker) -> str:
     """The geometry of a worker as 64 hexadecimal digits: equal for workers that store the same things the same way.
 
-    It covers, in order: the groups; the size and memory kind of each region; and of each view its tensor, dtype, axes,
-    block count and stride, its group and region, and its offset. It does not cover engine id, rank, and the name,
-    address and device of a region. So it stays equal when a worker restarts at other addresses. It is the SHA-256 of a
-    JSON text, and may change with the version of the format.
+    It covers, in order: the model, if known; the groups; the size and memory kind of each region; and of each view its
+    tensor, dtype, axes, block count and stride, its group and region, and its offset. It does not cover engine id,
+    rank, extensions, and the name, address and device of a region. So it stays equal when a worker restarts at other
+    addresses. It is the SHA-256 of a JSON text, and may change with the version of the format.
 
     >>> from kvplan import Region, Worker
     >>> from kvplan.handshake import fingerprint
@@ -76,6 +84,7 @@ def fingerprint(worker: Worker) -> str:
     offer = _offer(worker)
     geometry = {
         "kvplan": VERSION,
+        **({"model": worker.model} if worker.model else {}),
         **{key: offer[key] for key in ("groups", "layouts")},
         "regions": [(region.memory, region.size_bytes) for region in worker.regions],
         "tensors": [view.name for view in worker.views],

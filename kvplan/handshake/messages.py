@@ -6,7 +6,7 @@ The rules for every version of the format, checked before memory is allocated:
   mappings, nested at most :data:`MAX_DEPTH` deep;
 - JSON by RFC 8259: no NaN and no Infinity; also no key twice in a mapping, and no integer of more than 20 digits;
 - a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is checked;
-- the key ``extensions``, if present, is a mapping of anything. A reader ignores extensions that it does not know.
+- the key ``extensions``, if present, is a mapping of anything. A reader passes on extensions that it does not know.
 
 JSON builds no objects and runs no code: the result consists of mappings, lists, strings and numbers.
 """
@@ -40,15 +40,21 @@ MAX_STRINGS: Final = 1 << 17
 MAX_DIGITS: Final = 20
 """Digits of an integer, as many as 2**64 has: the time to read an integer grows with their square."""
 
+MAX_REAL: Final = 32
+"""Characters of any other number, a few more than the shortest form of a double has."""
+
+MODEL: Final = "kvplan/model"
+"""The extension that says which model a worker runs."""
+
 NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def parse(data: bytes, found: Findings) -> Any:
-    """The mapping in a message of this version, without ``kvplan`` and ``extensions``; BAD if there is none.
+    """The mapping in a message of this version, without ``kvplan`` and with ``extensions``; BAD if there is none.
 
     >>> found = Findings()
     >>> parse(b'{"kvplan": 1, "rank": 3}', found)
-    {'rank': 3}
+    {'rank': 3, 'extensions': {}}
     >>> _ = parse(b'{"kvplan": 7, "rank": -1}', found)
     >>> print(*found.problems)
     kvplan: VERSION: cannot read a message: expected version 1, got 7
@@ -57,7 +63,7 @@ def parse(data: bytes, found: Findings) -> Any:
         raise wrong_type("a message", "bytes", data)
     message = found.attempt("", _load, data)
     message = found.attempt("kvplan", _of_this_version, message)
-    return found.attempt("extensions", _without_extensions, message)
+    return found.attempt("extensions", _with_extensions, message)
 
 
 def _refused(code: str, expected: str, got: str) -> KVPlanError:
@@ -102,8 +108,8 @@ def _of_this_version(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _without_extensions(message: dict[str, Any]) -> dict[str, Any]:
-    extensions = message.pop("extensions", {})
+def _with_extensions(message: dict[str, Any]) -> dict[str, Any]:
+    extensions = message.setdefault("extensions", {})
     if not isinstance(extensions, dict):
         raise wrong_type("extensions", "a mapping", extensions)
     try:
@@ -129,8 +135,9 @@ def _integer(digits: str) -> int:
 
 
 def _real(text: str) -> float:
-    """No part of an offer is a real number, so the value of a long one does not matter."""
-    return float(text) if len(text) <= MAX_DIGITS else math.inf
+    if len(text) > MAX_REAL or math.isinf(number := float(text)):
+        raise _refused("RANGE", f"numbers of at most {MAX_REAL} characters, below 1.8e308", shown(text))
+    return number
 
 
 def _constant(text: str) -> NoReturn:

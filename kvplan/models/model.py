@@ -343,7 +343,7 @@ expected a value for key 'hidden_size', got no such key
             views, spans = place_pools(order, pools, num_blocks, shared=together)
             regions = [addresses.region(key, size, rank) for key, size in spans.items()]
             groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in names]
-            workers.append(Worker(engine_id, rank, regions, groups, views))
+            workers.append(Worker(engine_id, rank, regions, groups, views, self.name))
         return tuple(workers)
 
     def _pools(self, stage: range, part: RankPart) -> dict[str, list[Page]]:

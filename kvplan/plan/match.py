@@ -5,7 +5,8 @@
   that only sources have do not take part.
 - M3: Both sides of a tensor have the same axis names, global sizes and dtype. A token group pairs with a token group,
   a state group with a state group.
-- M4: Tensors whose views have equal geometries on the same workers form one *match* and are planned once.
+- M4: Both sides run the same model, unless one of them does not say which.
+- M5: Tensors whose views have equal geometries on the same workers form one *match* and are planned once.
 """
 
 from __future__ import annotations
@@ -45,8 +46,22 @@ class Match:
 
 
 def match(destination: Worker, sources: Sources, not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
-    """The matches of a destination with its sources. Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule M3."""
-    tensors: dict[Any, list[str]] = {}  # names by what their views have in common, rule M4
+    """The matches of a destination with its sources.
+
+    Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule M3, or ``MODEL``, by rule M4.
+    """
+    for source in sources.workers:
+        if source.model != destination.model and source.model and destination.model:
+            raise KVPlanError(
+                "MODEL",
+                "pair workers",
+                expected=f"model {destination.model!r} (destination {destination.label})",
+                got=f"{source.model!r} (source {source.label})",
+                hint="if their caches are equal, give both workers the same model",
+                destination=destination.model,
+                source=source.model,
+            )
+    tensors: dict[Any, list[str]] = {}  # names by what their views have in common, rule M5
     geometry_of = destination.geometry_of
     for name, views in destination.tensors.items():
         if name not in not_transferred:

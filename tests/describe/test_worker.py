@@ -250,3 +250,55 @@ def test_views_stand_in_regions_that_overlap_where_they_do_not() -> None:
         (Region("again", 4096, 640, "VRAM", 1), other),
     ):
         assert len(Worker("engine", 0, [Region("kv", 4096, 640), region], groups, [VIEW, view]).views) == 2
+
+
+def test_extensions_have_one_form() -> None:
+    """Extensions are kept as JSON text, sorted, and workers that differ in them are equal."""
+    worker = Worker("e", 0, (), (), (), extensions={"b": [1.5, None], "a": {"d": "é", "c": True}})
+    assert worker.extensions == '{"a":{"c":true,"d":"\\u00e9"},"b":[1.5,null]}'
+    assert attrs.evolve(worker, rank=1).extensions == worker.extensions
+    assert pickle.loads(pickle.dumps(worker)).extensions == worker.extensions
+    plain = Worker("e", 0, (), (), ())
+    assert (plain, plain.extensions) == (worker, "{}")
+
+
+def nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        7,
+        "",
+        "[]",
+        "{",
+        {"a": b""},
+        {"a": float("nan")},
+        {"a": "\ud800"},
+        {1: 0, "b": 0},
+        {"a": nested(99999)},
+    ],
+    ids=lambda value: str(type(value)),
+)
+def test_extensions_are_json(value: Any) -> None:
+    """Anything but a mapping of JSON values is refused."""
+    with pytest.raises(
+        KVPlanError, match=r"^TYPE: cannot read extensions of a worker: expected a mapping of JSON values"
+    ):
+        Worker("e", 0, (), (), (), extensions=value)
+
+
+def test_a_model_is_a_name_or_empty() -> None:
+    """The model is text of printable characters; the empty one is unknown."""
+    assert Worker("e", 0, (), (), ()).model == ""
+    with pytest.raises(KVPlanError, match=r"^NAME: cannot read model of a worker"):
+        Worker("e", 0, (), (), (), "a\nb")
+    with pytest.raises(KVPlanError, match=r"^TYPE: cannot read model of a worker"):
+        Worker("e", 0, (), (), (), None)  # type: ignore[arg-type]

@@ -7,7 +7,20 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvplan import Axis, Context, Group, KVPlanError, Model, Region, View, Worker, compare, plan_reads
+from kvplan import (
+    Axis,
+    Context,
+    Group,
+    KVPlanError,
+    Model,
+    Region,
+    View,
+    Worker,
+    compare,
+    contacts,
+    plan_reads,
+    plan_writes,
+)
 from kvplan.handshake import Difference
 from tests.small import engine
 
@@ -201,3 +214,24 @@ def test_contexts_of_one_worker_are_equal():
     """A context of size 1 has one form, whatever interleave it was described with."""
     spelled = attrs.evolve(OTHER, groups=[Group("attn", 4, Context(0, 1, 8))])
     assert compare(MINE, spelled).differences == ()
+
+
+def test_another_model_is_refused() -> None:
+    """Two models may store the same tensors; only their names tell, if both are known."""
+    mistral, llama = (Model.shipped(name).engine(name, num_blocks=9)[0] for name in ("mistral-7b", "llama-3.1-8b"))
+    (found,) = compare(mistral, llama).differences
+    assert found == Difference("model", "worker", "mistral-7b", "llama-3.1-8b", "refused", "MODEL")
+    for plan in (plan_reads, plan_writes):
+        with pytest.raises(KVPlanError, match=r"^MODEL: "):
+            plan(mistral, [llama])
+    with pytest.raises(KVPlanError, match=r"^MODEL: "):
+        contacts([mistral], [llama])
+    assert not compare(attrs.evolve(mistral, model=""), llama).differences
+
+
+def test_a_plan_is_not_reused_for_another_model() -> None:
+    """An engine of the same geometry takes the place of the remotes only if it runs their model."""
+    (ours,), (same,), (other,) = (engine(name) for name in ("decode", "p1", "p2"))
+    plan = plan_reads(ours, [same])
+    with pytest.raises(KVPlanError, match=r"^WORKER: cannot take the place of p1/0"):
+        plan.with_remotes([attrs.evolve(other, model="b")])

@@ -219,8 +219,42 @@ def test_the_golden_offer_is_of_this_worker():
 
 
 def test_an_offer_with_extensions_is_of_the_same_worker():
-    """Unknown extensions are ignored."""
-    assert decode((GOLDEN / "offer-with-extensions.json").read_bytes()) == turns()
+    """Unknown extensions make no other worker of it. They stay with it."""
+    data = (GOLDEN / "offer-with-extensions.json").read_bytes()
+    assert decode(data) == turns()
+    assert json.loads(decode(data).extensions) == json.loads(data)["extensions"]
+
+
+def test_a_worker_carries_its_model_and_extensions():
+    """The model is an extension of the message, beside those of others; a worker without any has no such key."""
+    (worker,) = engine()
+    assert b"extensions" not in encode(worker)
+    worker = attrs.evolve(worker, model="tiny@5f0c", extensions={"example.org/b": [1, None], "example.org/a": "é"})
+    offer = json.loads(encode(worker))
+    assert list(offer["extensions"]) == ["kvplan/model", "example.org/a", "example.org/b"]
+    found = decode(encode(worker))
+    assert (found, found.model) == (worker, "tiny@5f0c")
+    assert json.loads(found.extensions) == {"example.org/a": "é", "example.org/b": [1, None]}
+    assert encode(found) == encode(worker)
+    assert fingerprint(worker) != fingerprint(attrs.evolve(worker, model="other"))
+    assert fingerprint(worker) == fingerprint(attrs.evolve(worker, extensions={}))
+
+
+@pytest.mark.parametrize(
+    "extensions, code",
+    [
+        ({"kvplan/model": "tiny"}, "NAME"),
+        ({"x": 10**20}, "RANGE"),
+        ({"x": [[]] * (1 << 15)}, "RANGE"),
+        ({"x": "x" * (1 << 20)}, "RANGE"),
+    ],
+    ids=["model", "digits", "lists", "bytes"],
+)
+def test_extensions_that_no_offer_can_have(extensions, code):
+    """What decode would refuse is not encoded, and the model is not hidden among extensions."""
+    worker = attrs.evolve(engine()[0], extensions=extensions)
+    with pytest.raises(KVPlanError, match=rf"^{code}: cannot encode worker prefill/0"):
+        encode(worker)
 
 
 def test_an_offer_may_be_as_long_as_a_message_and_no_longer(monkeypatch):

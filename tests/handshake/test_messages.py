@@ -47,6 +47,14 @@ REFUSED = [
     (extended("-Infinity"), "MESSAGE: cannot read a message: expected JSON, got -Infinity"),
     (extended("1" * 21), "RANGE: cannot read a message: expected integers of at most 20 digits, got one of 21"),
     (extended("-" + "1" * 20), "RANGE: cannot read a message: expected integers of at most 20 digits, got one of 21"),
+    (
+        extended("1e999"),
+        "RANGE: cannot read a message: expected numbers of at most 32 characters, below 1.8e308, got '1e",
+    ),
+    (
+        extended("0." + "1" * 31),
+        "RANGE: cannot read a message: expected numbers of at most 32 characters, below 1.8e308",
+    ),
     (extended('{"a":1,"b":2,"a":1}'), "KEY: cannot read a message: expected each key of a mapping once, got 'a' twice"),
     (extended("'a'"), "MESSAGE: cannot read a message: expected JSON, got Expecting value at character"),
     (extended('"\t"'), "MESSAGE: cannot read a message: expected JSON, got Invalid control character at"),
@@ -61,13 +69,25 @@ def test_bytes_that_are_no_message_have_one_problem(data, text):
     assert problem.path == ""
 
 
-EXTENSIONS = ["{}", "null", "1.5", "1e999", "9" * 20, nested(14), '"\\ud83d\\ude00 \\n"', "[" + "[]," * 30000 + "0]"]
+EXTENSIONS = [
+    "{}",
+    "null",
+    "1.5",
+    "-1.2345678901234567e-300",
+    "9" * 20,
+    nested(14),
+    '"\\ud83d\\ude00 \\n"',
+    "[" + "[]," * 30000 + "0]",
+]
 
 
 @pytest.mark.parametrize("text", EXTENSIONS, ids=range(len(EXTENSIONS)))
 def test_an_extension_may_hold_anything(text):
-    """Extensions up to the limits of a message do not change the worker."""
-    assert decode(extended(text)) == WORKER
+    """Extensions up to the limits of a message do not change the worker, which passes them on."""
+    worker = decode(extended(text))
+    assert worker == WORKER
+    assert json.loads(worker.extensions) == {"example.org/x": json.loads(text)}
+    assert json.loads(decode(encode(worker)).extensions) == {"example.org/x": json.loads(text)}
 
 
 def test_just_as_many_strings_as_there_may_be():

@@ -85,8 +85,8 @@ def test_m3_a_state_group_does_not_pair_with_a_token_group():
         match(worker("d", 4), Sources([worker("p", None)]))
 
 
-def test_m4_equal_layers_are_one_match_and_others_are_not():
-    """M4: layers of one geometry share a match; a layer of another dtype has its own."""
+def test_m5_equal_layers_are_one_match_and_others_are_not():
+    """M5: layers of one geometry share a match; a layer of another dtype has its own."""
     (ours,), (theirs,) = engine("decode", layers=4), engine("prefill", layers=4)
 
     def change(view: View) -> View:
@@ -94,3 +94,22 @@ def test_m4_equal_layers_are_one_match_and_others_are_not():
 
     found = match(with_views(ours, change), Sources([with_views(theirs, change)]))
     assert [m.names for m in found] == [("layers.0", "layers.1", "layers.3"), ("layers.2",)]
+
+
+def test_m4_another_model_is_no_source() -> None:
+    """M4: the same tensors of another model are another cache, whichever worker of the sources runs it."""
+    (ours,), sources = engine("decode"), engine("prefill", tp=2)
+    ours, same, other = (attrs.evolve(one, model=model) for one, model in zip((ours, *sources), "aab", strict=True))
+    with pytest.raises(KVPlanError) as caught:
+        match(ours, Sources([same, other]))
+    assert str(caught.value) == (
+        "MODEL: cannot pair workers: expected model 'a' (destination decode/0), got 'b' (source prefill/1) "
+        "(if their caches are equal, give both workers the same model)"
+    )
+
+
+def test_m4_an_unknown_model_goes_with_any() -> None:
+    """M4: a worker that does not say which model it runs is not refused, on either side."""
+    (ours,), (theirs,) = engine("decode"), engine("prefill")
+    for mine, other in (("a", "a"), ("a", ""), ("", "b")):
+        assert match(attrs.evolve(ours, model=mine), Sources([attrs.evolve(theirs, model=other)]))
