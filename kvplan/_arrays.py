@@ -35,6 +35,20 @@ def distinct(values: Ints) -> Ints:
     return ordered[heads(ordered[1:] == ordered[:-1])]
 
 
+def listed(intervals: Ints) -> Ints:
+    """All integers in intervals ``[start, stop)``, (n, 2), interval by interval.
+
+    >>> listed(np.array([[2, 4], [7, 8]]))
+    array([2, 3, 7])
+    """
+    start, stop = intervals.T
+    length = stop - start
+    # `before` is how many integers the earlier intervals have.
+    before = np.cumsum(length) - length
+    found: Ints = np.arange(length.sum()) + np.repeat(start - before, length)
+    return found
+
+
 def numbered(first: Ints, size: int) -> Ints:
     """The index of the chain that each of ``size`` elements belongs to; ``first`` is what :func:`heads` returns.
 

@@ -40,6 +40,17 @@ def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
     return number
 
 
+def at_most(limit: int, number: int, unit: str, what: str, **details: Any) -> None:
+    """Refuse to list more than ``limit`` of something, with ``RANGE``: a small offer must not claim much memory.
+
+    >>> at_most(8, 9, "cells", "plan for d/0")
+    Traceback (most recent call last):
+    kvplan.errors.KVPlanError: RANGE: cannot plan for d/0: expected at most 8 cells, got 9
+    """
+    if number > limit:
+        raise KVPlanError("RANGE", what, expected=f"at most {limit} {unit}", got=f"{number}", value=number, **details)
+
+
 def name(value: Any, what: str) -> str:
     """``value`` as a ``str`` that is not empty and can be printed on one line.
 

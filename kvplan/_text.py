@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
+
+FEW: Final = 16
+"""Texts that :func:`few` writes out."""
 
 NUMBERED: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
 
@@ -84,6 +87,16 @@ def count(number: int, what: str) -> str:
     """
     several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
     return f"{number} {what if number == 1 else several}"
+
+
+def few(texts: Sequence[str], between: str) -> str:
+    """Texts in one line: the first sixteen, and the number of the others.
+
+    >>> few(["a", "b"], "; "), few([str(n) for n in range(20)], " ")
+    ('a; b', '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 and 4 more')
+    """
+    more = f" and {len(texts) - FEW} more" if len(texts) > FEW else ""
+    return between.join(texts[:FEW]) + more
 
 
 def shown(value: Any) -> str:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvplan._arrays import Bools, Ints
+from kvplan._arrays import Ints
 from kvplan.describe.views import Group
 
 Position = TypeVar("Position", int, Ints)
@@ -43,10 +43,17 @@ def period(*groups: Group) -> int:
     return math.lcm(*(g.context.size * math.lcm(slots(g), g.context.interleave_tokens) for g in groups))
 
 
-def holds(group: Group, position: Ints) -> Bools:
-    """Whether the group's worker holds each position, (n,) bool."""
-    held: Bools = position // group.context.interleave_tokens % group.context.size == group.context.rank
-    return held
+def held_positions(group: Group, every: int) -> tuple[tuple[int, int], ...]:
+    """The positions in ``[0, every)``, a multiple of the group's cycle, that its worker holds: intervals, ascending.
+
+    >>> from kvplan import Context
+    >>> held_positions(Group("attn", 16, Context(1, 2, 4)), 16), held_positions(Group("attn", 16), 16)
+    (((4, 8), (12, 16)), ((0, 16),))
+    """
+    if group.context.size == 1:
+        return ((0, every),)
+    run = group.context.interleave_tokens
+    return tuple([(start, start + run) for start in range(group.context.rank * run, every, cycle(group))])
 
 
 def local_index(group: Group, position: Position) -> Position:

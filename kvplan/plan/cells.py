@@ -1,8 +1,9 @@
 """Cells (C): divides what a destination needs into boxes, and chooses one source for each.
 
-- C1: Along each axis, the coordinates that the same source views hold form one *part* (:mod:`kvplan.plan.sources`). The
-  parts of the token axis are positions in one cycle of the contexts. Block sizes do not matter for who holds what.
-- C2: A cell is a product of parts, one of each axis. Cells without a holder make one error that lists all of them.
+- C1: Along each axis, the coordinates that the same source views hold form one *part*. The parts of the token axis are
+  positions in one cycle of the contexts. Block sizes do not matter for who holds what.
+- C2: A cell is a product of parts, one of each axis. Cells without a holder make one error; its details list all of
+  them.
 - C3: The sources that hold a cell are its *replica set*. Cells with equal replica sets get the same source, so the
   choice does not depend on layouts. The fewest sources are taken: first those that are the only holder of some cell;
   then, one by one, the source that holds the most bytes that have none yet.
@@ -18,20 +19,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Bools, Ints
+from kvplan._checks import at_most
+from kvplan._text import few
 from kvplan.describe.axes import MAX_SEGMENTS
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle
-from kvplan.plan.match import Match
-from kvplan.plan.sources import Part
+from kvplan.plan.match import Match, Part
+
+MAX_CELLS: Final = 1 << 16
+"""The most cells of one destination."""
 
 
 @attrs.frozen(eq=False)
@@ -39,7 +44,7 @@ class Cell:
     """The box that one source view sends to one destination view, for every tensor of a match.
 
     ``destination`` and ``source`` are indices of the match's views. ``parts`` has one part of every axis. The token
-    axis comes last; its part lists positions in ``[0, every)``, one cycle of all contexts.
+    axis comes last; its part has positions in ``[0, every)``, one cycle of all contexts.
     """
 
     match: Match
@@ -51,7 +56,7 @@ class Cell:
     @property
     def sides(self) -> tuple[Geometry, Geometry]:
         """The geometries of the two views, the destination's first."""
-        return self.match.destination[self.destination], self.match.holding.sources[self.source][1]
+        return self.match.destination[self.destination], self.match.sources.views[self.source][1]
 
 
 def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
@@ -65,24 +70,27 @@ def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
     found: list[Cell] = []
     held: list[Bools] = []
     missing: list[str] = []
+    number = 0
     for one in matches:
         for i in range(len(one.destination)):
             axes, every = parts(one, i), _cycle(one, i)
+            number += math.prod(len(each) for each in axes.values())
+            at_most(MAX_CELLS, number, "cells", f"plan for {destination.label}")
             for product in itertools.product(*axes.values()):
                 holders = np.zeros(len(sources), bool)
-                holders[one.holding.worker[_held(product)]] = True
+                holders[one.sources.worker[_held(product)]] = True
                 cell = Cell(one, i, -1, dict(zip(axes, product, strict=True)), every)
                 found.append(cell)
                 held.append(holders)
                 if not holders.any():
                     missing.append(_describe(cell))
     if missing:
-        unknown = [one.names[0] for one in matches if not one.holding.sources]
+        unknown = [one.names[0] for one in matches if not one.sources.views]
         raise KVPlanError(
             "TENSOR" if unknown else "COVER",
             f"plan for {destination.label}",
             expected="every part of its tensors to be held by a source",
-            got="; ".join(missing),
+            got=few(missing, "; "),
             hint="name tensors in not_transferred if they need not move" if unknown else "",
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
@@ -102,7 +110,7 @@ def _divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dic
     equal: dict[Any, list[str]] = {}
     for one in matches:
         sizes = sorted((axis, size) for axis, size in one.destination[0].sizes.items() if axis != TOKEN)
-        key = (one.destination[0].dtype, *sizes, frozenset(one.holding.worker.tolist()))
+        key = (one.destination[0].dtype, *sizes, frozenset(one.sources.worker.tolist()))
         equal.setdefault(key, []).extend(one.names)
     order = {name: i for i, name in enumerate(destination.tensors)}
     return {
@@ -144,24 +152,15 @@ def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
 
 def parts(found: Match, destination: int) -> dict[str, tuple[Part, ...]]:
     """The parts of each axis of one destination view, the token axis last."""
-    ours, theirs = found.destination[destination], found.holding
-    every = _cycle(found, destination)
-    result = {axis: theirs.cover(axis).parts(ours.segments[axis].covered) for axis in ours.sizes if axis != TOKEN}
-    result[TOKEN] = theirs.positions(ours.group, every)
-    return result
+    ours, every = found.destination[destination], _cycle(found, destination)
+    axes = [axis for axis in ours.sizes if axis != TOKEN]
+    return {axis: found.sources.parts(ours, axis, every) for axis in (*axes, TOKEN)}
 
 
 def _cycle(found: Match, destination: int) -> int:
     """The cycle of the contexts of a destination view and all sources of a match, in positions."""
-    every = cycle(found.destination[destination].group, *found.holding.groups[0])
-    if every > MAX_SEGMENTS:
-        raise KVPlanError(
-            "RANGE",
-            f"align the contexts of tensor {found.names[0]!r}",
-            expected=f"a common cycle of at most {MAX_SEGMENTS} positions",
-            got=f"{every}",
-            cycle=every,
-        )
+    every = cycle(found.destination[destination].group, *found.sources.groups)
+    at_most(MAX_SEGMENTS, every, "positions in a common cycle", f"align the contexts of tensor {found.names[0]!r}")
     return every
 
 
@@ -200,7 +199,7 @@ def _bytes(cell: Cell) -> int:
 
 def _view(cell: Cell, owner: int) -> int:
     """The index of the owner's first view that holds a cell."""
-    return int(np.flatnonzero(_held(cell.parts.values()) & (cell.match.holding.worker == owner))[0])
+    return int(np.flatnonzero(_held(cell.parts.values()) & (cell.match.sources.worker == owner))[0])
 
 
 def _held(parts: Iterable[Part]) -> Bools:

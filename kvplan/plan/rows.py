@@ -23,17 +23,16 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, distinct, heads, numbered, read_only
-from kvplan._checks import ID_END
+from kvplan._arrays import Ints, distinct, heads, listed, numbered, read_only
+from kvplan._checks import ID_END, at_most
 from kvplan.describe.views import Group, Region
-from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 
 Descriptors = npt.NDArray[np.uint64]
 
-MAX_ROWS: Final = 1 << 24
-"""The most runs of one token times slots that one side of a pair may have."""
+MAX_SLOTS: Final = 1 << 24
+"""The most runs of one token, times the slots of a block, that one side of a pair may have."""
 
 MAX_IDS_PER_USED: Final = 16
 """A row with more ids than this for each usable one is split by offset, so that 31 bits last for large pools."""
@@ -185,6 +184,9 @@ class GroupPair:
 def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Ints, Ints]]:
     """All ids of a pair of workers, and the rows of each side, (n, 5): region, offset, length, stride, count."""
     tokens = [(each.groups, one) for each in found for one in each.tokens]
+    for side in (0, 1):
+        listed_slots = sum(one.runs.length.size * slots(groups[side]) for groups, one in tokens)
+        at_most(MAX_SLOTS, listed_slots, "slots of runs of one token", "number the descriptors of a pair of workers")
     rows, ids = [], []
     for side in (0, 1):
         of_runs = [(_columns(0, each.runs, side), each.runs.offset[side][:, None]) for each in found]
@@ -261,16 +263,6 @@ def _columns(kind: int, runs: Runs, side: int) -> Ints:
 def _slot_offsets(group: Group, one: TokenRuns, side: int) -> Ints:
     """The offset of every run of one token in every slot, (runs, slots)."""
     start, size = one.runs.offset[side], slots(group)
-    if start.size * size > MAX_ROWS:
-        raise KVPlanError(
-            "RANGE",
-            f"list the slots of group {group.name!r}",
-            expected=f"at most {MAX_ROWS} of all runs",
-            got=f"{start.size} runs of {size} slots",
-            group=group.name,
-            tokens_per_block=size,
-            runs=start.size,
-        )
     offsets: Ints = np.add.outer(start, one.token[side].at(np.arange(size)))
     return offsets
 
@@ -332,4 +324,4 @@ def _token_ids(one: TokenRuns, ids: Sequence[Ints], dtype: type) -> Iterator[Tok
         same = np.flatnonzero(which == n)
         steps, subs = rows[same[0], :2].tolist(), [side[same[0]].astype(dtype) for side in sub]
         of_slot_0: Ints = base[:, same, None].astype(dtype, order="C")
-        yield TokenIds(of_slot_0, (steps[0], steps[1]), (subs[0], subs[1]), one.carried, one.every, one.joined)
+        yield TokenIds(of_slot_0, (steps[0], steps[1]), (subs[0], subs[1]), listed(one.carried), one.every, one.joined)

@@ -22,16 +22,17 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, distinct, heads
+from kvplan._arrays import Ints, distinct, heads, listed
+from kvplan._checks import at_most
 from kvplan.describe.axes import Segments
+from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.views import TOKEN, Group
-from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, period, position_of, slots
 from kvplan.plan.cells import Cell
 
-MAX_LISTED: Final = 1 << 20
-"""The most runs of one token, and the most block pairs or runs of one period, that are listed. With more block pairs in
-a period, all runs move token by token."""
+MAX_LISTED: Final = 1 << 22
+"""The most runs of one token that one source may serve, and the most block pairs and runs of a period that are listed
+to join them. Where there would be more, they move token by token."""
 
 
 @attrs.frozen(eq=False)
@@ -61,8 +62,8 @@ def _all(parts: Sequence[Runs]) -> Runs:
 class TokenRuns:
     """Runs of one token that share a token axis on each side, and the positions at which they move.
 
-    ``carried`` lists these positions in ``[0, every)``. ``joined`` says whether longer runs cover them, so that they
-    move token by token only at the ends of a range.
+    ``carried`` are the intervals of these positions in ``[0, every)``, (n, 2). ``joined`` says whether longer runs
+    cover them, so that they move token by token only at the ends of a range.
     """
 
     token: tuple[Segments, Segments]
@@ -103,13 +104,18 @@ class BlockPairs:
 
 def group_runs(cells: Iterable[Cell]) -> tuple[GroupRuns, ...]:
     """The runs of all cells that one source serves, by pair of groups."""
-    by_groups: dict[tuple[Group, Group], dict[Any, list[Cell]]] = {}
+    by_groups: dict[tuple[Group, Group], dict[Any, list[tuple[Cell, Runs]]]] = {}
+    number = 0
     for cell in cells:
-        ours, theirs = cell.sides
-        by_groups.setdefault((ours.group, theirs.group), {}).setdefault(_strides(cell), []).append(cell)
-    return tuple(
-        _group_runs(groups, [_token_runs(cells) for cells in equal.values()]) for groups, equal in by_groups.items()
-    )
+        runs = _cell_runs(cell)
+        number += runs.length.size
+        at_most(MAX_LISTED, number, "runs of one token", f"plan {cell.match.names[0]!r} and the tensors before it")
+        groups = cell.sides[0].group, cell.sides[1].group
+        by_groups.setdefault(groups, {}).setdefault(_strides(cell), []).append((cell, runs))
+    found = [(groups, [_token_runs(each) for each in equal.values()]) for groups, equal in by_groups.items()]
+    # Runs of one token and of one length are joined together; all of them share the limit evenly.
+    several = sum(distinct(one.runs.length).size for _, tokens in found for one in tokens)
+    return tuple(_group_runs(groups, tokens, MAX_LISTED // several) for groups, tokens in found)
 
 
 def geometry_key(cells: Iterable[Cell]) -> tuple[tuple[Any, ...], Ints]:
@@ -146,27 +152,35 @@ def _strides(cell: Cell) -> tuple[Any, ...]:
 def content(cell: Cell) -> tuple[Ints, int]:
     """The runs of one token of one tensor, by rule R1: their offsets in slot 0, (2, n) int64, and their length."""
     ours, theirs = cell.sides
-    length, listed = ours.itemsize, np.zeros((2, 1), np.int64)
+    length, found = ours.itemsize, np.zeros((2, 1), np.int64)
     # Axes by the destination's ascending stride, so that an axis can only continue the finer ones before it.
     axes = [axis for axis in cell.parts if axis != TOKEN]
     for axis in sorted(axes, key=lambda axis: int(ours.segments[axis].stride[0])):
         part, sides = cell.parts[axis], (ours.segments[axis], theirs.segments[axis])
-        (start, stop), *more = part.intervals.tolist()
-        if not more and all(side.steps(start, stop, length) for side in sides):
-            length, coordinate = length * part.size, np.array([start])
-        elif listed.shape[1] * part.size <= MAX_LISTED:
-            coordinate = np.concatenate([np.arange(*interval) for interval in part.intervals])
+        if len(part.intervals) == 1 and all(side.steps(*part.span, length) for side in sides):
+            length, coordinate = length * part.size, part.intervals[0, :1]
         else:
-            raise KVPlanError(
-                "RANGE",
-                f"list the runs of tensor {cell.match.names[0]!r}",
-                expected=f"at most {MAX_LISTED} in a token",
-                got=f"{listed.shape[1] * part.size} or more",
-                axis=axis,
-            )
+            number = found.shape[1] * part.size * len(cell.match.names)
+            at_most(MAX_LISTED, number, "runs of one token", f"plan {cell.match.names[0]!r}", axis=axis)
+            coordinate = listed(part.intervals)
         at = np.stack([side.at(coordinate) for side in sides])
-        listed = (listed[:, :, None] + at[:, None, :]).reshape(2, -1)
-    return listed, length
+        found = (found[:, :, None] + at[:, None, :]).reshape(2, -1)
+    return found, length
+
+
+def _cell_runs(cell: Cell) -> Runs:
+    """The runs of one token of every tensor of a cell, each at the tensor's own place."""
+    inner, length = content(cell)
+    places = cell.match.places(cell.destination, cell.source)
+    region, offset = np.repeat(np.moveaxis(places, 2, 0), inner.shape[1], axis=2)  # each (2, tensors * runs)
+    every = np.ones((2, region.shape[1]), np.int64)
+    return Runs(
+        region=region,
+        offset=offset + np.tile(inner, places.shape[1]),
+        block_stride=every * [[side.block_stride_bytes] for side in cell.sides],
+        num_blocks=every * [[side.num_blocks] for side in cell.sides],
+        length=every[0] * length,
+    )
 
 
 def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
@@ -187,53 +201,35 @@ def join(same: Sequence[Ints], offset: Ints, length: Ints) -> tuple[Ints, Ints]:
     return order, heads(goes_on)
 
 
-def _token_runs(cells: Sequence[Cell]) -> TokenRuns:
+def _token_runs(found: Sequence[tuple[Cell, Runs]]) -> TokenRuns:
     """The runs of one token of cells with equal strides, by rule R2."""
-    sides = cells[0].sides
-    found = []
-    for cell in cells:
-        # Every tensor of the match has these runs, each at the tensor's own place: (2, tensors, runs), flattened.
-        inner, length = content(cell)
-        places = cell.match.places(cell.destination, cell.source)
-        region, offset = np.repeat(np.moveaxis(places, 2, 0), inner.shape[1], axis=2)
-        every = np.ones((2, region.shape[1]), np.int64)
-        found.append(
-            Runs(
-                region=region,
-                offset=offset + np.tile(inner, places.shape[1]),
-                block_stride=every * [[side.block_stride_bytes] for side in sides],
-                num_blocks=every * [[side.num_blocks] for side in sides],
-                length=every[0] * length,
-            )
-        )
-    runs = _all(found)
+    cell, _ = found[0]
+    runs = _all([runs for _, runs in found])
     order, first = join([*runs.region], runs.offset, runs.length)
     return TokenRuns(
-        token=(sides[0].segments[TOKEN], sides[1].segments[TOKEN]),
-        carried=cells[0].parts[TOKEN].intervals[:, 0],
-        every=cells[0].every,
+        token=(cell.sides[0].segments[TOKEN], cell.sides[1].segments[TOKEN]),
+        carried=cell.parts[TOKEN].intervals,
+        every=cell.every,
         runs=runs.take(order[first], length=np.add.reduceat(runs.length[order], first)),
         joined=False,
     )
 
 
-def _group_runs(groups: tuple[Group, Group], tokens: Sequence[TokenRuns]) -> GroupRuns:
-    """Joins runs across tokens, by rule R3."""
+def _group_runs(groups: tuple[Group, Group], tokens: Sequence[TokenRuns], limit: int) -> GroupRuns:
+    """Joins runs across tokens, by rule R3; those of one length only if there are at most ``limit`` pieces to join."""
     every = math.lcm(period(*groups), *(one.every for one in tokens))
     split: list[TokenRuns] = []
     longer: list[tuple[Runs, Ints]] = []
     for one in tokens:
         alone = np.ones(one.runs.length.size, bool)
         lengths = [n for n in distinct(one.runs.length).tolist() if all(_continues(side, n) for side in one.token)]
-        pairs = block_pairs(groups, one.carried, one.every, every) if lengths else None
+        pairs = block_pairs(groups, one.carried, one.every, every, limit) if lengths else None
         for length in lengths:
             which = np.flatnonzero(one.runs.length == length)
-            if pairs is None:
-                continue
-            at, count, spans = _chains(pairs, one.token, length)
-            if (count > 1).any() and which.size * count.size <= MAX_LISTED:
+            chains = None if pairs is None else _chains(pairs, one.token, length, limit // which.size)
+            if chains is not None and (chains[1] > 1).any():
                 alone[which] = False
-                longer.append(_over(one.runs.take(which), at, count, spans))
+                longer.append(_over(one.runs.take(which), *chains))
         split += [
             attrs.evolve(one, runs=one.runs.take(mask), joined=joined)
             for mask, joined in ((~alone, True), (alone, False))
@@ -242,23 +238,23 @@ def _group_runs(groups: tuple[Group, Group], tokens: Sequence[TokenRuns]) -> Gro
     return GroupRuns(groups, every, tuple(split), *_join_longer(longer))
 
 
-def block_pairs(groups: Sequence[Group], carried: Ints, every: int, positions: int) -> BlockPairs | None:
-    """The block pairs of the positions that equal one of ``carried`` modulo ``every``; ``None`` if they are too many.
+def block_pairs(
+    groups: Sequence[Group], carried: Ints, every: int, positions: int, limit: int = MAX_LISTED
+) -> BlockPairs | None:
+    """The block pairs of a period of ``positions``; ``None`` if there would be more than ``limit``.
 
-    >>> pairs = block_pairs((Group("attn", 48), Group("attn", 32)), np.array([0]), 1, 96)
+    Positions move that are in the intervals ``carried``, (n, 2), modulo ``every``.
+
+    >>> pairs = block_pairs((Group("attn", 48), Group("attn", 32)), np.array([[0, 1]]), 1, 96)
     >>> pairs.position.tolist(), pairs.block.tolist(), pairs.slot.tolist()
     ([0, 32, 48, 64], [[0, 0, 1, 1], [0, 1, 1, 2]], [[0, 32, 0, 16], [0, 0, 16, 0]])
     """
-    first = heads(carried[1:] == carried[:-1] + 1)
+    if carried[0, 1] - carried[0, 0] == every:  # every position moves: one interval
+        carried, every = np.array([[0, positions]]), positions
     blocks = [positions // (group.context.size * slots(group)) for group in groups]
-    if max(*blocks, positions // every * first.size if carried.size < every else 1) > MAX_LISTED:
+    if max(*blocks, positions // every * len(carried)) > limit or positions > POSITION_END:
         return None
-    # Intervals of carried positions, repeated over all positions; one interval if every position is carried.
-    start, stop = np.array([0]), np.array([positions])
-    if carried.size < every:
-        begins = np.arange(0, positions, every)
-        start = np.add.outer(begins, carried[first]).reshape(-1)
-        stop = np.add.outer(begins, carried[np.append(first[1:], carried.size) - 1] + 1).reshape(-1)
+    start, stop = np.add.outer(np.arange(0, positions, every), carried).reshape(-1, 2).T
     bounds = [position_of(group, np.arange(n) * slots(group)) for group, n in zip(groups, blocks, strict=True)]
     # A stretch begins with each interval and with each block inside an interval, and ends before the next one.
     position = distinct(np.concatenate([start, *bounds]))
@@ -274,11 +270,13 @@ def _continues(token: Segments, length: int) -> bool:
     return token.start.size > 1 or bool(token.stride[0] == length)
 
 
-def _chains(pairs: BlockPairs, token: tuple[Segments, Segments], length: int) -> tuple[Ints, Ints, Ints]:
+def _chains(
+    pairs: BlockPairs, token: tuple[Segments, Segments], length: int, limit: int
+) -> tuple[Ints, Ints, Ints] | None:
     """The longest chains of tokens that are ``length`` bytes apart on both sides, inside one block of each side.
 
     Returns their offsets in a block, (2, n), their tokens, (n,), and (4, n): both block ordinals, the first position
-    and the end of the last one.
+    and the end of the last one. Returns ``None`` if they have more than ``limit`` pieces.
     """
     position, count, block, slot = pairs.position, pairs.count, pairs.block, pairs.slot
     whole = all(side.stride[0] == length for side in token)
@@ -286,7 +284,9 @@ def _chains(pairs: BlockPairs, token: tuple[Segments, Segments], length: int) ->
         # Cut stretches into pieces: where a segment begins or, if its tokens are further apart, at each token.
         low = np.searchsorted(axis.start, slot[side], "right") - 1
         number = np.searchsorted(axis.start, slot[side] + count, "left") - low if whole else count
-        if (number == 1).all():
+        if (total := int(number.sum())) > limit:
+            return None
+        if total == count.size:
             continue
         of = np.repeat(np.arange(count.size), number)
         nth = np.arange(of.size) - np.repeat(np.cumsum(number) - number, number)

@@ -23,10 +23,9 @@ from kvplan.errors import KVPlanError
 from kvplan.plan.bind import Terms, Workspace, add, check_names, range_of, terms, wanted
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.match import match
+from kvplan.plan.match import Sources, match
 from kvplan.plan.rows import GroupPair, Table, bases, number
 from kvplan.plan.runs import geometry_key, group_runs
-from kvplan.plan.sources import Sources
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
 Planned = dict[tuple[Any, ...], tuple[tuple[GroupPair, ...], tuple[Ints, Ints], Ints]]
@@ -286,7 +285,7 @@ def shares(
     for destination in destinations:
         served: dict[int, list[Cell]] = {}
         for cell in cells(match(destination, offered, skipped), replicas):
-            served.setdefault(int(cell.match.holding.worker[cell.source]), []).append(cell)
+            served.setdefault(int(cell.match.sources.worker[cell.source]), []).append(cell)
         for source, share in sorted(served.items()):
             yield destination, offered.workers[source], share
 

@@ -33,7 +33,7 @@ from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cells import Cell
-from kvplan.plan.sources import Holding
+from kvplan.plan.match import SourceViews
 from kvplan.plan.transfer import TransferPlan, shares
 from kvplan.staging.copies import BothGroups, CopyTemplate, joined_dims
 
@@ -113,8 +113,8 @@ class StagingBuffer:
                 (local, sources), names = match.workers, tuple(compress(match.names, which))
                 some = attrs.evolve(match, names=names, views=(ours, mine) if side else (mine, theirs))
                 if side:
-                    held = Holding(((0, geometry),), (0,))
-                    some = attrs.evolve(some, holding=held, workers=(local, (self.worker,)))
+                    held = SourceViews(((0, geometry),), (0,))
+                    some = attrs.evolve(some, sources=held, workers=(local, (self.worker,)))
                     made.append(attrs.evolve(cell, match=some, source=0))
                 else:
                     some = attrs.evolve(some, destination=(geometry,), workers=(self.worker, sources))
@@ -137,7 +137,7 @@ class StagedPeer:
 def view_numbers(cell: Cell) -> tuple[Ints, Ints]:
     """For each tensor of a cell, the index of its view among the destination's, and among the source's."""
     ours, theirs = cell.match.views
-    return ours[:, cell.destination], theirs[:, cell.match.holding.column[cell.source]]
+    return ours[:, cell.destination], theirs[:, cell.match.sources.column[cell.source]]
 
 
 def pools(peer: Worker, cells: Iterable[Cell], side: int, whole: bool = False) -> dict[BothGroups, tuple[Pool, ...]]:

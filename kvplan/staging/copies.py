@@ -24,15 +24,15 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, distinct, read_only
+from kvplan._arrays import Ints, distinct, listed, read_only
 from kvplan._text import count, fold
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
 from kvplan.plan.align import local_index, repeated, slots
 from kvplan.plan.cells import Cell
+from kvplan.plan.match import Part
 from kvplan.plan.rows import Descriptors
-from kvplan.plan.sources import Part
 
 Origin = tuple[Region, int]
 """A region and an offset in it, in bytes."""
@@ -178,7 +178,7 @@ def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
 
 
 def _carried(cell: Cell) -> Ints:
-    return cell.parts[TOKEN].intervals[:, 0]
+    return listed(cell.parts[TOKEN].intervals)
 
 
 def _token_steps(side: Geometry) -> tuple[int, ...]:
@@ -188,15 +188,12 @@ def _token_steps(side: Geometry) -> tuple[int, ...]:
 
 def _run_tokens(cell: Cell) -> int:
     """The ``L`` of rule S11: what divides the first digit and the context's interleave of both sides, and all cuts."""
-    carried, divided = _carried(cell), list[int]()
+    carried, divided = cell.parts[TOKEN].intervals, list[int]()
     for side in cell.sides:
         context = side.group.context
         divided += int(side.segments[TOKEN].length[0]), context.interleave_tokens if context.size > 1 else 0
-    if carried.size < cell.every:
-        # where the positions that move begin and end: at the first and last, and on both sides of each gap
-        ends = np.flatnonzero(np.diff(carried) > 1)
-        cuts = carried[0], *carried[ends + 1], *(carried[ends] + 1), carried[-1] + 1
-        divided += cell.every, *map(int, cuts)
+    if cell.parts[TOKEN].size < cell.every:
+        divided += cell.every, *carried.reshape(-1).tolist()  # where the positions that move begin and end
     return math.gcd(*divided)
 
 

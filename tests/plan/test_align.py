@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvplan import Context, Group
-from kvplan.plan.align import blocks_and_slots, cycle, ends, holds, period, reach, repeated
+from kvplan._arrays import listed
+from kvplan.plan.align import blocks_and_slots, cycle, ends, held_positions, period, reach, repeated
 
 GROUPS = [
     Group("g", tokens, Context(rank, size, interleave))
@@ -25,8 +26,8 @@ def by_hand(group: Group, count: int) -> dict[int, tuple[int, int]]:
 def test_a1_a2_positions_stand_where_counting_puts_them(group):
     """A1, A2: block and slot of each held position equal those of counting."""
     expected = by_hand(group, 60)
-    position = np.arange(60)
-    position = position[holds(group, position)]
+    position = listed(np.array(held_positions(group, 60 * cycle(group))))
+    position = position[position < 60]
     block, slot = blocks_and_slots([group], position)
     found = {p: (b, s) for p, b, s in zip(position.tolist(), block[0].tolist(), slot[0].tolist(), strict=True)}
     assert found == expected
@@ -37,9 +38,9 @@ def test_a3_the_pattern_repeats_after_a_period_and_not_before(group):
     """A3: whether a position is held, and in which slot, has exactly the period that is claimed."""
     length = period(group)
     stands = by_hand(group, 3 * length)
-    listed = [stands[p][1] if p in stands else None for p in range(3 * length)]
-    assert listed[:length] == listed[length : 2 * length] == listed[2 * length :]
-    assert not any(length % n == 0 and listed == listed[:n] * (3 * length // n) for n in range(1, length))
+    slot = [stands[p][1] if p in stands else None for p in range(3 * length)]
+    assert slot[:length] == slot[length : 2 * length] == slot[2 * length :]
+    assert not any(length % n == 0 and slot == slot[:n] * (3 * length // n) for n in range(1, length))
 
 
 def test_a3_two_groups_repeat_together():

@@ -1,11 +1,13 @@
 """Match (M)."""
 
+from types import SimpleNamespace
+
 import attrs
+import numpy as np
 import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker
-from kvplan.plan.match import match
-from kvplan.plan.sources import Sources
+from kvplan.plan.match import Part, Sources, SourceViews, match
 from tests.small import engine
 
 
@@ -25,7 +27,7 @@ def test_m1_tensors_pair_by_name_whatever_their_order():
 def test_m2_a_tensor_that_no_source_offers_matches_no_source():
     """M2: it stays among the matches, for the error that lists all that nobody holds."""
     (ours,), (theirs,) = engine("decode", layers=3), engine("prefill", layers=2)
-    assert [(one.names, len(one.holding.sources)) for one in match(ours, Sources([theirs]))] == [
+    assert [(one.names, len(one.sources.views)) for one in match(ours, Sources([theirs]))] == [
         (("layers.0", "layers.1"), 1),
         (("layers.2",), 0),
     ]
@@ -113,3 +115,51 @@ def test_m4_an_unknown_model_goes_with_any() -> None:
     (ours,), (theirs,) = engine("decode"), engine("prefill")
     for mine, other in (("a", "a"), ("a", ""), ("", "b")):
         assert match(attrs.evolve(ours, model=mine), Sources([attrs.evolve(theirs, model=other)]))
+
+
+def geometry(*intervals):
+    """All that parts need of a geometry: the intervals that it has of the axis ``head``."""
+    return SimpleNamespace(segments={"head": SimpleNamespace(covered=intervals)})
+
+
+def parts(ours, *theirs):
+    views = SourceViews(tuple(enumerate(theirs)), (0,) * len(theirs))
+    return [(str(part), part.held.tolist()) for part in views.parts(ours, "head", 1)]
+
+
+def test_parts_end_where_a_view_begins_or_ends():
+    """C1: each part is held by the same views throughout; what nobody holds is a part too."""
+    assert parts(geometry((1, 5), (7, 10)), geometry((0, 4)), geometry((2, 6), (8, 9)), geometry((20, 30))) == [
+        ("[1, 2)", [True, False, False]),
+        ("[2, 4)", [True, True, False]),
+        ("[4, 5) [8, 9)", [False, True, False]),
+        ("[7, 8) [9, 10)", [False, False, False]),
+    ]
+
+
+def test_views_that_hold_the_same_share_their_parts():
+    """C1: two views of [2, 4), one of [0, 2)."""
+    assert parts(geometry((0, 4)), geometry((2, 4)), geometry((0, 2)), geometry((2, 4))) == [
+        ("[0, 2)", [False, True, False]),
+        ("[2, 4)", [True, False, True]),
+    ]
+
+
+def test_parts_are_computed_once():
+    """The parts of equal coordinates are one object, for all destinations of a mesh."""
+    views = SourceViews(((0, geometry((0, 4))),), (0,))
+    assert views.parts(geometry((0, 2)), "head", 1) is views.parts(geometry((0, 2)), "head", 1)
+    assert views.parts(geometry((0, 2)), "head", 1) is not views.parts(geometry((0, 3)), "head", 1)
+
+
+def test_a_part_has_a_size_a_span_and_a_shape():
+    """The coordinates in it, from the first to past the last; its shape is the same wherever it begins."""
+    one, other, third = (
+        Part(np.array(intervals), np.ones(1, bool))
+        for intervals in ([[2, 4], [6, 9]], [[12, 14], [16, 19]], [[2, 4], [7, 10]])
+    )
+    assert (one.size, one.span, other.span) == (5, (2, 9), (12, 19))
+    assert one.shape == other.shape != third.shape
+    assert str(Part(np.array([[2 * n, 2 * n + 1] for n in range(40)]), np.ones(1, bool))).endswith(
+        "[30, 31) and 24 more"
+    )

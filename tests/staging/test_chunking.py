@@ -7,7 +7,7 @@ import pytest
 
 from kvplan import Context, Group, KVPlanError
 from kvplan._arrays import distinct
-from kvplan.plan.align import holds, local_index
+from kvplan.plan.align import local_index
 from kvplan.staging.chunking import ALIGNMENT, blocks_touched, fit
 
 ATTN, WIDE, STATE = Group("attn", 16), Group("wide", 24), Group("state")
@@ -17,7 +17,7 @@ SPREAD = Group("attn", 4, Context(1, 3, 2))
 def touched(group: Group, window: int, first: int) -> int:
     """The blocks that a window of positions touches, counted one by one."""
     position = np.arange(first, first + window)
-    position = position[holds(group, position)]
+    position = position[[int(p) in group.context for p in position]]
     return int(distinct(local_index(group, position) // (group.tokens_per_block or 1)).size) if position.size else 0
 
 
