@@ -33,9 +33,9 @@ from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle
-from kvplan.plan.match import Match, Part
+from kvplan.plan.match import MAX_HELD, Match, Part
 
-MAX_CELLS: Final = 1 << 16
+MAX_CELLS: Final = 1 << 14
 """The most cells of one destination."""
 
 
@@ -70,11 +70,14 @@ def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
     found: list[Cell] = []
     held: list[Bools] = []
     missing: list[str] = []
-    number = 0
+    compared = number = 0
     for one in matches:
         for i in range(len(one.destination)):
             axes, every = parts(one, i), _cycle(one, i)
+            stretches = sum(len(part.intervals) for each in axes.values() for part in each)
+            compared += stretches * len(one.sources.views)
             number += math.prod(len(each) for each in axes.values())
+            at_most(MAX_HELD, compared, "stretches of views", f"divide the tensors of {destination.label}")
             at_most(MAX_CELLS, number, "cells", f"plan for {destination.label}")
             for product in itertools.product(*axes.values()):
                 holders = np.zeros(len(sources), bool)

@@ -29,8 +29,8 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import held_positions
 
-MAX_HELD: Final = 1 << 24
-"""The most stretches of one axis, times source views of a tensor, that are compared."""
+MAX_HELD: Final = 1 << 26
+"""The most stretches of an axis, times source views of a tensor, that are compared for one destination."""
 
 Intervals = tuple[tuple[int, int], ...]
 

@@ -31,7 +31,7 @@ from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 
 Descriptors = npt.NDArray[np.uint64]
 
-MAX_SLOTS: Final = 1 << 24
+MAX_SLOTS: Final = 1 << 23
 """The most runs of one token, times the slots of a block, that one side of a pair may have."""
 
 MAX_IDS_PER_USED: Final = 16
