@@ -2,9 +2,9 @@
 
     python -m benchmarks.hostile
 
-For each pair of offers this prints their size, CPU seconds and peak memory of everything that a worker does with them:
-decode, plan, certify, count the cost, and bind two blocks. Each pair runs in a process of its own. Errors are shown with
-their code; any other exception stops the benchmark.
+For each pair of offers this prints their size, and CPU seconds and peak memory of everything that a worker does with
+them: decode, plan, certify, count the cost, and bind two blocks. Each pair runs in a process of its own. Errors are
+shown with their code; any other exception stops the benchmark.
 """
 
 from __future__ import annotations
