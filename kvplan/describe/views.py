@@ -157,6 +157,9 @@ def _axes(value: Iterable[Axis]) -> tuple[Axis, ...]:
     return members(Axis, value, "axes of a view")
 
 
+_KEPT: Final = ("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
+
+
 @attrs.frozen
 class View:
     """Where one worker keeps its part of the logical tensor ``name``, in every block of a group's pool.
@@ -197,6 +200,24 @@ class View:
             )
         self._check_token_axis_is_whole()
         self._check_elements_apart()
+
+    def at(self, view_name: str, region: Region, offset_bytes: int) -> View:
+        """This view under another name and in another place.
+
+        Only these are checked, since nothing else of a view depends on them. :func:`attrs.evolve` checks everything.
+
+        >>> view = View("layers.0", "attn", "kv.0", "bfloat16", (Axis("dim", 0, 64, 64, 2),), 100, 128)
+        >>> view.at("layers.1", Region("kv.1", 4096, 12864), 64) == attrs.evolve(
+        ...     view, name="layers.1", region="kv.1", offset_bytes=64)
+        True
+        """
+        made = object.__new__(View)
+        for field in _KEPT:
+            object.__setattr__(made, field, getattr(self, field))
+        object.__setattr__(made, "name", name(view_name, "name of a view"))
+        object.__setattr__(made, "region", region.name)
+        object.__setattr__(made, "offset_bytes", integer(offset_bytes, "offset_bytes of a view"))
+        return made
 
     def _check_token_axis_is_whole(self) -> None:
         for axis in self.axes:

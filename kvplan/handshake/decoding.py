@@ -138,11 +138,8 @@ def _region(stems: Any, memories: Any, i: int, row: tuple[Any, ...], found: Find
     stem, number, memory, address = row
     full_name = _name(stems, stem, number, f"regions.stem[{i}]", found)
     template = _pick(memories, memory, f"regions.memory[{i}]", found)
-
-    def make(template: Region, full_name: str, address: int) -> Region:
-        return attrs.evolve(template, name=full_name, address=address)
-
-    return found.attempt(f"regions.address[{i}]", make, template, full_name, address)
+    parts = (BAD,) if template is BAD else (template.size_bytes, template.memory, template.device_id)
+    return found.attempt(f"regions.address[{i}]", Region, full_name, address, *parts)
 
 
 def _name(stems: Any, stem: Any, number: Any, path: str, found: Findings) -> Any:
@@ -177,7 +174,7 @@ def _view(offer: Any, regions: Any, layouts: Any, i: int, row: tuple[Any, ...], 
     place = _pick(regions, region, f"views.region[{i}]", found)
     if BAD in (full_name, template, place, offset):
         return BAD
-    view = attrs.evolve(template[0], name=full_name, region=place, offset_bytes=offset)
+    view = template[0].at(full_name, place, offset)
     return _Placed(i, offer["regions"][region][2], view, place, template[1])
 
 

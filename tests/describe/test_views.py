@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan import Axis, Context, Group, KVPlanError, Region, View
-from kvplan.describe.views import ITEMSIZE, MEMORY_KINDS, Geometry
+from kvplan.describe.views import _KEPT, ITEMSIZE, MEMORY_KINDS, Geometry
 from tests.bytes_of import element_bytes, small_views, view_fields, view_or_refusal
 
 TOKEN, DIM = Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)
@@ -199,3 +199,17 @@ def test_a_view_without_axes_is_one_element_a_block() -> None:
     view = View("v", "g", "r", "int64", (), 10, 8)
     assert (view.block_bytes, view.end_bytes, view.sizes) == (8, 80, {})
     assert math.prod(view.sizes.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "text"), [("", 0, "NAME: cannot read name of"), ("a", -1, "RANGE: cannot read")]
+)
+def test_a_view_at_another_place_is_checked_there(name: str, offset: int, text: str) -> None:
+    """A new name and offset have the rules of any others, and the same messages."""
+    view, region = View("a", "g", "r", "int8", (), 1, 8), Region("r.1", 64, 64)
+    for make in (lambda: view.at(name, region, offset), lambda: attrs.evolve(view, name=name, offset_bytes=offset)):
+        with pytest.raises(KVPlanError) as caught:
+            make()
+        assert str(caught.value).startswith(text)
+    assert view.at("b", region, 8) == attrs.evolve(view, name="b", region="r.1", offset_bytes=8)
+    assert {field.name for field in attrs.fields(View)} == {*_KEPT, "name", "region", "offset_bytes"}
