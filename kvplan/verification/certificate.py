@@ -4,7 +4,7 @@ The ids of a request are ``base + step * block id + sub`` whatever its blocks ar
 positions. So it is enough to follow every descriptor of one period, with block ids left open. Nothing here knows how
 tables are made.
 
-- K1: a descriptor is split at the pieces of both sides (:mod:`kvplan.verification.pieces`). Every part lies in one
+- K1: a descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every part lies in one
   piece on each side, of the same tensor, position and number.
 - K2: the parts of a period fill every piece of the destination once, in each of its blocks: once with the runs, and
   once with what moves token by token in their place at the ends of a range.
@@ -27,8 +27,7 @@ from kvplan._arrays import Ints
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.verification.labels import local_slots, positions_of
-from kvplan.verification.pieces import Weights, numbering, pieces_of_slot, slots_of_block
+from kvplan.verification.labels import Weights, local_slots, numbering, pieces_of_slot, positions_of, slots_of_block
 from kvplan.verification.requests import plans_of
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class Pieces:
     """The pieces that a worker has of some tensors in one group, in block 0, by ascending start: arrays of one length.
 
     ``start`` counts through the worker's regions, placed one behind another. ``tensor`` is an index; ``number`` is
-    the number of the first byte (:mod:`kvplan.verification.pieces`).
+    the number of the first byte (:mod:`kvplan.verification.labels`).
     """
 
     start: Ints

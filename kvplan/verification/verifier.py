@@ -23,9 +23,18 @@ from kvplan._text import count
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
-from kvplan.verification.labels import Window, listed_slots, local_slots, needed, number, position_at, window
+from kvplan.verification.labels import (
+    Place,
+    Window,
+    listed_slots,
+    local_slots,
+    locate,
+    needed,
+    number,
+    position_at,
+    window,
+)
 from kvplan.verification.memory import ByteRanges, FakeMemory
-from kvplan.verification.pieces import Place, locate
 from kvplan.verification.report import PROMISES, Report, Tail
 from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of
 

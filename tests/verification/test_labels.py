@@ -8,8 +8,7 @@ import pytest
 
 from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
 from kvplan.verification import FakeMemory
-from kvplan.verification.labels import local_slots, needed, number, position_at, window
-from kvplan.verification.pieces import locate
+from kvplan.verification.labels import local_slots, locate, needed, number, position_at, window
 from tests.small import engine
 
 TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
