@@ -19,7 +19,7 @@ MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
 PLAIN = """
-    addresses advice advise align app arrays assembly asserts bind blockmap box bridges case cases certificate check
+    addresses advice advise align app arrays assembly bind blockmap box bridges case certificate check
     checks choice choices chunking cli cluster column columns command commands comparison completions config contract
     copier copies copy cost decoding demo describe design diagram difference drawing encoding end error errors
     executor executors explanation fake families family findings fit handshake header info integer interval job

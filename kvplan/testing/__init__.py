@@ -6,6 +6,60 @@
 - :mod:`kvplan.testing.executors` has the tests that every :class:`kvplan.Executor` passes.
 """
 
-from kvplan.testing.asserts import assert_copies
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from kvplan.describe import Blocks, Worker
+from kvplan.describe.blocks import Tokens
+from kvplan.describe.worker import Key
+from kvplan.plan import plan_mesh
+from kvplan.verification import Report, verify
 
 __all__ = ["assert_copies"]
+
+
+def assert_copies(
+    destinations: Iterable[Worker],
+    sources: Iterable[Worker],
+    copies: Mapping[tuple[Key, Key], tuple[Any, Any]],
+    *,
+    local: Mapping[str, Blocks],
+    remote: Mapping[str, Blocks],
+    tokens: Tokens = None,
+    operation: Literal["READ", "WRITE"] = "READ",
+    not_transferred: Iterable[str] = (),
+) -> Report:
+    """Assert that ``copies`` write every byte of a request once, where it belongs, and write no other byte.
+
+    The workers describe what is where, as for :func:`kvplan.plan_mesh`. ``local``, ``remote`` and ``tokens`` are the
+    request, as ``bind`` takes it: destinations are the local workers of a ``READ``, sources those of a ``WRITE``.
+    ``copies`` are those of :func:`kvplan.verify`: by (local key, remote key) the local and the remote descriptors, rows
+    of (address, length, device), where the nth of one side pairs with the nth of the other. Their cuts and their order
+    do not matter.
+
+    Returns the report where all is right. Otherwise raises AssertionError with the report: for each destination and
+    promise how many bytes fail, and the first by its coordinates on both sides. Raises KVPlanError, as ``plan_mesh``
+    and ``verify`` do, where the request or the copies are malformed.
+
+    >>> from kvplan import Blocks, Model
+    >>> decode, prefill = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in ("decode", "prefill"))
+    >>> request = {"local": {"attn": Blocks([7, 3])}, "remote": {"attn": Blocks([2, 8])}, "tokens": (0, 20)}
+    >>> (plan,) = plan_mesh(decode, prefill).plans
+    >>> copies = {(spec.local, spec.remote): spec.descriptors() for spec in plan.bind(**request)}
+    >>> print(assert_copies(decode, prefill, copies, **request))
+    verified: 573440 bytes in 84 descriptors to 1 worker, 12 unused slots; VALUE, COVER, DISJOINT, BOUNDS, OWN hold
+    >>> ((pair, (ours, theirs)),) = copies.items()
+    >>> assert_copies(decode, prefill, {pair: (ours[1:], theirs[1:])}, **request)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: not verified: 571392 bytes in 83 descriptors to 1 worker
+    COVER: at decode/0: 2048 bytes missing, first: layers.0.attn dim 0 head 0 kv 0 byte 0 of position 16 (...
+    """
+    __tracebackhide__ = True
+    mesh = plan_mesh(destinations, sources, operation, not_transferred=not_transferred)
+    report = verify(mesh, local=local, remote=remote, tokens=tokens, copies=copies)
+    if not report:
+        raise AssertionError(str(report))
+    return report
