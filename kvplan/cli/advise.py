@@ -17,8 +17,18 @@ import click
 from rich.progress import Progress
 
 from kvplan._text import size
-from kvplan.cli.options import EngineCommand, echo_json, engine_options, json_option, progress_bar
-from kvplan.cli.sides import AUTO, MAX_TOKENS, EngineOptions, decimal, load
+from kvplan.cli.options import (
+    AUTO,
+    MAX_TOKENS,
+    EngineCommand,
+    EngineOptions,
+    decimal,
+    echo_json,
+    engine_options,
+    json_option,
+    load,
+    progress_bar,
+)
 from kvplan.cli.trials import destination_drafts
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError

@@ -15,14 +15,17 @@ from kvplan._text import count, fold, intervals, size
 from kvplan.cli.options import (
     WIDTH,
     EngineCommand,
+    EngineOptions,
+    decimal,
     echo_json,
     engine_options,
     json_option,
+    load,
     plain_console,
     print_lines,
     progress_bar,
+    token_range,
 )
-from kvplan.cli.sides import EngineOptions, decimal, load, token_range
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of

@@ -13,8 +13,7 @@ from typing import Any, Final
 import attrs
 import click
 
-from kvplan.cli.options import echo_json, json_option, model_argument, progress_bar
-from kvplan.cli.sides import EngineOptions, in_bits, load
+from kvplan.cli.options import EngineOptions, echo_json, in_bits, json_option, load, model_argument, progress_bar
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of
 from kvplan.errors import KVPlanError
 from kvplan.models import Model

@@ -1,4 +1,7 @@
-"""What the commands have in common: arguments and options, JSON output, consoles and the progress bar."""
+"""What the commands have in common: the options of an engine, the model that it runs, JSON output and consoles.
+
+An engine is written as ``tp=4,block=16,layout=LBNHC`` on the command line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -14,7 +19,172 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from kvplan.cli.sides import BITS, EngineOptions
+from kvplan._checks import integer
+from kvplan._text import meant
+from kvplan.describe import Worker
+from kvplan.errors import KVPlanError
+from kvplan.models import Model
+from kvplan.models.layouts import LETTERS, ORDERS
+
+MAX_WORKERS: Final = 4096
+"""An engine has fewer workers than this."""
+
+MAX_TOKENS: Final = 1 << 24
+"""The last position of a request, plus one, is at most this."""
+
+POOL: Final = 4096
+"""Blocks in the pool of an engine for which neither the options nor a request say how many."""
+
+AUTO: Final = "auto"
+"""The value of ``block`` that makes a block of attention as large as a recurrent state."""
+
+BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType({8: (8,), 4: (4, "float8_e4m3fn", 16)})
+"""Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
+
+LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
+KV_PLACES: Final = (
+    "content (K beside V for each token and head), axis (K, then V, in each block and layer), split (separate regions)"
+)
+
+
+def in_bits(model: Model, bits: int) -> Model:
+    """The model with K and V quantized to ``bits``, a key of :data:`BITS`."""
+    return model.quantized(*BITS[bits])
+
+
+def load(model: str, bits: str | None = None) -> Model:
+    """The model of a shipped name or of the path of a config.json, quantized to ``bits``. Raises ``CONFIG``."""
+    if bits is not None:
+        return in_bits(load(model), int(bits))
+    if model in Model.names():
+        return Model.shipped(model)
+    try:
+        return Model.from_config(json.loads(Path(model).read_bytes()))
+    except KVPlanError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
+    got, hint = f"{model!r}: {reason}", ""
+    if missing and not model.endswith(".json"):  # it may be a name
+        got = got if "/" in model else repr(model)
+        hint = f"{meant(model.rpartition('/')[2], Model.names())} 'kvplan --help' lists all".strip()
+    expected = "the name of a shipped model, or the path of a config.json"
+    raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
+
+
+def decimal(text: str, what: str, low: int, high: int) -> int:
+    """The integer in ``[low, high)`` that ``text`` writes in ASCII digits. Raises ``TYPE`` or ``RANGE``."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 20):
+        raise KVPlanError("TYPE", f"read {what}", expected="an integer in decimal digits", got=repr(text), value=text)
+    return integer(int(text), what, low=low, high=high)
+
+
+def token_range(text: str, what: str) -> tuple[int, int]:
+    """``STOP`` or ``START:STOP`` as a half-open range of positions.
+
+    >>> token_range("1000", "--tokens"), token_range("37:1000", "--tokens")
+    ((0, 1000), (37, 1000))
+    """
+    start, colon, stop = text.rpartition(":")
+    first = decimal(start, what, 0, MAX_TOKENS + 1) if colon else 0
+    return first, decimal(stop, what, first, MAX_TOKENS + 1)
+
+
+def _block(text: str, what: str) -> int | None:
+    return None if text == AUTO else decimal(text, what, 1, MAX_TOKENS)
+
+
+def _stages(text: str, what: str) -> tuple[int, ...]:
+    return tuple(decimal(layers, what, 1, MAX_WORKERS) for layers in text.split("+", MAX_WORKERS))
+
+
+def _flag(text: str, what: str) -> bool:
+    return bool(decimal(text, what, 0, 2))
+
+
+def _key(default: Any, about: str, reader: Callable[..., Any] = decimal, argument: str = "", **limits: int) -> Any:
+    """A field: ``reader`` converts its text, ``about`` is its help, ``argument`` its name in :meth:`Model.engine`."""
+    about += f" (default: {int(default) if isinstance(default, bool) else default})" if default is not None else ""
+    metadata = {"reader": partial(reader, **limits), "about": about, "argument": argument}
+    return attrs.field(default=default, metadata=metadata)
+
+
+_size = partial(_key, 1, low=1, high=MAX_WORKERS)
+_word = partial(_key, reader=lambda text, what: text)
+
+
+@attrs.frozen
+class EngineOptions:
+    """One engine: parallel sizes, block size and memory layout, as arguments of :meth:`Model.engine`.
+
+    ``block`` is in tokens; None (``auto``) is the size of a recurrent state. ``blocks`` None is enough for the request.
+
+    >>> options = EngineOptions.parse("tp=4,layout=LBNHC,stages=10+22", "--src")
+    >>> options.tp, options.stages, options.block, str(options)
+    (4, (10, 22), 16, 'tp=4,layout=LBNHC,stages=10+22')
+    """
+
+    tp: int = _size("tensor-parallel size")
+    pp: int = _size("pipeline-parallel size")
+    dcp: int = _size("decode context-parallel size")
+    pcp: int = _size("prefill context-parallel size")
+    interleave: int = _key(1, "consecutive positions on one context-parallel rank", low=1, high=MAX_TOKENS)
+    block: int | None = _key(16, f"tokens per block; {AUTO}: as a recurrent state", _block, "tokens_per_block")
+    layout: str = _word("LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}")
+    kv: str = _word("content", f"where K and V are: {KV_PLACES}")
+    pad: int = _key(0, "bytes of padding after each block", low=0, high=1 << 40)
+    blocks: int | None = _key(None, "blocks in the pool", low=1, high=1 << 31)
+    conv: str = _word("DS", "convolution state: DS (channel, step) or SD (step, channel)", argument="conv_order")
+    stages: tuple[int, ...] | None = _key(None, "layers per pipeline stage, such as 10+22", _stages, "layers_per_stage")
+    kernel: int | None = _key(None, "tokens per kernel block", argument="kernel_tokens", low=1, high=MAX_TOKENS)
+    shared: bool = _key(False, "1: the KV cache groups of a hybrid model share one pool", _flag)
+    scales: str = _word("inline", "where scales of quantized K and V are: inline, page, region")
+    spread: bool = _key(False, "1: prefill context-parallel ranks hold different positions", _flag, "pcp_spreads")
+    draft: str | None = _word(None, "shipped model that drafts tokens")
+
+    @classmethod
+    def parse(cls, text: str, what: str) -> EngineOptions:
+        """The options in comma-separated ``KEY=VALUE`` form; messages call them ``what``.
+
+        Raises ``LAYOUT`` for an unknown key, ``NAME`` for a repeated one, ``TYPE`` or ``RANGE`` for a bad number.
+        """
+        readers = {field.name: field.metadata["reader"] for field in attrs.fields(cls)}
+        values: dict[str, Any] = {}
+        for item in filter(None, text.split(",")):
+            key, _, value = item.partition("=")
+            if key not in readers:
+                expected, hint = f"keys of {', '.join(readers)}", meant(key, readers)
+                raise KVPlanError("LAYOUT", f"read {what}", expected=expected, got=repr(key), hint=hint, key=key)
+            if key in values:
+                raise KVPlanError("NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key)
+            values[key] = readers[key](value, f"{key} of {what}")
+        options = cls(**values)
+        stages = options.pp if options.stages is None else max(options.pp, len(options.stages))
+        integer(options.tp * stages * options.pcp, f"tp * pp * pcp of {what}", high=MAX_WORKERS)
+        return options
+
+    def __str__(self) -> str:
+        given = attrs.asdict(self, recurse=False, filter=lambda field, value: value != field.default)
+        return ",".join(f"{key}={_text(value)}" for key, value in given.items()) or "tp=1"
+
+    def engine(self, model: Model, engine_id: str, num_blocks: int | None = None) -> tuple[Worker, ...]:
+        """The engine's workers, each with a pool of ``num_blocks``; None: of ``blocks``, else :data:`POOL`."""
+        if self.draft is not None:
+            model = model.with_draft(Model.shipped(self.draft))
+        if self.shared:
+            model = model.grouped()
+        fields = [field for field in attrs.fields(EngineOptions) if field.name not in ("blocks", "draft")]
+        arguments = {field.metadata["argument"] or field.name: getattr(self, field.name) for field in fields}
+        return model.engine(engine_id, num_blocks=num_blocks or self.blocks or POOL, **arguments)
+
+
+def _text(value: Any) -> str:
+    """``value`` in the form that :meth:`EngineOptions.parse` reads."""
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return AUTO if value is None else str(int(value) if isinstance(value, bool) else value)
+
 
 WIDTH: Final = 120
 """Columns of output that is not printed on a terminal."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvplan._arrays import Ints
 from kvplan._text import sizes
-from kvplan.cli.sides import EngineOptions
+from kvplan.cli.options import EngineOptions
 from kvplan.describe import Blocks, Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError

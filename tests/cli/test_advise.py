@@ -8,7 +8,7 @@ import pytest
 from kvplan import KVPlanError, Model, plan_mesh
 from kvplan.cli.advise import Advice, Suggestion, advise, changes
 from kvplan.cli.matrix import shortened
-from kvplan.cli.sides import EngineOptions
+from kvplan.cli.options import EngineOptions
 from kvplan.plan import Cost
 
 TINY = Model.from_config(

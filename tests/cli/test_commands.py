@@ -22,8 +22,7 @@ import pytest
 from kvplan import Model, decode, encode, explain, plan_mesh
 from kvplan.cli import app, demo, matrix, trials
 from kvplan.cli.app import kvplan
-from kvplan.cli.options import WIDTH, print_lines
-from kvplan.cli.sides import EngineOptions
+from kvplan.cli.options import WIDTH, EngineOptions, print_lines
 from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
 from kvplan.verification import Report
 from tests.conftest import Cli

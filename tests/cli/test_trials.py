@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplan import Context, Group, KVPlanError, Model, Region, Worker, plan_mesh
-from kvplan.cli.sides import EngineOptions
+from kvplan.cli.options import EngineOptions
 from kvplan.cli.trials import (
     DESTINATION_SPREAD,
     SOURCE_SPREAD,

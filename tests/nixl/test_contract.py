@@ -10,7 +10,7 @@ import pytest
 from benchmarks.real_memory import NixlCluster
 from kvplan import Model, Worker, contacts
 from kvplan.cli.matrix import shortened
-from kvplan.cli.sides import EngineOptions
+from kvplan.cli.options import EngineOptions
 from kvplan.cli.trials import PlacedRequest, blocks_needed
 from kvplan.testing.executors import ExecutorContract, Transmission
 from tests.nixl.conftest import DEVICES, has_gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplan import Model
-from kvplan.cli.sides import EngineOptions
+from kvplan.cli.options import EngineOptions
 from kvplan.cli.trials import PlacedRequest, Trial
 
 TWELVE_HEADS = {

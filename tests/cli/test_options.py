@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.sides import MAX_TOKENS, EngineOptions, in_bits, load, token_range
+from kvplan.cli.options import MAX_TOKENS, EngineOptions, in_bits, load, token_range
 from kvplan.models.layouts import LETTERS
 
 ALL_KEYS = (
