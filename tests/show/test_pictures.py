@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+import kvplan
 from kvplan import Axis, Group, Model, ReadSpec, Region, TransferPlan, View, Worker, plan_reads, plan_writes
 from kvplan.plan import Table
 from kvplan.plan.bind import Ids
@@ -23,8 +26,9 @@ from kvplan.show.diagram import Column, Diagram, map_diagrams, panel_diagrams
 from kvplan.show.svg import LETTER
 from tests.small import engine
 
+DRAWINGS = Path(__file__).with_name("drawings.txt")
 SVG = "{http://www.w3.org/2000/svg}"
-LLAMA = Model.shipped("llama-3.1-8b")
+LLAMA, DEEPSEEK = Model.shipped("llama-3.1-8b"), Model.shipped("deepseek-v3")
 
 PLANS = {
     "transposed": plan_reads(
@@ -300,134 +304,22 @@ def parts(number: int, step_bytes: int) -> Worker:
     return Worker("e", 0, [region], [Group("g")], views)
 
 
-def drawn(value: Worker | TransferPlan, width: int = 120) -> str:
-    """A drawing without the lines above and the legend below."""
+def states(engine_id: str = "e", **offsets: int) -> Worker:
+    """A state of tensors of 32 bytes, each at its offset."""
+    region, axes = Region("ssm", 4096, 4096), (Axis("dim", 0, 8, 8, 4),)
+    views = [View(f"layers.0.{key}", "g", region, "float32", axes, 4, 64, at) for key, at in offsets.items()]
+    return Worker(engine_id, 0, [region], [Group("g")], views)
+
+
+def drawn(value: Worker | TransferPlan, width: int = 120) -> None:
+    """Print a drawing without the lines above and the legend below."""
     drawing, *_ = show(value, width=width).text.split("\n\n░")
-    return "\n".join(drawing.splitlines()[2:])
+    print(*drawing.splitlines()[2:], sep="\n")
 
 
-def text(drawing: str) -> str:
-    """A drawing without its indentation."""
-    return "\n".join(line.strip() for line in drawing.strip().splitlines())
-
-
-def test_heads_outside_tokens() -> None:
-    """Head by head, token by token, K before V: a head of one token is 16 bytes, easy to check by hand."""
-    assert drawn(engine("e", tp=2)[0]) == text("""
-        head  │ 0                                     │ 1                                     │
-        token │ 0       │ 1       │ 2       │ 3       │ 0       │ 1       │ 2       │ 3       │
-        kv    │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │
-        byte  │ 0  │ 8  │ 16 │ 24 │ 32 │ 40 │ 48 │ 56 │ 64 │ 72 │ 80 │ 88 │ 96 │ 104│ 112│ 120│
-    """)
-
-
-def test_tokens_outside_heads() -> None:
-    """The other order has the rows exchanged."""
-    assert drawn(engine("e", tp=2, tokens=2, order="NH")[0]) == text("""
-        token │ 0                 │ 1                 │
-        head  │ 0       │ 1       │ 0       │ 1       │
-        kv    │ K  │ V  │ K  │ V  │ K  │ V  │ K  │ V  │
-        byte  │ 0  │ 8  │ 16 │ 24 │ 32 │ 40 │ 48 │ 56 │
-    """)
-
-
-def test_what_does_not_belong_to_the_page_is_hatched() -> None:
-    """Between heads outside blocks are other blocks, and behind a padded page is its pad."""
-    assert drawn(LLAMA.engine("e", tp=4, layout="LHBNC", num_blocks=10)[1], 100) == text("""
-        head  │ 2                                  │ ░   │ 3                                            │
-        token │ 0       │ 1       │ ···│ 15        │     │ 0           │ 1           │ ···│ 15          │
-        kv    │ K  │ V  │ K  │ V  │    │ K   │ V   │     │ K    │ V    │ K    │ V    │    │ K    │ V    │
-        byte  │ 0  │ 256│ 512│ 768│    │ 7680│ 7936│ 8192│ 81920│ 82176│ 82432│ 82688│    │ 89600│ 89856│
-    """)
-    assert drawn(Model.shipped("deepseek-v3").engine("e", pad=64, num_blocks=10)[0]) == text("""
-        token │ 0  │ 1   │ 2   │ ···│ 15   │ ░    │
-        byte  │ 0  │ 1152│ 2304│    │ 17280│ 18432│
-    """)
-
-
-def test_what_lies_between_tensors_is_hatched() -> None:
-    """Tensors of a page that are aligned have bytes of nobody between them."""
-    assert drawn(parts(2, step_bytes=40)) == text("""
-        tensor │ part0   │ ░  │ part1   │ ░  │
-        head   │ 0  │ 1  │    │ 0  │ 1  │    │
-        byte   │ 0  │ 16 │ 32 │ 40 │ 56 │ 72 │
-    """)
-
-
-def test_a_tensor_of_one_axis_is_whole() -> None:
-    """What has no axis but its elements is drawn as all of them."""
-    region = Region("ssm", 4096, 4096)
-    view = View("layers.0.state", "g", region, "float32", (Axis("dim", 0, 8, 8, 4),), 4, 32)
-    assert drawn(Worker("e", 0, [region], [Group("g")], [view])) == text("""
-        dim  │ 0-7│
-        byte │ 0  │
-    """)
-
-
-def test_a_page_of_many_tensors_is_drawn_in_parts() -> None:
-    """Where even the coarsest drawing is too wide, it goes on below, each part with its rows."""
-    assert drawn(parts(14, step_bytes=32), 100) == text("""
-        tensor │ part0│ part1│ part2│ part3│ part4│ part5│ part6│ part7│ part8│ part9│ part10│ part11│
-        head   │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1  │ 0-1   │ 0-1   │
-        byte   │ 0    │ 32   │ 64   │ 96   │ 128  │ 160  │ 192  │ 224  │ 256  │ 288  │ 320   │ 352   │
-
-        tensor │ part12│ part13│ ░  │
-        head   │ 0-1   │ 0-1   │    │
-        byte   │ 384   │ 416   │ 448│
-    """)
-
-
-def test_a_plan_shows_both_sides_and_which_bytes_are_the_same() -> None:
-    """Two sources with tokens outside heads, two blocks each, and a destination with heads outside tokens."""
-    plan = plan_reads(engine("decode")[0], engine("prefill", tp=2, tokens=2, order="NH"))
-    assert show(plan).text == text("""
-        layers.0-1
-        positions [0, 4) of one of 2 equal layers: 256 bytes in 16 copies of 16 bytes
-        worker   │ prefill/0                             │ prefill/1                             │
-        block    │ 0                 │ 1                 │ 0                 │ 1                 │
-        position │ 0       │ 1       │ 2       │ 3       │ 0       │ 1       │ 2       │ 3       │
-        head     │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │ 2  │ 3  │ 2  │ 3  │ 2  │ 3  │ 2  │ 3  │
-        byte     │ 0  │ 16 │ 32 │ 48 │ 0  │ 16 │ 32 │ 48 │ 0  │ 16 │ 32 │ 48 │ 0  │ 16 │ 32 │ 48 │
-        copy     │ a  │ e  │ b  │ f  │ c  │ g  │ d  │ h  │ i  │ m  │ j  │ n  │ k  │ o  │ l  │ p  │
-
-        copy     │ a  │ b  │ c  │ d  │ e  │ f  │ g  │ h  │ i  │ j  │ k  │ l  │ m  │ n  │ o  │ p  │
-        byte     │ 0  │ 16 │ 32 │ 48 │ 64 │ 80 │ 96 │ 112│ 128│ 144│ 160│ 176│ 192│ 208│ 224│ 240│
-        position │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │
-        head     │ 0                 │ 1                 │ 2                 │ 3                 │
-        block    │ 0                                                                             │
-        worker   │ decode/0                                                                      │
-    """)
-
-
-def test_a_writer_is_above() -> None:
-    """Bytes go from above to below, whoever moves them."""
-    drawing = drawn(plan_writes(engine("prefill")[0], engine("decode", tp=2)))
-    workers = [line for line in drawing.splitlines() if line.startswith("worker")]
-    assert [line.split("│")[1].strip() for line in workers] == ["prefill/0", "decode/0"]
-
-
-def test_bytes_that_are_not_copied_have_coordinates() -> None:
-    """A destination of one head takes half a page, and the other half says which head it is."""
-    plan = plan_reads(engine("decode", tp=4)[1], engine("prefill", tp=2))
-    assert drawn(plan).splitlines()[2:5] == [
-        "head   │ 0  │ 1   │",
-        "byte   │ 0  │ 64  │",
-        "copy   │ ░  │ a   │",
-    ]
-
-
-def test_long_names_of_what_is_not_copied_are_hatched() -> None:
-    """A tensor that is not copied has its name if that is short."""
-    region = Region("ssm", 4096, 4096)
-    for name, shown in (("bias", "bias"), ("convolution", "░")):
-        views = [
-            View(f"layers.0.{kind}", "g", region, "float32", (Axis("dim", 0, 8, 8, 4),), 4, 64, at)
-            for kind, at in (("ssm", 0), (name, 32))
-        ]
-        ours, theirs = (Worker(engine_id, 0, [region], [Group("g")], views) for engine_id in "dp")
-        plan = plan_reads(ours, [theirs], not_transferred=[f"layers.0.{name}"])
-        row = next(line for line in drawn(plan).splitlines() if line.startswith("tensor"))
-        assert [cell.strip() for cell in row.split("│")[1:-1]] == ["ssm", shown]
+def test_drawings_are_as_written_down() -> None:
+    """The drawings beside this file, made by hand, are what is drawn."""
+    assert doctest.testfile(str(DRAWINGS), module_relative=False, globs=vars(kvplan) | globals()).failed == 0
 
 
 def halves(engine_id: str, rank: int, tp: int, tokens: int, num_blocks: int) -> Worker:
@@ -445,75 +337,6 @@ def halves(engine_id: str, rank: int, tp: int, tokens: int, num_blocks: int) -> 
     return Worker(engine_id, rank, [region], [Group("attn", tokens)], [view])
 
 
-def test_both_halves_of_a_cache_are_opened() -> None:
-    """Where K and V are far apart, the first, the second and the last token of both are shown, with all heads."""
-    assert show(halves("e", 0, 3, 16, 10)).text == text("""
-        layers.0.attn
-        1024 bytes in each of 10 blocks of group attn, stride 512
-        kv    │ K                                          │ ░  │ V                                                  │
-        token │ 0       │ 1       │ 2       │ ···│ 15      │    │ 0         │ 1         │ 2         │ ···│ 15        │
-        head  │ 0  │ 1  │ 0  │ 1  │ 0  │ 1  │    │ 0  │ 1  │    │ 0   │ 1   │ 0   │ 1   │ 0   │ 1   │    │ 0   │ 1   │
-        byte  │ 0  │ 16 │ 32 │ 48 │ 64 │ 80 │    │ 480│ 496│ 512│ 5120│ 5136│ 5152│ 5168│ 5184│ 5200│    │ 5600│ 5616│
-
-        ░ padding, or other groups' bytes
-    """)
-
-
-def test_a_plan_of_halves_shows_both_ends_of_the_request() -> None:
-    """The first, second and last position are shown of K and V, and so are both blocks that the source has of them."""
-    plan = plan_reads(halves("decode", 0, 2, 32, 10), [halves("prefill", rank, 3, 16, 20) for rank in range(3)])
-    assert show(plan).text == text("""
-        layers.0.attn
-        positions [0, 32): 3072 bytes in 128 copies of 16 bytes to 32 bytes
-        worker   │ prefill/0                                        │
-        block    │ 0                          │ ···│ 1              │
-        kv       │ K       │ ···│ V           │    │ K  │ ···│ V    │
-        position │ 0  │ 1  │    │ 0    │ 1    │    │ 31 │    │ 31   │
-        byte     │ 0  │ 32 │    │ 10240│ 10272│    │ 480│    │ 10720│
-        copy     │ a  │ b  │    │ d    │ e    │    │ c  │    │ f    │
-
-        worker   │ prefill/1                                                           │
-        block    │ 0                                      │ ···│ 1                     │
-        kv       │ K            │ ···│ V                  │    │ K  │ ···│ V           │
-        position │ 0       │ 1  │    │ 0           │ 1    │    │ 31 │    │ 31          │
-        head     │ 2  │ 3  │ 2  │    │ 2    │ 3    │ 2    │    │ 2  │    │ 2    │ 3    │
-        byte     │ 0  │ 16 │ 32 │    │ 10240│ 10256│ 10272│    │ 480│    │ 10720│ 10736│
-        copy     │ g  │ ░  │ h  │    │ j    │ ░    │ k    │    │ i  │    │ l    │ ░    │
-
-        copy     │ a  │ g  │ b  │ h  │    │ c   │ i   │ ░   │ d    │ j    │ e    │ k    │    │ f    │ l    │
-        byte     │ 0  │ 32 │ 48 │ 80 │    │ 1488│ 1520│ 1536│ 15360│ 15392│ 15408│ 15440│    │ 16848│ 16880│
-        head     │ 0-1│ 2  │ 0-1│ 2  │    │ 0-1 │ 2   │     │ 0-1  │ 2    │ 0-1  │ 2    │    │ 0-1  │ 2    │
-        position │ 0       │ 1       │ ···│ 31        │     │ 0           │ 1           │ ···│ 31          │
-        kv       │ K                                  │ ░   │ V                                            │
-        block    │ 0                                                                                       │
-        worker   │ decode/0                                                                                │
-
-        ░ not moved
-    """)
-
-
-def test_hatching_has_one_legend() -> None:
-    """The legend is below all drawings, if any of them is hatched."""
-    text = show(plan_reads(engine("decode", tp=4)[1], engine("prefill", tp=2))).text
-    assert text.endswith("\n\n░ not moved")
-    assert text.count("not moved") == 1
-    assert "░" not in show(plan_reads(engine("decode")[0], engine("prefill"))).text
-    assert show(parts(2, step_bytes=40)).text.endswith("\n\n░ padding, or other groups' bytes")
-    assert "░" not in show(engine("e")[0]).text
-
-
-def test_a_part_ends_where_the_coarsest_axis_goes_on() -> None:
-    """A drawing that is too wide is cut between workers rather than within one, if not much of the line is lost."""
-    plan = plan_reads(engine("decode")[0], engine("prefill", tp=2, tokens=2, order="NH"))
-    rows = [line.split("│")[1:-1] for line in drawn(plan, 60).splitlines() if line.startswith("worker")]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["prefill/0"],
-        ["prefill/1"],
-        ["decode/0"],
-        ["decode/0"],
-    ]
-
-
 @pytest.mark.parametrize(
     "name", ["llama-3.1-70b", "deepseek-v3.2", "granite-4.0-h-tiny", "qwen3-next-80b", "gemma-4-31b"]
 )
@@ -527,45 +350,6 @@ def test_drawings_are_narrow(name: str, layout: str, columns: int) -> None:
     drawings = [show(value, width=columns).text for value in (local, plan_reads(local, sources))]
     rows = [line for drawing in drawings for line in drawing.splitlines() if "│" in line]
     assert max(map(len, rows)) <= columns
-
-
-def test_one_part_more_is_not_folded() -> None:
-    """Of five parts none is folded, since a fold would be as wide; of six the fourth and the fifth are."""
-    assert drawn(engine("e", tp=4, tokens=5)[0]).splitlines()[1] == (
-        "token │ 0       │ 1       │ 2       │ 3       │ 4       │"
-    )
-    assert (
-        drawn(engine("e", tp=4, tokens=6)[0]).splitlines()[1] == "token │ 0       │ 1       │ 2       │ ···│ 5       │"
-    )
-
-
-@pytest.mark.parametrize(
-    "layout, expected",
-    [
-        (
-            "LBNHC",
-            """
-            token │ 0                 │ 1                     │ 2                     │ ···│ 15                        │
-            head  │ 2       │ 3       │ 2         │ 3         │ 2         │ 3         │    │ 2           │ 3           │
-            kv    │ K  │ V  │ K  │ V  │ K   │ V   │ K   │ V   │ K   │ V   │ K   │ V   │    │ K    │ V    │ K    │ V    │
-            byte  │ 0  │ 256│ 512│ 768│ 1024│ 1280│ 1536│ 1792│ 2048│ 2304│ 2560│ 2816│    │ 15360│ 15616│ 15872│ 16128│
-            """,
-        ),
-        (
-            "BLHNC",
-            """
-            layer │ 0                                   │ 1    │ 2    │ ···│ 31    │
-            head  │ 2                             │ 3   │      │      │    │       │
-            token │ 0       │ 1  │ 2   │ ···│ 15  │     │      │      │    │       │
-            kv    │ K  │ V  │    │     │    │     │     │      │      │    │       │
-            byte  │ 0  │ 256│ 512│ 1024│    │ 7680│ 8192│ 16384│ 32768│    │ 507904│
-            """,
-        ),
-    ],
-)
-def test_what_repeats_is_folded(layout: str, expected: str) -> None:
-    """The first parts of an axis and the last are shown; where each is too much to open, the first is opened."""
-    assert drawn(LLAMA.engine("e", tp=4, layout=layout)[1]) == text(expected)
 
 
 def panel() -> Panel:
