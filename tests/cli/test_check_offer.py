@@ -10,55 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import Worker, compare, decode, encode, explain, problems
+from kvplan import decode, encode, explain, problems
 from kvplan.handshake import fingerprint
 from kvplan.handshake.messages import MAX_BYTES
+from tests.cli.conftest import BROKEN, DECODE
 from tests.conftest import Cli
-from tests.small import engine
-
-DECODE, PREFILL = engine("decode", tp=2, tokens=8)[1], engine("prefill")[0]
-OTHER = engine("other", heads=2)[0]
-BROKEN = encode(PREFILL).replace(b'"size":4', b'"size":"4"').replace(b'"rank":0', b'"rank":-1')
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with some offers, where commands run."""
-    monkeypatch.chdir(tmp_path)
-    offers = {"decode": encode(DECODE), "prefill": encode(PREFILL), "other": encode(OTHER), "broken": BROKEN}
-    for name, data in offers.items():
-        (tmp_path / f"{name}.json").write_bytes(data)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("folder")
-def test_an_offer_is_explained(cli: Cli) -> None:
-    """An offer prints as the worker that it describes, with its fingerprint; the exit status is 0."""
-    run = cli("check-offer", "decode.json")
-    assert (run.status, run.err) == (0, "")
-    assert run.out == f"{explain(DECODE)}\n  fingerprint {fingerprint(DECODE)}\n"
-
-
-@pytest.mark.usefixtures("folder")
-def test_all_problems_of_an_offer_are_printed(cli: Cli) -> None:
-    """Each problem is a line with its path, as kvplan.problems has it; the exit status is 2."""
-    run = cli("check-offer", "broken.json")
-    assert (run.status, run.err) == (2, "")
-    found = problems(BROKEN)
-    assert len(found) > 1
-    assert run.out.splitlines() == ["broken.json: refused", *(f"  {problem}" for problem in found)]
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    "file, file2, workers, status",
-    [("decode", "prefill", (DECODE, PREFILL), 0), ("decode", "other", (DECODE, OTHER), 2)],
-)
-def test_two_offers_are_compared(cli: Cli, file: str, file2: str, workers: tuple[Worker, Worker], status: int) -> None:
-    """For two offers the differences are printed; the exit status is 2 if one difference is refused."""
-    run = cli("check-offer", f"{file}.json", f"{file2}.json")
-    assert (run.status, run.err) == (status, "")
-    assert run.out == f"{compare(*workers)}\n"
 
 
 @pytest.mark.usefixtures("folder")
@@ -133,25 +89,6 @@ def test_a_file_of_the_most_bytes_is_read(cli: Cli, folder: Path) -> None:
     """A message of exactly MAX_BYTES is not too long."""
     (folder / "padded.json").write_bytes(encode(DECODE).ljust(MAX_BYTES))
     assert cli("check-offer", "padded.json").status == 0
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("arguments", [("nothing.json",), (".",), ("a\0b",), ("",), ("decode.json", "nothing.json")])
-def test_what_is_no_file_is_refused(cli: Cli, arguments: tuple[str, ...]) -> None:
-    """A path that can't be read is one line on stderr that names it, and exit status 2."""
-    run = cli("check-offer", *arguments)
-    assert (run.status, run.out) == (2, "")
-    assert run.err.startswith(
-        f"NAME: cannot read an offer: expected a file that can be read, or -, got {arguments[-1]!r}"
-    )
-    assert run.err.count("\n") == 1
-
-
-def test_stdin_is_one_of_two_at_most(cli: Cli) -> None:
-    """Both offers can't come from stdin."""
-    run = cli("check-offer", "-", "-")
-    assert (run.status, run.out) == (2, "")
-    assert run.err == "NAME: cannot read offers: expected stdin for one of them, got for both\n"
 
 
 @pytest.mark.parametrize("data, status", [(encode(DECODE), 0), (encode(DECODE)[:-1], 2), (b"", 2), (b"\xff" * 99, 2)])

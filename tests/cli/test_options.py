@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.options import MAX_TOKENS, EngineOptions, in_bits, load, token_range
-from kvplan.models.layouts import LETTERS
+from kvplan.cli.options import MAX_TOKENS, EngineOptions, in_bits, token_range
 
 ALL_KEYS = (
     "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
@@ -155,47 +154,3 @@ def test_a_pool_has_the_blocks_asked_for() -> None:
     model, options = Model.shipped("llama-3.2-1b"), EngineOptions(blocks=9)
     pools = [options.engine(model, "e", 5), options.engine(model, "e"), EngineOptions().engine(model, "e")]
     assert [worker.views[0].num_blocks for (worker,) in pools] == [5, 9, 4096]
-
-
-@pytest.mark.parametrize(
-    ("layout", "hint"), [("NHD", "vLLM's NHD is LBNHC"), ("HND", "vLLM's HND is LBHNC"), ("LHD", LETTERS)]
-)
-def test_an_unknown_layout_has_a_hint(layout: str, hint: str) -> None:
-    """Names that vLLM has for two memory orders are translated; for any other, the letters are explained."""
-    with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot read layout: .*, got '{layout}'") as refused:
-        EngineOptions.parse(f"layout={layout}", "--src").engine(Model.shipped("llama-3.2-1b"), "e")
-    assert refused.value.hint == hint
-
-
-@pytest.mark.parametrize(
-    "key, hint", [("tpp", "did you mean 'tp', 'pp' or 'pcp'?"), ("TP", "did you mean 'tp'?"), ("zzz", "")]
-)
-def test_an_unknown_key_has_suggestions(key: str, hint: str) -> None:
-    """An unknown key is refused with similar ones as the hint, if there are any."""
-    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot read --src: expected keys of tp, pp, ") as caught:
-        EngineOptions.parse(f"{key}=4", "--src")
-    assert caught.value.hint == hint
-
-
-ALL = "'kvplan --help' lists all"
-
-
-@pytest.mark.parametrize(
-    "model, got",
-    [
-        ("llama-3.1-9b", "'llama-3.1-9b' (did you mean 'llama-3.1-8b', 'llama-3.1-70b' or 'llama-3.2-1b'? {all})"),
-        ("Llama-3.1-8B", "'Llama-3.1-8B' (did you mean 'llama-3.1-8b'? {all})"),
-        ("meta-llama/Llama-3.1-8B", "'meta-llama/Llama-3.1-8B': no such file (did you mean 'llama-3.1-8b'? {all})"),
-        ("no/such-thing", "'no/such-thing': no such file ({all})"),
-        ("xyz", "'xyz' ({all})"),
-        ("./nope.json", "'./nope.json': no such file"),
-        ("llama-3.1-8b.json", "'llama-3.1-8b.json': no such file"),
-        ("/", "'/': Is a directory"),
-    ],
-)
-def test_an_unknown_model_has_suggestions(model: str, got: str) -> None:
-    """An unknown name is refused with up to three similar ones, without regard to case and organisation."""
-    with pytest.raises(KVPlanError) as caught:
-        load(model)
-    expected = "expected the name of a shipped model, or the path of a config.json, got "
-    assert str(caught.value) == f"CONFIG: cannot load a model: {expected}{got.format(all=ALL)}"
