@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -113,10 +114,11 @@ def bind_large() -> object:
 
 @attrs.frozen
 class Row:
-    """A call that is refused, and the message."""
+    """A call that is refused, the message, and the details."""
 
     call: str
     message: str
+    details: str
 
     @property
     def code(self) -> str:
@@ -135,9 +137,15 @@ def certify_nothing() -> object:
 
 
 TABLE = (ROOT / "tests" / "golden" / "refusals.txt").read_text().splitlines()
-LINES = [line for line in TABLE if line and not line.startswith("#")]
-REFUSALS = [Row(call, message.strip()) for call, message in zip(LINES[::2], LINES[1::2], strict=True)]
-"""Each call of the table, and below it the message that it is refused with."""
+LINES = [line.strip() for line in TABLE if line and not line.startswith("#")]
+REFUSALS = list(itertools.starmap(Row, zip(LINES[::3], LINES[1::3], LINES[2::3], strict=True)))
+"""Each call of the table, and below it the message that it is refused with, and the details."""
+
+
+def words(details: Mapping[str, Any]) -> str:
+    """Details on one line."""
+    texts = {key: shown(value) if isinstance(value, int) else repr(value) for key, value in details.items()}
+    return ", ".join(f"{key}={text}" for key, text in texts.items()) or "no details"
 
 
 def refused(call: Callable[[], object]) -> KVPlanError:
@@ -152,9 +160,10 @@ every_row = pytest.mark.parametrize("row", REFUSALS, ids=[row.code for row in RE
 
 @every_row
 def test_a_refusal_says_exactly_this(row: Row) -> None:
-    """The text of each refusal is what the table says, and its code is the error's and one of the closed set."""
+    """The text of each refusal is what the table says, its code is the error's and one of the closed set."""
     error = row.error()
     assert str(error) == row.message
+    assert words(error.details) == row.details
     assert error.code == row.code
     assert row.code in CODES
 

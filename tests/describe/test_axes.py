@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 
 import numpy as np
 import pytest
-from attrs.exceptions import FrozenInstanceError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -152,22 +150,6 @@ def test_the_ends_of_the_range_are_exact() -> None:
     assert integer(top, "x") == top
     with pytest.raises(KVPlanError, match=r"^RANGE"):
         integer(top + 1, "x")
-
-
-def test_repr_evaluates_back_and_str_is_the_notation() -> None:
-    """``repr`` is an expression for the axis, ``str`` what people read."""
-    axis = Axis("head", 4, 8, 8, 4096)
-    assert eval(repr(axis)) == axis
-    assert str(axis) == "head [4, 8) of 8 stride 4096"
-
-
-def test_axes_pickle_and_hash() -> None:
-    """An axis survives pickling, and is frozen and hashable."""
-    axis = Axis("head", 4, 8, 8, 4096)
-    assert pickle.loads(pickle.dumps(axis)) == axis
-    assert len({axis, Axis("head", 4, 8, 8, 4096)}) == 1
-    with pytest.raises(FrozenInstanceError):
-        axis.start = 0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("goes_on", list(itertools.product([False, True], repeat=4)))

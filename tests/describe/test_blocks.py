@@ -149,25 +149,6 @@ def test_writes_have_gaps_where_the_destination_has_them():
     assert spec.num_bytes == 8 * 2 * 4 * 16
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ids": [1, 2], "ordinals": [5]}, "expected an ordinal of its own for each id, got 1 of 2 ids"),
-        ({"ids": [1, 2], "ordinals": [5, 5]}, "expected an ordinal of its own for each id, got ordinal 5 twice"),
-        ({"ids": [1], "ordinals": [-1]}, r"expected ordinals in \[0, 281474976710656\), got -1"),
-        ({"ids": [1], "ordinals": [1.5]}, "expected a flat sequence of integers, got float64"),
-        ({"ids": [1], "null": -1}, "cannot read null of Blocks"),
-        ({"ids": [1], "null": True}, "cannot read null of Blocks"),
-        ({"ids": [1], "first": 2, "ordinals": [5]}, "expected first and null, or ordinals, got both"),
-        ({"ids": [1], "null": 0, "ordinals": [5]}, "expected first and null, or ordinals, got both"),
-    ],
-)
-def test_what_is_no_block_table_is_refused(arguments, message):
-    """Each fault by name."""
-    with pytest.raises(KVPlanError, match=message):
-        Blocks(**arguments)
-
-
 def test_ordinals_far_apart_cost_what_their_number_costs():
     """Two states at the ends of the position space need no list of what is between them."""
     far = (1 << 48) - 1

@@ -13,12 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan import Axis, Context, Group, KVPlanError, Region, View
-from kvplan.describe.views import _KEPT, ITEMSIZE, MEMORY_KINDS, Geometry
+from kvplan.describe.views import _KEPT, ITEMSIZE, Geometry
 from tests.bytes_of import element_bytes, small_views, view_fields, view_or_refusal
 
 TOKEN, DIM = Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)
 VIEW = View("layers.0.attn", "attn", "kv.0", "bfloat16", (TOKEN, DIM), 100, 4096, 512)
 VALUES = (
+    DIM,
     Region("kv", (1 << 64) - 8, 8, "VRAM", 3),
     Context(1, 4, 16),
     Group("attn", 16, Context(1, 4, 16)),
@@ -121,24 +122,6 @@ def test_axes_may_come_as_any_iterable() -> None:
     assert len({VIEW, attrs.evolve(VIEW, axes=[TOKEN, DIM])}) == 1
 
 
-def test_fields_keep_their_order() -> None:
-    """Values can be made by position."""
-    by_name = View(
-        name="layers.0.attn",
-        group="attn",
-        region="kv.0",
-        dtype="bfloat16",
-        axes=(TOKEN, DIM),
-        num_blocks=100,
-        block_stride_bytes=4096,
-        offset_bytes=512,
-    )
-    assert by_name == VIEW
-    assert VALUES[0] == Region(name="kv", address=(1 << 64) - 8, size_bytes=8, memory="VRAM", device_id=3)
-    assert VALUES[1] == Context(rank=1, size=4, interleave_tokens=16)
-    assert VALUES[2] == Group(name="attn", tokens_per_block=16, context=Context(1, 4, 16))
-
-
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_repr_evaluates_back(value: object) -> None:
     """The repr of a value is an expression for it."""
@@ -153,19 +136,6 @@ def test_values_are_frozen_hashable_and_pickle(value: object) -> None:
         value.name = "x"  # type: ignore[attr-defined]
 
 
-def test_a_region_may_end_at_the_end_of_memory() -> None:
-    """The last byte of a region may be at 2**64 - 1; one byte more is refused, and does not wrap."""
-    assert Region("kv", (1 << 64) - 8, 8).size_bytes == 8
-    with pytest.raises(KVPlanError, match=r"^BOUNDS"):
-        Region("kv", (1 << 64) - 8, 9)
-
-
-@pytest.mark.parametrize("memory", MEMORY_KINDS)
-def test_every_memory_kind_is_taken(memory: str) -> None:
-    """Each kind of memory that the registry of a transfer library has can be described."""
-    assert Region("kv", 0, 1, memory).memory == memory
-
-
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 200))
 def test_each_position_is_held_by_one_context(size: int, interleave: int, position: int) -> None:
     """Of the contexts of one size and interleave, exactly the one whose turn it is has a position."""
@@ -176,13 +146,6 @@ def test_each_position_is_held_by_one_context(size: int, interleave: int, positi
 def test_one_context_has_no_interleave() -> None:
     """A context of one worker is the same whatever its interleave."""
     assert Context(0, 1, 16) == Context()
-
-
-def test_a_state_group_takes_no_context() -> None:
-    """States are not spread over positions: only a context of one worker will do."""
-    assert Group("ssm", None, Context(0, 1)) == Group("ssm")
-    with pytest.raises(KVPlanError, match=r"^GROUP"):
-        Group("ssm", None, Context(0, 2))
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)

@@ -12,7 +12,7 @@ from attrs.exceptions import FrozenInstanceError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import Axis, Context, Group, KVPlanError, Region, View, Worker
+from kvplan import Axis, Group, KVPlanError, Region, View, Worker
 from kvplan.describe.views import Geometry
 from tests.bytes_of import element_bytes, small_views
 from tests.small import engine
@@ -43,22 +43,6 @@ def test_a_worker_is_made_of_any_sequences() -> None:
     assert made == Worker(*FIELDS.values())
     assert hash(made) == hash(Worker(**FIELDS))
     assert (made.regions, made.groups, made.views) == (FIELDS["regions"], FIELDS["groups"], FIELDS["views"])
-
-
-@pytest.mark.parametrize("field", ["regions", "groups"])
-def test_v1_each_name_stands_once(field: str) -> None:
-    """V1: the same region or group twice is refused, also where it is the same object."""
-    value = FIELDS[field][0]
-    error = refusal(**{field: (*FIELDS[field], value)})
-    assert (error.code, error.details["name"]) == ("NAME", value.name)
-
-
-@pytest.mark.parametrize("field", ["regions", "groups"])
-def test_v1_a_view_names_what_there_is(field: str) -> None:
-    """V1: a view of an unknown region or group is refused by both names."""
-    error = refusal(**{field: FIELDS[field][1:]})
-    assert (error.code, error.details["name"]) == ("NAME", FIELDS[field][0].name)
-    assert "'layers.0'" in str(error)
 
 
 def two_views(**second: Any) -> list[View]:
@@ -102,18 +86,6 @@ def test_v2_bytes_lie_inside_the_region(view: View, more: int) -> None:
             Worker(*fields)
 
 
-@pytest.mark.parametrize(("tokens_per_block", "axes"), [(8, (TOKEN, DIM)), (4, (DIM,)), (None, (TOKEN, DIM))])
-def test_v3_the_token_axis_counts_the_slots(tokens_per_block: int | None, axes: tuple[Axis, ...]) -> None:
-    """V3: a token axis of another size, a missing one, and one in a state group are refused."""
-    error = refusal(groups=(Group("attn", tokens_per_block),), views=(attrs.evolve(VIEW, axes=axes),))
-    slots = 4 if TOKEN in axes else None
-    assert (error.code, error.details["tokens_per_block"], error.details["token_axis"]) == (
-        "SIZE",
-        tokens_per_block,
-        slots,
-    )
-
-
 def test_v3_the_digits_of_the_token_axis_multiply() -> None:
     """V3: two kernel blocks of four slots fill a block of eight."""
     view = attrs.evolve(VIEW, axes=(Axis("token", 0, 2, 2, 64), TOKEN, DIM), num_blocks=5, block_stride_bytes=128)
@@ -147,11 +119,6 @@ def test_v4_regions_are_apart() -> None:
     views = (VIEW, attrs.evolve(VIEW, name="layers.1", region="kv.1"))
     regions = (Region("kv", 4096, 640), Region("kv.1", 8192, 640))
     assert Worker(**{**FIELDS, "regions": regions, "views": views}).views == views
-
-
-def test_a_worker_without_anything_is_a_worker() -> None:
-    """A rank that keeps nothing, as of a stage without cache, has a description too."""
-    assert str(Worker("e", 0, (), (), ())) == "e/0: 0 views of 0 tensors in 0 regions, 0 groups"
 
 
 def test_equal_layers_share_a_geometry() -> None:
@@ -201,11 +168,6 @@ def test_tensors_and_places_follow_the_views() -> None:
     assert worker.geometry_of == (0, 1, 2)
 
 
-def test_label_is_what_messages_call_a_worker() -> None:
-    """The engine and the rank name a worker."""
-    assert Worker(**FIELDS).label == "prefill/3"
-
-
 def test_a_worker_pickles() -> None:
     """A worker that was planned with survives pickling, and is equal afterwards."""
     (worker,) = engine(contexts=(1, 1))
@@ -223,12 +185,6 @@ def test_a_worker_is_frozen() -> None:
     assert attrs.evolve(worker, rank=4).label == "prefill/4"
     with pytest.raises(KVPlanError, match=r"^BOUNDS"):
         attrs.evolve(worker, regions=(Region("kv", 4096, 639),))
-
-
-def test_context_belongs_to_the_group() -> None:
-    """Two groups of a worker may spread their positions differently."""
-    groups = (Group("attn", 4, Context(1, 2, 4)), Group("ssm"))
-    assert [group.context.size for group in Worker(**{**FIELDS, "groups": groups}).groups] == [2, 1]
 
 
 @pytest.mark.parametrize("apart", [0, 160, 639])
