@@ -1,4 +1,4 @@
-"""Checks of documentation pages: fenced blocks, Python blocks run as one program, and console sessions."""
+"""Checks of pages: fenced blocks, Python blocks run as one program, console sessions, and texts of examples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import doctest
 import io
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import kvplan
 from tests.conftest import Cli
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,12 @@ def wrong_prints(page: Path) -> list[str]:
             exec(compile(source, page.name, "exec"), namespace)
         found.append(differs(text if following == "text" else "", printed.getvalue()))
     return [difference for difference in found if difference]
+
+
+def failed_examples(page: Path, names: Mapping[str, Any]) -> int:
+    """How many examples of a text print something else. They know the names of kvplan's door, and these ``names``."""
+    public = {name: getattr(kvplan, name) for name in kvplan.__all__}
+    return doctest.testfile(str(page), module_relative=False, globs=public | {**names}).failed
 
 
 def commands(page: Path) -> Iterator[tuple[str, str, int]]:

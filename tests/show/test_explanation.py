@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
 import re
 from pathlib import Path
@@ -39,6 +38,7 @@ from kvplan import (
 )
 from kvplan.show.explanation import DETAILS, WIDTH, fit, rows_of
 from kvplan.staging import Rates, choose
+from tests.pages import failed_examples
 from tests.small import engine
 from tests.staged import staged, staged_writes
 
@@ -77,7 +77,7 @@ LISTED = [
 
 def test_explanations_are_as_written_down() -> None:
     """The text of each class of values, in the file beside this one, is what explain says."""
-    assert doctest.testfile(str(EXPLANATIONS), module_relative=False, globs=vars(kvplan) | globals()).failed == 0
+    assert failed_examples(EXPLANATIONS, globals()) == 0
 
 
 def fitted(text: str) -> list[str]:

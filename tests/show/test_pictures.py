@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import re
@@ -14,7 +13,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-import kvplan
 from kvplan import Axis, Group, Model, ReadSpec, Region, TransferPlan, View, Worker, plan_reads, plan_writes
 from kvplan.plan import Table
 from kvplan.plan.bind import Ids
@@ -24,6 +22,7 @@ from kvplan.show.blockmap import Interval, block_maps
 from kvplan.show.copies import CopyEnd, Panel, excerpt, panels
 from kvplan.show.diagram import Column, Diagram, map_diagrams, panel_diagrams
 from kvplan.show.svg import LETTER
+from tests.pages import failed_examples
 from tests.small import engine
 
 DRAWINGS = Path(__file__).with_name("drawings.txt")
@@ -319,7 +318,7 @@ def drawn(value: Worker | TransferPlan, width: int = 120) -> None:
 
 def test_drawings_are_as_written_down() -> None:
     """The drawings beside this file, made by hand, are what is drawn."""
-    assert doctest.testfile(str(DRAWINGS), module_relative=False, globs=vars(kvplan) | globals()).failed == 0
+    assert failed_examples(DRAWINGS, globals()) == 0
 
 
 def halves(engine_id: str, rank: int, tp: int, tokens: int, num_blocks: int) -> Worker:
