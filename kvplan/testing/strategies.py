@@ -228,10 +228,11 @@ def cases() -> st.SearchStrategy[Case]:
 
     All choices are drawn as one string of bytes, because Hypothesis draws small integers far more often than others.
     """
-    return st.binary(min_size=NUM_CHOICES, max_size=NUM_CHOICES).map(_case)
+    return st.binary(min_size=NUM_CHOICES, max_size=NUM_CHOICES).map(case_of)
 
 
-def _case(drawn: bytes) -> Case:
+def case_of(drawn: bytes) -> Case:
+    """The case that a string of bytes chooses."""
     choices = Choices(drawn)
     tensors = _tensors(choices)
     decode, prefill = _design("decode", tensors, SOURCE, choices), _design("prefill", tensors, DESTINATION, choices)
