@@ -63,22 +63,17 @@ class Region:
         settle(self, "a region", integer, "size_bytes", low=1)
         settle(self, "a region", integer, "device_id")
         if self.memory not in MEMORY_KINDS:
-            raise KVPlanError(
-                "NAME",
-                f"describe region {self.name!r}",
-                expected=f"memory in {', '.join(MEMORY_KINDS)}",
-                got=f"{self.memory!r}",
-                memory=self.memory,
-            )
-        if self.address + self.size_bytes > ADDRESS_END:
-            raise KVPlanError(
-                "BOUNDS",
-                f"describe region {self.name!r}",
-                expected="address + size_bytes <= 2**64",
-                got=f"{self.address:#x} + {self.size_bytes}",
-                address=self.address,
-                size_bytes=self.size_bytes,
-            )
+            action, expected = f"describe region {self.name!r}", f"memory in {', '.join(MEMORY_KINDS)}"
+            raise KVPlanError("NAME", action, expected=expected, got=f"{self.memory!r}", memory=self.memory)
+        if self.end > ADDRESS_END:
+            action, got = f"describe region {self.name!r}", f"{self.address:#x} + {self.size_bytes}"
+            expected, at, size = "address + size_bytes <= 2**64", self.address, self.size_bytes
+            raise KVPlanError("BOUNDS", action, expected=expected, got=got, address=at, size_bytes=size)
+
+    @property
+    def end(self) -> int:
+        """The address behind the last byte."""
+        return self.address + self.size_bytes
 
     def __str__(self) -> str:
         return f"{self.name}: {self.size_bytes} bytes at {self.address:#x}, {self.memory} {self.device_id}"

@@ -195,7 +195,7 @@ class Worker:
         for region in sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address)):
             if first is None or region.address >= end or device != (region.memory, region.device_id):
                 first, end, device = region, 0, (region.memory, region.device_id)
-            end = max(end, region.address + region.size_bytes)
+            end = max(end, region.end)
             joined[region.name] = (first.name, region.address - first.address)
         return joined
 

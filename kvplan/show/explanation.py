@@ -79,18 +79,13 @@ def explain(value: object, *, detail: Detail = "workers") -> str:
        [200, 3400)  0x30000000000     256       0     256   3200  kv.0
       [3400, 6600)  0x30040000000     256       0     256   3200  kv.1
     """
-    return "\n".join(explained(value, detail))
-
-
-def explained(value: object, detail: Detail) -> Iterator[str]:
-    """The lines of :func:`explain`, one by one: there may be many of them."""
     if detail not in DETAILS:
         raise KVPlanError("NAME", "explain a value", expected=f"detail in {', '.join(DETAILS)}", got=shown(detail))
-    for line in _lines(value, detail == "rows"):
-        if detail == "line":
-            yield line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
-            break
-        yield from [line] if detail == "rows" else fit(line)
+    lines = _lines(value, detail == "rows")
+    if detail == "line":
+        line = next(lines)
+        return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    return "\n".join(lines if detail == "rows" else [part for line in lines for part in fit(line)])
 
 
 def fit(line: str) -> list[str]:

@@ -301,26 +301,14 @@ def checked_staging(local: Worker, value: str) -> Region:
     """The region that a worker has set aside for staging; it must exist, and no view may use its bytes."""
     key, regions = name(value, "staging"), {region.name: region for region in local.regions}
     if key not in regions:
-        raise KVPlanError(
-            "NAME",
-            f"stage in a region of {local.label}",
-            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
-            got=f"{key!r}",
-            name=key,
-        )
+        action, expected = f"stage in a region of {local.label}", f"one of {', '.join(map(repr, regions)) or 'none'}"
+        raise KVPlanError("NAME", action, expected=expected, got=f"{key!r}", name=key)
     region = regions[key]
     for view in local.views:
         other = regions[view.region]
-        apart = (
-            other.address + other.size_bytes <= region.address or region.address + region.size_bytes <= other.address
-        )
-        if not apart and (other.memory, other.device_id) == (region.memory, region.device_id):
-            raise KVPlanError(
-                "OVERLAP",
-                f"stage in region {key!r} of {local.label}",
-                expected="memory that no view has",
-                got=f"view {view.name!r} in region {other.name!r}",
-                region=key,
-                view=view.name,
-            )
+        start, stop = max(other.address, region.address), min(other.end, region.end)
+        if start < stop and (other.memory, other.device_id) == (region.memory, region.device_id):
+            action, got = f"stage in region {key!r} of {local.label}", f"view {view.name!r} in region {other.name!r}"
+            expected = "memory that no view has"
+            raise KVPlanError("OVERLAP", action, expected=expected, got=got, region=key, view=view.name)
     return region

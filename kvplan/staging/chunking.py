@@ -64,13 +64,9 @@ def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
         if fitting:
             return Fit(fitting * grain, _laid_out(demands, fitting * grain, grain)[0])
     needed = _laid_out(demands, 1, 1)[1]
+    expected, got = f"a staging region of at least {needed} bytes, two blocks of each group", f"{size_bytes}"
     raise KVPlanError(
-        "MEMORY",
-        "stage a request",
-        expected=f"a staging region of at least {needed} bytes, two blocks of each group",
-        got=f"{size_bytes}",
-        needed_bytes=needed,
-        size_bytes=size_bytes,
+        "MEMORY", "stage a request", expected=expected, got=got, needed_bytes=needed, size_bytes=size_bytes
     )
 
 

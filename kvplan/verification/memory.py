@@ -210,7 +210,7 @@ class FakeMemory:
         address, length = integer(address, "address", high=ADDRESS_END), integer(length, "length", low=1)
         if device_id is None:
             regions = cells.worker.regions
-            holders = {r.device_id for r in regions if r.address <= address < r.address + r.size_bytes}
+            holders = {region.device_id for region in regions if region.address <= address < region.end}
             device_id = holders.pop() if len(holders) == 1 else 0
         first = int(cells.place(np.array([(address, length, device_id)], np.uint64))[0])
         return cells.cells[first : first + length]
@@ -240,7 +240,7 @@ class _WorkerCells:
         for region in regions:
             if region.address > reach:  # overlaps none of the regions before it
                 origin = region.address - self._size
-            reach = max(reach, region.address + region.size_bytes - 1)  # inclusive: 2**64 does not fit uint64
+            reach = max(reach, region.end - 1)  # inclusive: 2**64 does not fit uint64
             self._size = reach + 1 - origin
             columns.append((region.address, reach, origin % ADDRESS_END))
         return np.array(columns, np.uint64).T
