@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.museum.exhibit import Exhibit
-from tests.museum.outside import OUTSIDE, Outside
-from tests.museum.page import FAMILIES, PAGE, exhibits, page
+from tests.museum.page import FAMILIES, OUTSIDE, PAGE, Outside, exhibits, page
 
 
 def rows() -> list[Exhibit | Outside]:
