@@ -25,11 +25,11 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, heads
-from kvplan._checks import integer, name, settle
+from kvplan._checks import at_most, integer, name, settle
 from kvplan.errors import KVPlanError
 
 MAX_SEGMENTS: Final = 1 << 20
-"""The digits of one name may make at most this many segments, so that a small offer cannot claim much memory."""
+"""The axes of a worker's views may have at most this many segments, so that a small offer cannot claim much memory."""
 
 
 @attrs.frozen
@@ -153,14 +153,7 @@ def segments(digits: Sequence[Axis]) -> Segments:
     for digit in reversed(digits):
         whole = start.size == 1 and length == width
         if digit.extent == 1 or not whole or (width > 1 and digit.stride_bytes != length * stride):
-            if digit.extent * start.size > MAX_SEGMENTS:
-                raise KVPlanError(
-                    "RANGE",
-                    f"describe axis {digit.name!r}",
-                    expected=f"at most {MAX_SEGMENTS} pieces",
-                    got=f"{digit.extent * start.size}",
-                    value=digit.extent * start.size,
-                )
+            at_most(MAX_SEGMENTS, digit.extent * start.size, "segments", f"describe axis {digit.name!r}")
             # The segments repeat for every coordinate of this digit.
             steps = np.arange(digit.extent, dtype=np.int64)[:, None]
             start = ((digit.start + steps) * width + start).reshape(-1)
@@ -174,6 +167,18 @@ def segments(digits: Sequence[Axis]) -> Segments:
     first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
     pieces = np.append(first[1:], start.size) - first
     return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride)
+
+
+def most_segments(axes: Sequence[Axis]) -> int:
+    """At most how many segments the axes of a view have in all: all coordinates but those of the innermost digits.
+
+    >>> most_segments((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
+    34
+    """
+    number: dict[str, int] = {}
+    for axis in reversed(axes):
+        number[axis.name] = number[axis.name] * axis.extent if axis.name in number else 1
+    return sum(number.values())
 
 
 def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:

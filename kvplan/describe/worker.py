@@ -22,9 +22,10 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import integer, members, name, settle, wrong_type
+from kvplan._checks import at_most, integer, members, name, settle, wrong_type
 from kvplan._text import count
 from kvplan.describe._overlap import overlaps, where
+from kvplan.describe.axes import MAX_SEGMENTS, most_segments
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
 
@@ -126,6 +127,8 @@ class Worker:
                     tokens_per_block=group.tokens_per_block,
                     token_axis=slots,
                 )
+        number = sum(most_segments(geometry.axes) for geometry in self.geometries)
+        at_most(MAX_SEGMENTS, number, "segments of axes", f"describe worker {self.label}")
         self._check_parts()
         self._check_apart()
 

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import ID_END, integer, wrong_type
+from kvplan._checks import ID_END, at_most, integer, wrong_type
 from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed, places
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import before, blocks_and_slots, ends, local_index, position_of, reach, repeated, slots
 from kvplan.plan.rows import GroupPair, RunIds, TokenIds
+
+MAX_IDS: Final = 1 << 28
+"""The most ids of one request with one remote worker: 2 GiB for both sides."""
 
 Ids = npt.NDArray[np.int32]
 Sides = tuple[str, str]
@@ -276,6 +280,7 @@ def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shape
     """
     shapes = tuple([(base.shape[1], rows.shape[2]) for base, rows in parts])
     number, start = sum([runs * each for runs, each in shapes]), 0
+    at_most(MAX_IDS, number, "ids with one worker", "bind a request")
     ids = np.empty((2, number), np.int32) if workspace is None else workspace.take(number)
     for (base, rows), (runs, each) in zip(parts, shapes, strict=True):
         if base.itemsize > ids.itemsize:

@@ -16,11 +16,10 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import integer
+from kvplan._checks import at_most, integer
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
-from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, repeated
 from kvplan.plan.bind import split
 from kvplan.plan.rows import GroupPair, Table
@@ -147,6 +146,8 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
     for local, pair in every:
         tables = pair.local_table, pair.remote_table
         sides = tables if operation == "READ" else tables[::-1]
+        listed = sum(_num_listed(each, stop) for each in pair.group_pairs for _, stop in _periods(each, tokens))
+        at_most(MAX_LISTED, listed, "to list", f"count the descriptors with {label_of(pair.remote)}")
         known = [of_groups(sides, groups, tokens) for groups in pair.group_pairs]
         rows = len(tables[0].rows), len(tables[1].rows)
         num_ids, lengths = sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)
@@ -156,14 +157,28 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
 
 def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> tuple[int, Mapping[int, int]]:
     """The number of ids, and of descriptors by length, of the first ``tokens`` positions, or of one state."""
-    turns, rest = divmod(1 if pair.groups[0].tokens_per_block is None else tokens, pair.period)
     num_ids, lengths = 0, Counter[int]()
-    for times, stop in ((turns, pair.period), (1, rest)):
-        if times and stop:
-            ids, found = _listed(tables, pair, stop)
-            num_ids += times * ids
-            lengths.update({length: times * number for length, number in found.items()})
+    for times, stop in _periods(pair, tokens):
+        ids, found = _listed(tables, pair, stop)
+        num_ids += times * ids
+        lengths.update({length: times * number for length, number in found.items()})
     return num_ids, lengths
+
+
+def _periods(pair: GroupPair, tokens: int) -> list[tuple[int, int]]:
+    """``tokens`` positions, or one state, as whole periods and a part of one: how often, and how many positions."""
+    turns, rest = divmod(1 if pair.groups[0].tokens_per_block is None else tokens, pair.period)
+    return [(times, stop) for times, stop in ((turns, pair.period), (1, rest)) if times and stop]
+
+
+def _num_listed(pair: GroupPair, stop: int) -> int:
+    """How many descriptors :func:`_occurrences` lists of the positions ``[0, stop)``."""
+    (low, high), ends = split(pair, 0, stop)
+    number: int = sum(runs.base.shape[1] * (runs.before(high) - runs.before(low)) for runs in pair.runs)
+    for one in pair.tokens:
+        turns = sum(-(-(end - begin) // one.every) for begin, end in (ends if one.joined else ((0, stop),)))
+        number += turns * one.carried.size * one.base.shape[1]
+    return number
 
 
 def _listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> tuple[int, Mapping[int, int]]:
@@ -182,24 +197,13 @@ def _occurrences(pair: GroupPair, stop: int) -> Iterator[tuple[Ints, Sequence[In
     The ids are (2, runs, 1); the block ordinals and the terms are (occurrences,) for each side.
     """
     (low, high), ends = split(pair, 0, stop)
-    listed = 0
     for runs in pair.runs:
         which = np.flatnonzero((low <= runs.starts) & (runs.starts < high))
-        listed += which.size * runs.base.shape[1]
         if which.size:
             terms = [0 * which if side.sub is None else side.sub[which] for side in runs.blocks]
             yield runs.base, [side.ordinal[which] for side in runs.blocks], terms
     for one in pair.tokens:
         for begin, end in ends if one.joined else ((0, stop),):
-            listed += -(-(end - begin) // one.every) * one.carried.size * one.base.shape[1]
-            if listed > MAX_LISTED:
-                raise KVPlanError(
-                    "RANGE",
-                    f"count the descriptors of group {pair.groups[0].name!r}",
-                    expected=f"at most {MAX_LISTED} in {stop} positions",
-                    got="more",
-                    positions=stop,
-                )
             position = repeated(one.carried, one.every, begin, end)
             if position.size:
                 ordinal, slot = blocks_and_slots(pair.groups, position)

@@ -63,7 +63,7 @@ class TransferPlan:
         groups, or a range for each local group by name; the range of a state group counts states. A group without a
         range moves every position in the destination's blocks. A ``workspace`` provides the memory for the ids.
 
-        Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``.
+        Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``, or ``RANGE`` for over 2**28 ids with one worker.
         """
         parts = self._terms(local, remote, tokens)
         if workspace is not None:
@@ -79,7 +79,7 @@ class TransferPlan:
         return tuple(specs.values())
 
     def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
-        """Raise what :meth:`bind` would raise, except ``INT``, without computing ids."""
+        """Raise what :meth:`bind` would raise, except ``INT`` and ``RANGE``, without computing ids."""
         self._terms(local, remote, tokens)
 
     def _terms(
