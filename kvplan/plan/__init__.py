@@ -43,6 +43,27 @@ A block pair that the request's range covers moves by its longest runs. A pair t
 and the last, moves token by token. Nothing joins across two blocks of one side: any two blocks may be anywhere in the
 pool. All offsets are relative to regions until the end, so remote workers of equal geometry share everything but base
 addresses.
+
+Bounds
+======
+
+Workers come from the offers of peers, and a small offer can describe much. So everything that planning lists has a
+limit, which holds for the sum over all tensors and groups; more is refused with ``RANGE`` before it is listed:
+
+======================================================  ==========  ===============================================
+what is listed                                          at most     of a real model (shipped ones, TP 8 and 2 to 1)
+======================================================  ==========  ===============================================
+segments of the axes of a worker                        2**20
+stretches of an axis times source views, a destination  2**26       336 (Nemotron-H 8B)
+cells of a destination                                  2**14       32 (Nemotron-H 8B)
+runs of one token, a pair of workers                    2**22       786,496 (Falcon-Mamba 7B, convolutions reordered)
+runs of one token times slots, a pair of workers        2**23       786,496 (Falcon-Mamba 7B)
+descriptors that a cost counts, a pair of workers       2**24
+ids of a request, a pair of workers                     2**28
+======================================================  ==========  ===============================================
+
+Longer runs are optional: where more than 2**22 pieces would have to be joined, tokens move one by one.
+``python -m benchmarks.hostile`` shows the time and memory of offers that are made to cost much.
 """
 
 from kvplan.plan.bind import Workspace
