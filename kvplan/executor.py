@@ -5,30 +5,51 @@ A plan says which bytes move, and an executor moves them. All executors follow t
 
 - E1: The caller polls a transfer until it settles. :meth:`Executor.poll` never waits.
 - E2: A settled transfer touches no byte. Only then may the caller reuse its local blocks.
-- E3: When all bytes of a transfer have moved, its executor sends the remote worker one notice with the request's name,
-  also where there was no byte to move. It sends none for a pair whose tables are empty, which nobody counts, and none
-  for a transfer started with ``notify=False``: where a request takes several transfers with one worker, only the last
-  one notifies, and the caller starts it when all others are done.
+- E3: When a transfer is DONE, its executor sends the remote worker one notice with the request's name and attempt, also
+  where there was no byte to move. A transfer that is FAILED or CANCELLED sends none: the caller may try again, or give
+  the request up with :meth:`Executor.notify`. Nor does a pair whose tables are empty, which nobody awaits, nor a
+  transfer started with ``notify=False``: where a request takes several transfers with one worker, only the last one
+  notifies, and the caller starts it when all others are done.
 - E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects no other transfer.
 - E5: The remote workers of a plan must equal the workers that the executor knows. Its local worker needs the same key
   and the same regions, but its views may differ. So the worker that owns a staging buffer can also prepare plans whose
   local worker describes only that buffer.
+- E6: A notice names the connected worker that it came from, whatever its sender claims. Notices of others are not
+  delivered. :class:`PendingRequests` knows from whom a request still awaits one.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 
+from kvplan import _checks
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.verification import FakeMemory
 
 if TYPE_CHECKING:
     from kvplan.plan import ReadSpec, Table, TransferPlan
+
+MAX_REQUEST: Final = 1024
+"""Characters of the name of a request, which travels in a notice."""
+
+
+def request_name(value: Any) -> str:
+    """``value`` as the name of a request, printable and not too long. Raises ``TYPE`` or ``NAME``."""
+    request = _checks.name(value, "name of a request")
+    if len(request) > MAX_REQUEST:
+        got = f"{len(request)} characters"
+        raise KVPlanError("NAME", "read name of a request", expected=f"at most {MAX_REQUEST} characters", got=got)
+    return request
+
+
+def attempt_number(value: Any) -> int:
+    """``value`` as the number of an attempt. Raises ``TYPE`` or ``RANGE``."""
+    return _checks.integer(value, "attempt")
 
 
 class Status(enum.Enum):
@@ -56,19 +77,27 @@ class Status(enum.Enum):
         return self is not Status.RUNNING
 
 
+def _settled_status(value: Any) -> Status:
+    if not (isinstance(value, Status) and value.is_settled):
+        raise _checks.wrong_type("status of a notice", "a Status that is settled", value)
+    return value
+
+
 @attrs.define(eq=False)
 class Transfer:
     """One spec under way, for the request named ``request``.
 
     ``status`` is the result of the last poll. ``error`` is set where the status is FAILED. ``notifies`` says whether
-    the remote worker gets a :class:`Notice` at the end.
+    the remote worker gets a :class:`Notice` at the end, with ``attempt``. Raises ``TYPE``, ``NAME`` or ``RANGE`` for
+    what can name no request or attempt.
     """
 
     spec: ReadSpec
-    request: str
+    request: str = attrs.field(converter=request_name)
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
     notifies: bool = True
+    attempt: int = attrs.field(default=0, converter=attempt_number)
 
     def __repr__(self) -> str:
         return f"<Transfer {self.request!r} {self.status.value}: {self.spec!r}>"
@@ -78,12 +107,79 @@ class Transfer:
 class Notice:
     """What a worker receives when another worker has read all bytes of a request from it, or written them to it.
 
-    ``engine_id`` and ``rank`` name the other worker.
+    ``engine_id`` and ``rank`` name the other worker. ``attempt`` is the number that it passed to
+    :meth:`Executor.start`. Where ``status`` is FAILED or CANCELLED it has given the request up, and touches no byte of
+    it any more.
     """
 
     engine_id: str
     rank: int
-    request: str
+    request: str = attrs.field(converter=request_name)
+    attempt: int = attrs.field(default=0, converter=attempt_number)
+    status: Status = attrs.field(default=Status.DONE, converter=_settled_status)
+
+
+@attrs.define(eq=False)
+class _PendingRequest:
+    """The workers that have not notified a request's attempt so far, and what the others have said."""
+
+    attempt: int
+    workers: set[Key]
+    status: Status = Status.DONE
+
+
+class PendingRequests:
+    """The requests whose blocks must stay as they are until other workers have notified this one.
+
+    These are requests that others read from this worker, or write to it. A notice counts once for each worker. One
+    that comes twice, from a worker that is not awaited, of another attempt or of a request that is not pending changes
+    nothing, and nothing of it is kept.
+
+    >>> pending = PendingRequests()
+    >>> pending.add("request 1", [("decode", 0), ("decode", 1)])
+    >>> pending.receive([Notice("decode", 0, "request 1"), Notice("decode", 0, "request 1")])
+    {}
+    >>> pending.receive([Notice("decode", 1, "request 1")])
+    {'request 1': <Status.DONE: 'done'>}
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[str, _PendingRequest] = {}
+
+    def add(self, request: str, workers: Iterable[Key], *, attempt: int = 0) -> None:
+        """Await a notice from each worker, as :class:`kvplan.plan.Completions` lists them, before they can send one.
+
+        Replaces an earlier attempt. Tell the workers the attempt together with the blocks: blocks that are used again
+        under the same name need another number. Raises ``TYPE``, ``NAME`` or ``RANGE``.
+        """
+        self._awaited[request_name(request)] = _PendingRequest(attempt_number(attempt), set(workers))
+
+    def discard(self, request: str) -> None:
+        """Await nothing more of a request, if it is pending. Its blocks are safe only if no worker can touch them."""
+        self._awaited.pop(request, None)
+
+    def receive(self, notices: Iterable[Notice]) -> dict[str, Status]:
+        """Take notices, and return the requests that await none any more: their blocks may be used again.
+
+        A request is DONE if all workers have said so, otherwise as the first other one has said.
+        """
+        for notice in notices:
+            awaited = self._awaited.get(notice.request)
+            worker = (notice.engine_id, notice.rank)
+            if awaited is not None and awaited.attempt == notice.attempt and worker in awaited.workers:
+                awaited.workers.remove(worker)
+                if awaited.status is Status.DONE:
+                    awaited.status = notice.status
+        settled = {request: awaited.status for request, awaited in self._awaited.items() if not awaited.workers}
+        for request in settled:
+            del self._awaited[request]
+        return settled
+
+    def __len__(self) -> int:
+        return len(self._awaited)
+
+    def __repr__(self) -> str:
+        return f"<PendingRequests: {len(self)}>"
 
 
 class Executor(Protocol):
@@ -92,10 +188,11 @@ class Executor(Protocol):
     def prepare(self, plan: TransferPlan) -> None:
         """Prepare for the specs of a plan, once. Raises ``PEER`` where a worker is not the one in the plan, rule E5."""
 
-    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
         """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
 
-        Raises ``TRANSFER`` where the spec's plan is not prepared.
+        Raises ``TRANSFER`` where the spec's plan is not prepared; ``TYPE``, ``NAME`` or ``RANGE`` for what can name no
+        request or attempt.
         """
 
     def poll(self, transfer: Transfer) -> Status:
@@ -107,8 +204,20 @@ class Executor(Protocol):
     def release(self, transfer: Transfer) -> None:
         """Free what a settled transfer holds. Raises ``TRANSFER`` for a running one."""
 
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        """Send a worker a notice without a transfer: that this one gives a request up, FAILED or CANCELLED.
+
+        Do so when all transfers of the request with that worker are settled. Raises ``PEER`` for a worker that is not
+        connected; ``TYPE``, ``NAME`` or ``RANGE`` as :meth:`start` does.
+        """
+
     def notices(self) -> tuple[Notice, ...]:
         """The notices that have arrived from other workers since the last call."""
+
+
+def not_connected(key: Key) -> KVPlanError:
+    """The error for a worker that the executor does not know."""
+    return KVPlanError("PEER", f"find worker {label_of(key)}", expected="a connected worker", got="none of that name")
 
 
 def unprepared(spec: ReadSpec) -> KVPlanError:
@@ -176,7 +285,7 @@ class FakeNetwork:
     >>> executor.poll(transfer)
     <Status.DONE: 'done'>
     >>> network.executor(source).notices()
-    (Notice(engine_id='decode', rank=0, request='request 1'),)
+    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
@@ -207,11 +316,12 @@ class FakeExecutor:
                 raise not_planned_for(remote, known, "remote")
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
-    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
         """Return a transfer that has moved no byte yet."""
+        transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
         if spec.local_table not in self._prepared:
             raise unprepared(spec)
-        return Transfer(spec, request, notifies=notify)
+        return transfer
 
     def poll(self, transfer: Transfer) -> Status:
         """Move the bytes of a running transfer and notify the remote worker."""
@@ -224,7 +334,7 @@ class FakeExecutor:
                 return transfer.status
             transfer.status = Status.DONE
             if transfer.notifies and len(spec.local_table.rows):
-                self.network.inbox[spec.remote].append(Notice(*spec.local, transfer.request))
+                self.notify(spec.remote, transfer.request, Status.DONE, attempt=transfer.attempt)
         return transfer.status
 
     def cancel(self, transfer: Transfer) -> None:
@@ -236,6 +346,13 @@ class FakeExecutor:
         """Check that the transfer is settled. It holds nothing."""
         if not transfer.status.is_settled:
             raise still_running(transfer.request, "release a transfer")
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        """Put a notice into the inbox of a worker of the network."""
+        notice = Notice(*self.worker.key, request, attempt, status)
+        if worker not in self.network.inbox:
+            raise not_connected(worker)
+        self.network.inbox[worker].append(notice)
 
     def notices(self) -> tuple[Notice, ...]:
         """The notices from other workers of the network since the last call."""

@@ -193,11 +193,11 @@ class ManualExecutor:
         """As in fake memory."""
         self.inner.prepare(plan)
 
-    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
         """Start a transfer that runs until it is ended."""
         if self.refuses is not None and self.gone in (None, spec.remote):
             raise self.refuses
-        transfer = self.inner.start(spec, request, notify=notify)
+        transfer = self.inner.start(spec, request, attempt=attempt, notify=notify)
         side = 0 if spec.operation == "READ" else 1
         spoil(self.inner.network.memory, (spec.local, spec.remote)[side], spec.descriptors()[side])
         self.running.append(transfer)
@@ -233,6 +233,10 @@ class ManualExecutor:
         self.released.append(transfer)
         if self.not_released is not None:
             raise self.not_released
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        """As in fake memory."""
+        self.inner.notify(worker, request, status, attempt=attempt)
 
     def notices(self) -> tuple[Notice, ...]:
         """As in fake memory."""

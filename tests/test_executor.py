@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvplan import Blocks, Executor, ReadSpec, Region, Status, Worker, plan_reads
-from kvplan.executor import FakeNetwork
+from kvplan import Blocks, Executor, Notice, ReadSpec, Region, Status, Worker, plan_reads
+from kvplan.executor import FakeNetwork, PendingRequests
 from kvplan.testing.executors import Bytes, ExecutorContract
 from tests.small import engine
 
@@ -79,3 +79,24 @@ def test_a_failed_copy_fails_its_transfer_alone() -> None:
     assert executor.poll(transfer) is Status.FAILED
     assert transfer.error is not None
     assert transfer.error.code == "MEMORY"
+
+
+def test_pending_requests_count_workers() -> None:
+    """Only the first notice of each awaited worker, for a pending request's present attempt, changes anything."""
+    first, second, third = (("decode", rank) for rank in range(3))
+    pending = PendingRequests()
+    pending.add("one", [first, second], attempt=1)
+    pending.add("none", [])
+    assert pending.receive([]) == {"none": Status.DONE}
+    wrong = [Notice(*first, "one"), Notice(*third, "one", 1), Notice(*first, "two", 1), Notice(*first, "none")]
+    assert pending.receive([*wrong, Notice(*first, "one", 1), Notice(*first, "one", 1, Status.FAILED)]) == {}
+    assert pending.receive([Notice(*second, "one", 1, Status.CANCELLED)]) == {"one": Status.CANCELLED}
+    assert pending.receive([Notice(*second, "one", 1)]) == {}
+    assert len(pending) == 0
+    pending.add("one", [first], attempt=2)
+    pending.add("one", [first], attempt=3)
+    assert pending.receive([Notice(*first, "one", 2)]) == {}
+    assert repr(pending) == "<PendingRequests: 1>"
+    pending.discard("one")
+    pending.discard("one")
+    assert pending.receive([Notice(*first, "one", 3)]) == {}

@@ -28,7 +28,7 @@ PLAIN = """
     pipeline place placed placement plan pool pools problem proof ranges rank rates record report request requests
     result schema search segments sglang shared shares show side source sources staged status stored strategies
     strided suggestion svg table tables tail tails template tensorrt testing text token transfer transmission trial
-    trials verification verifier vllm window work workspace
+    trials verification verifier vllm window work workspace pending
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""
 

@@ -129,7 +129,7 @@ class Pipeline:
     >>> pipeline.poll()  # once in each step of an engine
     (<StagedTransfer 'request 1' done>,)
     >>> network.executor(prefill).notices()
-    (Notice(engine_id='decode', rank=0, request='request 1'),)
+    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
     """
 
     def __init__(self, executor: Executor, staged: StagedPlan, copier: Copier) -> None:

@@ -43,7 +43,7 @@ import numpy.typing as npt
 from kvplan.describe import Blocks, Region, Worker
 from kvplan.describe.worker import Key, label_of
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Notice, Status, Transfer
+from kvplan.executor import Executor, Notice, PendingRequests, Status, Transfer
 from kvplan.models import Model
 from kvplan.plan import MeshPlan, ReadSpec, TransferPlan, plan_mesh, plan_reads
 from kvplan.verification import FakeMemory, verify
@@ -136,11 +136,11 @@ class Transmission:
                 for worker, region in self.regions
             }
 
-    def start(self, plans: Iterable[TransferPlan], request: str, *, notify: bool = True) -> Started:
+    def start(self, plans: Iterable[TransferPlan], request: str, *, attempt: int = 0, notify: bool = True) -> Started:
         """Start all transfers of the request, each on its executor."""
         executors = self.cluster.executors
         return [
-            (executors[spec.local], executors[spec.local].start(spec, request, notify=notify))
+            (executors[spec.local], executors[spec.local].start(spec, request, attempt=attempt, notify=notify))
             for spec in self._specs(plans)
         ]
 
@@ -157,11 +157,24 @@ class Transmission:
         for key, executor in self.cluster.executors.items():
             self._notices.setdefault(key, []).extend(executor.notices())
 
+    def contents(self) -> Contents:
+        """A copy of all memory."""
+        return {(worker.key, region.name): self.cluster.read(worker, region) for worker, region in self.regions}
+
     def check_memory(self, expected: Contents) -> None:
         """Assert that every byte of all regions is the expected one."""
         for worker, region in self.regions:
             wrong = np.count_nonzero(self.cluster.read(worker, region) != expected[worker.key, region.name])
             _expect(not wrong, f"{wrong} wrong bytes in {worker.label} {region.name}")
+
+    def notified(self, pending: PendingRequests, worker: Key, count: int) -> dict[str, Status]:
+        """Pass on the notices of a worker, at least ``count``, and return the requests that are pending no longer."""
+        deadline = time.monotonic() + self.timeout_s
+        while len(self._notices.get(worker, ())) < count:
+            _expect(time.monotonic() < deadline, f"expected {count} notices at {label_of(worker)}")
+            self._receive()
+        received, self._notices = self._notices, {}
+        return pending.receive(received[worker])
 
     def check_notices(self, mesh: MeshPlan, request: str, *, sent: bool = True) -> None:
         """Assert that each worker receives the notices that it awaits by a mesh plan, or none if none were sent."""
@@ -262,6 +275,55 @@ class ExecutorContract:
                 one.check_notices(mesh, "request", sent=False)
                 one.finish(one.start(mesh.plans, "request"))
                 one.check_notices(mesh, "request")
+
+    def test_a_retry_is_not_another_reader(self) -> None:
+        """Notices name their sender and attempt: a request is no longer pending when each reader has sent one."""
+        with self.transmission() as one:
+            mesh = one.plan("READ")
+            source = one.sources[0].key
+            awaits = mesh.completions[source].awaits
+            first, *others = [next(plan for plan in mesh.plans if plan.local.key == key) for key in awaits]
+            pending = PendingRequests()
+            pending.add("request", awaits, attempt=2)
+            for attempt, plans in ((1, mesh.plans), (2, [first]), (2, [first]), (2, others)):
+                _expect(len(pending) == 1, f"expected a pending request before attempt {attempt}")
+                one.finish(one.start(plans, "request", attempt=attempt))
+                one.notified(pending, source, len(awaits) if plans is mesh.plans else len(plans))
+            _expect(len(pending) == 0, "expected no pending request after notices of all readers")
+
+    def test_a_request_is_given_up(self) -> None:
+        """A notice without a transfer says how the request ended. Other workers than those that are known get none."""
+        with self.transmission() as one:
+            reader, source = one.destinations[0].key, one.sources[0].key
+            executor, pending = one.cluster.executors[reader], PendingRequests()
+            for status in (Status.FAILED, Status.CANCELLED):
+                pending.add("request", [reader], attempt=3)
+                executor.notify(source, "request", status, attempt=3)
+                found = one.notified(pending, source, 1)
+                _expect(found == {"request": status}, f"expected that it was {status}, got {found}")
+            with refused("PEER", "nobody/7"):
+                executor.notify(("nobody", 7), "request", Status.FAILED)
+            with refused("TYPE", "status"):
+                executor.notify(source, "request", Status.RUNNING)
+
+    def test_names_of_requests(self) -> None:
+        """What can name no request or attempt is refused before any byte moves."""
+        bad: list[Any] = [b"request", 7, None, "", "r" * 1025, "a\nb"]
+        with self.transmission() as one:
+            plan = one.plan("READ").plans[0]
+            expected = one.contents()
+            executor = one.cluster.executors[plan.local.key]
+            for request in bad:
+                code = "NAME" if isinstance(request, str) else "TYPE"
+                with refused(code, "name of a request"):
+                    one.start([plan], request)
+                with refused(code, "name of a request"):
+                    executor.notify(one.sources[0].key, request, Status.FAILED)
+            attempts: list[tuple[Any, str]] = [(-1, "RANGE"), ("1", "TYPE"), (True, "TYPE")]
+            for attempt, code in attempts:
+                with refused(code, "attempt"):
+                    one.start([plan], "request", attempt=attempt)
+            one.check_memory(expected)
 
     def test_a_pair_that_exchanges_nothing(self) -> None:
         """A transfer between workers that share no head is DONE at once, and sends no notice."""

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
 from kvplan import KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
+from kvplan.describe.worker import Key
 from kvplan.executor import FakeExecutor
 from kvplan.testing.executors import ExecutorContract, refused
 from tests.test_executor import FakeCluster
@@ -25,7 +27,7 @@ class Silent(FakeExecutor):
 class Loud(FakeExecutor):
     """Notifies although the caller asks it not to."""
 
-    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
         return super().start(spec, request)
 
 
@@ -83,8 +85,31 @@ class Careless(FakeExecutor):
     def prepare(self, plan: TransferPlan) -> None:
         pass
 
-    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> Transfer:
-        return Transfer(spec, request, notifies=notify)
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
+        return Transfer(spec, request, notifies=notify, attempt=attempt)
+
+
+class Nameless(FakeExecutor):
+    """Sends notices of any attempt as those of the first."""
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        super().notify(worker, request, status)
+
+
+class Stranger(FakeExecutor):
+    """Sends notices in the name of another worker."""
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        super().notify(worker, request, status, attempt=attempt)
+        self.network.inbox[worker][-1] = attrs.evolve(self.network.inbox[worker][-1], rank=0)
+
+
+class Optimist(FakeExecutor):
+    """Sends the notice that all is done, also for a request that is given up, and to anybody."""
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        if worker in self.network.inbox:
+            super().notify(worker, request, Status.DONE, attempt=attempt)
 
 
 class Impatient(ExecutorContract):
@@ -118,6 +143,10 @@ class Impatient(ExecutorContract):
         (Generous, "cancelled_transfers_settle", "expected a KVPlanError with code TRANSFER"),
         (Careless, "start_refuses_a_plan_that_is_not_prepared", "expected a KVPlanError with code TRANSFER"),
         (Careless, "prepare_refuses_other_workers", "expected a KVPlanError with code PEER"),
+        (Nameless, "a_retry_is_not_another_reader", "expected no pending request"),
+        (Stranger, "a_retry_is_not_another_reader", "expected no pending request"),
+        (Optimist, "a_request_is_given_up", "expected that it was Status.FAILED, got {'request': <Status.DONE"),
+        (Silent, "a_request_is_given_up", "expected 1 notices at prefill/0"),
     ],
 )
 def test_a_fault_is_found(executor: type[FakeExecutor], test: str, text: str) -> None:
