@@ -113,7 +113,7 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
             (spec,) = reader.plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, tokens))
             began = time.perf_counter()
             handle = nixl.make_prepped_xfer(
-                "READ", rows.local.handle, spec.local_ids, rows.remote.handle, spec.remote_ids, message
+                "READ", rows.local.nixl, spec.local_ids, rows.remote.nixl, spec.remote_ids, message
             )
             state = nixl.transfer(handle)
             took_by_hand = time.perf_counter() - began

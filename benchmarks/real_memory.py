@@ -146,7 +146,8 @@ def serve(
         "notices": wait_for_notices,
         "clear": clear,
         "digests": lambda: digests(memory),
-        "deregister": lambda: executor._agent.deregister(executor._registered or ()),
+        "connect": lambda envelope: executor.connect(envelope) and None,
+        "deregister": lambda: executor._agent.deregister(executor._agent._registered.elements()),
         "close": executor.close,
     }
     while True:

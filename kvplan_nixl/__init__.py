@@ -1,8 +1,32 @@
-"""kvplan_nixl: moves the bytes of kvplan's plans in real memory, through NIXL."""
+"""kvplan_nixl: moves the bytes of kvplan's plans in real memory, through NIXL.
 
-from kvplan_nixl.agent import Agent
-from kvplan_nixl.envelope import Envelope
-from kvplan_nixl.events import TransferEvent
-from kvplan_nixl.executor import UCX, NixlExecutor, NixlTransfer, settle
+Its names load when they are first asked for, so that ``python -m kvplan_nixl`` can say what is missing.
+"""
 
-__all__ = ["UCX", "Agent", "Envelope", "NixlExecutor", "NixlTransfer", "TransferEvent", "settle"]
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvplan_nixl.agent import Agent
+    from kvplan_nixl.envelope import Envelope
+    from kvplan_nixl.events import Peer, TransferEvent
+    from kvplan_nixl.executor import UCX, NixlExecutor, NixlTransfer, settle
+
+LATER: Final = MappingProxyType(
+    {
+        "Agent": "agent",
+        "Envelope": "envelope",
+        **dict.fromkeys(("Peer", "TransferEvent"), "events"),
+        **dict.fromkeys(("UCX", "NixlExecutor", "NixlTransfer", "settle"), "executor"),
+    }
+)
+"""The module of each name."""
+
+__all__ = ["UCX", "Agent", "Envelope", "NixlExecutor", "NixlTransfer", "Peer", "TransferEvent", "settle"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module 'kvplan_nixl' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvplan_nixl.{LATER[name]}"), name)

@@ -6,12 +6,19 @@ wrapper raises one of three codes instead:
 - ``BACKEND``: a backend is missing, or refuses the memory.
 - ``PEER``: the remote agent is unknown or unreachable.
 - ``TRANSFER``: any other failure of a transfer.
+
+An agent and its handles are alive as long as anything refers to them, and NIXL's threads write memory meanwhile. An
+exception of NIXL refers to them too, through the frames of its traceback. So the errors that are raised in its place do
+not refer to it, and all handles are in a :class:`Handle`, which :meth:`Agent.close` empties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import attrs
 import numpy as np
@@ -33,21 +40,51 @@ NIXL_ERRORS: Final = tuple(
 GONE: Final = (nixl._bindings.nixlRemoteDisconnectError, nixl._bindings.nixlNotFoundError)
 """What NIXL raises during a transfer whose remote agent has disconnected."""
 
+FAILURES: Final[tuple[type[Exception], ...]] = (*NIXL_ERRORS, RuntimeError, UnicodeDecodeError)
+"""What NIXL's calls raise: an agent's name may be no UTF-8."""
+
+Made = TypeVar("Made")
 
 LOCAL: Final = "NIXL_INIT_AGENT"
 
 
-def refused(code: str, action: str, expected: str, error: Exception, **details: Any) -> KVPlanError:
-    """The KVPlanError for an exception of NIXL. ``got`` is NIXL's message in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return KVPlanError(code, action, expected=expected, got=f"NIXL: {text}", nixl=type(error).__name__, **details)
+@attrs.define(eq=False)
+class Handle:
+    """NIXL's handle of a transfer, or of descriptors that it has checked against registered memory; None once freed.
+
+    NIXL frees descriptors with the last reference.
+    """
+
+    nixl: Any
 
 
-@attrs.frozen(eq=False)
-class Prepared:
-    """Descriptors that NIXL has checked against registered memory. NIXL frees them with the last reference."""
+class Range(NamedTuple):
+    """Registered bytes ``[start, stop)`` of one kind of memory of a device."""
 
-    handle: Any
+    memory: str
+    device_id: int
+    start: int
+    stop: int
+
+
+def ranges_of(regions: Iterable[Region]) -> Iterator[Range]:
+    """The memory of regions, each byte once: regions that share bytes are one range.
+
+    NIXL does not find descriptors in ranges that overlap, and deregisters two equal ones with a SIGSEGV.
+
+    >>> list(ranges_of([Region("k", 4096, 64), Region("kv", 4096, 128), Region("more", 4224, 64)]))
+    [Range(memory='DRAM', device_id=0, start=4096, stop=4224), Range(memory='DRAM', device_id=0, start=4224, stop=4288)]
+    """
+    last: Range | None = None
+    for each in sorted(Range(one.memory, one.device_id, one.address, one.address + one.size_bytes) for one in regions):
+        if last is not None and each[:2] == last[:2] and each.start < last.stop:
+            last = last._replace(stop=max(last.stop, each.stop))
+        else:
+            if last is not None:
+                yield last
+            last = each
+    if last is not None:
+        yield last
 
 
 class Agent:
@@ -57,25 +94,60 @@ class Agent:
         self.name = name
         config = nixl.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
         self._open: Any = nixl.nixl_agent(name, config)
+        self._handles: WeakSet[Handle] = WeakSet()
+        self._registered: Counter[Range] = Counter()
+        self._loaded: set[str] = set()
+        self._kinds: dict[str, frozenset[str]] = {}
+        try:
+            for backend, options in backends.items():
+                self._add(backend, dict(options))
+        except KVPlanError:
+            self.close()
+            raise
+
+    def _add(self, backend: str, options: dict[str, str]) -> None:
         known = self._agent.get_plugin_list()
-        for backend, options in backends.items():
-            if backend not in known:
-                raise KVPlanError(
-                    "BACKEND", "make a NIXL agent", expected=f"a backend among {', '.join(known)}", got=repr(backend)
-                )
-            try:
-                self._agent.create_backend(backend, dict(options))
-            except NIXL_ERRORS as error:
-                action = f"make a NIXL agent with backend {backend!r}"
-                raise refused("BACKEND", action, "one that works on this machine", error, backend=backend) from None
-        self._kinds = {
-            backend: frozenset(kind.removesuffix("_SEG") for kind in self._agent.get_backend_mem_types(backend))
-            for backend in backends
-        }
+        if backend not in known:
+            raise KVPlanError(
+                "BACKEND", "make a NIXL agent", expected=f"a backend among {', '.join(known)}", got=repr(backend)
+            )
+        self._do(
+            lambda agent: agent.create_backend(backend, options),
+            "BACKEND",
+            f"make a NIXL agent with backend {backend!r}",
+            "one that works on this machine",
+            backend=backend,
+        )
+        kinds = self._agent.get_backend_mem_types(backend)
+        self._kinds[backend] = frozenset(kind.removesuffix("_SEG") for kind in kinds)
+
+    def _do(self, call: Callable[[Any], Made], code: str, action: str, expected: str, **details: Any) -> Made:
+        """What ``call`` returns for NIXL's agent. What it raises becomes an error that does not refer to NIXL."""
+        agent = self._agent
+        try:
+            return call(agent)
+        except FAILURES as error:
+            if code == "TRANSFER" and isinstance(error, GONE):
+                code, expected = "PEER", "a connected remote agent"
+            text = " ".join(str(error).split()) or type(error).__name__
+            details["nixl"] = type(error).__name__
+        finally:
+            del agent
+        # raised after the exception of NIXL is gone, which would be its context otherwise
+        raise KVPlanError(code, action, expected=expected, got=f"NIXL: {text}", **details)
 
     def close(self) -> None:
-        """Drop the agent. NIXL ends it and all its transfers when no handle of it is left."""
-        self._open = None
+        """Free everything: handles, remote agents, registered memory, the agent. Nothing touches memory afterwards."""
+        if self._open is None:
+            return
+        for handle in self._handles:
+            handle.nixl = None
+        for name in tuple(self._loaded):
+            self.unload(name)
+        try:
+            self.deregister(self._registered.elements())
+        finally:
+            self._open = None
 
     @property
     def _agent(self) -> Any:
@@ -98,28 +170,53 @@ class Agent:
             kinds=kinds,
         )
 
-    def register(self, regions: Iterable[Region]) -> tuple[Any, ...]:
-        """Register all regions or, raising ``BACKEND``, none. Return handles for :meth:`deregister`."""
-        by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
-        for region in regions:
-            entry = (region.address, region.size_bytes, region.device_id, "")
-            by_kind.setdefault(region.memory, []).append(entry)
-        done: list[Any] = []
-        for kind, entries in by_kind.items():
-            try:
-                done.append(self._agent.register_memory(entries, kind))
-            except NIXL_ERRORS as error:
-                self.deregister(done)
-                raise refused("BACKEND", f"register {kind} memory", "a backend that accepts it", error) from None
+    def register(self, regions: Iterable[Region]) -> tuple[Range, ...]:
+        """Register the memory of regions or, raising ``BACKEND``, none. Return what to :meth:`deregister`."""
+        done: list[Range] = []
+        try:
+            done.extend(map(self._register, ranges_of(regions)))
+        except KVPlanError:
+            self.deregister(done)
+            raise
         return tuple(done)
 
-    def deregister(self, registered: Iterable[Any]) -> None:
-        """Deregister the regions that :meth:`register` returned handles for."""
-        for entries in registered:
-            try:
-                self._agent.deregister_memory(entries)
-            except NIXL_ERRORS as error:
-                raise refused("BACKEND", "deregister memory", "registered memory", error) from None
+    def _register(self, wanted: Range) -> Range:
+        """Register a range, unless it is in one that is registered, and return that."""
+        memory, device_id, start, stop = wanted
+        for known in self._registered:
+            if known[:2] == wanted[:2] and known.start < stop and start < known.stop:
+                if start < known.start or known.stop < stop:
+                    raise KVPlanError(
+                        "BACKEND",
+                        f"register {memory} memory",
+                        expected="memory that is not registered, or that lies in one registered range",
+                        got=f"[{start:#x}, {stop:#x}), of which [{known.start:#x}, {known.stop:#x}) is registered",
+                        hint="register the whole allocation first",
+                    )
+                self._registered[known] += 1
+                return known
+        entry = (start, stop - start, device_id, "")
+        expected = "a backend that accepts it"
+        self._do(lambda agent: agent.register_memory([entry], memory), "BACKEND", f"register {memory} memory", expected)
+        self._registered[wanted] = 1
+        return wanted
+
+    def deregister(self, ranges: Iterable[Range]) -> None:
+        """Deregister what :meth:`register` returned."""
+        for each in tuple(ranges):
+            self._registered[each] -= 1
+            if not self._registered[each]:
+                del self._registered[each]
+                memory, device_id, start, stop = each
+                self._deregister([(start, stop - start, device_id, "")], memory)
+
+    def _deregister(self, entries: list[tuple[int, int, int, str]], memory: str) -> None:
+        self._do(
+            lambda agent: agent.deregister_memory(agent.get_reg_descs(entries, memory)),
+            "BACKEND",
+            "deregister memory",
+            "registered memory",
+        )
 
     def metadata(self) -> bytes:
         """NIXL's metadata, by which a remote agent reaches the memory that is registered now."""
@@ -128,94 +225,80 @@ class Agent:
     def load(self, name: str, metadata: bytes) -> None:
         """Load a remote agent's metadata. Raises ``PEER`` unless it is that of the agent ``name``."""
         action = f"load the metadata of NIXL agent {name!r}"
-        try:
-            loaded = self._agent.add_remote_agent(metadata)
-        except NIXL_ERRORS as error:
-            raise refused("PEER", action, "a reachable agent with a common backend", error, agent=name) from None
+        expected = "a reachable agent with a common backend"
+        loaded = self._do(lambda agent: agent.add_remote_agent(metadata), "PEER", action, expected, agent=name)
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
+        self._loaded.add(found)
         if found != name:
             self.unload(found)
             raise KVPlanError("PEER", action, expected="that agent's", got=f"those of {found!r}", agent=name)
 
     def unload(self, name: str) -> None:
         """Forget a remote agent, if NIXL still knows it."""
-        try:
-            self._agent.remove_remote_agent(name)
-        except NIXL_ERRORS:  # NIXL has already forgotten an agent that disconnected
-            return
+        self._loaded.discard(name)
+        with suppress(KVPlanError):  # NIXL has already forgotten an agent that disconnected
+            self._do(lambda agent: agent.remove_remote_agent(name), "PEER", "forget a NIXL agent", "one that is loaded")
 
-    def prepare(self, owner: str, kind: str, rows: npt.NDArray[np.uint64], backend: str) -> Prepared:
+    def prepare(self, owner: str, kind: str, rows: npt.NDArray[np.uint64], backend: str) -> Handle:
         """Prepare strided rows, shape (n, 5), in the memory of ``owner``: an agent's name, or :data:`LOCAL`.
 
         Raises ``BACKEND`` for rows outside the owner's registered memory.
         """
-        try:
-            return Prepared(self._agent.prep_xfer_dlist(owner, rows, kind, [backend]))
-        except NIXL_ERRORS as error:
-            raise refused(
-                "BACKEND",
-                f"prepare {len(rows)} rows of {'this agent' if owner == LOCAL else repr(owner)}",
-                f"{kind} memory registered with {backend}",
-                error,
-                owner=owner,
-                backend=backend,
-            ) from None
+        return self._handle(
+            lambda agent: agent.prep_xfer_dlist(owner, rows, kind, [backend]),
+            "BACKEND",
+            f"prepare {len(rows)} rows of {'this agent' if owner == LOCAL else repr(owner)}",
+            f"{kind} memory registered with {backend}",
+            owner=owner,
+            backend=backend,
+        )
 
-    def make(self, operation: str, local: Prepared, remote: Prepared, ids: tuple[Any, Any], message: bytes) -> Any:
-        """Make a transfer to post. NIXL sends ``message`` to the remote agent when it is done. Raises ``TRANSFER``."""
-        try:
-            return self._agent.make_prepped_xfer(operation, local.handle, ids[0], remote.handle, ids[1], message)
-        except NIXL_ERRORS as error:
-            raise _under_way("make a transfer", error) from None
+    def make(self, operation: str, local: Handle, remote: Handle, ids: tuple[Any, Any]) -> Handle:
+        """Make a transfer to post. Raises ``PEER`` or ``TRANSFER``."""
+        return self._handle(
+            lambda agent: agent.make_prepped_xfer(operation, local.nixl, ids[0], remote.nixl, ids[1]),
+            "TRANSFER",
+            "make a transfer",
+            "no error",
+        )
 
-    def post(self, handle: Any) -> bool:
+    def _handle(self, *arguments: Any, **details: Any) -> Handle:
+        handle = Handle(self._do(*arguments, **details))
+        self._handles.add(handle)
+        return handle
+
+    def post(self, handle: Handle) -> bool:
         """Post a transfer, and return whether it is already done. Raises ``PEER`` or ``TRANSFER``."""
-        try:
-            return _is_done(self._agent.transfer(handle))
-        except NIXL_ERRORS as error:
-            raise _under_way("post a transfer", error) from None
+        return self._is_done(lambda agent: agent.transfer(handle.nixl), "post a transfer")
 
-    def is_done(self, handle: Any) -> bool:
+    def is_done(self, handle: Handle) -> bool:
         """Whether a transfer is done. Raises ``PEER`` or ``TRANSFER`` where it has failed."""
-        try:
-            return _is_done(self._agent.check_xfer_state(handle))
-        except NIXL_ERRORS as error:
-            raise _under_way("carry out a transfer", error) from None
+        return self._is_done(lambda agent: agent.check_xfer_state(handle.nixl), "carry out a transfer")
 
-    def free(self, handle: Any) -> None:
+    def _is_done(self, call: Callable[[Any], str], action: str) -> bool:
+        state = self._do(call, "TRANSFER", action, "no error")
+        if state == "ERR":
+            raise KVPlanError("TRANSFER", action, expected="DONE or PROC", got="NIXL: ERR")
+        return state == "DONE"
+
+    def free(self, handle: Handle) -> None:
         """Free the handle of a settled transfer. NIXL would free that of a running one, and not stop it."""
         try:
-            handle.release()
-        except NIXL_ERRORS as error:
-            raise _under_way("free a transfer", error) from None
+            self._do(lambda agent: handle.nixl.release(), "TRANSFER", "free a transfer", "no error")
+        finally:
+            handle.nixl = None
 
-    def backend_of(self, handle: Any) -> str:
+    def backend_of(self, handle: Handle) -> str:
         """The backend that NIXL chose for a transfer."""
-        return str(self._agent.query_xfer_backend(handle))
+        return str(self._agent.query_xfer_backend(handle.nixl))
 
     def notify(self, name: str, message: bytes) -> None:
         """Send a message to a remote agent. Raises ``PEER``."""
-        try:
-            self._agent.send_notif(name, message)
-        except NIXL_ERRORS as error:
-            raise refused("PEER", f"notify NIXL agent {name!r}", "a reachable agent", error) from None
+        action = f"notify NIXL agent {name!r}"
+        self._do(lambda agent: agent.send_notif(name, message), "PEER", action, "a reachable agent")
 
-    def messages(self) -> list[bytes]:
-        """The messages that have arrived since the last call, in order for each sender."""
-        try:
-            by_sender = self._agent.get_new_notifs()
-        except NIXL_ERRORS as error:
-            raise refused("TRANSFER", "read notifications", "a working agent", error) from None
-        return [message for sent in by_sender.values() for message in sent]
-
-
-def _is_done(state: str) -> bool:
-    if state == "ERR":
-        raise KVPlanError("TRANSFER", "carry out a transfer", expected="DONE or PROC", got="NIXL: ERR")
-    return state == "DONE"
-
-
-def _under_way(action: str, error: Exception) -> KVPlanError:
-    if isinstance(error, GONE):
-        return refused("PEER", action, "a connected remote agent", error)
-    return refused("TRANSFER", action, "no error", error)
+    def messages(self) -> list[tuple[str, bytes]]:
+        """The messages that have arrived since the last call, each with its sender's name, in order for each sender."""
+        action = "read notifications"
+        by_sender = self._do(lambda agent: agent.get_new_notifs(), "TRANSFER", action, "a working agent")
+        return [(sender, message) for sender, sent in by_sender.items() for message in sent]

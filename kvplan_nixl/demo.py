@@ -22,6 +22,7 @@ import attrs
 import torch
 
 from kvplan import Blocks, Group, ReadSpec, TransferPlan, Worker, plan_mesh, region_of, view_of
+from kvplan.executor import PendingRequests
 from kvplan_nixl.executor import NixlExecutor, settle
 
 LAYERS, HEADS, DIM = 4, 12, 128
@@ -101,15 +102,18 @@ def prefill(channel: Connection) -> None:
     executors = [NixlExecutor(worker) for worker, _ in made]
     readers = handshake(channel, executors)
     completions = plan_mesh(readers, [worker for worker, _ in made]).completions
+    waiting = [(executor, PendingRequests()) for executor in executors]
     for request, tokens in enumerate(REQUESTS):
         ids = torch.randperm(PREFILL.num_blocks)[: math.ceil(tokens / PREFILL.tokens_per_block)]
         for rank, (_, caches) in enumerate(made):
             for layer, cache in enumerate(caches):
                 fill(cache, ids, values(request, layer, tokens, PREFILL.heads(rank)))
-        message = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
+        message: dict[str, Any] = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
+        for executor, pending in waiting:
+            pending.add(message["request"], completions[executor.worker.key].awaits)
         channel.send_bytes(json.dumps(message).encode())
-        for executor in executors:
-            wait_for_notices(executor, len(completions[executor.worker.key].awaits))
+        for executor, pending in waiting:
+            wait_for_notices(executor, pending)
     for executor in executors:
         executor.close()
 
@@ -127,12 +131,12 @@ def fill(cache: torch.Tensor, ids: torch.Tensor, computed: torch.Tensor) -> None
     cache[ids] = padded.unflatten(0, (len(ids), -1)).permute(0, 2, 3, 1, 4)
 
 
-def wait_for_notices(executor: NixlExecutor, count: int) -> None:
-    """Wait for the notices of ``count`` workers. Raises TimeoutError."""
+def wait_for_notices(executor: NixlExecutor, pending: PendingRequests) -> None:
+    """Wait until all readers of the pending request have notified. Raises TimeoutError."""
     deadline = time.monotonic() + TIMEOUT_S
-    while count := count - len(executor.notices()):
+    while not pending.receive(executor.notices()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{executor!r} waits for {count} readers")
+            raise TimeoutError(f"{executor!r} waits for readers of {pending!r}")
         time.sleep(1e-4)
 
 

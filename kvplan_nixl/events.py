@@ -12,14 +12,33 @@ import logging
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import Final
+from typing import Final, TypeVar
 
 import attrs
 
-from kvplan import Status, Transfer
+from kvplan import KVPlanError, Status, Transfer, Worker
 from kvplan.describe.worker import Key, label_of
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
+
+Told = TypeVar("Told")
+
+
+@attrs.frozen
+class Peer:
+    """A remote worker of an executor. ``error`` says why its connection is lost; a disconnected worker has none.
+
+    >>> print(Peer(Worker("prefill", 3, (), (), ()), is_connected=True))
+    prefill/3 connected
+    """
+
+    worker: Worker
+    is_connected: bool
+    error: KVPlanError | None = None
+
+    def __str__(self) -> str:
+        state = "connected" if self.is_connected else "disconnected" if self.error is None else f"lost: {self.error}"
+        return f"{self.worker.label} {state}"
 
 
 @attrs.frozen(kw_only=True)
@@ -76,6 +95,14 @@ The executor logs what the callback raises. It affects no transfer.
 """
 
 
+def tell(listener: Callable[[Told], object], event: Told) -> None:
+    """Call a listener, and log what it raises."""
+    try:
+        listener(event)
+    except Exception:
+        LOGGER.exception("the listener raised an exception for: %s", event)
+
+
 class Unwatched:
     """Measures nothing, and logs a failure."""
 
@@ -88,7 +115,7 @@ class Unwatched:
     def settled(self, transfer: Transfer) -> None:
         """The transfer has settled."""
         if transfer.status is Status.FAILED:
-            LOGGER.warning("%r: %s", transfer, transfer.error)
+            LOGGER.warning("%s: %s", repr(transfer), str(transfer.error))  # text: records are kept, transfers are not
 
 
 UNWATCHED: Final = Unwatched()
@@ -119,10 +146,7 @@ class Watch(Unwatched):
             logging.WARNING if event.status is Status.FAILED else logging.DEBUG, "%s", event, extra={"event": event}
         )
         if self._listener is not None:
-            try:
-                self._listener(event)
-            except Exception:
-                LOGGER.exception("on_event raised an exception for: %s", event)
+            tell(self._listener, event)
 
     def _event(self, transfer: Transfer) -> TransferEvent:
         spec, error = transfer.spec, transfer.error

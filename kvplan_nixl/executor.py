@@ -6,9 +6,12 @@ and indexes them by a spec's ids. It follows the rules of :mod:`kvplan.executor`
 - N1: An envelope makes a remote worker known. A plan is prepared only if its remote workers equal those of the
   envelopes. A restarted process has a new agent name, so transfers meant for the old process never reach it.
 - N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes under way. So the executor
-  does neither while a transfer runs. A cancelled transfer runs until NIXL reports DONE or an error. Only
-  :meth:`NixlExecutor.close` ends running transfers.
-- N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory, the agent.
+  does neither while a transfer runs. A cancelled transfer runs until NIXL reports DONE or an error, also where its
+  remote worker is disconnected by force. Only :meth:`NixlExecutor.close` ends running transfers.
+- N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory, the agent. After
+  :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors the caller keeps.
+- N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it. The latest
+  :data:`MAX_EARLY` messages of other agents are kept, in case these connect.
 """
 
 from __future__ import annotations
@@ -16,28 +19,36 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
 
 from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
-from kvplan.describe.worker import Key, label_of
-from kvplan.executor import check_local, not_planned_for, still_running, unprepared
+from kvplan.describe.worker import Key
+from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Table
-from kvplan_nixl.agent import LOCAL, Agent, Prepared
+from kvplan_nixl.agent import LOCAL, Agent, Handle, Range
 from kvplan_nixl.envelope import Envelope
-from kvplan_nixl.events import UNWATCHED, Listener, Unwatched, watch
-from kvplan_nixl.notices import message, notice_of, opening
+from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, tell, watch
+from kvplan_nixl.notices import MAX_MESSAGE_BYTES, message, notice_of
 from kvplan_nixl.rows import Rows, kind_of
 
 Backends = Mapping[str, Mapping[str, str]]
 
-UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({})})
-"""The default backends: UCX, as its environment variables configure it."""
+UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config": "TCP_CONN_NB=y,TCP_SYN_CNT=3"})})
+"""The default backends: UCX, which connects over TCP in the background and gives up after 15 s.
+
+With UCX's own settings :meth:`NixlExecutor.connect` waits, for minutes where nobody answers. The environment variables
+``UCX_TCP_CONN_NB`` and ``UCX_TCP_SYN_CNT`` take precedence, as all of UCX's do.
+"""
+
+MAX_EARLY: Final = 1024
+"""How many messages of agents that are not connected are kept."""
 
 PAUSE_S: Final = 50e-6
 """The pause between two polls of :func:`settle`."""
@@ -48,19 +59,24 @@ class NixlTransfer(Transfer):
     """A transfer with NIXL's handle, which is None where no byte moves."""
 
     is_cancelled: bool = False
-    handle: Any = None
+    handle: Handle | None = None
+    peer: _Peer | None = None
     watch: Unwatched = UNWATCHED
 
 
 @attrs.define(eq=False)
 class _Peer:
-    """A remote worker. ``attached`` is its registered memory where it is in this process, ``lost`` why it is gone."""
+    """A remote worker. ``attached`` is its registered memory where it is in this process, ``lost`` why it is gone.
+
+    ``held`` are its transfers that have a handle.
+    """
 
     worker: Worker
     agent: str
-    attached: tuple[Any, ...] | None = None
+    attached: tuple[Range, ...] | None = None
     lost: KVPlanError | None = None
     rows: WeakKeyDictionary[Table, Rows] = attrs.field(factory=WeakKeyDictionary)
+    held: set[NixlTransfer] = attrs.field(factory=set)
 
 
 class NixlExecutor:
@@ -69,7 +85,8 @@ class NixlExecutor:
     ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX`` for DRAM and VRAM,
     followed by ``POSIX`` for files. The worker's regions stay registered until the executor is closed, so use it as a
     context manager, from one thread at a time. Without a ``progress_thread`` it serves its peers' transfers and
-    messages only while it polls or reads notices. It calls ``on_event`` for each settled transfer.
+    messages only while it polls or reads notices. It calls ``on_event`` for each settled transfer, and ``on_peer`` when
+    a remote worker is connected, lost or disconnected. Envelopes are authenticated by ``key``, which all engines share.
 
     Raises ``BACKEND`` for a backend that is missing or refuses the worker's memory.
 
@@ -100,15 +117,22 @@ class NixlExecutor:
         *,
         progress_thread: bool = True,
         on_event: Listener | None = None,
+        on_peer: Callable[[Peer], object] | None = None,
+        key: bytes = b"",
     ) -> None:
         self.worker = worker
         self._agent = Agent(f"{worker.label}/{uuid.uuid4().hex}", backends, progress_thread)
-        self._registered: tuple[Any, ...] | None = self._agent.register(worker.regions)
+        try:
+            self._agent.register(worker.regions)
+        except KVPlanError:
+            self._agent.close()
+            raise
         self._peers: dict[Key, _Peer] = {}
-        self._local: WeakValueDictionary[tuple[str, str, bytes], Prepared] = WeakValueDictionary()
-        self._open: set[NixlTransfer] = set()
-        self._opening = opening(worker.key)
-        self._on_event = on_event
+        self._left: set[_Peer] = set()
+        self._local: WeakValueDictionary[tuple[str, str, bytes], Handle] = WeakValueDictionary()
+        self._unread: list[tuple[str, bytes]] = []
+        self._early: deque[tuple[str, bytes]] = deque(maxlen=MAX_EARLY)
+        self._on_event, self._on_peer, self._key = on_event, on_peer, key
 
     def __enter__(self) -> NixlExecutor:
         return self
@@ -118,39 +142,59 @@ class NixlExecutor:
 
     def envelope(self) -> bytes:
         """The envelope of this worker, for :meth:`connect` of a remote worker's executor."""
-        return Envelope(self.worker, self._agent.name, self._agent.metadata()).pack()
+        return Envelope(self.worker, self._agent.name, self._agent.metadata()).pack(self._key)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The remote workers that are connected or lost. A worker that dies is lost when a transfer or notice fails."""
+        return tuple(Peer(peer.worker, peer.lost is None, peer.lost) for peer in self._peers.values())
 
     def connect(self, envelope: bytes) -> Worker:
         """Connect to a remote worker by its envelope, and return the worker, to plan with.
 
-        A worker whose connection was lost is replaced. NIXL connects before this returns; for an address where nobody
-        answers that takes until TCP gives up, minutes. Raises ``PEER`` for an unusable envelope or a connected worker,
-        and what :func:`kvplan.decode` raises for a bad offer.
+        With the backends :data:`UCX` it does not wait for the worker: where nobody answers, transfers fail with
+        ``PEER``. The envelope of a connected worker changes nothing. A worker whose connection was lost is replaced.
+        Raises ``PEER`` for an unusable envelope or where another process is connected as that worker, and what
+        :func:`kvplan.decode` raises for a bad offer.
         """
-        opened = Envelope.unpack(envelope)
+        opened = Envelope.unpack(envelope, self._key)
+        known = self._peers.get(opened.worker.key)
+        if known is not None and (known.agent, known.worker, known.lost) == (opened.agent, opened.worker, None):
+            return known.worker
         self._make_room(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
-        self._peers[opened.worker.key] = _Peer(opened.worker, opened.agent)
+        self._add(_Peer(opened.worker, opened.agent))
+        early, self._early = self._early, deque(maxlen=MAX_EARLY)
+        for sent in early:
+            (self._unread if sent[0] == opened.agent else self._early).append(sent)
         return opened.worker
 
     def attach(self, worker: Worker) -> None:
         """Connect to a worker of this process, such as that of a file. It receives no notices."""
         self._make_room(worker)
-        registered = self._agent.register(worker.regions)
-        self._peers[worker.key] = _Peer(worker, self._agent.name, attached=registered)
+        self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
 
-    def disconnect(self, worker: Worker) -> None:
-        """Forget a remote worker. Raises ``PEER`` if it is not connected, ``TRANSFER`` while a transfer runs."""
-        key = worker.key
-        if key not in self._peers:
-            raise _not_connected(key)
-        for transfer in [transfer for transfer in self._open if transfer.spec.remote == key]:
-            if not self.poll(transfer).is_settled:
+    def disconnect(self, worker: Worker, *, force: bool = False) -> None:
+        """Forget a remote worker, so that another process can connect under its name.
+
+        With ``force`` its running transfers are cancelled. They stay RUNNING, and their blocks must not be used, until
+        NIXL reports their end, rule N2. Otherwise raises ``TRANSFER`` while a transfer runs. Raises ``PEER`` if the
+        worker is not connected.
+        """
+        peer = self._peers.get(worker.key)
+        if peer is None:
+            raise not_connected(worker.key)
+        for transfer in tuple(peer.held):
+            if self.poll(transfer).is_settled:
+                self.release(transfer)
+            elif force:
+                self.cancel(transfer)
+            else:
                 raise still_running(transfer.request, f"disconnect {worker.label}")
-            self.release(transfer)
-        peer = self._peers.pop(key)
-        peer.rows.clear()
-        self._forget(peer)
+        del self._peers[worker.key]
+        self._left.add(peer)
+        self._forget_left()
+        self._tell(Peer(peer.worker, is_connected=False))
 
     def prepare(self, plan: TransferPlan) -> None:
         """Hand the rows of a plan to NIXL, except those that NIXL already has.
@@ -173,7 +217,7 @@ class NixlExecutor:
                 local_rows = self._prepare_local(kinds[0], pair.local_table, backend)
                 peer.rows[pair.remote_table] = Rows(pair.local_table, local_rows, remote_rows)
 
-    def _prepare_local(self, kind: str, table: Table, backend: str) -> Prepared:
+    def _prepare_local(self, kind: str, table: Table, backend: str) -> Handle:
         """The prepared rows of a local table. Equal tables of several remote workers share them."""
         key = (backend, kind, hashlib.sha256(table.rows.tobytes()).digest())
         prepared = self._local.get(key)
@@ -181,61 +225,79 @@ class NixlExecutor:
             prepared = self._local[key] = self._agent.prepare(LOCAL, kind, table.rows, backend)
         return prepared
 
-    def start(self, spec: ReadSpec, request: str, *, notify: bool = True) -> NixlTransfer:
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> NixlTransfer:
         """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
 
         Between two processes of one host UCX moves the bytes before this returns; between hosts they move in the
-        background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not prepared.
+        background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not prepared;
+        ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
         """
-        transfer = NixlTransfer(spec, request, notifies=notify, watch=watch(self._on_event))
+        transfer = NixlTransfer(spec, request, notifies=notify, attempt=attempt, watch=watch(self._on_event))
         if not len(spec.local_table.rows):
             self._settle(transfer)
             return transfer
         peer = self._peers.get(spec.remote)
         if peer is None:
-            raise _not_connected(spec.remote)
+            raise not_connected(spec.remote)
         rows = peer.rows.get(spec.remote_table)
         if rows is None or rows.local_table is not spec.local_table:
             raise unprepared(spec)
-        notice = message(self._opening, request) if notify and peer.attached is None else b""
-        self._open.add(transfer)
+        transfer.peer = peer
+        if peer.lost is not None:
+            self._settle(transfer, peer.lost.with_hint(peer.lost.hint))  # a copy, which the caller may raise
+            return transfer
         try:
-            if peer.lost is not None:
-                raise peer.lost
-            if spec.local_ids.size:
-                self._post(transfer, rows, notice)
+            if not spec.local_ids.size or self._post(transfer, peer, rows):
+                self._finish(transfer, peer)
             else:
-                if notice:
-                    self._agent.notify(peer.agent, notice)
-                self._settle(transfer)
+                transfer.watch.posted(transfer)
         except KVPlanError as error:
             self._settle(transfer, error)
         return transfer
 
-    def _post(self, transfer: NixlTransfer, rows: Rows, notice: bytes) -> None:
+    def _post(self, transfer: NixlTransfer, peer: _Peer, rows: Rows) -> bool:
+        """Make and post a transfer, and return whether it is done."""
         spec = transfer.spec
         ids = (spec.local_ids, spec.remote_ids)
-        transfer.handle = self._agent.make(spec.operation, rows.local, rows.remote, ids, notice)
+        transfer.handle = self._agent.make(spec.operation, rows.local, rows.remote, ids)
+        peer.held.add(transfer)
         transfer.watch.made()
-        if self._agent.post(transfer.handle):
-            self._settle(transfer)
-        else:
-            transfer.watch.posted(transfer)
+        return self._agent.post(transfer.handle)
+
+    def _finish(self, transfer: NixlTransfer, peer: _Peer) -> None:
+        """All bytes have moved, rule E3."""
+        if transfer.notifies and peer.attached is None and not transfer.is_cancelled:
+            notice = Notice(*self.worker.key, transfer.request, transfer.attempt)
+            self._agent.notify(peer.agent, message(notice))
+        self._settle(transfer)
 
     def _settle(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
         ended = Status.DONE if error is None else Status.FAILED
         transfer.status = Status.CANCELLED if transfer.is_cancelled else ended
         transfer.error = error
-        if error is not None and error.code == "PEER":
-            self._peers[transfer.spec.remote].lost = error
+        if error is not None:
+            error.__traceback__ = None  # its frames refer to this transfer
+            if error.code == "PEER" and transfer.peer is not None:
+                self._lose(transfer.peer, error)
         transfer.watch.settled(transfer)
+
+    def _lose(self, peer: _Peer, error: KVPlanError) -> None:
+        if peer.lost is None:
+            peer.lost = error.with_hint(error.hint)
+            self._tell(Peer(peer.worker, is_connected=False, error=peer.lost))
+
+    def _tell(self, peer: Peer) -> None:
+        if self._on_peer is not None:
+            tell(self._on_peer, peer)
 
     def poll(self, transfer: Transfer) -> Status:
         """Update and return the status of a transfer, without waiting. UCX may copy bytes that have arrived."""
         if transfer.status is Status.RUNNING and isinstance(transfer, NixlTransfer):
+            assert transfer.handle is not None
+            assert transfer.peer is not None
             try:
                 if self._agent.is_done(transfer.handle):
-                    self._settle(transfer)
+                    self._finish(transfer, transfer.peer)
             except KVPlanError as error:
                 self._settle(transfer, error)
         return transfer.status
@@ -258,57 +320,84 @@ class NixlExecutor:
             self._drop(transfer)
 
     def _drop(self, transfer: NixlTransfer) -> None:
-        self._open.discard(transfer)
-        if transfer.handle is not None:
-            self._agent.free(transfer.handle)
-            transfer.handle = None
+        handle, peer = transfer.handle, transfer.peer
+        transfer.handle = transfer.peer = None
+        if handle is not None and peer is not None:
+            peer.held.discard(transfer)
+            try:
+                self._agent.free(handle)
+            finally:
+                self._forget_left()
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        """Send a worker a notice without a transfer: that this one gives a request up, FAILED or CANCELLED."""
+        notice = Notice(*self.worker.key, request, attempt, status)
+        peer = self._peers.get(worker)
+        if peer is None or peer.attached is not None:
+            raise not_connected(worker)
+        try:
+            self._agent.notify(peer.agent, message(notice))
+        except KVPlanError as error:
+            self._lose(peer, error)
+            raise
 
     def notices(self) -> tuple[Notice, ...]:
-        """The notices that have arrived from other workers since the last call. Ignores any other message."""
-        return tuple(notice for data in self._agent.messages() if (notice := notice_of(data)) is not None)
+        """The notices that have arrived from connected workers since the last call. Ignores any other message."""
+        unread = self._unread + self._agent.messages()
+        self._unread.clear()
+        senders = {peer.agent: key for key, peer in self._peers.items() if peer.attached is None} if unread else {}
+        found = []
+        for agent, data in unread:
+            if agent in senders:
+                found.append(notice_of(senders[agent], data))
+            elif len(data) <= MAX_MESSAGE_BYTES:
+                self._early.append((agent, data))
+        return tuple(notice for notice in found if notice is not None)
 
     def close(self) -> None:
-        """Free all handles in the order of rule N3. Running transfers become CANCELLED and touch no more bytes."""
-        if self._registered is None:
-            return
-        for transfer in tuple(self._open):
+        """Free everything in the order of rule N3. Running transfers become CANCELLED and touch no more bytes."""
+        peers, self._peers = {*self._peers.values(), *self._left}, {}
+        self._left.clear()
+        for transfer in [transfer for peer in peers for transfer in peer.held]:
             with suppress(KVPlanError):  # a handle that NIXL refuses to free ends with its agent
                 self._drop(transfer)
-            transfer.handle = None
             if not transfer.status.is_settled:
                 transfer.is_cancelled = True
                 self._settle(transfer)
-        for peer in self._peers.values():
-            peer.rows.clear()
-            self._forget(peer)
-        self._peers.clear()
-        self._agent.deregister(self._registered)
-        self._registered = None
         self._agent.close()
 
-    def _forget(self, peer: _Peer) -> None:
-        if peer.attached is None:
-            self._agent.unload(peer.agent)
-        else:
-            self._agent.deregister(peer.attached)
+    def _add(self, peer: _Peer) -> None:
+        self._peers[peer.worker.key] = peer
+        self._tell(Peer(peer.worker, is_connected=True))
+
+    def _forget_left(self) -> None:
+        """Free the peers that were disconnected and have no transfer any more."""
+        for peer in [peer for peer in self._left if not peer.held]:
+            self._left.remove(peer)
+            peer.rows.clear()
+            if peer.attached is None:
+                self._agent.unload(peer.agent)
+            else:
+                self._agent.deregister(peer.attached)
 
     def _make_room(self, worker: Worker) -> None:
         """Refuse a worker that is connected, and forget one whose connection was lost."""
         known = self._peers.get(worker.key)
         if known is not None and known.lost is not None:
-            self.disconnect(known.worker)
+            self.disconnect(known.worker, force=True)
         elif known is not None or worker.key == self.worker.key:
             raise KVPlanError(
                 "PEER",
                 f"connect {worker.label}",
                 expected="a worker that is not connected",
-                got="a connected one",
-                hint="disconnect it first",
+                got="another process that is connected as that worker" if known is not None else "this worker",
+                hint="disconnect it first" if known is not None else "",
                 worker=worker.label,
             )
 
     def __repr__(self) -> str:
-        return f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {len(self._open)} transfers>"
+        transfers = sum(len(peer.held) for peer in (*self._peers.values(), *self._left))
+        return f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {transfers} transfers>"
 
 
 def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) -> bool:
@@ -320,7 +409,3 @@ def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) 
             return False
         time.sleep(PAUSE_S)
     return True
-
-
-def _not_connected(key: Key) -> KVPlanError:
-    return KVPlanError("PEER", f"find worker {label_of(key)}", expected="a connected worker", got="none of that name")

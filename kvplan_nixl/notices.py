@@ -1,40 +1,40 @@
-"""The message that carries a :class:`kvplan.Notice`: NIXL sends it when all bytes of a transfer have moved.
+"""The message that carries a :class:`kvplan.Notice`: a JSON list of the request's name, its attempt and its status.
 
-It is a JSON list of the sender's engine id, its rank, and the request's name.
+It does not name its sender: NIXL does.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Final
 
-from kvplan import Notice
+from kvplan import KVPlanError, Notice, Status
 from kvplan.describe.worker import Key
+from kvplan.executor import MAX_REQUEST
+
+MAX_MESSAGE_BYTES: Final = 12 * MAX_REQUEST + 64
+"""JSON takes up to 12 bytes for a character, and some for the rest."""
 
 
-def opening(key: Key) -> bytes:
-    """The beginning of all messages of a worker, which its executor encodes once."""
-    return json.dumps([*key]).encode()[:-1] + b", "
+def message(notice: Notice) -> bytes:
+    """The message for a notice.
 
-
-def message(opened: bytes, request: str) -> bytes:
-    """The message for one request, with the worker's :func:`opening`.
-
-    >>> message(opening(("decode", 0)), "request 1")
-    b'["decode", 0, "request 1"]'
+    >>> message(Notice("decode", 0, "request 1"))
+    b'["request 1", 0, "done"]'
     """
-    return opened + json.dumps(request).encode() + b"]"
+    return json.dumps([notice.request, notice.attempt, notice.status.value]).encode()
 
 
-def notice_of(message: bytes) -> Notice | None:
-    """The notice in a message, or None for any other message.
+def notice_of(sender: Key, message: bytes) -> Notice | None:
+    """The notice in a message of a worker, or None for any other message.
 
-    >>> notice_of(b'["decode", 0, "request 1"]')
-    Notice(engine_id='decode', rank=0, request='request 1')
+    >>> notice_of(("decode", 0), b'["request 1", 0, "done"]')
+    Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>)
     """
+    if len(message) > MAX_MESSAGE_BYTES:
+        return None
     try:
-        engine_id, rank, request = json.loads(message)
-    except (ValueError, TypeError, RecursionError):
+        request, attempt, status = json.loads(message)
+        return Notice(*sender, request, attempt, Status(status))
+    except (ValueError, TypeError, RecursionError, KVPlanError):
         return None
-    if not (isinstance(engine_id, str) and type(rank) is int and isinstance(request, str)):
-        return None
-    return Notice(engine_id, rank, request)

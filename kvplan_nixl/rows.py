@@ -6,7 +6,7 @@ import attrs
 
 from kvplan import KVPlanError
 from kvplan.plan import Table
-from kvplan_nixl.agent import Prepared
+from kvplan_nixl.agent import Handle
 
 
 @attrs.frozen(eq=False)
@@ -14,8 +14,8 @@ class Rows:
     """The prepared rows of both tables of a pair."""
 
     local_table: Table
-    local: Prepared
-    remote: Prepared
+    local: Handle
+    remote: Handle
 
 
 def kind_of(table: Table) -> str:

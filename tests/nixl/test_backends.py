@@ -73,6 +73,7 @@ def read_from_another_process(backends: Backends, begin: Callable[[], None] | No
     with PeerProcess(source, backends, begin=begin) as peer, NixlExecutor(there, backends) as executor:
         plan = plan_reads(there, [executor.connect(peer.ask("envelope"))])
         executor.prepare(plan)
+        peer.ask("connect", executor.envelope())
         ours, theirs = np.arange(20), np.random.default_rng(1).permutation(20)
         (spec,) = plan.bind(local={"attn": Blocks(ours)}, remote={"attn": Blocks(theirs)}, tokens=(0, 320))
         transfer = executor.start(spec, "request")
@@ -125,6 +126,40 @@ def enter(namespace: str) -> None:
         ]
     if any(results):
         raise OSError(ctypes.get_errno(), f"enter network namespace {namespace}: {results}")
+
+
+def connect_to_silence(namespace: str) -> None:
+    """Connect to an agent whose host answers nothing any more, as the executor's thread would."""
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "all", "UCX_TCP_SYN_CNT": "1"}
+    (source,), (local,) = engine("prefill"), engine("decode")
+    there, _ = placed(local)
+    with PeerProcess(source, UCX, begin=partial(enter, namespace)) as peer:
+        envelope = peer.ask("envelope")
+    for command in (
+        f"ip -n {namespace} addr flush dev {namespace}b",
+        f"ip neigh replace 10.213.7.2 lladdr 02:00:00:00:00:01 dev {namespace}a nud permanent",
+    ):
+        subprocess.run(command.split(), check=True)
+    with NixlExecutor(there) as executor:
+        plan = plan_reads(there, [executor.connect(envelope)])
+        executor.prepare(plan)
+        blocks = {"attn": Blocks([1])}
+        (spec,) = plan.bind(local=blocks, remote=blocks, tokens=(0, 4))
+        transfer = executor.start(spec, "request")
+        assert transfer.status is Status.RUNNING
+        assert settle(executor, [transfer], TIMEOUT_S)
+        assert transfer.error is not None
+        assert transfer.error.code == "PEER"
+
+
+def test_connect_does_not_wait_where_nobody_answers() -> None:
+    """It returns before the connection is made, and a transfer is FAILED when TCP gives up."""
+    with network_namespace() as name:
+        process = forkserver().Process(target=connect_to_silence, args=(name,))
+        process.start()
+        process.join(TIMEOUT_S)
+        process.kill()
+        assert process.exitcode == 0
 
 
 def read_over_tcp(namespace: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import attrs
 import pytest
 
@@ -12,6 +14,11 @@ from tests.small import engine
 
 (WORKER,) = engine("prefill")
 GOOD = Envelope(WORKER, "prefill/0/a1", b"metadata")
+
+
+def authentic(content: bytes) -> bytes:
+    """Anything in an envelope that nobody has changed."""
+    return b"kvplan_nixl 2\n" + hmac.digest(b"", content, "sha256") + content
 
 
 def test_an_envelope_comes_out_as_it_went_in() -> None:
@@ -29,13 +36,14 @@ def test_an_envelope_cut_short(length: int) -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "starts with 'kvplan_nixl 1'"),
-        (b"kvplan_nixl 2\n" + bytes(12), "starts with 'kvplan_nixl 1'"),
-        (b"kvplan_nixl 1\n" + b"\xff" * 12, "at most 1024 bytes of name"),
-        (GOOD.pack() + b" ", "by its own lengths"),
+        (b"", "starts with 'kvplan_nixl 2'"),
+        (b"kvplan_nixl 1\n" + bytes(44), "starts with 'kvplan_nixl 2'"),
+        (authentic(b"\xff" * 12), "at most 1024 bytes of name"),
+        (authentic(GOOD.pack()[46:] + b" "), "by its own lengths"),
+        (GOOD.pack() + b" ", "made with the key of this engine"),
         (Envelope(WORKER, "decode/0/a1", b"").pack(), "the name of an agent of worker prefill/0"),
     ],
-    ids=["empty", "version", "lengths", "too long", "agent"],
+    ids=["empty", "version", "lengths", "too long", "appended", "agent"],
 )
 def test_what_is_no_envelope(data: bytes, text: str) -> None:
     """Other bytes are refused in one line that says what was expected."""
@@ -46,7 +54,7 @@ def test_what_is_no_envelope(data: bytes, text: str) -> None:
 
 def test_an_envelope_is_bytes() -> None:
     """A str is the caller's mistake, not the peer's."""
-    with pytest.raises(KVPlanError, match="TYPE: cannot open an envelope"):
+    with pytest.raises(KVPlanError, match="TYPE: cannot read an envelope: expected bytes"):
         Envelope.unpack("kvplan_nixl 1\n")  # type: ignore[arg-type]
 
 
@@ -84,15 +92,41 @@ def test_rows_outside_the_registered_memory() -> None:
             executor.prepare(plan_reads(there, [boast]))
 
 
-def test_connecting_twice() -> None:
-    """A worker that is connected is not connected again, nor is an executor's own worker."""
+@pytest.mark.parametrize("at", [*range(14, 46), *range(58, len(GOOD.pack()), 5)])
+def test_an_envelope_with_one_byte_changed(at: int) -> None:
+    """A changed byte of the HMAC or of what it covers is found before any of it is read."""
+    data = bytearray(GOOD.pack(b"secret"))
+    data[at] ^= 1
+    with pytest.raises(PeerError, match="made with the key of this engine"):
+        Envelope.unpack(bytes(data), b"secret")
+
+
+def test_envelopes_of_another_key() -> None:
+    """An executor takes envelopes with its own key alone. A key is bytes."""
     there, _ = placed(engine("decode")[0])
     source, _ = placed(WORKER)
-    with NixlExecutor(there) as executor, NixlExecutor(source) as other:
+    with NixlExecutor(there, key=b"one") as executor:
+        for key in (b"", b"another"):
+            with NixlExecutor(source, key=key) as other, pytest.raises(PeerError, match="made with the key of this"):
+                executor.connect(other.envelope())
+        with NixlExecutor(source, key=b"one") as other:
+            assert executor.connect(other.envelope()) == source
+    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected bytes"):
+        Envelope.unpack(GOOD.pack(), "one")  # type: ignore[arg-type]
+    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected bytes"):
+        GOOD.pack("one")  # type: ignore[arg-type]
+
+
+def test_connecting_twice() -> None:
+    """The same envelope again changes nothing. Another process is refused under a connected name, as is oneself."""
+    there, _ = placed(engine("decode")[0])
+    source, _ = placed(WORKER)
+    with NixlExecutor(there) as executor, NixlExecutor(source) as other, NixlExecutor(source) as second:
         executor.connect(other.envelope())
-        with pytest.raises(KVPlanError, match="PEER: cannot connect prefill/0"):
-            executor.connect(other.envelope())
-        with pytest.raises(KVPlanError, match="PEER: cannot connect decode/0"):
+        assert executor.connect(other.envelope()) == source
+        with pytest.raises(KVPlanError, match=r"PEER: cannot connect prefill/0: .* got another process"):
+            executor.connect(second.envelope())
+        with pytest.raises(KVPlanError, match=r"PEER: cannot connect decode/0: .* got this worker"):
             executor.connect(executor.envelope())
         executor.disconnect(source)
         executor.connect(other.envelope())

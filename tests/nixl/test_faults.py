@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import attrs
 import numpy as np
 import pytest
 
-from benchmarks.real_memory import PeerProcess, pattern, placed
+from benchmarks.real_memory import PeerProcess, forkserver, pattern, placed
 from kvplan import (
     Axis,
     Blocks,
@@ -22,8 +24,9 @@ from kvplan import (
     View,
     Worker,
     plan_reads,
+    plan_writes,
 )
-from kvplan_nixl import UCX, NixlExecutor, settle
+from kvplan_nixl import UCX, NixlExecutor, NixlTransfer, Peer, settle
 
 BLOCKS, BLOCK_BYTES = 2048, 4096
 TIMEOUT_S = 60.0
@@ -174,11 +177,14 @@ def test_a_peer_that_came_back(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_an_envelope_of_a_process_that_is_gone(reader: Reader, peer: PeerProcess) -> None:
-    """Stale metadata is refused, and the worker can connect later when it is back."""
+    """Transfers with it fail, and the worker can connect when it is back."""
     envelope = peer.ask("envelope")
     peer.kill()
-    with pytest.raises(KVPlanError, match="PEER: cannot load the metadata"):
-        reader.executor.connect(envelope)
+    plan = plan_reads(reader.worker, [reader.executor.connect(envelope)])
+    reader.executor.prepare(plan)
+    transfer = reader.start(plan)
+    assert settle(reader.executor, [transfer], TIMEOUT_S)
+    assert failed(transfer) == "PEER"
     with PeerProcess(worker("prefill"), UCX) as second:
         assert settle(reader.executor, [reader.start(reader.plan(second), 10)], TIMEOUT_S)
 
@@ -203,6 +209,148 @@ def test_a_peer_that_hangs(reader: Reader, peer: PeerProcess) -> None:
     assert transfer.status is Status.CANCELLED
     reader.executor.release(transfer)
     assert reader.is_left_alone()
+
+
+def test_a_peer_that_hangs_is_removed_by_force(reader: Reader, peer: PeerProcess) -> None:
+    """Another process takes its name and serves requests. The old transfer runs until NIXL reports its end."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.stop()
+    old = reader.start(plan, request="old")
+    assert reader.executor.poll(old) is Status.RUNNING
+    reader.executor.disconnect(worker("prefill"), force=True)
+    assert not reader.executor.peers
+    with PeerProcess(worker("prefill"), UCX) as second:
+        new = reader.plan(second)
+        transfer = reader.start(new)
+        assert settle(reader.executor, [transfer], TIMEOUT_S)
+        assert transfer.status is Status.DONE
+        assert reader.executor.poll(old) is Status.RUNNING
+        with pytest.raises(KVPlanError, match="TRANSFER: cannot release"):
+            reader.executor.release(old)
+        peer.resume()
+        assert settle(reader.executor, [old], TIMEOUT_S)
+        assert (old.status, old.error) == (Status.CANCELLED, None)
+        reader.executor.release(old)
+        assert not reader.executor._left
+        assert reader.is_left_alone()
+        transfer = reader.start(new)
+        assert settle(reader.executor, [transfer], TIMEOUT_S)
+        assert reader.right(BLOCKS)
+
+
+def test_a_peer_that_dies_after_it_was_removed(reader: Reader, peer: PeerProcess) -> None:
+    """The end of the old process does not concern the one that has its name now."""
+    plan = reader.plan(peer)
+    assert settle(reader.executor, [reader.start(plan, 10)], TIMEOUT_S)
+    peer.stop()
+    old = reader.start(plan)
+    reader.executor.disconnect(worker("prefill"), force=True)
+    with PeerProcess(worker("prefill"), UCX) as second:
+        new = reader.plan(second)
+        peer.kill()
+        assert settle(reader.executor, [old], TIMEOUT_S)
+        assert old.status is Status.CANCELLED
+        assert [each.is_connected for each in reader.executor.peers] == [True]
+        transfer = reader.start(new)
+        assert settle(reader.executor, [transfer], TIMEOUT_S)
+        assert transfer.status is Status.DONE
+
+
+def test_peers_and_their_state(reader: Reader, peer: PeerProcess) -> None:
+    """Peers are listed, and each change of one is an event."""
+    told: list[Peer] = []
+    with NixlExecutor(reader.worker, on_peer=told.append) as executor:
+        reader.executor = executor
+        plan = reader.plan(peer)
+        connected = Peer(plan.remotes[0], is_connected=True)
+        assert list(executor.peers) == [connected]
+        peer.kill()
+        transfers = [reader.start(plan), reader.start(plan)]
+        assert settle(executor, transfers, TIMEOUT_S)
+        (lost,) = executor.peers
+        assert not lost.is_connected
+        assert str(lost).startswith("prefill/0 lost: PEER: cannot ")
+        with pytest.raises(KVPlanError, match="PEER: cannot notify"):
+            executor.notify(("prefill", 0), "request", Status.FAILED)
+        executor.disconnect(worker("prefill"))
+        assert not executor.peers
+    assert told == [connected, lost, Peer(connected.worker, is_connected=False)]
+    assert str(told[-1]) == "prefill/0 disconnected"
+
+
+def test_a_notice_that_finds_its_peer_lost(reader: Reader, peer: PeerProcess) -> None:
+    """A peer is lost, too, when a notice fails."""
+    reader.plan(peer)
+    peer.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    errors: list[KVPlanError] = []
+    while not errors and time.monotonic() < deadline:
+        try:
+            reader.executor.notify(("prefill", 0), "request", Status.FAILED)
+        except KVPlanError as error:
+            errors.append(error)
+    assert [error.code for error in errors] == ["PEER"]
+    assert not reader.executor.peers[0].is_connected
+
+
+def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: PeerProcess) -> None:
+    """Each start fails with an error of its own, which keeps no other transfer alive, whoever raises it."""
+    plan = reader.plan(peer)
+    peer.kill()
+    assert settle(reader.executor, [reader.start(plan)], TIMEOUT_S)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(100):
+            transfer = reader.start(plan)
+            assert failed(transfer) == "PEER"
+            with pytest.raises(KVPlanError):
+                raise transfer.error  # type: ignore[misc]
+        alive = [each for each in gc.get_objects() if type(each) is NixlTransfer]
+        assert len(alive) < 10
+    finally:
+        gc.enable()
+
+
+def write_until_killed(channel: Connection, envelope: bytes) -> None:
+    """A process that writes to a destination."""
+    there, _ = placed(worker("decode"))
+    executor = NixlExecutor(there)
+    plan = plan_writes(there, [executor.connect(envelope)])
+    executor.prepare(plan)
+    for blocks in (10, BLOCKS):
+        tables = {"attn": Blocks(np.arange(blocks))}
+        (spec,) = plan.bind(local=tables, remote=tables, tokens=(0, 4 * blocks))
+        transfer = executor.start(spec, "request")
+        if blocks == 10:
+            settle(executor, [transfer], TIMEOUT_S)
+            channel.send("connected")
+            channel.recv()
+    channel.send("started")
+    settle(executor, [transfer], TIMEOUT_S)
+
+
+def test_a_writer_killed_during(peer: PeerProcess) -> None:
+    """A destination outlives a writer that is killed while it is suspended itself.
+
+    The source of a READ over TCP would not: UCX ends its process.
+    """
+    channel, theirs = forkserver().Pipe()
+    process = forkserver().Process(target=write_until_killed, args=(theirs, peer.ask("envelope")), daemon=True)
+    process.start()
+    assert channel.recv() == "connected"
+    peer.stop()
+    channel.send("go on")
+    assert channel.recv() == "started"
+    process.kill()
+    process.join(TIMEOUT_S)
+    peer.resume()
+    with NixlExecutor(placed(worker("another"))[0]) as executor:
+        executor.connect(peer.ask("envelope"))
+        executor.notify(("prefill", 0), "request", Status.FAILED)
+        peer.ask("connect", executor.envelope())
+        assert [notice.request for notice in peer.ask("notices", 1)] == ["request"]
 
 
 def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:

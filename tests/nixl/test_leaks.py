@@ -54,7 +54,7 @@ def cluster() -> Iterator[NixlCluster]:
 
 
 def request(cluster: NixlCluster, plan: TransferPlan, number: int, rng: np.random.Generator) -> int:
-    """Run one request, every tenth of them cancelled. Return how many notices arrived meanwhile."""
+    """Run one request, every tenth of them cancelled. Return how many notices arrived meanwhile, less how many will."""
     ours, theirs, count = cluster.nixl["decode", 0], cluster.nixl["prefill", 0], 0
     near, far = (Blocks(rng.permutation(64)[:32]) for _ in range(2))
     (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(1, 101))
@@ -67,7 +67,7 @@ def request(cluster: NixlCluster, plan: TransferPlan, number: int, rng: np.rando
         count += len(theirs.notices())
     assert transfer.status is not Status.FAILED
     ours.release(transfer)
-    return count
+    return count - (transfer.status is Status.DONE)
 
 
 def test_requests_leave_nothing_behind(cluster: NixlCluster) -> None:
@@ -82,9 +82,9 @@ def test_requests_leave_nothing_behind(cluster: NixlCluster) -> None:
     after = Held.now()
     print(f"after {WARM_UP} requests: {before}, after {REQUESTS}: {after}")
     deadline = time.monotonic() + TIMEOUT_S
-    while count < REQUESTS and time.monotonic() < deadline:
+    while count < 0 and time.monotonic() < deadline:
         count += len(cluster.nixl["prefill", 0].notices())
-    assert count == REQUESTS
+    assert count == 0
     assert attrs.evolve(after, resident_bytes=0) == attrs.evolve(before, resident_bytes=0)
     assert after.resident_bytes - before.resident_bytes < SLACK_BYTES
 

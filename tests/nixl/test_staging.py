@@ -232,6 +232,8 @@ def mover(tcp: None, operation: str) -> Iterator[Mover]:
         PeerProcess(remotes[1], UCX) as second,
         NixlExecutor(there) as executor,
     ):
+        for peer in (first, second):
+            peer.ask("connect", executor.envelope())
         copier = TorchCopier(memory)
         pipelines = [
             Pipeline(executor, staged(there, [executor.connect(peer.ask("envelope"))], staging=region.name), copier)
