@@ -18,7 +18,8 @@ local copies. A chunk of a ``READ`` is transferred and then copied, one of a ``W
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import attrs
 
@@ -110,7 +111,8 @@ class _Work:
 class Pipeline:
     """Moves requests through the staging region of one plan, which nothing else may use meanwhile.
 
-    Prepares the plan's transfers, and raises what :meth:`Executor.prepare` does. Not for several threads at once.
+    Prepares the plan's transfers, and raises what :meth:`Executor.prepare` does; ``MEMORY`` where another pipeline of
+    the executor has the staging region, as long as anything refers to that pipeline. Not for several threads at once.
 
     >>> import attrs
     >>> from kvplan import Blocks, Model, Region
@@ -132,15 +134,28 @@ class Pipeline:
     (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
     """
 
+    _all: ClassVar[WeakSet[Pipeline]] = WeakSet()
+
     def __init__(self, executor: Executor, staged: StagedPlan, copier: Copier) -> None:
+        self._executor, self._copier = executor, copier
+        self._regions = {view.region for peer in staged.peers for view in peer.buffer.worker.views}
+        for other in self._all:
+            if other._executor is executor and not self._regions.isdisjoint(other._regions):
+                raise KVPlanError(
+                    "MEMORY",
+                    f"make a pipeline of {staged.direct.local.label}",
+                    expected="a staging region of its own",
+                    got="that of another pipeline",
+                    hint="give each plan a staging region, or delete the other pipeline first",
+                )
         for plan in staged.transfers:
             executor.prepare(plan)
         self.staged = staged
-        self._executor, self._copier = executor, copier
         self._requests: dict[StagedTransfer, _StagedRequest] = {}
         self._next: tuple[_StagedRequest, Chunk] | None = None
         self._under_way: list[_Work] = []
         self._last_slot = 1
+        self._all.add(self)
 
     def submit(self, request: str, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None) -> StagedTransfer:
         """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued.

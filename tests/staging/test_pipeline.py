@@ -557,6 +557,19 @@ def test_plans_are_prepared_with_the_known_workers(operation: str) -> None:
         Pipeline(network.executor(local), plan, FakeCopier(network.memory, local.key))
 
 
+def test_a_staging_region_has_one_pipeline(operation: str) -> None:
+    """A second pipeline of the executor is refused while the first one is there: they would overwrite each other."""
+    plan = rig_plan(10, operation)
+    network = network_of(plan)
+    local = plan.direct.local
+    executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
+    first = Pipeline(executor, plan, copier)
+    with pytest.raises(KVPlanError, match=r"MEMORY: cannot make a pipeline of .* a staging region of its own"):
+        Pipeline(executor, rig_plan(10, operation), copier)
+    del first
+    Pipeline(executor, plan, copier)
+
+
 def test_a_settled_request_stays_settled(rig: Rig) -> None:
     """Only then it may be released, any number of times; cancelling it changes nothing, and it holds no transfer."""
     transfer = rig.submit(0)
