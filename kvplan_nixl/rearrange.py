@@ -53,7 +53,8 @@ class TorchCopier:
     """The :class:`~kvplan.staging.Copier` of a worker whose regions are tensors, all on one device.
 
     ``tensors`` has a tensor in the memory of each region, by name: caches, and the staging region. In main memory
-    bytes are copied when copies begin. On a GPU copies run on a stream of their own, for which no other stream waits.
+    bytes are copied when copies begin. On a GPU copies run on a stream of their own. It waits for what is in torch's
+    present stream when copies begin, and no other stream waits for it.
 
     Raises ``MEMORY`` for tensors on several devices.
 
@@ -87,6 +88,7 @@ class TorchCopier:
         """Begin copies. Raises ``MEMORY`` for a region that no tensor is in, and for what torch refuses."""
         if self._stream is None:
             return self._checked(copies)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             try:
                 self._checked(copies)

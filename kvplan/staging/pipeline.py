@@ -160,8 +160,9 @@ class Pipeline:
     def submit(self, request: str, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None) -> StagedTransfer:
         """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued.
 
-        The request owns its blocks until it is settled. Blocks that a writer sends must be filled by now: on a GPU,
-        copies wait for no other stream. Ids are made chunk by chunk.
+        The request owns its blocks until it is settled. Blocks that a writer sends must be filled by now; on a GPU,
+        :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does. Ids are made chunk by
+        chunk.
         """
         chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
         transfer = StagedTransfer(request)
