@@ -50,9 +50,9 @@ def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, S
             continue
         span, slots = spans[view.name], group.tokens_per_block or 1
         blocks = tables[view.group]
-        rounds = (blocks.first + len(blocks.ids)) * slots + group.context.interleave_tokens
+        rounds = blocks.stop * slots + group.context.interleave_tokens
         held = positions_of(group, rounds * group.context.size)
-        for ordinal, block in enumerate(blocks.ids.tolist(), blocks.first):
+        for ordinal, block in zip(blocks.ordinals.tolist(), blocks.ids.tolist(), strict=True):
             for slot, offset, coordinates in elements(view):
                 position = held[ordinal * slots + slot]
                 if span is None or span[0] <= position < span[1]:
@@ -82,12 +82,8 @@ def copies_by_id(spec: ReadSpec) -> list[Copy]:
     """The copies of a spec's ids, byte by byte. Ids number the elements of the rows, one row after the other."""
     sides = []
     for table, ids in ((spec.local_table, spec.local_ids), (spec.remote_table, spec.remote_ids)):
-        ranges = [
-            (address + element * stride, length, device)
-            for address, length, device, stride, count in table.rows.tolist()
-            for element in range(count)
-        ]
-        sides.append([ranges[i] for i in ids.tolist()])
+        rows = table.rows.tolist()
+        sides.append([element_of(rows, i) for i in ids.tolist()])
     local, remote = sides
     reads, writes, source = (remote, local, spec.remote) if spec.operation == "READ" else (local, remote, spec.local)
     copies: list[Any] = []
@@ -95,6 +91,15 @@ def copies_by_id(spec: ReadSpec) -> list[Copy]:
         assert read[1] == write[1], "paired ids of different lengths"
         copies += [(source, (read[2], read[0] + byte), (write[2], write[0] + byte)) for byte in range(read[1])]
     return copies
+
+
+def element_of(rows: Sequence[Sequence[int]], number: int) -> tuple[int, int, int]:
+    """Address, length and device of the element with a number, counted through all rows."""
+    for address, length, device, stride, count in rows:
+        if 0 <= number < count:
+            return address + number * stride, length, device
+        number -= count
+    raise AssertionError(f"no element {number}")
 
 
 def problems(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import numpy as np
 import pytest
@@ -51,12 +53,14 @@ def changed(plan, series=None, **edits):
 
 
 def with_rows(plan, side, column, by):
-    """The plan with one number of a table's first row changed."""
+    """The plan with one number of a table's first row changed, and ids that number the rows as they are then."""
     (first, *rest), name = plan.pairs, ("local_table", "remote_table")[side]
     table = getattr(first, name)
     rows = table.rows.copy()
     rows.view(np.int64)[0, column] += by
-    return attrs.evolve(plan, pairs=(attrs.evolve(first, **{name: attrs.evolve(table, rows=rows)}), *rest))
+    ids = np.cumsum(rows[:, 4]).astype(np.int64)
+    table = attrs.evolve(table, rows=rows, first=np.append(0, ids[:-1]))
+    return attrs.evolve(plan, pairs=(attrs.evolve(first, **{name: table}), *rest))
 
 
 def padded(worker):
@@ -74,8 +78,13 @@ def refused(plan):
 
 
 def shifted(side, by):
-    """A function that adds to one side of a pair of arrays."""
-    return lambda pair: tuple(array + by if i == side else array for i, array in enumerate(pair))
+    """A function that adds to one side of a pair of arrays, or of an array of two sides."""
+
+    def shift(pair):
+        sides = tuple(array + by if i == side else array for i, array in enumerate(pair))
+        return np.stack(sides) if isinstance(pair, np.ndarray) else sides
+
+    return shift
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -123,7 +132,8 @@ def test_a_series_more_or_less_is_no_proof(name):
     """A series left out leaves bytes missing, one given twice writes them again, and other positions are wrong."""
     plan = PLANS[name]
     for kind, i in series_of(plan):
-        assert "bytes not moved" in refused(changed(plan, **{kind: lambda s, i=i: s[:i] + s[i + 1 :]}))
+        lacking = changed(plan, **{kind: lambda s, i=i: s[:i] + s[i + 1 :]})
+        assert re.search("bytes not moved|tokens that move what runs move", refused(lacking))
         assert "bytes moved twice" in refused(changed(plan, **{kind: lambda s, i=i: (*s, s[i])}))
         if kind == "tokens":
             refused(changed(plan, (kind, i), carried=lambda carried: carried + 1))
@@ -184,8 +194,10 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         lambda cuts: (*cuts, cuts[-1]),
         lambda cuts: ((0, 0), *cuts),
         lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
+        lambda cuts: ((-1, cuts[0][1]), *cuts[1:]),
+        lambda cuts: (*cuts, 3),
     ):
-        assert "that ascend and do not overlap" in refused(changed(plan, cuts=wrong))
+        assert "expected cuts in the form" in refused(changed(plan, cuts=wrong))
 
 
 def test_a_run_across_a_cut_is_no_proof():
@@ -205,16 +217,15 @@ def test_pools_larger_than_they_are_are_no_proof():
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_blocks_behind_a_view_are_no_proof(side):
-    """Rows and a layout of one block more than the view has are refused, although the region has room for it."""
-    mine, other = (
-        attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=region.size_bytes + 4096)])
-        for worker in (*engine("d", layers=1), *engine("p", layers=1))
-        for region in worker.regions
-    )
-    plan = with_rows(plan_reads(mine, [other]), side, 4, 1)
+    """A plan for one block more than a view has is refused, although the region has room for it."""
+    workers = engine("d", layers=1)[0], engine("p", layers=1)[0]
+    regions = [[attrs.evolve(worker.regions[0], size_bytes=1 << 20)] for worker in workers]
+    roomy = [attrs.evolve(worker, regions=each) for worker, each in zip(workers, regions, strict=True)]
+    more = [attrs.evolve(worker, views=[attrs.evolve(worker.views[0], num_blocks=11)]) for worker in roomy]
+    plan = plan_reads(more[0], [more[1]])
     assert certify(plan)
-    more = changed(plan, num_blocks=lambda blocks: tuple(n + (i == side) for i, n in enumerate(blocks)))
-    assert "ids that follow the blocks of every view" in refused(more)
+    fewer = attrs.evolve(plan, local=roomy[0]) if side == 0 else attrs.evolve(plan, remotes=(roomy[1],))
+    assert "ids that follow the blocks of every view" in refused(fewer)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -284,7 +295,7 @@ def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
     )
     monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 0)
     for plan in plans:
-        with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 descriptors"):
+        with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 parts"):
             certify(plan)
 
 
