@@ -15,7 +15,7 @@ import argparse
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Final, Literal
 
@@ -23,6 +23,7 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Group, KVPlanError, ReadSpec, TransferPlan, Worker, certify, plan_mesh
+from kvplan.plan.rows import TokenIds
 from kvplan.testing.strategies import NUM_CHOICES, case_of
 from property_tests.oracle import contents, copies_by_id, copies_of, positions_of, problems
 from property_tests.worlds import APART, BEHIND, WITHIN, Side, workers
@@ -129,6 +130,8 @@ class Adversary:
 
     def changed(self, path: Path, value: Any) -> Any:
         """A value in the place of another."""
+        if path[-1:] == ("tokens",) and self.random.random() < 0.2:
+            return self.runs_as_tokens(path)
         donors = self.kinds[self.kind(path, value)]
         if attrs.has(type(value)) or (self.random.random() < 0.25 and len(donors) > 1):
             return self.random.choice(donors)
@@ -144,6 +147,14 @@ class Adversary:
         if value is None:
             return np.full(self.random.randrange(4), self.random.randrange(2), self.random.choice("iq"))
         return self.random.choice((None, "READ", "WRITE", f"{value}.")) if isinstance(value, str) else None
+
+    def runs_as_tokens(self, path: Path) -> tuple[TokenIds, ...]:
+        """Longer runs in the place of the tokens at the ends of a range."""
+        groups: Any = self.plans
+        for key in path[:-1]:
+            groups = groups[key] if isinstance(key, int) else getattr(groups, key)
+        sub = [np.zeros(group.tokens_per_block or 1, np.int32) for group in groups.groups]
+        return tuple(TokenIds(one.base, one.step, (sub[0], sub[1]), one.starts, one.every, True) for one in groups.runs)
 
     def array(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """An array with numbers changed, or with rows of any axis in another order."""
@@ -285,7 +296,7 @@ def faults(plans: Sequence[TransferPlan], request: Request, spans: Mapping[str, 
         specs = bound(plan, request)
         complete &= specs is not None
         for spec in specs or ():
-            if spec.local != plan.local.key or spec.operation != plan.operation:
+            if spec.local != plan.local.key or spec.operation not in ("READ", "WRITE"):
                 return [f"{spec} of {plan}"]
             key = spec.local if reads else spec.remote
             copies.setdefault(key, []).extend(copies_by_id(spec))
@@ -304,7 +315,7 @@ def everything(worker: Worker) -> dict[str, Any]:
     return dict.fromkeys((view.name for view in worker.views), None)
 
 
-def judged(engines: Engines, plans: tuple[TransferPlan, ...], seed: int) -> str:
+def judged(engines: Engines, plans: tuple[TransferPlan, ...], seed: int, certify: Callable[..., Any] = certify) -> str:
     """What certify says of changed plans, and what they deserve: a code, or ``harmless``; else AssertionError."""
     try:
         proof = certify(plans)
@@ -330,10 +341,15 @@ def dense(random: Random) -> Engines:
         packing, first = random.choice((APART, APART, BEHIND, WITHIN)), random.randrange(2)
         side = Side(random.choice((1, 1, 2)), tokens, "".join(order), spread, packing, first)
         made += [side] * side.possible(heads)
-    ours, theirs = (
-        workers(name, at, heads, side, 20) for name, at, side in zip("dp", (4096, 1 << 44), made, strict=True)
-    )
+    full = [workers(name, at, heads, side, 20) for name, at, side in zip("dp", (4096, 1 << 44), made, strict=True)]
+    ours, theirs = ([roomy(worker) for worker in side] if random.random() < 0.5 else side for side in full)
     return ours, theirs
+
+
+def roomy(worker: Worker) -> Worker:
+    """A worker with room for one more block in its regions."""
+    views = [attrs.evolve(view, num_blocks=view.num_blocks - 1) for view in worker.views]
+    return attrs.evolve(worker, views=views)
 
 
 def subject(random: Random) -> tuple[Engines, tuple[TransferPlan, ...]]:
@@ -352,22 +368,30 @@ def subject(random: Random) -> tuple[Engines, tuple[TransferPlan, ...]]:
             return engines, plans
 
 
-def hunt(count: int, seed: int, mutants_of_each: int = 40) -> Counter[tuple[str, str]]:
-    """The number of each field and outcome for ``count`` mutants; any other end raises an ExceptionGroup."""
-    random, outcomes = Random(seed), Counter[tuple[str, str]]()
-    while outcomes.total() < count:
+def mutants(count: int, seed: int) -> Iterator[tuple[str, Engines, tuple[TransferPlan, ...]]]:
+    """Changed plans: the field that changed, the engines, and the plans. Asserts that the plans before have a proof."""
+    random, made = Random(seed), 0
+    while made < count:
         engines, plans = subject(random)
         adversary = Adversary(plans, random)
         certify(plans)
-        for _ in range(mutants_of_each):
+        for _ in range(min(40, count - made)):
             try:
                 field, worse = adversary.mutant()
             except KVPlanError:
                 continue
-            try:
-                outcomes[field, judged(engines, worse, random.randrange(1 << 30))] += 1
-            except Exception as error:
-                raise ExceptionGroup(f"seed {seed}, after {outcomes.total()} mutants: {field}", [error]) from None
+            made += 1
+            yield field, engines, worse
+
+
+def hunt(count: int, seed: int) -> Counter[tuple[str, str]]:
+    """The number of each field and outcome for ``count`` mutants; any other end raises an ExceptionGroup."""
+    outcomes = Counter[tuple[str, str]]()
+    for number, (field, engines, plans) in enumerate(mutants(count, seed)):
+        try:
+            outcomes[field, judged(engines, plans, number)] += 1
+        except Exception as error:
+            raise ExceptionGroup(f"mutant {number} of seed {seed}: {field}", [error]) from None
     return outcomes
 
 

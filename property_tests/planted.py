@@ -4,50 +4,58 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import pytest
 
+from kvplan import KVPlanError
 from kvplan.verification import certificate, tables
 
-MODULES: Final = (tables, certificate)
-Fault = tuple[ModuleType, int]
-"""The module and the line of a check."""
+MODULES: Final = {str(module.__file__): module for module in (tables, certificate)}
+
+Check = tuple[str, int]
+"""The file and the line of a statement that refuses a plan."""
 
 
-def is_check(node: ast.AST) -> bool:
-    """Whether a statement refuses a plan: it raises, or names a malformed field."""
-    if isinstance(node, ast.Raise):
-        return "RANGE" not in ast.unparse(node)
-    named = isinstance(node, ast.Expr) and isinstance(node.value, ast.Yield) and node.value.value
-    return isinstance(named, ast.Tuple) and isinstance(named.elts[0], ast.Constant)
+class _WithoutCheck(ast.NodeTransformer):
+    """Puts ``pass`` in the place of one check; lists the checks that it sees."""
+
+    def __init__(self, file: str, without: Check | None = None) -> None:
+        self.file, self.without, self.seen = file, without, list[Check]()
+
+    def visit_Raise(self, node: ast.Raise) -> ast.stmt:
+        if "RANGE" in ast.unparse(node):
+            return node
+        self.seen.append((self.file, node.lineno))
+        return ast.copy_location(ast.Pass(), node) if self.seen[-1] == self.without else node
 
 
-def faults() -> Iterator[Fault]:
+def checks() -> list[Check]:
     """Every check of the certificate."""
-    for module in MODULES:
-        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
-            if is_check(node):
-                yield module, getattr(node, "lineno", 0)
+    found = []
+    for file in MODULES:
+        walk = _WithoutCheck(file)
+        walk.visit(ast.parse(Path(file).read_text()))
+        found += walk.seen
+    return found
 
 
-def planted(fault: Fault, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def check_that_refused(error: KVPlanError) -> Check | None:
+    """The check that raised an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in MODULES]
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else None
+
+
+def planted(check: Check, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """``certify`` without a check."""
-    made: dict[str, Any] = {}
-    for module in MODULES:
-        tree = ast.parse(Path(str(module.__file__)).read_text())
-        for node in ast.walk(tree):
-            for field in ("body", "orelse"):
-                block = getattr(node, field, None)
-                for i, statement in enumerate(block if isinstance(block, list) else ()):
-                    if (module, statement.lineno) == fault and is_check(statement):
-                        block[i] = ast.copy_location(ast.Pass(), statement)
+    for file, module in MODULES.items():
+        tree = _WithoutCheck(file, check).visit(ast.parse(Path(file).read_text()))
         new = ModuleType(module.__name__)
-        patch.setitem(sys.modules, module.__name__, new)
-        exec(compile(tree, str(module.__file__), "exec"), new.__dict__)
-        made[module.__name__] = new
-    certify: Callable[..., Any] = made[certificate.__name__].certify
-    return certify
+        patch.setitem(sys.modules, module.__name__, new)  # certificate imports tables
+        exec(compile(tree, file, "exec"), new.__dict__)
+    made: Callable[..., Any] = sys.modules[certificate.__name__].certify
+    return made

@@ -147,9 +147,13 @@ class Job:
 
 
 def plans_of(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> tuple[TransferPlan, ...]:
-    """The plans in an argument of verify or certify: a plan, a mesh, or several plans."""
-    given: Any = plan
-    return tuple(getattr(given, "plans", (given,) if hasattr(given, "bind") else given))
+    """The plans in an argument of verify or certify: a plan, a mesh, or several plans. Raises ``TYPE``."""
+    given: Any = getattr(plan, "plans", [plan] if hasattr(plan, "bind") else plan)
+    made = tuple(given) if np.iterable(given) else (given,)
+    for each in made:
+        if isinstance(each, type) or not hasattr(each, "bind"):
+            raise wrong_type("plans to check", "a plan, a mesh or plans", each)
+    return made
 
 
 def jobs(

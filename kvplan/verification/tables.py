@@ -93,53 +93,52 @@ def pairs_of(plan: TransferPlan) -> Iterator[PairTables]:
         sides = WorkerTable.of(plan.local, pair.local_table), WorkerTable.of(remote, pair.remote_table)
         found = PairTables(sides if reads else sides[::-1], pair.group_pairs)
         for groups in pair.group_pairs:
-            for field, got in _malformed(found, groups):
-                raise refusal(found, f"{field} in the form that bind relies on", reprlib.repr(got), field=field)
+            _check_form(found, groups)
         yield found
 
 
-def _malformed(pair: PairTables, groups: Any) -> Iterator[tuple[str, Any]]:
-    """The fields without the form that bind relies on, and what they are: each check assumes those before it."""
+def _check_form(pair: PairTables, groups: Any) -> None:
+    """Raise ``PROOF`` for a field without the form that bind relies on. Each check assumes those before it."""
     both, (ours, theirs) = groups.groups, (side.worker.groups for side in pair.sides)
     if len(both) != 2 or both[0] not in ours or both[1] not in theirs:
-        yield "groups", both
+        raise _malformed(pair, "groups", both)
     if not all(side.first.size for side in pair.sides):
-        yield "rows", 0
+        raise _malformed(pair, "rows", 0)
     if not _is_count(groups.period, 1) or any(groups.period % period_of(group) for group in both):
-        yield "period", groups.period
+        raise _malformed(pair, "period", groups.period)
     if not all(type(cut) is tuple and len(cut) == 2 and cut[0] < cut[1] for cut in groups.cuts):
-        yield "cuts", groups.cuts
+        raise _malformed(pair, "cuts", groups.cuts)
     bounds = [0, *itertools.chain(*groups.cuts), groups.period]
     if bounds != sorted(bounds):
-        yield "cuts", groups.cuts
+        raise _malformed(pair, "cuts", groups.cuts)
     if not _are_counts(groups.num_blocks, 1):
-        yield "num_blocks", groups.num_blocks
+        raise _malformed(pair, "num_blocks", groups.num_blocks)
     for one in (*groups.runs, *groups.tokens):
         starts = one.carried if hasattr(one, "carried") else one.starts
         if not _is_count(one.every, 1) or groups.period % one.every:
-            yield "every", one.every
+            raise _malformed(pair, "every", one.every)
         if not starts.size or not _is_ints(starts, starts.size):
-            yield "starts", starts
+            raise _malformed(pair, "starts", starts)
         if (np.diff([-1, *starts.tolist(), one.every]) < 1).any():
-            yield "starts", starts
+            raise _malformed(pair, "starts", starts)
         if not one.base.size or not _is_ints(one.base, 2, one.base.size // 2, 1):
-            yield "base", one.base
+            raise _malformed(pair, "base", one.base)
         if not _are_counts(one.step, 0, ID_END):
-            yield "step", one.step
+            raise _malformed(pair, "step", one.step)
     for runs in groups.runs:
         if len(runs.blocks) != 2:
-            yield "blocks", runs.blocks
+            raise _malformed(pair, "blocks", runs.blocks)
         for listed in runs.blocks:
             arrays = [listed.ordinal] + [listed.sub] * (listed.sub is not None)
             if not all(_is_ints(array, runs.starts.size) for array in arrays):
-                yield "blocks", listed
-            if not _are_counts((listed.num_blocks, listed.step), 0):
-                yield "blocks", listed
+                raise _malformed(pair, "blocks", listed)
     for one in groups.tokens:
         if len(one.sub) != 2 or not all(map(_is_ints, one.sub, map(slots_of, both))):
-            yield "sub", one.sub
-        if type(one.joined) is not bool:
-            yield "joined", one.joined
+            raise _malformed(pair, "sub", one.sub)
+
+
+def _malformed(pair: PairTables, field: str, got: object) -> KVPlanError:
+    return refusal(pair, f"{field} in the form that bind relies on", reprlib.repr(got), field=field)
 
 
 def _is_count(value: object, low: int, end: int = BYTES_END) -> bool:

@@ -10,7 +10,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvplan import KVPlanError, Model, certify, plan_mesh, plan_reads, plan_writes
+from kvplan import (
+    Axis,
+    Group,
+    KVPlanError,
+    Model,
+    Region,
+    TransferPlan,
+    View,
+    Worker,
+    certify,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+)
 from kvplan.verification import Certificate
 from kvplan.verification.certificate import Pieces
 from tests.small import engine
@@ -341,3 +354,60 @@ def test_ranges_are_cut_where_a_walk_changes_pieces(pieces: list[Range], ranges:
         assert cut is not None
         parts = zip(*(column.tolist() for column in cut), strict=True)
         assert [(of, piece, begin + i) for of, piece, begin, size in parts for i in range(size)] == expected
+
+
+def test_a_period_without_all_blocks_of_the_source_is_no_proof():
+    """A period that repeats before the blocks of the source do would leave some of their slots unseen."""
+    plan = plan_reads(engine("d", tokens=2, order="NH")[0], engine("p", tp=2, tokens=4))
+    wrong = changed(plan, period=lambda period: period // 2)
+    assert "period in the form" in refused(
+        changed(wrong, ("tokens", 0), sub=lambda sub: (sub[0], sub[1][[0, 1, 3, 2]]))
+    )
+
+
+def test_writers_that_leave_out_different_tensors_are_no_proof():
+    """The plans of all writers agree on what is not transferred."""
+    mesh = plan_mesh(engine("d"), engine("p", tp=2), "WRITE")
+    first, second = mesh.plans
+    assert "not_transferred" in refused([first, attrs.evolve(second, not_transferred=("layers.0",))])
+
+
+def test_workers_of_two_descriptions_are_no_proof():
+    """Plans that belong together describe a worker once."""
+    first, second = plan_mesh(engine("d"), engine("p", tp=2), "WRITE").plans
+    (mine,) = second.remotes
+    other = attrs.evolve(mine, groups=(*mine.groups, Group("more")))
+    assert "one description of the worker" in refused([first, attrs.evolve(second, remotes=(other,))])
+
+
+def test_a_period_of_many_positions_is_refused_before_it_is_listed():
+    """Blocks of 2**21 and 2**21 - 1 tokens repeat after 4e12 positions, which are not listed."""
+    axes = [[Axis("token", 0, tokens, tokens, 1)] for tokens in ((1 << 21) - 1, 1 << 21)]
+    mine, other = (
+        Worker(
+            name,
+            0,
+            [Region("kv", 4096, 1 << 22)],
+            [Group("g", each[0].size)],
+            [View("a", "g", "kv", "uint8", each, 1, 0)],
+        )
+        for name, each in zip("dp", axes, strict=True)
+    )
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify the plan for d/0 from p/0, \d+ positions"):
+        certify(plan_reads(mine, [other]))
+
+
+def test_an_error_says_where_the_wrong_byte_is():
+    """The details have the row and the region on both sides, the tensor, and what is there in place of what."""
+    plan = PLANS["equal blocks"]
+    with pytest.raises(KVPlanError) as caught:
+        certify(changed(plan, ("tokens", 0), base=lambda base: np.stack([base[0], base[1][::-1]])))
+    details = dict(caught.value.details)
+    assert details == {"row": (2, 3), "region": ("kv.0", "kv.1"), "tensor": ("layers.0", "layers.1")}
+
+
+@pytest.mark.parametrize("value", [None, 1, "plan", [None], [[]], TransferPlan])
+def test_what_is_no_plan_is_refused(value):
+    """Anything but a plan, a mesh or plans is a TYPE error."""
+    with pytest.raises(KVPlanError, match="TYPE: cannot read plans to check"):
+        certify(value)
