@@ -194,6 +194,22 @@ def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool
         )
 
 
+def check_apart(keys: tuple[str, str], tables: Mapping[str, Blocks], side: str) -> None:
+    """Check that two groups whose views share bytes own no block together."""
+    one, other = (tables[key].ids for key in keys)
+    if (both := one[np.isin(one, other)]).size:
+        raise KVPlanError(
+            "BLOCKS",
+            _bind(side, keys[0]),
+            expected=f"no block of group {keys[1]!r}, whose views share its bytes",
+            got=f"block {both[0]} in both",
+            hint="null says which entries of a table are no blocks",
+            group=keys,
+            side=side,
+            id=int(both[0]),
+        )
+
+
 def check_listed(key: str, start: int, stop: int, low: int, high: int, side: str) -> None:
     """Check that the ordinals ``[start, stop)``, which a request needs, lie in ``[low, high)``, which its table has."""
     if start < low or stop > high:

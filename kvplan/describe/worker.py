@@ -11,6 +11,7 @@ Every worker satisfies the rules of validation (V) from its construction on:
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 from collections.abc import Iterable, Mapping
@@ -200,6 +201,34 @@ class Worker:
             end = max(end, region.end)
             joined[region.name] = (first.name, region.address - first.address)
         return joined
+
+    @cached_property
+    def overlaid(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of groups with views that share bytes of a block: its id belongs to one of the two at a time.
+
+        Views in blocks of different strides are not compared.
+        """
+        joined = self._joined_regions()
+        pools: dict[tuple[str, int], list[int]] = {}
+        for i, view in enumerate(self.views):
+            pools.setdefault((joined[view.region][0], view.block_stride_bytes), []).append(i)
+        apart = {region: distance for region, (_, distance) in joined.items()}
+        found: dict[tuple[str, str], bool] = {}
+        seen: set[tuple[int, int, int]] = set()
+        for pool in pools.values():
+            if len({self.views[i].group for i in pool}) == 1:
+                continue
+            for i, j in itertools.combinations(pool, 2):
+                one, other = self.views[i], self.views[j]
+                start, end = (view.offset_bytes + apart[view.region] for view in (one, other))
+                alike = self.geometry_of[i], self.geometry_of[j], end - start
+                pair = min(one.group, other.group), max(one.group, other.group)
+                if one.group != other.group and pair not in found and alike not in seen:
+                    seen.add(alike)
+                    blocks = [attrs.evolve(view, num_blocks=1) for view in (one, other)]
+                    if next(overlaps(blocks, apart=apart), None):
+                        found[pair] = True
+        return tuple(found)
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:

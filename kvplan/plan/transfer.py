@@ -17,7 +17,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, read_only
 from kvplan._checks import integer, members, wrong_type
-from kvplan.describe.blocks import Blocks, Tokens, check_blocks
+from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.bind import Terms, Workspace, add, check_names, range_of, terms, wanted
@@ -158,6 +158,15 @@ class TransferPlan:
         return pools
 
     @cached_property
+    def _overlaid(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """The pairs of groups that take part and whose views share bytes of their blocks, local and remote."""
+        found = []
+        for pools, workers in zip(self._pools, ((self.local,), self.remotes), strict=True):
+            pairs = dict.fromkeys(pair for worker in workers for pair in worker.overlaid)
+            found.append(tuple(pair for pair in pairs if {*pair} <= {*pools}))
+        return tuple(found)
+
+    @cached_property
     def _moving(self) -> tuple[Pair, ...]:
         """The pairs that exchange bytes."""
         return tuple(pair for pair in self.pairs if pair.group_pairs)
@@ -188,6 +197,8 @@ class TransferPlan:
             is_destination = side == (self.operation == "WRITE")
             for name, pool in self._pools[side].items():
                 check_blocks(name, tables.get(name), pool, is_destination, SIDES[side])
+            for pair in self._overlaid[side]:
+                check_apart(pair, tables, SIDES[side])
         if isinstance(tokens, Mapping):
             check_names(self._group_names[0], tokens, "token range")
 

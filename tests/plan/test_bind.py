@@ -387,3 +387,38 @@ def test_a_range_in_a_gap_moves_nothing():
     window = {"attn": Blocks([3, 0, 5], null=0)}
     (spec,) = plan_reads(ours, [theirs]).bind(local=window, remote={"attn": Blocks([1, 2, 4])}, tokens=(4, 8))
     assert spec.local_ids.size == spec.remote_ids.size == 0
+
+
+def pool_of_two_groups(name, strides=(64, 64), offsets=(0, 0)):
+    """A worker whose groups "full" and "window" have their blocks in one region."""
+    axes = (Axis("token", 0, 4, 4, 16), Axis("dim", 0, 16, 16, 1))
+    views = [
+        View(f"layers.{i}", group, "pool", "uint8", axes, 10, strides[i], offsets[i])
+        for i, group in enumerate(("full", "window"))
+    ]
+    return Worker(name, 0, [Region("pool", 4096, 10 * 128 + 64)], [Group("full", 4), Group("window", 4)], views)
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_b4_a_block_of_two_groups_that_share_bytes(side):
+    """B4: in a pool that groups share, a block id belongs to one group at a time; null entries are no blocks."""
+    plan = plan_reads(pool_of_two_groups("d"), [pool_of_two_groups("p")])
+    right = {"full": Blocks([1, 2]), "window": Blocks([0, 3], null=0)}
+    request = {"local": right, "remote": right, "tokens": (4, 8)}
+    assert len(plan.bind(**request)[0].local_ids) == 2
+    for wrong in (
+        {"full": Blocks([1, 3]), "window": Blocks([0, 3], null=0)},
+        {"full": Blocks([0, 2]), "window": Blocks([0, 3])},
+    ):
+        with pytest.raises(
+            KVPlanError, match=f"BLOCKS: cannot bind {side} group 'full': expected no block of group"
+        ) as caught:
+            plan.bind(**{**request, side: wrong})
+        assert caught.value.details["id"] in (0, 3)
+
+
+def test_b4_groups_that_lie_side_by_side_may_have_one_block():
+    """B4: groups whose blocks are in one region, but share no byte, number their blocks alike."""
+    workers = [pool_of_two_groups(name, (128, 128), (0, 64)) for name in "dp"]
+    tables = {"full": Blocks([1]), "window": Blocks([1])}
+    assert plan_reads(workers[0], workers[1:]).bind(local=tables, remote=tables)[0].num_bytes == 128
