@@ -32,9 +32,12 @@ Tokens = Range | Mapping[str, Range] | None
 def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
     """``values``, integers in ``[0, end)``, twice: in their order, and ascending."""
     try:
+        types = {*map(type, values)} if isinstance(values, list | tuple) else set()
+        if hasattr(values, "mask") or types & {bool, np.bool_}:
+            raise TypeError
         array = np.asarray(values)
-    except ValueError:
-        raise wrong_type("a block table", "a flat sequence of integers", values) from None
+    except Exception:  # a tensor that is no array of numbers, in its framework's own words
+        raise wrong_type("a block table", "a flat sequence of integers in host memory", values) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = f"{array.dtype} of shape {array.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
@@ -55,7 +58,8 @@ class Blocks:
     are gaps: vLLM puts its ``null_block``, id 0, where a sliding window has passed. Instead of ``first`` and ``null``,
     ``ordinals`` may give the ordinal of each block, such as the positions at which states were kept.
 
-    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused.
+    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused, and a
+    range that goes beyond the last block or ordinal too. Threads may share a table: it never changes.
 
     Raises ``TYPE``, ``RANGE`` or ``BLOCKS``.
 
@@ -100,7 +104,7 @@ class Blocks:
             if start or null is not None:
                 raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
             owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END)[0])
-            listed = (0, POSITION_END)
+            listed = (0, int(at[-1]) + 1 if at.size else 0)
         elif null is not None:
             null = integer(null, "null of Blocks", high=ID_END)
             there = np.flatnonzero(owned != null)
@@ -127,7 +131,7 @@ class Blocks:
     def _arguments(self) -> dict[str, Any]:
         """The arguments that construct an equal table."""
         start, stop = self.listed
-        if stop == POSITION_END:
+        if self.null is None and self.has_gaps:
             return {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
         if self.null is None:
             return {"ids": self.ids.tolist(), "first": start}

@@ -38,7 +38,7 @@ class Workspace:
     """Reusable memory for ids, for loops that bind many requests.
 
     Fresh memory costs more than computing the ids, because the system maps every page anew. Specs that were bound with
-    a workspace are valid until the next ``bind`` with it. One thread at a time may use a workspace.
+    a workspace are valid until the next ``bind`` with it. Threads must not share one: each has its own.
 
     >>> from kvplan import Blocks, Model, Workspace, plan_reads
     >>> (decode,), (prefill,) = (Model.shipped("qwen2.5-1.5b").engine(name, num_blocks=9) for name in "dp")

@@ -61,7 +61,7 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
 
 @attrs.frozen(eq=False, repr=False)
 class MeshPlan:
-    """The plans of all workers of one engine with all workers of another."""
+    """The plans of all workers of one engine with all workers of another. Threads may share it."""
 
     plans: tuple[TransferPlan, ...]
 
@@ -89,13 +89,13 @@ def plan_mesh(
 ) -> MeshPlan:
     """The plans of two whole engines: the reads of every destination worker, or the writes of every source worker.
 
-    Raises what :func:`kvplan.plan_reads` does.
+    Raises what :func:`kvplan.plan_reads` does, and ``NAME`` for a name in ``not_transferred`` that no worker has.
     """
     if operation not in OPERATIONS:
         raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
     needy = checked_workers("destinations", destinations)
-    holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
-    sharing = checked_replicas(replicas)
+    holders = checked_workers("sources", sources, *needy)
+    skipped, sharing = checked_names(not_transferred, *needy, *holders), checked_replicas(replicas)
     reads, known = operation == "READ", Planned()
     near, far = (needy, holders) if reads else (holders, needy)
     idle = {worker.key: idle_pair(worker) for worker in far}

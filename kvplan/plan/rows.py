@@ -34,6 +34,9 @@ Descriptors = npt.NDArray[np.uint64]
 MAX_SLOTS: Final = 1 << 23
 """The most runs of one token, times the slots of a block, that one side of a pair may have."""
 
+NUMBERED_END: Final = 1 << 62
+"""The rows of one side have fewer descriptors than this, so that no sum of ids wraps."""
+
 MAX_IDS_PER_USED: Final = 16
 """A row with more ids than this for each usable one is split by offset, so that 31 bits last for large pools."""
 
@@ -194,7 +197,16 @@ def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Int
         side_rows, side_ids = assign_rows([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
-    dtype = np.int32 if max(side_rows[:, 4].sum() for side_rows in rows) <= ID_END else np.int64
+    most = max(float(side_rows[:, 4].sum(dtype=float)) for side_rows in rows)  # exact enough: sums of int64 may wrap
+    if most >= NUMBERED_END:
+        raise KVPlanError(
+            "INT",
+            "number the descriptors of a pair of workers",
+            expected=f"fewer than {NUMBERED_END} in all rows",
+            got=f"about {most:.3g}",
+            hint="a smaller pool, or fewer tensors per plan, has fewer ids",
+        )
+    dtype = np.int32 if most <= ID_END else np.int64
     every = list(zip(*ids, strict=True))
     slot_ids, made = iter(every[len(found) :]), []
     for each, run_ids in zip(found, every, strict=False):

@@ -53,7 +53,8 @@ class ReadSpec:
 
     ``operation`` is ``READ`` (from remote to local) or ``WRITE``. ``local`` and ``remote`` are (engine id, rank). The
     n-th local id and the n-th remote id, each in its table, are one copy. ``shapes`` optionally lists the (runs,
-    occurrences) of consecutive parts of the ids; :meth:`descriptors` is faster with it.
+    occurrences) of consecutive parts of the ids; :meth:`descriptors` is faster with it. Threads may share a spec that
+    was bound without a workspace.
     """
 
     operation: str
@@ -108,6 +109,9 @@ class ReadSpec:
         local, remote = (
             table.descriptors(place, length, row, run) for table, place, row in zip(tables, places, rows, strict=True)
         )
+        if (local[1:, 0] < local[:-1, 0]).any():  # regions that are not listed in order of address
+            order = np.argsort(local[:, 0], kind="stable")
+            local, remote = read_only(local[order]), read_only(remote[order])
         return local, remote
 
     def _strands(self) -> Iterator[tuple[Sum, Sum]]:

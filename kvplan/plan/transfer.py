@@ -17,6 +17,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, read_only
 from kvplan._checks import integer, members, wrong_type
+from kvplan._text import shown
 from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -40,7 +41,10 @@ NO_RANGE: Final = "no token range given: every position in the destination's blo
 
 @attrs.frozen(eq=False, repr=False)
 class TransferPlan:
-    """All that a local worker reads from (``READ``) or writes to (``WRITE``) its remote workers, for any request."""
+    """All that a local worker reads from (``READ``) or writes to (``WRITE``) its remote workers, for any request.
+
+    A plan never changes: threads may share it and bind at once.
+    """
 
     operation: str
     local: Worker
@@ -61,7 +65,8 @@ class TransferPlan:
 
         ``local`` and ``remote`` are block tables by group name. ``tokens`` is one range of positions for all token
         groups, or a range for each local group by name; the range of a state group counts states. A group without a
-        range moves every position in the destination's blocks. A ``workspace`` provides the memory for the ids.
+        range moves every position in the destination's blocks. A ``workspace`` provides the memory for the ids; each
+        thread needs its own.
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``, or ``RANGE`` for over 2**28 ids with one worker.
         """
@@ -223,10 +228,21 @@ def checked_replicas(value: int) -> int:
     return integer(value, "replicas", low=1, high=MAX_REPLICAS)
 
 
-def checked_names(values: Iterable[str]) -> tuple[str, ...]:
+def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:
+    """The names of tensors that are not transferred; each must be known to some of ``workers``, if any are given."""
     if isinstance(values, str):
         raise wrong_type("not_transferred", "a sequence of names", values)
-    return members(str, values, "not_transferred")
+    names = members(str, values, "not_transferred")
+    for name in names if workers else ():
+        if not any(name in worker.tensors for worker in workers):
+            raise KVPlanError(
+                "NAME",
+                "leave out a tensor",
+                expected="the name of a tensor of some worker in not_transferred",
+                got=shown(name),
+                name=name,
+            )
+    return names
 
 
 def plan_reads(

@@ -129,10 +129,10 @@ def _check_form(pair: PairTables, groups: Any) -> None:
         if len(runs.blocks) != 2:
             raise _malformed(pair, "blocks", runs.blocks)
         for listed in runs.blocks:
-            # One start adds nothing to an id: bind takes a sub of one number for that of one occurrence.
+            # A series of one start has no sub: bind would take it for that of one occurrence.
             size = runs.starts.size
-            more = listed.sub is None or (size > 1 and _is_ints(listed.sub, size))
-            if not more or not _is_ints(listed.ordinal, size):
+            sub = listed.sub is None or (size > 1 and _is_ints(listed.sub, size))
+            if not sub or not _is_ints(listed.ordinal, size) or not _is_count(listed.num_blocks, 1):
                 raise _malformed(pair, "blocks", listed)
     for one in groups.tokens:
         if len(one.sub) != 2 or not all(map(_is_ints, one.sub, map(slots_of, both))):

@@ -126,7 +126,7 @@ def test_states_pair_by_the_positions_at_which_they_were_kept():
     """Of the checkpoints of both sides, those move that the destination lists; in whole, whatever the range."""
     plan = plan_reads(states("d", 10), [states("p", 20)])
     ours, theirs = Blocks([3, 8], ordinals=[4096, 1024]), Blocks([11, 12, 13], ordinals=[1024, 2048, 4096])
-    for tokens in (None, (0, 3000)):
+    for tokens in (None, (0, 3000)):  # a range for all token groups is none for states
         (spec,) = plan.bind(local={"ssm": ours}, remote={"ssm": theirs}, tokens=tokens)
         assert spec.local_ids.tolist() == [8, 3]
         assert spec.remote_ids.tolist() == [11, 13]
@@ -156,3 +156,30 @@ def test_ordinals_far_apart_cost_what_their_number_costs():
     tables = {"ssm": Blocks([3, 8], ordinals=[0, far])}, {"ssm": Blocks([1, 2], ordinals=[0, far])}
     (spec,) = plan.bind(local=tables[0], remote=tables[1])
     assert np.array_equal([spec.local_ids, spec.remote_ids], [[3, 8], [1, 2]])
+
+
+@pytest.mark.parametrize("listed", [[], [0], [0, 1]])
+def test_ordinals_that_end_before_the_range_are_refused(listed):
+    """A range that goes beyond the last ordinal would move in part: it is refused, as it is without ordinals."""
+    (mine,), (other,) = engine("d"), engine("p")
+    plan, theirs = plan_reads(mine, [other]), Blocks([4, 5, 6])
+    with pytest.raises(KVPlanError, match=r"BLOCKS: cannot bind local group 'attn': expected blocks \[0, 3\)"):
+        moved(plan, Blocks(range(len(listed)), ordinals=listed), theirs, (0, 12))
+    assert moved(plan, Blocks([7], ordinals=[2]), theirs, (0, 12)).local_ids.size  # what a window has passed
+
+
+@pytest.mark.parametrize("values", [np.ma.array([1, 2], mask=[False, True]), [True, 2], (1, False), np.ones(2, bool)])
+def test_entries_that_are_no_ids_are_refused(values):
+    """A masked entry, or a bool among integers, is no block id."""
+    with pytest.raises(KVPlanError, match="TYPE: cannot read a block table: expected a flat sequence of integers"):
+        Blocks(values)
+
+
+def test_tensors_that_are_no_numbers_in_host_memory_are_refused():
+    """Tensors of torch that numpy cannot read end in a TYPE error, not in the framework's own."""
+    torch = pytest.importorskip("torch")
+    indices = torch.ones(3).to_sparse()
+    for values in (torch.empty(2, dtype=torch.int64, device="meta"), indices, torch.ones(2, dtype=torch.bfloat16)):
+        with pytest.raises(KVPlanError, match="TYPE: cannot read a block table: expected a flat sequence of integers"):
+            Blocks(values)
+    assert Blocks(torch.tensor([3, 1])).ids.tolist() == [3, 1]

@@ -1,6 +1,7 @@
 """Bind (B)."""
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -404,7 +405,7 @@ def test_b4_a_block_of_two_groups_that_share_bytes(side):
     """B4: in a pool that groups share, a block id belongs to one group at a time; null entries are no blocks."""
     plan = plan_reads(pool_of_two_groups("d"), [pool_of_two_groups("p")])
     right = {"full": Blocks([1, 2]), "window": Blocks([0, 3], null=0)}
-    request = {"local": right, "remote": right, "tokens": (4, 8)}
+    request: dict[str, Any] = {"local": right, "remote": right, "tokens": (4, 8)}
     assert len(plan.bind(**request)[0].local_ids) == 2
     for wrong in (
         {"full": Blocks([1, 3]), "window": Blocks([0, 3], null=0)},
@@ -422,3 +423,27 @@ def test_b4_groups_that_lie_side_by_side_may_have_one_block():
     workers = [pool_of_two_groups(name, (128, 128), (0, 64)) for name in "dp"]
     tables = {"full": Blocks([1]), "window": Blocks([1])}
     assert plan_reads(workers[0], workers[1:]).bind(local=tables, remote=tables)[0].num_bytes == 128
+
+
+def test_threads_may_share_plan_and_tables_and_have_a_workspace_each():
+    """A plan that is bound first, and at once, by eight threads gives each the ids of its own requests."""
+    plan = plan_reads(engine("d", tokens=6, blocks=400)[0], engine("p", tp=2, tokens=4, blocks=400))
+    shared = Blocks(range(200))
+    alone = pickle.loads(pickle.dumps(plan))
+
+    def request(number):
+        start = number % 37
+        return {"local": {"attn": shared}, "remote": {"attn": Blocks(range(300))}, "tokens": (start, start + 900)}
+
+    def ids(specs):
+        return [
+            (spec.local_ids.tobytes(), spec.remote_ids.tobytes(), spec.descriptors()[0].tobytes()) for spec in specs
+        ]
+
+    def work(thread):
+        workspace = Workspace()
+        return [ids(plan.bind(**request(thread * 25 + i), workspace=workspace)) for i in range(25)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(work, range(8)))
+    assert found == [[ids(alone.bind(**request(thread * 25 + i))) for i in range(25)] for thread in range(8)]

@@ -148,3 +148,9 @@ def test_without_sources_everything_is_missing():
     with pytest.raises(KVPlanError, match=r"TENSOR: .* got layers.0 and 1 like it: all of it"):
         plan_mesh(engine("d"), [])
     assert plan_mesh(engine("d"), [], not_transferred=["layers.0", "layers.1"]).plans[0].pairs == ()
+
+
+def test_a_name_that_no_worker_has_is_no_tensor_to_leave_out():
+    """A misspelt name in not_transferred would leave nothing out."""
+    with pytest.raises(KVPlanError, match=r"NAME: cannot leave out a tensor: .* got 'layer.0'"):
+        plan_mesh(engine("d"), engine("p"), not_transferred=["layer.0"])

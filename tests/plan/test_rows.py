@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Group, KVPlanError, Model, plan_reads
+from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker, plan_reads
 from kvplan.plan.rows import _run_ids, assign_rows
 from kvplan.plan.runs import GroupRuns, Runs
 from tests.small import HEAD_BYTES, engine
@@ -250,3 +250,22 @@ def test_t3_starts_of_unequally_many_runs_are_series_of_their_own():
         ([0], [0, 10]),
         ([2], [1, 11, 21]),
     ]
+
+
+def test_more_ids_than_64_bits_hold_are_refused():
+    """INT: eight rows of nearly 2**63 descriptors each have ids whose sums would wrap."""
+    axes = (Axis("token", 0, 1 << 20, 1 << 20, 1),)
+    mine, other = (
+        Worker(
+            name,
+            0,
+            [Region(f"r{i}", 0, (1 << 63) - 1, device_id=i) for i in range(8)],
+            [Group("g", 1 << 20)],
+            [View(f"t{i}", "g", f"r{i}", "uint8", axes, (1 << 40) - 1, 1 << 23) for i in range(8)],
+        )
+        for name in "dp"
+    )
+    with pytest.raises(
+        KVPlanError, match="INT: cannot number the descriptors of a pair of workers: expected fewer than"
+    ):
+        plan_reads(mine, [other])

@@ -1,5 +1,7 @@
 """Read specs: descriptors of ids, however these came about."""
 
+from typing import Any
+
 import attrs
 import numpy as np
 import pytest
@@ -129,3 +131,14 @@ def test_a_spec_says_which_way_bytes_go():
     (spec,) = specs("heads of a page")
     assert repr(spec) == f"<ReadSpec d/1 <- p/0: {spec.local_ids.size} ids>"
     assert repr(attrs.evolve(spec, operation="WRITE")) == f"<ReadSpec d/1 -> p/0: {spec.local_ids.size} ids>"
+
+
+def test_descriptors_are_in_order_of_local_address():
+    """Regions that a worker lists from high to low addresses give descriptors from low to high."""
+    (mine,), (other,) = engine("d"), engine("p")
+    turned = attrs.evolve(mine, regions=mine.regions[::-1])
+    plans = [plan_reads(local, [other]) for local in (mine, turned)]
+    tables: Any = {"local": {"attn": Blocks([3, 1])}, "remote": {"attn": Blocks([2, 5])}, "tokens": (0, 7)}
+    ours, theirs = ([side.tolist() for side in plan.bind(**tables)[0].descriptors()] for plan in plans)
+    assert ours[0] == theirs[0] == sorted(ours[0])
+    assert ours == theirs

@@ -232,6 +232,12 @@ def test_malformed_copies_are_refused(copies: Any, code: str, text: str) -> None
     assert text in str(error)
 
 
+def test_a_connector_that_returns_nothing_is_refused() -> None:
+    """None is no copies: in verify it means those of the plan, which would always be right."""
+    with pytest.raises(KVPlanError, match="TYPE: cannot read copies: expected a mapping of pairs of workers"):
+        assert_copies(DECODE, PREFILL, None, **REQUEST)  # type: ignore[arg-type]
+
+
 def test_malformed_requests_are_refused() -> None:
     """Requests that plans refuse are refused."""
     assert refused(copies_of(), tokens=(0, 99)).code == "BLOCKS"

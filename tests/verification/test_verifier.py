@@ -22,6 +22,7 @@ from kvplan import (
     plan_reads,
     plan_writes,
     verify,
+    verify_together,
 )
 from kvplan.verification import Report, Tail
 from tests import edits
@@ -221,6 +222,21 @@ def test_two_destinations_of_one_name_are_refused() -> None:
     with pytest.raises(KVPlanError) as caught:
         verify([reads(), other], **REQUEST)
     assert caught.value.code == "WORKER"
+
+
+def test_block_tables_of_two_groups_that_share_memory_are_found() -> None:
+    """If attention and states share a pool and list the same block in two parts, no transfer can make both right."""
+    model = Model.shipped("granite-4.0-h-tiny")
+    destinations, sources = model.engine("d", shared=True, num_blocks=9), model.engine("s", num_blocks=9)
+    mesh, none = plan_mesh(destinations, sources), Blocks([])
+    parts = {"attn": Blocks([1, 2, 3, 4]), "state": none}, {"attn": none, "state": Blocks([1])}
+    spans = {"attn": (0, 50)}, {"attn": (0, 0)}
+    both = [
+        (mesh, {"local": tables, "remote": tables, "tokens": span}) for tables, span in zip(parts, spans, strict=True)
+    ]
+    report = verify_together(both)
+    assert re.search(r": [1-9]\d+ bytes needed by two groups, whose blocks share memory", str(report))
+    assert set(codes(report)) == {"VALUE", "DISJOINT"}
 
 
 def test_a_region_too_large_to_map_is_an_error() -> None:
