@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kvplan._arrays import Ints, distinct, heads, listed, numbered, read_only
 from kvplan._checks import ID_END, at_most
 from kvplan.describe.views import Group, Region
+from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 
