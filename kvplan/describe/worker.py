@@ -209,25 +209,18 @@ class Worker:
         Views in blocks of different strides are not compared.
         """
         joined = self._joined_regions()
-        pools: dict[tuple[str, int], list[int]] = {}
-        for i, view in enumerate(self.views):
-            pools.setdefault((joined[view.region][0], view.block_stride_bytes), []).append(i)
         apart = {region: distance for region, (_, distance) in joined.items()}
-        found: dict[tuple[str, str], bool] = {}
-        seen: set[tuple[int, int, int]] = set()
+        # Views by what they may share, and by group; views of one group share no byte, rule V4.
+        pools: dict[tuple[str, int], dict[str, list[View]]] = {}
+        for view in self.views:
+            pool = pools.setdefault((joined[view.region][0], view.block_stride_bytes), {})
+            pool.setdefault(view.group, []).append(view)
+        found: dict[tuple[str, str], None] = {}
         for pool in pools.values():
-            if len({self.views[i].group for i in pool}) == 1:
-                continue
-            for i, j in itertools.combinations(pool, 2):
-                one, other = self.views[i], self.views[j]
-                start, end = (view.offset_bytes + apart[view.region] for view in (one, other))
-                alike = self.geometry_of[i], self.geometry_of[j], end - start
-                pair = min(one.group, other.group), max(one.group, other.group)
-                if one.group != other.group and pair not in found and alike not in seen:
-                    seen.add(alike)
-                    blocks = [attrs.evolve(view, num_blocks=1) for view in (one, other)]
-                    if next(overlaps(blocks, apart=apart), None):
-                        found[pair] = True
+            for (one, ours), (other, theirs) in itertools.combinations(sorted(pool.items()), 2):
+                if (one, other) not in found:
+                    blocks = [attrs.evolve(view, num_blocks=1) for view in (*ours, *theirs)]
+                    found.update({(one, other): None} if next(overlaps(blocks, apart=apart), None) else {})
         return tuple(found)
 
     @cached_property
