@@ -1,89 +1,92 @@
 """Model families: for each ``model_type`` of a config.json, which layers cache what.
 
-:data:`FAMILIES` is the table to add a family to. An entry says which function reads the cache of each kind of layer,
-which rule gives the kind of each layer if the file has no list of them, and which defaults the file's keys have. The
-readers of caches and the rules are the functions above the table.
+One rule reads most families: K and V of each head (or a latent for all heads, if the family has ``kv_lora_rank``) of
+every layer, in a window if the family has ``sliding_window``; ``layer_types`` says which layers slide, have a state, or
+cache nothing. families.json lists the keys that each family reads, with the defaults of its class in transformers 5.23.
+:data:`SPECIAL` adds what is particular to a family: which rule gives the kind of each layer if the file has no list of
+them (``configuration_*.py``), the state of its recurrent layers, and keys that are computed from others
+(``modeling_*.py``). :data:`REFUSED` says why kvplan doesn't read the others.
 
-Defaults and rules are those of transformers 5.23 (``configuration_*.py`` of each family, and ``modeling_*.py`` for
-sizes that no key states): ``num_key_value_heads: null`` means ``num_attention_heads``, ``head_dim: null`` means
-``hidden_size // num_attention_heads``. Keys that every published file states (``num_hidden_layers``) have no default: a
-guess would plan the cache of another model.
+``num_key_value_heads: null`` means ``num_attention_heads``, ``head_dim: null`` means
+``hidden_size // num_attention_heads``. Sizes that every published file states (``num_hidden_layers``) have no default:
+a guess would plan the cache of another model.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
+from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
-import attrs
-
-from kvplan.models.config import BOTH, MAX_LAYERS, NONE, Config, Family, Keys, LayerRule, count, dtype, key_of, unusable
-from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, attention, delta, latent, mamba1, mamba2, sparse_latent
+from kvplan.models.config import (
+    BOTH,
+    HIDDEN,
+    MAX_LAYERS,
+    NONE,
+    NUM_HEADS,
+    NUM_LAYERS,
+    Config,
+    Family,
+    Keys,
+    LayerRule,
+    count,
+    dtype,
+    key_of,
+    unusable,
+)
+from kvplan.models.tensors import (
+    FULL,
+    SLIDING,
+    STATE,
+    Layer,
+    attention,
+    convolution,
+    delta,
+    latent,
+    lightning,
+    mamba1,
+    mamba2,
+    sparse_latent,
+)
 
 # What a layer caches
 
 
 def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
-    """K and V of each head."""
-    given = config.get("num_key_value_heads")
-    heads = count(config, "num_key_value_heads" if given is not None else "num_attention_heads")
-    query_heads = count(config, "num_attention_heads", heads)
+    """K and V of each head. V has ``v_head_dim`` elements, if the family has that key."""
+    query_heads = config.get(key_of(config, NUM_HEADS))
+    given = key_of(config, ("num_key_value_heads", "num_attention_groups", "multi_query_group_num"))
+    heads = count(config, given if config.get(given) is not None else NUM_HEADS)
+    query_heads = count(config, NUM_HEADS, heads)
     if query_heads % heads:
-        raise unusable("num_key_value_heads", f"a divisor of num_attention_heads {query_heads}", heads)
-    if config.get("head_dim") is not None:
-        return attention(heads, count(config, "head_dim"), group, window)
-    dim, rest = divmod(count(config, "hidden_size"), count(config, "num_attention_heads"))
-    if rest or not dim:
-        raise unusable("hidden_size", f"a multiple of num_attention_heads {query_heads}", config["hidden_size"])
-    return attention(heads, dim, group, window)
+        raise unusable(given, f"a divisor of num_attention_heads {query_heads}", heads)
+    stated = key_of(config, ("attention_head_dim", "head_dim", "kv_channels"))
+    if config.get(stated) is not None:
+        dim = count(config, stated)
+    else:
+        dim, rest = divmod(count(config, HIDDEN), count(config, NUM_HEADS))
+        if rest or not dim:
+            expected = f"a multiple of num_attention_heads {query_heads}"
+            raise unusable(key_of(config, HIDDEN), expected, config[key_of(config, HIDDEN)])
+    return attention(heads, dim, group, window, count(config, "v_head_dim", dim) if config.get("v_head_dim") else dim)
 
 
-def kv_heads_in_window(config: Config) -> Layer:
-    """K and V of each head, of a layer that attends to the last ``sliding_window`` tokens."""
-    window = count(config, "sliding_window") if config.get("sliding_window") is not None else None
-    return kv_heads(config, SLIDING, window)
+def mla(config: Config, group: str = FULL, window: int | None = None) -> Layer:
+    """One latent for all heads, or K and V of each head if ``kv_lora_rank`` is null."""
+    if "kv_lora_rank" in config and config["kv_lora_rank"] is None:
+        return kv_heads(config, group, window)
+    return latent(count(config, "kv_lora_rank"), count(config, "qk_rope_head_dim"), group, window)
 
 
-def gemma4_full(config: Config) -> Layer:
-    """Full layers have their own head size, and their own number of KV heads only if K equals V."""
-    of_full = {**config, "head_dim": config["global_head_dim"]}
-    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
-        of_full["num_key_value_heads"] = config["num_global_key_value_heads"]
-    stated = config.get("per_layer_config")
-    if stated is not None:  # newer files state the exceptions of each full layer
-        values = list(stated.values()) if isinstance(stated, Mapping) else []
-        if not values or not isinstance(values[0], Mapping) or any(value != values[0] for value in values):
-            raise unusable("per_layer_config", "a mapping of equal mappings, one for each full layer", stated)
-        of_full = {**config, **values[0]}
-    return kv_heads(of_full)
-
-
-def nemotron_heads(config: Config) -> Layer:
-    """Older files call the head size ``attention_head_dim``."""
-    return kv_heads({**config, "head_dim": config.get(key_of(config, ("attention_head_dim", "head_dim")))})
-
-
-def mla(config: Config) -> Layer:
-    """One latent for all heads."""
-    return latent(count(config, "kv_lora_rank"), count(config, "qk_rope_head_dim"))
-
-
-def sparse_mla(config: Config) -> Layer:
-    """A latent and the keys of an indexer."""
+def sparse_mla(config: Config, group: str = FULL, window: int | None = None) -> Layer:
+    """A latent and the keys of an indexer, unless the layer slides or uses those of another layer."""
+    if group == SLIDING or config.get("use_dsa") is False:
+        return mla(config, group, window)
     rank, rope = count(config, "kv_lora_rank"), count(config, "qk_rope_head_dim")
-    return sparse_latent(rank, rope, count(config, "index_head_dim"))
-
-
-def no_cache(config: Config) -> Layer:
-    """Nothing."""
-    return ()
-
-
-def heads_and_state(config: Config) -> Layer:
-    """K and V of each head, and a state."""
-    return (*kv_heads(config), *granite_state(config))
+    return sparse_latent(rank, rope, count(config, "index_head_dim"))[: 1 if config.get("shares_index") else None]
 
 
 def mamba1_state(config: Config, *, channels: str | None, expand: str, state: str, conv: str) -> Layer:
@@ -101,21 +104,22 @@ def mamba2_state(config: Config, *, heads: str, dim: str, groups: Keys, state: s
     return mamba2(num_heads, width, num_groups, count(config, state), steps, *_dtypes(config))
 
 
-def granite_state(config: Config) -> Layer:
+def granite_state(config: Config, heads: str = "mamba_n_heads", groups: str = "mamba_n_groups") -> Layer:
     """The state of a Mamba-2 layer whose file states how wide all heads are together, and maybe how wide each is."""
-    channels, heads = _channels(config, "mamba_d_ssm", "mamba_expand"), count(config, "mamba_n_heads")
+    channels, num_heads = _channels(config, "mamba_d_ssm", "mamba_expand"), count(config, heads)
     stated = config.get("mamba_d_head") not in (None, "auto")
-    dim = count(config, "mamba_d_head") if stated else channels // heads
-    if dim * heads != channels:
-        raise unusable("mamba_n_heads", f"heads that make up the {channels} channels", heads)
+    dim = count(config, "mamba_d_head") if stated else channels // num_heads
+    if dim * num_heads != channels:
+        raise unusable(heads, f"heads that make up the {channels} channels", num_heads)
+    given = {**config, "mamba_d_head": dim}
     return mamba2_state(
-        {**config, "mamba_d_head": dim},
-        heads="mamba_n_heads",
-        dim="mamba_d_head",
-        groups="mamba_n_groups",
-        state="mamba_d_state",
-        conv="mamba_d_conv",
+        given, heads=heads, dim="mamba_d_head", groups=groups, state="mamba_d_state", conv="mamba_d_conv"
     )
+
+
+def zamba_state(config: Config) -> Layer:
+    """The state of a Mamba layer of Zamba: its channels belong to ``n_mamba_heads`` heads."""
+    return mamba1_state(config, channels=None, expand="mamba_expand", state="mamba_d_state", conv="mamba_d_conv")
 
 
 def delta_state(config: Config) -> Layer:
@@ -130,21 +134,25 @@ def delta_state(config: Config) -> Layer:
 
 def kimi_state(config: Config) -> Layer:
     """The state of Kimi delta attention."""
-    given = {
-        **config,
-        "num_heads": config["linear_num_heads"],
-        "head_dim": config["linear_head_dim"],
-        "short_conv_kernel_size": config["linear_conv_kernel_dim"],
-        **_linear(config),
-    }
-    heads, dim = count(given, "num_heads"), count(given, "head_dim")
-    return delta(heads, dim, heads, dim, _steps(given, "short_conv_kernel_size"), *_dtypes(config))
+    heads, dim = count(config, "linear_num_heads"), count(config, "linear_head_dim")
+    return delta(heads, dim, heads, dim, _steps(config, "linear_conv_kernel_dim"), *_dtypes(config))
+
+
+def lightning_state(config: Config) -> Layer:
+    """The state of a lightning attention layer: a matrix for each query head."""
+    axes = dict(kv_heads({**config, "num_key_value_heads": None})[0].axes)
+    return lightning(axes["head"], axes["dim"], _dtypes(config)[1])
+
+
+def short_conv(config: Config) -> Layer:
+    """The last inputs of a short convolution over the model's width."""
+    return convolution(count(config, HIDDEN), _steps(config, "conv_L_cache"), _dtypes(config)[0])
 
 
 def _channels(config: Config, stated: str | None, expand: str) -> int:
     if stated is not None and config.get(stated) is not None:
         return count(config, stated)
-    return count(config, expand) * count(config, "hidden_size")
+    return count(config, expand) * count(config, HIDDEN)
 
 
 def _steps(config: Config, keys: Keys) -> int:
@@ -157,6 +165,114 @@ def _dtypes(config: Config) -> tuple[str, str]:
     return dtype(config, "bfloat16"), dtype(config, "float32", ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
 
 
+# Keys that are computed from others
+
+
+def query_width(config: Config) -> Config:
+    """The attention of Zamba reads the layer's input beside the embeddings, so its heads are twice as wide."""
+    dim = 2 * count(config, HIDDEN) // count(config, NUM_HEADS)
+    return {} if config.get("attention_head_dim") is not None else {"attention_head_dim": dim}
+
+
+def falcon_heads(config: Config) -> Config:
+    """One KV head (``multi_query``), unless a new file states how many (FalconConfig, GPTBigCodeConfig)."""
+    grouped = config.get("new_decoder_architecture")
+    stated = config.get("num_kv_heads") if grouped or not config["multi_query"] else 1
+    return {"num_key_value_heads": stated}
+
+
+def chatglm_heads(config: Config) -> Config:
+    """``multi_query_group_num`` counts only with ``multi_query_attention`` (vllm/model_executor/models/chatglm.py)."""
+    return {} if config["multi_query_attention"] else {"multi_query_group_num": count(config, NUM_HEADS)}
+
+
+def nested_heads(config: Config) -> Config:
+    """``attn_config`` states the KV heads (DbrxConfig)."""
+    given = config.get("attn_config") or {"kv_n_heads": 1}
+    if not isinstance(given, Mapping):
+        raise unusable("attn_config", "a mapping", given)
+    return {"num_key_value_heads": given.get("kv_n_heads", 1)}
+
+
+def global_heads(config: Config) -> Config:
+    """Full layers of Gemma 4 have a head size of their own, and their own number of KV heads if K equals V."""
+    if config.get("per_layer_config") is not None:  # newer files state them
+        return {}
+    of_full = {"head_dim": config["global_head_dim"]}
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
+        of_full["num_key_value_heads"] = config["num_global_key_value_heads"]
+    return {f"full_{key}": value for key, value in of_full.items()}
+
+
+def kimi_keys(config: Config) -> Config:
+    """``linear_attn_config`` states the sizes of linear layers (KimiLinearConfig)."""
+    names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
+    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    return {names[key]: value for key, value in _linear(config).items() if key in names}
+
+
+def bailing_keys(config: Config) -> Config:
+    """Linear layers have the query heads (BailingHybridConfig)."""
+    sources = {
+        "linear_num_heads": "num_attention_heads",
+        "linear_head_dim": "head_dim",
+        "linear_conv_kernel_dim": "short_conv_kernel_size",
+    }
+    return {key: config.get(source) for key, source in sources.items() if config.get(key) is None}
+
+
+def olmo_keys(config: Config) -> Config:
+    """What a file leaves out follows from the heads and the width (OlmoHybridConfig)."""
+    heads, hidden = count(config, NUM_HEADS), count(config, HIDDEN)
+    given = {key: config.get(f"linear_num_{key}_heads") or heads for key in ("key", "value")}
+    dim = config.get("linear_key_head_dim") or int(0.75 * hidden / given["key"])
+    return {
+        "linear_num_key_heads": given["key"],
+        "linear_num_value_heads": given["value"],
+        "linear_key_head_dim": dim,
+        "linear_value_head_dim": config.get("linear_value_head_dim") or 2 * dim,
+    }
+
+
+def two_in_each(config: Config) -> Config:
+    """Each of ``num_layers`` layers attends twice (LongcatFlashConfig)."""
+    return {"num_hidden_layers": 2 * count(config, "num_layers", high=MAX_LAYERS)}
+
+
+def chunks(config: Config) -> Config:
+    """A layer that attends within a chunk slides no further back than one chunk (Llama4TextConfig)."""
+    return {"sliding_window": config.get("attention_chunk_size")}
+
+
+def half_window(config: Config) -> Config:
+    """``local_attention`` counts both directions of the encoder of the same name (ModernBertDecoderConfig)."""
+    return {"sliding_window": count(config, "local_attention") // 2}
+
+
+def sliding_heads(config: Config) -> Config:
+    """Files of MiMo-V2 state the heads of sliding layers; transformers doubles those of the others."""
+    window = config.get("sliding_window_size")
+    keys = {
+        "swa_num_key_value_heads": config.get("swa_num_key_value_heads") or 2 * count(config, "num_key_value_heads")
+    }
+    return keys if window is None else {**keys, "sliding_window": window + 1}
+
+
+def shared_indexers(config: Config) -> Config:
+    """Some layers use the indexer of an earlier one: as listed, by a letter for each layer, or all but one of a period.
+
+    (``index_topk_freq`` of vllm/model_executor/models/deepseek_v2.py, 0.33)
+    """
+    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    if types is None:
+        period, offset = count(config, "index_topk_freq"), count(config, "index_skip_topk_offset", low=0)
+        types = ["S" if max(i - offset + 1, 0) % period else "F" for i in range(_num_layers(config))]
+    if not isinstance(types, list | tuple | str) or {*map(str, types)} - {"full", "shared", "F", "S"}:
+        raise unusable("indexer_types", "full or shared for each layer", types)
+    shared = {i: {"shares_index": True} for i, kind in enumerate(types) if kind in ("shared", "S")}
+    return {"per_layer_config": shared} if shared else {}
+
+
 # Of which kind each layer is
 
 
@@ -165,11 +281,18 @@ def all_of(kind: str) -> LayerRule:
     return lambda config: [kind] * _num_layers(config)
 
 
-all_full: Final = all_of(FULL)
+def all_slide(config: Config) -> list[str]:
+    """All layers slide if the file has a window in use, else none (``get_layer_types_and_kwargs``)."""
+    in_use = bool(config.get("use_sliding_window", True)) and config.get("sliding_window") is not None
+    return [SLIDING if in_use else FULL] * _num_layers(config)
 
 
-def all_but_each(kind: str, every: str | int, offset: str | None = None) -> LayerRule:
+def all_but_each(
+    kind: str, every: str | int, offset: str | int | None = None, first: int = 0, last: str | None = None
+) -> LayerRule:
     """All layers are of one kind, except that one of ``every`` attends to all positions: at ``offset``, or the last.
+
+    The ``first`` layers attend to all positions too. ``last`` is the kind of the last layer, if it has its own.
 
     >>> all_but_each(SLIDING, "sliding_window_pattern")({"num_hidden_layers": 4, "sliding_window_pattern": 3})
     ['swa', 'swa', 'attn', 'swa']
@@ -177,22 +300,36 @@ def all_but_each(kind: str, every: str | int, offset: str | None = None) -> Laye
 
     def rule(config: Config) -> list[str]:
         period = every if isinstance(every, int) else count(config, every)
-        full = period - 1 if offset is None else count(config, offset, low=0, high=period)
-        return [FULL if layer % period == full else kind for layer in range(_num_layers(config))]
+        full = offset if isinstance(offset, int) else period - 1
+        full = count(config, offset, low=0, high=period) if isinstance(offset, str) else full
+        layers = range(_num_layers(config))
+        kinds = [FULL if layer < first or layer % period == full else kind for layer in layers]
+        return kinds if last is None else [*kinds[:-1], last]
 
     return rule
 
 
-def all_slide(config: Config) -> list[str]:
-    """All layers slide if the file has a window in use, else none (MistralConfig, Qwen3MoeConfig)."""
-    in_use = bool(config.get("use_sliding_window", True)) and config.get("sliding_window") is not None
-    return [SLIDING if in_use else FULL] * _num_layers(config)
+def listed(key: str, absent: str, kind: str = FULL) -> LayerRule:
+    """The layers whose numbers are under ``key`` are of a kind that attends, the others have a state.
+
+    Without such a list, all layers are of the kind ``absent``.
+    """
+
+    def rule(config: Config) -> list[str]:
+        layers, numbers = range(_num_layers(config)), config.get(key)
+        if numbers is None:
+            return [absent for _ in layers]
+        if not isinstance(numbers, list | tuple) or not {*map(str, numbers)} <= {*map(str, layers)}:
+            raise unusable(key, f"layers of 0 to {len(layers) - 1}", numbers)
+        return [kind if layer in numbers else STATE for layer in layers]
+
+    return rule
 
 
 def upper_slide(config: Config) -> list[str]:
     """Layers from ``max_window_layers`` on slide, if sliding is in use (Qwen2Config)."""
     layers = range(_num_layers(config))
-    if not config["use_sliding_window"] or config["sliding_window"] is None:
+    if not config.get("use_sliding_window", True) or config.get("sliding_window") is None:
         return [FULL for _ in layers]
     first = count(config, "max_window_layers", low=0)
     return [SLIDING if layer >= first else FULL for layer in layers]
@@ -238,167 +375,260 @@ def _linear(config: Config) -> Config:
     return given or {}
 
 
+def by_flags(key: str, kinds: Mapping[int, str], otherwise: LayerRule | None = None) -> LayerRule:
+    """A number for each layer under ``key``; another rule for files that lack it.
+
+    >>> by_flags("attn_type_list", {0: STATE, 1: FULL})({"num_hidden_layers": 2, "attn_type_list": [0, 1]})
+    ['state', 'attn']
+    """
+
+    def rule(config: Config) -> list[str]:
+        layers, flags = _num_layers(config), config.get(key)
+        if not flags and otherwise is not None:
+            return otherwise(config)
+        if not isinstance(flags, list | tuple) or len(flags) != layers or not {*map(str, flags)} <= {*map(str, kinds)}:
+            raise unusable(key, f"{layers} of {', '.join(map(str, kinds))}", flags)
+        return [kinds[flag] for flag in flags]
+
+    return rule
+
+
+def repeated(config: Config) -> list[str]:
+    """``sliding_window_pattern`` is a number, or a letter for each layer of a period (Exaone4Config)."""
+    pattern = config.get("sliding_window_pattern")
+    if config.get("sliding_window") is None:
+        return all_of(FULL)(config)
+    if not isinstance(pattern, str):
+        return all_but_each(SLIDING, "sliding_window_pattern")(config)
+    if not pattern or {*pattern} - {*"LG"}:
+        raise unusable("sliding_window_pattern", "a number, or letters of L and G", pattern)
+    layers = _num_layers(config)
+    return [SLIDING if pattern[layer % len(pattern)] == "L" and layer < layers - 1 else FULL for layer in range(layers)]
+
+
+def after_dense(config: Config) -> list[str]:
+    """The first layers may have a pattern of their own (Cohere2MoeConfig)."""
+    layers, dense = _num_layers(config), count(config, "first_k_dense_replace", 0, low=0)
+    if dense > layers:
+        raise unusable("first_k_dense_replace", f"at most {layers} layers", dense)
+    first, rest = (
+        all_but_each(SLIDING, key)({**config, "num_hidden_layers": number}) if number else []
+        for key, number in (
+            ("prefix_dense_sliding_window_pattern", dense),
+            ("sliding_window_pattern", layers - dense),
+        )
+    )
+    return first + rest
+
+
+def from_last(config: Config) -> list[str]:
+    """The last layer attends to all positions, and each fourth before it."""
+    return all_but_each(SLIDING, 4, 0)(config)[::-1]
+
+
+def conv_and_slide(config: Config) -> list[str]:
+    """Every other layer attends, the first of them in a window; the rest are convolutions (Lfm3Config)."""
+    kinds = {0: SLIDING, 2: FULL}
+    return [kinds.get(layer % 4, STATE) if layer else STATE for layer in range(_num_layers(config))]
+
+
 def _num_layers(config: Config) -> int:
-    return count(config, "num_hidden_layers", high=MAX_LAYERS)
+    return count(config, NUM_LAYERS, high=MAX_LAYERS)
 
 
 # The table
 
+_QWEN: Final = "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text deepseek_ocr2_text dots1 mimo"
+_GATED_DELTA: Final = {
+    "state": delta_state,
+    "layers": all_but_each(STATE, "full_attention_interval"),
+    "defaults": {"full_attention_interval": 4},
+}
+_GEMMA4: Final = {
+    "layers": all_but_each(SLIDING, 6),
+    "keys": global_heads,
+    "last": FULL,
+    "defaults": {"global_head_dim": 512, "num_global_key_value_heads": None},
+}
+_INDEXERS: Final = {
+    "indexer_types": None,
+    "index_topk_pattern": None,
+    "index_topk_freq": 1,
+    "index_skip_topk_offset": 2,
+}
+_SLIDING_HEADS: Final = dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"))
+_KIMI: Final = dict.fromkeys(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
+_MINIMAX: Final = {"state": lightning_state, "layers": by_flags("attn_type_list", {0: STATE, 1: FULL})}
+_LISTED: Final = ("cohere_compass_text", "laguna", "mellum", "step3p5")
+_MAMBA: Final = {
+    "state": partial(
+        mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
+    ),
+    "layers": all_of(STATE),
+}
 
-def _attention(heads: int | None, head_dim: int | None = None, layers: LayerRule = all_full, **more: Any) -> Family:
-    """A family whose layers all have K and V by head, with the defaults of its keys."""
-    caches = {FULL: kv_heads, SLIDING: kv_heads_in_window}
-    return Family(caches, layers, {"num_key_value_heads": heads, "head_dim": head_dim, **more})
-
-
-def _gemma(heads: int, pattern: int, window: int, **more: int) -> Family:
-    """A family in which one of ``pattern`` layers attends to all positions, and the others slide."""
-    layers = all_but_each(SLIDING, "sliding_window_pattern")
-    more |= {"num_attention_heads": 8, "sliding_window_pattern": pattern, "sliding_window": window}
-    return _attention(heads, 256, layers, **more)
-
-
-def _gated_delta(heads: int) -> Family:
-    """A family in which one of four layers attends, and the others are gated delta layers."""
-    defaults = {
-        "num_key_value_heads": heads,
-        "head_dim": 256,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    }
-    return Family({STATE: delta_state, FULL: kv_heads}, all_but_each(STATE, "full_attention_interval"), defaults)
-
-
-_QWEN: Final[Config] = MappingProxyType({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28})
-_MAMBA: Final = Family(
+SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        STATE: partial(
-            mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
-        )
-    },
-    all_of(STATE),
-    {"expand": 2, "conv_kernel": 4, "state_size": 16},
-    lists=None,
-)
-_GRANITE: Final[Config] = MappingProxyType(
-    {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_heads": 128}
-)
-_GRANITE_CACHES: Final = MappingProxyType({STATE: granite_state, FULL: kv_heads, BOTH: heads_and_state})
-
-FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "llama": _attention(None),
-        "mistral": _attention(8, layers=all_slide, sliding_window=4096),
-        "ministral": _attention(8, layers=all_slide, sliding_window=4096),
-        "ministral3": _attention(8, 128, all_slide),
-        "mixtral": _attention(8, layers=all_slide),
-        "phi3": _attention(None, layers=all_slide),
-        "qwen2": _attention(32, layers=upper_slide, **_QWEN),
-        "qwen2_moe": _attention(16, layers=every_other_lower_slides, **_QWEN),
-        "qwen3": _attention(32, 128, upper_slide, **_QWEN),
-        "qwen3_moe": _attention(4, layers=all_slide, use_sliding_window=False, sliding_window=4096),
-        "gemma2": _attention(4, 256, all_but_each(SLIDING, 2), num_attention_heads=8, sliding_window=4096),
-        "gemma3_text": _gemma(4, 6, 4096),
-        "gemma3n_text": _gemma(2, 5, 512, num_kv_shared_layers=15),
-        "gemma4_text": attrs.evolve(
-            _gemma(4, 6, 512, global_head_dim=512, num_kv_shared_layers=0),
-            caches={FULL: gemma4_full, SLIDING: kv_heads_in_window},
-            last=FULL,
-        ),
-        "gpt_oss": _attention(8, 64, all_but_each(SLIDING, 2), sliding_window=128),
-        "deepseek_v2": Family({FULL: mla}, all_full),
-        "deepseek_v3": Family({FULL: mla}, all_full),
-        "deepseek_v32": Family({FULL: sparse_mla}, all_full, {"index_head_dim": 128}),
+        **{model_type: {"layers": upper_slide} for model_type in _QWEN.split()},
+        **{model_type: {"layers": all_of(FULL)} for model_type in _LISTED},
+        "qwen2_moe": {"layers": every_other_lower_slides},
+        "afmoe": {"layers": all_but_each(SLIDING, "global_attn_every_n_layers")},
+        "beam": {"layers": all_but_each(SLIDING, 6, last=FULL)},
+        "cohere2": {
+            "layers": all_but_each(SLIDING, "sliding_window_pattern"),
+            "defaults": {"sliding_window_pattern": 4},
+        },
+        "cohere2_moe": {"layers": after_dense},
+        "cwm": {"layers": all_but_each(SLIDING, 4, 0)},
+        "exaone4": {"layers": repeated},
+        "exaone_moe": {"layers": repeated},
+        "flint": {"layers": all_but_each(SLIDING, 4, 1, first=2, last=FULL)},
+        "gemma2": {"layers": all_but_each(SLIDING, 2)},
+        "vaultgemma": {"layers": all_but_each(SLIDING, 2)},
+        "gemma3_text": {
+            "layers": all_but_each(SLIDING, "sliding_window_pattern"),
+            "defaults": {"sliding_window_pattern": 6},
+        },
+        "gemma3n_text": {"layers": all_but_each(SLIDING, 5)},
+        "gemma4_text": _GEMMA4,
+        "gemma4_unified_text": _GEMMA4,
+        "diffusion_gemma_text": _GEMMA4,
+        "gpt_oss": {"layers": all_but_each(SLIDING, 2)},
+        "granite_swa": {"layers": all_but_each(SLIDING, 4, 0)},
+        "granitemoe_swa": {"layers": all_but_each(SLIDING, 4, 0)},
+        "kolibri1": {"layers": all_but_each(SLIDING, 5)},
+        "mimo_v2_flash": {
+            "layers": by_flags("hybrid_layer_pattern", {0: FULL, 1: SLIDING}, all_but_each(SLIDING, 6, first=1)),
+            "keys": sliding_heads,
+            "defaults": dict.fromkeys(
+                (
+                    "hybrid_layer_pattern",
+                    "sliding_window_size",
+                    "swa_num_key_value_heads",
+                    "swa_head_dim",
+                    "swa_v_head_dim",
+                )
+            ),
+        },
+        "modernbert-decoder": {
+            "layers": all_but_each(SLIDING, "global_attn_every_n_layers", 0),
+            "keys": half_window,
+            "defaults": {"global_attn_every_n_layers": 3, "local_attention": 128, "sliding_window": None},
+        },
+        "olmo3": {"layers": all_but_each(SLIDING, 4)},
+        "llama4_text": {
+            "layers": by_flags(
+                "no_rope_layers", {0: FULL, 1: SLIDING}, all_but_each(SLIDING, "no_rope_layer_interval")
+            ),
+            "keys": chunks,
+        },
+        "longcat_flash": {"keys": two_in_each},
+        "muse_glimmer_text": {"layers": from_last},
+        "muse_spark_text": {"layers": from_last},
+        "falcon": {"keys": falcon_heads},
+        "gpt_bigcode": {"keys": falcon_heads, "defaults": {"num_key_value_heads": None}},
+        "dbrx": {"keys": nested_heads, "defaults": {"num_key_value_heads": None}},
+        "deepseek_v32": {"keys": shared_indexers, "defaults": _INDEXERS},
+        "glm_moe_dsa": {"keys": shared_indexers, "defaults": _INDEXERS},
+        "hy_v4": {"keys": shared_indexers, "defaults": {**_INDEXERS, "index_topk_freq": 4}},
+        "dots3_note_text": {
+            "layers": all_but_each(SLIDING, 4, 1, first=2),
+            "defaults": {
+                "sliding_window": 512,
+                "swa_kv_lora_rank": 1024,
+                "swa_qk_rope_head_dim": 64,
+                **{"use_dsa": None, **_SLIDING_HEADS},
+            },
+        },
         "mamba": _MAMBA,
         "falcon_mamba": _MAMBA,
-        "mamba2": Family(
-            {
-                STATE: partial(
-                    mamba2_state,
-                    heads="num_heads",
-                    dim="head_dim",
-                    groups="n_groups",
-                    state="state_size",
-                    conv="conv_kernel",
-                )
-            },
-            all_of(STATE),
-            {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4},
-            lists=None,
-        ),
-        "jamba": Family(
-            {
-                STATE: partial(
-                    mamba1_state, channels=None, expand="mamba_expand", state="mamba_d_state", conv="mamba_d_conv"
-                ),
-                FULL: kv_heads,
-            },
-            all_but_each(STATE, "attn_layer_period", "attn_layer_offset"),
-            {
-                "num_key_value_heads": 8,
-                "attn_layer_period": 8,
-                "attn_layer_offset": 4,
-                "mamba_d_state": 16,
-                "mamba_d_conv": 4,
-                "mamba_expand": 2,
-            },
-            lists=None,
-        ),
-        "nemotron_h": Family(
-            {
-                STATE: partial(
-                    mamba2_state,
-                    heads="mamba_num_heads",
-                    dim="mamba_head_dim",
-                    groups=("mamba_n_groups", "n_groups"),
-                    state="ssm_state_size",
-                    conv=("mamba_d_conv", "conv_kernel"),
-                ),
-                FULL: nemotron_heads,
-                NONE: no_cache,
-            },
-            by_letter,
-            {
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "ssm_state_size": 128,
-                "mamba_num_heads": 128,
-                "mamba_head_dim": 64,
-                "n_groups": 8,
-                "conv_kernel": 4,
-            },
-            lists=("layers_block_type", "layer_types"),
-        ),
-        "granitemoehybrid": Family(
-            _GRANITE_CACHES, all_of(STATE), _GRANITE, lists=("layer_types", "layers_block_type")
-        ),
-        "falcon_h1": Family(
-            _GRANITE_CACHES, all_of(BOTH), {**_GRANITE, "num_key_value_heads": 8, "mamba_d_ssm": 1024}, lists=None
-        ),
-        "qwen3_next": _gated_delta(2),
-        "qwen3_5_text": _gated_delta(4),
-        "qwen3_5_moe_text": _gated_delta(2),
-        "kimi_linear": Family(
-            {STATE: kimi_state, FULL: mla},
-            numbered_from_one,
-            {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
-        ),
+        "mamba2": {
+            "state": partial(
+                mamba2_state,
+                heads="num_heads",
+                dim="head_dim",
+                groups="n_groups",
+                state="state_size",
+                conv="conv_kernel",
+            ),
+            "layers": all_of(STATE),
+        },
+        "jamba": {"state": zamba_state, "layers": all_but_each(STATE, "attn_layer_period", "attn_layer_offset")},
+        "nemotron_h": {
+            "state": partial(
+                mamba2_state,
+                heads="mamba_num_heads",
+                dim="mamba_head_dim",
+                groups=("mamba_n_groups", "n_groups"),
+                state="ssm_state_size",
+                conv=("mamba_d_conv", "conv_kernel"),
+            ),
+            "layers": by_letter,
+            "defaults": dict.fromkeys(
+                ("hybrid_override_pattern", "attention_head_dim", "mamba_n_groups", "mamba_d_conv")
+            ),
+        },
+        "bamba": {"state": granite_state, "layers": listed("attn_layer_indices", STATE)},
+        "granitemoehybrid": {"state": granite_state, "layers": all_of(STATE)},
+        "falcon_h1": {"state": granite_state, "layers": all_of(BOTH)},
+        "zamba2": {
+            "state": partial(granite_state, heads="n_mamba_heads", groups="mamba_ngroups"),
+            "layers": listed("hybrid_layer_ids", STATE, BOTH),
+            "keys": query_width,
+            "defaults": dict.fromkeys(("hybrid_layer_ids", "attention_head_dim", "kv_channels", "mamba_headdim")),
+        },
+        "lfm2": {"state": short_conv, "layers": listed("full_attn_idxs", FULL)},
+        "lfm2_moe": {"state": short_conv, "layers": listed("full_attn_idxs", FULL)},
+        "lfm3": {"state": short_conv, "layers": conv_and_slide},
+        "qwen3_next": _GATED_DELTA,
+        "qwen3_5_text": _GATED_DELTA,
+        "qwen3_5_moe_text": _GATED_DELTA,
+        "olmo_hybrid": {"state": delta_state, "layers": all_but_each(STATE, 4), "keys": olmo_keys},
+        "kimi_linear": {
+            "state": kimi_state,
+            "layers": numbered_from_one,
+            "keys": kimi_keys,
+            "defaults": {"linear_attn_config": None},
+        },
+        "bailing_hybrid": {
+            "state": kimi_state,
+            "layers": all_but_each(STATE, "layer_group_size"),
+            "keys": bailing_keys,
+            "defaults": _KIMI,
+        },
+        "minimax": {"state": lightning_state, "layers": all_but_each(STATE, 2, 0)},
+        "minimax_text_01": _MINIMAX,
+        "minimax_m1": _MINIMAX,
+        "minimax_m2": {
+            "layers": by_flags("attn_type_list", {1: FULL}, all_of(FULL)),
+            "defaults": {"attn_type_list": None},
+        },
+        "chatglm": {"keys": chatglm_heads},
+        "hunyuan_v1_dense": {"defaults": {"attention_head_dim": None}},
+        "hunyuan_v1_moe": {"defaults": {"attention_head_dim": None}},
     }
+)
+"""What is particular to a family, as arguments of :class:`Family`."""
+
+
+def _family(model_type: str, defaults: Config) -> Family:
+    attends = sparse_mla if "index_head_dim" in defaults else mla if "kv_lora_rank" in defaults else kv_heads
+    special = SPECIAL.get(model_type, {})
+    defaults = {**defaults, **special.get("defaults", {})}
+    return Family(**{"layers": all_slide, "attention": attends, **special, "defaults": defaults})
+
+
+_TABLE: Final = json.loads(resources.files("kvplan.models").joinpath("families.json").read_bytes())
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {name: _family(name, keys) for part in ("families", "others") for name, keys in _TABLE[part].items()}
 )
 """How to read each known value of ``model_type``."""
 
-NESTED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "gemma3": "gemma3_text",
-        "gemma3n": "gemma3n_text",
-        "gemma4": "gemma4_text",
-        "mistral3": "mistral",
-        "qwen3_5": "qwen3_5_text",
-        "qwen3_5_moe": "qwen3_5_moe_text",
-    }
+OUTER: Final[Mapping[str, str]] = MappingProxyType(_TABLE["outer"])
+"""The family of a decoder without a ``model_type``, by the ``model_type`` of the file around it."""
+
+REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {model_type: reason for reason, types in _TABLE["refused"].items() for model_type in types}
 )
-"""The family of a ``text_config`` without a ``model_type``, by the outer ``model_type``."""
+"""Why the files of a ``model_type`` cannot be read."""

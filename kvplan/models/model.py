@@ -31,7 +31,7 @@ from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.config import read, shipped_configs
-from kvplan.models.families import FAMILIES, NESTED
+from kvplan.models.families import FAMILIES, OUTER, REFUSED
 from kvplan.models.layouts import Layout, Page
 from kvplan.models.parallel import MAX_RANKS, Parallel, RankPart, flag
 from kvplan.models.placement import Addresses, grouped, place_pools, stages_of
@@ -82,7 +82,7 @@ class Model:
         kvplan.errors.KVPlanError: CONFIG: cannot read a model configuration of type 'llama': \
 expected a value for key 'hidden_size', got no such key
         """
-        model_type, layers, drafts, dtype = read(config, FAMILIES, NESTED, with_draft_layers)
+        model_type, layers, drafts, dtype = read(config, FAMILIES, OUTER, REFUSED, with_draft_layers)
         return cls(model_type if model_name is None else model_name, layers, dtype, drafts)
 
     @classmethod

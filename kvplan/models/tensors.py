@@ -116,23 +116,27 @@ Layer = tuple[Tensor, ...]
 Layers = tuple[Layer, ...]
 
 
-def attention(heads: int, dim: int, group: str = FULL, window: int | None = None) -> Layer:
-    """K and V of each head.
+def attention(
+    heads: int, dim: int, group: str = FULL, window: int | None = None, value_dim: int | None = None
+) -> Layer:
+    """K and V of each head. If V has another size, ``value_dim``, its elements follow those of K on one axis.
 
-    >>> attention(8, 128)[0].axes
-    (('kv', 2), ('head', 8), ('dim', 128))
+    >>> attention(8, 128)[0].axes, attention(8, 192, value_dim=128)[0].axes
+    ((('kv', 2), ('head', 8), ('dim', 128)), (('head', 8), ('dim', 320)))
     """
-    axes = ((KV, 2), (HEAD, heads), ("dim", dim))
+    axes: tuple[tuple[str, int], ...] = ((KV, 2), (HEAD, heads), ("dim", dim))
+    if value_dim not in (None, dim):
+        axes = ((HEAD, heads), ("dim", dim + value_dim))
     return (Tensor("attn", group, axes, sharded=HEAD, shards=heads, window=window),)
 
 
-def latent(rank: int, rope: int) -> Layer:
+def latent(rank: int, rope: int, group: str = FULL, window: int | None = None) -> Layer:
     """The compressed latent with the rotary key behind it, one for all heads (MLA).
 
     >>> latent(512, 64)[0].axes
     (('dim', 576),)
     """
-    return (Tensor("attn", FULL, (("dim", rank + rope),)),)
+    return (Tensor("attn", group, (("dim", rank + rope),), window=window),)
 
 
 def sparse_latent(rank: int, rope: int, index: int) -> Layer:
@@ -195,6 +199,24 @@ def delta(
         _conv("v", value_heads, value_dim, steps, dtype),
         _ssm(((HEAD, value_heads), ("value", value_dim), ("key", key_dim)), ssm_dtype),
     )
+
+
+def convolution(channels: int, steps: int, dtype: str) -> Layer:
+    """A short convolution, whose last inputs are all that the layer keeps.
+
+    >>> convolution(2048, 2, "bfloat16")[0].axes
+    (('channel', 2048), ('step', 2))
+    """
+    return (_conv("x", channels, 1, steps, dtype),)
+
+
+def lightning(heads: int, dim: int, dtype: str) -> Layer:
+    """A lightning attention layer: a matrix for each head, without a convolution.
+
+    >>> lightning(64, 128, "float32")[0].axes
+    (('head', 64), ('key', 128), ('value', 128))
+    """
+    return (_ssm(((HEAD, heads), ("key", dim), ("value", dim)), dtype),)
 
 
 def _conv(part: str, units: int, width: int, steps: int, dtype: str) -> Tensor:

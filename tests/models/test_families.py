@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 import pytest
@@ -10,12 +12,15 @@ from kvplan import KVPlanError, Model
 from kvplan.models import FAMILIES
 from kvplan.models.tensors import Layers, Tensor
 
-STATES = [
-    *("mamba", "falcon_mamba", "mamba2", "jamba", "nemotron_h", "granitemoehybrid", "falcon_h1"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+ATTENTION = [
+    name
+    for name, family in FAMILIES.items()
+    if family.state is None and family.keys is None and {"num_key_value_heads", "head_dim"} <= {*family.defaults}
+    if "kv_lora_rank" not in family.defaults
 ]
-ATTENTION = sorted({*FAMILIES} - {*STATES, "deepseek_v2", "deepseek_v3", "deepseek_v32"})
 
+ONE_HEAD = {"head_dim": 128, "num_key_value_heads": 1}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64}
 HEADS = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4}
 
@@ -196,7 +201,8 @@ def test_layers_of_one_kind_have_one_group() -> None:
 )
 def test_a_missing_key_is_named(model_type: str, missing: str) -> None:
     """A value that every published file states is not guessed."""
-    keys = config(model_type, **LATENT, num_key_value_heads=None)
+    keys = config(model_type, num_hidden_layers=5, num_key_value_heads=None)
+    keys |= LATENT if "kv_lora_rank" in FAMILIES[model_type].defaults else {}
     del keys[missing]
     with pytest.raises(KVPlanError, match=f"{missing}.*got no such key") as caught:
         Model.from_config(keys)
@@ -218,6 +224,7 @@ def test_a_missing_key_is_named(model_type: str, missing: str) -> None:
         ("torch_dtype", "auto"),
         ("layer_types", ["full_attention"]),
         ("layer_types", ["full_attention", "chunked_attention", "full_attention", "full_attention"]),
+        ("layer_types", ["full_attention", "linear_attention", "full_attention", "full_attention"]),
         ("layer_types", [["full_attention"]] * 4),
         ("layer_types", "full"),
     ],
@@ -231,12 +238,98 @@ def test_an_unusable_value_is_named(key: str, value: object) -> None:
     assert str(caught.value).count(repr(value)) == 1
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "rwkv", "mllama_text_model", None, 7])
-def test_an_unknown_model_type_points_to_views(model_type: object) -> None:
-    """A model whose caches are not modelled is refused, not approximated, and the message says what to do."""
+@pytest.mark.parametrize("model_type", ["phi3small", None, 7, ["llama"]])
+def test_an_unknown_model_type_is_no_dead_end(model_type: object) -> None:
+    """A model whose caches are not known is refused, not approximated, and the message says what to do."""
     keys = {**config("llama"), "model_type": model_type}
-    with pytest.raises(KVPlanError, match=r"model_type of llama, .*Views of Workers") as caught:
+    with pytest.raises(
+        KVPlanError, match=r"one of the \d+ types in models.FAMILIES.*'head_dim': 128.*Views of Workers"
+    ) as caught:
         Model.from_config(keys)
+    assert caught.value.code == "CONFIG"
+
+
+def test_the_sizes_of_a_message_make_a_model() -> None:
+    """The configuration that the refusal of an unknown type shows is one."""
+    with pytest.raises(KVPlanError) as caught:
+        Model.from_config({"model_type": "phi3small"})
+    shown = re.search(r"\{.*\}", str(caught.value))
+    assert shown is not None
+    model = Model.from_config(ast.literal_eval(shown[0]))
+    assert (len(model.layers), dict(model.layers[0][0].axes)) == (40, {"kv": 2, "head": 10, "dim": 128})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bert", "keeps no cache"),
+        ("t5", "reads a cache of the encoder's outputs"),
+        ("mllama_text_model", "attends to the outputs of an encoder"),
+        ("rwkv", "recurrent state has a shape of its own"),
+        ("deepseek_v4", "at several ratios"),
+    ],
+)
+def test_a_refused_family_has_its_reason(model_type: str, reason: str) -> None:
+    """What isn't described says why, and what to do."""
+    keys = {**config(model_type), "is_encoder_decoder": model_type == "t5"}
+    with pytest.raises(KVPlanError, match=f"{reason}.*Views of Workers") as caught:
+        Model.from_config(keys)
+    assert caught.value.code == "CONFIG"
+
+
+@pytest.mark.parametrize(
+    ("key", "keys"),
+    [
+        ("attn_layer_indices", config("granitemoehybrid", attn_layer_indices=[1], mamba_n_heads=32)),
+        ("num_attention_groups", config("llama", num_attention_groups=1, head_dim=256)),
+        ("share_q_dim", config("llama", share_q_dim=2048, head_dim=256)),
+        ("kv_lora_rank", config("llama", kv_lora_rank=512)),
+        ("sliding_window", config("llama", sliding_window=512)),
+        ("full_attention_interval", config("llama", full_attention_interval=4)),
+        (
+            "num_key_value_heads",
+            {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "num_key_value_heads": 2},
+        ),
+    ],
+)
+def test_a_key_that_a_family_lacks_is_not_ignored(key: str, keys: dict[str, Any]) -> None:
+    """A file whose model_type was changed is refused: Bamba as Granite had no attention layers."""
+    with pytest.raises(KVPlanError, match=f"expected no '{key}', which this type doesn't have") as caught:
+        Model.from_config(keys)
+    assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", key)
+    del keys[key]
+    Model.from_config(keys)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"sliding_window": None}, {"sliding_window": 512, "use_sliding_window": False}, {"mamba_n_heads": None}]
+)
+def test_a_key_without_effect_is_ignored(keys: dict[str, Any]) -> None:
+    """Null keys, and a window that isn't used, change nothing."""
+    assert layers_of(config("llama", **keys)) == layers_of(config("llama"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "float8_e4m3fn"),
+        ({"kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        ({"kv_cache_scheme": None}, "float16"),
+        ({"quant_method": "awq"}, "float16"),
+    ],
+)
+def test_a_quantized_cache_is_honoured(stated: dict[str, Any], dtype: str) -> None:
+    """A file may say that K and V are fp8."""
+    assert Model.from_config(config("llama", dtype="float16", quantization_config=stated)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "stated", [{"kv_cache_scheme": {"type": "int", "num_bits": 8}}, {"kv_cache_quant_algo": "NVFP4"}]
+)
+def test_an_unknown_quantized_cache_is_refused(stated: dict[str, Any]) -> None:
+    """A quantized cache of another kind is not taken for one of the weights' dtype."""
+    with pytest.raises(KVPlanError, match=r"expected fp8; .*Model\.quantized") as caught:
+        Model.from_config(config("llama", quantization_config=stated))
     assert caught.value.code == "CONFIG"
 
 
@@ -400,7 +493,7 @@ def test_dtypes_of_a_state(keys: dict[str, Any], dtypes: set[str]) -> None:
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 2}, (2, 512)),
         ({"attention_k_eq_v": False, "num_global_key_value_heads": 2}, (4, 512)),
         ({"global_head_dim": 64}, (4, 64)),
-        ({"per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 1}}}, (1, 128)),
+        ({"per_layer_config": {"5": ONE_HEAD, "6": ONE_HEAD}}, (1, 128)),
     ],
 )
 def test_full_layers_of_gemma_4(keys: dict[str, Any], full: tuple[int, int]) -> None:
