@@ -1,6 +1,6 @@
 """Hypothesis profiles: ``ci`` repeats itself exactly; ``long``, by HYPOTHESIS_PROFILE=long, looks far.
 
-Where NIXL or torch is not installed, what needs them is left out.
+Where NIXL, torch or transformers is not installed, what needs them is left out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a
 MISSING = [name for name in ("nixl", "torch") if find_spec(name) is None]
 collect_ignore_glob = ["tests/nixl/*", "kvplan_nixl/demo.py"] if MISSING else []
 collect_ignore_glob += ["kvplan_nixl/*"] if "nixl" in MISSING else []
+MISSING += [name for name in ("transformers",) if find_spec(name) is None]
+collect_ignore_glob += ["tests/models/*walk.py"] if {"torch", "transformers"} & {*MISSING} else []
 
 
 def pytest_report_header() -> list[str]:

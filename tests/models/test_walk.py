@@ -1,0 +1,47 @@
+"""The real models: what kvplan reads from a configuration is what a model of transformers caches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvplan.models import FAMILIES
+from kvplan.models.families import REFUSED
+from tests.models.walk import CLASSES, TABLE, defaults, model_types, verdict
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
+
+TYPES = model_types()
+WALKED = sorted(TYPES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are tiny, so threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_each_family_is_read_or_refused() -> None:
+    """Every model type of transformers has an entry or a reason."""
+    assert {*WALKED} <= {*FAMILIES} | {*REFUSED}
+    assert not {*FAMILIES} & {*REFUSED}
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """families.json has the keys and the defaults of the configuration classes, and the decoder of each outer type."""
+    table = json.loads(TABLE.read_text())
+    assert table["families"] == {name: defaults(CLASSES[name]) for name in WALKED if name not in REFUSED}
+    inner = {outer: name for name, outers in TYPES.items() for outer in outers if name not in REFUSED}
+    assert table["outer"] == inner
+
+
+@pytest.mark.parametrize("model_type", [name for name in WALKED if name not in REFUSED])
+def test_the_plan_has_what_the_model_caches(model_type: str) -> None:
+    """Layers, kinds, shapes and windows are those of a forward, also of a file that leaves out what it may."""
+    assert verdict(model_type) == ("equal", "")
