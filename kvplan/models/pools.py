@@ -111,12 +111,14 @@ def _check_equal(region: str, layers: Sequence[Page]) -> None:
 
 def _kv_parts(layout: Layout, page: Page) -> list[tuple[str, Page]]:
     """The page, or its K and its V if they are split, each with the suffix of its region."""
-    if layout.kv != "split" or not page.has(KV):
-        return [("", page)]
-    for tensor in page.tensors:
+    for tensor in page.tensors if layout.kv != "content" and page.has(TOKEN) and page.has(HEAD) else ():
         if all(axis.name != KV for axis in tensor.axes):
             what, expected = f"split page {page.name!r} into K and V", f"a {KV!r} axis in each of its tensors"
-            raise KVPlanError("LAYOUT", what, expected=expected, got=f"none in {tensor.name!r}", tensor=tensor.name)
+            hint = "K and V of unequal sizes are beside each other: kv=content"
+            got = f"none in {tensor.name!r}"
+            raise KVPlanError("LAYOUT", what, expected=expected, got=got, hint=hint, tensor=tensor.name)
+    if layout.kv != "split" or not page.has(KV):
+        return [("", page)]
     return [
         (suffix, attrs.evolve(page, sections=tuple(tuple(k_or_v(t, index) for t in part) for part in page.sections)))
         for index, suffix in enumerate((".k", ".v"))

@@ -277,6 +277,9 @@ def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | N
         if not tensor.paged or tensor.sharded != HEAD:
             made.append(tensor)
             continue
+        if KV not in dict(tensor.axes):
+            what, expected = f"scale each head of {tensor.kind!r}", "K and V of equal sizes"
+            raise KVPlanError("SIZE", what, expected=expected, got=f"{dict(tensor.axes)}", kind=tensor.kind)
         dim = dict(tensor.axes)["dim"]
         per_scale = integer(scale_elements or dim, "scale_elements", low=1, high=MAX_COUNT)
         if dim % per_scale:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import KVPlanError, Model
 from kvplan.models.tensors import Layer, Tensor, attention, delta, latent, mamba1, mamba2, quantized, sparse_latent
 
 
@@ -140,3 +140,21 @@ def test_replicas_are_counted_rank_by_rank() -> None:
             held = [sum(unit in tensor.shards_of(rank, ranks) for rank in range(ranks)) for unit in range(shards)]
             assert tensor.replicas(ranks) == min(held)
     assert latent(12, 4)[0].replicas(7) == 7
+
+
+def test_k_and_v_of_unequal_sizes_are_beside_each_other() -> None:
+    """V follows K in each head of a token; they have no axis of their own to be placed or scaled apart."""
+    model = Model("unequal", (attention(4, 192, value_dim=128),))
+    (worker,) = model.engine("decode", layout="LBNHC", tokens_per_block=16, num_blocks=2)
+    assert [(axis.name, axis.extent, axis.stride_bytes) for axis in worker.views[0].axes] == [
+        ("token", 16, 2560),
+        ("head", 4, 640),
+        ("dim", 320, 2),
+    ]
+    for kv in ("axis", "split"):
+        with pytest.raises(KVPlanError, match=r"unequal sizes are beside each other: kv=content") as caught:
+            model.engine("decode", kv=kv)
+        assert caught.value.code == "LAYOUT"
+    with pytest.raises(KVPlanError, match="K and V of equal sizes") as caught:
+        model.quantized()
+    assert caught.value.code == "SIZE"
