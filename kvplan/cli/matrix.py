@@ -153,8 +153,9 @@ def markdown(results: Iterable[Result]) -> Iterator[str]:
 def matrix_command(model: str, as_json: bool) -> int:
     """Try which differences between engines a cache moves across.
 
-    MODEL is a shipped name such as llama-3.1-8b, or the path of a config.json. A few of its layers of each kind move
-    between engines that differ in one thing, and every byte is checked. The table is Markdown.
+    MODEL is a shipped name such as llama-3.1-8b, the path of a config.json or of its directory, or sizes such as
+    layers=40,kv_heads=10,head_dim=128. A few of its layers of each kind move between engines that differ in one thing,
+    and every byte is checked. The table is Markdown.
 
     \b
     kvplan matrix granite-4.0-h-tiny

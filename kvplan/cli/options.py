@@ -41,6 +41,9 @@ AUTO: Final = "auto"
 BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType({8: (8,), 4: (4, "float8_e4m3fn", 16)})
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
+MODEL: Final = "the path of a config.json or of its directory, or sizes: layers=40,kv_heads=10,head_dim=128,window=4096"
+"""What MODEL is on the command line, beside a shipped name."""
+
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
 KV_PLACES: Final = (
     "content (K beside V for each token and head), axis (K, then V, in each block and layer), split (separate regions)"
@@ -53,13 +56,22 @@ def in_bits(model: Model, bits: int) -> Model:
 
 
 def load(model: str, bits: str | None = None) -> Model:
-    """The model of a shipped name or of the path of a config.json, quantized to ``bits``. Raises ``CONFIG``."""
+    """The model of a shipped name, of the path of a config.json or its directory, or of sizes. Raises ``CONFIG``.
+
+    ``bits`` quantizes it.
+
+    >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
+    mistral: 40 layers, bfloat16, groups attn
+    """
     if bits is not None:
         return in_bits(load(model), int(bits))
     if model in Model.names():
         return Model.shipped(model)
+    if "=" in model and not Path(model).exists():
+        return _sized(model)
+    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
     try:
-        return Model.from_config(json.loads(Path(model).read_bytes()))
+        return Model.from_config(json.loads(path.read_bytes()))
     except KVPlanError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -69,8 +81,20 @@ def load(model: str, bits: str | None = None) -> Model:
     if missing and not model.endswith(".json"):  # it may be a name
         got = got if "/" in model else repr(model)
         hint = f"{meant(model.rpartition('/')[2], Model.names())} 'kvplan --help' lists all".strip()
-    expected = "the name of a shipped model, or the path of a config.json"
+    expected = f"the name of a shipped model, {MODEL}"
     raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
+
+
+def _sized(text: str) -> Model:
+    """A model that keeps K and V of each head, of its sizes."""
+    keys = {"layers": "num_hidden_layers", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    keys["window"] = "sliding_window"
+    given = dict(item.partition("=")[::2] for item in text.split(","))
+    if not {*keys} - {"window"} <= {*given} <= {*keys}:
+        expected, got = f"each of {', '.join(keys)} (window may be left out)", ", ".join(given)
+        raise KVPlanError("CONFIG", "read the sizes of a model", expected=expected, got=got, model=text)
+    sizes = {keys[key]: decimal(value, f"{key} of the model", 1, MAX_TOKENS) for key, value in given.items()}
+    return Model.from_config({"model_type": "mistral" if "window" in given else "llama", **sizes})
 
 
 def decimal(text: str, what: str, low: int, high: int) -> int:
@@ -198,7 +222,7 @@ class EngineCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the end of the help."""
         formatter.write_paragraph()
-        formatter.write_text("MODEL is a shipped name such as llama-3.1-8b, or the path of a config.json.")
+        formatter.write_text(f"MODEL is a shipped name such as llama-3.1-8b, {MODEL}.")
         with formatter.section("Keys of --src and --dst"):
             formatter.write_dl([(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.options import MAX_TOKENS, EngineOptions, in_bits, token_range
+from kvplan.cli.options import MAX_TOKENS, EngineOptions, in_bits, load, token_range
 
 ALL_KEYS = (
     "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
@@ -154,3 +156,35 @@ def test_a_pool_has_the_blocks_asked_for() -> None:
     model, options = Model.shipped("llama-3.2-1b"), EngineOptions(blocks=9)
     pools = [options.engine(model, "e", 5), options.engine(model, "e"), EngineOptions().engine(model, "e")]
     assert [worker.views[0].num_blocks for (worker,) in pools] == [5, 9, 4096]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group"), [("layers=2,kv_heads=3,head_dim=40", None), ("layers=2,kv_heads=3,head_dim=40,window=64", 64)]
+)
+def test_a_model_of_sizes(sizes: str, group: int | None) -> None:
+    """A model without a known file is given by its sizes."""
+    model = load(sizes)
+    assert [(dict(t.axes), t.window) for (t,) in model.layers] == [({"kv": 2, "head": 3, "dim": 40}, group)] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code"),
+    [
+        ("layers=2,kv_heads=3", "CONFIG"),
+        ("layers=2,kv_heads=3,head_dim=40,heads=3", "CONFIG"),
+        ("layers=2,kv_heads=x,head_dim=40", "TYPE"),
+        ("layers=0,kv_heads=3,head_dim=40", "RANGE"),
+    ],
+)
+def test_wrong_sizes_of_a_model(sizes: str, code: str) -> None:
+    """A missing, an unknown and an unusable size are refused."""
+    with pytest.raises(KVPlanError) as caught:
+        load(sizes)
+    assert caught.value.code == code
+
+
+def test_a_directory_has_a_configuration(tmp_path: Path) -> None:
+    """MODEL can be the directory of a downloaded model."""
+    keys = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 3, "head_dim": 40}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert load(str(tmp_path)).layers == load("layers=2,kv_heads=3,head_dim=40").layers
