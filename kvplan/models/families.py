@@ -439,33 +439,43 @@ def _num_layers(config: Config) -> int:
 # The table
 
 _QWEN: Final = "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text deepseek_ocr2_text dots1 mimo"
-_GATED_DELTA: Final = {
-    "state": delta_state,
-    "layers": all_but_each(STATE, "full_attention_interval"),
-    "defaults": {"full_attention_interval": 4},
-}
-_GEMMA4: Final = {
-    "layers": all_but_each(SLIDING, 6),
-    "keys": global_heads,
-    "last": FULL,
-    "defaults": {"global_head_dim": 512, "num_global_key_value_heads": None},
-}
-_INDEXERS: Final = {
-    "indexer_types": None,
-    "index_topk_pattern": None,
-    "index_topk_freq": 1,
-    "index_skip_topk_offset": 2,
-}
+_GATED_DELTA: Final = MappingProxyType(
+    {
+        "state": delta_state,
+        "layers": all_but_each(STATE, "full_attention_interval"),
+        "defaults": {"full_attention_interval": 4},
+    }
+)
+_GEMMA4: Final = MappingProxyType(
+    {
+        "layers": all_but_each(SLIDING, 6),
+        "keys": global_heads,
+        "last": FULL,
+        "defaults": {"global_head_dim": 512, "num_global_key_value_heads": None},
+    }
+)
+_INDEXERS: Final = MappingProxyType(
+    {
+        "indexer_types": None,
+        "index_topk_pattern": None,
+        "index_topk_freq": 1,
+        "index_skip_topk_offset": 2,
+    }
+)
 _SLIDING_HEADS: Final = dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"))
 _KIMI: Final = dict.fromkeys(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
-_MINIMAX: Final = {"state": lightning_state, "layers": by_flags("attn_type_list", {0: STATE, 1: FULL})}
+_MINIMAX: Final = MappingProxyType(
+    {"state": lightning_state, "layers": by_flags("attn_type_list", {0: STATE, 1: FULL})}
+)
 _LISTED: Final = ("cohere_compass_text", "laguna", "mellum", "step3p5")
-_MAMBA: Final = {
-    "state": partial(
-        mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
-    ),
-    "layers": all_of(STATE),
-}
+_MAMBA: Final = MappingProxyType(
+    {
+        "state": partial(
+            mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
+        ),
+        "layers": all_of(STATE),
+    }
+)
 
 SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -537,7 +547,8 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 "sliding_window": 512,
                 "swa_kv_lora_rank": 1024,
                 "swa_qk_rope_head_dim": 64,
-                **{"use_dsa": None, **_SLIDING_HEADS},
+                "use_dsa": None,
+                **_SLIDING_HEADS,
             },
         },
         "mamba": _MAMBA,

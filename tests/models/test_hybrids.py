@@ -309,13 +309,14 @@ def test_hybrids_move_in_pieces_from_either_side(prefill: dict[str, Any], decode
     assert reads.num_bytes == writes.num_bytes
 
 
-HEADS = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+SIZES = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6}
+HEADS = {**SIZES, "num_key_value_heads": 3}
 MAMBA2 = {"mamba_n_heads": 12, "mamba_n_groups": 4, "mamba_d_state": 4, "mamba_d_conv": 3}
 GDN = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
 FAMILIES: list[dict[str, Any]] = [
-    {"model_type": "mamba", **HEADS, "state_size": 4},
-    {"model_type": "falcon_mamba", **HEADS, "intermediate_size": 36, "state_size": 4},
-    {"model_type": "mamba2", **HEADS, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 4},
+    {"model_type": "mamba", **SIZES, "state_size": 4},
+    {"model_type": "falcon_mamba", **SIZES, "intermediate_size": 36, "state_size": 4},
+    {"model_type": "mamba2", **SIZES, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 4},
     {"model_type": "jamba", **HEADS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
     {
         "model_type": "nemotron_h",

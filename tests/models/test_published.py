@@ -19,19 +19,40 @@ UNUSED = {"use_sliding_window": False, "sliding_window": 32768, "max_window_laye
 KIMI = {
     "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
     "kda_layers": [layer for layer in range(1, 28) if layer % 4 and layer != 27],
-    **{"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+    "head_dim": 128,
+    "num_heads": 32,
+    "short_conv_kernel_size": 4,
 }
 ZAMBA = {
-    **{"mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_headdim": 64, "mamba_ngroups": 1},
-    **{"n_mamba_heads": 64, "hybrid_layer_ids": [5, 11, 17, 23, 29, 35], "kv_channels": 64, "attention_head_dim": 128},
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_headdim": 64,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 64,
+    "hybrid_layer_ids": [5, 11, 17, 23, 29, 35],
+    "kv_channels": 64,
+    "attention_head_dim": 128,
 }
 BAMBA = {
-    **{"attn_layer_indices": [9, 18, 27], "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128},
-    **{"mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "sliding_window": None},
+    "attn_layer_indices": [9, 18, 27],
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "sliding_window": None,
 }
 FLASH = {
-    **{"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128, "swa_num_key_value_heads": 8},
-    **{"sliding_window": 128, "sliding_window_size": 128, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 8},
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "swa_num_key_value_heads": 8,
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 8,
 }
 CHUNKED = {"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layers": [], "interleave_moe_layer_step": 1}
 HUNYUAN = {"attention_head_dim": 128, "head_dim": 128, "use_cla": False, "cla_share_factor": 2}
@@ -144,8 +165,13 @@ FILES: dict[str, tuple[dict[str, Any], str]] = {
     "LLaVA-1.5-7B": ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "32 attn 2x32x128"),
     "ChatGLM3-6B": (
         {
-            **{"model_type": "chatglm", "num_layers": 28, "hidden_size": 4096, "num_attention_heads": 32},
-            **{"multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 128},
+            "model_type": "chatglm",
+            "num_layers": 28,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "kv_channels": 128,
         },
         "28 attn 2x2x128",
     ),
