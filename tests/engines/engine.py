@@ -1,0 +1,64 @@
+"""One vLLM engine in a process of its own, told what to do through a pipe."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+
+
+def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
+    """Starts an engine and steps it until its pipe closes: answers go back as each request finishes.
+
+    The process leads a group of its own, so that killing the group ends the engine's workers too.
+    """
+    os.setsid()
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+    scheduler = engine.engine_core.engine_core.scheduler
+    pipe.send(("ready",))
+    while True:
+        while pipe.poll():
+            try:
+                verb, *arguments = pipe.recv()
+            except EOFError:
+                return
+            if verb == "add":
+                name, prompt, max_tokens, transfer = arguments
+                sampling = SamplingParams(
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args={"kv_transfer_params": transfer} if transfer else None,
+                )
+                engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+            elif verb == "abort":
+                engine.abort_request(arguments)
+            elif verb == "forget":
+                engine.reset_prefix_cache()
+            elif verb == "held":
+                pool = scheduler.kv_cache_manager.block_pool
+                # One block is vLLM's null block, which is never free.
+                pipe.send(("held", pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), len(scheduler.requests)))
+        finished = [output for output in engine.step() if output.finished]
+        for request in finished:
+            answer = request.outputs[0]
+            pipe.send(
+                (
+                    "done",
+                    request.request_id,
+                    list(answer.token_ids),
+                    answer.finish_reason,
+                    request.kv_transfer_params,
+                    request.num_cached_tokens,
+                )
+            )
+        if not finished:
+            time.sleep(0.001)  # as vLLM's own loop does where nothing ran

@@ -1,0 +1,48 @@
+"""The pairs of engines that are judged: one line each, in vLLM's own settings."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Pair(NamedTuple):
+    """A prefill engine, a decode engine and a trial of them (a function of ``trials``)."""
+
+    model: str
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    trial: str = "transfer"
+
+
+def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
+    """An engine's settings."""
+    return {"block_size": block, "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **more}
+
+
+SMALL = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 256}  # requests wait for blocks, prompts are chunked
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+
+PAIRS = {
+    "llama": Pair("llama", side(), side()),
+    "llama 32->64": Pair("llama", side(32), side(64)),
+    "llama 64->32": Pair("llama", side(64), side(32)),
+    "llama 96->64": Pair("llama", side(96), side(64)),
+    "llama TP 1->2": Pair("llama", side(), side(tp=2)),
+    "llama 32->64 TP 1->2": Pair("llama", side(32), side(64, tp=2)),
+    "llama 64->32 TP 2->1": Pair("llama", side(64, tp=2), side(32)),
+    "llama PP 2->1": Pair("llama", side(pp=2), side()),
+    "llama 32->64 PP 1->2": Pair("llama", side(32), side(64, pp=2)),
+    "qwen-3 32->64": Pair("qwen3", side(32), side(64)),
+    "gemma-3": Pair("gemma-3", side(), side()),
+    "gemma-3 32->64": Pair("gemma-3", side(32), side(64)),
+    "granite-hybrid": Pair("granite-hybrid", side(), side()),
+    "granite-hybrid TP 1->2": Pair("granite-hybrid", side(), side(tp=2)),
+    "deepseek-v3 TP 1->2": Pair("deepseek-v3", side(16), side(16, tp=2)),
+    "llama 64->32, prefix on decode": Pair("llama", side(64), side(32, enable_prefix_caching=True), "prefix"),
+    "llama 32->64, 200 in flight": Pair("llama", side(32, **SMALL), side(64, **SMALL), "burst"),
+    "llama 32->64, three decodes": Pair("llama", side(32), side(64), "several"),
+    "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted"),
+    "llama, prefill dies": Pair("llama", side(), side(), "prefill_dies"),
+    "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "prefill_dies"),
+    "llama, decode dies": Pair("llama", side(), side(), "decode_dies"),
+}

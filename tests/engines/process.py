@@ -1,0 +1,130 @@
+"""The other end of an engine's pipe: starts it, asks it, ends it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.engines.engine import serve
+
+TIMEOUT_S = 300  # for a start, and for all answers to one call: far more than either takes on busy cores
+
+# Processes are forked from one that has loaded vLLM, which takes longer than to start a tiny engine.
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["tests.engines.engine"])
+
+
+class EngineFailedError(Exception):
+    """An engine ended, or did not answer in time."""
+
+
+class Answer(NamedTuple):
+    """What one request came to: ``reason`` is vLLM's finish reason, ``transfer`` its kv_transfer_params."""
+
+    tokens: list[int]
+    reason: str
+    transfer: dict[str, Any] | None
+    cached: int
+
+
+class Engine:
+    """One engine. ``settings`` are vLLM's own."""
+
+    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+        ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
+        }
+        backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
+        self.log = log
+        self._pipe, theirs = forked.Pipe()
+        self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, environment, str(log)))
+        self._process.start()
+        theirs.close()
+        self._count = 0
+        self._answers: dict[str, Answer] = {}
+
+    def ready(self) -> Engine:
+        """Waits until the engine has started."""
+        self._receive("ready", time.monotonic() + TIMEOUT_S)
+        return self
+
+    def submit(self, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None = None) -> str:
+        """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy."""
+        self._count += 1
+        self._send("add", f"{self._count}", prompt, max_tokens, json.loads(json.dumps(transfer)))
+        return f"{self._count}"
+
+    def wait(self, name: str, timeout_s: float = TIMEOUT_S) -> Answer:
+        """The answer to a request."""
+        deadline = time.monotonic() + timeout_s
+        while name not in self._answers:
+            done, *answer = self._receive("done", deadline)
+            self._answers[done.partition("-")[0]] = Answer(*answer)
+        return self._answers.pop(name)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, transfers: Any = None) -> list[Answer]:
+        """The answers to requests that are in flight together."""
+        names = [self.submit(*each, max_tokens, one) for *each, one in zip(prompts, transfers or [None] * len(prompts))]
+        return [self.wait(name) for name in names]
+
+    def abort(self, names: list[str]) -> None:
+        self._send("abort", *names)
+
+    def forget(self) -> None:
+        """Empties the prefix cache."""
+        self._send("forget")
+
+    def held(self) -> tuple[int, int]:
+        """How many blocks and how many requests the engine holds."""
+        self._send("held")
+        blocks, requests = self._receive("held", time.monotonic() + TIMEOUT_S)
+        return blocks, requests
+
+    def kill(self) -> None:
+        """Ends the engine and its workers at once."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:
+            raise EngineFailedError(f"crashed: {self._last_error()}") from None
+
+    def _receive(self, kind: str, deadline: float) -> list[Any]:
+        while True:
+            try:
+                if not self._pipe.poll(max(0, deadline - time.monotonic())):
+                    raise EngineFailedError(f"hung: no {kind!r} in time")
+                received, *rest = self._pipe.recv()
+            except (EOFError, OSError):
+                raise EngineFailedError(f"crashed: {self._last_error()}") from None
+            if received == kind:
+                return rest
+            if received == "done":  # while something else was asked
+                self._answers[rest[0].partition("-")[0]] = Answer(*rest[1:])
+
+    def _last_error(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,175 @@
+"""What two engines are put through. Each trial returns the requests' answers and the tokens that were right."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.engines.models import VOCABULARY
+from tests.engines.process import Answer, Engine
+
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's proxies send to prefill."""
+
+LENGTHS = (7, 33, 64, 65, 100, 200)
+TOKENS = 12  # that decode generates
+LEASE_S = 20  # for which prefill keeps blocks that nobody reads
+IDLE_S = 4 * LEASE_S
+
+Outcome = tuple[list[Answer], list[list[int]]]
+Start = Callable[[str], Engine]
+
+
+def prompts(seed: int, lengths: Any = LENGTHS) -> list[list[int]]:
+    """Random prompts; another seed for each use, so that no block already holds what has to be moved."""
+    generator = random.Random(seed)
+    return [[generator.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def alone(engine: Engine, tokens: list[list[int]]) -> list[list[int]]:
+    """What an engine generates undisturbed: nothing transferred, nothing cached."""
+    engine.forget()
+    return [answer.tokens for answer in engine.generate(tokens, TOKENS)]
+
+
+def agreed(tokens: list[list[int]], *engines: Engine) -> list[list[int]]:
+    """What all engines generate undisturbed, after the transfer, so that it leaves nothing behind to find."""
+    first, *others = [alone(engine, tokens) for engine in engines]
+    if any(other != first for other in others):
+        raise AssertionError("the engines generate different tokens when undisturbed: this pair can judge nothing")
+    return first
+
+
+def moved(prefill: Engine, decode: Engine, tokens: list[list[int]]) -> list[Answer]:
+    """Prefill computes all prompts, then decode reads them."""
+    answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    return decode.generate(tokens, TOKENS, [answer.transfer for answer in answers])
+
+
+def idle(*engines: Engine) -> None:
+    """Waits until engines hold no block and no request."""
+    deadline = time.monotonic() + IDLE_S
+    for engine in engines:
+        while (held := engine.held()) != (0, 0):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{held[0]} blocks and {held[1]} requests are still held")
+            time.sleep(0.05)
+
+
+def transfer(start: Start) -> Outcome:
+    """Prompts of several lengths."""
+    prefill, decode = start("prefill"), start("decode")
+    tokens = prompts(1)
+    answers = moved(prefill.ready(), decode.ready(), tokens)
+    idle(prefill, decode)
+    return answers, agreed(tokens, prefill, decode)
+
+
+def prefix(start: Start) -> Outcome:
+    """Decode has the first half of each prompt cached: it reads what is missing."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(2, (100, 150, 200))
+    decode.generate([prompt[: len(prompt) // 2] for prompt in tokens], 1)
+    answers = moved(prefill, decode, tokens)
+    idle(prefill, decode)
+    return answers, agreed(tokens, prefill, decode)
+
+
+def burst(start: Start) -> Outcome:
+    """200 requests of mixed lengths in flight, each sent to decode as soon as prefill has answered."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(3, [random.Random(0).randrange(2, 300) for _ in range(200)])
+    asked = [prefill.submit(prompt, 1, ASK) for prompt in tokens]
+    reading = [
+        decode.submit(prompt, TOKENS, prefill.wait(name).transfer) for prompt, name in zip(tokens, asked, strict=True)
+    ]
+    answers = [decode.wait(name) for name in reading]
+    idle(prefill, decode)
+    return answers, agreed(tokens, prefill, decode)
+
+
+def several(start: Start) -> Outcome:
+    """Three decode engines read from one prefill engine at the same time."""
+    prefill, *decodes = start("prefill"), start("decode"), start("decode"), start("decode")
+    tokens = prompts(4, LENGTHS * 3)
+    answers = prefill.ready().generate(tokens, 1, [ASK] * len(tokens))
+    names = [
+        decodes[n % 3].ready().submit(prompt, TOKENS, answer.transfer)
+        for n, (prompt, answer) in enumerate(zip(tokens, answers, strict=True))
+    ]
+    read = [decodes[n % 3].wait(name) for n, name in enumerate(names)]
+    idle(prefill, *decodes)
+    return read, agreed(tokens, prefill)
+
+
+def aborted(start: Start) -> Outcome:
+    """Half of the requests are aborted: some before they are read, some while."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(5, LENGTHS * 4)
+    answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    names = [
+        decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(tokens, answers, strict=True)
+    ]
+    decode.abort(names[::4])
+    time.sleep(0.01)
+    decode.abort(names[1::4])
+    kept = [n for n in range(len(names)) if n % 4 > 1]
+    read = [decode.wait(names[n]) for n in kept]
+    idle(prefill, decode)
+    return read, agreed([tokens[n] for n in kept], prefill, decode)
+
+
+def prefill_dies(start: Start) -> Outcome:
+    """Prefill is killed between prefill and decode: those requests fail or are recomputed, others go on.
+
+    A prefill engine that takes its place is read from.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(6)
+    warm = moved(prefill, decode, prompts(7, (40,)))
+    assert warm[0].reason == "length", f"before anything died: {warm[0].reason}"
+    answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    prefill.kill()
+    lost = [decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(tokens, answers, strict=True)]
+    others = prompts(8)
+    local = decode.generate(others, TOKENS)
+    successor = start("prefill").ready()
+    more = prompts(9)
+    read = moved(successor, decode, more)
+    failed = [decode.wait(name) for name in lost]
+    idle(successor, decode)
+    right = agreed([*others, *more, *tokens], successor, decode)
+    expected = right[-len(tokens) :]
+    wrong = [answer for answer, one in zip(failed, expected, strict=True) if answer.reason != "error" and answer.tokens != one]
+    return [*local, *read, *wrong], [*right[: -len(tokens)], *([[]] * len(wrong))]
+
+
+def decode_dies(start: Start) -> Outcome:
+    """A decode engine is killed while it reads: prefill frees its blocks and serves the next decode engine."""
+    prefill, victim, decode = start("prefill").ready(), start("decode").ready(), start("decode").ready()
+    tokens = prompts(10, (300,) * 20)
+    answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    for prompt, answer in zip(tokens, answers, strict=True):
+        victim.submit(prompt, TOKENS, answer.transfer)
+    victim.kill()
+    tokens = prompts(11)
+    read = moved(prefill, decode, tokens)
+    idle(prefill, decode)
+    return read, agreed(tokens, prefill, decode)
+
+
+def unmoved(start: Start) -> Outcome:
+    """The control: decode alone, told that all is loaded."""
+    decode = start("decode").ready()
+    tokens = prompts(1)
+    answers = decode.generate(tokens, TOKENS, [{"do_remote_prefill": True}] * len(tokens))
+    return answers, agreed(tokens, decode)
