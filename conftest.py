@@ -27,6 +27,8 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+collect_ignore = ["tests/engines"]  # .ci/engines runs it, where vLLM is
+
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # the refusals that tests provoke are asserted, not printed
 os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a while, which others must not use

@@ -21,22 +21,17 @@ os.environ |= {
 }
 
 from tests.engines import trials
-from tests.engines.models import MODELS, build
+from tests.engines.models import build
 from tests.engines.pairs import PAIRS, Pair
 from tests.engines.process import Engine, EngineFailedError
 
 CONNECTORS: dict[str, dict[str, Any]] = {
-    "kvplan": {
-        "kv_connector": "KvplanConnector",
-        "kv_connector_module_path": "kvplan_nixl.vllm",
-        "kv_connector_extra_config": {"lease_s": trials.LEASE_S, "handshake_timeout_s": trials.LEASE_S},
-    },
-    "nixl": {
-        "kv_connector": "NixlConnector",
-        "kv_connector_extra_config": {"kv_lease_duration": trials.LEASE_S},
-    },
+    "kvplan": {"kv_connector": "KvplanConnector", "kv_connector_module_path": "kvplan_nixl.vllm"},
+    "nixl": {"kv_connector": "NixlConnector"},
     "nothing": {"kv_connector": "NothingConnector", "kv_connector_module_path": "tests.engines.nothing"},
 }
+
+LEASE = {"kvplan": "lease_s", "nixl": "kv_lease_duration", "nothing": "unused"}  # the connector's name for it
 
 ENGINE = {
     "dtype": "float32",
@@ -52,7 +47,7 @@ FOLDER = Path("build/engines")  # models and engines' logs
 
 
 def judge(name: str, connector: str) -> str:
-    """Runs a pair's trial with one connector; the verdict begins with same, different, refused, crashed or hung."""
+    """Runs a pair's trial with one connector; its verdict begins with same, different, refused, leaked, crashed, hung or void."""
     pair: Pair = PAIRS[name]
     engines: list[Engine] = []
     with ExitStack() as ending:
@@ -61,7 +56,12 @@ def judge(name: str, connector: str) -> str:
             settings = dict(getattr(pair, side))
             policy = settings.pop("kv_load_failure_policy", "fail")
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
-            transfer = {**CONNECTORS[connector], "kv_role": role, "kv_load_failure_policy": policy}
+            transfer = {
+                **CONNECTORS[connector],
+                "kv_role": role,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {LEASE[connector]: pair.lease_s},
+            }
             log = FOLDER / "logs" / f"{name} {connector} {side} {len(engines)}.log".replace(" ", "_")
             everything = {**ENGINE, "model": str(FOLDER / pair.model), "kv_transfer_config": transfer, **settings}
             engines.append(Engine(everything, log))
@@ -111,7 +111,8 @@ def main() -> int:
     print(table(verdicts, options.pair, options.connector))
     return int(
         any(
-            (connector == "kvplan" and verdict != "same") or (connector == "nothing" and not verdict.startswith("different"))
+            (connector == "kvplan" and verdict != "same")
+            or (connector == "nothing" and not verdict.startswith("different"))
             for (_, connector), verdict in verdicts.items()
         )
     )

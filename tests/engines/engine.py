@@ -47,8 +47,9 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
                 pool = scheduler.kv_cache_manager.block_pool
                 # One block is vLLM's null block, which is never free.
                 pipe.send(("held", pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), len(scheduler.requests)))
-        finished = [output for output in engine.step() if output.finished]
-        for request in finished:
+        for request in engine.step():
+            if not request.finished:
+                continue
             answer = request.outputs[0]
             pipe.send(
                 (
@@ -60,5 +61,5 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
                     request.num_cached_tokens,
                 )
             )
-        if not finished:
-            time.sleep(0.001)  # as vLLM's own loop does where nothing ran
+        if not scheduler.running:
+            time.sleep(0.002)  # vLLM's own loop rests too where nothing runs

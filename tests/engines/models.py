@@ -7,13 +7,14 @@ more than on the token before it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 512
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -28,7 +29,7 @@ COMMON = {
     "pad_token_id": 0,
 }
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen3": {"model_type": "qwen3"},
     "gemma-3": {

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-class NothingConnector(KVConnectorBase_V1, SupportsHMA):
+class NothingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Says that all of a prompt but its last token is loaded, and leaves what the blocks held before."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

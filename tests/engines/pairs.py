@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 
 
 class Pair(NamedTuple):
-    """A prefill engine, a decode engine and a trial of them (a function of ``trials``)."""
+    """A prefill engine, a decode engine and a trial of them (a function of ``trials``).
+
+    Prefill keeps blocks that nobody reads for ``lease_s`` seconds.
+    """
 
     model: str
     prefill: dict[str, Any]
     decode: dict[str, Any]
     trial: str = "transfer"
+    lease_s: int = 300
 
 
 def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
@@ -20,7 +24,6 @@ def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, An
 
 
 SMALL = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 256}  # requests wait for blocks, prompts are chunked
-RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 PAIRS = {
     "llama": Pair("llama", side(), side()),
@@ -41,8 +44,8 @@ PAIRS = {
     "llama 64->32, prefix on decode": Pair("llama", side(64), side(32, enable_prefix_caching=True), "prefix"),
     "llama 32->64, 200 in flight": Pair("llama", side(32, **SMALL), side(64, **SMALL), "burst"),
     "llama 32->64, three decodes": Pair("llama", side(32), side(64), "several"),
-    "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted"),
+    "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted", lease_s=30),
     "llama, prefill dies": Pair("llama", side(), side(), "prefill_dies"),
-    "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "prefill_dies"),
-    "llama, decode dies": Pair("llama", side(), side(), "decode_dies"),
+    "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "recomputed"),
+    "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
 }

@@ -51,12 +51,15 @@ class Engine:
         self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, environment, str(log)))
         self._process.start()
         theirs.close()
+        self._started = False
         self._count = 0
         self._answers: dict[str, Answer] = {}
 
     def ready(self) -> Engine:
         """Waits until the engine has started."""
-        self._receive("ready", time.monotonic() + TIMEOUT_S)
+        if not self._started:
+            self._receive("ready", time.monotonic() + TIMEOUT_S)
+            self._started = True
         return self
 
     def submit(self, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None = None) -> str:
@@ -75,7 +78,10 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], max_tokens: int, transfers: Any = None) -> list[Answer]:
         """The answers to requests that are in flight together."""
-        names = [self.submit(*each, max_tokens, one) for *each, one in zip(prompts, transfers or [None] * len(prompts))]
+        names = [
+            self.submit(prompt, max_tokens, one)
+            for prompt, one in zip(prompts, transfers or [None] * len(prompts), strict=True)
+        ]
         return [self.wait(name) for name in names]
 
     def abort(self, names: list[str]) -> None:
@@ -93,6 +99,7 @@ class Engine:
 
     def kill(self) -> None:
         """Ends the engine and its workers at once."""
+        assert self._process.pid is not None
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -107,6 +114,7 @@ class Engine:
             raise EngineFailedError(f"crashed: {self._last_error()}") from None
 
     def _receive(self, kind: str, deadline: float) -> list[Any]:
+        rest: list[Any]
         while True:
             try:
                 if not self._pipe.poll(max(0, deadline - time.monotonic())):

@@ -22,8 +22,7 @@ ASK = {
 
 LENGTHS = (7, 33, 64, 65, 100, 200)
 TOKENS = 12  # that decode generates
-LEASE_S = 20  # for which prefill keeps blocks that nobody reads
-IDLE_S = 4 * LEASE_S
+IDLE_S = 120  # within which engines free everything, also what nobody reads any more
 
 Outcome = tuple[list[Answer], list[list[int]]]
 Start = Callable[[str], Engine]
@@ -45,7 +44,7 @@ def agreed(tokens: list[list[int]], *engines: Engine) -> list[list[int]]:
     """What all engines generate undisturbed, after the transfer, so that it leaves nothing behind to find."""
     first, *others = [alone(engine, tokens) for engine in engines]
     if any(other != first for other in others):
-        raise AssertionError("the engines generate different tokens when undisturbed: this pair can judge nothing")
+        raise AssertionError("void: undisturbed engines generate different tokens")
     return first
 
 
@@ -61,7 +60,7 @@ def idle(*engines: Engine) -> None:
     for engine in engines:
         while (held := engine.held()) != (0, 0):
             if time.monotonic() > deadline:
-                raise AssertionError(f"{held[0]} blocks and {held[1]} requests are still held")
+                raise AssertionError(f"leaked: {held[0]} blocks of {held[1]} requests are still held")
             time.sleep(0.05)
 
 
@@ -116,9 +115,7 @@ def aborted(start: Start) -> Outcome:
     prefill, decode = start("prefill").ready(), start("decode").ready()
     tokens = prompts(5, LENGTHS * 4)
     answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
-    names = [
-        decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(tokens, answers, strict=True)
-    ]
+    names = [decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(tokens, answers, strict=True)]
     decode.abort(names[::4])
     time.sleep(0.01)
     decode.abort(names[1::4])
@@ -129,28 +126,31 @@ def aborted(start: Start) -> Outcome:
 
 
 def prefill_dies(start: Start) -> Outcome:
-    """Prefill is killed between prefill and decode: those requests fail or are recomputed, others go on.
+    """Prefill is killed between prefill and decode: those requests fail, others go on, a new prefill is read from."""
+    others, lost, expected = bereft(start)
+    return [*others, *lost], [*expected[: len(others)], *[[]] * len(lost)]
 
-    A prefill engine that takes its place is read from.
-    """
+
+def recomputed(start: Start) -> Outcome:
+    """The same where decode is told to recompute what it cannot load."""
+    others, lost, expected = bereft(start)
+    return [*others, *lost], expected
+
+
+def bereft(start: Start) -> tuple[list[Answer], list[Answer], list[list[int]]]:
+    """Kills prefill before decode reads: the answers to other requests, to those that it has lost, and the tokens."""
     prefill, decode = start("prefill").ready(), start("decode").ready()
-    tokens = prompts(6)
-    warm = moved(prefill, decode, prompts(7, (40,)))
-    assert warm[0].reason == "length", f"before anything died: {warm[0].reason}"
-    answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    before, local, after, lost = prompts(7), prompts(8), prompts(9), prompts(6)
+    read = moved(prefill, decode, before)
+    answers = prefill.generate(lost, 1, [ASK] * len(lost))
     prefill.kill()
-    lost = [decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(tokens, answers, strict=True)]
-    others = prompts(8)
-    local = decode.generate(others, TOKENS)
+    reading = [decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(lost, answers, strict=True)]
+    read += decode.generate(local, TOKENS)
     successor = start("prefill").ready()
-    more = prompts(9)
-    read = moved(successor, decode, more)
-    failed = [decode.wait(name) for name in lost]
+    read += moved(successor, decode, after)
+    failed = [decode.wait(name) for name in reading]
     idle(successor, decode)
-    right = agreed([*others, *more, *tokens], successor, decode)
-    expected = right[-len(tokens) :]
-    wrong = [answer for answer, one in zip(failed, expected, strict=True) if answer.reason != "error" and answer.tokens != one]
-    return [*local, *read, *wrong], [*right[: -len(tokens)], *([[]] * len(wrong))]
+    return read, failed, agreed([*before, *local, *after, *lost], successor, decode)
 
 
 def decode_dies(start: Start) -> Outcome:
