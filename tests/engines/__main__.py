@@ -47,7 +47,10 @@ FOLDER = Path("build/engines")  # models and engines' logs
 
 
 def judge(name: str, connector: str) -> str:
-    """Runs a pair's trial with one connector; its verdict begins with same, different, refused, leaked, crashed, hung or void."""
+    """Runs a pair's trial with one connector: its tokens were the same, or how many requests got different ones.
+
+    Where requests failed, that is not different. An engine that crashed, hung or kept blocks is named with the reason.
+    """
     pair: Pair = PAIRS[name]
     engines: list[Engine] = []
     with ExitStack() as ending:
@@ -77,8 +80,8 @@ def judge(name: str, connector: str) -> str:
     if same == len(right):
         return "same"
     if same + failed == len(right):
-        return f"refused: {failed} of {len(right)} requests failed"
-    return f"different: {len(right) - same - failed} of {len(right)} requests got wrong tokens"
+        return f"failed: {failed} of {len(right)}"
+    return f"different: {len(right) - same - failed} of {len(right)}"
 
 
 def table(verdicts: dict[tuple[str, str], str], names: list[str], connectors: list[str]) -> str:

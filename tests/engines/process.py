@@ -98,7 +98,9 @@ class Engine:
         return blocks, requests
 
     def kill(self) -> None:
-        """Ends the engine and its workers at once."""
+        """Ends the engine and its workers at once, where that was not done before."""
+        if self._pipe.closed:
+            return
         assert self._process.pid is not None
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
