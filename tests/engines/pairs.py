@@ -43,7 +43,7 @@ PAIRS = {
     "deepseek-v3 TP 1->2": Pair("deepseek-v3", side(16), side(16, tp=2)),
     "llama 64->32, prefix on decode": Pair("llama", side(64), side(32, enable_prefix_caching=True), "prefix"),
     "llama 32->64, 200 in flight": Pair("llama", side(32, **SMALL), side(64, **SMALL), "burst"),
-    "llama 32->64, three decodes": Pair("llama", side(32), side(64), "several"),
+    "llama 32->64, two of each": Pair("llama", side(32), side(64), "several"),
     "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted", lease_s=30),
     "llama, prefill dies": Pair("llama", side(), side(), "prefill_dies"),
     "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "recomputed"),

@@ -48,10 +48,28 @@ def agreed(tokens: list[list[int]], *engines: Engine) -> list[list[int]]:
     return first
 
 
+def offered(answer: Answer) -> dict[str, Any]:
+    """What prefill tells decode; without it, decode would compute the prompt itself."""
+    if not answer.transfer:
+        raise AssertionError(f"failed: prefill offers nothing, finish reason {answer.reason}")
+    # vLLM's decode would report this as its own cached tokens, in place of what it has loaded.
+    return {key: value for key, value in answer.transfer.items() if key != "remote_prefill_cached_tokens"}
+
+
+def loaded(answers: list[Answer], tokens: list[list[int]]) -> list[Answer]:
+    """Answers of decode engines, which have computed the last token of each prompt and loaded the others."""
+    for answer, prompt in zip(answers, tokens, strict=True):
+        if answer.reason != "error" and answer.cached < len(prompt) - 1:
+            raise AssertionError(
+                f"void: decode has computed {len(prompt) - answer.cached} of {len(prompt)} tokens itself"
+            )
+    return answers
+
+
 def moved(prefill: Engine, decode: Engine, tokens: list[list[int]]) -> list[Answer]:
     """Prefill computes all prompts, then decode reads them."""
     answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
-    return decode.generate(tokens, TOKENS, [answer.transfer for answer in answers])
+    return loaded(decode.generate(tokens, TOKENS, [offered(answer) for answer in answers]), tokens)
 
 
 def idle(*engines: Engine) -> None:
@@ -89,25 +107,25 @@ def burst(start: Start) -> Outcome:
     tokens = prompts(3, [random.Random(0).randrange(2, 300) for _ in range(200)])
     asked = [prefill.submit(prompt, 1, ASK) for prompt in tokens]
     reading = [
-        decode.submit(prompt, TOKENS, prefill.wait(name).transfer) for prompt, name in zip(tokens, asked, strict=True)
+        decode.submit(prompt, TOKENS, offered(prefill.wait(name))) for prompt, name in zip(tokens, asked, strict=True)
     ]
-    answers = [decode.wait(name) for name in reading]
+    answers = loaded([decode.wait(name) for name in reading], tokens)
     idle(prefill, decode)
     return answers, agreed(tokens, prefill, decode)
 
 
 def several(start: Start) -> Outcome:
-    """Three decode engines read from one prefill engine at the same time."""
-    prefill, *decodes = start("prefill"), start("decode"), start("decode"), start("decode")
-    tokens = prompts(4, LENGTHS * 3)
-    answers = prefill.ready().generate(tokens, 1, [ASK] * len(tokens))
-    names = [
-        decodes[n % 3].ready().submit(prompt, TOKENS, answer.transfer)
-        for n, (prompt, answer) in enumerate(zip(tokens, answers, strict=True))
+    """Two decode engines read from two prefill engines, all at the same time."""
+    prefills, decodes = [[start(side), start(side)] for side in ("prefill", "decode")]
+    tokens = prompts(4, LENGTHS * 4)
+    asked = [prefills[n % 2].ready().submit(prompt, 1, ASK) for n, prompt in enumerate(tokens)]
+    reading = [
+        decodes[n // 2 % 2].ready().submit(prompt, TOKENS, offered(prefills[n % 2].wait(name)))
+        for n, (prompt, name) in enumerate(zip(tokens, asked, strict=True))
     ]
-    read = [decodes[n % 3].wait(name) for n, name in enumerate(names)]
-    idle(prefill, *decodes)
-    return read, agreed(tokens, prefill)
+    answers = loaded([decodes[n // 2 % 2].wait(name) for n, name in enumerate(reading)], tokens)
+    idle(*prefills, *decodes)
+    return answers, agreed(tokens, *prefills, *decodes)
 
 
 def aborted(start: Start) -> Outcome:
@@ -115,14 +133,15 @@ def aborted(start: Start) -> Outcome:
     prefill, decode = start("prefill").ready(), start("decode").ready()
     tokens = prompts(5, LENGTHS * 4)
     answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
-    names = [decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(tokens, answers, strict=True)]
+    names = [decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in zip(tokens, answers, strict=True)]
     decode.abort(names[::4])
     time.sleep(0.01)
     decode.abort(names[1::4])
     kept = [n for n in range(len(names)) if n % 4 > 1]
-    read = [decode.wait(names[n]) for n in kept]
+    tokens = [tokens[n] for n in kept]
+    read = loaded([decode.wait(names[n]) for n in kept], tokens)
     idle(prefill, decode)
-    return read, agreed([tokens[n] for n in kept], prefill, decode)
+    return read, agreed(tokens, prefill, decode)
 
 
 def prefill_dies(start: Start) -> Outcome:
@@ -144,7 +163,7 @@ def bereft(start: Start) -> tuple[list[Answer], list[Answer], list[list[int]]]:
     read = moved(prefill, decode, before)
     answers = prefill.generate(lost, 1, [ASK] * len(lost))
     prefill.kill()
-    reading = [decode.submit(prompt, TOKENS, answer.transfer) for prompt, answer in zip(lost, answers, strict=True)]
+    reading = [decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in zip(lost, answers, strict=True)]
     read += decode.generate(local, TOKENS)
     successor = start("prefill").ready()
     read += moved(successor, decode, after)
@@ -159,7 +178,7 @@ def decode_dies(start: Start) -> Outcome:
     tokens = prompts(10, (300,) * 20)
     answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
     for prompt, answer in zip(tokens, answers, strict=True):
-        victim.submit(prompt, TOKENS, answer.transfer)
+        victim.submit(prompt, TOKENS, offered(answer))
     victim.kill()
     tokens = prompts(11)
     read = moved(prefill, decode, tokens)
