@@ -15,7 +15,7 @@ class Pair(NamedTuple):
     prefill: dict[str, Any]
     decode: dict[str, Any]
     trial: str = "transfer"
-    lease_s: int = 300
+    lease_s: int = 90
 
 
 def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ ASK = {
 
 LENGTHS = (7, 33, 64, 65, 100, 200)
 TOKENS = 12  # that decode generates
-IDLE_S = 120  # within which engines free everything, also what nobody reads any more
+IDLE_S = 180  # within which engines free everything, also what nobody reads any more
 
 Outcome = tuple[list[Answer], list[list[int]]]
 Start = Callable[[str], Engine]
