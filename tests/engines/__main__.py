@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -101,6 +102,7 @@ def main() -> int:
     if options.list:
         print("\n".join(PAIRS))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     for model in {PAIRS[name].model for name in options.pair}:
         build(model, FOLDER / model)
