@@ -1,0 +1,29 @@
+"""Connectors: what every engine's connector needs beside plans and an executor. It knows no engine and no NIXL.
+
+Prefill keeps the blocks of a computed request under a lease, and describes the request in a :class:`Handoff`. Decode
+reads it, and says when it is done:
+
+    prefill                                        decode
+    Listener: offers of all workers     <-- GET    Reads, in each worker: handshake in the background, then transfers
+    Leases: request 1 until t           <-- POST   DoneSender: request 1 is done, after all workers have ended
+"""
+
+from kvplan.connector.handoff import Handoff, Source, moved
+from kvplan.connector.leases import Leases
+from kvplan.connector.listener import DoneSender, Listener, Offers, fetch, send_done
+from kvplan.connector.reads import Ended, Read, Reads
+
+__all__ = [
+    "DoneSender",
+    "Ended",
+    "Handoff",
+    "Leases",
+    "Listener",
+    "Offers",
+    "Read",
+    "Reads",
+    "Source",
+    "fetch",
+    "moved",
+    "send_done",
+]

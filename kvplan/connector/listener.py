@@ -1,0 +1,201 @@
+"""The listener of an engine that others read from: HTTP by which they fetch its offers and say which reads are done.
+
+``GET /`` returns the offers of all workers, with the time on the engine's clock. ``POST /done`` takes a list of
+requests. The listener believes whoever reaches it, so let only your engines reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from logging import Logger
+from typing import Any, Final
+
+import attrs
+
+from kvplan.connector.handoff import Source
+from kvplan.errors import KVPlanError
+
+MAX_OFFERS_BYTES: Final = 1 << 28
+MAX_DONE_BYTES: Final = 1 << 22
+
+CONNECTION_S: Final = 10.0
+"""Seconds for which the listener waits for a byte of a connection."""
+
+DONE_S: Final = 3.0
+"""Seconds for which a reader waits for the listener to take what is done."""
+
+
+@attrs.frozen
+class Offers:
+    """The offers of all workers of an engine, each as bytes, and the time on its clock when it sent them."""
+
+    engine_id: str
+    start: str
+    clock: float
+    workers: tuple[bytes, ...] = attrs.field(repr=False)
+
+    def encode(self) -> bytes:
+        """The offers as JSON."""
+        workers = [b64encode(worker).decode() for worker in self.workers]
+        return json.dumps({**attrs.asdict(self), "workers": workers}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Offers:
+        """The offers in a message. Raises ``MESSAGE``."""
+        try:
+            fields = json.loads(data)
+            workers = tuple(b64decode(worker, validate=True) for worker in fields["workers"])
+            return cls(str(fields["engine_id"]), str(fields["start"]), float(fields["clock"]), workers)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise KVPlanError("MESSAGE", "read offers", expected="offers as JSON", got=repr(error)) from None
+
+
+class Listener:
+    """Serves the offers of an engine's workers, and collects the requests that readers are done with.
+
+    It listens on a port of ``host`` that is free, unless ``port`` is given. :attr:`source` is what readers need.
+
+    >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"])
+    >>> fetch(listener.source, timeout_s=10).workers
+    (b'offer of worker 0',)
+    >>> send_done(listener.source, ["request 1"])
+    >>> listener.done()
+    ['request 1']
+    >>> listener.close()
+    """
+
+    def __init__(self, engine_id: str, host: str, workers: Sequence[bytes], port: int = 0) -> None:
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        done, start = self._done, f"{time.time_ns():x}"
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = CONNECTION_S
+
+            def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+                self._reply(200, Offers(engine_id, start, time.monotonic(), tuple(workers)).encode())
+
+            def do_POST(self) -> None:  # noqa: N802
+                try:
+                    size = int(self.headers["Content-Length"])
+                    requests = json.loads(self.rfile.read(size)) if 0 <= size <= MAX_DONE_BYTES else None
+                except (ValueError, TypeError, RecursionError):
+                    requests = None
+                if not isinstance(requests, list):
+                    self._reply(400, b"")
+                    return
+                for request in requests:
+                    done.put(str(request))
+                self._reply(200, b"")
+
+            def _reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self.source: Source = Source(engine_id, start, host, self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvplan listener", daemon=True)
+        self._thread.start()
+
+    def done(self) -> list[str]:
+        """The requests that readers are done with, since the last call."""
+        return _drained(self._done)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _drained(items: queue.SimpleQueue[Any]) -> list[Any]:
+    found = []
+    while not items.empty():
+        found.append(items.get())
+    return found
+
+
+def fetch(source: Source, timeout_s: float) -> Offers:
+    """The offers of an engine's workers. Raises ``PEER`` where nobody answers, or another start of the engine."""
+    offers = Offers.decode(_exchange(source, "GET", "/", None, timeout_s))
+    if (offers.engine_id, offers.start) != (source.engine_id, source.start):
+        raise KVPlanError(
+            "PEER",
+            f"shake hands with {source}",
+            expected=f"engine {source.engine_id}, start {source.start}",
+            got=f"engine {offers.engine_id}, start {offers.start}",
+            hint="it has restarted since it computed the request",
+        )
+    return offers
+
+
+def send_done(source: Source, requests: Iterable[str]) -> None:
+    """Tell an engine that its requests are read, or will not be read. Raises ``PEER``."""
+    _exchange(source, "POST", "/done", json.dumps([*requests]).encode(), DONE_S)
+
+
+def _exchange(source: Source, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+    """What a listener answers, within ``timeout_s``."""
+    stop, action = time.monotonic() + timeout_s, f"reach {source}"
+    connection = HTTPConnection(source.host, source.port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        parts, size = [], 0
+        while part := response.read1(1 << 20):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_OFFERS_BYTES or time.monotonic() > stop:
+                got = f"{size} bytes so far"
+                raise KVPlanError("PEER", action, expected=f"an answer within {timeout_s:g} s", got=got)
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, KVPlanError):
+            raise
+        raise KVPlanError("PEER", action, expected="an answer", got=f"{error!r}", source=str(source)) from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise KVPlanError("PEER", action, expected="status 200", got=f"{response.status}", source=str(source))
+    return b"".join(parts)
+
+
+class DoneSender:
+    """Tells engines in the background which of their requests a reader is done with."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._items: queue.SimpleQueue[tuple[Source, str] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="kvplan done", daemon=True).start()
+
+    def put(self, source: Source, request: str) -> None:
+        """Tell an engine of one request, soon."""
+        self._items.put((source, request))
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._items.put(None)
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            items = [item, *_drained(self._items)]
+            by_source: dict[Source, list[str]] = {}
+            for source, request in filter(None, items):
+                by_source.setdefault(source, []).append(request)
+            for source, requests in by_source.items():
+                try:
+                    send_done(source, requests)
+                except KVPlanError as error:
+                    self._logger.warning("%d requests stay until their leases end: %s", len(requests), error)
+            if None in items:
+                return

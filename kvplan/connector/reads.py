@@ -1,0 +1,263 @@
+"""Reads: the requests that one worker reads from other engines, from handshake to last byte.
+
+- R1: Nothing waits. Offers are fetched and plans made on a thread per engine; :meth:`Reads.poll`, called once per step
+  of the engine, does the rest. The executor is used on the caller's thread only.
+- R2: A request is reported once, when none of its bytes can move any more, with an error or without. Until then its
+  blocks must stay.
+- R3: What fails is one request, or those that wait for one engine. Another request to that engine tries again.
+- R4: A request whose bytes did not all arrive before the source's deadline has failed, since the source may have given
+  its blocks to another request. A peer's clock is read at the handshake, and never taken for earlier than it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from logging import Logger
+from typing import Final
+
+import attrs
+
+from kvplan.connector.handoff import Source
+from kvplan.connector.listener import Offers, fetch
+from kvplan.describe.blocks import Blocks, Range
+from kvplan.describe.worker import Key, Worker
+from kvplan.errors import KVPlanError
+from kvplan.executor import Executor, Transfer
+from kvplan.plan import TransferPlan, plan_reads
+
+TIMEOUT_S: Final = 30.0
+"""Seconds within which an engine must answer a handshake."""
+
+MAX_AGE_S: Final = 3600.0
+"""Seconds after which a handshake is repeated, because clocks drift."""
+
+MARGIN_S: Final = 1.0
+"""Seconds before the deadline at which a read must have ended, more than clocks drift in :data:`MAX_AGE_S`."""
+
+
+@attrs.frozen(kw_only=True)
+class Read:
+    """What a worker reads for one request: block tables of both sides and ranges of positions, by group.
+
+    Groups that the worker or the source lacks are ignored. ``deadline`` is on the source's clock.
+    """
+
+    request: str
+    source: Source
+    local: Mapping[str, Blocks]
+    remote: Mapping[str, Blocks]
+    tokens: Mapping[str, Range]
+    deadline: float
+
+
+@attrs.frozen(eq=False)
+class _Handshake:
+    """A plan with an engine, its offers, and how far its clock is ahead of this one, at most."""
+
+    plan: TransferPlan
+    offers: Mapping[Key, bytes]
+    ahead_s: float
+
+
+@attrs.define(eq=False)
+class _Peer:
+    """An engine to read from, the reads that wait for the handshake, and when it began."""
+
+    source: Source
+    began: float
+    future: Future[_Handshake]
+    waiting: list[Read] = attrs.field(factory=list)
+    ready: _Handshake | None = None
+
+
+@attrs.define(eq=False)
+class _Running:
+    """A request under way, and when its read must have ended on this worker's clock."""
+
+    read: Read
+    stop: float
+    began: float
+    transfers: list[Transfer] = attrs.field(factory=list)
+    error: KVPlanError | None = None
+
+
+@attrs.frozen
+class Ended:
+    """A request whose read has ended: with an error, or after ``num_bytes`` have moved in ``seconds``."""
+
+    request: str
+    error: KVPlanError | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Reads:
+    """The requests that ``worker`` reads through ``executor``.
+
+    An engine's offers are fetched by ``fetch_offers``; ``open_offer`` is the worker in an offer, and ``connect`` makes
+    it known to the executor.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        executor: Executor,
+        logger: Logger,
+        *,
+        open_offer: Callable[[bytes], Worker],
+        connect: Callable[[bytes], object],
+        disconnect: Callable[[Worker], None],
+        fetch_offers: Callable[[Source, float], Offers] = fetch,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.worker = worker
+        self._executor = executor
+        self._logger = logger
+        self._open_offer = open_offer
+        self._connect = connect
+        self._disconnect = disconnect
+        self._fetch = fetch_offers
+        self._timeout_s = timeout_s
+        self._peers: dict[str, _Peer] = {}
+        self._connected: dict[Key, tuple[Worker, bytes]] = {}
+        self._running: list[_Running] = []
+        self._ended: list[Ended] = []
+
+    def begin(self, read: Read) -> None:
+        """Begin to read a request, which :meth:`poll` reports when it has ended."""
+        peer, now = self._peers.get(read.source.engine_id), time.monotonic()
+        if peer is None or peer.source != read.source or (peer.ready and now - peer.began > MAX_AGE_S):
+            if peer is not None:
+                self._drop(peer, "another start of the engine")
+            peer = self._peers[read.source.engine_id] = _Peer(read.source, now, self._shake_hands(read.source))
+        if peer.ready is None:
+            peer.waiting.append(read)
+        else:
+            self._start(read, peer.ready)
+
+    def fail(self, request: str, error: KVPlanError) -> None:
+        """Report a request that can't be read."""
+        self._end(Ended(request, error))
+
+    def poll(self) -> list[Ended]:
+        """The requests that have ended since the last call."""
+        for peer in [peer for peer in self._peers.values() if peer.ready is None]:
+            self._poll_handshake(peer)
+        for running in [*self._running]:
+            self._poll_transfers(running)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _shake_hands(self, source: Source) -> Future[_Handshake]:
+        """Fetch the offers of an engine and plan with it, on a thread."""
+        future: Future[_Handshake] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._handshake(source))
+            except Exception as error:  # whatever it is, the requests that wait for it fail with it
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=f"kvplan handshake {source.engine_id}", daemon=True).start()
+        return future
+
+    def _handshake(self, source: Source) -> _Handshake:
+        sent = time.monotonic()
+        offers = self._fetch(source, self._timeout_s)
+        workers = [self._open_offer(offer) for offer in offers.workers]
+        keys = [worker.key for worker in workers]
+        return _Handshake(plan_reads(self.worker, workers), dict(zip(keys, offers.workers, strict=True)), offers.clock - sent)
+
+    def _poll_handshake(self, peer: _Peer) -> None:
+        try:
+            if peer.future.done():
+                handshake = peer.future.result()
+                self._join(handshake)
+            elif time.monotonic() - peer.began > self._timeout_s:
+                expected = f"an answer within {self._timeout_s:g} s"
+                raise KVPlanError("PEER", f"shake hands with {peer.source}", expected=expected, got="none")
+            else:
+                return
+        except Exception as error:
+            self._drop(peer, error)
+            return
+        peer.ready = handshake
+        self._logger.info("%s: %r", peer.source, handshake.plan)
+        waiting, peer.waiting = peer.waiting, []
+        for read in waiting:
+            self._start(read, handshake)
+
+    def _join(self, handshake: _Handshake) -> None:
+        """Connect to the workers with which bytes are exchanged, and prepare the plan."""
+        for pair, remote in zip(handshake.plan.pairs, handshake.plan.remotes, strict=True):
+            offer, known = handshake.offers[remote.key], self._connected.get(remote.key)
+            if not pair.group_pairs or (known is not None and known[1] == offer):
+                continue
+            if known is not None:
+                self._disconnect(known[0])
+                del self._connected[remote.key]
+            self._connect(offer)
+            self._connected[remote.key] = remote, offer
+        self._executor.prepare(handshake.plan)
+
+    def _drop(self, peer: _Peer, why: object) -> None:
+        """Forget an engine; the requests that wait for it fail."""
+        del self._peers[peer.source.engine_id]
+        error = why if isinstance(why, KVPlanError) else KVPlanError(
+            "PEER", f"shake hands with {peer.source}", expected="a plan", got=repr(why)
+        )
+        for read in peer.waiting:
+            self._end(Ended(read.request, error))
+
+    def _start(self, read: Read, handshake: _Handshake) -> None:
+        plan, now = handshake.plan, time.monotonic()
+        running = _Running(read, read.deadline - handshake.ahead_s - MARGIN_S, now)
+        try:
+            self._check_time(running)
+            ours = {group.name for group in plan.local.groups}
+            theirs = {group.name for remote in plan.remotes for group in remote.groups}
+            specs = plan.bind(
+                local={name: blocks for name, blocks in read.local.items() if name in ours},
+                remote={name: blocks for name, blocks in read.remote.items() if name in theirs},
+                tokens={name: tokens for name, tokens in read.tokens.items() if name in ours},
+            )
+            for spec in specs:
+                if spec.local_ids.size:
+                    running.transfers.append(self._executor.start(spec, read.request, notify=False))
+        except KVPlanError as error:
+            running.error = error
+        self._running.append(running)
+
+    def _check_time(self, running: _Running) -> None:
+        late = time.monotonic() - running.stop
+        if late > 0:
+            action = f"read request {running.read.request!r} from {running.read.source}"
+            expected = "to end before the source may reuse its blocks"
+            raise KVPlanError("TRANSFER", action, expected=expected, got=f"{late:.1f} s too late")
+
+    def _poll_transfers(self, running: _Running) -> None:
+        if not all([self._executor.poll(transfer).is_settled for transfer in running.transfers]):
+            return
+        self._running.remove(running)
+        num_bytes = 0
+        for transfer in running.transfers:
+            running.error = running.error or transfer.error
+            num_bytes += transfer.spec.num_bytes
+            if transfer.error is not None and transfer.error.code == "PEER":
+                self._connected.pop(transfer.spec.remote, None)
+                self._peers.pop(running.read.source.engine_id, None)
+            self._executor.release(transfer)
+        try:
+            if running.error is None:
+                self._check_time(running)
+        except KVPlanError as error:
+            running.error = error
+        self._end(Ended(running.read.request, running.error, num_bytes, time.monotonic() - running.began))
+
+    def _end(self, ended: Ended) -> None:
+        if ended.error is not None:
+            self._logger.error("request %r is not read: %s", ended.request, ended.error)
+        self._ended.append(ended)

@@ -1,0 +1,122 @@
+"""The class that vLLM makes, once in its scheduler and once in each worker. It only hands calls on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata
+from kvplan_nixl.vllm.scheduler import Scheduler
+from kvplan_nixl.vllm.stats import KvplanStats
+from kvplan_nixl.vllm.worker import Worker
+
+
+class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
+    """Reads a request's KV cache from the engine that computed it, whatever its parallel sizes, blocks and layout."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+            raise ValueError("KvplanConnector: context parallelism (DCP, PCP) is not supported")
+        if vllm_config.speculative_config is not None:
+            raise ValueError("KvplanConnector: speculative decoding is not supported")
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = Scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = Worker(vllm_config, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads outside tokens: the longest runs where engines divide heads differently."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    def shutdown(self) -> None:
+        part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
+        part.close()
+
+    # In the scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.add(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count = self._scheduler.count(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.allocate(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.take_step()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.received(connector_output.finished_recving or set())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        params = self._scheduler.finish(request, block_ids)
+        return params is not None, params
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.serve([one.envelope for one in metadata.values() if isinstance(one, KvplanHandshakeMetadata)])
+
+    # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return KvplanHandshakeMetadata(self._worker.envelope())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._get_connector_metadata()
+        assert isinstance(step, KvplanMetadata)
+        self._worker.begin(step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results()
+
+    def get_kv_connector_stats(self) -> KvplanStats | None:
+        return self._worker.stats.take() if self._role == KVConnectorRole.WORKER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplanStats:
+        return KvplanStats(data or {})
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are read between steps."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Requests are read when they are computed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""

@@ -1,0 +1,84 @@
+"""The connector's part in a worker of vLLM: it reads requests into the worker's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvplan.bridges import RankInfo
+from kvplan.connector import Reads
+from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl.vllm.description import worker_of
+from kvplan_nixl.vllm.metadata import KvplanMetadata
+from kvplan_nixl.vllm.stats import KvplanStats
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Worker:
+    """Reads what the scheduler tells it to read, and reports what has ended."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+        self._config = config
+        self._cache = cache
+        self._executor: NixlExecutor | None = None
+        self._released: set[str] = set()
+        self.stats = KvplanStats()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the worker's caches and register them with NIXL."""
+        transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        tp_rank, tp = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
+        info = RankInfo(transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp)
+        worker = worker_of(self._config, self._cache, info, kv_caches)
+        backends = {name: {} for name in transfer.get_from_extra_config("backends", ["UCX"])}
+        self._executor = NixlExecutor(worker, backends)
+        self._reads = Reads(
+            worker,
+            self._executor,
+            logger,
+            open_offer=lambda data: Envelope.unpack(data).worker,
+            connect=self._executor.connect,
+            disconnect=self._executor.disconnect,
+            timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", 30)),
+        )
+        logger.info("%s", worker)
+
+    def envelope(self) -> bytes:
+        """The worker's envelope."""
+        assert self._executor is not None
+        return self._executor.envelope()
+
+    def begin(self, step: KvplanMetadata) -> None:
+        """Begin the reads of a step."""
+        self._released |= step.released
+        for request, error in step.refused.items():
+            self._reads.fail(request, error)
+        for read in step.reads:
+            self._reads.begin(read)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What has ended since the last step."""
+        released, self._released = self._released, set()
+        ended = self._reads.poll()
+        for one in ended:
+            self.stats.record(one)
+        return KVConnectorTransferResults(
+            finished_sending=released,
+            finished_recving={one.request for one in ended},
+            failed_recving={one.request for one in ended if one.error is not None},
+        )
+
+    def close(self) -> None:
+        """Free what is registered. No byte moves afterwards."""
+        if self._executor is not None:
+            self._executor.close()
