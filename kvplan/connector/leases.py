@@ -31,7 +31,7 @@ class Leases:
         self._done.update(dict.fromkeys(request for request in requests if request in self._until))
 
     def ended(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The requests whose blocks may be freed, each once: those whose reader is done, and those whose time is over."""
+        """The requests whose blocks may be freed, each once: their reader is done, or their time is over."""
         done, self._done = (*self._done,), {}
         for request in done:
             del self._until[request]

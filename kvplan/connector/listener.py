@@ -78,10 +78,10 @@ class Listener:
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
 
-            def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+            def do_GET(self) -> None:
                 self._reply(200, Offers(engine_id, start, time.monotonic(), tuple(workers)).encode())
 
-            def do_POST(self) -> None:  # noqa: N802
+            def do_POST(self) -> None:
                 try:
                     size = int(self.headers["Content-Length"])
                     requests = json.loads(self.rfile.read(size)) if 0 <= size <= MAX_DONE_BYTES else None

@@ -169,7 +169,9 @@ class Reads:
         offers = self._fetch(source, self._timeout_s)
         workers = [self._open_offer(offer) for offer in offers.workers]
         keys = [worker.key for worker in workers]
-        return _Handshake(plan_reads(self.worker, workers), dict(zip(keys, offers.workers, strict=True)), offers.clock - sent)
+        return _Handshake(
+            plan_reads(self.worker, workers), dict(zip(keys, offers.workers, strict=True)), offers.clock - sent
+        )
 
     def _poll_handshake(self, peer: _Peer) -> None:
         try:
@@ -206,8 +208,10 @@ class Reads:
     def _drop(self, peer: _Peer, why: object) -> None:
         """Forget an engine; the requests that wait for it fail."""
         del self._peers[peer.source.engine_id]
-        error = why if isinstance(why, KVPlanError) else KVPlanError(
-            "PEER", f"shake hands with {peer.source}", expected="a plan", got=repr(why)
+        error = (
+            why
+            if isinstance(why, KVPlanError)
+            else KVPlanError("PEER", f"shake hands with {peer.source}", expected="a plan", got=repr(why))
         )
         for read in peer.waiting:
             self._end(Ended(read.request, error))

@@ -60,7 +60,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.add(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return self._kv_cache_config.transfer_group_ids
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.count(request, num_computed_tokens)

@@ -30,7 +30,7 @@ def window_of(group: Any) -> int | None:
     specs = specs_of(group)
     if not all(isinstance(spec, SlidingWindowSpec) for spec in specs):
         return None
-    return max(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
+    return max(int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)) for spec in specs)
 
 
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
@@ -51,7 +51,8 @@ def worker_of(
     config: VllmConfig, cache: KVCacheConfig, info: RankInfo, kv_caches: Mapping[str, torch.Tensor]
 ) -> Worker:
     """The worker of a rank. Its groups have the names of :func:`groups_of`."""
-    worker = from_vllm(model_of(config, cache), info, cache, kv_caches)
+    layers = config.compilation_config.static_forward_context
+    worker = from_vllm(model_of(config, cache), info, cache, kv_caches, layers)
     placed = {layer for tensor in cache.kv_cache_tensors for layer in tensor.layers}
     there = [name for name, i in groups_of(cache).items() if placed.intersection(cache.kv_cache_groups[i].layer_names)]
     renamed = dict(zip((group.name for group in worker.groups), there, strict=True))

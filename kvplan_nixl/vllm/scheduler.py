@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import DoneSender, Handoff, Leases, Listener, Read, Source, moved
+from kvplan.connector import DoneSender, Handoff, Leases, Listener, Read, moved
 from kvplan_nixl.vllm.description import groups_of, is_state, window_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata
 
@@ -84,7 +84,7 @@ class Scheduler:
         if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0
         self._computed[request.request_id] = num_computed
-        return max(0, request.num_prompt_tokens - 1 - num_computed)
+        return max(0, int(request.num_prompt_tokens) - 1 - num_computed)
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Read ``num_tokens`` positions of a request into its blocks. A request is read once."""
@@ -107,7 +107,9 @@ class Scheduler:
             expected = f"{'exactly' if self._states else 'at least'} {stop} positions"
             got = f"{handoff.num_tokens} computed by {handoff.source}"
             raise KVPlanError("TOKENS", f"read request {request!r}", expected=expected, got=got)
-        tokens = {name: moved(start, stop, window) for name, window in self._windows.items() if name not in self._states}
+        tokens = {
+            name: moved(start, stop, window) for name, window in self._windows.items() if name not in self._states
+        }
         read = Read(
             request=request,
             source=handoff.source,

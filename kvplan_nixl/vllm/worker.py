@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -40,8 +39,8 @@ class Worker:
         tp_rank, tp = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
         info = RankInfo(transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp)
         worker = worker_of(self._config, self._cache, info, kv_caches)
-        backends = {name: {} for name in transfer.get_from_extra_config("backends", ["UCX"])}
-        self._executor = NixlExecutor(worker, backends)
+        backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
+        self._executor = NixlExecutor(worker, {name: {} for name in backends})
         self._reads = Reads(
             worker,
             self._executor,
