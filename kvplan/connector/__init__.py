@@ -5,22 +5,22 @@ reads it, and says when it is done:
 
     prefill                                        decode
     Listener: offers of all workers     <-- GET    Reads, in each worker: handshake in the background, then transfers
-    Leases: request 1 until t           <-- POST   DoneSender: request 1 is done, after all workers have ended
+    Leases: request 1 until t           <-- POST   Notifier: request 1 is done, after all workers have ended
 """
 
 from kvplan.connector.handoff import Handoff, Source, moved
 from kvplan.connector.leases import Leases
-from kvplan.connector.listener import DoneSender, Listener, Offers, fetch, send_done
-from kvplan.connector.reads import Ended, Read, Reads
+from kvplan.connector.listener import Listener, Notifier, Offers, fetch, send_done
+from kvplan.connector.reads import Read, ReadResult, Reads
 
 __all__ = [
-    "DoneSender",
-    "Ended",
     "Handoff",
     "Leases",
     "Listener",
+    "Notifier",
     "Offers",
     "Read",
+    "ReadResult",
     "Reads",
     "Source",
     "fetch",

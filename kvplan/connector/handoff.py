@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -76,7 +77,7 @@ class Handoff:
         if missing:
             raise KVPlanError("KEY", "read a handoff", expected=f"a key {missing[0]!r}", got="none")
         deadline, tables = params["remote_deadline"], params["remote_block_ids"]
-        if type(deadline) not in (int, float):
+        if type(deadline) not in (int, float) or not math.isfinite(deadline):
             raise wrong_type("remote_deadline", "a number of seconds", deadline)
         if not isinstance(tables, Mapping):
             raise wrong_type("remote_block_ids", "a mapping of groups to blocks", tables)

@@ -170,7 +170,7 @@ def _exchange(source: Source, method: str, path: str, body: bytes | None, timeou
     return b"".join(parts)
 
 
-class DoneSender:
+class Notifier:
     """Tells engines in the background which of their requests a reader is done with."""
 
     def __init__(self, logger: Logger) -> None:

@@ -74,10 +74,11 @@ class _Peer:
 
 
 @attrs.define(eq=False)
-class _Running:
+class _Job:
     """A request under way, and when its read must have ended on this worker's clock."""
 
     read: Read
+    peer: _Peer
     stop: float
     began: float
     transfers: list[Transfer] = attrs.field(factory=list)
@@ -85,7 +86,7 @@ class _Running:
 
 
 @attrs.frozen
-class Ended:
+class ReadResult:
     """A request whose read has ended: with an error, or after ``num_bytes`` have moved in ``seconds``."""
 
     request: str
@@ -123,31 +124,32 @@ class Reads:
         self._timeout_s = timeout_s
         self._peers: dict[str, _Peer] = {}
         self._connected: dict[Key, tuple[Worker, bytes]] = {}
-        self._running: list[_Running] = []
-        self._ended: list[Ended] = []
+        self._jobs: list[_Job] = []
+        self._ended: list[ReadResult] = []
 
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
         peer, now = self._peers.get(read.source.engine_id), time.monotonic()
         if peer is None or peer.source != read.source or (peer.ready and now - peer.began > MAX_AGE_S):
             if peer is not None:
-                self._drop(peer, "another start of the engine")
+                action, got = f"shake hands with {peer.source}", f"start {read.source.start}"
+                self._drop(peer, KVPlanError("PEER", action, expected=f"start {peer.source.start}", got=got))
             peer = self._peers[read.source.engine_id] = _Peer(read.source, now, self._shake_hands(read.source))
         if peer.ready is None:
             peer.waiting.append(read)
         else:
-            self._start(read, peer.ready)
+            self._start(read, peer, peer.ready)
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that can't be read."""
-        self._end(Ended(request, error))
+        self._end(ReadResult(request, error))
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ReadResult]:
         """The requests that have ended since the last call."""
         for peer in [peer for peer in self._peers.values() if peer.ready is None]:
             self._poll_handshake(peer)
-        for running in [*self._running]:
-            self._poll_transfers(running)
+        for job in [*self._jobs]:
+            self._poll_transfers(job)
         ended, self._ended = self._ended, []
         return ended
 
@@ -158,8 +160,11 @@ class Reads:
         def run() -> None:
             try:
                 future.set_result(self._handshake(source))
-            except Exception as error:  # whatever it is, the requests that wait for it fail with it
+            except KVPlanError as error:
                 future.set_exception(error)
+            except Exception as error:  # whatever it is, the requests that wait for this engine fail, and no others
+                action = f"shake hands with {source}"
+                future.set_exception(KVPlanError("PEER", action, expected="a plan", got=repr(error)))
 
         threading.Thread(target=run, name=f"kvplan handshake {source.engine_id}", daemon=True).start()
         return future
@@ -183,14 +188,14 @@ class Reads:
                 raise KVPlanError("PEER", f"shake hands with {peer.source}", expected=expected, got="none")
             else:
                 return
-        except Exception as error:
+        except KVPlanError as error:
             self._drop(peer, error)
             return
         peer.ready = handshake
         self._logger.info("%s: %r", peer.source, handshake.plan)
         waiting, peer.waiting = peer.waiting, []
         for read in waiting:
-            self._start(read, handshake)
+            self._start(read, peer, handshake)
 
     def _join(self, handshake: _Handshake) -> None:
         """Connect to the workers with which bytes are exchanged, and prepare the plan."""
@@ -205,22 +210,17 @@ class Reads:
             self._connected[remote.key] = remote, offer
         self._executor.prepare(handshake.plan)
 
-    def _drop(self, peer: _Peer, why: object) -> None:
+    def _drop(self, peer: _Peer, error: KVPlanError) -> None:
         """Forget an engine; the requests that wait for it fail."""
         del self._peers[peer.source.engine_id]
-        error = (
-            why
-            if isinstance(why, KVPlanError)
-            else KVPlanError("PEER", f"shake hands with {peer.source}", expected="a plan", got=repr(why))
-        )
         for read in peer.waiting:
-            self._end(Ended(read.request, error))
+            self._end(ReadResult(read.request, error))
 
-    def _start(self, read: Read, handshake: _Handshake) -> None:
+    def _start(self, read: Read, peer: _Peer, handshake: _Handshake) -> None:
         plan, now = handshake.plan, time.monotonic()
-        running = _Running(read, read.deadline - handshake.ahead_s - MARGIN_S, now)
+        job = _Job(read, peer, read.deadline - handshake.ahead_s - MARGIN_S, now)
         try:
-            self._check_time(running)
+            self._check_time(job)
             ours = {group.name for group in plan.local.groups}
             theirs = {group.name for remote in plan.remotes for group in remote.groups}
             specs = plan.bind(
@@ -230,38 +230,40 @@ class Reads:
             )
             for spec in specs:
                 if spec.local_ids.size:
-                    running.transfers.append(self._executor.start(spec, read.request, notify=False))
+                    job.transfers.append(self._executor.start(spec, read.request, notify=False))
         except KVPlanError as error:
-            running.error = error
-        self._running.append(running)
+            job.error = error
+        self._jobs.append(job)
 
-    def _check_time(self, running: _Running) -> None:
-        late = time.monotonic() - running.stop
+    def _check_time(self, job: _Job) -> None:
+        late = time.monotonic() - job.stop
         if late > 0:
-            action = f"read request {running.read.request!r} from {running.read.source}"
+            action = f"read request {job.read.request!r} from {job.read.source}"
             expected = "to end before the source may reuse its blocks"
             raise KVPlanError("TRANSFER", action, expected=expected, got=f"{late:.1f} s too late")
 
-    def _poll_transfers(self, running: _Running) -> None:
-        if not all([self._executor.poll(transfer).is_settled for transfer in running.transfers]):
+    def _poll_transfers(self, job: _Job) -> None:
+        settled = [self._executor.poll(transfer).is_settled for transfer in job.transfers]
+        if not all(settled):
             return
-        self._running.remove(running)
+        self._jobs.remove(job)
         num_bytes = 0
-        for transfer in running.transfers:
-            running.error = running.error or transfer.error
+        for transfer in job.transfers:
+            job.error = job.error or transfer.error
             num_bytes += transfer.spec.num_bytes
             if transfer.error is not None and transfer.error.code == "PEER":
                 self._connected.pop(transfer.spec.remote, None)
-                self._peers.pop(running.read.source.engine_id, None)
+                if self._peers.get(job.peer.source.engine_id) is job.peer:
+                    del self._peers[job.peer.source.engine_id]
             self._executor.release(transfer)
         try:
-            if running.error is None:
-                self._check_time(running)
+            if job.error is None:
+                self._check_time(job)
         except KVPlanError as error:
-            running.error = error
-        self._end(Ended(running.read.request, running.error, num_bytes, time.monotonic() - running.began))
+            job.error = error
+        self._end(ReadResult(job.read.request, job.error, num_bytes, time.monotonic() - job.began))
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: ReadResult) -> None:
         if ended.error is not None:
             self._logger.error("request %r is not read: %s", ended.request, ended.error)
         self._ended.append(ended)

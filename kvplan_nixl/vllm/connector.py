@@ -50,6 +50,11 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Caches stay where they are registered."""
+        return False
+
     def shutdown(self) -> None:
         part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
         part.close()

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import DoneSender, Handoff, Leases, Listener, Read, moved
+from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, moved
 from kvplan_nixl.vllm.description import groups_of, is_state, window_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata
 
@@ -45,7 +45,7 @@ class Scheduler:
         self._lease_s = float(self._transfer.get_from_extra_config("lease_s", LEASE_S))
         self._listener: Listener | None = None
         self._leases = Leases()
-        self._done = DoneSender(logger)
+        self._done = Notifier(logger)
         self._computed: dict[str, int] = {}  # positions that decode has cached, by request
         self._reading: dict[str, Handoff] = {}
         self._step = KvplanMetadata()

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvplan.connector import Ended
+from kvplan.connector import ReadResult
 
 
 @dataclass
@@ -21,7 +21,7 @@ class KvplanStats(KVConnectorStats):
     def reset(self) -> None:
         self.data: dict[str, Any] = {"seconds": [], "bytes": [], "failed": 0}
 
-    def record(self, ended: Ended) -> None:
+    def record(self, ended: ReadResult) -> None:
         """Count a request."""
         if ended.error is not None:
             self.data["failed"] += 1

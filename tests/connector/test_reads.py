@@ -1,0 +1,353 @@
+"""A worker's reads: right bytes, one result each, and what fails takes nothing else with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
+from kvplan.connector import Offers, Read, ReadResult, Reads, Source, moved
+from kvplan.executor import FakeExecutor, FakeNetwork
+from tests.small import engine
+
+LOGGER = logging.getLogger("test")
+
+
+def source_of(name: str = "prefill", start: str = "1") -> Source:
+    return Source(name, start, "127.0.0.1", 1)
+
+
+class HeldExecutor(FakeExecutor):
+    """Moves no byte of a transfer until it is let go, and fails those with workers in ``broken``."""
+
+    def __init__(self, network: FakeNetwork, worker: Worker) -> None:
+        super().__init__(network, worker)
+        self.held = False
+        self.broken: set[tuple[str, int]] = set()
+        self.code = "TRANSFER"
+        self.released: list[Transfer] = []
+
+    def poll(self, transfer: Transfer) -> Status:
+        if transfer.spec.remote in self.broken:
+            transfer.status = Status.FAILED
+            transfer.error = KVPlanError(self.code, "move bytes", expected="a peer", got="none")
+        return transfer.status if self.held else super().poll(transfer)
+
+    def release(self, transfer: Transfer) -> None:
+        super().release(transfer)
+        self.released.append(transfer)
+
+
+class World:
+    """One decode worker that reads from prefill engines in fake memory."""
+
+    def __init__(self, local: Worker, *engines: Sequence[Worker], timeout_s: float = 30.0) -> None:
+        self.engines = {workers[0].engine_id: workers for workers in engines}
+        self.network = FakeNetwork([local, *(worker for workers in engines for worker in workers)])
+        self.local = local
+        self.executor = HeldExecutor(self.network, local)
+        self.starts = dict.fromkeys(self.engines, "1")
+        self.ahead_s = 1000.0
+        self.fetched: list[Source] = []
+        self.connected: list[str] = []
+        self.answer: Callable[[Source], None] = lambda source: None
+        self.reads = Reads(
+            local,
+            self.executor,
+            LOGGER,
+            open_offer=decode,
+            connect=lambda offer: self.connected.append(decode(offer).label),
+            disconnect=lambda worker: self.connected.append(f"not {worker.label}"),
+            fetch_offers=self.fetch,
+            timeout_s=timeout_s,
+        )
+
+    def fetch(self, source: Source, timeout_s: float) -> Offers:
+        self.fetched.append(source)
+        self.answer(source)
+        workers = tuple(map(encode, self.engines[source.engine_id]))
+        return Offers(source.engine_id, source.start, time.monotonic() + self.ahead_s, workers)
+
+    def read(self, request: str = "r", source: Source | None = None, **changes: object) -> Read:
+        """A request of 10 positions in blocks 7, 3, 5 of the source and 2, 8, 4 of the destination."""
+        read = Read(
+            request=request,
+            source=source or source_of(),
+            local={"attn": Blocks([2, 8, 4])},
+            remote={"attn": Blocks([7, 3, 5])},
+            tokens={"attn": (0, 10)},
+            deadline=time.monotonic() + self.ahead_s + 100,
+        )
+        return attrs.evolve(read, **changes)
+
+    def until(self, count: int) -> dict[str, ReadResult]:
+        """The next ``count`` results."""
+        found: dict[str, ReadResult] = {}
+        while len(found) < count:
+            for result in self.reads.poll():
+                assert found.setdefault(result.request, result) is result
+            time.sleep(0.001)
+        return found
+
+    def fill(self) -> None:
+        """Sources hold their rank plus one everywhere, the destination zeros."""
+        for workers in self.engines.values():
+            for worker in workers:
+                for view in worker.views:
+                    self.network.memory.array(worker, view)[...] = worker.rank + 1
+        for view in self.local.views:
+            self.network.memory.array(self.local, view)[...] = 0
+
+    def cache(self) -> np.ndarray:
+        """The destination's first layer."""
+        return self.network.memory.array(self.local, self.local.views[0])
+
+
+def one(**options: float) -> World:
+    (local,) = engine("decode")
+    world = World(local, engine("prefill", tp=2), **options)
+    world.fill()
+    return world
+
+
+def test_a_request_is_read_from_every_worker_that_has_a_part() -> None:
+    """Heads come from both sources, into the positions of the range and no others; workers are connected once."""
+    world = one()
+    world.reads.begin(world.read(tokens={"attn": (0, 10)}))
+    assert world.until(1)["r"].error is None
+    heads = np.moveaxis(world.cache()[[2, 8, 4]], 2, 0)  # block, kv, head, token, dim -> by head
+    for head, rank in enumerate([0, 0, 1, 1]):
+        tokens = np.moveaxis(heads[head], 2, 1).reshape(12, -1)
+        assert (tokens[:10] == rank + 1).all()
+        assert (tokens[10:] == 0).all()
+    world.reads.begin(world.read("again"))
+    world.until(1)
+    assert world.connected == ["prefill/0", "prefill/1"]
+    assert len(world.fetched) == 1
+
+
+def test_nothing_waits() -> None:
+    """While an engine does not answer, begin and poll return, and another engine's request is read."""
+    (local,) = engine("decode")
+    world = World(local, engine("slow"), engine("prefill"))
+    held = threading.Event()
+    world.answer = lambda source: held.wait(60) and None if source.engine_id == "slow" else None
+    world.reads.begin(world.read("slow", source_of("slow")))
+    world.reads.begin(world.read("quick"))
+    assert {*world.until(1)} == {"quick"}
+    held.set()
+    assert world.until(1)["slow"].error is None
+
+
+def test_an_engine_that_never_answers_fails_its_requests() -> None:
+    """After the time that is given, all requests that wait for it fail, and a later one tries again."""
+    world, held = one(timeout_s=0.05), threading.Event()
+    world.answer = lambda source: held.wait(60) and None
+    for name in "ab":
+        world.reads.begin(world.read(name))
+    failed = world.until(2)
+    assert {*failed} == {"a", "b"}
+    assert "PEER: cannot shake hands with prefill" in str(failed["a"].error)
+    held.set()
+    world.reads._timeout_s = 30
+    world.reads.begin(world.read("c"))
+    assert world.until(1)["c"].error is None
+
+
+def raising(error: Exception) -> Callable[[Source], None]:
+    def answer(source: Source) -> None:
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize("error", [KVPlanError("PEER", "reach", expected="an answer", got="none"), ValueError("odd")])
+def test_a_failed_handshake_is_tried_again(error: Exception) -> None:
+    """Whatever goes wrong fails the requests that wait, with a code; the next request shakes hands again."""
+    world = one()
+    world.answer = raising(error)
+    world.reads.begin(world.read("a"))
+    result = world.until(1)["a"]
+    assert result.error is not None
+    assert result.error.code == "PEER"
+    world.answer = lambda source: None
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+
+
+def test_an_engine_of_another_model_is_refused() -> None:
+    """What can't be planned fails as planning refuses it."""
+    (local,) = engine("decode")
+    world = World(local, engine("prefill", layers=1))
+    world.reads.begin(world.read())
+    error = world.until(1)["r"].error
+    assert error is not None
+    assert error.code == "TENSOR"
+
+
+def test_a_request_that_cannot_be_bound_fails_alone() -> None:
+    """Blocks outside the source's pool fail one request; the next one is read."""
+    world = one()
+    world.reads.begin(world.read("a", remote={"attn": Blocks([7, 3, 99])}))
+    world.reads.begin(world.read("b"))
+    results = world.until(2)
+    assert "BLOCKS" in str(results["a"].error)
+    assert results["b"].error is None
+    assert results["b"].num_bytes == 10 * 4 * 16 * 2
+
+
+def test_groups_of_other_workers_are_ignored() -> None:
+    """A table of a group that this pipeline stage, or the source, does not have changes nothing."""
+    world = one()
+    other = {"of another stage": Blocks([1])}
+    read = world.read()
+    world.reads.begin(
+        attrs.evolve(
+            read,
+            local={**read.local, **other},
+            remote={**read.remote, **other},
+            tokens={**read.tokens, "of another stage": (0, 4)},
+        )
+    )
+    assert world.until(1)["r"].error is None
+
+
+@pytest.mark.parametrize("code", ["TRANSFER", "PEER"])
+def test_a_failed_request_ends_when_no_byte_can_move(code: str) -> None:
+    """Where one transfer fails and the other runs, the request stays open; then it fails, and is released."""
+    world = one()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.broken, world.executor.code, world.executor.held = {("prefill", 0)}, code, True
+    world.reads.begin(world.read())
+    for _ in range(20):
+        assert world.reads.poll() == []
+    world.executor.held = False
+    result = world.until(1)["r"]
+    assert result.error is not None
+    assert result.error.code == code
+    assert len(world.executor.released) == 4
+    world.executor.broken = set()
+    world.reads.begin(world.read("next"))
+    assert world.until(1)["next"].error is None
+    assert len(world.fetched) == (2 if code == "PEER" else 1)
+
+
+def test_a_lost_worker_is_connected_again() -> None:
+    """After a peer is lost, its worker is connected again, and the others stay as they are."""
+    world = one()
+    world.executor.broken, world.executor.code = {("prefill", 1)}, "PEER"
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.executor.broken = set()
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+    assert world.connected == ["prefill/0", "prefill/1", "prefill/1"]
+
+
+def test_a_restarted_engine_takes_the_place_of_the_old_one() -> None:
+    """Another start of an engine is another peer: new offers, new connections, and nothing of the old ones."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    moved_to = [
+        attrs.evolve(worker, regions=[attrs.evolve(r, address=r.address + (1 << 40)) for r in worker.regions])
+        for worker in world.engines["prefill"]
+    ]
+    world.engines["prefill"] = tuple(moved_to)
+    world.network.workers.update({worker.key: worker for worker in moved_to})
+    world.reads.begin(world.read("b", source_of(start="2")))
+    world.until(1)
+    assert world.connected == ["prefill/0", "prefill/1", "not prefill/0", "prefill/0", "not prefill/1", "prefill/1"]
+
+
+def test_a_restart_fails_those_that_wait_for_the_old_start() -> None:
+    """Requests that wait for the handshake with an earlier start fail at once; that of the new start is read."""
+    world, held = one(), threading.Event()
+    world.answer = lambda source: held.wait(60) and None if source.start == "1" else None
+    world.reads.begin(world.read("old"))
+    world.reads.begin(world.read("new", source_of(start="2")))
+    results = world.until(2)
+    held.set()
+    assert "expected start 1, got start 2" in str(results["old"].error)
+    assert results["new"].error is None
+
+
+def test_a_request_whose_lease_is_over_is_not_read() -> None:
+    """The source may have reused its blocks, so no byte moves."""
+    world = one()
+    world.reads.begin(world.read(deadline=time.monotonic() + world.ahead_s))
+    assert "TRANSFER: cannot read request 'r' from prefill at" in str(world.until(1)["r"].error)
+    assert not world.cache().any()
+
+
+def test_a_request_that_ends_after_its_lease_has_failed() -> None:
+    """What arrived may be another request's bytes, however well the transfer went."""
+    world = one()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.held = True
+    world.reads.begin(world.read(deadline=time.monotonic() + world.ahead_s + 1.05))
+    assert world.reads.poll() == []
+    time.sleep(0.1)
+    world.executor.held = False
+    assert "too late" in str(world.until(1)["r"].error)
+
+
+def test_a_request_that_was_refused_is_reported() -> None:
+    """A request that can't be read, for a reason of the caller, is reported like any other."""
+    world = one()
+    world.reads.fail("r", KVPlanError("TOKENS", "read", expected="10", got="9"))
+    assert world.until(1)["r"].error is not None
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)]),
+    st.sampled_from([4, 6, 8]),
+    st.sampled_from([4, 6, 8]),
+    st.integers(0, 20),
+    st.integers(1, 20),
+    st.one_of(st.none(), st.integers(1, 12)),
+)
+def test_exactly_the_positions_of_the_range_arrive(
+    tps: tuple[int, int], ours: int, theirs: int, start: int, length: int, window: int | None
+) -> None:
+    """For unequal TP, blocks and windows with null blocks on both sides, each position that moves has its own value."""
+    stop = start + length
+    sources, locals_ = (
+        engine("prefill", tp=tps[0], tokens=theirs, blocks=12),
+        engine("decode", tps[1], tokens=ours, blocks=12),
+    )
+    low, high = moved(start, stop, window)
+    tables = {side: [*range(11, 11 - -(-stop // side), -1)] for side in {ours, theirs}}
+    gone = {side: [block if (i + 1) * side > low else 0 for i, block in enumerate(ids)] for side, ids in tables.items()}
+    for local in locals_:
+        world = World(local, sources)
+        for worker in sources:
+            for view in worker.views:
+                memory = world.network.memory.array(worker, view)
+                for position in range(stop):
+                    memory[tables[theirs][position // theirs], :, :, position % theirs] = position + 1
+        for view in local.views:
+            world.network.memory.array(local, view)[...] = 0
+        read = world.read(
+            local={"attn": Blocks(gone[ours], null=0)},
+            remote={"attn": Blocks(gone[theirs], null=0)},
+            tokens={"attn": (low, high)},
+        )
+        world.reads.begin(read)
+        assert world.until(1)["r"].error is None
+        for view in local.views:
+            memory = world.network.memory.array(local, view)
+            for position in range(stop):
+                expected = position + 1 if low <= position < high else 0
+                assert (memory[tables[ours][position // ours], :, :, position % ours] == expected).all()
