@@ -28,7 +28,7 @@ COMMANDS = list(commands(PAGES["command-line.md"]))
 TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
 ROOMS = {
     name: {*importlib.import_module(f"kvplan.{name}").__all__} - {*kvplan.__all__}
-    for name in ("describe", "plan", "verification", "handshake", "models", "bridges", "staging", "show")
+    for name in ("describe", "plan", "verification", "handshake", "models", "bridges", "connector", "staging", "show")
 }
 MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
 

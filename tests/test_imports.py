@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "models": CORE,
     "bridges": {*CORE, "models"},
     "staging": {*CORE, "plan", "executor", "verification"},
+    "connector": {*CORE, "plan", "executor"},
     "testing": {*LIBRARY, "staging"},
     "show": {*LIBRARY, "staging"},
     "cli": {*LIBRARY, "show"},
