@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from base64 import b64decode, b64encode
+from collections import deque
 from collections.abc import Iterable, Sequence
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,9 @@ from kvplan.errors import KVPlanError
 
 MAX_OFFERS_BYTES: Final = 1 << 28
 MAX_DONE_BYTES: Final = 1 << 22
+
+MAX_DONE: Final = 1 << 16
+"""Requests that the listener keeps for :meth:`Listener.done`, the last ones that came."""
 
 CONNECTION_S: Final = 10.0
 """Seconds for which the listener waits for a byte of a connection."""
@@ -72,7 +76,7 @@ class Listener:
     """
 
     def __init__(self, engine_id: str, host: str, workers: Sequence[bytes], port: int = 0) -> None:
-        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._done: deque[str] = deque(maxlen=MAX_DONE)
         done, start = self._done, f"{time.time_ns():x}"
 
         class Handler(BaseHTTPRequestHandler):
@@ -90,8 +94,7 @@ class Listener:
                 if not isinstance(requests, list):
                     self._reply(400, b"")
                     return
-                for request in requests:
-                    done.put(str(request))
+                done.extend(map(str, requests))
                 self._reply(200, b"")
 
             def _reply(self, status: int, body: bytes) -> None:
@@ -110,20 +113,13 @@ class Listener:
 
     def done(self) -> list[str]:
         """The requests that readers are done with, since the last call."""
-        return _drained(self._done)
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _drained(items: queue.SimpleQueue[Any]) -> list[Any]:
-    found = []
-    while not items.empty():
-        found.append(items.get())
-    return found
 
 
 def fetch(source: Source, timeout_s: float) -> Offers:
@@ -188,7 +184,9 @@ class Notifier:
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            items = [item, *_drained(self._items)]
+            items = [item]
+            while not self._items.empty():
+                items.append(self._items.get())
             by_source: dict[Source, list[str]] = {}
             for source, request in filter(None, items):
                 by_source.setdefault(source, []).append(request)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import attrs
 import torch
@@ -12,6 +13,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSp
 
 from kvplan import Model, Worker
 from kvplan.bridges import RankInfo, from_vllm
+
+BYTES: Final = MappingProxyType({"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"})
+"""What the bytes of a cache without a dtype are, by vLLM's name of its dtype."""
 
 
 def specs_of(group: Any) -> list[Any]:
@@ -42,7 +46,9 @@ def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
     """The model, with the dtypes that the engine caches it in."""
     model = Model.from_config(config.model_config.hf_config.to_dict(), config.model_config.model)
     specs = [spec for group in cache.transfer_groups for spec in specs_of(group)]
-    attention = {str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")}
+    attention = {str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")} - {"uint8"}
+    if not attention:
+        attention = {dtype for name, dtype in BYTES.items() if name == config.cache_config.cache_dtype}
     states = {str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if isinstance(spec, MambaSpec)}
     return model.with_dtypes(*(each.pop() if len(each) == 1 else None for each in (attention, states)))
 

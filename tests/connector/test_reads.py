@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -58,7 +59,7 @@ class World:
         self.ahead_s = 1000.0
         self.fetched: list[Source] = []
         self.connected: list[str] = []
-        self.answer: Callable[[Source], None] = lambda source: None
+        self.answer: Callable[[Source], object] = lambda source: None
         self.reads = Reads(
             local,
             self.executor,
@@ -76,7 +77,7 @@ class World:
         workers = tuple(map(encode, self.engines[source.engine_id]))
         return Offers(source.engine_id, source.start, time.monotonic() + self.ahead_s, workers)
 
-    def read(self, request: str = "r", source: Source | None = None, **changes: object) -> Read:
+    def read(self, request: str = "r", source: Source | None = None, **changes: Any) -> Read:
         """A request of 10 positions in blocks 7, 3, 5 of the source and 2, 8, 4 of the destination."""
         read = Read(
             request=request,
@@ -139,7 +140,7 @@ def test_nothing_waits() -> None:
     (local,) = engine("decode")
     world = World(local, engine("slow"), engine("prefill"))
     held = threading.Event()
-    world.answer = lambda source: held.wait(60) and None if source.engine_id == "slow" else None
+    world.answer = lambda source: held.wait(60) if source.engine_id == "slow" else None
     world.reads.begin(world.read("slow", source_of("slow")))
     world.reads.begin(world.read("quick"))
     assert {*world.until(1)} == {"quick"}
@@ -150,7 +151,7 @@ def test_nothing_waits() -> None:
 def test_an_engine_that_never_answers_fails_its_requests() -> None:
     """After the time that is given, all requests that wait for it fail, and a later one tries again."""
     world, held = one(timeout_s=0.05), threading.Event()
-    world.answer = lambda source: held.wait(60) and None
+    world.answer = lambda source: held.wait(60)
     for name in "ab":
         world.reads.begin(world.read(name))
     failed = world.until(2)
@@ -162,7 +163,7 @@ def test_an_engine_that_never_answers_fails_its_requests() -> None:
     assert world.until(1)["c"].error is None
 
 
-def raising(error: Exception) -> Callable[[Source], None]:
+def raising(error: Exception) -> Callable[[Source], object]:
     def answer(source: Source) -> None:
         raise error
 
@@ -272,7 +273,7 @@ def test_a_restarted_engine_takes_the_place_of_the_old_one() -> None:
 def test_a_restart_fails_those_that_wait_for_the_old_start() -> None:
     """Requests that wait for the handshake with an earlier start fail at once; that of the new start is read."""
     world, held = one(), threading.Event()
-    world.answer = lambda source: held.wait(60) and None if source.start == "1" else None
+    world.answer = lambda source: held.wait(60) if source.start == "1" else None
     world.reads.begin(world.read("old"))
     world.reads.begin(world.read("new", source_of(start="2")))
     results = world.until(2)
