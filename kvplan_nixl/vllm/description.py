@@ -43,8 +43,12 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
 
 
 def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
-    """The model, with the dtypes that the engine caches it in."""
-    model = Model.from_config(config.model_config.hf_config.to_dict(), config.model_config.model)
+    """The model under the name that both engines must have for it, with the dtypes that the engine caches it in."""
+    assert config.kv_transfer_config is not None
+    named = config.model_config
+    name = named.model if named.revision is None else f"{named.model}@{named.revision}"
+    name = config.kv_transfer_config.get_from_extra_config("model", name)
+    model = Model.from_config(named.hf_config.to_dict(), name)
     specs = [spec for group in cache.transfer_groups for spec in specs_of(group)]
     attention = {str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")} - {"uint8"}
     if not attention:

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan.bridges import RankInfo
 from kvplan.connector import Reads
-from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl import UCX, Envelope, NixlExecutor
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata
 from kvplan_nixl.vllm.stats import KvplanStats
@@ -40,7 +40,7 @@ class Worker:
         info = RankInfo(transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp)
         worker = worker_of(self._config, self._cache, info, kv_caches)
         backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
-        self._executor = NixlExecutor(worker, {name: {} for name in backends})
+        self._executor = NixlExecutor(worker, {name: UCX.get(name, {}) for name in backends})
         self._reads = Reads(
             worker,
             self._executor,
