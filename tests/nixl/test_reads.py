@@ -1,0 +1,148 @@
+"""Reads over NIXL: handshake by HTTP, transfers, leases that end, and a source that is gone or started again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+import attrs
+import numpy as np
+
+from kvplan import Blocks, Group, Region, Worker, view_of
+from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, ReadResult, Reads
+from kvplan_nixl import Envelope, NixlExecutor
+
+LOGGER = logging.getLogger("test")
+WAIT_S = 60.0
+Items = TypeVar("Items")
+
+
+def until(found: Callable[[], Items]) -> Items:
+    """Wait until there is something, and return it."""
+    stop = time.monotonic() + WAIT_S
+    while not (items := found()):
+        assert time.monotonic() < stop
+        time.sleep(0.002)
+    return items
+
+
+class Prefill:
+    """An engine of two workers, each with half of the heads in blocks of 16 tokens. A seed fills their caches."""
+
+    def __init__(self, seed: int) -> None:
+        self.caches = np.random.default_rng(seed).standard_normal((2, 8, 2, 16, 2, 8)).astype(np.float32)
+        self.executors = [NixlExecutor(self.worker(rank)) for rank in range(2)]
+        self.listener = Listener("prefill", "127.0.0.1", [executor.envelope() for executor in self.executors])
+        self.leases = Leases()
+
+    def worker(self, rank: int) -> Worker:
+        cache, heads = self.caches[rank], (2 * rank, 2 * rank + 2, 4)
+        region = Region("kv", cache.ctypes.data, cache.nbytes)
+        pattern = "block kv token head dim"
+        view = view_of(cache, pattern, name="layers.0.attn", group="attn", region=region, parts={"head": heads})
+        return Worker("prefill", rank, [region], [Group("attn", 16)], [view])
+
+    def hand_off(self, request: str) -> Handoff:
+        """A request of 40 tokens in blocks 5, 2 and 6."""
+        until_s = time.monotonic() + WAIT_S
+        self.leases.grant(request, until_s)
+        return Handoff(self.listener.source, request, 40, until_s, {"attn": Blocks([5, 2, 6])})
+
+    def token(self, position: int) -> np.ndarray:
+        """K and V of all heads."""
+        block = [5, 2, 6][position // 16]
+        return np.concatenate([self.caches[rank, block, :, position % 16] for rank in range(2)], axis=1)
+
+    def close(self) -> None:
+        self.listener.close()
+        for executor in self.executors:
+            executor.close()
+
+
+class Decode:
+    """An engine of one worker, with blocks of 24 tokens and heads outside them."""
+
+    def __init__(self) -> None:
+        self.cache = np.zeros((6, 2, 4, 24, 8), np.float32)
+        region = Region("kv", self.cache.ctypes.data, self.cache.nbytes)
+        view = view_of(self.cache, "block kv head token dim", name="layers.0.attn", group="attn", region=region)
+        worker = Worker("decode", 0, [region], [Group("attn", 24)], [view])
+        self.executor = NixlExecutor(worker)
+        self.notifier = Notifier(LOGGER)
+        self.reads = Reads(
+            worker,
+            self.executor,
+            LOGGER,
+            open_offer=lambda data: Envelope.unpack(data).worker,
+            connect=self.executor.connect,
+            disconnect=self.executor.disconnect,
+            timeout_s=WAIT_S,
+        )
+
+    def read(self, handoff: Handoff) -> ReadResult:
+        """Read a request into blocks 4 and 1, but for its first 10 tokens."""
+        tables = {"attn": Blocks([4, 1])}
+        read = Read(
+            request=handoff.request,
+            source=handoff.source,
+            local=tables,
+            remote=handoff.blocks,
+            tokens={"attn": (10, 40)},
+            deadline=handoff.deadline,
+        )
+        self.reads.begin(read)
+        (ended,) = until(self.reads.poll)
+        self.notifier.put(handoff.source, handoff.request)
+        return ended
+
+    def token(self, position: int) -> np.ndarray:
+        return self.cache[[4, 1][position // 24], :, :, position % 24]
+
+
+def opened(stack: ExitStack) -> tuple[Prefill, Decode]:
+    prefill, decode = Prefill(1), Decode()
+    stack.callback(decode.executor.close)
+    return prefill, decode
+
+
+def test_a_request_is_read_and_its_lease_ends() -> None:
+    """Every value of the range arrives, none before it is touched, and prefill may free the blocks at once."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack)
+        stack.callback(prefill.close)
+        result = decode.read(prefill.hand_off("request 1"))
+        assert result.error is None
+        assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
+        assert not any(decode.token(position).any() for position in range(10))
+        prefill.leases.end(until(prefill.listener.done))
+        assert prefill.leases.ended(time.monotonic()) == (("request 1",), ())
+
+
+def test_a_source_that_is_gone_and_comes_back() -> None:
+    """A request of a source that is gone fails; one of its next start, under the same name, is read."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack)
+        assert decode.read(prefill.hand_off("first")).error is None
+        handoff = prefill.hand_off("lost")
+        prefill.close()
+        error = decode.read(handoff).error
+        assert error is not None
+        assert error.code in ("PEER", "TRANSFER")
+        again = Prefill(2)
+        stack.callback(again.close)
+        assert decode.read(again.hand_off("second")).error is None
+        assert all((decode.token(position) == again.token(position)).all() for position in range(10, 40))
+
+
+def test_an_old_handoff_is_refused() -> None:
+    """A handoff of an earlier start, at the address of the present one, is not read from the wrong blocks."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack)
+        stack.callback(prefill.close)
+        handoff = prefill.hand_off("request 1")
+        old = attrs.evolve(handoff, source=attrs.evolve(handoff.source, start="earlier"))
+        assert "restarted" in str(decode.read(old).error)
+        assert not decode.cache.any()
