@@ -8,7 +8,7 @@ reads it, and says when it is done:
     Leases: request 1 until t           <-- POST   Notifier: request 1 is done, after all workers have ended
 """
 
-from kvplan.connector.handoff import Handoff, Source, moved
+from kvplan.connector.handoff import Handoff, Source, attended
 from kvplan.connector.leases import Leases
 from kvplan.connector.listener import Listener, Notifier, Offers, fetch, send_done
 from kvplan.connector.reads import Read, ReadResult, Reads
@@ -23,7 +23,7 @@ __all__ = [
     "ReadResult",
     "Reads",
     "Source",
+    "attended",
     "fetch",
-    "moved",
     "send_done",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
+import numpy as np
 
 from kvplan._checks import integer, members, name, settle, wrong_type
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
@@ -95,10 +96,9 @@ PARAMS: Final = frozenset(Handoff(Source("-", "-", "-", 0), "-", 0, 0, {}).param
 
 def _listed(blocks: Blocks) -> list[Any]:
     """A table as plain values: the first ordinal and the ids, -1 at a gap."""
-    ids = [-1] * (blocks.stop - blocks.first)
-    for ordinal, block in zip(blocks.ordinals.tolist(), blocks.ids.tolist(), strict=True):
-        ids[ordinal - blocks.first] = block
-    return [blocks.first, ids]
+    ids = np.full(blocks.stop - blocks.first, -1)
+    ids[blocks.ordinals - blocks.first] = blocks.ids
+    return [blocks.first, ids.tolist()]
 
 
 def _blocks(listed: Any) -> Blocks:
@@ -115,12 +115,12 @@ def _blocks(listed: Any) -> Blocks:
     return Blocks([ids[i] for i in there], ordinals=[first + i for i in there])
 
 
-def moved(start: int, stop: int, window: int | None) -> Range:
+def attended(start: int, stop: int, window: int | None) -> Range:
     """The positions of ``[start, stop)`` that the token at ``stop`` and later ones attend to: all, or a window's last.
 
     With a window of ``w`` tokens, a token at ``p`` attends to positions above ``p - w``.
 
-    >>> moved(0, 100, 64), moved(50, 100, 64), moved(0, 100, None)
+    >>> attended(0, 100, 64), attended(50, 100, 64), attended(0, 100, None)
     ((37, 100), (50, 100), (0, 100))
     """
     return (start if window is None else min(max(start, stop - window + 1), stop), stop)

@@ -184,7 +184,7 @@ class Notifier:
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            items = [item]
+            items: list[tuple[Source, str] | None] = [item]
             while not self._items.empty():
                 items.append(self._items.get())
             by_source: dict[Source, list[str]] = {}

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, moved
+from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, attended
 from kvplan_nixl.vllm.description import groups_of, is_state, window_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata
 
@@ -51,7 +51,9 @@ class Scheduler:
         self._step = KvplanMetadata()
 
     def serve(self, envelopes: Sequence[bytes]) -> None:
-        """Serve the envelopes of all workers to engines that read from this one."""
+        """Serve the envelopes of all workers to engines that read from this one, if it is a producer."""
+        if not self._transfer.is_kv_producer:
+            return
         host = str(self._transfer.get_from_extra_config("host", get_ip()))
         port = int(self._transfer.get_from_extra_config("port", 0))
         assert self._transfer.engine_id is not None
@@ -108,7 +110,7 @@ class Scheduler:
             got = f"{handoff.num_tokens} computed by {handoff.source}"
             raise KVPlanError("TOKENS", f"read request {request!r}", expected=expected, got=got)
         tokens = {
-            name: moved(start, stop, window) for name, window in self._windows.items() if name not in self._states
+            name: attended(start, stop, window) for name, window in self._windows.items() if name not in self._states
         }
         read = Read(
             request=request,

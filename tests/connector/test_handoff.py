@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Source, moved
+from kvplan.connector import Handoff, Source, attended
 
 SOURCE = Source("prefill", "a1", "10.0.0.1", 5600)
 HANDOFF = Handoff(SOURCE, "request 1", 40, 1234.5, {"group0": Blocks([12, 5, 31])})
@@ -81,7 +81,7 @@ def test_a_strangers_values_are_refused(key: str, value: Any, code: str) -> None
 def test_exactly_what_is_attended_to_moves(start: int, length: int, window: int | None) -> None:
     """A position moves if the token at the stop, which decode computes, or a later one attends to it."""
     stop = start + length
-    low, high = moved(start, stop, window)
+    low, high = attended(start, stop, window)
     tokens = range(stop, stop + 60)
     seen = [p for p in range(start, stop) if window is None or any(p > token - window for token in tokens)]
     assert [*range(low, high)] == seen

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
-from kvplan.connector import Offers, Read, ReadResult, Reads, Source, moved
+from kvplan.connector import Offers, Read, ReadResult, Reads, Source, attended
 from kvplan.executor import FakeExecutor, FakeNetwork
 from tests.small import engine
 
@@ -328,7 +328,7 @@ def test_exactly_the_positions_of_the_range_arrive(
         engine("prefill", tp=tps[0], tokens=theirs, blocks=12),
         engine("decode", tps[1], tokens=ours, blocks=12),
     )
-    low, high = moved(start, stop, window)
+    low, high = attended(start, stop, window)
     tables = {side: [*range(11, 11 - -(-stop // side), -1)] for side in {ours, theirs}}
     gone = {side: [block if (i + 1) * side > low else 0 for i, block in enumerate(ids)] for side, ids in tables.items()}
     for local in locals_:
