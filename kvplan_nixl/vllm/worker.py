@@ -11,12 +11,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvplan import tails
 from kvplan.bridges import RankInfo
-from kvplan.connector import Reads
+from kvplan.connector import Read, Reads
 from kvplan_nixl import UCX, Envelope, NixlExecutor
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata
 from kvplan_nixl.vllm.stats import KvplanStats
+from kvplan_nixl.zeroing import memories_of, set_zero
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -40,6 +42,7 @@ class Worker:
         info = RankInfo(transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp)
         worker = worker_of(self._config, self._cache, info, kv_caches)
         backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
+        self._memories = memories_of(kv_caches.values())
         self._executor = NixlExecutor(worker, {name: UCX.get(name, {}) for name in backends})
         self._reads = Reads(
             worker,
@@ -63,7 +66,17 @@ class Worker:
         for request, error in step.refused.items():
             self._reads.fail(request, error)
         for read in step.reads:
+            if self._cache.needs_kv_cache_zeroing:
+                self._clear(read)
             self._reads.begin(read)
+
+    def _clear(self, read: Read) -> None:
+        """Set to zero what is after a request's last position in its blocks, which vLLM leaves to who fills them."""
+        tokens = {
+            group.name: read.tokens[group.name] for group in self._reads.worker.groups if group.name in read.tokens
+        }
+        for rows in tails(self._reads.worker, {name: read.local[name] for name in tokens}, tokens).values():
+            set_zero(self._memories, rows)
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
