@@ -1,12 +1,13 @@
 """The listener of an engine that others read from: HTTP by which they fetch its offers and say which reads are done.
 
-``GET /`` returns the offers of all workers, with the time on the engine's clock. ``POST /done`` takes a list of
-requests. The listener believes whoever reaches it, so let only your engines reach it.
+``GET /`` returns the offers of all workers, with the time on the engine's clock; ``GET /clock`` the time alone. ``POST
+/done`` takes a list of requests. The listener believes whoever reaches it, so let only your engines reach it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -32,31 +33,32 @@ MAX_DONE: Final = 1 << 16
 CONNECTION_S: Final = 10.0
 """Seconds for which the listener waits for a byte of a connection."""
 
+CLOCKS: Final = 3
+"""How often a reader asks for the time, to know it better than a first answer that took long."""
+
 DONE_S: Final = 3.0
 """Seconds for which a reader waits for the listener to take what is done."""
 
 
 @attrs.frozen
 class Offers:
-    """The offers of all workers of an engine, each as bytes, and the time on its clock when it sent them."""
+    """The offers of all workers of an engine, each as bytes, and how far its clock is ahead of this one, at most."""
 
     engine_id: str
     start: str
-    clock: float
+    ahead_s: float
     workers: tuple[bytes, ...] = attrs.field(repr=False)
 
-    def encode(self) -> bytes:
-        """The offers as JSON."""
-        workers = [b64encode(worker).decode() for worker in self.workers]
-        return json.dumps({**attrs.asdict(self), "workers": workers}).encode()
-
     @classmethod
-    def decode(cls, data: bytes) -> Offers:
-        """The offers in a message. Raises ``MESSAGE``."""
+    def decode(cls, data: bytes, asked: float) -> Offers:
+        """The offers in an answer to what was ``asked`` at a time of this clock. Raises ``MESSAGE``."""
         try:
             fields = json.loads(data)
             workers = tuple(b64decode(worker, validate=True) for worker in fields["workers"])
-            return cls(str(fields["engine_id"]), str(fields["start"]), float(fields["clock"]), workers)
+            ahead_s = float(fields["clock"]) - asked
+            if not math.isfinite(ahead_s):
+                raise ValueError(fields["clock"])
+            return cls(str(fields["engine_id"]), str(fields["start"]), ahead_s, workers)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise KVPlanError("MESSAGE", "read offers", expected="offers as JSON", got=repr(error)) from None
 
@@ -77,13 +79,16 @@ class Listener:
 
     def __init__(self, engine_id: str, host: str, workers: Sequence[bytes], port: int = 0) -> None:
         self._done: deque[str] = deque(maxlen=MAX_DONE)
-        done, start = self._done, f"{time.time_ns():x}"
+        done = self._done
+        fields = {"engine_id": engine_id, "start": f"{time.time_ns():x}"}
+        offers = [b64encode(worker).decode() for worker in workers]
 
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
 
             def do_GET(self) -> None:
-                self._reply(200, Offers(engine_id, start, time.monotonic(), tuple(workers)).encode())
+                listed = [] if self.path == "/clock" else offers
+                self._reply(200, json.dumps({**fields, "workers": listed, "clock": time.monotonic()}).encode())
 
             def do_POST(self) -> None:
                 try:
@@ -107,7 +112,7 @@ class Listener:
                 return
 
         self._server = ThreadingHTTPServer((host, port), Handler)
-        self.source: Source = Source(engine_id, start, host, self._server.server_port)
+        self.source: Source = Source(**fields, host=host, port=self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvplan listener", daemon=True)
         self._thread.start()
 
@@ -124,7 +129,14 @@ class Listener:
 
 def fetch(source: Source, timeout_s: float) -> Offers:
     """The offers of an engine's workers. Raises ``PEER`` where nobody answers, or another start of the engine."""
-    offers = Offers.decode(_exchange(source, "GET", "/", None, timeout_s))
+    offers = _ask(source, "/", timeout_s)
+    clocks = [_ask(source, "/clock", timeout_s).ahead_s for _ in range(CLOCKS)]  # the quickest answer says most
+    return attrs.evolve(offers, ahead_s=min(offers.ahead_s, *clocks))
+
+
+def _ask(source: Source, path: str, timeout_s: float) -> Offers:
+    asked = time.monotonic()
+    offers = Offers.decode(_exchange(source, "GET", path, None, timeout_s), asked)
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
         raise KVPlanError(
             "PEER",

@@ -170,13 +170,10 @@ class Reads:
         return future
 
     def _handshake(self, source: Source) -> _Handshake:
-        sent = time.monotonic()
         offers = self._fetch(source, self._timeout_s)
         workers = [self._open_offer(offer) for offer in offers.workers]
-        keys = [worker.key for worker in workers]
-        return _Handshake(
-            plan_reads(self.worker, workers), dict(zip(keys, offers.workers, strict=True)), offers.clock - sent
-        )
+        by_key = {worker.key: offer for worker, offer in zip(workers, offers.workers, strict=True)}
+        return _Handshake(plan_reads(self.worker, workers), by_key, offers.ahead_s)
 
     def _poll_handshake(self, peer: _Peer) -> None:
         try:

@@ -75,7 +75,7 @@ class World:
         self.fetched.append(source)
         self.answer(source)
         workers = tuple(map(encode, self.engines[source.engine_id]))
-        return Offers(source.engine_id, source.start, time.monotonic() + self.ahead_s, workers)
+        return Offers(source.engine_id, source.start, self.ahead_s, workers)
 
     def read(self, request: str = "r", source: Source | None = None, **changes: Any) -> Read:
         """A request of 10 positions in blocks 7, 3, 5 of the source and 2, 8, 4 of the destination."""
