@@ -122,19 +122,16 @@ class Reads:
         self._disconnect = disconnect
         self._fetch = fetch_offers
         self._timeout_s = timeout_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[Source, _Peer] = {}
         self._connected: dict[Key, tuple[Worker, bytes]] = {}
         self._jobs: list[_Job] = []
         self._ended: list[ReadResult] = []
 
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
-        peer, now = self._peers.get(read.source.engine_id), time.monotonic()
-        if peer is None or peer.source != read.source or (peer.ready and now - peer.began > MAX_AGE_S):
-            if peer is not None:
-                action, got = f"shake hands with {peer.source}", f"start {read.source.start}"
-                self._drop(peer, KVPlanError("PEER", action, expected=f"start {peer.source.start}", got=got))
-            peer = self._peers[read.source.engine_id] = _Peer(read.source, now, self._shake_hands(read.source))
+        peer, now = self._peers.get(read.source), time.monotonic()
+        if peer is None or (peer.ready and now - peer.began > MAX_AGE_S):
+            peer = self._peers[read.source] = _Peer(read.source, now, self._shake_hands(read.source))
         if peer.ready is None:
             peer.waiting.append(read)
         else:
@@ -189,6 +186,9 @@ class Reads:
             self._drop(peer, error)
             return
         peer.ready = handshake
+        for other in [other for other in self._peers.values() if other.ready and other is not peer]:
+            if other.source.engine_id == peer.source.engine_id:  # an earlier start
+                del self._peers[other.source]
         self._logger.info("%s: %r", peer.source, handshake.plan)
         waiting, peer.waiting = peer.waiting, []
         for read in waiting:
@@ -209,7 +209,7 @@ class Reads:
 
     def _drop(self, peer: _Peer, error: KVPlanError) -> None:
         """Forget an engine; the requests that wait for it fail."""
-        del self._peers[peer.source.engine_id]
+        del self._peers[peer.source]
         for read in peer.waiting:
             self._end(ReadResult(read.request, error))
 
@@ -250,8 +250,8 @@ class Reads:
             num_bytes += transfer.spec.num_bytes
             if transfer.error is not None and transfer.error.code == "PEER":
                 self._connected.pop(transfer.spec.remote, None)
-                if self._peers.get(job.peer.source.engine_id) is job.peer:
-                    del self._peers[job.peer.source.engine_id]
+                if self._peers.get(job.peer.source) is job.peer:
+                    del self._peers[job.peer.source]
             self._executor.release(transfer)
         try:
             if job.error is None:
