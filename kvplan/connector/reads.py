@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from logging import Logger
 from typing import Final
 
@@ -32,7 +33,7 @@ TIMEOUT_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
 
 MAX_AGE_S: Final = 3600.0
-"""Seconds after which a handshake is repeated, because clocks drift."""
+"""Seconds after which a handshake is repeated, because clocks drift, and an engine that is not read from forgotten."""
 
 MARGIN_S: Final = 1.0
 """Seconds before the deadline at which a read must have ended, more than clocks drift in :data:`MAX_AGE_S`."""
@@ -64,13 +65,14 @@ class _Handshake:
 
 @attrs.define(eq=False)
 class _Peer:
-    """An engine to read from, the reads that wait for the handshake, and when it began."""
+    """An engine to read from, when the handshake began, the reads that wait for it, and when the last one came."""
 
     source: Source
     began: float
     future: Future[_Handshake]
     waiting: list[Read] = attrs.field(factory=list)
     ready: _Handshake | None = None
+    used: float = 0.0
 
 
 @attrs.define(eq=False)
@@ -132,6 +134,7 @@ class Reads:
         peer, now = self._peers.get(read.source), time.monotonic()
         if peer is None or (peer.ready and now - peer.began > MAX_AGE_S):
             peer = self._peers[read.source] = _Peer(read.source, now, self._shake_hands(read.source))
+        peer.used = now
         if peer.ready is None:
             peer.waiting.append(read)
         else:
@@ -186,9 +189,10 @@ class Reads:
             self._drop(peer, error)
             return
         peer.ready = handshake
-        for other in [other for other in self._peers.values() if other.ready and other is not peer]:
-            if other.source.engine_id == peer.source.engine_id:  # an earlier start
-                del self._peers[other.source]
+        for other in [other for other in self._peers.values() if other is not peer]:
+            idle_s = time.monotonic() - other.used
+            if other.ready and (other.source.engine_id == peer.source.engine_id or idle_s > MAX_AGE_S):
+                self._forget(other.source, other.ready)
         self._logger.info("%s: %r", peer.source, handshake.plan)
         waiting, peer.waiting = peer.waiting, []
         for read in waiting:
@@ -206,6 +210,16 @@ class Reads:
             self._connect(offer)
             self._connected[remote.key] = remote, offer
         self._executor.prepare(handshake.plan)
+
+    def _forget(self, source: Source, handshake: _Handshake) -> None:
+        """Forget an engine that has restarted, or was not read from for long."""
+        del self._peers[source]
+        for key, offer in handshake.offers.items():
+            known = self._connected.get(key)
+            if known is not None and known[1] == offer:
+                del self._connected[key]
+                with suppress(KVPlanError):  # a transfer with it still runs: the executor keeps it
+                    self._disconnect(known[0])
 
     def _drop(self, peer: _Peer, error: KVPlanError) -> None:
         """Forget an engine; the requests that wait for it fail."""

@@ -270,6 +270,33 @@ def test_a_restarted_engine_takes_the_place_of_the_old_one() -> None:
     assert world.connected == ["prefill/0", "prefill/1", "not prefill/0", "prefill/0", "not prefill/1", "prefill/1"]
 
 
+def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was not read from for an hour is disconnected when another one comes, and can come again."""
+    (local,) = engine("decode")
+    world = World(local, engine("prefill"), engine("other"))
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    monkeypatch.setattr("kvplan.connector.reads.MAX_AGE_S", -1.0)
+    world.reads.begin(world.read("b", source_of("other")))
+    world.until(1)
+    monkeypatch.undo()
+    assert world.connected == ["prefill/0", "other/0", "not prefill/0"]
+    world.reads.begin(world.read("c"))
+    assert world.until(1)["c"].error is None
+
+
+def test_an_old_handshake_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an hour the clock is asked again; workers with the same offers stay connected."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    monkeypatch.setattr("kvplan.connector.reads.MAX_AGE_S", -1.0)
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+    assert len(world.fetched) == 2
+    assert world.connected == ["prefill/0", "prefill/1"]
+
+
 def test_a_request_of_an_earlier_start_fails_alone() -> None:
     """A handoff that comes late, of an engine that has restarted, fails; requests of the new start are read."""
     world = one()
