@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import tails
+from kvplan import KVPlanError, tails
 from kvplan.bridges import RankInfo
 from kvplan.connector import Read, Reads
 from kvplan_nixl import UCX, Envelope, NixlExecutor
@@ -66,16 +66,20 @@ class Worker:
         for request, error in step.refused.items():
             self._reads.fail(request, error)
         for read in step.reads:
-            if self._cache.needs_kv_cache_zeroing:
-                self._clear(read)
-            self._reads.begin(read)
+            try:
+                if self._cache.needs_kv_cache_zeroing:
+                    self._clear(read)
+            except KVPlanError as error:
+                self._reads.fail(read.request, error)
+            else:
+                self._reads.begin(read)
 
     def _clear(self, read: Read) -> None:
         """Set to zero what is after a request's last position in its blocks, which vLLM leaves to who fills them."""
-        tokens = {
-            group.name: read.tokens[group.name] for group in self._reads.worker.groups if group.name in read.tokens
-        }
-        for rows in tails(self._reads.worker, {name: read.local[name] for name in tokens}, tokens).values():
+        worker = self._reads.worker
+        ours = {group.name for group in worker.groups} & read.tokens.keys()
+        tokens = {name: read.tokens[name] for name in ours}
+        for rows in tails(worker, {name: read.local[name] for name in ours}, tokens).values():
             set_zero(self._memories, rows)
 
     def results(self) -> KVConnectorTransferResults:
