@@ -270,6 +270,28 @@ def test_a_restarted_engine_takes_the_place_of_the_old_one() -> None:
     assert world.connected == ["prefill/0", "prefill/1", "not prefill/0", "prefill/0", "not prefill/1", "prefill/1"]
 
 
+def test_only_workers_with_a_part_are_connected() -> None:
+    """A worker whose heads are all on one source connects to that source alone."""
+    _, local = engine("decode", tp=2)
+    world = World(local, engine("prefill", tp=2))
+    world.reads.begin(world.read())
+    assert world.until(1)["r"].error is None
+    assert world.connected == ["prefill/1"]
+
+
+def test_a_restart_with_fewer_workers() -> None:
+    """An engine that restarts with one worker in place of two leaves no connection to the second behind."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.engines["prefill"] = engine("prefill", tp=1)
+    world.network = FakeNetwork([world.local, *world.engines["prefill"]])
+    world.executor.network = world.network
+    world.reads.begin(world.read("b", source_of(start="2")))
+    assert world.until(1)["b"].error is None
+    assert world.connected[2:] == ["not prefill/0", "prefill/0", "not prefill/1"]
+
+
 def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that was not read from for an hour is disconnected when another one comes, and can come again."""
     (local,) = engine("decode")
