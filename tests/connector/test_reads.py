@@ -133,6 +133,7 @@ def test_a_request_is_read_from_every_worker_that_has_a_part() -> None:
     world.until(1)
     assert world.connected == ["prefill/0", "prefill/1"]
     assert len(world.fetched) == 1
+    assert not any(world.network.inbox.values())  # the listener is told, once, by the engine
 
 
 def test_nothing_waits() -> None:
