@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig
@@ -43,14 +44,15 @@ class Worker:
         worker = worker_of(self._config, self._cache, info, kv_caches)
         backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
         self._memories = memories_of(kv_caches.values())
-        self._executor = NixlExecutor(worker, {name: UCX.get(name, {}) for name in backends})
+        key = str(transfer.get_from_extra_config("key", "")).encode()
+        self._executor = NixlExecutor(worker, {name: UCX.get(name, {}) for name in backends}, key=key)
         self._reads = Reads(
             worker,
             self._executor,
             logger,
-            open_offer=lambda data: Envelope.unpack(data).worker,
+            open_offer=lambda data: Envelope.unpack(data, key).worker,
             connect=self._executor.connect,
-            disconnect=self._executor.disconnect,
+            disconnect=partial(self._executor.disconnect, force=True),
             timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", 30)),
         )
         logger.info("%s", worker)
