@@ -10,7 +10,7 @@ from hypothesis import given
 from kvplan import TransferPlan
 from kvplan.show import show
 from kvplan.show.blockmap import block_maps
-from kvplan.show.copies import excerpt, panels
+from kvplan.show.copies import by_remote_group, excerpt, panels
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 
@@ -48,7 +48,8 @@ def in_examples(plan: TransferPlan) -> int:
     """The bytes that the examples of all groups move."""
     maps = [block_maps(worker) for worker in (plan.local, *plan.remotes)]
     examples = [excerpt(plan, group, maps, None) for group in plan.local.groups]
-    return sum(spec.num_bytes for request in examples if request for spec in plan.bind(**request))
+    given = [request for request in examples if request]
+    return sum(spec.num_bytes for one in by_remote_group(plan) for request in given for spec in one.bind(**request))
 
 
 @given(cases())

@@ -58,8 +58,8 @@ class Blocks:
     are gaps: vLLM puts its ``null_block``, id 0, where a sliding window has passed. Instead of ``first`` and ``null``,
     ``ordinals`` may give the ordinal of each block, such as the positions at which states were kept.
 
-    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused, and a
-    range that goes beyond the last block or ordinal too. Threads may share a table: it never changes.
+    A destination receives nothing in its gaps; with ``ordinals``, whatever is not listed is a gap. A request that needs
+    a block in a gap of the source is refused. Threads may share a table: it never changes.
 
     Raises ``TYPE``, ``RANGE`` or ``BLOCKS``.
 
@@ -104,7 +104,7 @@ class Blocks:
             if start or null is not None:
                 raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
             owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END)[0])
-            listed = (0, int(at[-1]) + 1 if at.size else 0)
+            listed = (0, POSITION_END)
         elif null is not None:
             null = integer(null, "null of Blocks", high=ID_END)
             there = np.flatnonzero(owned != null)
@@ -131,7 +131,7 @@ class Blocks:
     def _arguments(self) -> dict[str, Any]:
         """The arguments that construct an equal table."""
         start, stop = self.listed
-        if self.null is None and self.has_gaps:
+        if stop == POSITION_END:
             return {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
         if self.null is None:
             return {"ids": self.ids.tolist(), "first": start}

@@ -271,7 +271,9 @@ def _moved(
     """
     near = _BlockPieces.of(plan.local, ours, part["local"], numbers, by_layer=False)
     found = [np.empty((0, 12), np.int64)]
-    for index, (spec, maps) in enumerate(zip(plan.bind(**part), theirs, strict=True)):
+    specs = [each for one in by_remote_group(plan) for each in enumerate(one.bind(**part))]
+    for index, spec in specs:
+        maps = theirs[index]
         local, remote = spec.descriptors()
         if not len(local):
             continue
@@ -288,6 +290,15 @@ def _moved(
         found.append(np.stack([*ends, length, run[of][again]], axis=1))
     rows = np.concatenate(found)
     return rows[np.lexsort(rows[:, [OFFSET, REMOTE, ORDINAL, MAP, LAYER]].T)]
+
+
+def by_remote_group(plan: TransferPlan) -> Iterator[TransferPlan]:
+    """The plan with each group of the remote workers alone: groups may share a pool, and an example's blocks."""
+    far = 1 if plan.operation == "READ" else 0
+    for name in dict.fromkeys(groups.groups[far].name for pair in plan.pairs for groups in pair.group_pairs):
+        kept = [tuple(g for g in pair.group_pairs if g.groups[far].name == name) for pair in plan.pairs]
+        pairs = zip(plan.pairs, kept, strict=True)
+        yield attrs.evolve(plan, pairs=tuple(attrs.evolve(pair, group_pairs=groups) for pair, groups in pairs))
 
 
 @attrs.frozen(eq=False)

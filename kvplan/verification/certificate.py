@@ -84,10 +84,13 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     pairs: dict[Key, list[PairTables]] = {}
     workers: dict[Key, Worker] = {}
     for plan in given:
+        reads = plan.operation == "READ"
         for worker in (plan.local, *plan.remotes):
-            if workers.setdefault(worker.key, worker) != worker:
+            # A source may describe its staging buffer differently for each peer: in the same regions.
+            known, receives = workers.setdefault(worker.key, worker), (worker is plan.local) == reads
+            if known.regions != worker.regions or (receives and known != worker):
                 raise refusal(f"plans with {worker.label}", "one description of the worker", "two")
-        for worker in (plan.local,) if plan.operation == "READ" else plan.remotes:
+        for worker in (plan.local,) if reads else plan.remotes:
             skipped = destinations.setdefault(worker.key, plan.not_transferred)
             if {*skipped} != {*plan.not_transferred}:
                 raise refusal(f"plans for {worker.label}", f"not_transferred {skipped}", f"{plan.not_transferred}")

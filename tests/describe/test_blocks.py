@@ -158,16 +158,6 @@ def test_ordinals_far_apart_cost_what_their_number_costs():
     assert np.array_equal([spec.local_ids, spec.remote_ids], [[3, 8], [1, 2]])
 
 
-@pytest.mark.parametrize("listed", [[], [0], [0, 1]])
-def test_ordinals_that_end_before_the_range_are_refused(listed):
-    """A range that goes beyond the last ordinal would move in part: it is refused, as it is without ordinals."""
-    (mine,), (other,) = engine("d"), engine("p")
-    plan, theirs = plan_reads(mine, [other]), Blocks([4, 5, 6])
-    with pytest.raises(KVPlanError, match=r"BLOCKS: cannot bind local group 'attn': expected blocks \[0, 3\)"):
-        moved(plan, Blocks(range(len(listed)), ordinals=listed), theirs, (0, 12))
-    assert moved(plan, Blocks([7], ordinals=[2]), theirs, (0, 12)).local_ids.size  # what a window has passed
-
-
 @pytest.mark.parametrize("values", [np.ma.array([1, 2], mask=[False, True]), [True, 2], (1, False), np.ones(2, bool)])
 def test_entries_that_are_no_ids_are_refused(values):
     """A masked entry, or a bool among integers, is no block id."""
