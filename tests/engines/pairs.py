@@ -18,8 +18,13 @@ class Pair(NamedTuple):
     lease_s: int = 90
 
 
+PIPELINED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager", "cudagraph_mode": "NONE"}}
+"""With PP and ``enforce_eager``, vLLM 0.32 on a CPU stops in its own runner, whatever the connector."""
+
+
 def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:
     """An engine's settings."""
+    more = {**PIPELINED, **more} if pp > 1 else more
     return {"block_size": block, "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **more}
 
 
