@@ -91,15 +91,19 @@ def test_x_b_and_c_in_one_piece() -> tuple[Look, Look]:
 def test_b_and_c_that_are_not_divided() -> tuple[Look, Look]:
     """B and C of a single group, whole on each rank, were read as if divided like x: C for B, and the SSM for C."""
     destinations, sources = (recurrent({**MAMBA2, "n_groups": 1}, tp, name) for tp, name in ((2, "d"), (1, "p")))
-    right, wrong = plan_mesh(destinations, sources), plan_mesh(_divided(destinations), _divided(sources))
-    # The SSM state gets a group of its own here, for C would lie over it.
-    local, remote = (dict.fromkeys(("state", "ssm"), STATE[side]["state"]) for side in ("local", "remote"))
-    moved = taken_for(right, wrong, **asking(local, remote))
+    tables = [{**STATE[side], "ssm": Blocks([0])} for side in ("local", "remote")]
+    sides = [_divided(*each) for each in zip((destinations, sources), tables, strict=True)]
+    right, wrong = plan_mesh(destinations, sources), plan_mesh(*sides)
+    moved = taken_for(right, wrong, **asking(*tables))
     return lambda: verify(moved, **STATE), lambda: verify(right, **STATE)
 
 
-def _divided(workers: Sequence[Worker]) -> list[Worker]:
-    """Workers, 1 or 2, that have their parts of a B and a C that are twice as large as they are."""
+def _divided(workers: Sequence[Worker], table: Mapping[str, Blocks]) -> list[Worker]:
+    """Workers, 1 or 2, that have their parts of a B and a C that are twice as large as they are.
+
+    C would lie over the SSM state, which gets a group of its own: its only block is in the state's block of ``table``.
+    """
+    block = int(table["state"].ids[0])
     made = []
     for worker in workers:
         x, b, c, ssm = worker.views
@@ -113,7 +117,9 @@ def _divided(workers: Sequence[Worker]) -> list[Worker]:
             x,
             attrs.evolve(b, axes=axes),
             attrs.evolve(c, axes=axes, offset_bytes=behind),
-            attrs.evolve(ssm, group="ssm"),
+            attrs.evolve(
+                ssm, group="ssm", num_blocks=1, offset_bytes=ssm.offset_bytes + block * ssm.block_stride_bytes
+            ),
         ]
         made.append(attrs.evolve(worker, groups=[*worker.groups, Group("ssm")], views=views))
     return made
