@@ -26,7 +26,8 @@ def write_files(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder, which is the working directory."""
+    """The folder, which is the working directory of a terminal of 120 columns."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     write_files(tmp_path)
     return tmp_path
