@@ -93,7 +93,7 @@ def test_b_and_c_that_are_not_divided() -> tuple[Look, Look]:
     destinations, sources = (recurrent({**MAMBA2, "n_groups": 1}, tp, name) for tp, name in ((2, "d"), (1, "p")))
     tables = [{**STATE[side], "ssm": Blocks([0])} for side in ("local", "remote")]
     sides = [_divided(*each) for each in zip((destinations, sources), tables, strict=True)]
-    right, wrong = plan_mesh(destinations, sources), plan_mesh(*sides)
+    right, wrong = plan_mesh(destinations, sources), plan_mesh(sides[0], sides[1])
     moved = taken_for(right, wrong, **asking(*tables))
     return lambda: verify(moved, **STATE), lambda: verify(right, **STATE)
 
