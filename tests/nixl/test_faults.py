@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import attrs
 import numpy as np
 import pytest
 
-from benchmarks.real_memory import PeerProcess, forkserver, pattern, placed
+from benchmarks.real_memory import PeerProcess, pattern, placed
 from kvplan import (
     Axis,
     Blocks,
@@ -24,7 +23,6 @@ from kvplan import (
     View,
     Worker,
     plan_reads,
-    plan_writes,
 )
 from kvplan_nixl import UCX, NixlExecutor, NixlTransfer, Peer, settle
 
@@ -311,46 +309,6 @@ def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: Peer
         assert len(alive) < 10
     finally:
         gc.enable()
-
-
-def write_until_killed(channel: Connection, envelope: bytes) -> None:
-    """A process that writes to a destination."""
-    there, _ = placed(worker("decode"))
-    executor = NixlExecutor(there)
-    plan = plan_writes(there, [executor.connect(envelope)])
-    executor.prepare(plan)
-    for blocks in (10, BLOCKS):
-        tables = {"attn": Blocks(np.arange(blocks))}
-        (spec,) = plan.bind(local=tables, remote=tables, tokens=(0, 4 * blocks))
-        transfer = executor.start(spec, "request")
-        if blocks == 10:
-            settle(executor, [transfer], TIMEOUT_S)
-            channel.send("connected")
-            channel.recv()
-    channel.send("started")
-    settle(executor, [transfer], TIMEOUT_S)
-
-
-def test_a_writer_killed_during(peer: PeerProcess) -> None:
-    """A destination outlives a writer that is killed while it is suspended itself.
-
-    The source of a READ over TCP would not: UCX ends its process.
-    """
-    channel, theirs = forkserver().Pipe()
-    process = forkserver().Process(target=write_until_killed, args=(theirs, peer.ask("envelope")), daemon=True)
-    process.start()
-    assert channel.recv() == "connected"
-    peer.stop()
-    channel.send("go on")
-    assert channel.recv() == "started"
-    process.kill()
-    process.join(TIMEOUT_S)
-    peer.resume()
-    with NixlExecutor(placed(worker("another"))[0]) as executor:
-        executor.connect(peer.ask("envelope"))
-        executor.notify(("prefill", 0), "request", Status.FAILED)
-        peer.ask("connect", executor.envelope())
-        assert [notice.request for notice in peer.ask("notices", 1)] == ["request"]
 
 
 def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:
