@@ -76,7 +76,7 @@ def ranges_of(regions: Iterable[Region]) -> Iterator[Range]:
     [Range(memory='DRAM', device_id=0, start=4096, stop=4224), Range(memory='DRAM', device_id=0, start=4224, stop=4288)]
     """
     last: Range | None = None
-    for each in sorted(Range(one.memory, one.device_id, one.address, one.address + one.size_bytes) for one in regions):
+    for each in sorted(Range(one.memory, one.device_id, one.address, one.end) for one in regions):
         if last is not None and each[:2] == last[:2] and each.start < last.stop:
             last = last._replace(stop=max(last.stop, each.stop))
         else:

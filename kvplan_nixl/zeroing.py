@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from kvplan._arrays import listed
 from kvplan.plan.rows import Descriptors
 from kvplan_nixl.rearrange import Memory
 
@@ -31,10 +32,8 @@ def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
     for memory in memories:
         start = descriptors[:, 0].astype(np.int64) - memory.address
         inside = (start >= 0) & (start < memory.size_bytes)
-        length = descriptors[inside, 1].astype(np.int64)
-        stop = np.cumsum(length)
-        if stop.size:
-            # the bytes of all ranges, one range after the other, as indices into the storage
-            index = np.arange(stop[-1]) + np.repeat(start[inside] + length - stop, length)
+        if inside.any():
+            stop = start[inside] + descriptors[inside, 1].astype(np.int64)
+            index = listed(np.stack([start[inside], stop], axis=1))  # of each byte in the storage
             words = memory.words(1)
             words.index_fill_(0, torch.from_numpy(index).to(words.device), 0)

@@ -66,9 +66,14 @@ class Region:
             action, expected = f"describe region {self.name!r}", f"memory in {', '.join(MEMORY_KINDS)}"
             raise KVPlanError("NAME", action, expected=expected, got=f"{self.memory!r}", memory=self.memory)
         if self.end > ADDRESS_END:
-            action, got = f"describe region {self.name!r}", f"{self.address:#x} + {self.size_bytes}"
-            expected, at, size = "address + size_bytes <= 2**64", self.address, self.size_bytes
-            raise KVPlanError("BOUNDS", action, expected=expected, got=got, address=at, size_bytes=size)
+            raise KVPlanError(
+                "BOUNDS",
+                f"describe region {self.name!r}",
+                expected="address + size_bytes <= 2**64",
+                got=f"{self.address:#x} + {self.size_bytes}",
+                address=self.address,
+                size_bytes=self.size_bytes,
+            )
 
     @property
     def end(self) -> int:

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, read_only
+from kvplan._arrays import Ints, listed, read_only
 from kvplan._checks import ID_END, at_most, integer, wrong_type
 from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed, places
@@ -217,8 +217,7 @@ def _of_runs_with_gaps(
     # For each of the destination's blocks, the period it is in, and which runs of a period begin in it.
     turn, rest = np.divmod(ordinals, ours.num_blocks)
     begin, end = np.searchsorted(ours.ordinal, [rest, rest + 1])
-    count = end - begin
-    run = np.repeat(turn * size + begin - np.cumsum(count) + count, count) + np.arange(count.sum())
+    run = listed(np.stack([turn * size + begin, turn * size + end], axis=1))
     run = run[(which[0] <= run) & (run < which[1])]
     if not run.size:
         return None

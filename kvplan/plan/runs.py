@@ -289,7 +289,7 @@ def _chains(
         if total == count.size:
             continue
         of = np.repeat(np.arange(count.size), number)
-        nth = np.arange(of.size) - np.repeat(np.cumsum(number) - number, number)
+        nth = listed(np.stack([0 * number, number], axis=1))
         first, size = slot[side][of], count[of]
         begin = np.maximum(axis.start[low[of] + nth] - first, 0) if whole else nth
         end = np.minimum(axis.stop[low[of] + nth] - first, size) if whole else nth + 1

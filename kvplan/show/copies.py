@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints
+from kvplan._arrays import Ints, listed
 from kvplan._text import count, size, sizes
 from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks
@@ -352,7 +352,7 @@ class _BlockPieces:
         first, last = self._find(key, address), self._find(key, address + (length - 1).astype(np.uint64))
         number = last - first + 1
         of = np.repeat(np.arange(number.size), number)
-        piece = first[of] + np.arange(of.size) - np.repeat(np.cumsum(number) - number, number)
+        piece = listed(np.stack([first, last + 1], axis=1))
         begin = np.maximum(address[of], self.start[piece])
         skip = (begin - address[of]).astype(np.int64)
         is_last = np.append(of[1:] != of[:-1], True)

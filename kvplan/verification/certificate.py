@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, heads
+from kvplan._arrays import Ints, heads, listed
 from kvplan._checks import ID_END
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
@@ -139,7 +139,7 @@ class Pieces:
         number = high - low
         _check_limit("parts of descriptors", int(number.sum()))
         of = np.repeat(np.arange(start.size), number)
-        piece = np.arange(of.size) - np.repeat(np.cumsum(number) - number - low, number)
+        piece = listed(np.stack([low, high], axis=1))
         begin = np.maximum(start[of], self.start[piece])
         size = np.minimum((start + length)[of], (self.start + self.length)[piece]) - begin
         if (size <= 0).any() or size.sum() != length.sum():
