@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -35,7 +36,10 @@ def synchronized(device: str) -> None:
 
 
 def placed(worker: Worker, device: str = "cpu") -> tuple[Worker, Memory]:
-    """A worker whose regions are zeros in memory of a device, as torch names it, and that memory."""
+    """A worker whose regions are zeros in memory of a device, as torch names it, and that memory.
+
+    The memory lives as long as the worker, whether or not the caller keeps it.
+    """
     memory: Memory = {
         region.name: torch.zeros(region.size_bytes, dtype=torch.uint8, device=device) for region in worker.regions
     }
@@ -46,7 +50,9 @@ def placed(worker: Worker, device: str = "cpu") -> tuple[Worker, Memory]:
         attrs.evolve(region, address=memory[region.name].data_ptr(), memory=kind, device_id=index)
         for region in worker.regions
     ]
-    return attrs.evolve(worker, regions=regions), memory
+    here = attrs.evolve(worker, regions=regions)
+    weakref.finalize(here, lambda kept: None, memory)  # holds the memory, which the worker names only by address
+    return here, memory
 
 
 def pattern(worker: Worker, region: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import attrs
 import pytest
 
-from benchmarks.real_memory import NixlCluster
+from benchmarks.real_memory import NixlCluster, placed
 from kvplan import Model, Worker, contacts
 from kvplan.cli.matrix import shortened
 from kvplan.cli.options import EngineOptions
@@ -15,6 +16,7 @@ from kvplan.cli.trials import PlacedRequest, blocks_needed
 from kvplan.testing.executors import ExecutorContract, Transmission
 from tests.nixl.conftest import DEVICES, has_gpu
 from tests.plan.test_hard_pairs import PAIRS, TWELVE_HEADS
+from tests.small import engine
 
 TOKENS = (5, 70)
 
@@ -52,6 +54,13 @@ def tight(request: PlacedRequest, stop: int) -> tuple[EngineOptions, EngineOptio
         needed = blocks_needed(workers, stop).values()
         sides.append(attrs.evolve(side, blocks=2 + (sum(needed) if side.shared else max(needed))))
     return sides[0], sides[1]
+
+
+def test_memory_of_workers_is_not_freed_before_them() -> None:
+    """Workers that were placed one after the other do not share memory, even if nothing else refers to it."""
+    workers = [placed(worker)[0] for worker in (*engine("prefill", tp=2), *engine("decode", tokens=6))]
+    spans = sorted((region.address, region.end) for worker in workers for region in worker.regions)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("device", DEVICES)
