@@ -1,0 +1,139 @@
+"""transformers' continuous batching as an engine: a paged cache whose sliding layers are rings.
+
+A ring keeps position p of a request in slot ``p % window`` of the request's blocks. Between two rings of one window the
+slots are the positions to describe: the range is all slots that are in use, and the blocks need no wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.requests import RequestState
+
+from kvplan import Blocks, Group, Worker, plan_reads, region_of, view_of
+from kvplan_nixl import NixlExecutor, settle
+from tests.engines.models import COMMON, MODELS
+
+WINDOW = 56
+RING = "sliding_attention"
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "gemma-3": {"sliding_window": WINDOW, "layer_types": [RING, RING, "full_attention", RING]},
+}
+"""What differs from the models that other engines are judged with: blocks of rings and of other layers are unequal."""
+
+TIMEOUT_S = 60.0
+
+Tables = dict[str, list[int]]
+
+
+class Engine:
+    """One process's engine, with pages of ``page`` tokens, stepped by its caller."""
+
+    def __init__(self, name: str, model: str, page: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**{**COMMON, **MODELS[model], **CHANGES[model]})
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="paged|eager")
+        with torch.no_grad():
+            made.get_input_embeddings().weight.mul_(0.1)
+        self._manager = made.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=page,
+                num_blocks=16,
+                max_batch_tokens=256,
+                allow_block_sharing=False,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,
+            ),
+        )
+        self._manager.batch_processor = self._batches = self._manager._create_batch_processor()
+        self._allocators = self._batches.cache.cache_allocators
+        self.executor = NixlExecutor(self._worker(name))
+
+    def _worker(self, name: str) -> Worker:
+        cache = self._batches.cache.cache_tensor
+        region, views = region_of(cache), []
+        for kind, allocator in self._allocators.items():
+            # a block has a page for each layer of its kind, and a page K and then V
+            shape = (allocator.pages_per_block, 2, allocator.tokens_per_page, *allocator.cache_tensor.shape[2:])
+            blocks = cache.view(torch.float32).view(-1, *shape)
+            for index, layer in enumerate(allocator.layer_indices):
+                views.append(
+                    view_of(
+                        blocks[:, index],
+                        "block kv token head dim",
+                        name=f"layers.{layer}.attn",
+                        group=kind,
+                        region=region,
+                    )
+                )
+        groups = [Group(kind, allocator.tokens_per_page) for kind, allocator in self._allocators.items()]
+        return Worker(name, 0, [region], groups, views)
+
+    def _add(self, request: str, tokens: Sequence[int], new: int, cached: int = 0) -> RequestState:
+        """Queue a request of which the cache holds the first ``cached`` tokens."""
+        state = RequestState(request, list(tokens), max_new_tokens=new, eos_token_id=-1)
+        state.position_offset, state.remaining_prefill_tokens = cached, list(tokens[cached:])
+        self._batches.scheduler.add_waiting_request(state)
+        return state
+
+    def _step(self) -> None:
+        if self._batches.prepare_next_batch():
+            self._batches._generation_step(self._manager.model)
+            self._batches.update_batch()
+
+    def _finish(self, state: RequestState) -> list[int]:
+        while self._batches.has_pending_requests():
+            self._step()
+        return list(state.generated_tokens)
+
+    def generate(self, prompt: Sequence[int], new: int) -> list[int]:
+        """What the engine generates by itself."""
+        return self._finish(self._add("alone", prompt, new))
+
+    def prefill(self, request: str, prompt: Sequence[int]) -> tuple[int, Tables]:
+        """The first new token, and the block tables of the prompt, which stay allocated."""
+        state = self._add(request, prompt, new=2)
+        while not state.generated_tokens:
+            self._step()
+        return state.generated_tokens[0], {kind: one.block_table[request] for kind, one in self._allocators.items()}
+
+    def free(self, request: str) -> None:
+        """Free a request's blocks."""
+        self._batches.scheduler.finish_request(request)
+
+    def decode(
+        self, source: Worker, request: str, prompt: Sequence[int], prefilled: tuple[int, Tables], new: int, *moved: str
+    ) -> list[int]:
+        """The tokens that follow a prompt, after the kinds of layers in ``moved`` were read from ``source``."""
+        first, remote = prefilled
+        self._batches.cache.cache_tensor.zero_()  # what this engine has generated itself is not to be found again
+        state = self._add(request, [*prompt, first], new - 1, cached=len(prompt))
+        assert self._batches.cache.can_store_request_tokens(RequestState(request, []), len(prompt))
+        local = {kind: allocator.block_table[request] for kind, allocator in self._allocators.items()}
+        # a ring has the last positions, in as many slots
+        spans = {kind: (0, min(len(prompt), WINDOW) if kind == RING else len(prompt)) for kind in moved}
+        tables = [{kind: Blocks(table[kind]) for kind in table} for table in (local, remote)]
+        plan = plan_reads(self.executor.worker, [source])
+        self.executor.prepare(plan)
+        specs = plan.bind(local=tables[0], remote=tables[1], tokens={kind: spans.get(kind, (0, 0)) for kind in local})
+        transfers = [self.executor.start(spec, request) for spec in specs]
+        assert settle(self.executor, transfers, TIMEOUT_S)
+        assert [transfer.error for transfer in transfers] == [None] * len(transfers)
+        return [first, *self._finish(state)]
+
+
+def serve(channel: Connection, model: str, page: int) -> None:
+    """The prefill engine, in a process of its own: answer commands by its methods."""
+    engine = Engine("prefill", model, page)
+    while True:
+        command, *arguments = channel.recv()
+        channel.send(engine.executor.envelope() if command == "envelope" else getattr(engine, command)(*arguments))

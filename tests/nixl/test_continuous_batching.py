@@ -1,0 +1,55 @@
+"""Two engines of transformers' continuous batching, with pages of 16 and of 40 tokens, generate the same tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nixl.continuous_batching import RING, TIMEOUT_S, Engine, serve
+
+NEW = 16
+LENGTHS = (7, 56, 100, 130)
+"""Prompts: shorter than a page, as long as the window, and rings that have wrapped once and twice."""
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(params=["llama", "gemma-3"])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Ask, Engine]]:
+    """A prefill engine in a process of its own, by its commands, and a decode engine."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, request.param, 16), daemon=True)
+    process.start()
+
+    def ask(*command: Any) -> Any:
+        here.send(command)
+        assert here.poll(TIMEOUT_S), f"no answer to {command[0]}"
+        return here.recv()
+
+    decode = Engine("decode", request.param, 40)
+    with decode.executor:
+        yield ask, decode
+        process.kill()
+        process.join(TIMEOUT_S)
+
+
+def test_pages_of_16_into_pages_of_40(engines: tuple[Ask, Engine]) -> None:
+    """The tokens are those of either engine alone, and others where a kind of layers, or all, were not moved."""
+    prefill, decode = engines
+    source = decode.executor.connect(prefill("envelope"))
+    kinds = [group.name for group in source.groups]
+    assert RING in kinds or kinds == ["full_attention"]
+    for length in LENGTHS:
+        prompt = torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        alone = prefill("generate", prompt, NEW)
+        assert decode.generate(prompt, NEW) == alone
+        prefilled = prefill("prefill", f"request {length}", prompt)
+        for left_out in kinds:
+            moved = [kind for kind in kinds if kind != left_out]
+            assert decode.decode(source, f"without {left_out}", prompt, prefilled, NEW, *moved) != alone
+        assert decode.decode(source, f"request {length}", prompt, prefilled, NEW, *kinds) == alone
+        prefill("free", f"request {length}")
