@@ -86,9 +86,9 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     for plan in given:
         reads = plan.operation == "READ"
         for worker in (plan.local, *plan.remotes):
-            # A source may describe its staging buffer differently for each peer: in the same regions.
-            known, receives = workers.setdefault(worker.key, worker), (worker is plan.local) == reads
-            if known.regions != worker.regions or (receives and known != worker):
+            # A writer may describe its staging buffer differently for each peer: in the same regions.
+            known, writes = workers.setdefault(worker.key, worker), worker is plan.local and not reads
+            if known.regions != worker.regions or (known != worker and not writes):
                 raise refusal(f"plans with {worker.label}", "one description of the worker", "two")
         for worker in (plan.local,) if reads else plan.remotes:
             skipped = destinations.setdefault(worker.key, plan.not_transferred)

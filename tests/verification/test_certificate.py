@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvplan import (
     Axis,
+    Context,
     Group,
     KVPlanError,
     Model,
@@ -378,6 +379,21 @@ def test_workers_of_two_descriptions_are_no_proof():
     (mine,) = second.remotes
     other = attrs.evolve(mine, groups=(*mine.groups, Group("more")))
     assert "one description of the worker" in refused([first, attrs.evolve(second, remotes=(other,))])
+
+
+@pytest.mark.parametrize("change", ["name of a tensor", "context"])
+def test_sources_of_two_descriptions_are_no_proof(change):
+    """Each reader's plan may be right about its own part of a source: what the source holds, only one of them knows."""
+    first, second = plan_mesh(engine("d", tp=2), engine("p", tp=2)).plans
+    idle, used = second.remotes
+    if change == "context":
+        other = attrs.evolve(idle, groups=[attrs.evolve(idle.groups[0], context=Context(0, 2))])
+    else:
+        other = attrs.evolve(idle, views=[attrs.evolve(view, name=f"{view.name}.") for view in idle.views])
+    second = attrs.evolve(second, remotes=(other, used))
+    assert certify(first).complete
+    assert certify(second).complete
+    assert "one description of the worker" in refused([first, second])
 
 
 def test_a_period_of_many_positions_is_refused_before_it_is_listed():
