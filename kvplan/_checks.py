@@ -40,6 +40,18 @@ def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
     return number
 
 
+def interval(value: Any, what: str, high: int) -> tuple[int, int]:
+    """``value`` as two exact integers ``(start, stop)`` in ``[0, high)``, in any order.
+
+    >>> interval([3, np.int64(7)], "a range of tokens", 100)
+    (3, 7)
+    """
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise wrong_type(what, "(start, stop)", value)
+    start, stop = (integer(each, what, high=high) for each in value)
+    return start, stop
+
+
 def at_most(limit: int, number: int, unit: str, what: str, **details: Any) -> None:
     """Refuse to list more than ``limit`` of something, with ``RANGE``: a small offer must not claim much memory.
 

@@ -223,8 +223,9 @@ def tables(workers: Sequence[Worker], spans: tuple[Any, Any], random: Random, ga
         if len(whole) > len(free):
             return None
         if gaps and whole and random.random() < 0.5:
+            end = whole[-1] + 1
             whole = [at for at in whole if random.random() < 0.6]
-            found[group.name] = Blocks(free[: len(whole)], ordinals=whole)
+            found[group.name] = Blocks(free[: len(whole)], ordinals=whole, listed=(0, end))
         else:
             found[group.name] = Blocks(free[: len(whole)], first=whole[0] if whole else 0)
         taken.update(free[: len(whole)])

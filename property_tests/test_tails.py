@@ -60,7 +60,7 @@ def gapped(name: str, table: Blocks, kept: Collection[Block], form: random.Rando
     every = listed({name: table})
     here = {block: every[block] for block in every if block in kept}
     if form.random() < 0.5:
-        return Blocks(list(here.values()), ordinals=[at for _, at in here])
+        return Blocks(list(here.values()), ordinals=[at for _, at in here], listed=table.listed)
     null = form.choice([every[block] for block in every if block not in kept] or [table.highest + 1])
     return Blocks([here.get(block, null) for block in every], table.first, null)
 

@@ -30,7 +30,7 @@ def table(blocks: Mapping[int, int], asked: Iterable[int], form: int) -> Blocks:
         return Blocks([blocks.get(i, NULL) for i in range(first, max(every, default=-1) + 1)], first, NULL)
     if form == ORDINALS:
         some = choice.sample(sorted(blocks), len(blocks))
-        return Blocks([blocks[i] for i in some], ordinals=some)
+        return Blocks([blocks[i] for i in some], ordinals=some, listed=(0, max(every, default=-1) + 1))
     first = last = min(asked, default=min(blocks, default=0))
     while form == RUN and first - 1 in blocks:
         first -= 1

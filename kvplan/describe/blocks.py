@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import ID_END, integer, wrong_type
+from kvplan._checks import ID_END, integer, interval, wrong_type
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
 
@@ -56,10 +56,11 @@ class Blocks:
 
     ``ids`` are the ids of consecutive blocks, and ``first`` is the ordinal of the first one. Entries equal to ``null``
     are gaps: vLLM puts its ``null_block``, id 0, where a sliding window has passed. Instead of ``first`` and ``null``,
-    ``ordinals`` may give the ordinal of each block, such as the positions at which states were kept.
+    ``ordinals`` may give the ordinal of each block, such as the positions at which states were kept. All other ordinals
+    of ``listed``, by default those before the last block, are gaps then.
 
-    A destination receives nothing in its gaps; with ``ordinals``, whatever is not listed is a gap. A request that needs
-    a block in a gap of the source is refused. Threads may share a table: it never changes.
+    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused, and so is
+    a range that goes beyond ``listed``. Threads may share a table: it never changes.
 
     Raises ``TYPE``, ``RANGE`` or ``BLOCKS``.
 
@@ -70,6 +71,8 @@ class Blocks:
     ([7, 3], 2)
     >>> Blocks([9, 5], ordinals=[2048, 1024])
     Blocks([5, 9], ordinals=[1024, 2048])
+    >>> Blocks([9, 5], ordinals=[2, 3], listed=(0, 7))  # blocks 4, 5 and 6 of the request are gaps, like 0 and 1
+    Blocks([9, 5], ordinals=[2, 3], listed=(0, 7))
     """
 
     ids: npt.NDArray[np.int32]
@@ -95,16 +98,20 @@ class Blocks:
     twice: int | None
     """An id that appears more than once, or ``None``."""
 
-    def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None) -> None:
+    def __init__(
+        self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None, listed: Any = None
+    ) -> None:
         start = integer(first, "first of Blocks", high=POSITION_END)
         owned, ordered = _integers(ids, "ids", ID_END)
         stop = start + owned.size
-        listed, at = (start, stop), None
+        covered, at = (start, stop), None
         if ordinals is not None:
             if start or null is not None:
                 raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
             owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END)[0])
-            listed = (0, POSITION_END)
+            covered = _covered(at, listed)
+        elif listed is not None:
+            raise KVPlanError("BLOCKS", "read a block table", expected="listed beside ordinals only", got=shown(listed))
         elif null is not None:
             null = integer(null, "null of Blocks", high=ID_END)
             there = np.flatnonzero(owned != null)
@@ -116,7 +123,7 @@ class Blocks:
         highest = int(ordered[-1]) if ordered.size else -1
         same = ordered[1:] == ordered[:-1]
         twice = int(ordered[same.argmax()]) if np.count_nonzero(same) else None
-        self.__attrs_init__(read_only(owned.astype(np.int32)), start, stop, listed, at, null, highest, twice)
+        self.__attrs_init__(read_only(owned.astype(np.int32)), start, stop, covered, at, null, highest, twice)
 
     @property
     def ordinals(self) -> Ints:
@@ -131,10 +138,11 @@ class Blocks:
     def _arguments(self) -> dict[str, Any]:
         """The arguments that construct an equal table."""
         start, stop = self.listed
-        if stop == POSITION_END:
-            return {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
-        if self.null is None:
+        if self.null is None and not self.has_gaps:
             return {"ids": self.ids.tolist(), "first": start}
+        if self.null is None:
+            made = {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
+            return made if self.listed == _covered(self.ordinals, None) else {**made, "listed": self.listed}
         entries = np.full(stop - start, self.null)
         entries[self.ordinals - start] = self.ids
         return {"ids": entries.tolist(), "first": start, "null": self.null}
@@ -149,6 +157,18 @@ class Blocks:
 
 def _rebuild(arguments: dict[str, Any]) -> Blocks:
     return Blocks(**arguments)
+
+
+def _covered(ordinals: Ints, given: Any) -> tuple[int, int]:
+    """The ordinals that a table of these ``ordinals``, ascending, covers: those given, or all up to the last one."""
+    low, high = (int(ordinals[0]), int(ordinals[-1]) + 1) if ordinals.size else (0, 0)
+    if given is None:
+        return 0, high
+    start, stop = interval(given, "listed of Blocks", POSITION_END + 1)
+    if start > stop or (ordinals.size and (low < start or stop < high)):
+        got = f"[{start}, {stop}) around [{low}, {high})"
+        raise KVPlanError("BLOCKS", "read a block table", expected="listed around all ordinals", got=got)
+    return start, stop
 
 
 def _ordered(ids: Ints, ordinals: Ints) -> tuple[Ints, Ints]:

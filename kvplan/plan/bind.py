@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, listed, read_only
-from kvplan._checks import ID_END, at_most, integer, wrong_type
+from kvplan._checks import ID_END, at_most, interval
 from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed, places
 from kvplan.describe.views import Group
@@ -99,9 +99,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
         given = None if group.tokens_per_block is None else tokens
     if given is None:
         return None
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise wrong_type("a range of tokens", "(start, stop)", given)
-    start, stop = (integer(value, "a token range", high=POSITION_END) for value in given)
+    start, stop = interval(given, "a range of tokens", POSITION_END)
     if start > stop:
         raise KVPlanError(
             "TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop)

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvplan._checks import ID_END
 from kvplan._text import count
-from kvplan.describe.blocks import Blocks, Range, Tokens
+from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Region
 from kvplan.describe.worker import Worker
 from kvplan.plan.bind import range_of, wanted
@@ -178,7 +178,8 @@ class StagedPlan:
             # rule S14: the peer's blocks that have one of these positions, in blocks of the slot from its first one on
             blocks = ordinals(groups[far], positions)
             first = slot * peer.buffer.slot_blocks[group.name]
-            staged[group.name] = table = Blocks(np.arange(first, first + blocks.size), ordinals=blocks)
+            ids, every = np.arange(first, first + blocks.size), (0, POSITION_END)  # all other blocks are gaps
+            staged[group.name] = table = Blocks(ids, ordinals=blocks, listed=every)
             spans[group.name] = (low, high) if blocks.size else (0, 0)
             ends = [table if side == far else tables[side][groups[side].name] for side in (0, 1)]
             for template, position in zip(templates, positions, strict=True):

@@ -158,6 +158,28 @@ def test_ordinals_far_apart_cost_what_their_number_costs():
     assert np.array_equal([spec.local_ids, spec.remote_ids], [[3, 8], [1, 2]])
 
 
+@pytest.mark.parametrize("ordinals", [[], [0], [0, 1], [1]])
+def test_ordinals_that_end_before_the_range_are_refused(ordinals):
+    """A range beyond the last ordinal would move in part, unless the table says that the blocks there are gaps."""
+    (mine,), (other,) = engine("d"), engine("p")
+    plan, theirs, ids = plan_reads(mine, [other]), Blocks([4, 5, 6]), range(len(ordinals))
+    expected = rf"expected blocks \[0, 3\) of the request to be listed, got \[0, {max(ordinals, default=-1) + 1}\)"
+    with pytest.raises(KVPlanError, match=f"BLOCKS: cannot bind local group 'attn': {expected}"):
+        moved(plan, Blocks(ids, ordinals=ordinals), theirs, (0, 12))
+    spec = moved(plan, Blocks(ids, ordinals=ordinals, listed=(0, 3)), theirs, (0, 12))
+    assert spec.num_bytes == len(ordinals) * 4 * 2 * 4 * 16
+    assert moved(plan, Blocks([7], ordinals=[2]), theirs, (0, 12)).num_bytes  # what a window has passed
+
+
+@pytest.mark.parametrize("listed", [(1, 9), (0, 5), (9, 3), (0, 1, 2), 7, (0, 1 << 49), (False, 9)])
+def test_what_a_table_covers_has_all_its_ordinals(listed):
+    """``listed`` is a range around the ordinals."""
+    with pytest.raises(KVPlanError, match=r"(BLOCKS|TYPE|RANGE): cannot read (a block table|listed of Blocks)"):
+        Blocks([7, 8], ordinals=[0, 5], listed=listed)
+    with pytest.raises(KVPlanError, match="expected listed beside ordinals only"):
+        Blocks([7, 8], listed=(0, 9))
+
+
 @pytest.mark.parametrize("values", [np.ma.array([1, 2], mask=[False, True]), [True, 2], (1, False), np.ones(2, bool)])
 def test_entries_that_are_no_ids_are_refused(values):
     """A masked entry, or a bool among integers, is no block id."""
