@@ -59,8 +59,8 @@ class Blocks:
     ``ordinals`` may give the ordinal of each block, such as the positions at which states were kept. All other ordinals
     of ``listed``, by default those before the last block, are gaps then.
 
-    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused, and so is
-    a range that goes beyond ``listed``. Threads may share a table: it never changes.
+    A destination receives nothing in its gaps. A request that needs a block in a gap of the source is refused, and a
+    range that goes beyond ``listed`` too. Threads may share a table: it never changes.
 
     Raises ``TYPE``, ``RANGE`` or ``BLOCKS``.
 
