@@ -98,9 +98,7 @@ class Blocks:
     twice: int | None
     """An id that appears more than once, or ``None``."""
 
-    def __init__(
-        self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None, listed: Any = None
-    ) -> None:
+    def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None, listed: Any = None) -> None:
         start = integer(first, "first of Blocks", high=POSITION_END)
         owned, ordered = _integers(ids, "ids", ID_END)
         stop = start + owned.size

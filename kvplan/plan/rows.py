@@ -4,7 +4,8 @@
   Ids number the descriptors of a table, row after row.
 - T2: Runs of one length share a row if one step, at least as long as they are, divides the differences of their offsets
   and the block stride: four 16-token pieces of a dense 64-token block, or the tokens of all heads of a page. If there
-  is no such step, or most ids of the row would be unused, each offset gets a row with one descriptor for each block.
+  is no such step, or most ids of the row would be unused, each offset gets a row with one descriptor for each block. A
+  row ends at a gap between two layers of a region that is longer than a block.
 - T3: Therefore every id is ``base + step * block id + sub``, where ``base`` belongs to a run and ``sub`` to the slot at
   which it begins. Both sides list the same runs and positions in the same order, so their ids pair up.
 - T4: A row counts the blocks of its own pool. Pools may differ by group, by worker and by side.
@@ -243,7 +244,7 @@ def assign_rows(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     offset = np.concatenate([offsets.reshape(-1) for _, offsets in jobs])
 
     # Offsets by candidate, ascending. The step of a candidate is the common divisor of its offsets' differences and
-    # its block stride; `used` counts its distinct offsets, which are the ids in use for each block.
+    # its block stride.
     order = np.lexsort((offset, group))
     group, offset = group[order], offset[order]
     goes_on, same = group[1:] == group[:-1], offset[1:] == offset[:-1]
@@ -251,8 +252,19 @@ def assign_rows(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     block_step = np.where(blocks > 1, stride, 0)
     step = np.gcd(np.gcd.reduceat(offset - offset[start][group], start), block_step)
     step = np.where(step == 0, length, step)
+
+    # A candidate is split where more ids than a block has would be between the last block at one offset and the first
+    # at the next. `used` counts the distinct offsets, which are the ids in use for each block.
+    gap = (np.diff(offset) - ((blocks - 1) * block_step)[group[1:]]) // step[group[1:]]
+    goes_on &= gap <= np.maximum(block_step // step, MAX_IDS_PER_USED)[group[1:]]
+    start = heads(goes_on)
+    region, blocks, length, block_step, step = (
+        each[group[start]] for each in (region, blocks, length, block_step, step)
+    )
+    group = numbered(start, order.size)
     used = np.bincount(group[heads(goes_on & same)])
-    one_row = (step >= length) & (block_step <= step * used * MAX_IDS_PER_USED)
+    all_ids = ((blocks - 1) * block_step + np.maximum.reduceat(offset, start) - offset[start]) // step + 1
+    one_row = (step >= length) & (all_ids <= used * blocks * MAX_IDS_PER_USED)
     step = np.where(one_row, step, np.maximum(block_step, length))
     per_block = np.where(one_row, block_step // step, 1)
 

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker, plan_reads
+from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker, certify, plan_reads
 from kvplan.plan.rows import _run_ids, assign_rows
 from kvplan.plan.runs import GroupRuns, Runs
 from tests.small import HEAD_BYTES, engine
@@ -103,6 +103,30 @@ def test_t2_a_row_of_mostly_unused_ids_is_split():
     rows, (ids,) = assign_rows([job([0, 2], length=2, stride=1 << 20, blocks=100)])
     assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
     assert ids[..., 0].tolist() == [[0, 100], [1, 1]]
+
+
+def test_t2_a_row_ends_at_a_gap():
+    """T2: two layers that are a tebibyte apart in one region are two rows; no id stands for what is between them."""
+    rows, (ids,) = assign_rows([job([0, 64, 1 << 40, (1 << 40) + 64], stride=128, blocks=100)])
+    assert rows.tolist() == [[0, 0, 64, 64, 200], [0, 1 << 40, 64, 64, 200]]
+    assert ids[..., 0].tolist() == [[0, 1, 200, 201], [2, 2, 2, 2]]
+
+
+def test_t2_layers_one_behind_another_are_one_row():
+    """T2: the ids of neighbouring layers are neighbours, also where a layer ends with some unused bytes."""
+    rows, _ = assign_rows([job([0, 64, 12800 + 128, 12800 + 192], stride=128, blocks=100)])
+    assert rows.tolist() == [[0, 0, 64, 64, 402]]
+
+
+def test_t2_layers_far_apart_have_as_many_ids_as_layers_of_two_regions():
+    """T2: two layers a tebibyte apart in one region, as in two regions; every byte arrives."""
+    ours, theirs = (engine(name, blocks=80, order=order)[0] for name, order in (("d", "HN"), ("p", "NH")))
+    (near,) = plan_reads(ours, [theirs]).pairs
+    region = attrs.evolve(theirs.regions[0], size_bytes=(1 << 40) + theirs.regions[0].size_bytes)
+    views = [attrs.evolve(view, region=region.name, offset_bytes=i << 40) for i, view in enumerate(theirs.views)]
+    plan = plan_reads(ours, [attrs.evolve(theirs, regions=[region], views=views)])
+    assert certify(plan).complete
+    assert plan.pairs[0].remote_table.num_ids == near.remote_table.num_ids
 
 
 def test_t2_more_slots_than_can_be_listed_are_refused():
@@ -208,8 +232,8 @@ def rows_of(*jobs):
         ({"offsets": [0, 100], "blocks": 1}, [[0, 0, 64, 100, 2]]),
         ({"offsets": [8, 72, 136]}, [[0, 8, 64, 64, 39]]),
         ({"offsets": [0, 64], "blocks": 2}, [[0, 0, 64, 64, 6]]),
-        ({"offsets": [0, 64], "stride": 2048}, [[0, 0, 64, 64, 290]]),
-        ({"offsets": [0, 64], "stride": 2112}, [[0, 0, 64, 2112, 10], [0, 64, 64, 2112, 10]]),
+        ({"offsets": [0, 64], "stride": 2240}, [[0, 0, 64, 64, 317]]),
+        ({"offsets": [0, 64], "stride": 2304}, [[0, 0, 64, 2304, 10], [0, 64, 64, 2304, 10]]),
         ({"offsets": [0, 100, 100]}, [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]),
     ],
 )
