@@ -23,10 +23,16 @@ Copy = tuple[tuple[str, int], Place, Place]
 Span = tuple[int, int] | None
 
 
+def held_positions(group: Group) -> Iterator[int]:
+    """All positions that the group's context holds: each turn ``interleave_tokens`` of them."""
+    run, size = group.context.interleave_tokens, group.context.size
+    for start in itertools.count(group.context.rank * run, run * size):
+        yield from range(start, start + run)
+
+
 def positions_of(group: Group, end: int) -> list[int]:
-    """The positions below ``end`` that the group's context holds, found by trying all of them."""
-    context = group.context
-    return [p for p in range(end) if p // context.interleave_tokens % context.size == context.rank]
+    """The positions below ``end`` that the group's context holds."""
+    return list(itertools.takewhile(lambda position: position < end, held_positions(group)))
 
 
 def elements(view: View) -> Iterator[tuple[int, int, tuple[tuple[str, int], ...]]]:
@@ -50,8 +56,7 @@ def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, S
             continue
         span, slots = spans[view.name], group.tokens_per_block or 1
         blocks = tables[view.group]
-        rounds = blocks.stop * slots + group.context.interleave_tokens
-        held = positions_of(group, rounds * group.context.size)
+        held = list(itertools.islice(held_positions(group), blocks.stop * slots))
         for ordinal, block in zip(blocks.ordinals.tolist(), blocks.ids.tolist(), strict=True):
             for slot, offset, coordinates in elements(view):
                 position = held[ordinal * slots + slot]
