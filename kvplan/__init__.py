@@ -16,7 +16,7 @@ True
 describe             Worker of Region, Group (with a Context) and View (of Axis); region_of, view_of: from a tensor
 from a model         Model.shipped, Model.from_config, then model.engine
 plan                 plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan; contacts: whom to shake hands with
-bind a request       plan.bind with Blocks (and a Workspace): a tuple of ReadSpec; tails: bytes to set to zero
+bind a request       plan.bind with a Request of Blocks (and a Workspace): each ReadSpec; tails: bytes to set to zero
 check                verify, verify_together: a Report; certify; FakeMemory
 shake hands          encode, decode, problems, compare
 execute              Executor, with a Transfer of a Status, and a Notice
@@ -33,7 +33,7 @@ import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplan.describe import Axis, Blocks, Context, Group, Region, View, Worker, region_of, view_of
+from kvplan.describe import Axis, Blocks, Context, Group, Region, Request, View, Worker, region_of, view_of
 from kvplan.errors import KVPlanError
 from kvplan.plan import (
     MeshPlan,
@@ -80,6 +80,7 @@ __all__ = [
     "ReadSpec",
     "Region",
     "Report",
+    "Request",
     "Status",
     "Transfer",
     "TransferPlan",

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvplan import Worker, plan_writes
+from kvplan import Request, Worker, plan_writes
 from kvplan.describe.worker import Key
 from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
-from kvplan.testing.strategies import Case, Request, cases
+from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 from property_tests.exhaustive import all_worlds
 from property_tests.labelled import Tally
@@ -141,8 +141,10 @@ def test_writers_leave_gaps_in_block_tables_alone(case: Case, more: int, seed: i
     every: dict[Key, list[Copy]] = {worker.key: [] for worker in case.destinations}
     for source in case.sources:
         request = case.request(case.writes(source))
-        for tables, blocks in ((request["local"], left), (request["remote"], kept)):
-            tables.update({name: gapped(name, table, blocks, choice) for name, table in tables.items()})
+        request["local"], request["remote"] = (
+            {name: gapped(name, table, blocks, choice) for name, table in tables.items()}
+            for tables, blocks in ((request["local"], left), (request["remote"], kept))
+        )
         for at, copies in written(case, source, request, more).items():
             every[at] += copies
     for at, copies in every.items():

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from kvplan import Blocks, KVPlanError, TransferPlan, Worker, tails
-from kvplan.testing.strategies import Case, Request, cases
+from kvplan import Blocks, KVPlanError, Request, TransferPlan, Worker, tails
+from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 from property_tests.oracle import Meaning, Place, Span, contents, copies_of, problems
 

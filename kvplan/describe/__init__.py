@@ -1,7 +1,7 @@
 """What a worker keeps, and where: regions, groups, views with their axes, block tables."""
 
 from kvplan.describe.axes import Axis
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Request
 from kvplan.describe.tensors import region_of, view_of
 from kvplan.describe.views import ITEMSIZE, Context, Group, Region, View
 from kvplan.describe.worker import Worker
@@ -13,6 +13,7 @@ __all__ = [
     "Context",
     "Group",
     "Region",
+    "Request",
     "View",
     "Worker",
     "region_of",

@@ -8,7 +8,7 @@ gap.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NotRequired, TypedDict
 
 import attrs
 import numpy as np
@@ -136,21 +136,38 @@ class Blocks:
     def _arguments(self) -> dict[str, Any]:
         """The arguments that construct an equal table."""
         start, stop = self.listed
+        first = {"first": start} if start else {}
         if self.null is None and not self.has_gaps:
-            return {"ids": self.ids.tolist(), "first": start}
+            return {"ids": self.ids.tolist(), **first}
         if self.null is None:
             made = {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
             return made if self.listed == _covered(self.ordinals, None) else {**made, "listed": self.listed}
         entries = np.full(stop - start, self.null)
         entries[self.ordinals - start] = self.ids
-        return {"ids": entries.tolist(), "first": start, "null": self.null}
+        return {"ids": entries.tolist(), **first, "null": self.null}
 
     def __repr__(self) -> str:
         ids, *others = self._arguments().items()
         return f"Blocks({', '.join([str(ids[1]), *(f'{name}={value}' for name, value in others)])})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis would print every field
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._arguments(),)
+
+
+class Request(TypedDict):
+    """What one request moves: the arguments of ``bind``, ``verify`` and others.
+
+    An annotation for mappings that are passed as ``plan.bind(**request)``: type checkers then know each argument.
+
+    >>> request: Request = {"local": {"attn": Blocks([7, 3])}, "remote": {"attn": Blocks([5])}, "tokens": (0, 16)}
+    """
+
+    local: Mapping[str, Blocks]
+    remote: Mapping[str, Blocks]
+    tokens: NotRequired[Tokens]
 
 
 def _rebuild(arguments: dict[str, Any]) -> Blocks:

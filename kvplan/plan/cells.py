@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from kvplan._arrays import Bools, Ints
 from kvplan._checks import at_most
-from kvplan._text import few
+from kvplan._text import FEW, few, split
 from kvplan.describe.axes import MAX_SEGMENTS
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
@@ -94,7 +95,7 @@ def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
             f"plan for {destination.label}",
             expected="every part of its tensors to be held by a source",
             got=few(missing, "; "),
-            hint="name tensors in not_transferred if they need not move" if unknown else "",
+            hint=_hint(unknown[0], sources) if unknown else "",
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
         )
@@ -103,6 +104,15 @@ def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
         owners = _owners(share, replica_sets[which], destination.rank * replicas + turn)
         made += [attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(share, owners, strict=True)]
     return tuple(made)
+
+
+def _hint(name: str, sources: Iterable[Worker]) -> str:
+    """What to do about a missing tensor, with the nearest of the names that the sources have for its layer."""
+    known = dict.fromkeys(name for worker in sources for name in worker.tensors)
+    layer = [other for other in known if split(other)[1] == split(name)[1]]
+    near = difflib.get_close_matches(name, layer[:FEW]) or layer[:3]
+    theirs = f"the sources have {', '.join(map(repr, near))}: compare shows both sides; " if near else ""
+    return f"{theirs}name tensors in not_transferred if they need not move"
 
 
 def _divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dict[str, int]:

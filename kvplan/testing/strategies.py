@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import attrs
 
-from kvplan.describe import Blocks, Context, Group, Worker
+from kvplan.describe import Blocks, Context, Group, Request, Worker
 from kvplan.describe.blocks import Range, Tokens
 from kvplan.plan import TransferPlan, plan_reads, plan_writes
 from kvplan.testing import engines
@@ -25,15 +25,7 @@ if find_spec("hypothesis") is None:
 
 from hypothesis import strategies as st
 
-__all__ = ["Case", "Request", "cases", "requests"]
-
-
-class Request(TypedDict):
-    """The arguments of ``bind``."""
-
-    local: dict[str, Blocks]
-    remote: dict[str, Blocks]
-    tokens: Tokens
+__all__ = ["Case", "cases", "requests"]
 
 
 GroupPools = Mapping[str, tuple[list[Group], int]]
@@ -88,12 +80,13 @@ def requests(
     sources: Sequence[Worker],
     operation: Literal["READ", "WRITE"] = "READ",
     max_tokens: int = 100,
+    min_tokens: int = 1,
 ) -> Request:
     """A request that both engines have blocks for: the arguments of ``bind``, ``verify`` and ``assert_copies``.
 
-    It is a range of at most ``max_tokens`` positions, or everything in the blocks that such a range takes at the
-    destination, and up to three states in each state group. Local tables are those of the destinations, and for a
-    ``WRITE`` those of the sources.
+    It is a range of ``min_tokens`` to ``max_tokens`` positions, or fewer where a pool has too few blocks, and up to
+    three states in each state group. With ``min_tokens=0`` some ranges are empty. Local tables are those of the
+    destinations, and for a ``WRITE`` those of the sources.
 
     >>> from hypothesis import given, settings
     >>> from kvplan import Model, plan_mesh, verify
@@ -107,23 +100,19 @@ def requests(
     >>> test()
     """
     ours, theirs = _pools(destinations), _pools(sources)
-    start, length = draw(st.integers(0, max_tokens)), draw(st.integers(0, max_tokens))
+    start, length = draw(st.integers(0, max_tokens)), draw(st.integers(min_tokens, max_tokens))
     first, count = draw(st.integers(0, 2)), draw(st.integers(0, 3))
-    whole, *seeds = draw(st.tuples(st.booleans(), *2 * [st.integers(0, 255)]))
+    seeds = draw(st.tuples(*2 * [st.integers(0, 255)]))
     while True:
         span, states = (start, start + length), (first, first + count)
         into = _ordinals(ours, span, states)
-        if whole:
-            paged = {name: ranks for name, (ranks, _) in ours.items() if _is_paged(ranks)}
-            held = [at for name, ranks in paged.items() for at in engines.positions_of(ranks, into[name])]
-            span = (min(held), max(held) + 1) if held else (0, 0)
         out_of = _ordinals(theirs, span, states)
         if _fits(ours, into) and _fits(theirs, out_of):
             break
         length, count = length // 2, count // 2
     tables = _scattered(ours, into, seeds[0]), _scattered(theirs, out_of, seeds[1])
     local, remote = tables if operation == "READ" else tables[::-1]
-    return {"local": local, "remote": remote, "tokens": None if whole else span}
+    return {"local": local, "remote": remote, "tokens": span}
 
 
 SHAPES = (

@@ -35,7 +35,7 @@ def moved(plan, local, remote, tokens=None):
         "Blocks([3, 1, 2], first=4)",
         "Blocks([], first=7)",
         "Blocks([0, 0, 5, 0, 6, 0], first=2, null=0)",
-        "Blocks([9, 9], first=0, null=9)",
+        "Blocks([9, 9], null=9)",
         "Blocks([5, 9], ordinals=[1024, 2048])",
     ],
 )

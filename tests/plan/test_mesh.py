@@ -143,6 +143,15 @@ def test_what_nobody_holds_any_more_is_listed_in_full():
     assert refused.value.details["missing"] == ("layers.0 and 1 like it: head [2, 4) of 4",)
 
 
+@pytest.mark.parametrize("name", ["layer.0", "cache_0"])
+def test_a_missing_tensor_is_shown_beside_the_names_of_the_sources(name: str):
+    """One letter too few, or another name altogether: the sources' names for that layer, and where both sides are."""
+    (mine,) = engine("d")
+    mine = attrs.evolve(mine, views=[attrs.evolve(mine.views[0], name=name), *mine.views[1:]])
+    with pytest.raises(KVPlanError, match=r"TENSOR: .*\(the sources have 'layers.0': compare shows both sides; name"):
+        plan_mesh([mine], engine("p"))
+
+
 def test_without_sources_everything_is_missing():
     """An engine of which no worker is left is no special case."""
     with pytest.raises(KVPlanError, match=r"TENSOR: .* got layers.0 and 1 like it: all of it"):

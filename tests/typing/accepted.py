@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, assert_type
+from typing import assert_type
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from kvplan import (
     ReadSpec,
     Region,
     Report,
+    Request,
     Status,
     Transfer,
     TransferPlan,
@@ -41,7 +42,7 @@ from kvplan.show import Picture, show
 from kvplan.staging import Copy, FakeCopier, Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.testing import assert_copies
 from kvplan.testing.executors import Cluster, ExecutorContract
-from kvplan.testing.strategies import Request, requests
+from kvplan.testing.strategies import requests
 from kvplan.verification import Certificate
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
 
@@ -109,7 +110,10 @@ def verified(plan: TransferPlan, mesh: MeshPlan, tables: Mapping[str, Blocks]) -
         report = kvplan.verify(what, local=tables, remote=tables, tokens=(0, 100))
         assert_type(report, Report)
         assert_type(report.ok, bool)
-    request: dict[str, Any] = {"local": tables, "remote": tables, "tokens": (0, 37)}
+    request: Request = {"local": tables, "remote": tables, "tokens": (0, 37)}
+    assert_type(plan.bind(**request), tuple[ReadSpec, ...])
+    assert_type(kvplan.verify(plan, **request), Report)
+    plan.bind(**request, workspace=Workspace())
     return kvplan.verify_together([(plan, request), (mesh, request)], tokens=(0, 37))
 
 
@@ -209,6 +213,6 @@ def drawn(decode: list[Worker], prefill: list[Worker]) -> None:
 
     @given(strategy)
     def check(request: Request) -> None:
-        assert_type(request["local"], dict[str, Blocks])
+        assert_type(request["local"], Mapping[str, Blocks])
 
     check()

@@ -6,7 +6,7 @@ It is checked, but never run.
 from __future__ import annotations
 
 import kvplan
-from kvplan import Axis, Blocks, Executor, MeshPlan, ReadSpec, Region, TransferPlan, View, Worker
+from kvplan import Axis, Blocks, Executor, MeshPlan, ReadSpec, Region, Request, TransferPlan, View, Worker
 from kvplan.testing import assert_copies
 from kvplan_nixl import NixlExecutor
 
@@ -32,6 +32,8 @@ def bound(plan: TransferPlan, tables: dict[str, Blocks]) -> None:
     """Ids without Blocks, a length in place of a range, positional tables, and several specs in place of one."""
     plan.bind(local={"attn": [5, 9]}, remote=tables)  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
     plan.bind(local=tables, remote=tables, tokens=100)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    request: Request = {"local": tables, "remote": tables, "tokens": 100}  # type: ignore[typeddict-item]  # pyright: ignore[reportAssignmentType]
+    plan.bind(**request)
     plan.bind(tables, tables)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     spec: ReadSpec = plan.bind(local=tables, remote=tables)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
     print(spec)
