@@ -25,13 +25,16 @@ TWELVE_HEADS: Final = "12 KV heads"
 EXAMPLES: Final = (
     ("llama-3.1-8b", "tp=2", "tp=8"),
     ("llama-3.1-8b", "tp=2,block=16", "tp=2,block=64"),
-    ("llama-3.1-8b", "tp=2,block=64", "tp=2,block=16"),
     ("llama-3.1-70b", "tp=16", "tp=4"),
     ("qwen3-0.6b", "tp=1,layout=LBNHC", "tp=2,layout=LBHNC"),
     ("qwen3-32b", "pp=2,tp=4,layout=LBNHC", "tp=8,block=64,layout=BLHNC"),
     ("qwen3-235b-a22b", "tp=8", "tp=2"),
     ("deepseek-v3", "tp=16,block=64", "tp=8,block=64"),
     ("deepseek-v3", "tp=8,block=64", "tp=8,dcp=8,block=64"),
+    ("gemma-3-27b", "tp=2", "tp=4,block=64"),
+    ("gemma-4-31b", "tp=8", "tp=4"),
+    ("nemotron-h-8b", "tp=8", "tp=4,block=64"),
+    ("falcon-mamba-7b", "tp=8", "tp=4"),
     (TWELVE_HEADS, "tp=2", "tp=3"),
 )
 """Models, each with the options of a prefill engine (source) and of a decode engine (destination)."""
@@ -46,7 +49,8 @@ binds scattered blocks, and copies the byte ranges in fake memory.
 
 Verified means that every byte of the decode workers' blocks was checked by its
 coordinates: each byte of the request is the right one and was written once, and
-no other byte was written.
+no other byte was written. deepseek-v3 caches MLA latents, gemma sliding windows,
+nemotron-h and falcon-mamba the states of Mamba layers.
 """
 
 
@@ -98,6 +102,8 @@ def demo_command(as_json: bool) -> int:
             row = _columns(model, src, dst, trials[-1])
             table.add_row(*(row[name] for name in columns))
             live.refresh()
+    if not is_terminal:
+        console.print()  # ends the table's last line
     if as_json:
         cases = [{"model": model, **trial.to_json()} for (model, *_), trial in zip(EXAMPLES, trials, strict=True)]
         echo_json({"tokens": list(TOKENS), "cases": cases})

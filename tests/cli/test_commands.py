@@ -49,7 +49,7 @@ FAILED = Report(1, 1, 1, checked=("VALUE",), failures=(("VALUE", "head 3 is head
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo and the matrix have one and two lines, and the working directory has an offer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[4:5])
+    monkeypatch.setattr(demo, "EXAMPLES", demo.EXAMPLES[3:4])
     monkeypatch.setattr(matrix, "MISMATCHES", matrix.MISMATCHES[:2])
     Path("offer.json").write_bytes(encode(engine()[0]))
 
@@ -229,6 +229,7 @@ def test_demo_verifies_every_example(cli: Cli) -> None:
     run = cli("demo")
     assert (run.status, run.err) == (0, "")
     assert "Verified means" in run.out
+    assert run.out.endswith("\n")
     assert len(re.findall(r"yes *$", run.out, re.MULTILINE)) == len(demo.EXAMPLES)
     words = run.out[run.out.index("model ") :].split("\n", 1)[0].split("  ")
     assert [word.strip() for word in words if word] == [
