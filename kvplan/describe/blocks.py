@@ -31,13 +31,13 @@ Tokens = Range | Mapping[str, Range] | None
 
 def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
     """``values``, integers in ``[0, end)``, twice: in their order, and ascending."""
+    expected = "a flat sequence of integers in host memory"
     try:
-        types = {*map(type, values)} if isinstance(values, list | tuple) else set()
-        if hasattr(values, "mask") or types & {bool, np.bool_}:
+        if hasattr(values, "mask"):
             raise TypeError
         array = np.asarray(values)
     except Exception:  # a tensor that is no array of numbers, in its framework's own words
-        raise wrong_type("a block table", "a flat sequence of integers in host memory", values) from None
+        raise wrong_type("a block table", expected, values) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         got = f"{array.dtype} of shape {array.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
@@ -47,6 +47,9 @@ def _integers(values: Any, what: str, end: int) -> tuple[Ints, Ints]:
     if ordered.size and (ordered[0] < 0 or ordered[-1] >= end):
         wrong = int(next(value for value in array if not 0 <= value < end))
         raise KVPlanError("BLOCKS", "read a block table", expected=f"{what} in [0, {end})", got=f"{wrong}", id=wrong)
+    # numpy reads the bools of a list as 0 and 1; a look at every type takes as long as everything above
+    if ordered.size and ordered[0] < 2 and isinstance(values, list | tuple) and {*map(type, values)} & {bool, np.bool_}:
+        raise wrong_type("a block table", expected, values)
     return wide, ordered
 
 

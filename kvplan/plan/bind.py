@@ -30,6 +30,10 @@ from kvplan.plan.rows import GroupPair, RunIds, TokenIds
 MAX_IDS: Final = 1 << 28
 """The most ids of one request with one remote worker: 2 GiB for both sides."""
 
+UNBUFFERED: Final = 256
+"""Occurrences from which additions are faster without numpy's buffers: by 1.2 at 256, by 3 at 2,000. Numpy copies
+broadcast rows into buffers of 8,192 elements, unless three of them exceed one."""
+
 Ids = npt.NDArray[np.int32]
 Sides = tuple[str, str]
 
@@ -279,12 +283,17 @@ def add(parts: Sequence[Terms], workspace: Workspace | None) -> tuple[Ids, Shape
     number, start = sum([runs * each for runs, each in shapes]), 0
     at_most(MAX_IDS, number, "ids with one worker", "bind a request")
     ids = np.empty((2, number), np.int32) if workspace is None else workspace.take(number)
-    for (base, rows), (runs, each) in zip(parts, shapes, strict=True):
-        if base.itemsize > ids.itemsize:
-            base, rows = _narrow(base, rows)
-        stop = start + runs * each
-        np.add(base, rows, ids[:, start:stop].reshape(2, runs, each))
-        start = stop
+    usual = np.setbufsize(16) if any(each >= UNBUFFERED for _, each in shapes) else None
+    try:
+        for (base, rows), (runs, each) in zip(parts, shapes, strict=True):
+            if base.itemsize > ids.itemsize:
+                base, rows = _narrow(base, rows)
+            stop = start + runs * each
+            np.add(base, rows, ids[:, start:stop].reshape(2, runs, each))
+            start = stop
+    finally:
+        if usual is not None:
+            np.setbufsize(usual)
     return read_only(ids), shapes
 
 

@@ -272,6 +272,21 @@ def test_a_workspace_is_used_again_and_no_larger_than_it_must_be():
     assert memory.size == spec.local_ids.size + spec.remote_ids.size
 
 
+@pytest.mark.parametrize("blocks", [255, 256, 3000])
+def test_the_buffers_of_numpy_are_as_before(blocks):
+    """However long a request is, and also if its ids are refused, numpy's buffers have their size again."""
+    before = np.getbufsize()
+    (ours,), (theirs,) = (engine(name, blocks=1 << 28, layers=1) for name in "dp")
+    plan, low = plan_reads(ours, [theirs]), Blocks(np.arange(blocks))
+    (spec,) = plan.bind(local={"attn": low}, remote={"attn": low})
+    assert spec.local_ids.tolist() == spec.remote_ids.tolist() == list(range(blocks))
+    assert np.getbufsize() == before
+    high = Blocks(np.arange((1 << 28) - blocks, 1 << 28))
+    with pytest.raises(KVPlanError, match=r"^INT"):
+        plan.bind(local={"attn": high}, remote={"attn": high}, tokens=(0, 4 * blocks - 1))
+    assert np.getbufsize() == before
+
+
 def test_b5_pairs_that_differ_by_an_offset_share_their_ids():
     """Two ranks' halves of the heads are the same rows elsewhere."""
     (ours,), theirs = engine("d"), engine("p", tp=2)
