@@ -13,7 +13,8 @@ place of NIXL and Mooncake. All start from lists of block ids of both sides. The
   one after the other.
 
 Before timing, each function's result is expanded to addresses and compared: it must copy the same bytes from and to
-the same addresses as kvplan. Without the environment the table has the rows of kvplan and of the floor alone.
+the same addresses as kvplan. No peer may need fewer ids or ranges than kvplan.
+Without the environment the table has the rows of kvplan and of two additions alone.
 """
 
 from __future__ import annotations
@@ -105,15 +106,19 @@ def _peers() -> dict[str, Peers]:
 
 
 def section(world: World, request: Request, rows: Sequence[Row | Refusal], seconds: float) -> Section:
-    """One case at one size, measured."""
+    """One case at one size, measured. Raises RuntimeError if a peer needs fewer ids or ranges than kvplan."""
     specs = ours.bound(world.plan, request)
     descriptors, num_bytes = (sum(getattr(spec, name) for spec in specs) for name in ("num_descriptors", "num_bytes"))
     timed = [row for row in rows if isinstance(row, Row)]
     expected = moves(ours.copies(specs))
+    ids = sum(spec.local_ids.size for spec in specs)
     del specs  # which frees their cached descriptors
     counts = [checked(row, expected) for row in timed]
+    for row, count in zip(timed, counts, strict=True):
+        if count < {"ids": ids, "ranges": descriptors}.get(row.output, 0):
+            raise RuntimeError(f"{row.name} makes {count} {row.output}, fewer than kvplan for the same bytes")
     figures = [
-        Figure(row.name, row.output, count, times, row.note)
+        Figure(row.name, row.output, count, *times, row.note)
         for row, count, times in zip(timed, counts, measure(timed, seconds), strict=True)
     ]
     refusals = tuple(row for row in rows if isinstance(row, Refusal))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 
+import attrs
 import numpy as np
 import pytest
 
 from benchmarks import side_by_side
 from benchmarks.peers import environment, ours, table
 from benchmarks.peers.cases import CASES, Case, Request, World, moves
-from benchmarks.peers.rows import BIND, Figure, Refusal, Row, Section, measure
+from benchmarks.peers.rows import BIND, FLOOR, OF_BLOCKS, Figure, Refusal, Row, Section, measure
 
 SECTION = Section(
     "a case",
@@ -20,11 +21,13 @@ SECTION = Section(
     1 << 20,
     640,
     (
-        Figure("floor, into reused arrays", "ids", 640, [10e-6, 90e-6, 9e-6]),
-        Figure(BIND, "ids", 640, [20e-6, 180e-6, 18e-6], "a note"),
-        Figure("kvplan bind and descriptors", "ranges", 640, [100e-6, 101e-6, 99e-6], "a note"),
-        Figure("vLLM NIXL, _compute_desc_ids", "ids", 640, [1e-6], "another note"),
-        Figure("vLLM NIXL, _read_blocks_for_req", "ids", 640, [30e-6, 270e-6, 27e-6]),
+        Figure(FLOOR, "ids", 640, [10e-6, 90e-6, 9e-6], [11e-6]),
+        Figure(BIND, "ids", 640, [20e-6, 180e-6, 18e-6], [25e-6], "a note"),
+        Figure(OF_BLOCKS, "ids", 640, [12e-6], [13e-6]),
+        Figure("kvplan bind", "ids", 640, [21e-6], [26e-6], "another note"),
+        Figure("kvplan bind and descriptors", "ranges", 640, [100e-6, 101e-6, 99e-6], [120e-6], "a note"),
+        Figure("vLLM NIXL, _compute_desc_ids", "ids", 640, [16e-6], [17e-6]),
+        Figure("vLLM NIXL, _read_blocks_for_req", "ids", 640, [30e-6, 270e-6, 27e-6], [31e-6]),
     ),
     (Refusal("vLLM Mooncake", "why not"),),
 )
@@ -80,8 +83,8 @@ def test_every_row_has_a_time_for_every_round() -> None:
     """All rows have the same number of rounds, each with a time above 0."""
     rows = [Row(name, "ids", lambda: sum(range(100)), lambda made: made) for name in "ab"]
     times = measure(rows, 0.0)
-    assert [len(found) for found in times] == [5, 5]
-    assert min(map(min, times)) > 0
+    assert [len(found) for row in times for found in row] == [5, 5, 5, 5]
+    assert min(min(found) for row in times for found in row) > 0
 
 
 def test_a_row_that_moves_other_bytes_is_an_error() -> None:
@@ -94,7 +97,7 @@ def test_a_row_that_moves_other_bytes_is_an_error() -> None:
 
 def test_a_ratio_is_of_times_of_the_same_rounds() -> None:
     """The ratio compares times of the same round, and ignores rounds that only one function had."""
-    assert Figure("a", "ids", 1, [2.0, 60.0]).over(Figure("b", "ids", 1, [1.0, 30.0, 7.0, 7.0])) == 2.0
+    assert Figure("a", "ids", 1, [2.0, 60.0], []).over(Figure("b", "ids", 1, [1.0, 30.0, 7.0, 7.0], [])) == 2.0
 
 
 def test_lines_have_ratios_to_what_makes_the_same() -> None:
@@ -104,11 +107,22 @@ def test_lines_have_ratios_to_what_makes_the_same() -> None:
     assert ratios["kvplan bind and descriptors"] == ("", "1.00x")
 
 
-def test_a_short_line_has_a_peer_s_whole_request() -> None:
-    """It shows the peer's whole request, not its ids alone, and an empty cell where a peer refuses."""
+def test_a_short_line_has_a_peer_s_ids_alone_and_its_whole_request() -> None:
+    """It shows what makes the peer's ids beside all that the peer does, and an empty cell where a peer refuses."""
     assert table.short(SECTION) == (
-        "a case (vLLM)", "8", "640", "20.0 µs", "0.50x", "1.50x", "100 µs", ""
+        "a case (vLLM)", "8", "640", "20.0 µs", "25.0 µs", "12.0 µs", "0.50x", "0.80x", "1.50x", "100 µs", ""
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("output", "count"), [("ids", 639), ("ranges", 79)])
+def test_a_peer_with_fewer_descriptors_is_an_error(output: str, count: int) -> None:
+    """The request has 640 ids, and 80 ranges once neighbouring blocks are one."""
+    (case,) = (case for case in CASES if case.run == 8 and case.peers == "vLLM")
+    world, request = world_of(case), Request.of(case, 8)
+    rows = [Row("other", output, lambda: count + 1, lambda made: made)]
+    assert side_by_side.section(world, request, rows, 0.0).figures
+    with pytest.raises(RuntimeError, match=f"other makes {count} {output}, fewer than kvplan"):
+        side_by_side.section(world, request, [attrs.evolve(rows[0], call=lambda: count)], 0.0)
 
 
 @pytest.mark.parametrize("is_short", [False, True])
@@ -116,7 +130,7 @@ def test_markdown_has_a_table_notes_and_the_caption(is_short: bool) -> None:
     """Rows have as many cells as the head, and each note appears once, with the functions that it is about."""
     text = table.markdown([SECTION], "a caption", is_short)
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
-    assert widths == {9 if is_short else 8}
+    assert widths == {12 if is_short else 9}
     assert f"- {BIND}; kvplan bind and descriptors: a note." in text
     assert ("another note" in text) is not is_short
     assert "- vLLM Mooncake refuses 'a case': why not" in text

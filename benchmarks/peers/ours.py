@@ -1,7 +1,7 @@
-"""kvplan's rows, and the floor: the least work in numpy for the same ids.
+"""kvplan's rows, and the floor: two additions of numpy for the same ids.
 
 The floor knows everything but the block ids. It makes an array of each list, repeats each id for the runs of its block,
-and adds the result to a column of first ids: one broadcast int32 add for each side, once for pairs with equal ids.
+and adds the result to a column of first ids: one broadcast int32 addition for each side, once for pairs with equal ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.peers.cases import Request, World
-from benchmarks.peers.rows import BIND, DESCRIPTORS, FLOOR, Row
+from benchmarks.peers.rows import BIND, DESCRIPTORS, FLOOR, OF_BLOCKS, Row
 from kvplan import Blocks, ReadSpec, TransferPlan, Workspace
 
 Ids = npt.NDArray[np.int32]
@@ -45,9 +45,19 @@ class Term:
         return made
 
 
-def bound(plan: TransferPlan, request: Request, workspace: Workspace | None = None) -> tuple[ReadSpec, ...]:
-    """Bind the request from lists."""
-    local, remote = {"attn": Blocks(request.destination)}, {"attn": Blocks(request.source)}
+Tables = tuple[dict[str, Blocks], dict[str, Blocks]]
+
+
+def tables(request: Request) -> Tables:
+    """The block tables of both sides, local and remote."""
+    return {"attn": Blocks(request.destination)}, {"attn": Blocks(request.source)}
+
+
+def bound(
+    plan: TransferPlan, request: Request, workspace: Workspace | None = None, given: Tables | None = None
+) -> tuple[ReadSpec, ...]:
+    """Bind the request, from lists unless its tables are given."""
+    local, remote = given or tables(request)
     return plan.bind(local=local, remote=remote, tokens=(0, request.stop), workspace=workspace)
 
 
@@ -100,11 +110,12 @@ class Floor:
 
 def rows(world: World, request: Request) -> Iterator[Row]:
     """The floor and kvplan."""
-    floor, plan, workspace = Floor(world, request), world.plan, Workspace()
+    floor, plan, workspace, given = Floor(world, request), world.plan, Workspace(), tables(request)
     yield Row("the lists as arrays", "arrays", floor.arrays, lambda made: made[1].size, note=NOTES["lists"])
     yield Row(FLOOR, "ids", floor.reused, _count, lambda made: floor_copies(plan, request, made), NOTES["floor"])
-    yield Row("floor, into new arrays", "ids", floor.fresh, _count)
+    yield Row("two additions, into new arrays", "ids", floor.fresh, _count)
     yield Row(BIND, "ids", lambda: bound(plan, request, workspace), _count_ids, copies, note=NOTES["bind"])
+    yield Row(OF_BLOCKS, "ids", lambda: bound(plan, request, workspace, given), _count_ids, copies, NOTES["blocks"])
     yield Row("kvplan bind", "ids", lambda: bound(plan, request), _count_ids, copies, NOTES["fresh"])
     yield Row(
         DESCRIPTORS,
@@ -118,8 +129,9 @@ def rows(world: World, request: Request) -> Iterator[Row]:
 
 NOTES = {
     "lists": "np.array(list, np.int32) of both sides, which every function does at least once",
-    "floor": "no checks",
+    "floor": "two additions of numpy, with its usual buffers, and no checks",
     "bind": "int32 ids of both sides, in reused memory; checks tables and range, exact to the position",
+    "blocks": "the same, of block tables that were made before, which is when their ids are checked",
     "fresh": "the same in new arrays, as peers make them",
     "descriptors": "addresses and lengths as arrays, as few as possible, in order of address",
 }

@@ -19,8 +19,9 @@ ROUNDS: Final = (5, 400)
 LONG_S: Final = 0.04
 """A function that takes longer has only the fewest rounds, so that the others have more."""
 
-FLOOR: Final = "floor, into reused arrays"
+FLOOR: Final = "two additions, into reused arrays"
 BIND: Final = "kvplan bind, workspace"
+OF_BLOCKS: Final = "kvplan bind of Blocks, workspace"
 DESCRIPTORS: Final = "kvplan bind and descriptors"
 SENDERS: Final = "runs the senders of several ranks one after the other; engines run them in parallel"
 BASES: Final = {"ids": BIND, "ranges": DESCRIPTORS}
@@ -53,13 +54,22 @@ class Refusal:
 
 @attrs.frozen
 class Figure:
-    """The measurement of a function: the seconds of a call, by round."""
+    """The measurement of a function: the seconds of a call, by round.
+
+    ``first`` has the seconds of the first call after the turns of other functions, when caches are cold.
+    """
 
     name: str
     output: str
     count: int
     times: Sequence[float]
+    first: Sequence[float]
     note: str = ""
+
+    @property
+    def cold(self) -> float:
+        """The median of first calls."""
+        return float(np.median(self.first))
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
@@ -88,14 +98,14 @@ class Section:
         return next(figure for figure in self.figures if figure.name == name)
 
 
-def measure(rows: Sequence[Row], seconds: float) -> list[tuple[float, ...]]:
-    """The seconds of a call of each function, by round. In each round all functions have a turn, in random order.
+def measure(rows: Sequence[Row], seconds: float) -> list[tuple[list[float], list[float]]]:
+    """The seconds of a call of each function, by round: of calls in a row, and of the first one of them.
 
-    After the fewest rounds the fast functions continue for ``seconds``. A turn of several calls starts with one that is
-    not timed, so that the previous function's caches do not matter. The result of a call lives until the next call of
-    the same function. Garbage collection is off.
+    In each round all functions have a turn, in random order. After the fewest rounds the fast functions continue for
+    ``seconds``. A turn of several calls starts with one that is timed apart, because the previous function has filled
+    the caches. The result of a call lives until the next call of the same function. Garbage collection is off.
     """
-    times: list[list[float]] = [[] for _ in rows]
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
     kept: list[Any] = [None] * len(rows)
     once = [_second(row.call) for row in rows]
     calls = [max(1, min(50, int(TURN_S / value))) for value in once]
@@ -110,10 +120,12 @@ def measure(rows: Sequence[Row], seconds: float) -> list[tuple[float, ...]]:
             if number >= ROUNDS[0] and time.perf_counter() > end:
                 break
             for i in rng.permutation(taking):
-                times[i].append(_turn(rows[i].call, calls[i], kept, i))
+                warm, first = _turn(rows[i].call, calls[i], kept, i)
+                times[i][0].append(warm)
+                times[i][1].append(first)
     finally:
         gc.enable()
-    return [tuple(found) for found in times]
+    return times
 
 
 def _second(call: Callable[[], Any]) -> float:
@@ -124,10 +136,14 @@ def _second(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _turn(call: Callable[[], Any], calls: int, kept: list[Any], i: int) -> float:
-    if calls > 1:
-        kept[i] = call()
+def _turn(call: Callable[[], Any], calls: int, kept: list[Any], i: int) -> tuple[float, float]:
+    """The seconds of one of ``calls`` calls, and of a first one before them; of the only one, if there is but one."""
+    began = time.perf_counter()
+    kept[i] = call()
+    first = time.perf_counter() - began
+    if calls == 1:
+        return first, first
     began = time.perf_counter()
     for _ in range(calls):
         kept[i] = call()
-    return (time.perf_counter() - began) / calls
+    return (time.perf_counter() - began) / calls, first

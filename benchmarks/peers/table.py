@@ -6,27 +6,36 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from benchmarks.peers.rows import BASES, BIND, DESCRIPTORS, FLOOR, Figure, Section
+from benchmarks.peers.rows import BASES, BIND, DESCRIPTORS, FLOOR, OF_BLOCKS, Figure, Section
 
 Line = tuple[str, ...]
 
-COLUMNS: Final = ("function", "median", "quartiles", "makes", "a second", "/ floor", "/ kvplan")
-SHORT: Final = ("case", "blocks", "descriptors", "kvplan ids", "floor", "NIXL ids", "kvplan ranges", "Mooncake ranges")
+COLUMNS: Final = ("function", "median", "quartiles", "cold", "makes", "a second", "/ additions", "/ kvplan")
+SHORT: Final = (
+    "case", "blocks", "ids", "bind", "cold", "of Blocks", "two additions", "NIXL, ids alone", "NIXL", "bind, ranges",
+    "Mooncake",
+)  # fmt: skip
+IDS_ALONE: Final = "vLLM NIXL, _compute_desc_ids"
 
 NOTES: Final = (
     "A decode worker's request, from lists of block ids on both sides, between engines that have shaken hands. All "
     "functions that make ids or ranges of one request move the same bytes from and to the same addresses. Times are "
-    "medians of rounds in which all have a turn, ratios are medians of those in the same rounds.",
+    "medians of rounds in which all have a turn, ratios are medians of those in the same rounds. Cold is the first "
+    "call of a turn, after other functions have filled the caches; all other times are of the calls after it.",
     "Ids are descriptor ids, as many for either side. Ranges are addresses and lengths of both sides. What NIXL or "
     "Mooncake does with them is in no figure.",
 )
+MEMORY: Final = f"'{BIND}', '{OF_BLOCKS}' and '{FLOOR}' reuse memory; 'kvplan bind' and peers make new arrays."
 RATIOS: Final = (
-    "/ floor: the time over that of one int32 broadcast add a side into arrays that are there already. / kvplan: over "
-    f"that of '{BIND}' for ids, of '{DESCRIPTORS}' for ranges."
+    "/ additions: the time over that of two additions of numpy, one for each side, into arrays that are there already. "
+    f"/ kvplan: over that of '{BIND}' for ids, of '{DESCRIPTORS}' for ranges."
 )
 SHORT_RATIOS: Final = (
-    f"kvplan ids: '{BIND}'; kvplan ranges: '{DESCRIPTORS}'. Beside them, over kvplan's, the time of the floor, and "
-    "that of the peer's function that makes ids or ranges; empty where it refuses the pair."
+    f"bind: '{BIND}', and its cold time; of Blocks: '{OF_BLOCKS}'; bind, ranges: '{DESCRIPTORS}'. Ratios are times "
+    f"over that of '{BIND}', and for Mooncake over that of '{DESCRIPTORS}': two additions of numpy for the same ids, "
+    "the function that makes vLLM's ids, all that the peer does before it calls NIXL, its planner for Mooncake. A cell "
+    "is empty where the peer has no such function or refuses the pair. Each peer makes at least as many ids or ranges "
+    "as kvplan does."
 )
 
 
@@ -58,7 +67,7 @@ def lines(section: Section) -> Iterator[Line]:
     """The rows of a section."""
     for figure in section.figures:
         low, median, high = figure.quartiles
-        cells = [figure.name, seconds(median), f"{seconds(low)} - {seconds(high)}"]
+        cells = [figure.name, seconds(median), f"{seconds(low)} - {seconds(high)}", seconds(figure.cold)]
         if figure.output == "arrays":
             yield (*cells, "2 arrays", "", "", "")
             continue
@@ -73,25 +82,30 @@ def _ratio(figure: Figure, base: Figure) -> str:
 
 def short(section: Section) -> Line:
     """A section in one line: kvplan's times, and those of others over them."""
-    cells = [f"{section.case} ({section.peers})", f"{section.blocks:,}", f"{section.num_descriptors:,}"]
-    for output, others in {"ids": (FLOOR, f"{section.peers} NIXL"), "ranges": (f"{section.peers} Mooncake",)}.items():
-        base = section[BASES[output]]
-        cells.append(seconds(base.quartiles[1]))
-        for name in others:
-            found = [one for one in section.figures if one.name.startswith(name) and not _in_full_only(one)]
-            cells += [_ratio(one, base) for one in found] or [""]
-    return tuple(cells)
+    bind, ranges, peer = section[BIND], section[DESCRIPTORS], section.peers
+    return (
+        f"{section.case} ({peer})",
+        f"{section.blocks:,}",
+        f"{bind.count:,}",
+        *map(seconds, (bind.quartiles[1], bind.cold, section[OF_BLOCKS].quartiles[1])),
+        _over(section, FLOOR, bind),
+        _over(section, IDS_ALONE, bind),
+        _over(section, f"{peer} NIXL, {'_read' if peer == 'vLLM' else 'send'}", bind),
+        seconds(ranges.quartiles[1]),
+        _over(section, f"{peer} Mooncake", ranges),
+    )
 
 
-def _in_full_only(figure: Figure) -> bool:
-    return figure.output == "arrays" or figure.name in ("kvplan bind", "vLLM NIXL, _compute_desc_ids")
+def _over(section: Section, name: str, base: Figure) -> str:
+    """The ratio of the function whose name begins so; empty without one."""
+    return next((_ratio(one, base) for one in section.figures if one.name.startswith(name)), "")
 
 
 def remarks(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
     """What functions do beside, and what peers refuse, each once."""
     notes: dict[str, dict[str, None]] = {}
     for figure in (figure for section in sections for figure in section.figures):
-        if figure.note and not (is_short and _in_full_only(figure)):
+        if figure.note and not (is_short and figure.name == "kvplan bind"):
             notes.setdefault(figure.note, {})[figure.name] = None
     yield from (f"{'; '.join(names)}: {note}." for note, names in notes.items())
     refused = {(section.case, refusal.name): refusal.reason for section in sections for refusal in section.refusals}
@@ -99,7 +113,7 @@ def remarks(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
 
 
 def _notes(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
-    yield from (*NOTES, SHORT_RATIOS if is_short else RATIOS)
+    yield from (*NOTES, MEMORY, SHORT_RATIOS if is_short else RATIOS)
     yield from remarks(sections, is_short)
 
 
