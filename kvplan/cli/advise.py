@@ -17,6 +17,7 @@ import click
 from rich.progress import Progress
 
 from kvplan._text import size
+from kvplan.cli.engines import lines, reasons
 from kvplan.cli.options import (
     AUTO,
     MAX_TOKENS,
@@ -87,12 +88,16 @@ class Advice:
     """The cost of a request of ``bytes`` as it is ``now`` and with each change, fewest descriptors first.
 
     ``refused`` has the ``changes`` that the model or another option rules out, each with the ``reason``.
+    ``not_started_because`` is why engines don't start ``src`` or ``dst`` as they are now, and ``not_started`` has the
+    changes of a side with which none of them starts it.
     """
 
     bytes: int
     now: Suggestion
     options: tuple[Suggestion, ...]
     refused: tuple[Mapping[str, Any], ...]
+    not_started_because: Mapping[str, Mapping[str, list[str]]]
+    not_started: tuple[str, ...]
 
     @property
     def helpful(self) -> tuple[Suggestion, ...]:
@@ -101,11 +106,14 @@ class Advice:
 
     def __str__(self) -> str:
         single = [each for each in self.helpful if len(each.changes) == 1]
-        lines = [f"{'descriptors':>12}{'fewer':>9}{'size':>13}{'rows':>8}  change"]
+        table = [f"{'descriptors':>12}{'fewer':>9}{'size':>13}{'rows':>8}  change"]
         for each in (*(each for each in self.helpful if each not in single[SHOWN:]), self.now):
             fewer = f"{self.now.descriptors / max(each.descriptors, 1):,.4g}x"
-            lines.append(f"{each.descriptors:>12,}{fewer:>9}{size(each.usual_bytes):>13}{each.rows:>8,}  {each}")
-        return "\n".join(lines if self.helpful else [*lines, f"No change helps ({len(self.options)} tried)."])
+            table.append(f"{each.descriptors:>12,}{fewer:>9}{size(each.usual_bytes):>13}{each.rows:>8,}  {each}")
+        if not self.helpful:
+            table.append(f"No change helps ({len(self.options)} tried).")
+        table += lines(self.not_started_because)
+        return "\n".join([*table, f"Neither starts {', '.join(self.not_started)}."] if self.not_started else table)
 
 
 def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> Advice:
@@ -129,7 +137,8 @@ def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) ->
         pair = search.best_pair(options[0], bar) if options else None
     if pair is not None and pair.descriptors < options[0].descriptors:
         options.insert(0, pair)
-    return Advice(cost.num_bytes, Suggestion.of({}, cost), tuple(options), tuple(search.refused))
+    now, sides = Suggestion.of({}, cost), {"src": reasons(model, src), "dst": reasons(model, dst)}
+    return Advice(cost.num_bytes, now, tuple(options), tuple(search.refused), sides, tuple(search.not_started))
 
 
 class _Search:
@@ -138,6 +147,7 @@ class _Search:
     def __init__(self, model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> None:
         self.tokens = tokens
         self.refused: list[Mapping[str, Any]] = []
+        self.not_started: list[str] = []
         self.engines: dict[str, dict[str, tuple[Worker, ...]]] = {}
         for name, options, other in (("src", src, dst), ("dst", dst, src)):
             found = self.engines[name] = {"": options.engine(model, name)}
@@ -149,6 +159,7 @@ class _Search:
                 else:
                     if engine not in found.values():
                         found[change] = engine
+                        self.not_started += [f"{name} {change}"] if all(reasons(model, changed).values()) else []
 
     def cost(self, changed: Changes, sampled: bool = False) -> Cost:
         """The cost with some changes; ``sampled`` counts one destination worker of each pipeline stage."""

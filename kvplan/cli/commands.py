@@ -12,6 +12,7 @@ import click
 from rich.text import Text
 
 from kvplan._text import count, fold, intervals, size
+from kvplan.cli.engines import lines, reasons
 from kvplan.cli.options import (
     WIDTH,
     EngineCommand,
@@ -62,13 +63,16 @@ def verify_command(
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
+    loaded = load(model, bits)
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
-        trial = Trial.of(PlacedRequest.of(load(model, bits), src, dst, tokens))
+        trial = Trial.of(PlacedRequest.of(loaded, src, dst, tokens))
+    sides = {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
     if as_json:
-        echo_json({"model": model, "tokens": list(tokens), **trial.to_json()})
+        echo_json({"model": model, "tokens": list(tokens), **trial.to_json(), "not_started_because": sides})
     else:
         _print_trial(f"{model}, {src} -> {dst}, positions [{tokens[0]}, {tokens[1]})", trial)
+        print_lines(f"  {line}" for line in lines(sides))
     return 0 if trial.report.ok else 1
 
 

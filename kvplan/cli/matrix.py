@@ -7,12 +7,13 @@ some of each kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 import click
 
+from kvplan.cli.engines import engines, reasons
 from kvplan.cli.options import EngineOptions, echo_json, in_bits, json_option, load, model_argument, progress_bar
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of
 from kvplan.errors import KVPlanError
@@ -77,25 +78,30 @@ MISMATCHES: Final = (
 
 @attrs.frozen(eq=False)
 class Result:
-    """What became of a mismatch: it was ``verified`` or ``wrong`` in a trial, or ``refused``; one line says why."""
+    """What became of a mismatch: it was ``verified`` or ``wrong`` in a trial, or ``refused``; one line says why.
+
+    ``not_started_because`` is why each engine doesn't start ``src`` or ``dst``.
+    """
 
     mismatch: Mismatch
     verdict: str
     reason: str | None = None
     trial: Trial | None = None
+    not_started_because: Mapping[str, Mapping[str, list[str]]] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, model: Model, mismatch: Mismatch) -> Result:
         """Move a request across the mismatch."""
         src, dst = EngineOptions.parse(mismatch.src, "the source"), EngineOptions.parse(mismatch.dst, "the destination")
+        quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
+        found = {"src": reasons(quantized, src), "dst": reasons(quantized, dst)}
         try:
-            quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
             trial = Trial.of(PlacedRequest.of(quantized, src, dst, TOKENS))
         except KVPlanError as error:
-            return cls(mismatch, "refused", str(error))
+            return cls(mismatch, "refused", str(error), None, found)
         if trial.report.ok:
-            return cls(mismatch, "verified", trial=trial)
-        return cls(mismatch, "wrong", " ".join(": ".join(trial.report.failures[0]).splitlines()), trial)
+            return cls(mismatch, "verified", None, trial, found)
+        return cls(mismatch, "wrong", " ".join(": ".join(trial.report.failures[0]).splitlines()), trial, found)
 
     def __str__(self) -> str:
         if self.reason is None and self.trial is not None:
@@ -105,6 +111,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """As plain data; ``lengths`` are those of the shortest and the longest descriptor, in bytes."""
         document: dict[str, Any] = {**self.mismatch.to_json(), "verdict": self.verdict, "reason": self.reason}
+        document["not_started_because"] = self.not_started_because
         if self.trial is None:
             return document
         report, lengths = self.trial.report, lengths_of(self.trial.pairs)
@@ -140,11 +147,12 @@ def mismatches(model: Model) -> list[Mismatch]:
 
 def markdown(results: Iterable[Result]) -> Iterator[str]:
     """The lines of a Markdown table."""
-    yield "| differs in | source | destination | result |"
-    yield "|---|---|---|---|"
+    yield "| differs in | source | destination | starts in | result |"
+    yield "|---|---|---|---|---|"
     for result in results:
+        starts = " -> ".join(dict.fromkeys(map(engines, result.not_started_because.values())))
         text = str(result).replace("|", "\\|")
-        yield f"| {' | '.join(result.mismatch.to_json().values())} | {text} |"
+        yield f"| {' | '.join(result.mismatch.to_json().values())} | {starts} | {text} |"
 
 
 @click.command("matrix")
@@ -155,7 +163,7 @@ def matrix_command(model: str, as_json: bool) -> int:
 
     MODEL is a shipped name such as llama-3.1-8b, the path of a config.json or of its directory, or sizes such as
     layers=40,kv_heads=10,head_dim=128. A few of its layers of each kind move between engines that differ in one thing,
-    and every byte is checked. The table is Markdown.
+    and every byte is checked. The table is Markdown; it names the engines that start each side.
 
     \b
     kvplan matrix granite-4.0-h-tiny

@@ -109,8 +109,8 @@ class Family:
 
 def read(
     config: Any, families: Mapping[str, Family], nested: Mapping[str, str], refused: Mapping[str, str], drafts: bool
-) -> tuple[str, Layers, Layers, str]:
-    """The model type, the tensors of each layer and of each draft layer, and the dtype of the cache.
+) -> tuple[str, Layers, Layers, str, int | None]:
+    """The model type, the tensors of each layer and draft layer, the cache's dtype, and how many query heads there are.
 
     ``config`` is a parsed config.json. A decoder under one of the keys :data:`NESTED` is read as a model of its own; if
     it has no ``model_type``, ``nested`` has it by the outer one. ``per_layer_config`` states the exceptions of single
@@ -123,7 +123,7 @@ def read(
 
     >>> from kvplan.models.families import FAMILIES, OUTER, REFUSED
     >>> keys = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    >>> model_type, layers, _, weights = read(keys, FAMILIES, OUTER, REFUSED, drafts=False)
+    >>> model_type, layers, _, weights, _ = read(keys, FAMILIES, OUTER, REFUSED, drafts=False)
     >>> len(layers), layers[0][0].axes, weights
     (61, (('dim', 576),), 'bfloat16')
     """
@@ -154,7 +154,8 @@ def read(
     if number and not draft:
         raise unusable(key_of(config, DRAFTS), "none in a model without attention layers", number)
     draft = tuple(tensor for tensor in draft if tensor.paged)
-    return config["model_type"], (*layers, *[()] * (len(kinds) - owners)), (draft,) * number, cache
+    heads = count(config, NUM_HEADS) if config.get(key_of(config, NUM_HEADS)) is not None else None
+    return config["model_type"], (*layers, *[()] * (len(kinds) - owners)), (draft,) * number, cache, heads
 
 
 DRAFTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")

@@ -46,6 +46,9 @@ BlockTokens = int | Mapping[str, int]
 class Model:
     """What a model caches: the logical tensors of each layer, ``layers.{i}.{kind}``, and the dtype of the cache.
 
+    ``query_heads`` is how many query heads an attention layer has, if that is known. They are not cached, but engines
+    divide them among ranks.
+
     >>> model = Model.shipped("llama-3.1-8b")
     >>> print(model)
     llama-3.1-8b: 32 layers, bfloat16, groups attn
@@ -61,6 +64,7 @@ class Model:
     layers: Layers = attrs.field(repr=False)
     dtype: str = "bfloat16"
     drafts: Layers = attrs.field(default=(), repr=False)
+    query_heads: int | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         settle(self, "a model", name, "name")
@@ -82,8 +86,8 @@ class Model:
         kvplan.errors.KVPlanError: CONFIG: cannot read a model configuration of type 'llama': \
 expected a value for key 'hidden_size', got no such key
         """
-        model_type, layers, drafts, dtype = read(config, FAMILIES, OUTER, REFUSED, with_draft_layers)
-        return cls(model_type if model_name is None else model_name, layers, dtype, drafts)
+        model_type, layers, drafts, dtype, heads = read(config, FAMILIES, OUTER, REFUSED, with_draft_layers)
+        return cls(model_type if model_name is None else model_name, layers, dtype, drafts, heads)
 
     @classmethod
     def shipped(cls, model_name: str) -> Model:
