@@ -113,7 +113,9 @@ class Advice:
         if not self.helpful:
             table.append(f"No change helps ({len(self.options)} tried).")
         table += lines(self.not_started_because)
-        return "\n".join([*table, f"Neither starts {', '.join(self.not_started)}."] if self.not_started else table)
+        shown = {f"{name} {change}" for each in self.helpful for name, change in each.changes.items()}
+        unknown = [change for change in self.not_started if change in shown]
+        return "\n".join([*table, f"No engine here starts {', '.join(unknown)}."] if unknown else table)
 
 
 def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> Advice:
@@ -221,7 +223,13 @@ def changes(model: Model, options: EngineOptions, other: EngineOptions) -> Itera
 )
 @json_option
 def advise_command(
-    model: str, src: EngineOptions, dst: EngineOptions, bits: str | None, tokens: int, as_json: bool
+    model: str,
+    like: str | None,
+    src: EngineOptions,
+    dst: EngineOptions,
+    bits: str | None,
+    tokens: int,
+    as_json: bool,
 ) -> int:
     """Find changes that move a request in fewer descriptors.
 
@@ -232,7 +240,7 @@ def advise_command(
     \b
     kvplan advise llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64
     """
-    advice = advise(load(model, bits), src, dst, tokens)
+    advice = advise(load(model, bits, like), src, dst, tokens)
     if as_json:
         echo_json({"model": model, "tokens": tokens, "src": str(src), "dst": str(dst), **attrs.asdict(advice)})
     else:

@@ -21,18 +21,20 @@ from kvplan.cli.options import (
     echo_json,
     engine_options,
     json_option,
-    load,
+    load_engines,
     plain_console,
     print_lines,
     progress_bar,
     token_range,
 )
-from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts
+from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
 from kvplan.handshake.messages import MAX_BYTES
+from kvplan.models import Model
+from kvplan.models.config import MAX_LAYERS
 from kvplan.plan import Pair, TransferPlan, plan_mesh, plan_reads
 from kvplan.show import explain, show
 from kvplan.show.copies import CopyEnd, panels
@@ -52,27 +54,49 @@ STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
     callback=lambda context, option, text: token_range(text, "--tokens"),
     help="Positions of the request that move.",
 )
+@click.option("--layers", metavar="N", help="Move only N layers, some of each kind.")
 @json_option
 def verify_command(
-    model: str, src: EngineOptions, dst: EngineOptions, bits: str | None, tokens: tuple[int, int], as_json: bool
+    model: str,
+    like: str | None,
+    src: EngineOptions,
+    dst: EngineOptions,
+    bits: str | None,
+    tokens: tuple[int, int],
+    layers: str | None,
+    as_json: bool,
 ) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
+
+    The last lines say whether vLLM and SGLang start such engines, by their rules of sizes and layouts.
 
     \b
     kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64,layout=BLHNC --tokens 37:1000
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
-    loaded = load(model, bits)
+    loaded = load_engines(model, bits, like)
+    title, sides, moved = (
+        f"{model}, {src.title(loaded)} -> {dst.title(loaded)}, positions [{tokens[0]}, {tokens[1]})",
+        {},
+        {},
+    )
+    if isinstance(loaded, Model):
+        sides = {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
+        if layers is not None:
+            whole, loaded = loaded, sampled(loaded, decimal(layers, "--layers", 1, MAX_LAYERS))
+            title += f", {len(loaded.layers)} of {len(whole.layers)} layers"
+            moved = {"layers": {"moved": len(loaded.layers), "of": len(whole.layers)}}
+    elif layers is not None:
+        raise KVPlanError("CONFIG", "move some layers of offers", expected="no --layers", got=layers)
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
         trial = Trial.of(PlacedRequest.of(loaded, src, dst, tokens))
-    sides = {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
     if as_json:
-        echo_json({"model": model, "tokens": list(tokens), **trial.to_json(), "not_started_because": sides})
+        echo_json({"model": model, "tokens": list(tokens), **moved, **trial.to_json(), "not_started_because": sides})
     else:
-        _print_trial(f"{model}, {src} -> {dst}, positions [{tokens[0]}, {tokens[1]})", trial)
-        print_lines(f"  {line}" for line in lines(sides))
+        _print_trial(title, trial)
+        print_lines(f"  {line}" for line in (lines(sides) if sides else ()))
     return 0 if trial.report.ok else 1
 
 
@@ -102,6 +126,7 @@ def _print_trial(title: str, trial: Trial) -> None:
 @json_option
 def explain_command(
     model: str,
+    like: str | None,
     src: EngineOptions,
     dst: EngineOptions,
     bits: str | None,
@@ -115,7 +140,7 @@ def explain_command(
     \b
     kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
     """
-    loaded, options = load(model, bits), {"src": src, "dst": dst}
+    loaded, options = load_engines(model, bits, like), {"src": src, "dst": dst}
     engines = {name: side.engine(loaded, name) for name, side in options.items()}
     drafts = destination_drafts(engines["dst"], engines["src"])
     mesh = plan_mesh(engines["dst"], engines["src"], not_transferred=drafts)
@@ -140,7 +165,9 @@ def explain_command(
     for role, (name, side) in zip(("source", "destination"), options.items(), strict=True):
         engine = engines[name]
         shown = engine if detail == "rows" else engine[:1]
-        title = f"{role}, {side}: {count(len(engine), 'worker')}{'' if detail == 'rows' else ', the first:'}"
+        title = (
+            f"{role}, {side.title(loaded)}: {count(len(engine), 'worker')}{'' if detail == 'rows' else ', the first:'}"
+        )
         print_lines(click.wrap_text(title, WIDTH, subsequent_indent="    ").splitlines())
         print_lines(line for worker in shown for line in explain(worker, detail=detail).splitlines())
         print_lines([] if detail == "line" else [""])
@@ -158,7 +185,14 @@ def _rows_json(pair: Pair) -> dict[str, Any]:
 @click.option("--svg", "path", metavar="FILE", help="Write the drawing to FILE, as .svg or .txt, and print no drawing.")
 @json_option
 def show_command(
-    model: str, src: EngineOptions, dst: EngineOptions, bits: str | None, rank: str, path: str | None, as_json: bool
+    model: str,
+    like: str | None,
+    src: EngineOptions,
+    dst: EngineOptions,
+    bits: str | None,
+    rank: str,
+    path: str | None,
+    as_json: bool,
 ) -> int:
     """Draw both engines' blocks, and which bytes go where.
 
@@ -168,11 +202,11 @@ def show_command(
     \b
     kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64,layout=BLHNC --svg plan.svg
     """
-    loaded = load(model, bits)
+    loaded = load_engines(model, bits, like)
     sources, destinations = src.engine(loaded, "src"), dst.engine(loaded, "dst")
     local = destinations[decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
-    title = f"{model}, {src} -> {dst}"
+    title = f"{model}, {src.title(loaded)} -> {dst.title(loaded)}"
     if path is not None:
         picture = show(plan, about=title)
         picture.save(path)

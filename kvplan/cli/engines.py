@@ -193,4 +193,3 @@ def lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
             yield f"{engine} does not start {' and '.join(names)}: {reason}"
         if not every:
             yield f"{engine} starts {' and '.join(sides)}"
-

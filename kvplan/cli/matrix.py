@@ -7,6 +7,7 @@ some of each kind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import click
 
 from kvplan.cli.engines import engines, reasons
 from kvplan.cli.options import EngineOptions, echo_json, in_bits, json_option, load, model_argument, progress_bar
-from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of
+from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
 
@@ -120,14 +121,10 @@ class Result:
 
 
 def shortened(model: Model) -> Model:
-    """The model with few of its layers, in their order: some of each kind, and enough for uneven stages."""
-    by_kind: dict[Any, list[int]] = {}
-    for i, layer in enumerate(model.layers):
-        by_kind.setdefault(layer, []).append(i)
-    chosen = {i for found in by_kind.values() for i in found[:LAYERS_PER_KIND]}
-    others = [i for i in range(len(model.layers)) if i not in chosen]
-    chosen.update(others[: max(MIN_LAYERS - len(chosen), 0)])
-    return attrs.evolve(model, layers=tuple(model.layers[i] for i in sorted(chosen)))
+    """The model with few of its layers: some of each kind, and enough for uneven stages."""
+    return sampled(
+        model, max(MIN_LAYERS, sum(min(number, LAYERS_PER_KIND) for number in Counter(model.layers).values()))
+    )
 
 
 def mismatches(model: Model) -> list[Mismatch]:
@@ -158,7 +155,7 @@ def markdown(results: Iterable[Result]) -> Iterator[str]:
 @click.command("matrix")
 @model_argument
 @json_option
-def matrix_command(model: str, as_json: bool) -> int:
+def matrix_command(model: str, like: str | None, as_json: bool) -> int:
     """Try which differences between engines a cache moves across.
 
     MODEL is a shipped name such as llama-3.1-8b, the path of a config.json or of its directory, or sizes such as
@@ -170,7 +167,7 @@ def matrix_command(model: str, as_json: bool) -> int:
 
     Exit status: 0 every line verified or refused with a reason, 1 bytes differ, 2 refused.
     """
-    whole = load(model)
+    whole = load(model, like=like)
     short = shortened(whole)
     with progress_bar() as bar:
         results = [Result.of(short, mismatch) for mismatch in bar.track(mismatches(short), description="matrix")]

@@ -23,6 +23,7 @@ from kvplan._checks import integer
 from kvplan._text import meant
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
+from kvplan.handshake import decode
 from kvplan.models import Model
 from kvplan.models.layouts import LETTERS, ORDERS
 
@@ -41,7 +42,10 @@ AUTO: Final = "auto"
 BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType({8: (8,), 4: (4, "float8_e4m3fn", 16)})
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
-MODEL: Final = "the path of a config.json or of its directory, or sizes: layers=40,kv_heads=10,head_dim=128,window=4096"
+MODEL: Final = (
+    "the path of a config.json or of its directory, or sizes: layers=40,kv_heads=10,head_dim=128 and maybe window=4096, "
+    "heads=40"
+)
 """What MODEL is on the command line, beside a shipped name."""
 
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
@@ -55,23 +59,53 @@ def in_bits(model: Model, bits: int) -> Model:
     return model.quantized(*BITS[bits])
 
 
-def load(model: str, bits: str | None = None) -> Model:
+@attrs.frozen
+class EngineViews:
+    """The workers of two engines, ``src`` and ``dst``, from a file of their offers: of a model that kvplan cannot read.
+
+    ``kvplan explain --json`` writes such a file.
+    """
+
+    workers: Mapping[str, tuple[Worker, ...]]
+
+    @classmethod
+    def of(cls, offers: Any) -> EngineViews:
+        """From the offers by engine. Raises ``CONFIG`` if there are none of one engine, and what ``decode`` raises."""
+        if not isinstance(offers, dict) or not all(isinstance(offers.get(key), list) for key in ("src", "dst")):
+            expected = "a list of offers for each of src and dst"
+            raise KVPlanError("CONFIG", "load offers", expected=expected, got=f"{type(offers).__name__}")
+        return cls({key: tuple(decode(json.dumps(offer).encode()) for offer in offers[key]) for key in ("src", "dst")})
+
+
+def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
     """The model of a shipped name, of the path of a config.json or its directory, or of sizes. Raises ``CONFIG``.
 
-    ``bits`` quantizes it.
+    ``bits`` quantizes it. ``like`` is the type as which a file of an unknown type is read.
 
     >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
     mistral: 40 layers, bfloat16, groups attn
     """
+    found = load_engines(model, bits, like)
+    if isinstance(found, EngineViews):
+        expected = "a model, since this command changes its engines"
+        raise KVPlanError("CONFIG", "load a model", expected=expected, got=f"{model!r}: offers", model=model)
+    return found
+
+
+def load_engines(model: str, bits: str | None = None, like: str | None = None) -> Model | EngineViews:
+    """The model, or the engines in a file with the key ``offers``, which don't take ``bits``."""
     if bits is not None:
-        return in_bits(load(model), int(bits))
+        return in_bits(load(model, None, like), int(bits))
     if model in Model.names():
         return Model.shipped(model)
     if "=" in model and not Path(model).exists():
         return _sized(model)
     path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
     try:
-        return Model.from_config(json.loads(path.read_bytes()))
+        config = json.loads(path.read_bytes())
+        if isinstance(config, dict) and "offers" in config:
+            return EngineViews.of(config["offers"])
+        return Model.from_config(config, like=like)
     except KVPlanError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -86,13 +120,15 @@ def load(model: str, bits: str | None = None) -> Model:
 
 
 def _sized(text: str) -> Model:
-    """A model that keeps K and V of each head, of its sizes."""
+    """A model that keeps K and V of each head, of its sizes. The number of query ``heads`` is only for engines."""
     keys = {"layers": "num_hidden_layers", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
-    keys["window"] = "sliding_window"
+    optional = {"window": "sliding_window", "heads": "num_attention_heads"}
     given = dict(item.partition("=")[::2] for item in text.split(","))
-    if not {*keys} - {"window"} <= {*given} <= {*keys}:
-        expected, got = f"each of {', '.join(keys)} (window may be left out)", ", ".join(given)
+    if not {*keys} <= {*given} <= {*keys, *optional}:
+        expected = f"each of {', '.join(keys)}, and maybe {' and '.join(optional)}"
+        got = ", ".join(given)
         raise KVPlanError("CONFIG", "read the sizes of a model", expected=expected, got=got, model=text)
+    keys |= optional
     sizes = {keys[key]: decimal(value, f"{key} of the model", 1, MAX_TOKENS) for key, value in given.items()}
     return Model.from_config({"model_type": "mistral" if "window" in given else "llama", **sizes})
 
@@ -188,12 +224,21 @@ class EngineOptions:
         integer(options.tp * stages * options.pcp, f"tp * pp * pcp of {what}", high=MAX_WORKERS)
         return options
 
+    def title(self, model: Model | EngineViews) -> str:
+        """The options, or that offers stand for them."""
+        return "as offered" if isinstance(model, EngineViews) else str(self)
+
     def __str__(self) -> str:
         given = attrs.asdict(self, recurse=False, filter=lambda field, value: value != field.default)
         return ",".join(f"{key}={_text(value)}" for key, value in given.items()) or "tp=1"
 
-    def engine(self, model: Model, engine_id: str, num_blocks: int | None = None) -> tuple[Worker, ...]:
+    def engine(self, model: Model | EngineViews, engine_id: str, num_blocks: int | None = None) -> tuple[Worker, ...]:
         """The engine's workers, each with a pool of ``num_blocks``; None: of ``blocks``, else :data:`POOL`."""
+        if isinstance(model, EngineViews):
+            if self != EngineOptions():
+                what, expected = f"change engine {engine_id}", "no keys, since offers say all"
+                raise KVPlanError("LAYOUT", what, expected=expected, got=str(self))
+            return model.workers[engine_id]
         if self.draft is not None:
             model = model.with_draft(Model.shipped(self.draft))
         if self.shared:
@@ -222,13 +267,21 @@ class EngineCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the end of the help."""
         formatter.write_paragraph()
-        formatter.write_text(f"MODEL is a shipped name such as llama-3.1-8b, {MODEL}.")
+        offers = "For verify, explain and show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
+        formatter.write_text(f"MODEL is a shipped name such as llama-3.1-8b, {MODEL}. {offers}")
         with formatter.section("Keys of --src and --dst"):
             formatter.write_dl([(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)])
 
 
-model_argument = click.argument("model")
+_like = click.option("--like", metavar="TYPE", help="Read a config.json of an unknown model_type as one of TYPE.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def model_argument(command: Command) -> Command:
+    """MODEL and ``--like``."""
+    return click.argument("model")(_like(command))
+
+
 _engine = partial(
     click.option,
     default="",
@@ -238,7 +291,7 @@ _engine = partial(
 
 
 def engine_options(command: Command) -> Command:
-    """The arguments of a command about two engines that run one model: MODEL, ``--src``, ``--dst`` and ``--bits``."""
+    """The arguments of a command about two engines: those of the model, ``--src``, ``--dst`` and ``--bits``."""
     bits_help = "Quantize K and V: 8 has a scale for each head of a token, 4 has one for each 16 values (NVFP4)."
     command = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(command)
     command = _engine("--dst", help="The decode engine (destination).")(command)

@@ -6,6 +6,7 @@ anything but position moves wrong bytes. Groups that share one pool get differen
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
+from kvplan._checks import integer
 from kvplan._text import sizes
-from kvplan.cli.options import EngineOptions
+from kvplan.cli.options import EngineOptions, EngineViews
 from kvplan.describe import Blocks, Worker
 from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
@@ -45,7 +47,9 @@ class PlacedRequest:
     tokens: Mapping[str, tuple[int, int]]
 
     @classmethod
-    def of(cls, model: Model, src: EngineOptions, dst: EngineOptions, tokens: tuple[int, int]) -> PlacedRequest:
+    def of(
+        cls, model: Model | EngineViews, src: EngineOptions, dst: EngineOptions, tokens: tuple[int, int]
+    ) -> PlacedRequest:
         """Positions ``[start, stop)`` on both engines. Raises ``BLOCKS`` if a pool has too few blocks for them."""
         src, sources, remote = _place(model, src, "src", tokens[1], SOURCE_SPREAD)
         dst, destinations, local = _place(model, dst, "dst", tokens[1], DESTINATION_SPREAD)
@@ -59,16 +63,19 @@ class PlacedRequest:
 
 
 def _place(
-    model: Model, options: EngineOptions, engine_id: str, stop: int, spread: float
+    model: Model | EngineViews, options: EngineOptions, engine_id: str, stop: int, spread: float
 ) -> tuple[EngineOptions, tuple[Worker, ...], dict[str, Blocks]]:
     """An engine's options with the size of its pool, its workers, and a block table for each group."""
-    most = -(-stop // (options.block or 16))
+    most, offered = -(-stop // (options.block or 16)), isinstance(model, EngineViews)
+    together = options.shared or offered  # offers don't say whether groups share a pool
     while True:  # a shared pool is too small for all groups at first, unless the options say how large it is
         pool = options.blocks or most + most // 2 + 7
         workers = options.engine(model, engine_id, pool)
         needed = blocks_needed(workers, stop)
-        most = sum(needed.values()) if options.shared else max(needed.values(), default=0)
-        if options.blocks is not None or most <= pool:
+        most = sum(needed.values()) if together else max(needed.values(), default=0)
+        if offered:
+            pool = min((view.num_blocks for worker in workers for view in worker.views), default=0)
+        if offered or options.blocks is not None or most <= pool:
             break
     if most > pool:
         action, expected = f"place a request of {stop} tokens on --{engine_id}", f"at least {most} blocks"
@@ -76,8 +83,24 @@ def _place(
     first, tables = 0, {}
     for group, number in needed.items():
         tables[group] = Blocks(scattered(first + number, pool, spread)[first:])
-        first += number if options.shared else 0
+        first += number if together else 0
     return attrs.evolve(options, blocks=pool), workers, tables
+
+
+def sampled(model: Model, layers: int) -> Model:
+    """The model with ``layers`` of its layers, in their order: the first of each kind, the second of each, and so on.
+
+    >>> print(sampled(Model.shipped("granite-4.0-h-tiny"), 3))
+    granite-4.0-h-tiny: 3 layers, bfloat16, groups state, attn
+
+    Raises ``RANGE`` if the model has more kinds, or fewer layers.
+    """
+    by_kind: dict[Any, list[int]] = {}
+    for i, layer in enumerate(model.layers):
+        by_kind.setdefault(layer, []).append(i)
+    layers = integer(layers, f"layers of {model.name}", low=len(by_kind), high=len(model.layers) + 1)
+    turns = [i for found in itertools.zip_longest(*by_kind.values()) for i in found if i is not None]
+    return attrs.evolve(model, layers=tuple(model.layers[i] for i in sorted(turns[:layers])))
 
 
 def destination_drafts(destinations: Sequence[Worker], sources: Sequence[Worker]) -> tuple[str, ...]:

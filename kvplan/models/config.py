@@ -71,9 +71,8 @@ NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config
 """Keys under which a file has its decoder."""
 
 WAY_OUT: Final = (
-    "a model that keeps K and V of each head is known by its sizes: {'model_type': 'llama', 'num_hidden_layers': 40, "
-    "'num_key_value_heads': 10, 'head_dim': 128}, or 'layers=40,kv_heads=10,head_dim=128' on the command line; "
-    "describe any other as Views of Workers"
+    "if it caches what a known type does, add --like llama, or like='llama'; if it keeps K and V of each head, give its "
+    "sizes, layers=40,kv_heads=10,head_dim=128; describe any other as Views, and give a file of their offers"
 )
 
 
@@ -108,7 +107,12 @@ class Family:
 
 
 def read(
-    config: Any, families: Mapping[str, Family], nested: Mapping[str, str], refused: Mapping[str, str], drafts: bool
+    config: Any,
+    families: Mapping[str, Family],
+    nested: Mapping[str, str],
+    refused: Mapping[str, str],
+    drafts: bool,
+    like: str | None = None,
 ) -> tuple[str, Layers, Layers, str, int | None]:
     """The model type, the tensors of each layer and draft layer, the cache's dtype, and how many query heads there are.
 
@@ -116,7 +120,7 @@ def read(
     it has no ``model_type``, ``nested`` has it by the outer one. ``per_layer_config`` states the exceptions of single
     layers. The last ``num_kv_shared_layers`` layers use the cache of an earlier layer, so they have no tensors. With
     ``drafts``, there are ``num_nextn_predict_layers`` draft layers (multi-token prediction), with the tensors of the
-    model's attention layers.
+    model's attention layers. A decoder of an unknown type is read as one of the type ``like``.
 
     Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing key, an unusable
     value, or a key that changes the cache in another family but isn't read in this one.
@@ -128,7 +132,7 @@ def read(
     (61, (('dim', 576),), 'bfloat16')
     """
     quantized = config.get("quantization_config") if isinstance(config, Mapping) else None
-    config, family = _decoder(config, families, nested, refused)
+    config, family = _decoder(config, families, nested, refused, like)
     cache = _cache_dtype(quantized or config.get("quantization_config"), config["dtype"])
     kinds = _kinds(config, family)
     owners = len(kinds)
@@ -186,7 +190,11 @@ def _exceptions(config: Config, layers: int) -> dict[int, Config]:
 
 
 def _decoder(
-    config: Any, families: Mapping[str, Family], nested: Mapping[str, str], refused: Mapping[str, str]
+    config: Any,
+    families: Mapping[str, Family],
+    nested: Mapping[str, str],
+    refused: Mapping[str, str],
+    like: str | None,
 ) -> tuple[dict[str, Any], Family]:
     """The keys of the decoder with the defaults of its family and the weights' ``dtype``, and the family."""
     if not isinstance(config, Mapping):
@@ -204,6 +212,11 @@ def _decoder(
     reason = refused.get(str(model_type))
     if config.get("is_encoder_decoder"):
         reason = "the decoder also reads a cache of the encoder's outputs, which has no block table"
+    if like is not None and not reason:
+        if model_type in families:
+            what, expected = f"read a model configuration like {like!r}", "one of an unknown type"
+            raise KVPlanError("CONFIG", what, expected=expected, got=repr(model_type), model_type=model_type)
+        model_type = like
     if not isinstance(model_type, str) or model_type not in families or reason:
         raise KVPlanError(
             "CONFIG",

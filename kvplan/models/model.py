@@ -71,11 +71,18 @@ class Model:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], model_name: str | None = None, *, with_draft_layers: bool = False
+        cls,
+        config: Mapping[str, Any],
+        model_name: str | None = None,
+        *,
+        with_draft_layers: bool = False,
+        like: str | None = None,
     ) -> Model:
         """The model of a parsed config.json. Its name is its ``model_type`` unless one is given.
 
-        ``with_draft_layers`` adds the layers of multi-token prediction, which most engines don't run.
+        ``with_draft_layers`` adds the layers of multi-token prediction, which most engines don't run. ``like`` is the
+        known type as which a file of an unknown type is read. It must cache the same: kvplan cannot check that, but
+        refuses keys that change the cache of another type.
 
         Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing key or an
         unusable value.
@@ -86,7 +93,7 @@ class Model:
         kvplan.errors.KVPlanError: CONFIG: cannot read a model configuration of type 'llama': \
 expected a value for key 'hidden_size', got no such key
         """
-        model_type, layers, drafts, dtype, heads = read(config, FAMILIES, OUTER, REFUSED, with_draft_layers)
+        model_type, layers, drafts, dtype, heads = read(config, FAMILIES, OUTER, REFUSED, with_draft_layers, like)
         return cls(model_type if model_name is None else model_name, layers, dtype, drafts, heads)
 
     @classmethod
