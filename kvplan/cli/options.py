@@ -43,8 +43,7 @@ BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType({8: (8,), 4: (4, "
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
 MODEL: Final = (
-    "the path of a config.json or of its directory, or sizes: layers=40,kv_heads=10,head_dim=128 and maybe window=4096, "
-    "heads=40"
+    "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 (and window=4096, heads=40)"
 )
 """What MODEL is on the command line, beside a shipped name."""
 

@@ -71,7 +71,7 @@ NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config
 """Keys under which a file has its decoder."""
 
 WAY_OUT: Final = (
-    "if it caches what a known type does, add --like llama, or like='llama'; if it keeps K and V of each head, give its "
+    "if it stores what a known type does, add --like llama, or like='llama'; if it keeps K and V of each head, use its "
     "sizes, layers=40,kv_heads=10,head_dim=128; describe any other as Views, and give a file of their offers"
 )
 
