@@ -28,6 +28,7 @@ from kvplan.cli.options import (
     engine_options,
     json_option,
     load,
+    print_lines,
     progress_bar,
 )
 from kvplan.cli.trials import destination_drafts
@@ -88,16 +89,14 @@ class Advice:
     """The cost of a request of ``bytes`` as it is ``now`` and with each change, fewest descriptors first.
 
     ``refused`` has the ``changes`` that the model or another option rules out, each with the ``reason``.
-    ``not_started_because`` is why engines don't start ``src`` or ``dst`` as they are now, and ``not_started`` has the
-    changes of a side with which none of them starts it.
+    ``not_run`` has the changes of a side with which no known engine runs it.
     """
 
     bytes: int
     now: Suggestion
     options: tuple[Suggestion, ...]
     refused: tuple[Mapping[str, Any], ...]
-    not_started_because: Mapping[str, Mapping[str, list[str]]]
-    not_started: tuple[str, ...]
+    not_run: tuple[str, ...]
 
     @property
     def helpful(self) -> tuple[Suggestion, ...]:
@@ -110,12 +109,7 @@ class Advice:
         for each in (*(each for each in self.helpful if each not in single[SHOWN:]), self.now):
             fewer = f"{self.now.descriptors / max(each.descriptors, 1):,.4g}x"
             table.append(f"{each.descriptors:>12,}{fewer:>9}{size(each.usual_bytes):>13}{each.rows:>8,}  {each}")
-        if not self.helpful:
-            table.append(f"No change helps ({len(self.options)} tried).")
-        table += lines(self.not_started_because)
-        shown = {f"{name} {change}" for each in self.helpful for name, change in each.changes.items()}
-        unknown = [change for change in self.not_started if change in shown]
-        return "\n".join([*table, f"No engine here starts {', '.join(unknown)}."] if unknown else table)
+        return "\n".join(table if self.helpful else [*table, f"No change helps ({len(self.options)} tried)."])
 
 
 def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> Advice:
@@ -139,8 +133,8 @@ def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) ->
         pair = search.best_pair(options[0], bar) if options else None
     if pair is not None and pair.descriptors < options[0].descriptors:
         options.insert(0, pair)
-    now, sides = Suggestion.of({}, cost), {"src": reasons(model, src), "dst": reasons(model, dst)}
-    return Advice(cost.num_bytes, now, tuple(options), tuple(search.refused), sides, tuple(search.not_started))
+    now = Suggestion.of({}, cost)
+    return Advice(cost.num_bytes, now, tuple(options), tuple(search.refused), tuple(search.not_run))
 
 
 class _Search:
@@ -149,7 +143,7 @@ class _Search:
     def __init__(self, model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> None:
         self.tokens = tokens
         self.refused: list[Mapping[str, Any]] = []
-        self.not_started: list[str] = []
+        self.not_run: list[str] = []
         self.engines: dict[str, dict[str, tuple[Worker, ...]]] = {}
         for name, options, other in (("src", src, dst), ("dst", dst, src)):
             found = self.engines[name] = {"": options.engine(model, name)}
@@ -161,7 +155,7 @@ class _Search:
                 else:
                     if engine not in found.values():
                         found[change] = engine
-                        self.not_started += [f"{name} {change}"] if all(reasons(model, changed).values()) else []
+                        self.not_run += [f"{name} {change}"] if all(reasons(model, changed).values()) else []
 
     def cost(self, changed: Changes, sampled: bool = False) -> Cost:
         """The cost with some changes; ``sampled`` counts one destination worker of each pipeline stage."""
@@ -240,10 +234,15 @@ def advise_command(
     \b
     kvplan advise llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64
     """
-    advice = advise(load(model, bits, like), src, dst, tokens)
+    loaded = load(model, bits, like)
+    advice, sides = advise(loaded, src, dst, tokens), {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
     if as_json:
-        echo_json({"model": model, "tokens": tokens, "src": str(src), "dst": str(dst), **attrs.asdict(advice)})
+        document = {"model": model, "tokens": tokens, "src": str(src), "dst": str(dst), **attrs.asdict(advice)}
+        echo_json(document | {"not_run_because": sides})
     else:
         click.echo(f"{model}, {src} -> {dst}, {tokens} tokens in scattered blocks")
         click.echo(advice)
+        helpful = {f"{name} {change}" for each in advice.helpful for name, change in each.changes.items()}
+        unknown = [change for change in advice.not_run if change in helpful]
+        print_lines([*lines(sides), *([f"no engine here runs {', '.join(unknown)}"] if unknown else [])])
     return 0

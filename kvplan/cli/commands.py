@@ -68,7 +68,7 @@ def verify_command(
 ) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
 
-    The last lines say whether vLLM and SGLang start such engines, by their rules of sizes and layouts.
+    The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and layouts.
 
     \b
     kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64,layout=BLHNC --tokens 37:1000
@@ -93,10 +93,10 @@ def verify_command(
         bar.add_task("verify", total=None)
         trial = Trial.of(PlacedRequest.of(loaded, src, dst, tokens))
     if as_json:
-        echo_json({"model": model, "tokens": list(tokens), **moved, **trial.to_json(), "not_started_because": sides})
+        echo_json({"model": model, "tokens": list(tokens), **moved, **trial.to_json(), "not_run_because": sides})
     else:
         _print_trial(title, trial)
-        print_lines(f"  {line}" for line in (lines(sides) if sides else ()))
+        print_lines(lines(sides))
     return 0 if trial.report.ok else 1
 
 

@@ -1,4 +1,4 @@
-"""Which engines start a side: the rules of sizes and layouts of vLLM 0.33 and SGLang 0.5.23, each with its source.
+"""Which engines run a side: the rules of sizes and layouts of vLLM 0.33 and SGLang 0.5.23, each with its source.
 
 kvplan plans more than engines run: ten KV heads on four ranks, say. A rule here is a function of a model and one
 engine's options that yields a reason for each thing that the engine refuses at start, or stores in another way. What
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from kvplan.cli.options import EngineOptions
+from kvplan.cli.options import AUTO, EngineOptions
 from kvplan.models import Model
 from kvplan.models.layouts import HEAD, KV
 from kvplan.models.tensors import Tensor
@@ -97,6 +97,22 @@ def _pages_of_64(model: Model, side: EngineOptions) -> Iterator[str]:
         yield f"block={side.block}, not 64, in a model with an indexer"
 
 
+def _large_blocks(model: Model, side: EngineOptions) -> Iterator[str]:
+    """Blocks of attention are made as large as a state, or larger."""
+    if side.block is not None and model.kernel_blocks(side.tp, side.block, side.kv) > 1:
+        yield f"block={side.block}, smaller than a state, not {AUTO}"
+
+
+def _one_pool(model: Model, side: EngineOptions) -> Iterator[str]:
+    if len(model.groups) > 1 and not side.shared:
+        yield "shared=0, not 1"
+
+
+def _own_pools(model: Model, side: EngineOptions) -> Iterator[str]:
+    if len(model.groups) > 1 and side.shared:
+        yield "shared=1, not 0"
+
+
 def _side_by_side(model: Model, side: EngineOptions) -> Iterator[str]:
     if side.kv != "content" and any(KV in dict(tensor.axes) for tensor in model.tensors):
         yield f"kv={side.kv}, not content"
@@ -144,6 +160,8 @@ RULES: Final[tuple[tuple[str, str, Reasons], ...]] = (
     ("vLLM 0.33", "vllm/config/vllm.py", _interleaved),
     ("vLLM 0.33", "vllm/v1/attention/backends/flash_attn.py", _blocks_of_16),
     ("vLLM 0.33", "vllm/v1/attention/backends/mla/indexer.py", _blocks_of_64),
+    ("vLLM 0.33", "vllm/platforms/interface.py", _large_blocks),
+    ("vLLM 0.33", "vllm/v1/core/kv_cache_planning.py", _one_pool),
     ("vLLM 0.33", "vllm/v1/kv_cache_interface.py", _side_by_side),
     ("vLLM 0.33", "vllm/v1/attention/backends/utils.py", _compact),
     ("vLLM 0.33", "vllm/v1/kv_cache_interface.py", _scales_in_vllm),
@@ -153,16 +171,17 @@ RULES: Final[tuple[tuple[str, str, Reasons], ...]] = (
     ("SGLang 0.5.23", "sglang/srt/distributed/parallel_state.py", _divided),
     ("SGLang 0.5.23", "sglang/srt/arg_groups/parallel_hook.py", _context_in_tp),
     ("SGLang 0.5.23", "sglang/srt/arg_groups/model_overrides/deepseek_v2.py", _pages_of_64),
+    ("SGLang 0.5.23", "sglang/srt/mem_cache/memory_pool.py", _own_pools),
     ("SGLang 0.5.23", "sglang/srt/mem_cache/memory_pool.py", _apart),
     ("SGLang 0.5.23", "sglang/srt/mem_cache/memory_pool.py", _scales_in_sglang),
 )
-"""Each rule: the engine, the file that has it, and why the engine doesn't start a side."""
+"""Each rule: the engine, the file that has it, and why the engine doesn't run a side."""
 
 ENGINES: Final = tuple(dict.fromkeys(engine for engine, _, _ in RULES))
 
 
 def reasons(model: Model, side: EngineOptions) -> dict[str, list[str]]:
-    """Why each engine doesn't start a side, with the file that says so; no reason: it starts.
+    """Why each engine doesn't run a side, with the file that says so; no reason: it does.
 
     >>> phi = Model.from_config({"model_type": "phi3", "num_hidden_layers": 40, "hidden_size": 5120,
     ...     "num_attention_heads": 40, "num_key_value_heads": 10})
@@ -176,7 +195,7 @@ def reasons(model: Model, side: EngineOptions) -> dict[str, list[str]]:
 
 
 def engines(why: Mapping[str, list[str]]) -> str:
-    """The engines that start a side, from the :func:`reasons` of it.
+    """The engines that run a side, from the :func:`reasons` of it.
 
     >>> engines(reasons(Model.shipped("llama-3.1-8b"), EngineOptions(kv="split")))
     'SGLang 0.5.23'
@@ -185,11 +204,11 @@ def engines(why: Mapping[str, list[str]]) -> str:
 
 
 def lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
-    """From the reasons of each side: a line for each reason, and one for each engine that starts all sides."""
-    for engine in ENGINES:
+    """From the reasons of each side: a line for each reason, and one for each engine that runs all sides."""
+    for engine in ENGINES if sides else ():
         every = dict.fromkeys(reason for why in sides.values() for reason in why[engine])
         for reason in every:
             names = [name for name, why in sides.items() if reason in why[engine]]
-            yield f"{engine} does not start {' and '.join(names)}: {reason}"
+            yield f"{engine} does not run {' and '.join(names)}: {reason}"
         if not every:
-            yield f"{engine} starts {' and '.join(sides)}"
+            yield f"{engine} runs {' and '.join(sides)}"

@@ -81,14 +81,14 @@ MISMATCHES: Final = (
 class Result:
     """What became of a mismatch: it was ``verified`` or ``wrong`` in a trial, or ``refused``; one line says why.
 
-    ``not_started_because`` is why each engine doesn't start ``src`` or ``dst``.
+    ``not_run_because`` is why each engine doesn't run ``src`` or ``dst``.
     """
 
     mismatch: Mismatch
     verdict: str
     reason: str | None = None
     trial: Trial | None = None
-    not_started_because: Mapping[str, Mapping[str, list[str]]] = attrs.field(factory=dict)
+    not_run_because: Mapping[str, Mapping[str, list[str]]] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, model: Model, mismatch: Mismatch) -> Result:
@@ -112,7 +112,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """As plain data; ``lengths`` are those of the shortest and the longest descriptor, in bytes."""
         document: dict[str, Any] = {**self.mismatch.to_json(), "verdict": self.verdict, "reason": self.reason}
-        document["not_started_because"] = self.not_started_because
+        document["not_run_because"] = self.not_run_because
         if self.trial is None:
             return document
         report, lengths = self.trial.report, lengths_of(self.trial.pairs)
@@ -144,10 +144,10 @@ def mismatches(model: Model) -> list[Mismatch]:
 
 def markdown(results: Iterable[Result]) -> Iterator[str]:
     """The lines of a Markdown table."""
-    yield "| differs in | source | destination | starts in | result |"
+    yield "| differs in | source | destination | runs in | result |"
     yield "|---|---|---|---|---|"
     for result in results:
-        starts = " -> ".join(dict.fromkeys(map(engines, result.not_started_because.values())))
+        starts = " -> ".join(dict.fromkeys(map(engines, result.not_run_because.values())))
         text = str(result).replace("|", "\\|")
         yield f"| {' | '.join(result.mismatch.to_json().values())} | {starts} | {text} |"
 
@@ -160,7 +160,7 @@ def matrix_command(model: str, like: str | None, as_json: bool) -> int:
 
     MODEL is a shipped name such as llama-3.1-8b, the path of a config.json or of its directory, or sizes such as
     layers=40,kv_heads=10,head_dim=128. A few of its layers of each kind move between engines that differ in one thing,
-    and every byte is checked. The table is Markdown; it names the engines that start each side.
+    and every byte is checked. The table is Markdown; it names the engines that run each side.
 
     \b
     kvplan matrix granite-4.0-h-tiny
