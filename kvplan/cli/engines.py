@@ -194,6 +194,28 @@ def reasons(model: Model, side: EngineOptions) -> dict[str, list[str]]:
     return found
 
 
+def words(model: Model) -> dict[str, dict[str, str]]:
+    """How each engine stores the model by default, as keys of ``--src``.
+
+    >>> words(Model.shipped("qwen3-next-80b"))["vLLM 0.33"]
+    {'layout': 'LBNHC', 'block': 'auto', 'kv': 'content', 'shared': '1'}
+    """
+    several, hybrid = len(model.groups) > 1, len({tensor.paged for tensor in model.tensors}) > 1
+    index = any(tensor.kind == "index" for tensor in model.tensors)
+    split = any(KV in dict(tensor.axes) for tensor in model.tensors)
+    vllm = {"layout": "LBNHC", "block": AUTO if hybrid else "64" if index else "16"}
+    sglang = {"layout": "LBNHC", "block": "64" if index else "1"}
+    vllm |= ({"kv": "content"} if split else {}) | ({"shared": "1"} if several else {})
+    return dict(zip(ENGINES, (vllm, sglang | ({"kv": "split"} if split else {})), strict=True))
+
+
+def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
+    """As :func:`reasons`, but each engine has its :func:`words` for the keys that the text of a side leaves out."""
+    given = dict(item.partition("=")[::2] for item in side.split(","))
+    texts = {engine: ",".join(f"{k}={v}" for k, v in (own | given).items()) for engine, own in words(model).items()}
+    return {engine: reasons(model, EngineOptions.parse(text, "a side"))[engine] for engine, text in texts.items()}
+
+
 def engines(why: Mapping[str, list[str]]) -> str:
     """The engines that run a side, from the :func:`reasons` of it.
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import attrs
 import click
 
-from kvplan.cli.engines import engines, reasons
+from kvplan.cli.engines import engines, reasons_of
 from kvplan.cli.options import EngineOptions, echo_json, in_bits, json_option, load, model_argument, progress_bar
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
 from kvplan.errors import KVPlanError
@@ -81,7 +81,7 @@ MISMATCHES: Final = (
 class Result:
     """What became of a mismatch: it was ``verified`` or ``wrong`` in a trial, or ``refused``; one line says why.
 
-    ``not_run_because`` is why each engine doesn't run ``src`` or ``dst``.
+    ``not_run_because`` is why each engine doesn't run ``src`` or ``dst``, if it has its own words for other keys.
     """
 
     mismatch: Mismatch
@@ -95,7 +95,7 @@ class Result:
         """Move a request across the mismatch."""
         src, dst = EngineOptions.parse(mismatch.src, "the source"), EngineOptions.parse(mismatch.dst, "the destination")
         quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
-        found = {"src": reasons(quantized, src), "dst": reasons(quantized, dst)}
+        found = {"src": reasons_of(quantized, mismatch.src), "dst": reasons_of(quantized, mismatch.dst)}
         try:
             trial = Trial.of(PlacedRequest.of(quantized, src, dst, TOKENS))
         except KVPlanError as error:
@@ -122,9 +122,8 @@ class Result:
 
 def shortened(model: Model) -> Model:
     """The model with few of its layers: some of each kind, and enough for uneven stages."""
-    return sampled(
-        model, max(MIN_LAYERS, sum(min(number, LAYERS_PER_KIND) for number in Counter(model.layers).values()))
-    )
+    layers = sum(min(number, LAYERS_PER_KIND) for number in Counter(model.layers).values())
+    return sampled(model, min(max(layers, MIN_LAYERS), len(model.layers)))
 
 
 def mismatches(model: Model) -> list[Mismatch]:
@@ -160,7 +159,8 @@ def matrix_command(model: str, like: str | None, as_json: bool) -> int:
 
     MODEL is a shipped name such as llama-3.1-8b, the path of a config.json or of its directory, or sizes such as
     layers=40,kv_heads=10,head_dim=128. A few of its layers of each kind move between engines that differ in one thing,
-    and every byte is checked. The table is Markdown; it names the engines that run each side.
+    and every byte is checked. The table is Markdown; it names the engines that run each side,
+    with their own words for the keys that a line leaves out.
 
     \b
     kvplan matrix granite-4.0-h-tiny

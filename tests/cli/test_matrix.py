@@ -21,6 +21,7 @@ CONFIG = {
     "num_key_value_heads": 4,
 }
 TINY = shortened(Model.from_config(CONFIG, "tiny"))
+RUNS = {"src": {"vLLM 0.33": []}, "dst": {"vLLM 0.33": ["no"]}}
 TOKEN_BYTES = 4 * 4 * 2 * 16 * 2  # 4 layers, K and V of 4 heads
 
 
@@ -92,11 +93,13 @@ def test_a_mismatch_is_verified_refused_or_wrong(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_table_has_a_line_for_each_result() -> None:
-    """The Markdown table has four columns in every line, also if a reason has a bar; bits are named."""
-    lines = list(markdown([Result(Mismatch("scales", "tp=1", "tp=2", bits=8), "refused", "LAYOUT: a|b")] * 2))
+    """The Markdown table has five columns in every line, also if a reason has a bar; bits are named."""
+    lines = list(
+        markdown([Result(Mismatch("scales", "tp=1", "tp=2", bits=8), "refused", "LAYOUT: a|b", None, RUNS)] * 2)
+    )
     assert len(lines) == 4
-    assert all(line.replace("\\|", "").count("|") == 5 for line in lines)
-    assert lines[3].startswith("| scales, 8 bits | tp=1 | tp=2 | refused, ")
+    assert all(line.replace("\\|", "").count("|") == 6 for line in lines)
+    assert lines[3].startswith("| scales, 8 bits | tp=1 | tp=2 | vLLM 0.33 -> none | refused, ")
 
 
 def test_the_command_prints_the_table(cli: Cli, path: str) -> None:
@@ -106,8 +109,11 @@ def test_the_command_prints_the_table(cli: Cli, path: str) -> None:
     # By hand: on 2 workers and 4 layers, 8 whole blocks of 2 heads in one piece, 2 cut blocks with each head apart.
     title, blank, *table = run.out.splitlines()
     assert (title, blank) == (f"{path}, 4 of 9 layers, positions [5, 150):", "")
-    assert table[2] == "| TP | tp=1 | tp=2 | verified: 96 descriptors of 384 bytes to 2048 bytes |"
-    assert table[3].startswith("| context | tp=16,dcp=2 | tp=16,dcp=8 | refused, LAYOUT: ")
+    assert (
+        table[2]
+        == "| TP | tp=1 | tp=2 | vLLM 0.33, SGLang 0.5.23 | verified: 96 descriptors of 384 bytes to 2048 bytes |"
+    )
+    assert table[3].startswith("| context | tp=16,dcp=2 | tp=16,dcp=8 | none | refused, LAYOUT: ")
     assert len(table) == 4
 
 
@@ -115,6 +121,7 @@ def test_the_command_prints_one_json_document(cli: Cli, path: str) -> None:
     """With --json each result is an object: the two engines, the verdict, and the reason or what moved."""
     document = json.loads(cli("matrix", path, "--json").out)
     verified, refused = document.pop("cells")
+    assert {*verified.pop("not_run_because")} == {*refused.pop("not_run_because")} == {"src", "dst"}
     assert document == {"model": path, "layers": {"moved": 4, "of": 9}, "tokens": [5, 150]}
     moved = {"bytes": 145 * TOKEN_BYTES, "descriptors": 96, "lengths": [384, 2048]}
     pair = {"differs": "TP", "src": "tp=1", "dst": "tp=2"}

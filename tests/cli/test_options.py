@@ -171,7 +171,8 @@ def test_a_model_of_sizes(sizes: str, group: int | None) -> None:
     ("sizes", "code"),
     [
         ("layers=2,kv_heads=3", "CONFIG"),
-        ("layers=2,kv_heads=3,head_dim=40,heads=3", "CONFIG"),
+        ("layers=2,kv_heads=3,head_dim=40,pp=3", "CONFIG"),
+        ("layers=2,kv_heads=3,head_dim=40,heads=4", "CONFIG"),
         ("layers=2,kv_heads=x,head_dim=40", "TYPE"),
         ("layers=0,kv_heads=3,head_dim=40", "RANGE"),
     ],
@@ -188,3 +189,28 @@ def test_a_directory_has_a_configuration(tmp_path: Path) -> None:
     keys = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 3, "head_dim": 40}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     assert load(str(tmp_path)).layers == load("layers=2,kv_heads=3,head_dim=40").layers
+
+
+def test_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
+    """--like names the type; keys of another cache, a known type and a refused one are still refused."""
+    keys = {"model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 40}
+    path = tmp_path / "config.json"
+
+    def code(like: str, **more: Any) -> str | None:
+        path.write_text(json.dumps({**keys, **more}))
+        return refusal(lambda text, what: load(text, like=like), str(path))
+
+    assert code("llama") is None
+    assert load(str(path), like="llama").layers == load("layers=2,kv_heads=3,head_dim=40").layers
+    assert code("llama", model_type="outer", text_config=keys) is None
+    assert code("lama") == code("llama", num_attention_groups=1) == "CONFIG"
+    assert code("llama", model_type="mistral") == code("llama", model_type="rwkv") == "CONFIG"
+
+
+def test_the_refusal_shows_what_to_type(tmp_path: Path) -> None:
+    """An unknown type is no dead end."""
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    with pytest.raises(
+        KVPlanError, match=r"--like llama.* layers=40,kv_heads=10,head_dim=128; .* file of their offers"
+    ):
+        load(str(tmp_path))
