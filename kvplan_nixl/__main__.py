@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
     try:
         from kvplan_nixl import calibrate, demo
     except ImportError as missing:
-        print(f"{missing}; install with: pip install 'kvplan[demo]'", file=sys.stderr)
+        print(f"{missing}; install with: pip install 'nixl>=1.5.1,<2' torch", file=sys.stderr)
         return 2
     return demo.main() if given.command == "demo" else calibrate.main(given.device, given.save)
 

@@ -30,7 +30,7 @@ from kvplan.errors import KVPlanError
 try:
     import nixl
 except ImportError as missing:  # nixl itself, or the wheel with its library
-    raise ImportError(f"kvplan_nixl needs NIXL: pip install 'kvplan[nixl]' ({missing})") from None
+    raise ImportError(f"kvplan_nixl needs NIXL: pip install 'nixl>=1.5.1,<2' ({missing})") from None
 
 NIXL_ERRORS: Final = tuple(
     kind for kind in vars(nixl._bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from kvplan import Blocks, Group, ReadSpec, TransferPlan, Worker, plan_mesh, region_of, view_of
+from kvplan import Blocks, Group, ReadSpec, Worker, plan_mesh, region_of, view_of
 from kvplan.executor import PendingRequests
 from kvplan_nixl.executor import NixlExecutor, settle
 
@@ -147,41 +147,45 @@ def decode(channel: Connection) -> bool:
     plans = plan_mesh([worker for worker, _ in made], handshake(channel, executors)).plans
     for executor, plan in zip(executors, plans, strict=True):
         executor.prepare(plan)
+    print(f"{PREFILL.tp} prefill and {DECODE.tp} decode workers are connected")
     all_right = True
     for request, tokens in enumerate(REQUESTS):
         message = json.loads(receive(channel))
         ids = torch.randperm(DECODE.num_blocks)[: math.ceil(tokens / DECODE.tokens_per_block)]
         began = time.perf_counter()
-        specs = [spec for both in zip(executors, plans, strict=True) for spec in read(*both, message, ids)]
-        took = time.perf_counter() - began
+        local, remote = {"attn": Blocks(ids.numpy())}, {"attn": Blocks(message["ids"])}
+        specs = [plan.bind(local=local, remote=remote, tokens=(0, tokens)) for plan in plans]
+        bound = time.perf_counter()
+        for executor, its in zip(executors, specs, strict=True):
+            read(executor, its, message["request"])
+        done = time.perf_counter()
         wrong = sum(
             not torch.equal(tokens_of(cache, ids, tokens), values(request, layer, tokens, DECODE.heads(rank)))
             for rank, (_, caches) in enumerate(made)
             for layer, cache in enumerate(caches)
         )
         all_right &= not wrong
-        megabytes, pieces = sum(spec.num_bytes for spec in specs) / 1e6, sum(spec.num_descriptors for spec in specs)
+        megabytes = sum(spec.num_bytes for its in specs for spec in its) / 1e6
+        pieces = sum(spec.num_descriptors for its in specs for spec in its)
         print(
-            f"{message['request']}: {tokens} tokens, {megabytes:.1f} MB in {pieces} descriptors, {took * 1e3:.1f} ms, "
-            f"{megabytes / took / 1e3:.2f} GB/s, {f'{wrong} TENSORS WRONG' if wrong else 'every value right'}"
+            f"{message['request']}: {tokens} tokens, {megabytes:.1f} MB in {pieces} descriptors, "
+            f"{(bound - began) * 1e3:.1f} ms to bind, {(done - bound) * 1e3:.1f} ms to read, "
+            f"{f'{wrong} TENSORS WRONG' if wrong else 'every value right'}"
         )
     for executor in executors:
         executor.close()
     return all_right
 
 
-def read(executor: NixlExecutor, plan: TransferPlan, sent: dict[str, Any], ids: torch.Tensor) -> tuple[ReadSpec, ...]:
+def read(executor: NixlExecutor, specs: tuple[ReadSpec, ...], request: str) -> None:
     """Read one worker's part of a request from all prefill workers."""
-    local, remote = {"attn": Blocks(ids.numpy())}, {"attn": Blocks(sent["ids"])}
-    specs = plan.bind(local=local, remote=remote, tokens=(0, sent["tokens"]))
-    transfers = [executor.start(spec, sent["request"]) for spec in specs]
+    transfers = [executor.start(spec, request) for spec in specs]
     if not settle(executor, transfers, TIMEOUT_S):
-        raise TimeoutError(f"{executor!r} waits for {sent['request']}")
+        raise TimeoutError(f"{executor!r} waits for {request}")
     for transfer in transfers:
         if transfer.error is not None:
             raise transfer.error
         executor.release(transfer)
-    return specs
 
 
 def tokens_of(cache: torch.Tensor, ids: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -192,6 +196,7 @@ def tokens_of(cache: torch.Tensor, ids: torch.Tensor, tokens: int) -> torch.Tens
 def main() -> int:
     """Run both processes, joined by a pipe. Exit status 0: every value was right."""
     quiet()
+    print("starting a prefill process")
     context = multiprocessing.get_context("spawn")
     channel, theirs = context.Pipe()
     process = context.Process(target=prefill, args=(theirs,), daemon=True)  # daemon: it ends with this process

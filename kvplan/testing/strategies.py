@@ -1,4 +1,4 @@
-"""Hypothesis strategies of engines and requests; ``pip install 'kvplan[testing]'`` brings what they need.
+"""Hypothesis strategies of engines and requests, for which the extra ``testing`` brings Hypothesis.
 
 :func:`requests` draws ranges of positions for two given engines, in blocks scattered over their pools. :func:`cases`
 draws the engines too: any two that can serve each other. Its choices are small integers of which 0 is always the
@@ -21,7 +21,7 @@ from kvplan.testing import engines
 from kvplan.testing.engines import BOTH, DESTINATION, EXCLUDED, POOL, SOURCE, EngineDesign, LogicalTensor, StoredTensor
 
 if find_spec("hypothesis") is None:
-    raise ImportError("kvplan.testing.strategies needs hypothesis: pip install 'kvplan[testing]'")
+    raise ImportError("kvplan.testing.strategies needs hypothesis: pip install hypothesis")
 
 from hypothesis import strategies as st
 

@@ -22,12 +22,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_moves_requests_between_two_processes() -> None:
-    """Every request arrives as it was computed, and its line has its size."""
+    """It says how far it is; every request arrives as it was computed, and its line has its size."""
     ran = run("demo")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert len(lines) == len(demo.REQUESTS)
-    for line, tokens in zip(lines, demo.REQUESTS, strict=True):
+    assert lines[:2] == ["starting a prefill process", "2 prefill and 3 decode workers are connected"]
+    for line, tokens in zip(lines[2:], demo.REQUESTS, strict=True):
         num_bytes = tokens * demo.LAYERS * demo.HEADS * demo.DIM * 2 * 2
         assert f": {tokens} tokens, {num_bytes / 1e6:.1f} MB in " in line
         assert line.endswith("every value right")
@@ -35,7 +35,7 @@ def test_the_demo_moves_requests_between_two_processes() -> None:
 
 def test_the_demo_is_short() -> None:
     """It is one file of about 200 lines, to copy from."""
-    assert len(Path(demo.__file__).read_text().splitlines()) < 205
+    assert len(Path(demo.__file__).read_text().splitlines()) < 210
 
 
 def test_usage() -> None:
@@ -51,5 +51,5 @@ def test_without_nixl(command: str) -> None:
     code = "import sys; sys.modules['nixl'] = None; from kvplan_nixl.__main__ import main; sys.exit(main(sys.argv[1:]))"
     ran = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("kvplan_nixl needs NIXL: pip install 'kvplan[nixl]'")
+    assert ran.stderr.startswith("kvplan_nixl needs NIXL: pip install 'nixl>=1.5.1,<2'")
     assert ran.stderr.count("\n") == 1
