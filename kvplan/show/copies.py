@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvplan._arrays import Ints, listed
 from kvplan._text import count, size, sizes
 from kvplan.describe.axes import segments
-from kvplan.describe.blocks import Blocks
+from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group, View
 from kvplan.describe.worker import Worker
 from kvplan.plan.align import before, period, position_of, reach, slots
@@ -123,13 +123,14 @@ class BoxCopy:
 class Panel:
     """The copies of one layer, of which ``num_layers`` are equal.
 
-    ``tensors`` are those of all layers, ``tokens`` the positions; ``None`` for a state. ``is_example`` says that no
-    block tables were given, so that block ids mean nothing.
+    ``tensors`` are those of all layers, ``tokens`` the positions, the first of those ``asked`` for; ``None`` for a
+    state. ``is_example`` says that no block tables were given, so that block ids mean nothing.
     """
 
     tensors: tuple[str, ...]
     num_layers: int
-    tokens: tuple[int, int] | None
+    tokens: Range | None
+    asked: Range
     operation: str
     is_example: bool
     copies: tuple[BoxCopy, ...] = attrs.field(repr=False)
@@ -145,6 +146,10 @@ class Panel:
         lengths = [copy.num_bytes for copy in self.copies]
         moved = f"{size(sum(lengths))} in {count(len(lengths), 'copy')} of {sizes(min(lengths), max(lengths))}"
         where = f"positions [{self.tokens[0]}, {self.tokens[1]})" if self.tokens else "one state"
+        if self.tokens and self.tokens != self.asked:
+            drawn, every = (_blocks_of(self.copies[0].local.map.group, each) for each in (self.tokens, self.asked))
+            first = "block" if drawn == 1 else count(drawn, "block")
+            where += f" of [{self.asked[0]}, {self.asked[1]}), first {first} of {every},"
         layers = f" of one of {self.num_layers} equal layers" if self.num_layers > 1 else ""
         return f"{where}{layers}: {moved}"
 
@@ -167,10 +172,11 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
     far = [_single(maps) for maps in theirs]
     kinds: dict[Any, tuple[tuple[BoxCopy, ...], list[tuple[str, ...]]]] = {}
     for group in plan.local.groups:
-        part = excerpt(plan, group, [ours, *theirs], request)
-        if part is None:
+        found = excerpt(plan, group, [ours, *theirs], request)
+        if found is None:
             continue
-        near = _single([found for found in ours if found.group == group])
+        part, asked = found
+        near = _single([one for one in ours if one.group == group])
         numbers = {layer: i for i, layer in enumerate(dict.fromkeys(one.layer for one, _ in near))}
         rows = _moved(plan, part, near, far, numbers)
         starts = np.searchsorted(rows[:, LAYER], np.arange(len(numbers) + 1)).tolist()
@@ -178,33 +184,39 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
             maps = [one for one, _ in near if one.layer == layer]
             shapes = tuple((one.axes, one.size_bytes, one.rest_bytes, one.block_stride_bytes) for one in maps)
             tokens = None if group.tokens_per_block is None else part["tokens"][group.name]
-            kind = shapes, tokens, rows[first:stop, COMPARED].tobytes()
+            kind = shapes, tokens, asked, rows[first:stop, COMPARED].tobytes()
             if first < stop and kind not in kinds:
                 kinds[kind] = tuple(_copies(plan, rows[first:stop], near, far)), []
             if first < stop:
                 kinds[kind][1].append(tuple(name for one in maps for name in one.tensors))
     return tuple(
         Panel(
-            tuple(dict.fromkeys(itertools.chain(*names))), len(names), tokens, plan.operation, request is None, copies
+            tensors=tuple(dict.fromkeys(itertools.chain(*names))),
+            num_layers=len(names),
+            tokens=tokens,
+            asked=asked,
+            operation=plan.operation,
+            is_example=request is None,
+            copies=copies,
         )
-        for (_, tokens, _), (copies, names) in kinds.items()
+        for (_, tokens, asked, _), (copies, names) in kinds.items()
     )
 
 
 def excerpt(
     plan: TransferPlan, group: Group, maps: Sequence[Sequence[BlockMap]], request: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
+) -> tuple[dict[str, Any], Range] | None:
     """The part of a request that is drawn, as the arguments of ``bind``: the first blocks of one local group.
 
-    It is one period of both sides at most. Other groups copy nothing, so that each address is in one group. ``None`` if
-    the request copies nothing of the group.
+    It is one period of both sides at most. Other groups copy nothing, so that each address is in one group. The range
+    is what the whole request copies of the group; ``None`` if that is nothing.
     """
     tensors = {view.name for view in plan.local.views if view.group == group.name}
     others = [found.group for side in maps[1:] for found in side if tensors.intersection(found.tensors)]
     turn = math.ceil(period(group, *others) / slots(group) / group.context.size)
     if request is None:
         request = _example(plan, group, others, maps, turn)
-        start, stop = request["tokens"]
+        start, stop = asked = request["tokens"]
     else:
         needed = [(group, request["local"])]
         if plan.operation == "WRITE":
@@ -214,14 +226,20 @@ def excerpt(
             return None
         ranges = [reach(one, table.first, table.stop - table.first) for one, table in listed]
         ranges += filter(None, [range_of(request["tokens"], group)])
-        start, stop = max(low for low, _ in ranges), min(high for _, high in ranges)
+        start, stop = asked = max(low for low, _ in ranges), min(high for _, high in ranges)
         if group.tokens_per_block is None:
             stop = min(stop, start + 1)
         else:
             end = reach(group, before(group, start) // slots(group), min(turn, MAX_BLOCKS))[1]
             stop = min(stop, end, start + MAX_POSITIONS)
     tokens = {other.name: (start, stop) if other == group else (0, 0) for other in plan.local.groups}
-    return {**request, "tokens": tokens} if start < stop else None
+    return ({**request, "tokens": tokens}, asked) if start < stop else None
+
+
+def _blocks_of(group: Group, positions: Range) -> int:
+    """How many blocks hold some of the positions."""
+    first, stop = (before(group, position) for position in positions)
+    return -(-stop // slots(group)) - first // slots(group)
 
 
 def _example(

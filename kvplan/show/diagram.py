@@ -14,12 +14,16 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplan._text import count
+from kvplan.describe.blocks import Range
 from kvplan.show.blockmap import TENSOR, BlockMap, Interval, Path, StridedAxis, extend, named
 from kvplan.show.copies import BoxCopy, CopyEnd, Panel
 
 WORKER: Final = "worker"
 BLOCK: Final = "block"
 REGION: Final = "region"
+
+NOTE: Final = "byte: offset in one block"
+"""What the numbers of bytes are. It counts from the first byte that is drawn of a block."""
 
 MAX_COLUMNS: Final = 20
 """A drawing shows about so many copies of a panel, or columns of a block map, at most."""
@@ -192,7 +196,10 @@ def panel_diagrams(panel: Panel) -> Iterator[tuple[Diagram, ...]]:
     """The source's side and the destination's, with fewer and fewer copies. Both show the same ones."""
     values, ranked = _values(panel.copies)
     ends = [copy.remote for copy in panel.copies], [copy.local for copy in panel.copies]
-    sides = [_blocks(side, panel.is_example) for side in (ends if panel.operation == "READ" else ends[::-1])]
+    sides = [
+        _blocks(side, None if panel.is_example else panel.tokens)
+        for side in (ends if panel.operation == "READ" else ends[::-1])
+    ]
     for most in range(MAX_COLUMNS, FEW - 1, -1):
         shown = _chosen(values, ranked, most)
         yield tuple(
@@ -251,8 +258,11 @@ _Block = Sequence[tuple[int, CopyEnd]]
 """The ends of copies in one block, by ascending bytes, each with the index of its copy."""
 
 
-def _blocks(ends: Sequence[CopyEnd], is_example: bool) -> list[tuple[Path, _Block]]:
-    """The blocks on one side, by worker, region and ordinal, each with the path to it."""
+def _blocks(ends: Sequence[CopyEnd], tokens: Range | None) -> list[tuple[Path, _Block]]:
+    """The blocks on one side, by worker, region and ordinal, each with the path to it.
+
+    Blocks of a request have their ids, and the positions of its ``tokens`` that they hold.
+    """
     blocks: dict[Any, list[tuple[int, CopyEnd]]] = {}
     for i, end in enumerate(ends):
         blocks.setdefault((end.worker.key, end.map.places, end.ordinal), []).append((i, end))
@@ -265,8 +275,10 @@ def _blocks(ends: Sequence[CopyEnd], is_example: bool) -> list[tuple[Path, _Bloc
         if has_regions:
             path.append(Interval(REGION, 0, 1, end.region))
         if end.map.group.tokens_per_block is not None:
-            name = "" if is_example else f"{end.ordinal} (id {end.block})"
-            path.append(Interval(BLOCK, end.ordinal, end.ordinal + 1, name, f"positions {end.positions}"))
+            name, held = "" if tokens is None else f"{end.ordinal} (id {end.block})", end.positions
+            if tokens and not held.name:
+                held = attrs.evolve(held, start=max(held.start, tokens[0]), stop=min(held.stop, tokens[1]))
+            path.append(Interval(BLOCK, end.ordinal, end.ordinal + 1, name, f"positions {held}"))
         found.append((tuple(path), block))
     return found
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 
 from kvplan._checks import integer, name, wrong_type
-from kvplan._text import fold
-from kvplan.describe.blocks import Blocks, Tokens
+from kvplan._text import count, fold, size
+from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.mesh import MeshPlan
@@ -83,8 +83,9 @@ def show(
     Rows are axes, from the slowest in memory to the fastest; columns are bytes. What repeats is folded, and equal
     layers are drawn once. In the picture of a plan, letters or ribbons connect the bytes that are copied. It shows the
     first blocks of the request that ``local``, ``remote`` and ``tokens`` describe, as :meth:`TransferPlan.bind` takes
-    them, with their block ids; without these arguments, the first blocks of an example. ``about`` is a line under the
-    title of the SVG. ``width`` is how many characters a line of the text may have: what is wider goes on below.
+    them, with their block ids, and says what all of it moves; without these arguments, the first blocks of an example.
+    ``about`` is a line under the title of the SVG. ``width`` is how many characters a line of the text may have: what
+    is wider goes on below.
 
     >>> from kvplan import Model, plan_reads
     >>> from kvplan.show import show
@@ -98,6 +99,8 @@ def show(
     head  │ 2       │ 3  │     │     │    │      │      │      │    │        │
     kv    │ K  │ V  │    │     │     │    │      │      │      │    │        │
     byte  │ 0  │ 256│ 512│ 1024│ 2048│    │ 15360│ 16384│ 32768│    │ 1294336│
+    <BLANKLINE>
+    byte: offset in one block
     >>> print(show(plan_reads(decode[1], prefill)))
     layers.0-79.attn
     positions [0, 16) of one of 80 equal layers: 16 KiB in 32 copies of 512 bytes
@@ -114,6 +117,8 @@ def show(
     position │ 0       │ 1         │ 2         │ 3         │ 4         │ 5         │ 6         │ ···│ 15          │
     block    │ 0                                                                                                  │
     worker   │ decode/1                                                                                           │
+    <BLANKLINE>
+    byte: offset in one block
 
     Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a ``width`` below 1 and
     for blocks of too many pieces, and what ``bind`` raises.
@@ -124,10 +129,16 @@ def show(
         return _picture(f"One block of {value.label}", block_maps(value), about, width)
     if isinstance(value, TransferPlan):
         is_given = any(part is not None for part in (local, remote, tokens))
-        found = panels(value, {"local": local or {}, "remote": remote or {}, "tokens": tokens} if is_given else None)
+        request: Request | None = {"local": local or {}, "remote": remote or {}, "tokens": tokens} if is_given else None
+        found = panels(value, request)
         remotes = fold(dict.fromkeys(copy.remote.worker.label for panel in found for copy in panel.copies)) or "nobody"
         verb = "reads from" if value.operation == "READ" else "writes to"
-        return _picture(f"{value.local.label} {verb} {remotes}", found, about, width)
+        title = f"{value.local.label} {verb} {remotes}"
+        if request is not None:
+            specs = value.bind(**request)
+            copied = count(sum(spec.num_descriptors for spec in specs), "descriptor")
+            title = f"{title}: {size(sum(spec.num_bytes for spec in specs))} in {copied}"
+        return _picture(title, found, about, width)
     hint = "a mesh has a plan for each worker: show(mesh.plans[0])" if isinstance(value, MeshPlan) else ""
     got = type(value).__name__
     raise KVPlanError("TYPE", "show a value", expected="a Worker or a TransferPlan", got=got, hint=hint)

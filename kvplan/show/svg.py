@@ -14,7 +14,7 @@ from typing import Any, Final
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from kvplan.show.diagram import BLOCK, MAX_COLUMNS, WORKER, Column, Diagram, Drawing, common
+from kvplan.show.diagram import BLOCK, MAX_COLUMNS, NOTE, WORKER, Column, Diagram, Drawing, common
 
 WIDTH: Final = 1160
 LEFT: Final = 84
@@ -23,11 +23,13 @@ ROW: Final = 20
 BYTES: Final = 22
 RIBBONS: Final = 110
 LETTER: Final = 7.2
-DIGIT: Final = 6.3
+DIGIT: Final = 6.9
 """Pixels: the width of the picture, where columns begin, the margin, the heights of a row of headers, of bytes and of
 ribbons, and the approximate widths of a letter and of a small digit."""
 
 COLOURS: Final = 10
+
+LEGEND: Final = f"{NOTE}; ⋯ more of the same; widths are not to scale"
 
 NARROW: Final[Mapping[str, float]] = MappingProxyType({"bytes": 0.0, "fold": 24.0, "rest": 18.0})
 """Widths of columns that do not share the room."""
@@ -43,7 +45,7 @@ STYLE: Final = """
 .kvplan .panel { font-size: 13px; font-weight: 600 }
 .kvplan .faint { fill: var(--faint) }
 .kvplan .axis { font-size: 11px; fill: var(--faint); text-anchor: end }
-.kvplan .byte { font-size: 10px; fill: var(--on); text-anchor: middle }
+.kvplan .byte { font-size: 11px; fill: var(--on); text-anchor: middle }
 .kvplan .cell text { text-anchor: middle }
 .kvplan .end { text-anchor: end }
 .kvplan .cell rect { fill: var(--cell) }
@@ -98,12 +100,12 @@ def _draw_legend(root: Element, top: float, colours: Mapping[str, str]) -> float
     x, y = float(EDGE), top + 16
     for name, kind in colours.items():
         wide = 34 + len(name) * LETTER
-        if x + wide > WIDTH - EDGE:
+        if x + wide > WIDTH - EDGE - len(LEGEND) * LETTER:
             x, y = float(EDGE), y + ROW
         _add(root, "rect", x=x, y=y - 10, width=11, height=11, rx=2, class_=kind)
         _add(root, "text", name, x=x + 16, y=y, class_="faint")
         x += wide
-    _add(root, "text", "⋯ more of the same; widths are not to scale", x=WIDTH - EDGE, y=y, class_="faint end")
+    _add(root, "text", LEGEND, x=WIDTH - EDGE, y=y, class_="faint end")
     return y + 8
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from kvplan.show.diagram import MAX_COLUMNS, Diagram, Drawing, Header, common
+from kvplan.show.diagram import MAX_COLUMNS, NOTE, Diagram, Drawing, Header, common
 
 WIDTH: Final = 120
 """Characters in a line at most, unless the caller gives another number."""
@@ -27,8 +27,8 @@ NONE: Final[Mapping[int | None, str]] = MappingProxyType({})
 def draw_text(drawings: Iterable[Drawing], rest: str, width: int = WIDTH) -> str:
     """Drawings one below the other. The legend says what the ``rest`` is that is hatched."""
     texts = ["\n".join([drawing.title, drawing.facts, _drawn(drawing, width)]) for drawing in drawings]
-    legend = [f"{REST} {rest}"] if any(REST in text for text in texts) else []
-    return "\n\n".join([*texts, *legend])
+    legend = f"{REST} {rest}; {NOTE}" if any(REST in text for text in texts) else NOTE
+    return "\n\n".join([*texts, legend]) if texts else ""
 
 
 def _drawn(drawing: Drawing, width: int) -> str:

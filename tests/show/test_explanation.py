@@ -23,6 +23,7 @@ from kvplan import (
     PeerError,
     Region,
     Report,
+    Request,
     Status,
     Transfer,
     Worker,
@@ -92,9 +93,9 @@ def test_what_a_value_prints_explains_it(value: object) -> None:
 
 
 def test_every_public_value_class_is_explained() -> None:
-    """No public class is left out but those that hold memory, and those of transfers under way."""
+    """No public class is left out but those that hold memory, those of transfers under way, and a type of mappings."""
     public = {each for name in kvplan.__all__ if inspect.isclass(each := getattr(kvplan, name))}
-    left_out = {Executor, FakeMemory, Notice, Status, Transfer, Workspace}
+    left_out = {Executor, FakeMemory, Notice, Request, Status, Transfer, Workspace}
     assert public - left_out <= {type(value) for value in (*LISTED, *PRINTED)}
 
 

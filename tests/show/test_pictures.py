@@ -121,8 +121,9 @@ def test_descriptors_of_the_plan_are_copies_of_the_picture(name: str) -> None:
     copies = [copy for panel in panels(plan) for copy in panel.copies]
     checked = 0
     for group in plan.local.groups:
-        request = excerpt(plan, group, [block_maps(worker) for worker in (plan.local, *plan.remotes)], None)
-        assert request
+        found_part = excerpt(plan, group, [block_maps(worker) for worker in (plan.local, *plan.remotes)], None)
+        assert found_part
+        request, _ = found_part
         for spec in plan.bind(**request):
             found = {start(copy.local): copy for copy in copies if copy.remote.worker.key == spec.remote}
             starts = np.array(sorted(found), np.uint64)
@@ -312,7 +313,7 @@ def states(engine_id: str = "e", **offsets: int) -> Worker:
 
 def drawn(value: Worker | TransferPlan, width: int = 120) -> None:
     """Print a drawing without the lines above and the legend below."""
-    drawing, *_ = show(value, width=width).text.split("\n\n░")
+    drawing, _, _ = show(value, width=width).text.rpartition("\n\n")
     print(*drawing.splitlines()[2:], sep="\n")
 
 

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvplan import Blocks, KVPlanError, Worker, plan_mesh, plan_reads, plan_writes
+from kvplan import Blocks, KVPlanError, Request, Worker, plan_mesh, plan_reads, plan_writes
 from kvplan.show import Picture, show
+from kvplan.show.svg import STYLE, WIDTH
 from tests.conftest import Cli
 from tests.pages import commands, wrong_prints
 from tests.small import engine
@@ -46,6 +47,33 @@ def test_a_request_has_block_ids() -> None:
     assert [[cell.strip() for cell in row] for row in blocks] == [["0 (id 4)", "1 (id 9)"], ["0 (id 7)"]]
     assert all(f">{label}<" in picture.svg for label in ("0 (id 4): positions 0-3", "1 (id 9): positions 4-7"))
     assert not any("(id " in text for text in (show(plan).text, show(plan).svg))
+
+
+def test_a_request_says_how_much_of_it_is_drawn() -> None:
+    """The title has what the request moves, a part its range and number of blocks, and each block its positions."""
+    plan = plan_reads(engine("decode", tokens=4)[0], engine("prefill"))
+    tables: Request = {"local": {"attn": Blocks(range(5))}, "remote": {"attn": Blocks(range(5)[::-1])}}
+    request, short = tables | {"tokens": (1, 19)}, tables | {"tokens": (1, 3)}
+    part, whole, specs = show(plan, **request), show(plan, **short), plan.bind(**request)
+    num_bytes, number = sum(spec.num_bytes for spec in specs), sum(spec.num_descriptors for spec in specs)
+    assert part.title.endswith(f": {num_bytes} bytes in {number} descriptors")
+    assert "positions [1, 4) of [1, 19), first block of 5, of one of" in part.text
+    assert "0 (id 4): positions 1-3<" in part.svg
+    assert "positions [1, 3) of one of" in whole.text
+
+
+def test_the_numbers_of_bytes_are_explained() -> None:
+    """Text and SVG say what the numbers in a row of bytes are."""
+    for picture in (show(engine("decode")[0]), show(plan_reads(engine("decode")[0], engine("prefill")))):
+        assert picture.text.endswith("byte: offset in one block")
+        assert ">byte: offset in one block; " in picture.svg
+
+
+def test_texts_are_readable_in_the_book() -> None:
+    """The book shows a picture in at least so many pixels that no text is below 9."""
+    (least,) = re.findall(r"img\[src\$=\"\.svg\"\] { min-width: (\d+)px }", (PICTURES.parent / "book.css").read_text())
+    sizes = [int(size) for size in re.findall(r"font(?:-size)?: (\d+)px", STYLE)]
+    assert min(sizes) * int(least) / WIDTH >= 9
 
 
 def test_a_writers_request_has_the_positions_of_its_destination() -> None:
