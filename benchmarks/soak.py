@@ -88,15 +88,15 @@ class Process:
     process: Any
     channel: Any
     path: Path
-    worker: Worker
-    caches: list[Words]
-    envelope: bytes = b""
+    worker: Worker = attrs.field(repr=False)
+    caches: list[Words] = attrs.field(repr=False)
+    envelope: bytes = attrs.field(default=b"", repr=False)
     connected: set[int] = attrs.field(factory=set)
     disturbed_at: float = 0.0
     resumes_at: float | None = None
     dies_at: float | None = None
     is_closing: bool = False
-    measured: list[dict[str, float]] = attrs.field(factory=list)
+    measured: list[dict[str, float]] = attrs.field(factory=list, repr=False)
 
     def send(self, *message: Any) -> None:
         """Send a command, unless the process has ended."""
@@ -128,9 +128,9 @@ class Request:
     is_staged: bool
     tokens: tuple[int, int]
     tables: dict[str, list[int]]
-    content: Words
+    content: Words = attrs.field(repr=False)
     before: int
-    processes: dict[Key, Process]
+    processes: dict[Key, Process] = attrs.field(repr=False)
     active: set[Key]
     passive: set[Key]
     unaware: set[Key]
@@ -192,7 +192,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.codes: Counter[str] = Counter()
         self.defects: list[str] = []
-        self.last_death = self.next_event = self.next_measure = 0.0
+        self.last_death = self.next_measure = 0.0
+        self.closed = self.next_event = 0
         self.is_over = False
 
     def run(self) -> None:
@@ -210,6 +211,8 @@ class Soak:
                 while pool.kept:
                     self.evict(name)
                 self.watch(name, [*pool.free])
+            if self.defects:
+                return
             self.measure()
             counts = {process: len(process.measured) for process in self.present.values()}
             self.until(lambda: all(len(process.measured) > count for process, count in counts.items()), STUCK_S)
@@ -235,8 +238,8 @@ class Soak:
             self.time_out(now)
             if is_loaded:
                 self.admit()
-                if now > self.next_event:
-                    self.next_event = now + self.random.uniform(0.3, 1.5)
+                if self.closed >= self.next_event and any(each.is_started for each in self.requests.values()):
+                    self.next_event = self.closed + self.random.randrange(20)
                     self.event()
                 if now > self.next_measure:
                     self.next_measure = now + 5
@@ -350,7 +353,7 @@ class Soak:
         target = self.random.choice([each for each in idle if each.dies_at is None and not each.is_closing] or [None])
         if what == "cancel" and self.requests:
             self.cancel(self.random.choice([*self.requests.values()]))
-        elif what != "cancel" and target is not None and (self.is_whole() or self.random.random() < 0.2):
+        elif what != "cancel" and target is not None:
             if target.key in self.spared:
                 what = "suspend"
             now = target.disturbed_at = time.monotonic()
@@ -541,6 +544,7 @@ class Soak:
     def close(self, request: Request) -> None:
         """All is over of a request, which may be tried again."""
         del self.requests[request.name]
+        self.closed += 1
         self.codes.update(request.codes)
         if request.is_done:
             self.counts["requests done"] += 1

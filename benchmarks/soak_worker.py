@@ -308,7 +308,7 @@ class Rank:
             settled = {}
             for notice in arrived:
                 attempt, workers = self.awaited.get(notice.request, (None, set()))
-                if attempt == notice.attempt:
+                if attempt == notice.attempt and workers:
                     workers.pop()
                     if not workers:
                         settled[notice.request] = notice.status
