@@ -17,9 +17,9 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan import Executor, Region, Worker
+from kvplan import Blocks, Executor, Region, Status, Transfer, Worker, plan_writes
 from kvplan.testing.executors import Bytes
-from kvplan_nixl import UCX, NixlExecutor
+from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.executor import Backends
 
 TIMEOUT_S = 60.0
@@ -135,6 +135,18 @@ def serve(
     fill(worker, memory, device)
     executor = NixlExecutor(here, backends)
     notices: list[Any] = []
+    written: list[Transfer] = []
+
+    def write(envelope: bytes, blocks: int, wait: bool) -> Status:
+        """Write the first blocks to those of a worker with one group, and perhaps wait until they are there."""
+        plan = plan_writes(here, [executor.connect(envelope)])
+        executor.prepare(plan)
+        tables = {group.name: Blocks(range(blocks)) for group in here.groups}
+        (spec,) = plan.bind(local=tables, remote=tables, tokens=(0, blocks * here.groups[0].tokens_per_block))
+        written.append(executor.start(spec, "request"))
+        if wait:
+            settle(executor, written, TIMEOUT_S)
+        return written[-1].status
 
     def wait_for_notices(count: int) -> tuple[Any, ...]:
         deadline = time.monotonic() + TIMEOUT_S
@@ -152,6 +164,7 @@ def serve(
         "notices": wait_for_notices,
         "clear": clear,
         "digests": lambda: digests(memory),
+        "write": write,
         "connect": lambda envelope: executor.connect(envelope) and None,
         "deregister": lambda: executor._agent.deregister(executor._agent._registered.elements()),
         "close": executor.close,

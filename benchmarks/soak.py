@@ -329,6 +329,8 @@ class Soak:
             self.replaced.remove(process)
         else:
             del self.present[process.key]
+            if not self.is_over:
+                self.spawn(process.key)
         mine = [request for request in self.requests.values() if request.processes[process.key] is process]
         moved = [(each.name, each.attempt) for each in mine if process.key[0] == ACTIVE[each.operation]]
         for other in self.everybody():
@@ -341,8 +343,6 @@ class Soak:
                 self.end(request, process, Status.FAILED, "KILLED")
             if process.key in request.passive:
                 self.release(request, process, Status.FAILED)
-        if process.key not in self.present and not self.is_over:
-            self.spawn(process.key)
 
     # What disturbs them
 
@@ -626,7 +626,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--plant", choices=PLANTS, default="")
     options = parser.parse_args(arguments)
-    os.environ |= {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+    os.environ |= {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_NET_DEVICES": "lo"}
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="soak-"))
     try:
         soak = Soak(options.seconds, options.decode_tp, options.seed, options.plant, folder)

@@ -46,7 +46,7 @@ def succeeds(run: Callable[[], None]) -> None:
 
 
 def over_tcp(run: Callable[[], None]) -> None:
-    os.environ["UCX_TLS"] = "tcp"
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     run()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import attrs
 import numpy as np
@@ -34,6 +35,7 @@ TIMEOUT_S = 60.0
 def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX moves bytes between two processes by TCP."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # other interfaces come and go, as those of tests/nixl/test_backends.py
 
 
 def worker(engine: str, rank: int = 0) -> Worker:
@@ -309,6 +311,81 @@ def test_starts_with_a_lost_peer_leave_nothing_behind(reader: Reader, peer: Peer
         assert len(alive) < 10
     finally:
         gc.enable()
+
+
+def test_a_writer_killed_during(reader: Reader, peer: PeerProcess) -> None:
+    """A destination outlives a writer that is killed while it is suspended itself.
+
+    The source of a READ over TCP would not: UCX ends its process.
+    """
+    with PeerProcess(worker("writer"), UCX) as writer:
+        envelope = peer.ask("envelope")
+        assert writer.ask("write", envelope, 10, True) is Status.DONE
+        peer.stop()
+        assert writer.ask("write", envelope, BLOCKS, False) is Status.RUNNING
+        writer.kill()
+        peer.resume()
+        transfer = reader.start(reader.plan(peer))
+        assert settle(reader.executor, [transfer], TIMEOUT_S)
+        assert transfer.status is Status.DONE
+
+
+@attrs.define
+class Destination:
+    """This process: a worker that another one writes to. It takes what arrives only when it reads notices."""
+
+    memory: np.ndarray
+    executor: NixlExecutor
+
+    def written_by(self, writer: PeerProcess, blocks: int, wait: bool) -> Status:
+        """Let a worker write some blocks, and read notices if it is to wait until they are here."""
+        writer.channel.send(("write", self.executor.envelope(), blocks, wait))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not writer.channel.poll(0.01) and time.monotonic() < deadline:
+            if wait:
+                self.executor.notices()
+        return writer.channel.recv()  # type: ignore[no-any-return]
+
+    def changes(self) -> bool:
+        """Whether bytes land while notices are read for a while."""
+        before = self.memory.copy()
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            self.executor.notices()
+        return not np.array_equal(self.memory, before)
+
+
+@pytest.fixture
+def dead_writer(peer: PeerProcess) -> Iterator[Destination]:
+    """A destination to which a worker, prefill/0, has begun to write 8 MiB before it was killed."""
+    there, memory = placed(worker("decode"))
+    with NixlExecutor(there, progress_thread=False) as executor:
+        here = Destination(memory["kv"].numpy(), executor)
+        assert here.written_by(peer, 10, wait=True) is Status.DONE
+        executor.connect(peer.ask("envelope"))
+        here.memory[:] = 0
+        assert here.written_by(peer, BLOCKS, wait=False) is Status.RUNNING
+        peer.kill()
+        assert not here.memory.any()
+        yield here
+
+
+def test_bytes_of_a_dead_writer_land_late(dead_writer: Destination) -> None:
+    """Over TCP, what a writer has sent lands when its destination polls, however long it is dead."""
+    assert dead_writer.changes()
+
+
+@pytest.mark.parametrize("polls", [False, True])
+def test_bytes_of_a_dead_writer_land_no_more_when_it_is_lost(dead_writer: Destination, polls: bool) -> None:
+    """When a notice to a dead writer has failed, nothing of it lands any more: its blocks can be used again."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while dead_writer.executor.peers[0].is_connected and time.monotonic() < deadline:
+        with suppress(KVPlanError):
+            dead_writer.executor.notify(("prefill", 0), "request", Status.FAILED)
+        if polls:
+            dead_writer.executor.notices()
+    assert not dead_writer.executor.peers[0].is_connected
+    assert not dead_writer.changes()
 
 
 def test_an_executor_closed_under_a_transfer(reader: Reader, peer: PeerProcess) -> None:

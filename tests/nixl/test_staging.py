@@ -157,6 +157,7 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
 def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX moves bytes between processes by TCP, which is slow enough to interrupt."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # other interfaces come and go, as those of tests/nixl/test_backends.py
 
 
 HEADS, PAGE_BYTES, BLOCKS, REQUEST_BLOCKS = 64, 4096, 1024, 256
