@@ -3,9 +3,9 @@
     python -m benchmarks.gpu
 
 First the executor contract runs in GPU memory, which checks every byte of reads and writes. Then one request is read in
-several pairs of layouts, inside a GPU, and from the first to the second GPU where there are two. Beside it are a copy
-of the same number of bytes in one piece, and copies of the same descriptors one by one, both by torch on the same
-memory. All times are medians of several rounds.
+several pairs of layouts from a worker in a process of its own, on the same GPU, and from the first to the second GPU
+where there are two. Beside it are a copy of the same number of bytes in one piece, and copies of the same descriptors
+one by one, both by torch in one process. All times are medians of several rounds.
 
 Without a GPU it says so and exits with 0. ``python -m benchmarks.gpu cpu`` tries the script itself.
 """
@@ -75,8 +75,8 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
     """A row of the table: a request from the first device and layout to the second."""
     import torch
 
-    from benchmarks.real_memory import fill, placed, synchronized
-    from kvplan_nixl import NixlExecutor, settle
+    from benchmarks.real_memory import PeerProcess, fill, placed, synchronized
+    from kvplan_nixl import UCX, NixlExecutor, settle
 
     def synchronize() -> None:
         for device in devices:
@@ -87,13 +87,15 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
         model.engine(name, layout=layout, num_blocks=2 * BLOCKS)[0]
         for name, layout in zip(("prefill", "decode"), layouts, strict=True)
     ]
-    (source, theirs), (local, ours) = (placed(worker, device) for worker, device in zip(made, devices, strict=True))
-    fill(source, theirs, devices[0])
+    (local, ours) = placed(made[1], devices[1])
+    (twin, theirs) = placed(made[0], devices[0])  # what the other process has, for torch
+    fill(twin, theirs, devices[0])
     rng = np.random.default_rng(1)
     near, far = (Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS]) for _ in range(2))
     synchronize()
-    with NixlExecutor(source) as prefill, NixlExecutor(local) as decode:
-        plan = plan_reads(local, [decode.connect(prefill.envelope())])
+    with PeerProcess(made[0], UCX, devices[0]) as prefill, NixlExecutor(local) as decode:
+        source = decode.connect(prefill.ask("envelope"))
+        plan = plan_reads(local, [source])
         decode.prepare(plan)
 
         def request() -> ReadSpec:

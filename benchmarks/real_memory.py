@@ -38,8 +38,11 @@ def synchronized(device: str) -> None:
 def placed(worker: Worker, device: str = "cpu") -> tuple[Worker, Memory]:
     """A worker whose regions are zeros in memory of a device, as torch names it, and that memory.
 
-    The memory lives as long as the worker, whether or not the caller keeps it.
+    The memory lives as long as the worker, whether or not the caller keeps it. The device becomes torch's present one,
+    as UCX wants it before an executor is made.
     """
+    if device != "cpu":
+        torch.cuda.set_device(device)
     memory: Memory = {
         region.name: torch.zeros(region.size_bytes, dtype=torch.uint8, device=device) for region in worker.regions
     }

@@ -93,7 +93,14 @@ class Agent:
     def __init__(self, name: str, backends: Mapping[str, Mapping[str, str]], progress_thread: bool) -> None:
         self.name = name
         config = nixl.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
-        self._open: Any = nixl.nixl_agent(name, config)
+        try:
+            self._open: Any = nixl.nixl_agent(name, config)
+        except FAILURES as error:
+            text = " ".join(str(error).split())
+        else:
+            text = ""
+        if text:  # raised after NIXL's exception is gone
+            raise KVPlanError("BACKEND", "make a NIXL agent", expected="no error", got=f"NIXL: {text}")
         self._handles: WeakSet[Handle] = WeakSet()
         self._registered: Counter[Range] = Counter()
         self._loaded: set[str] = set()

@@ -31,6 +31,16 @@ MAX_METADATA_BYTES: Final = 1 << 22
 """Metadata has a few hundred bytes for each registered region and backend."""
 
 
+def agent_prefix(worker: Worker) -> str:
+    """What the names of a worker's NIXL agents begin with. They are names of files where NIXL writes telemetry.
+
+    >>> from kvplan import Worker
+    >>> agent_prefix(Worker("prefill", 0, (), (), ()))
+    'prefill.0.'
+    """
+    return f"{worker.label.replace('/', '.')}."
+
+
 @attrs.frozen
 class Envelope:
     """A worker, the name of its NIXL agent, and that agent's metadata."""
@@ -43,11 +53,11 @@ class Envelope:
         """The envelope as bytes, authenticated by a key.
 
         >>> from kvplan import Region, Worker
-        >>> data = Envelope(Worker("prefill", 0, (Region("kv", 4096, 64),), (), ()), "prefill/0/a1", b"...").pack()
+        >>> data = Envelope(Worker("prefill", 0, (Region("kv", 4096, 64),), (), ()), "prefill.0.a1", b"...").pack()
         >>> Envelope.unpack(data)
         Envelope(worker=Worker(engine_id='prefill', rank=0,
             regions=(Region(name='kv', address=4096, size_bytes=64, memory='DRAM', device_id=0),), groups=()),
-            agent='prefill/0/a1')
+            agent='prefill.0.a1')
         """
         parts = (self.agent.encode(), self.metadata, encode(self.worker))
         content = b"".join((LENGTHS.pack(*map(len, parts)), *parts))
@@ -77,7 +87,7 @@ class Envelope:
             raise _unusable(f"{offer + offer_bytes} bytes, by its own lengths", f"{len(data)}")
         name = data[head:metadata].decode(errors="replace")
         worker = decode(data[offer:])
-        if not name.startswith(f"{worker.label}/"):
+        if not name.startswith(agent_prefix(worker)):
             raise _unusable(f"the name of an agent of worker {worker.label}", repr(name))
         return cls(worker, name, data[metadata:offer])
 

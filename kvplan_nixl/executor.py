@@ -33,7 +33,7 @@ from kvplan.describe.worker import Key
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Table
 from kvplan_nixl.agent import LOCAL, Agent, Handle, Range
-from kvplan_nixl.envelope import Envelope
+from kvplan_nixl.envelope import Envelope, agent_prefix
 from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, tell, watch
 from kvplan_nixl.notices import MAX_MESSAGE_BYTES, message, notice_of
 from kvplan_nixl.rows import Rows, kind_of
@@ -121,7 +121,7 @@ class NixlExecutor:
         key: bytes = b"",
     ) -> None:
         self.worker = worker
-        self._agent = Agent(f"{worker.label}/{uuid.uuid4().hex}", backends, progress_thread)
+        self._agent = Agent(f"{agent_prefix(worker)}{uuid.uuid4().hex}", backends, progress_thread)
         try:
             self._agent.register(worker.regions)
         except KVPlanError:

@@ -54,7 +54,8 @@ class TorchCopier:
 
     ``tensors`` has a tensor in the memory of each region, by name: caches, and the staging region. In main memory
     bytes are copied when copies begin. On a GPU copies run on a stream of their own. It waits for what is in torch's
-    present stream when copies begin, and no other stream waits for it.
+    present stream when copies begin, and no other stream waits for it. Begin no copies while a thread captures a CUDA
+    graph; those that are under way are not done before the capture of this thread ends.
 
     Raises ``MEMORY`` for tensors on several devices.
 
@@ -99,8 +100,12 @@ class TorchCopier:
 
     def done(self, ticket: Any) -> bool:
         """Whether copies are done. Raises ``MEMORY`` where they have failed."""
+        if ticket is None:
+            return True
+        if torch.cuda.is_current_stream_capturing():  # CUDA allows no query of an event meanwhile
+            return False
         try:
-            return ticket is None or bool(ticket.query())
+            return bool(ticket.query())
         except RuntimeError as error:
             raise _refused(error) from None
 
@@ -125,7 +130,7 @@ class TorchCopier:
     def _tensor(self, index: Ints | None) -> torch.Tensor | None:
         if index is None:
             return None
-        made = torch.tensor(index)
+        made = torch.tensor(index)  # torch keeps pinned memory, and uses it again when the copy from it is done
         return made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
 
     def _strided(self, copy: Copy, rows: tuple[Rows, Rows]) -> list[list[torch.Tensor]]:

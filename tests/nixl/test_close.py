@@ -91,7 +91,7 @@ def close_and_keep_all_errors() -> None:
     with PeerProcess(worker("prefill"), UCX) as peer, PeerProcess(worker("other"), UCX) as dead:
         plan, lost = connected(executor, peer), connected(executor, dead)
         forged = attrs.evolve(Envelope.unpack(dead.ask("envelope")), metadata=b"metadata")
-        forged = attrs.evolve(forged, worker=worker("third"), agent="third/0/a1")
+        forged = attrs.evolve(forged, worker=worker("third"), agent="third.0.a1")
         boast = attrs.evolve(plan.remotes[0], regions=(Region("kv.0", 1 << 45, SIZE),))
         kept: list[Any] = [raised(executor.connect, forged.pack())]
         dead.kill()

@@ -13,7 +13,7 @@ from kvplan_nixl import Envelope, NixlExecutor
 from tests.small import engine
 
 (WORKER,) = engine("prefill")
-GOOD = Envelope(WORKER, "prefill/0/a1", b"metadata")
+GOOD = Envelope(WORKER, "prefill.0.a1", b"metadata")
 
 
 def authentic(content: bytes) -> bytes:
@@ -41,7 +41,7 @@ def test_an_envelope_cut_short(length: int) -> None:
         (authentic(b"\xff" * 12), "at most 1024 bytes of name"),
         (authentic(GOOD.pack()[46:] + b" "), "by its own lengths"),
         (GOOD.pack() + b" ", "made with the key of this engine"),
-        (Envelope(WORKER, "decode/0/a1", b"").pack(), "the name of an agent of worker prefill/0"),
+        (Envelope(WORKER, "decode.0.a1", b"").pack(), "the name of an agent of worker prefill/0"),
     ],
     ids=["empty", "version", "lengths", "too long", "appended", "agent"],
 )
@@ -64,8 +64,8 @@ def test_metadata_that_nixl_cannot_read(metadata: bytes) -> None:
     there, _ = placed(engine("decode")[0])
     with NixlExecutor(there) as executor:
         for _ in range(2):
-            with pytest.raises(KVPlanError, match="PEER: cannot load the metadata of NIXL agent 'prefill/0/a1'"):
-                executor.connect(Envelope(WORKER, "prefill/0/a1", metadata).pack())
+            with pytest.raises(KVPlanError, match="PEER: cannot load the metadata of NIXL agent 'prefill.0.a1'"):
+                executor.connect(Envelope(WORKER, "prefill.0.a1", metadata).pack())
 
 
 def test_metadata_of_another_agent() -> None:

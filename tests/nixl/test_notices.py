@@ -64,7 +64,7 @@ def test_agents_that_are_not_connected_forge_no_notice(pair: Pair) -> None:
     """A message counts only from the agent of a connected worker, whatever it says and whatever its agent is called."""
     pair.source.connect(pair.reader.envelope())
     sent = Envelope.unpack(pair.source.envelope())
-    stranger = Agent("decode/0/stranger", UCX, progress_thread=True)
+    stranger = Agent("decode.0.stranger", UCX, progress_thread=True)
     try:
         stranger.load(sent.agent, sent.metadata)
         for data in MESSAGES:
@@ -90,7 +90,7 @@ def test_a_notice_that_comes_before_its_sender_is_connected(pair: Pair) -> None:
 def test_what_is_kept_of_strangers_is_bounded(pair: Pair) -> None:
     """The latest short messages of agents that are not connected are kept, and no long ones."""
     sent = Envelope.unpack(pair.source.envelope())
-    stranger = Agent("decode/0/stranger", UCX, progress_thread=True)
+    stranger = Agent("decode.0.stranger", UCX, progress_thread=True)
     try:
         stranger.load(sent.agent, sent.metadata)
         stranger.notify(sent.agent, bytes(1 << 20))
