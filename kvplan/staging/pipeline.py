@@ -290,6 +290,8 @@ class Pipeline:
 
     def _stop(self, request: _StagedRequest, ends: Status, error: KVPlanError | None = None) -> None:
         """Rule D5. The first reason to stop is how a request ends."""
+        if error is not None:
+            error.__traceback__ = None  # its frames refer to this pipeline, which would keep its staging region
         if not request.is_stopped:
             request.ends, request.error, request.chunks = ends, error, None
         if self._next is not None and self._next[0] is request:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvplan import KVPlanError
+from kvplan import Blocks, KVPlanError
 from kvplan.executor import FakeNetwork, Status
 from kvplan.plan import completions
 from kvplan.staging import Chunk, FakeCopier, Pipeline, StagedPlan, StagedTransfer
@@ -21,6 +22,7 @@ from tests.staged import (
     network_of,
     own_blocks,
     plans_of,
+    request_of,
     rig_plan,
     rig_request,
     staged_writes,
@@ -568,6 +570,26 @@ def test_a_staging_region_has_one_pipeline(operation: str) -> None:
         Pipeline(executor, rig_plan(10, operation), copier)
     del first
     Pipeline(executor, plan, copier)
+
+
+def test_a_failed_request_does_not_keep_its_pipeline(operation: str) -> None:
+    """A pipeline that is dropped leaves its staging region, whatever failed requests the caller keeps."""
+    plan = rig_plan(10, operation)
+    network = network_of(plan)
+    local = plan.direct.local
+    executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
+    pipeline = Pipeline(executor, plan, copier)
+    executor._prepared.clear()
+    failed = pipeline.submit("request", **request_of(operation, *[Blocks(range(4))] * 2, (0, 4)))
+    gc.disable()
+    try:
+        while not pipeline.poll():
+            pass
+        assert failed.status is Status.FAILED
+        del pipeline
+        Pipeline(executor, plan, copier)
+    finally:
+        gc.enable()
 
 
 def test_a_settled_request_stays_settled(rig: Rig) -> None:
