@@ -53,6 +53,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
+        "head_dim": 64,
+        # YaRN, as DeepSeek's own: without it vLLM 0.32 on a CPU rotates wrongly, and a prompt's tokens depend on its batch.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 256,
+        },
         "q_lora_rank": None,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,

@@ -45,6 +45,7 @@ PAIRS = {
     "gemma-3 32->64": Pair("gemma-3", side(32), side(64)),
     "granite-hybrid": Pair("granite-hybrid", side(), side()),
     "granite-hybrid TP 1->2": Pair("granite-hybrid", side(), side(tp=2)),
+    "deepseek-v3": Pair("deepseek-v3", side(16), side(16)),
     "deepseek-v3 TP 1->2": Pair("deepseek-v3", side(16), side(16, tp=2)),
     "llama 64->32, prefix on decode": Pair("llama", side(64), side(32, enable_prefix_caching=True), "prefix"),
     "llama 32->64, 200 in flight": Pair("llama", side(32, **SMALL), side(64, **SMALL), "burst"),

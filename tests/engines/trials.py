@@ -41,8 +41,12 @@ def alone(engine: Engine, tokens: list[list[int]]) -> list[list[int]]:
 
 
 def agreed(tokens: list[list[int]], *engines: Engine) -> list[list[int]]:
-    """What all engines generate undisturbed, after the transfer, so that it leaves nothing behind to find."""
+    """What all engines generate undisturbed, after the transfer, so that it leaves nothing behind to find.
+
+    The first engine does it in both orders: where tokens depend on the batch, equal tokens say nothing.
+    """
     first, *others = [alone(engine, tokens) for engine in engines]
+    others.append(alone(engines[0], tokens[::-1])[::-1])
     if any(other != first for other in others):
         raise AssertionError("void: undisturbed engines generate different tokens")
     return first
