@@ -24,7 +24,7 @@ os.environ |= {
 from tests.engines import trials
 from tests.engines.models import build
 from tests.engines.pairs import PAIRS, Pair
-from tests.engines.process import Engine, EngineFailedError
+from tests.engines.process import Engine, EngineFailedError, free_port
 
 CONNECTORS: dict[str, dict[str, Any]] = {
     "kvplan": {"kv_connector": "KvplanConnector", "kv_connector_module_path": "kvplan_nixl.vllm"},
@@ -47,16 +47,16 @@ ENGINE = {
 FOLDER = Path("build/engines")  # models and engines' logs
 
 
-def judge(name: str, connector: str) -> str:
+def judge(pair_name: str, connector: str) -> str:
     """Runs a pair's trial with one connector: its tokens were the same, or how many requests got different ones.
 
     Where requests failed, that is not different. An engine that crashed, hung or kept blocks is named with the reason.
     """
-    pair: Pair = PAIRS[name]
+    pair: Pair = PAIRS[pair_name]
     engines: list[Engine] = []
     with ExitStack() as ending:
 
-        def start(side: str) -> Engine:
+        def start(side: str, name: str = "", port: int = 0) -> Engine:
             settings = dict(getattr(pair, side))
             policy = settings.pop("kv_load_failure_policy", "fail")
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
@@ -64,11 +64,12 @@ def judge(name: str, connector: str) -> str:
                 **CONNECTORS[connector],
                 "kv_role": role,
                 "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {LEASE[connector]: pair.lease_s},
+                "kv_connector_extra_config": {LEASE[connector]: pair.lease_s, "port": port},
+                **({"engine_id": name} if name else {}),
             }
-            log = FOLDER / "logs" / f"{name} {connector} {side} {len(engines)}.log".replace(" ", "_")
+            log = FOLDER / "logs" / f"{pair_name} {connector} {side} {len(engines)}.log".replace(" ", "_")
             everything = {**ENGINE, "model": str(FOLDER / pair.model), "kv_transfer_config": transfer, **settings}
-            engines.append(Engine(everything, log))
+            engines.append(Engine(everything, log, port or free_port()))
             ending.callback(engines[-1].kill)
             return engines[-1]
 

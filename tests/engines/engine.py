@@ -20,8 +20,12 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment)
-    engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+    config = EngineArgs(**settings).create_engine_config()
+    # vLLM turns it off on a CPU, whatever the settings say.
+    config.scheduler_config.async_scheduling = settings.get("async_scheduling", False)
+    engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     scheduler = engine.engine_core.engine_core.scheduler
+    preempted: set[str] = set()
     pipe.send(("ready",))
     while True:
         while pipe.poll():
@@ -47,7 +51,11 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
                 pool = scheduler.kv_cache_manager.block_pool
                 # One block is vLLM's null block, which is never free.
                 pipe.send(("held", pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), len(scheduler.requests)))
-        for request in engine.step():
+            elif verb == "preempted":
+                pipe.send(("preempted", [name.partition("-")[0] for name in preempted]))
+        outputs = engine.step()
+        preempted.update(name for name, request in scheduler.requests.items() if request.num_preemptions)
+        for request in outputs:
             if not request.finished:
                 continue
             answer = request.outputs[0]

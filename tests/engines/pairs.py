@@ -30,6 +30,9 @@ def side(block: int = 32, tp: int = 1, pp: int = 1, **more: Any) -> dict[str, An
 
 SMALL = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 256}  # requests wait for blocks, prompts are chunked
 
+CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 16}  # prompts are computed in chunks of less than two blocks
+ASYNC = {"async_scheduling": True}
+
 PAIRS = {
     "llama": Pair("llama", side(), side()),
     "llama 32->64": Pair("llama", side(32), side(64)),
@@ -49,9 +52,24 @@ PAIRS = {
     "deepseek-v3 TP 1->2": Pair("deepseek-v3", side(16), side(16, tp=2)),
     "llama 64->32, prefix on decode": Pair("llama", side(64), side(32, enable_prefix_caching=True), "prefix"),
     "llama 32->64, 200 in flight": Pair("llama", side(32, **SMALL), side(64, **SMALL), "burst"),
+    "llama 32->64, chunked": Pair("llama", side(32, **CHUNKED), side(64, **CHUNKED)),
+    "gemma-3 32->64, chunked": Pair("gemma-3", side(32, **CHUNKED), side(64, **CHUNKED)),
+    "granite-hybrid TP 1->2, chunked": Pair("granite-hybrid", side(**CHUNKED), side(tp=2, **CHUNKED)),
+    "llama 32->64, async": Pair("llama", side(32, **SMALL, **ASYNC), side(64, **SMALL, **ASYNC), "burst"),
+    "llama 64->32, decode preempts": Pair(
+        "llama", side(64), side(32, num_gpu_blocks_override=80), "preempted_on_decode"
+    ),
+    "llama 32->64, prefill preempts": Pair(
+        "llama",
+        side(32, **CHUNKED, num_gpu_blocks_override=24, scheduler_reserve_full_isl=False),
+        side(64),
+        "preempted_on_prefill",
+    ),
     "llama 32->64, two of each": Pair("llama", side(32), side(64), "several"),
     "llama 32->64, aborted": Pair("llama", side(32), side(64), "aborted", lease_s=30),
     "llama, prefill dies": Pair("llama", side(), side(), "prefill_dies"),
     "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "recomputed"),
+    "llama, prefill restarts": Pair("llama", side(), side(), "prefill_restarts"),
+    "llama, prefill freezes": Pair("llama", side(), side(), "prefill_freezes"),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
 }

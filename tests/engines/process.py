@@ -34,16 +34,16 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """One engine. ``settings`` are vLLM's own."""
+    """One engine. ``settings`` are vLLM's own; ``port`` is where vLLM's NixlConnector listens."""
 
-    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+    def __init__(self, settings: dict[str, Any], log: Path, port: int) -> None:
         ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
         environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port()),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
         backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.log = log
@@ -97,6 +97,17 @@ class Engine:
         blocks, requests = self._receive("held", time.monotonic() + TIMEOUT_S)
         return blocks, requests
 
+    def preempted(self) -> set[str]:
+        """The names of requests that the engine has preempted."""
+        self._send("preempted")
+        (names,) = self._receive("preempted", time.monotonic() + TIMEOUT_S)
+        return set(names)
+
+    def freeze(self) -> None:
+        """Stops the engine and its workers where they are: they stay reachable and answer nothing."""
+        assert self._process.pid is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """Ends the engine and its workers at once, where that was not done before."""
         if self._pipe.closed:
@@ -134,7 +145,7 @@ class Engine:
         return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.engines.models import VOCABULARY
-from tests.engines.process import Answer, Engine
+from tests.engines.process import Answer, Engine, free_port
 
 ASK = {
     "do_remote_decode": True,
@@ -25,7 +25,7 @@ TOKENS = 12  # that decode generates
 IDLE_S = 180  # within which engines free everything, also what nobody reads any more
 
 Outcome = tuple[list[Answer], list[list[int]]]
-Start = Callable[[str], Engine]
+Start = Callable[..., Engine]
 
 
 def prompts(seed: int, lengths: Any = LENGTHS) -> list[list[int]]:
@@ -34,19 +34,19 @@ def prompts(seed: int, lengths: Any = LENGTHS) -> list[list[int]]:
     return [[generator.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-def alone(engine: Engine, tokens: list[list[int]]) -> list[list[int]]:
+def alone(engine: Engine, tokens: list[list[int]], max_tokens: int = TOKENS) -> list[list[int]]:
     """What an engine generates undisturbed: nothing transferred, nothing cached."""
     engine.forget()
-    return [answer.tokens for answer in engine.generate(tokens, TOKENS)]
+    return [answer.tokens for answer in engine.generate(tokens, max_tokens)]
 
 
-def agreed(tokens: list[list[int]], *engines: Engine) -> list[list[int]]:
+def agreed(tokens: list[list[int]], *engines: Engine, max_tokens: int = TOKENS) -> list[list[int]]:
     """What all engines generate undisturbed, after the transfer, so that it leaves nothing behind to find.
 
     The first engine does it in both orders: where tokens depend on the batch, equal tokens say nothing.
     """
-    first, *others = [alone(engine, tokens) for engine in engines]
-    others.append(alone(engines[0], tokens[::-1])[::-1])
+    first, *others = [alone(engine, tokens, max_tokens) for engine in engines]
+    others.append(alone(engines[0], tokens[::-1], max_tokens)[::-1])
     if any(other != first for other in others):
         raise AssertionError("void: undisturbed engines generate different tokens")
     return first
@@ -118,6 +118,38 @@ def burst(start: Start) -> Outcome:
     return answers, agreed(tokens, prefill, decode)
 
 
+def preempted_on_decode(start: Start) -> Outcome:
+    """Decode has blocks for all prompts, not for all that it generates: it preempts requests while it reads others."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens, max_tokens = prompts(12, (60,) * 32), 5 * TOKENS
+    answers = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    transfers = [offered(answer) for answer in answers]
+    read = loaded(decode.generate(tokens, max_tokens, transfers), tokens)
+    if not decode.preempted():
+        raise AssertionError("void: decode has preempted nothing")
+    idle(prefill, decode)
+    return read, agreed(tokens, prefill, decode, max_tokens=max_tokens)
+
+
+def preempted_on_prefill(start: Start) -> Outcome:
+    """Prefill generates for others in the same blocks: it preempts prompts of which it has computed some chunks."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(13, (300,) * 6)
+    others = [prefill.submit(prompt, 8 * TOKENS) for prompt in prompts(14, (30,) * 8)]
+    asked = [prefill.submit(prompt, 1, ASK) for prompt in tokens]
+    # Each is read at once: prefill has no blocks for all of them.
+    reading = [
+        decode.submit(prompt, TOKENS, offered(prefill.wait(name))) for prompt, name in zip(tokens, asked, strict=True)
+    ]
+    if not prefill.preempted() & {*asked}:
+        raise AssertionError("void: prefill has preempted none of the requests that decode reads")
+    read = loaded([decode.wait(name) for name in reading], tokens)
+    for name in others:
+        prefill.wait(name)
+    idle(prefill, decode)
+    return read, agreed(tokens, prefill, decode)
+
+
 def several(start: Start) -> Outcome:
     """Two decode engines read from two prefill engines, all at the same time."""
     prefills, decodes = [[start(side), start(side)] for side in ("prefill", "decode")]
@@ -174,6 +206,37 @@ def bereft(start: Start) -> tuple[list[Answer], list[Answer], list[list[int]]]:
     failed = [decode.wait(name) for name in reading]
     idle(successor, decode)
     return read, failed, agreed([*before, *local, *after, *lost], successor, decode)
+
+
+def prefill_restarts(start: Start) -> Outcome:
+    """Prefill restarts under its name and port: what it had computed before fails, what it computes then is read."""
+    where = {"name": "prefill", "port": free_port()}
+    prefill, decode = start("prefill", **where).ready(), start("decode").ready()
+    before, lost, after = prompts(15), prompts(16), prompts(17)
+    read = moved(prefill, decode, before)
+    answers = prefill.generate(lost, 1, [ASK] * len(lost))
+    prefill.kill()
+    prefill = start("prefill", **where).ready()
+    names = [decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in zip(lost, answers, strict=True)]
+    read += moved(prefill, decode, after)
+    failed = [decode.wait(name) for name in names]
+    idle(prefill, decode)
+    right = agreed([*before, *after], prefill, decode)
+    return [*read, *failed], [*right, *[[]] * len(lost)]
+
+
+def prefill_freezes(start: Start) -> Outcome:
+    """Prefill stops answering before decode knows it: its requests fail in time, others go on."""
+    frozen, prefill, decode = start("prefill").ready(), start("prefill").ready(), start("decode").ready()
+    lost, others = prompts(18), prompts(19)
+    answers = frozen.generate(lost, 1, [ASK] * len(lost))
+    frozen.freeze()
+    names = [decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in zip(lost, answers, strict=True)]
+    read = moved(prefill, decode, others)
+    failed = [decode.wait(name, timeout_s=IDLE_S) for name in names]
+    frozen.kill()
+    idle(prefill, decode)
+    return [*read, *failed], [*agreed(others, prefill, decode), *[[]] * len(lost)]
 
 
 def decode_dies(start: Start) -> Outcome:
