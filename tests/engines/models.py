@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
         "head_dim": 64,
-        # YaRN, as DeepSeek's own: without it vLLM 0.32 on a CPU rotates wrongly, and a prompt's tokens depend on its batch.
+        # YaRN, as DeepSeek's own. Without it vLLM 0.32 on a CPU rotates wrongly: tokens depend on the batch.
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
