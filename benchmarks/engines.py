@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import statistics
 import sys
 import time
@@ -85,6 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     rounds = parser.parse_args().rounds
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     build("bench", FOLDER / "bench")
     with ExitStack() as ending:
