@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from typing import Any, Final, Literal
 
 import attrs
@@ -14,7 +13,6 @@ from rich.text import Text
 from kvplan._text import count, fold, intervals, size
 from kvplan.cli.engines import lines, reasons
 from kvplan.cli.options import (
-    WIDTH,
     EngineCommand,
     EngineOptions,
     decimal,
@@ -25,6 +23,7 @@ from kvplan.cli.options import (
     plain_console,
     print_lines,
     progress_bar,
+    terminal_width,
     token_range,
 )
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
@@ -162,16 +161,17 @@ def explain_command(
         document = {"model": model, "src": str(src), "dst": str(dst), "offers": offers}
         echo_json(document | {"plans": plans, "completions": completions})
         return 0
+    width = terminal_width()
     for role, (name, side) in zip(("source", "destination"), options.items(), strict=True):
         engine = engines[name]
         shown = engine if detail == "rows" else engine[:1]
         title = (
             f"{role}, {side.title(loaded)}: {count(len(engine), 'worker')}{'' if detail == 'rows' else ', the first:'}"
         )
-        print_lines(click.wrap_text(title, WIDTH, subsequent_indent="    ").splitlines())
-        print_lines(line for worker in shown for line in explain(worker, detail=detail).splitlines())
+        print_lines(click.wrap_text(title, width, subsequent_indent="    ").splitlines())
+        print_lines(line for worker in shown for line in explain(worker, detail=detail, width=width).splitlines())
         print_lines([] if detail == "line" else [""])
-    print_lines(explain(mesh, detail=detail).splitlines())
+    print_lines(explain(mesh, detail=detail, width=width).splitlines())
     return 0
 
 
@@ -225,7 +225,7 @@ def _draw(plan: TransferPlan) -> None:
     """A block of the first source that sends something, a block of the destination, and what moves between them."""
     moving = [remote for remote, pair in zip(plan.remotes, plan.pairs, strict=True) if pair.local_table.num_ids]
     console = plain_console()
-    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    width = terminal_width()
     for value in (*moving[:1], plan.local, plan):
         picture = show(value, width=width)
         text = Text(f"\n{picture.title}\n\n", style="bold")
@@ -298,7 +298,9 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
     else:
         for name, offer in offers:
             if isinstance(offer, Worker):
-                print_lines([*explain(offer).splitlines(), f"  fingerprint {fingerprint(offer)}"])
+                print_lines(
+                    [*explain(offer, width=terminal_width()).splitlines(), f"  fingerprint {fingerprint(offer)}"]
+                )
             else:
                 print_lines([f"{name}: refused", *(f"  {problem}" for problem in offer)])
     return 0 if len(workers) == len(files) and (comparison is None or comparison.ok) else 2

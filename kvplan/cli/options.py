@@ -6,6 +6,7 @@ An engine is written as ``tp=4,block=16,layout=LBNHC`` on the command line.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -309,6 +310,11 @@ def echo_json(document: Mapping[str, Any]) -> None:
 def plain_console() -> Console:
     """A console for stdout that neither wraps text nor reads markup. In a pipe, or with NO_COLOR, it has no colour."""
     return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def terminal_width() -> int:
+    """Characters in a line of the terminal, at least 40; :data:`WIDTH` where there is none."""
+    return max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
 
 
 def print_lines(lines: Iterable[str]) -> None:

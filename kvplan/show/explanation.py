@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from kvplan._checks import integer
 from kvplan._text import count, fold, intervals, shown, size, sizes
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
@@ -28,25 +29,25 @@ Detail = Literal["line", "workers", "rows"]
 DETAILS: Final[tuple[Detail, ...]] = ("line", "workers", "rows")
 
 WIDTH: Final = 120
-"""Characters of a line that fits a terminal."""
+"""Characters of a line, unless the caller gives another number."""
 
 MAX_IDS: Final = 8
 """Of more block ids than this, a line has the first and the last."""
 
 
-def explain(value: object, *, detail: Detail = "workers") -> str:
+def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) -> str:
     """A value of kvplan as plain text, without a line break at the end.
 
     ``detail`` says how much text:
 
-    - ``line``: one line of at most 120 characters, for a log. What is longer is cut.
-    - ``workers``: a few lines of at most 120 characters, the first of which is that line. Regions and views of a worker
+    - ``line``: one line of at most ``width`` characters, for a log. What is longer is cut.
+    - ``workers``: a few lines of at most ``width`` characters, the first of which is that line. Regions and views of a worker
       are folded where they differ in name and place only. A plan has a line for each remote worker that moves bytes.
     - ``rows``: every region and view of a worker, every row of a plan's tables, every descriptor of a spec. Nothing is
       folded, cut or left out.
 
     Other values, such as a cost, are their own ``str``, and its first line. Raises ``TYPE`` for anything that is not a
-    value of kvplan, and ``NAME`` for another ``detail``.
+    value of kvplan, ``NAME`` for another ``detail``, and ``RANGE`` for a ``width`` below 40.
 
     >>> from kvplan import Axis, Group, Region, View, Worker, explain, plan_reads
     >>> def worker(engine, tp, rank):
@@ -81,21 +82,21 @@ def explain(value: object, *, detail: Detail = "workers") -> str:
     """
     if detail not in DETAILS:
         raise KVPlanError("NAME", "explain a value", expected=f"detail in {', '.join(DETAILS)}", got=shown(detail))
-    lines = _lines(value, detail == "rows")
+    lines, width = _lines(value, detail == "rows"), integer(width, "width of an explanation", low=40)
     if detail == "line":
         line = next(lines)
-        return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
-    return "\n".join(lines if detail == "rows" else [part for line in lines for part in fit(line)])
+        return line if len(line) <= width else f"{line[: width - 3]}..."
+    return "\n".join(lines if detail == "rows" else [part for line in lines for part in fit(line, width)])
 
 
-def fit(line: str) -> list[str]:
-    """A line in lines of at most :data:`WIDTH` characters, each after the first indented by four more.
+def fit(line: str, width: int = WIDTH) -> list[str]:
+    """A line in lines of at most ``width`` characters, each after the first indented by four more.
 
     >>> [len(text) for text in fit("  " + 50 * "word ")]
     [116, 120, 25]
     """
-    indent = " " * (min(len(line) - len(line.lstrip()), WIDTH // 4) + 4)
-    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    indent = " " * (min(len(line) - len(line.lstrip()), width // 4) + 4)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 @functools.singledispatch

@@ -118,8 +118,9 @@ def test_lines_fit_a_terminal(name: str) -> None:
     """However long names are, lines of the first two details fit, and the second leaves no letter out."""
     worker = Worker(name, 0, DECODE.regions, DECODE.groups, DECODE.views)
     for value in (worker, plan_mesh([worker], PREFILL), compare(worker, PREFILL[0]), REFUSED):
-        assert len(explain(value, detail="line")) <= WIDTH
-        assert max(map(len, explain(value).splitlines())) <= WIDTH
+        for width in (WIDTH, 80):
+            assert len(explain(value, detail="line", width=width)) <= width
+            assert max(map(len, explain(value, width=width).splitlines())) <= width
     assert re.sub(r"\s", "", explain(worker)).startswith(re.sub(r"\s", "", str(worker)))
 
 
