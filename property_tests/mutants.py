@@ -288,7 +288,6 @@ def faults(plans: Sequence[TransferPlan], request: Request, spans: Mapping[str, 
     moved: dict[Any, list[Any]] = {}
     destinations: dict[Any, tuple[Worker, TransferPlan]] = {}
     sources: dict[Any, tuple[Worker, Mapping[str, Blocks]]] = {}
-    used = set()  # the sources of some copy: only they are listed, since a changed context may have many positions
     for plan in plans:
         reads = plan.operation == "READ"
         for worker in (plan.local,) if reads else plan.remotes:
@@ -301,11 +300,10 @@ def faults(plans: Sequence[TransferPlan], request: Request, spans: Mapping[str, 
             if spec.local != plan.local.key or spec.operation not in ("READ", "WRITE"):
                 return [f"{spec} of {plan}"]
             key = spec.local if reads else spec.remote
-            used.update([spec.remote if reads else spec.local] if spec.local_ids.size else [])
             copies.setdefault(key, []).extend(copies_by_id(spec))
             moved.setdefault(key, []).extend(copies_of(spec))
     try:
-        held = {key: contents(*sources[key], everything(sources[key][0])) for key in used}
+        held = {key: contents(worker, own_, everything(worker)) for key, (worker, own_) in sources.items()}
         for worker, plan in destinations.values():
             contents(worker, request["local" if plan.operation == "READ" else "remote"], everything(worker))
     except AssertionError:
