@@ -298,9 +298,8 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
     else:
         for name, offer in offers:
             if isinstance(offer, Worker):
-                print_lines(
-                    [*explain(offer, width=terminal_width()).splitlines(), f"  fingerprint {fingerprint(offer)}"]
-                )
+                lines = explain(offer, width=terminal_width()).splitlines()
+                print_lines([*lines, f"  fingerprint {fingerprint(offer)}"])
             else:
                 print_lines([f"{name}: refused", *(f"  {problem}" for problem in offer)])
     return 0 if len(workers) == len(files) and (comparison is None or comparison.ok) else 2

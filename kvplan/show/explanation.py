@@ -41,8 +41,9 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
     ``detail`` says how much text:
 
     - ``line``: one line of at most ``width`` characters, for a log. What is longer is cut.
-    - ``workers``: a few lines of at most ``width`` characters, the first of which is that line. Regions and views of a worker
-      are folded where they differ in name and place only. A plan has a line for each remote worker that moves bytes.
+    - ``workers``: a few lines of at most ``width`` characters, the first of which is that line. Regions and views of a
+      worker are folded where they differ in name and place only. A plan has a line for each remote worker that moves
+      bytes.
     - ``rows``: every region and view of a worker, every row of a plan's tables, every descriptor of a spec. Nothing is
       folded, cut or left out.
 

@@ -278,6 +278,14 @@ def test_the_demo_grows_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch,
 # explain
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_explain_fits_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Lines are folded to the width of the terminal, which the longest ones use."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    run = cli("explain", "gemma-3-27b", "--src", "tp=2", "--dst", "tp=4,block=64")
+    assert columns - 10 < max(map(len, run.out.splitlines())) <= columns
+
+
 def engines_of_explain():  # type: ignore[no-untyped-def]
     """The engines that EXPLAIN is about, and their mesh."""
     model = Model.shipped("qwen3-0.6b")
