@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -19,6 +19,10 @@ ID_END: Final = 1 << 31
 """Block ids and descriptor ids are below this, so that they fit int32."""
 
 
+SECONDS_END: Final = 9e9
+"""Times are below this: the system takes no longer ones."""
+
+
 def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
     """``value`` as an exact ``int`` in ``[low, high)``; bools and floats are not integers.
 
@@ -31,7 +35,7 @@ def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
         raise wrong_type(what, "an integer", value)
     try:
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # of an array of several numbers, of a tensor without any
         raise wrong_type(what, "an integer", value) from None
     if not low <= number < high:
         raise KVPlanError(
@@ -85,6 +89,8 @@ def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
     (1, 2)
     """
     try:
+        if isinstance(values, str | bytes):
+            raise TypeError
         made = tuple(values)  # a tuple stays itself, so that equal layers can share one
     except TypeError:
         raise wrong_type(what, f"a sequence of {kind.__name__} values", values) from None
@@ -92,6 +98,42 @@ def members(kind: type[Kind], values: Any, what: str) -> tuple[Kind, ...]:
         if not isinstance(item, kind):
             raise wrong_type(what, f"{kind.__name__} values only", item)
     return made
+
+
+def instance(kind: Any, value: Kind, what: str) -> Kind:
+    """``value``, which must be of type ``kind``.
+
+    >>> instance(str, "READ", "operation")
+    'READ'
+    """
+    if not isinstance(value, kind):
+        raise wrong_type(what, f"a value of type {kind.__name__}", value)
+    return value
+
+
+def having(attribute: str, value: Any, what: str, expected: str) -> Any:
+    """``value``, which must have an attribute: for values of a room that the caller does not import."""
+    if isinstance(value, type) or not hasattr(value, attribute):
+        raise wrong_type(what, expected, value)
+    return value
+
+
+def seconds(value: Any, what: str) -> float:
+    """``value`` as a number of seconds, from 0 to :data:`SECONDS_END`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(what, "a number of seconds", value)
+    if not 0 <= value < SECONDS_END:
+        raise KVPlanError("RANGE", f"read {what}", expected=f"seconds in [0, {SECONDS_END:g})", got=shown(value))
+    return float(value)
+
+
+def is_one_of(value: Any, known: Iterable[str]) -> bool:
+    """Whether ``value`` is one of the ``known`` strings; anything may be asked about, also what has no hash.
+
+    >>> is_one_of("READ", ["READ", "WRITE"]), is_one_of([], ["READ", "WRITE"])
+    (True, False)
+    """
+    return isinstance(value, str) and value in known
 
 
 def wrong_type(what: str, expected: str, got: Any) -> KVPlanError:

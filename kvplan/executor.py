@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import attrs
 
 from kvplan import _checks
-from kvplan.describe.worker import Key, Worker, label_of
+from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
 from kvplan.verification import FakeMemory
 
@@ -77,6 +77,11 @@ class Status(enum.Enum):
         return self is not Status.RUNNING
 
 
+def _status(value: Any) -> Status:
+    found: Status = _checks.instance(Status, value, "status of a transfer")
+    return found
+
+
 def _settled_status(value: Any) -> Status:
     if not (isinstance(value, Status) and value.is_settled):
         raise _checks.wrong_type("status of a notice", "a Status that is settled", value)
@@ -94,10 +99,15 @@ class Transfer:
 
     spec: ReadSpec
     request: str = attrs.field(converter=request_name)
-    status: Status = Status.RUNNING
+    status: Status = attrs.field(default=Status.RUNNING, converter=_status)
     error: KVPlanError | None = None
     notifies: bool = True
     attempt: int = attrs.field(default=0, converter=attempt_number)
+
+    def __attrs_post_init__(self) -> None:
+        _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")
+        if self.error is not None:
+            _checks.instance(KVPlanError, self.error, "error of a transfer")
 
     def __repr__(self) -> str:
         return f"<Transfer {self.request!r} {self.status.value}: {self.spec!r}>"
@@ -117,6 +127,9 @@ class Notice:
     request: str = attrs.field(converter=request_name)
     attempt: int = attrs.field(default=0, converter=attempt_number)
     status: Status = attrs.field(default=Status.DONE, converter=_settled_status)
+
+    def __attrs_post_init__(self) -> None:
+        key_of((self.engine_id, self.rank), "sender of a notice")
 
 
 @attrs.define(eq=False)
@@ -152,18 +165,19 @@ class PendingRequests:
         Replaces an earlier attempt. Tell the workers the attempt together with the blocks: blocks that are used again
         under the same name need another number. Raises ``TYPE``, ``NAME`` or ``RANGE``.
         """
-        self._awaited[request_name(request)] = _PendingRequest(attempt_number(attempt), set(workers))
+        awaited = {key_of(worker, "worker to await") for worker in _checks.members(tuple, workers, "workers to await")}
+        self._awaited[request_name(request)] = _PendingRequest(attempt_number(attempt), awaited)
 
     def discard(self, request: str) -> None:
         """Await nothing more of a request, if it is pending. Its blocks are safe only if no worker can touch them."""
-        self._awaited.pop(request, None)
+        self._awaited.pop(request_name(request), None)
 
     def receive(self, notices: Iterable[Notice]) -> dict[str, Status]:
         """Take notices, and return the requests that await none any more: their blocks may be used again.
 
         A request is DONE if all workers have said so, otherwise as the first other one has said.
         """
-        for notice in notices:
+        for notice in _checks.members(Notice, notices, "notices"):
             awaited = self._awaited.get(notice.request)
             worker = (notice.engine_id, notice.rank)
             if awaited is not None and awaited.attempt == notice.attempt and worker in awaited.workers:
@@ -264,6 +278,7 @@ def not_planned_for(worker: Worker, known: Worker | None, whose: str) -> KVPlanE
 
 def check_local(plan: TransferPlan, worker: Worker) -> None:
     """Check that an executor's ``worker`` can be the local worker of a plan, rule E5. Raises ``PEER``."""
+    _checks.having("pairs", plan, "plan", "a TransferPlan")
     if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):
         raise not_planned_for(plan.local, worker, "local")
 
@@ -289,13 +304,15 @@ class FakeNetwork:
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
-        workers = tuple(workers)
+        workers = _checks.members(Worker, workers, "workers of a network")
         self.memory: FakeMemory = FakeMemory(workers)
         self.workers: dict[Key, Worker] = {worker.key: worker for worker in workers}
         self.inbox: dict[Key, list[Notice]] = {key: [] for key in self.workers}
 
     def executor(self, worker: Worker) -> FakeExecutor:
         """The executor of one of the workers."""
+        if self.workers.get(_checks.instance(Worker, worker, "worker").key) != worker:
+            raise not_connected(worker.key)
         return FakeExecutor(self, worker)
 
 
@@ -325,7 +342,7 @@ class FakeExecutor:
 
     def poll(self, transfer: Transfer) -> Status:
         """Move the bytes of a running transfer and notify the remote worker."""
-        if transfer.status is Status.RUNNING:
+        if _checks.instance(Transfer, transfer, "transfer").status is Status.RUNNING:
             spec = transfer.spec
             try:
                 self.network.memory.execute(spec)
@@ -339,20 +356,21 @@ class FakeExecutor:
 
     def cancel(self, transfer: Transfer) -> None:
         """Cancel a transfer that was not polled yet. It moves no byte."""
-        if transfer.status is Status.RUNNING:
+        if _checks.instance(Transfer, transfer, "transfer").status is Status.RUNNING:
             transfer.status = Status.CANCELLED
 
     def release(self, transfer: Transfer) -> None:
         """Check that the transfer is settled. It holds nothing."""
-        if not transfer.status.is_settled:
+        if not _checks.instance(Transfer, transfer, "transfer").status.is_settled:
             raise still_running(transfer.request, "release a transfer")
 
     def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
         """Put a notice into the inbox of a worker of the network."""
         notice = Notice(*self.worker.key, request, attempt, status)
-        if worker not in self.network.inbox:
-            raise not_connected(worker)
-        self.network.inbox[worker].append(notice)
+        key = key_of(worker, "worker of a notice")
+        if key not in self.network.inbox:
+            raise not_connected(key)
+        self.network.inbox[key].append(notice)
 
     def notices(self) -> tuple[Notice, ...]:
         """The notices from other workers of the network since the last call."""

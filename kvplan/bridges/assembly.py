@@ -7,15 +7,17 @@ another. Every contradiction between them is an error with both values.
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import attrs
 
-from kvplan._checks import INT64_END, integer, settle
+from kvplan import _checks
+from kvplan._checks import INT64_END, instance, integer, settle
 from kvplan.describe.axes import Axis
 from kvplan.describe.tensors import Device, device_of, view_of
 from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
@@ -35,6 +37,9 @@ INDEX: Final = "index"
 """Pools of a layer's attention cache, and of its indexer."""
 
 
+Bridge = TypeVar("Bridge", bound=Callable[..., Worker])
+
+
 @attrs.frozen
 class RankInfo:
     """The rank that an engine's objects belong to, which they do not know themselves.
@@ -50,6 +55,9 @@ class RankInfo:
     context: Context = attrs.field(factory=Context)
 
     def __attrs_post_init__(self) -> None:
+        settle(self, "a rank", _checks.name, "engine_id")
+        settle(self, "a rank", integer, "rank")
+        instance(Context, self.context, "context of a rank")
         settle(self, "a rank", integer, "tp", low=1, high=MAX_RANKS)
         settle(self, "a rank", integer, "tp_rank", high=self.tp)
 
@@ -57,6 +65,27 @@ class RankInfo:
 def differ(code: str, action: str, expected: object, got: object) -> KVPlanError:
     """The error for a fact of an engine that contradicts the model, or another fact; its details are both facts."""
     return KVPlanError(code, action, expected=f"{expected}", got=f"{got}", wanted=expected, found=got)
+
+
+def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
+    """Decorates a bridge: objects without the attributes that ``release`` of the engine has are a ``TYPE`` error."""
+
+    def decorate(bridge: Bridge) -> Bridge:
+        @functools.wraps(bridge)
+        def read(model: Model, info: RankInfo, *objects: Any, **options: Any) -> Worker:
+            instance(Model, model, "model")
+            instance(RankInfo, info, "info")
+            try:
+                return bridge(model, info, *objects, **options)
+            except KVPlanError:
+                raise
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                got = f"{type(error).__name__}: {error}"
+                raise KVPlanError("TYPE", f"read the objects of {release}", expected="those of it", got=got) from error
+
+        return cast(Bridge, read)
+
+    return decorate
 
 
 @attrs.define

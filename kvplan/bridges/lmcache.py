@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, differ, everywhere, strided
+from kvplan.bridges.assembly import Assembly, RankInfo, differ, everywhere, reads_engine, strided
 from kvplan.describe.tensors import device_of, view_of
 from kvplan.describe.views import ITEMSIZE, View
 from kvplan.describe.worker import Worker
@@ -29,6 +29,7 @@ PATTERNS: Final = MappingProxyType(
 """Dimensions of chunks, by ``MemoryFormat`` and how many there are. Chunks without a layer dimension hold one layer."""
 
 
+@reads_engine("LMCache 0.5.6")
 def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequence[int]] | None = None) -> Worker:
     """A worker whose blocks are the chunks of an LMCache, from one of its ``MemoryObj``.
 

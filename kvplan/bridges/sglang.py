@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, conv_order, differ
+from kvplan.bridges.assembly import Assembly, RankInfo, conv_order, differ, reads_engine
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import Page
 from kvplan.models.model import Model
@@ -26,6 +26,7 @@ PATTERNS: Final = MappingProxyType(
 """Dimensions of the K and V buffers, by ``kv_cache_layout``."""
 
 
+@reads_engine("SGLang 0.5.23")
 def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
     """The worker of an SGLang rank, from its ``token_to_kv_pool``.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, differ
+from kvplan._checks import is_one_of
+from kvplan.bridges.assembly import Assembly, RankInfo, differ, reads_engine
 from kvplan.describe.worker import Worker
 from kvplan.models.model import Model
 
@@ -17,6 +18,7 @@ PATTERNS: Final = MappingProxyType({"NHD": "block kv token head content", "HND":
 """Dimensions of the buffers, by the ``kv_layout`` of the attention backend."""
 
 
+@reads_engine("TensorRT-LLM")
 def from_tensorrt_llm(model: Model, info: RankInfo, kv_cache_manager: Any, kv_layout: str) -> Worker:
     """The worker of a TensorRT-LLM rank, from the ``KVCacheManager`` of its PyTorch backend.
 
@@ -41,7 +43,7 @@ def from_tensorrt_llm(model: Model, info: RankInfo, kv_cache_manager: Any, kv_la
     >>> print(worker, worker.views[0].axes[1], sep="; ")
     prefill/0: 28 views of 28 tensors in 1 region, 1 group; head [4, 8) of 8 stride 8192
     """
-    if kv_layout not in PATTERNS:
+    if not is_one_of(kv_layout, PATTERNS):
         raise differ("LAYOUT", "read a pool of TensorRT-LLM", f"one of {', '.join(PATTERNS)}", repr(kv_layout))
     assembly = Assembly(model, info)
     windows = kv_cache_manager.max_attention_window_vec

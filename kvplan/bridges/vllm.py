@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import CONTENT, Assembly, RankInfo, conv_order, differ, everywhere, strided
+from kvplan._checks import instance, is_one_of
+from kvplan.bridges.assembly import CONTENT, Assembly, RankInfo, conv_order, differ, everywhere, reads_engine, strided
 from kvplan.describe.tensors import view_of
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
@@ -63,6 +64,7 @@ BACKENDS: Final = MappingProxyType(
 """The layout of K and V by the name of an attention backend, and its instruction set if the layer has one."""
 
 
+@reads_engine("vLLM 0.33")
 def from_vllm(
     model: Model,
     info: RankInfo,
@@ -108,9 +110,9 @@ def from_vllm(
     >>> print(worker.views[27].name, *worker.views[27].axes[:2], sep="; ")
     layers.27.attn; head [4, 8) of 8 stride 512; token [0, 16) of 16 stride 2048
     """
-    if kv_layout is not None and kv_layout not in KV_LAYOUTS:
+    if kv_layout is not None and not is_one_of(kv_layout, KV_LAYOUTS):
         raise differ("LAYOUT", "read kv_layout", f"one of {', '.join(KV_LAYOUTS)}", repr(kv_layout))
-    assembly = Assembly(model, info)
+    assembly, layers = Assembly(model, info), instance(Mapping, layers, "layers")
     tensors = kv_cache_config.kv_cache_tensors
     placed = {name: (tensor, i) for tensor in tensors for i, name in enumerate(_names(tensor))}
     if not isinstance(kv_caches, Mapping):

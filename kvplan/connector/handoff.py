@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._checks import integer, members, name, settle, wrong_type
+from kvplan._checks import instance, integer, members, name, seconds, settle, wrong_type
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 
@@ -58,6 +58,13 @@ class Handoff:
     deadline: float
     blocks: Mapping[str, Blocks]
 
+    def __attrs_post_init__(self) -> None:
+        instance(Source, self.source, "source of a handoff")
+        settle(self, "a handoff", name, "request")
+        settle(self, "a handoff", integer, "num_tokens", high=POSITION_END)
+        settle(self, "a handoff", seconds, "deadline")
+        members(Blocks, instance(Mapping, self.blocks, "blocks of a handoff").values(), "blocks of a handoff")
+
     def params(self) -> dict[str, Any]:
         """The handoff as plain values."""
         return {
@@ -74,7 +81,7 @@ class Handoff:
     @classmethod
     def of_params(cls, params: Mapping[str, Any]) -> Handoff:
         """The handoff in a request's parameters, of which others are ignored. Raises ``KEY``, ``TYPE`` and others."""
-        missing = sorted(PARAMS - params.keys())
+        missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
             raise KVPlanError("KEY", "read a handoff", expected=f"a key {missing[0]!r}", got="none")
         deadline, tables = params["remote_deadline"], params["remote_block_ids"]
@@ -123,4 +130,6 @@ def attended(start: int, stop: int, window: int | None) -> Range:
     >>> attended(0, 100, 64), attended(50, 100, 64), attended(0, 100, None)
     ((37, 100), (50, 100), (0, 100))
     """
+    start, stop = integer(start, "start of a range"), integer(stop, "stop of a range")
+    window = None if window is None else integer(window, "window", low=1)
     return (start if window is None else min(max(start, stop - window + 1), stop), stop)

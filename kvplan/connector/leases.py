@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvplan._checks import members, name, seconds
+
 
 class Leases:
     """Requests whose blocks stay until their reader is done, or their time is over. Times are of one clock.
@@ -24,14 +26,16 @@ class Leases:
 
     def grant(self, request: str, until: float) -> None:
         """Keep the blocks of a request until its reader is done, or until ``until``."""
-        self._until[request] = until
+        self._until[name(request, "name of a request")] = seconds(until, "end of a lease")
 
     def end(self, requests: Iterable[str]) -> None:
         """Their reader is done. Requests without a lease change nothing: it is over, or was of an earlier start."""
-        self._done.update(dict.fromkeys(request for request in requests if request in self._until))
+        given = members(str, requests, "requests")
+        self._done.update(dict.fromkeys(request for request in given if request in self._until))
 
     def ended(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The requests whose blocks may be freed, each once: their reader is done, or their time is over."""
+        now = seconds(now, "time")
         done, self._done = (*self._done,), {}
         for request in done:
             del self._until[request]

@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan.connector.handoff import Source
+from kvplan._checks import instance, integer, members, name, seconds, settle, wrong_type
+from kvplan.connector.handoff import PORT_END, Source
 from kvplan.errors import KVPlanError
 
 MAX_OFFERS_BYTES: Final = 1 << 28
@@ -49,9 +50,16 @@ class Offers:
     ahead_s: float
     workers: tuple[bytes, ...] = attrs.field(repr=False)
 
+    def __attrs_post_init__(self) -> None:
+        settle(self, "offers", name, "engine_id", "start")
+        members(bytes, self.workers, "offers")
+        if not isinstance(self.ahead_s, float) or not math.isfinite(self.ahead_s):
+            raise wrong_type("ahead_s of offers", "a number of seconds", self.ahead_s)
+
     @classmethod
     def decode(cls, data: bytes, asked: float) -> Offers:
         """The offers in an answer to what was ``asked`` at a time of this clock. Raises ``MESSAGE``."""
+        asked = seconds(asked, "time of a question")
         try:
             fields = json.loads(data)
             workers = tuple(b64decode(worker, validate=True) for worker in fields["workers"])
@@ -80,8 +88,9 @@ class Listener:
     def __init__(self, engine_id: str, host: str, workers: Sequence[bytes], port: int = 0) -> None:
         self._done: deque[str] = deque(maxlen=MAX_DONE)
         done = self._done
+        name(engine_id, "engine_id"), name(host, "host"), integer(port, "port", high=PORT_END)
         fields = {"engine_id": engine_id, "start": f"{time.time_ns():x}"}
-        offers = [b64encode(worker).decode() for worker in workers]
+        offers = [b64encode(worker).decode() for worker in members(bytes, workers, "offers of a listener")]
 
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
@@ -111,7 +120,11 @@ class Listener:
             def log_message(self, *_: Any) -> None:
                 return
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            expected = "an address of this machine, and a port that is free"
+            raise KVPlanError("PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}") from None
         self.source: Source = Source(**fields, host=host, port=self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvplan listener", daemon=True)
         self._thread.start()
@@ -150,12 +163,13 @@ def _ask(source: Source, path: str, timeout_s: float) -> Offers:
 
 def send_done(source: Source, requests: Iterable[str]) -> None:
     """Tell an engine that its requests are read, or will not be read. Raises ``PEER``."""
-    _exchange(source, "POST", "/done", json.dumps([*requests]).encode(), DONE_S)
+    _exchange(source, "POST", "/done", json.dumps(members(str, requests, "requests")).encode(), DONE_S)
 
 
 def _exchange(source: Source, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
     """What a listener answers, within ``timeout_s``."""
-    stop, action = time.monotonic() + timeout_s, f"reach {source}"
+    instance(Source, source, "source")
+    stop, action = time.monotonic() + seconds(timeout_s, "timeout_s"), f"reach {source}"
     connection = HTTPConnection(source.host, source.port, timeout=timeout_s)
     try:
         connection.request(method, path, body)
@@ -182,13 +196,13 @@ class Notifier:
     """Tells engines in the background which of their requests a reader is done with."""
 
     def __init__(self, logger: Logger) -> None:
-        self._logger = logger
+        self._logger = instance(Logger, logger, "logger")
         self._items: queue.SimpleQueue[tuple[Source, str] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="kvplan done", daemon=True).start()
 
     def put(self, source: Source, request: str) -> None:
         """Tell an engine of one request, soon."""
-        self._items.put((source, request))
+        self._items.put((instance(Source, source, "source"), name(request, "name of a request")))
 
     def close(self) -> None:
         """Send nothing more."""

@@ -21,6 +21,7 @@ from typing import Final
 
 import attrs
 
+from kvplan._checks import having, instance, name, seconds, settle
 from kvplan.connector.handoff import Source
 from kvplan.connector.listener import Offers, fetch
 from kvplan.describe.blocks import Blocks, Range
@@ -52,6 +53,13 @@ class Read:
     remote: Mapping[str, Blocks]
     tokens: Mapping[str, Range]
     deadline: float
+
+    def __attrs_post_init__(self) -> None:
+        instance(Source, self.source, "source of a read")
+        for field in ("local", "remote", "tokens"):
+            instance(Mapping, getattr(self, field), f"{field} of a read")
+        settle(self, "a read", name, "request")
+        settle(self, "a read", seconds, "deadline")
 
 
 @attrs.frozen(eq=False)
@@ -116,14 +124,16 @@ class Reads:
         fetch_offers: Callable[[Source, float], Offers] = fetch,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.worker = worker
-        self._executor = executor
-        self._logger = logger
+        self.worker: Worker = instance(Worker, worker, "worker")
+        self._executor: Executor = having("prepare", executor, "executor", "an Executor")
+        self._logger: Logger = instance(Logger, logger, "logger")
+        for function in (open_offer, connect, disconnect, fetch_offers):
+            having("__call__", function, "a function of reads", "a function")
         self._open_offer = open_offer
         self._connect = connect
         self._disconnect = disconnect
         self._fetch = fetch_offers
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds(timeout_s, "timeout_s")
         self._peers: dict[Source, _Peer] = {}
         self._connected: dict[Key, tuple[Worker, bytes]] = {}
         self._jobs: list[_Job] = []
@@ -131,7 +141,7 @@ class Reads:
 
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
-        peer, now = self._peers.get(read.source), time.monotonic()
+        peer, now = self._peers.get(instance(Read, read, "read").source), time.monotonic()
         if peer is None or (peer.ready and now - peer.began > MAX_AGE_S):
             peer = self._peers[read.source] = _Peer(read.source, now, self._shake_hands(read.source))
         peer.used = now
@@ -142,7 +152,7 @@ class Reads:
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that can't be read."""
-        self._end(ReadResult(request, error))
+        self._end(ReadResult(name(request, "name of a request"), instance(KVPlanError, error, "error of a read")))
 
     def poll(self) -> list[ReadResult]:
         """The requests that have ended since the last call."""

@@ -190,6 +190,12 @@ def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     shape = tuple(integer(n, "a dimension of a tensor") for n in tensor.shape)
     if not math.prod(shape):
         raise KVPlanError("SIZE", "read a tensor", expected="at least one element", got=f"shape {shape}", shape=shape)
-    if is_torch:
-        return shape, tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()), dtype, int(tensor.data_ptr())
-    return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])
+    try:
+        if not is_torch:
+            return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])
+        strides, address = tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()), int(tensor.data_ptr())
+    except RuntimeError:  # of a sparse tensor, in words of the framework's own
+        address = 0
+    if not address:
+        raise wrong_type("a tensor", "a dense tensor with memory", tensor)
+    return shape, strides, dtype, address

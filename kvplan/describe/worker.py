@@ -68,6 +68,15 @@ Key = tuple[str, int]
 """What identifies a worker: engine id and rank."""
 
 
+def key_of(worker: Any, what: str) -> Key:
+    """The key of a worker, which may itself be given."""
+    if isinstance(worker, Worker):
+        return worker.key
+    if not isinstance(worker, tuple) or len(worker) != 2:
+        raise wrong_type(what, "a Worker, or its engine id and rank", worker)
+    return name(worker[0], f"engine id of {what}"), integer(worker[1], f"rank of {what}")
+
+
 def label_of(key: Key) -> str:
     """``engine_id/rank``: how messages name a worker."""
     return f"{key[0]}/{key[1]}"

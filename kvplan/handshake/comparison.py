@@ -13,7 +13,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import wrong_type
+from kvplan._checks import members, wrong_type
 from kvplan._text import count, fold
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Geometry
@@ -110,6 +110,7 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
     for worker in (local, remote):
         if not isinstance(worker, Worker):
             raise wrong_type("a side of a comparison", "a Worker", worker)
+    not_transferred = members(str, not_transferred, "not_transferred")
     found: dict[Difference, list[str]] = {}
     known: dict[tuple[Stored, Stored], list[Difference]] = {}  # layers are often equal on both sides
     for name in dict.fromkeys((*local.tensors, *remote.tensors)):

@@ -25,8 +25,8 @@ from typing import Any
 
 import attrs
 
-from kvplan._checks import integer, name, settle
-from kvplan._text import meant
+from kvplan._checks import instance, integer, is_one_of, members, name, settle
+from kvplan._text import meant, shown
 from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -67,7 +67,8 @@ class Model:
     query_heads: int | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a model", name, "name")
+        settle(self, "a model", name, "name", "dtype")
+        settle(self, "a model", _layers, "layers", "drafts")
 
     @classmethod
     def from_config(
@@ -100,8 +101,8 @@ expected a value for key 'hidden_size', got no such key
     def shipped(cls, model_name: str) -> Model:
         """A model whose configuration comes with this package, by its name in lower case. Raises ``NAME``."""
         shipped = shipped_configs()
-        if model_name not in shipped:
-            what, got, hint = "load a shipped model", repr(model_name), meant(str(model_name), shipped)
+        if not is_one_of(model_name, shipped):
+            what, got, hint = "load a shipped model", shown(model_name), meant(str(model_name), shipped)
             raise KVPlanError("NAME", what, expected="one of Model.names()", got=got, hint=hint, name=model_name)
         return cls.from_config(shipped[model_name], model_name)
 
@@ -124,7 +125,7 @@ expected a value for key 'hidden_size', got no such key
         >>> print(target.with_draft(drafting))
         deepseek-v3: 61 layers, 28 draft layers, bfloat16, groups attn
         """
-        return attrs.evolve(self, drafts=drafting.layers)
+        return attrs.evolve(self, drafts=instance(Model, drafting, "drafting").layers)
 
     def with_dtypes(self, dtype: str | None = None, ssm_dtype: str | None = None) -> Model:
         """This model with an attention cache of ``dtype`` and SSM states of ``ssm_dtype``; None changes nothing.
@@ -202,7 +203,8 @@ expected a value for key 'hidden_size', got no such key
         """
         start = integer(start, "start of a token range")
         stop = integer(stop, "stop of a token range", low=start)
-        paged = {group.name for group in worker.groups if group.tokens_per_block is not None}
+        groups = instance(Worker, worker, "worker").groups
+        paged = {group.name for group in groups if group.tokens_per_block is not None}
         windows = _farthest((view.group, self._window(view.name)) for view in worker.views if view.group in paged)
         return {g: (start if window is None else max(start, stop - window), stop) for g, window in windows.items()}
 
@@ -336,7 +338,9 @@ expected a value for key 'hidden_size', got no such key
         Raises ``LAYOUT`` for an unknown layout and for parallel sizes that the model cannot have, ``TYPE`` or
         ``RANGE`` for a bad number, ``NAME`` for unknown groups.
         """
-        pp = len(layers_per_stage) if layers_per_stage is not None and pp == 1 else pp
+        if layers_per_stage is not None:
+            layers_per_stage = members(int, layers_per_stage, "layers_per_stage")
+            pp = len(layers_per_stage) if pp == 1 else pp
         sizes = Parallel(tp, pp, dcp, pcp, interleave, pcp_spreads)
         order = Layout(layout, kv, pad, kernel_tokens, conv_order)
         if tokens_per_block is None:
@@ -346,7 +350,7 @@ expected a value for key 'hidden_size', got no such key
         parts = stages_of(len(self.layers), sizes.pp, layers_per_stage)
         sizes.check(self.name, (tensor for tensor in self.tensors if tensor.paged))
         together = flag(shared, "shared") and len(self.groups) > 1
-        addresses = Addresses(name(engine_id, "engine_id"), memory)
+        addresses = Addresses(name(engine_id, "engine_id"), name(memory, "memory"))
         workers, names = [], self.groups
         for rank, (stage, pcp_rank, tp_rank) in enumerate(product(parts, range(sizes.pcp), range(sizes.tp))):
             context = sizes.context(pcp_rank, tp_rank)
@@ -376,6 +380,10 @@ def _farthest(windows: Iterable[tuple[str, int | None]]) -> dict[str, int | None
         known = found.get(group, window)
         found[group] = None if known is None or window is None else max(known, window)
     return found
+
+
+def _layers(value: Any, what: str) -> Layers:
+    return tuple(members(Tensor, layer, f"a layer of {what}") for layer in members(tuple, value, what))
 
 
 def _tokens(value: Any) -> int:

@@ -29,7 +29,8 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, name, settle
+from kvplan._checks import integer, is_one_of, name, settle
+from kvplan._text import shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
@@ -281,7 +282,7 @@ def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | N
             what, expected = f"scale each head of {tensor.kind!r}", "K and V of equal sizes"
             raise KVPlanError("SIZE", what, expected=expected, got=f"{dict(tensor.axes)}", kind=tensor.kind)
         dim = dict(tensor.axes)["dim"]
-        per_scale = integer(scale_elements or dim, "scale_elements", low=1, high=MAX_COUNT)
+        per_scale = integer(dim if scale_elements is None else scale_elements, "scale_elements", low=1, high=MAX_COUNT)
         if dim % per_scale:
             what, expected = f"scale each head of {tensor.kind!r}", f"scale_elements that divide its {dim} elements"
             raise KVPlanError(
@@ -307,6 +308,6 @@ def _packed_bytes(elements: int, bits: int, kind: str) -> int:
 
 
 def _check_dtype(action: str, dtype: str) -> None:
-    if dtype not in ITEMSIZE:
+    if not is_one_of(dtype, ITEMSIZE):
         expected = f"a dtype of {', '.join(ITEMSIZE)}"
-        raise KVPlanError("DTYPE", action, expected=expected, got=repr(dtype), dtype=dtype)
+        raise KVPlanError("DTYPE", action, expected=expected, got=shown(dtype), dtype=shown(dtype))

@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 import attrs
 
+from kvplan._checks import is_one_of, members
 from kvplan._text import shown
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -48,7 +49,7 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
     """
     sends: dict[Key, list[Key]] = {}
     awaits: dict[Key, list[Key]] = {}
-    for plan in plans:
+    for plan in members(TransferPlan, plans, "plans"):
         local = plan.local.key
         sends.setdefault(local, [])
         for pair in plan.pairs:
@@ -91,7 +92,7 @@ def plan_mesh(
 
     Raises what :func:`kvplan.plan_reads` does, and ``NAME`` for a name in ``not_transferred`` that no worker has.
     """
-    if operation not in OPERATIONS:
+    if not is_one_of(operation, OPERATIONS):
         raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
     needy = checked_workers("destinations", destinations)
     holders = checked_workers("sources", sources, *needy)

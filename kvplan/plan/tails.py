@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvplan._arrays import Ints, heads, read_only
+from kvplan._checks import instance
 from kvplan.describe.blocks import Blocks, Tokens, check_blocks
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
@@ -31,8 +32,8 @@ def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[
     >>> tails(worker, {"attn": Blocks([3, 9])}, (0, 6))["mla"].tolist()
     [[4400, 6, 0], [4408, 6, 0]]
     """
-    groups = {group.name: group for group in worker.groups}
-    check_names(groups, blocks, "block table")
+    groups = {group.name: group for group in instance(Worker, worker, "worker of tails").groups}
+    check_names(groups, instance(Mapping, blocks, "block tables"), "block table")
     check_names(groups, tokens if isinstance(tokens, Mapping) else (), "token range")
     ranges = {name: range_of(tokens, groups[name]) for name in blocks}
     starts = {name: before(groups[name], given[1]) for name, given in ranges.items() if given}

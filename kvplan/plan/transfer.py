@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import integer, members, wrong_type
+from kvplan._checks import instance, integer, members, wrong_type
 from kvplan._text import shown
 from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker
@@ -72,7 +72,7 @@ class TransferPlan:
         """
         parts = self._terms(local, remote, tokens)
         if workspace is not None:
-            workspace.clear()
+            instance(Workspace, workspace, "workspace").clear()
         near, made = 0 if self.operation == "READ" else 1, {}
         for each, sums in parts.items():
             ids, shapes = add(sums, workspace)
@@ -230,8 +230,6 @@ def checked_replicas(value: int) -> int:
 
 def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:
     """The names of tensors that are not transferred; each must be known to some of ``workers``, if any are given."""
-    if isinstance(values, str):
-        raise wrong_type("not_transferred", "a sequence of names", values)
     names = members(str, values, "not_transferred")
     for name in names if workers else ():
         if not any(name in worker.tensors for worker in workers):

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from kvplan._checks import integer
+from kvplan._checks import integer, is_one_of
 from kvplan._text import count, fold, intervals, shown, size, sizes
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
@@ -81,7 +81,7 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
        [200, 3400)  0x30000000000     256       0     256   3200  kv.0
       [3400, 6600)  0x30040000000     256       0     256   3200  kv.1
     """
-    if detail not in DETAILS:
+    if not is_one_of(detail, DETAILS):
         raise KVPlanError("NAME", "explain a value", expected=f"detail in {', '.join(DETAILS)}", got=shown(detail))
     lines, width = _lines(value, detail == "rows"), integer(width, "width of an explanation", low=40)
     if detail == "line":

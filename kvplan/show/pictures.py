@@ -123,13 +123,14 @@ def show(
     Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a ``width`` below 1 and
     for blocks of too many pieces, and what ``bind`` raises.
     """
-    about = name(about, "about of a picture") if about else ""
+    about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
     if isinstance(value, Worker):
         return _picture(f"One block of {value.label}", block_maps(value), about, width)
     if isinstance(value, TransferPlan):
         is_given = any(part is not None for part in (local, remote, tokens))
-        request: Request | None = {"local": local or {}, "remote": remote or {}, "tokens": tokens} if is_given else None
+        near, far = ({} if part is None else part for part in (local, remote))
+        request: Request | None = {"local": near, "remote": far, "tokens": tokens} if is_given else None
         found = panels(value, request)
         remotes = fold(dict.fromkeys(copy.remote.worker.label for panel in found for copy in panel.copies)) or "nobody"
         verb = "reads from" if value.operation == "READ" else "writes to"

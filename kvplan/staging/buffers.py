@@ -28,7 +28,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct
-from kvplan._checks import INT64_END, name
+from kvplan._checks import INT64_END, instance, name
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -299,7 +299,8 @@ def _run_starts(view: View, run: int) -> Ints:
 
 def checked_staging(local: Worker, value: str) -> Region:
     """The region that a worker has set aside for staging; it must exist, and no view may use its bytes."""
-    key, regions = name(value, "staging"), {region.name: region for region in local.regions}
+    key = name(value, "staging")
+    regions = {region.name: region for region in instance(Worker, local, "local").regions}
     if key not in regions:
         action, expected = f"stage in a region of {local.label}", f"one of {', '.join(map(repr, regions)) or 'none'}"
         raise KVPlanError("NAME", action, expected=expected, got=f"{key!r}", name=key)

@@ -9,15 +9,14 @@ staging takes less time than computed, never more.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, name, settle
+from kvplan._checks import instance, integer, is_one_of, members, name, seconds, settle
 from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -30,14 +29,6 @@ AUTO: Final = "auto"
 STRATEGIES: Final = MappingProxyType(
     {"READ": ("direct", "receive-staged", "receive-staged-whole"), "WRITE": ("direct", "send-staged")}
 )
-
-
-def _seconds(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise KVPlanError("TYPE", f"read {what}", expected="a number of seconds", got=shown(value))
-    if not 0 <= value < math.inf:
-        raise KVPlanError("RANGE", f"read {what}", expected="a finite number of seconds, not below 0", got=f"{value}")
-    return float(value)
 
 
 @attrs.frozen
@@ -61,12 +52,14 @@ class Rates:
 
     def __attrs_post_init__(self) -> None:
         settle(self, "rates", name, "measured")
-        settle(self, "rates", _seconds, "transfer_s", "descriptor_s", "byte_s", "copy_s", "copied_byte_s")
+        settle(self, "rates", seconds, "transfer_s", "descriptor_s", "byte_s", "copy_s", "copied_byte_s")
 
     def seconds(
         self, *, transfers: int, descriptors: int, num_bytes: int, copies: int = 0, copied_bytes: int = 0
     ) -> float:
-        """How long these take, one after the other."""
+        """How long these take, one after the other. Raises ``TYPE`` or ``RANGE``."""
+        for number in (transfers, descriptors, num_bytes, copies, copied_bytes):
+            integer(number, "what takes time")
         moved = transfers * self.transfer_s + descriptors * self.descriptor_s + num_bytes * self.byte_s
         return moved + copies * self.copy_s + copied_bytes * self.copied_byte_s
 
@@ -207,11 +200,11 @@ def choose(
     Raises what planning does. ``"auto"`` leaves out strategies that have too little memory. Raises ``NAME`` for an
     unknown operation or strategy, and for staging without a region.
     """
-    tokens = integer(tokens, "tokens of a request")
-    if operation not in STRATEGIES:
+    tokens, rates = integer(tokens, "tokens of a request"), instance(Rates, rates, "rates")
+    if not is_one_of(operation, STRATEGIES):
         raise KVPlanError("NAME", "choose a strategy", expected="operation READ or WRITE", got=shown(operation))
-    strategies = STRATEGIES[operation]
-    if strategy not in (AUTO, *strategies):
+    strategies, siblings = STRATEGIES[operation], members(Worker, siblings, "siblings")
+    if not is_one_of(strategy, (AUTO, *strategies)):
         expected = f"one of {', '.join((AUTO, *strategies))}"
         raise KVPlanError("NAME", "choose a strategy", expected=expected, got=shown(strategy))
     if strategy != AUTO:

@@ -23,11 +23,12 @@ from weakref import WeakSet
 
 import attrs
 
+from kvplan._checks import having, instance, members
 from kvplan._text import count
 from kvplan.describe.blocks import Tokens
-from kvplan.describe.worker import Key
+from kvplan.describe.worker import Key, key_of
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Status, Transfer, still_running
+from kvplan.executor import Executor, Status, Transfer, request_name, still_running
 from kvplan.plan.specs import ReadSpec
 from kvplan.staging.chunking import BlockTables
 from kvplan.staging.copies import Copy
@@ -55,9 +56,13 @@ class FakeCopier:
     memory: FakeMemory
     key: Key
 
+    def __attrs_post_init__(self) -> None:
+        instance(FakeMemory, self.memory, "memory of a copier")
+        key_of(self.key, "worker of a copier")
+
     def begin(self, copies: Sequence[Copy]) -> None:
         """Copy everything, range by range."""
-        for copy in copies:
+        for copy in members(Copy, copies, "copies"):
             writes, reads = copy.ranges()
             self.memory.move(self.key, self.key, reads, writes)
 
@@ -74,7 +79,7 @@ class StagedTransfer:
     touches its blocks any more; if it is DONE, all their bytes are in place.
     """
 
-    request: str
+    request: str = attrs.field(converter=request_name)
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
 
@@ -137,8 +142,9 @@ class Pipeline:
     _all: ClassVar[WeakSet[Pipeline]] = WeakSet()
 
     def __init__(self, executor: Executor, staged: StagedPlan, copier: Copier) -> None:
-        self._executor, self._copier = executor, copier
-        self._regions = {view.region for peer in staged.peers for view in peer.buffer.worker.views}
+        self._executor, self._copier = executor, having("begin", copier, "copier", "a Copier")
+        peers = instance(StagedPlan, staged, "staged").peers
+        self._regions = {view.region for peer in peers for view in peer.buffer.worker.views}
         for other in self._all:
             if other._executor is executor and not self._regions.isdisjoint(other._regions):
                 raise KVPlanError(
@@ -149,7 +155,7 @@ class Pipeline:
                     hint="give each plan a staging region, or delete the other pipeline first",
                 )
         for plan in staged.transfers:
-            executor.prepare(plan)
+            having("prepare", executor, "executor", "an Executor").prepare(plan)
         self.staged = staged
         self._requests: dict[StagedTransfer, _StagedRequest] = {}
         self._next: tuple[_StagedRequest, Chunk] | None = None
@@ -164,8 +170,8 @@ class Pipeline:
         :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does. Ids are made chunk by
         chunk.
         """
-        chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
         transfer = StagedTransfer(request)
+        chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
         self._requests[transfer] = _StagedRequest(transfer, chunks)
         self._begin_chunks()
         return transfer
@@ -189,12 +195,12 @@ class Pipeline:
 
     def cancel(self, transfer: StagedTransfer) -> None:
         """Ask a running request to stop. It is CANCELLED when nothing of it is under way any more."""
-        if transfer in self._requests:
+        if instance(StagedTransfer, transfer, "transfer") in self._requests:
             self._stop(self._requests[transfer], Status.CANCELLED)
 
     def release(self, transfer: StagedTransfer) -> None:
         """Check that a request is settled: then it holds nothing. Raises ``TRANSFER`` for one that is running."""
-        if not transfer.status.is_settled:
+        if not instance(StagedTransfer, transfer, "transfer").status.is_settled:
             raise still_running(transfer.request, "release a staged transfer")
 
     def _slots(self) -> Iterator[int]:

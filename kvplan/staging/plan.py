@@ -25,7 +25,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from kvplan._checks import ID_END
+from kvplan._checks import ID_END, having
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Region
@@ -126,6 +126,8 @@ class StagedPlan:
         a buffer slot when the chunk before it in that slot is done. ``buffer_slots`` gives each chunk its slot when the
         chunk is made; by default they alternate. Requests that share a staging region share one such iterator.
         """
+        if buffer_slots is not None:
+            having("__next__", buffer_slots, "buffer_slots", "an iterator of slots")
         self.direct.check(local=local, remote=remote, tokens=tokens)
         tables, near = ((local, remote), 0) if self.operation == "READ" else ((remote, local), 1)
         wants = [

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints
-from kvplan._checks import integer
+from kvplan._checks import having, instance, integer, members, wrong_type
 from kvplan.describe.views import ADDRESS_END, Region, View
-from kvplan.describe.worker import Key, Worker, label_of
+from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
 
 if TYPE_CHECKING:
@@ -63,6 +63,20 @@ def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> ByteRanges:
     return np.stack([table[row, 0] + element * table[row, 3], table[row, 1], table[row, 2]], axis=1)
 
 
+def byte_ranges(values: Any, what: str, shortest: int = 0) -> ByteRanges:
+    """Rows of address, length and device in any form, (n, 3), each with a length of at least ``shortest``."""
+    is_table = isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype.kind in "iu"
+    if is_table and values.shape[1] == 3 and (values >= [0, shortest, 0]).all():
+        return np.asarray(values, np.uint64)
+    rows = []
+    for row in values if np.iterable(values) else [values]:
+        if isinstance(row, str | bytes) or getattr(row, "ndim", 1) != 1 or not hasattr(row, "__len__") or len(row) != 3:
+            raise wrong_type(what, "rows of address, length and device", row)
+        lows = zip(row, (0, shortest, 0), strict=True)
+        rows.append([integer(each, what, low=low, high=ADDRESS_END) for each, low in lows])
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
 class FakeMemory:
     """The memory of several workers, at their own addresses.
 
@@ -93,7 +107,7 @@ class FakeMemory:
         self.poison: Final = integer(poison, "poison", high=1 << 8 * label_bytes)
         self._cells: dict[Key, _WorkerCells] = {}
         self._record: dict[Key, list[ByteRanges]] = {}
-        for worker in workers:
+        for worker in members(Worker, workers, "workers of fake memory"):
             if worker.key in self._cells:
                 expected, got = "each worker once", f"{worker.label} twice"
                 raise KVPlanError("WORKER", "make fake memory", expected=expected, got=got, worker=worker.label)
@@ -120,12 +134,19 @@ class FakeMemory:
 
     def write(self, worker: Worker | Key, address: int, values: npt.ArrayLike, device_id: int | None = None) -> None:
         """Set the cells that start at ``address`` to ``values``: bytes, or one integer per cell. Not recorded."""
-        given = np.frombuffer(values, np.uint8) if isinstance(values, bytes | bytearray) else np.asarray(values)
-        self._slice(worker, address, given.size, device_id)[:] = given.reshape(-1)
+        try:
+            cells = np.frombuffer(values, np.uint8) if isinstance(values, bytes | bytearray) else np.asarray(values)
+        except (TypeError, ValueError, RuntimeError):  # a tensor without numbers in host memory
+            raise wrong_type("values of fake memory", "bytes, or integers", values) from None
+        if cells.dtype.kind not in "iu" or not cells.size or hasattr(values, "mask"):
+            raise wrong_type("values of fake memory", "bytes, or integers", values)
+        for each in (cells.min(), cells.max()):
+            integer(each, "a value of fake memory", high=1 << 8 * self.dtype.itemsize)
+        self._slice(worker, address, cells.size, device_id)[:] = cells.reshape(-1)
 
     def region(self, worker: Worker | Key, view: View) -> Cells:
         """All cells of the region that ``view`` lies in, not copied. Raises ``BOUNDS`` for a view that leaves it."""
-        key = self._key(worker)
+        key, view = self._key(worker), instance(View, view, "view")
         region = next((region for region in self._cells[key].worker.regions if region.name == view.region), None)
         if region is None or view.end_bytes > region.size_bytes:
             what = f"place view {view.name!r} in fake memory of {label_of(key)}"
@@ -140,7 +161,7 @@ class FakeMemory:
         Element ``[block, i, j, ..., byte]`` is the cell at the view's address for those coordinates, counted from the
         start of each axis. Raises ``BOUNDS`` for a view that leaves its region.
         """
-        strides = (view.block_stride_bytes, *(axis.stride_bytes for axis in view.axes), 1)
+        strides = (instance(View, view, "view").block_stride_bytes, *(axis.stride_bytes for axis in view.axes), 1)
         return np.lib.stride_tricks.as_strided(
             self.region(worker, view)[view.offset_bytes :],
             (view.num_blocks, *(axis.extent for axis in view.axes), view.itemsize),
@@ -153,6 +174,7 @@ class FakeMemory:
         Uses its coalesced descriptors or, with ``by_ids``, the range of each id. Raises ``BOUNDS`` for a range outside
         the regions and ``SIZE`` for two ranges of different lengths, before anything moves.
         """
+        having("descriptors", spec, "spec", "a ReadSpec")
         if by_ids:
             local = expand(spec.local_table.rows, spec.local_ids)
             remote = expand(spec.remote_table.rows, spec.remote_ids)
@@ -168,8 +190,7 @@ class FakeMemory:
     ) -> None:
         """Copy ``reads`` of ``source`` to ``writes`` of ``destination``, both (n, 3): address, length, device."""
         read_key, write_key = self._key(source), self._key(destination)
-        read = np.array(reads, np.uint64).reshape(-1, 3)
-        write = np.array(writes, np.uint64).reshape(-1, 3)
+        read, write = byte_ranges(reads, "reads"), byte_ranges(writes, "writes")
         if len(read) != len(write) or not np.array_equal(read[:, 1], write[:, 1]):
             raise KVPlanError(
                 "SIZE",
@@ -199,7 +220,7 @@ class FakeMemory:
         return np.concatenate([np.empty((0, 3), np.uint64), *self._record.get(self._key(worker), ())])
 
     def _key(self, worker: Worker | Key) -> Key:
-        key = worker.key if isinstance(worker, Worker) else worker
+        key = key_of(worker, "worker of fake memory")
         if key not in self._cells:
             expected = f"a worker of {', '.join(map(label_of, self._cells)) or 'an empty list'}"
             raise KVPlanError("WORKER", "use fake memory", expected=expected, got=label_of(key), worker=key)
@@ -212,6 +233,7 @@ class FakeMemory:
             regions = cells.worker.regions
             holders = {region.device_id for region in regions if region.address <= address < region.end}
             device_id = holders.pop() if len(holders) == 1 else 0
+        device_id = integer(device_id, "device_id")
         first = int(cells.place(np.array([(address, length, device_id)], np.uint64))[0])
         return cells.cells[first : first + length]
 

@@ -15,14 +15,14 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import integer, wrong_type
+from kvplan._checks import instance, interval, members, wrong_type
 from kvplan._text import count
-from kvplan.describe.blocks import Blocks, Range, Tokens
-from kvplan.describe.views import ADDRESS_END, Group, View
+from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
+from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.verification.labels import needed
-from kvplan.verification.memory import ByteRanges, expand
+from kvplan.verification.memory import ByteRanges, byte_ranges, expand
 
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
@@ -105,9 +105,9 @@ class Need:
 
 def range_of(tokens: Tokens, group: Group, name: str) -> Range | None:
     """The range of a group: the one given under ``name``, or the one that is given for all token groups."""
-    if isinstance(tokens, Mapping):
-        return tokens.get(name)
-    return None if group.tokens_per_block is None else tokens
+    known = tokens if isinstance(tokens, Mapping) else {name: None if group.tokens_per_block is None else tokens}
+    found = known.get(name)
+    return None if found is None else interval(found, "a range of tokens", POSITION_END)
 
 
 @attrs.define(eq=False)
@@ -149,7 +149,7 @@ class Job:
 def plans_of(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> tuple[TransferPlan, ...]:
     """The plans in an argument of verify or certify: a plan, a mesh, or several plans. Raises ``TYPE``."""
     given: Any = getattr(plan, "plans", [plan] if hasattr(plan, "bind") else plan)
-    made = tuple(given) if np.iterable(given) else (given,)
+    made: tuple[Any, ...] = members(object, given if np.iterable(given) else [given], "plans to check")
     for each in made:
         if isinstance(each, type) or not hasattr(each, "bind"):
             raise wrong_type("plans to check", "a plan, a mesh or plans", each)
@@ -161,8 +161,10 @@ def jobs(
 ) -> list[Job]:
     """Bind every part of a request, given as plans and the arguments of ``bind``, and collect jobs by destination."""
     made: dict[Key, Job] = {}
-    for number, (plan, request) in enumerate(parts):
-        _add_part(made, number, plans_of(plan), **request)
+    for number, part in enumerate(members(tuple, parts, "parts of a request")):
+        if len(part) != 2 or not isinstance(part[1], Mapping):
+            raise wrong_type("a part of a request", "(plan, the arguments of bind)", part)
+        _add_part(made, number, plans_of(part[0]), **part[1])
     return list(made.values())
 
 
@@ -177,6 +179,8 @@ def _add_part(
     copies: Any = None,
 ) -> None:
     """Bind one part of a request and add its needs and moves to the jobs; ``copies`` move in place of its plans."""
+    for tables in (local, remote):
+        instance(Mapping, tables, "block tables")
     given = None
     if copies is not None:
         given = read_copies(copies, [(plan.local.key, other.key) for plan in plans for other in plan.remotes])
@@ -257,8 +261,8 @@ def read_copies(copies: Any, pairs: Collection[KeyPair]) -> dict[KeyPair, RangeP
 def _sides(what: str, sides: Any) -> RangePair:
     if not isinstance(sides, tuple | list) or len(sides) != 2:
         raise wrong_type(what, "(local descriptors, remote descriptors)", sides)
-    local = _ranges(sides[0], f"local descriptors of {what}")
-    remote = _ranges(sides[1], f"remote descriptors of {what}")
+    local = byte_ranges(sides[0], f"local descriptors of {what}", shortest=1)
+    remote = byte_ranges(sides[1], f"remote descriptors of {what}", shortest=1)
     expected, got = "", ""
     if len(local) != len(remote):
         expected, got = "as many local descriptors as remote ones", f"{len(local)} and {len(remote)}"
@@ -268,16 +272,3 @@ def _sides(what: str, sides: Any) -> RangePair:
     if expected:
         raise KVPlanError("SIZE", f"read {what}", expected=expected, got=got)
     return local, remote
-
-
-def _ranges(values: Any, what: str) -> ByteRanges:
-    """Rows of address, length and device in any form, each with a length of at least 1."""
-    is_table = isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype.kind in "iu"
-    if is_table and values.shape[1] == 3 and (values >= [0, 1, 0]).all():
-        return np.asarray(values, np.uint64)
-    rows = []
-    for row in values if np.iterable(values) else [values]:
-        if isinstance(row, str | bytes) or not hasattr(row, "__len__") or len(row) != 3:
-            raise wrong_type(what, "rows of address, length and device", row)
-        rows.append([integer(each, what, low=low, high=ADDRESS_END) for each, low in zip(row, (0, 1, 0), strict=True)])
-    return np.array(rows, np.uint64).reshape(-1, 3)

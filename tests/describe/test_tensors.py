@@ -309,3 +309,12 @@ def test_the_region_of_a_real_tensor_is_its_storage() -> None:
     assert [region_of(half) for half in storage] == [region, region]
     view = view_of(storage[1].transpose(1, 2), "block dim token", name="v", group="g", region=region)
     assert (view.offset_bytes, view.end_bytes) == (10 * 4 * 8 * 2, region.size_bytes)
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_tensors_without_memory_of_their_own_are_refused(kind: str) -> None:
+    """A meta tensor has no address, and a sparse one no strides: neither is a region at address 0."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.empty((4, 2), device="meta") if kind == "meta" else torch.ones((4, 2)).to_sparse()
+    with pytest.raises(KVPlanError, match="TYPE: cannot read a tensor: expected a dense tensor with memory"):
+        region_of(tensor)

@@ -1,0 +1,359 @@
+"""Every public function with a right call, and values that are wrong for most of its parameters.
+
+``python -m tests.bad_values > tests/golden/bad-values.txt`` writes the page of what each does with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+import kvplan
+from kvplan import (
+    Axis,
+    Blocks,
+    Context,
+    FakeMemory,
+    Group,
+    KVPlanError,
+    Model,
+    Notice,
+    Region,
+    Status,
+    Transfer,
+    View,
+    Worker,
+    Workspace,
+    encode,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+)
+from kvplan.bridges import RankInfo, from_lmcache, from_sglang, from_tensorrt_llm, from_vllm
+from kvplan.connector import Handoff, Leases, Listener, Notifier, Offers, Read, Reads, Source, attended, send_done
+from kvplan.executor import FakeNetwork, PendingRequests
+from kvplan.staging import FakeCopier, Pipeline, Rates, choose, stage, stage_writes
+from kvplan.testing import assert_copies
+from tests.small import engine
+
+MADE: Final = """
+Certificate Choice Chunk Comparison Completions Copy Cost Difference KVPlanError MeshPlan Option Pair PairCost
+PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table Tail TransferPlan
+"""
+"""Classes whose values kvplan makes. Their methods are called here, their constructors are not."""
+
+BAD: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "None": None,
+        "True": True,
+        "-1": -1,
+        "0": 0,
+        "1.5": 1.5,
+        "nan": float("nan"),
+        "1 << 70": 1 << 70,
+        "''": "",
+        "'x'": "x",
+        "b''": b"",
+        "()": (),
+        "[None]": [None],
+        "{}": {},
+        "{None: None}": {None: None},
+        "object()": object(),
+        "int": int,
+        "zeros(0)": np.zeros(0),
+        "array([None])": np.array([None]),
+        "masked_array([1, 2])": np.ma.masked_array([1, 2], [False, True]),
+        "array([True])": np.array([True]),
+    }
+)
+
+
+def of_torch() -> Mapping[str, Any]:
+    """Tensors that are no numbers in host memory."""
+    torch = importlib.import_module("torch")
+    return {
+        "meta": torch.empty(2, dtype=torch.int64, device="meta"),
+        "sparse": torch.ones(3).to_sparse(),
+        "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+    }
+
+
+(OURS,), (THEIRS,) = engine("d"), engine("p", order="NH")
+PLAN = plan_reads(OURS, [THEIRS])
+MESH = plan_mesh([OURS], [THEIRS])
+REQUEST: Final[dict[str, Any]] = {
+    "local": {"attn": Blocks([3, 1])},
+    "remote": {"attn": Blocks([0, 5])},
+    "tokens": (1, 7),
+}
+SPEC = PLAN.bind(**REQUEST)[0]
+STAGING = attrs.evolve(OURS, regions=(*OURS.regions, Region("staging", 1 << 50, 1 << 20)))
+STAGED = stage(STAGING, [THEIRS], staging="staging")
+MODEL = Model.shipped("qwen2.5-1.5b")
+SOURCE = Source("p", "a", "127.0.0.1", 1)
+COPIES = {(SPEC.local, SPEC.remote): SPEC.descriptors()}
+TENSOR = np.zeros((4, 2, 3), np.float16)
+LOGGER = logging.getLogger("kvplan.tests")
+LOGGER.addHandler(logging.NullHandler())
+HOOKS: dict[str, Any] = dict.fromkeys(("open_offer", "connect", "disconnect"), lambda *_: None)
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+def memory() -> FakeMemory:
+    return FakeMemory([OURS, THEIRS])
+
+
+def started() -> Any:
+    """An executor with a transfer under way."""
+    executor = FakeNetwork([OURS, THEIRS]).executor(OURS)
+    executor.prepare(PLAN)
+    return executor, executor.start(SPEC, "r")
+
+
+def pipeline() -> Pipeline:
+    network = FakeNetwork([STAGING, THEIRS])
+    return Pipeline(network.executor(STAGING), STAGED, FakeCopier(network.memory, STAGING.key))
+
+
+def reads() -> Reads:
+    executor = FakeNetwork([OURS, THEIRS]).executor(OURS)
+    return Reads(OURS, executor, LOGGER, **HOOKS, fetch_offers=HOOKS["connect"])
+
+
+def calls() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """The name of every public function, the function, and the arguments of a right call, by name."""
+    axes = [Axis("token", 0, 4, 4, 2), Axis("dim", 0, 1, 1, 2)]
+    worker = {"engine_id": "d", "rank": 0, "regions": [], "groups": [], "views": [], "model": "m", "extensions": {}}
+    yield "Axis", Axis, {"name": "head", "start": 0, "stop": 2, "size": 2, "stride_bytes": 8}
+    yield "Blocks", Blocks, {"ids": [1, 2], "first": 0, "null": 1, "ordinals": None, "listed": None}
+    yield "Blocks of ordinals", Blocks, {"ids": [1, 2], "first": 0, "null": None, "ordinals": [3, 4], "listed": (0, 9)}
+    yield "Context", Context, {"rank": 0, "size": 2, "interleave_tokens": 1}
+    yield "Group", Group, {"name": "attn", "tokens_per_block": 4, "context": Context()}
+    yield "Region", Region, {"name": "kv", "address": 4096, "size_bytes": 64, "memory": "DRAM", "device_id": 0}
+    view = {"name": "a", "group": "attn", "region": "kv", "dtype": "float16", "axes": axes, "num_blocks": 2}
+    view |= {"block_stride_bytes": 8, "offset_bytes": 0}
+    yield "View", View, view
+    yield "Worker", Worker, worker
+    yield "region_of", kvplan.region_of, {"tensor": TENSOR, "name": "kv"}
+    view = {"tensor": TENSOR, "pattern": "block head dim", "name": "a", "group": "attn"}
+    yield "view_of", kvplan.view_of, {**view, "region": kvplan.region_of(TENSOR), "parts": {"head": (0, 2, 4)}}
+
+    sides = {"destinations": [OURS], "sources": [THEIRS]}
+    options = {"not_transferred": (), "replicas": 1}
+    yield "contacts", kvplan.contacts, {**sides, **options}
+    yield "plan_mesh", plan_mesh, {**sides, "operation": "READ", **options}
+    yield "plan_reads", plan_reads, {"local": OURS, "remotes": [THEIRS], **options}
+    yield "plan_writes", plan_writes, {"local": THEIRS, "remotes": [OURS], "siblings": [], **options}
+    yield "plan.completions", kvplan.plan.completions, {"plans": [PLAN]}
+    yield "TransferPlan.bind", PLAN.bind, {**REQUEST, "workspace": Workspace()}
+    yield "TransferPlan.check", PLAN.check, REQUEST
+    yield "TransferPlan.with_remotes", PLAN.with_remotes, {"remotes": [THEIRS]}
+    yield "TransferPlan.cost", PLAN.cost, {"tokens": 9}
+    yield "MeshPlan.cost", MESH.cost, {"tokens": 9}
+    yield "tails", kvplan.tails, {"worker": OURS, "blocks": REQUEST["local"], "tokens": (0, 7)}
+    yield "Workspace", Workspace, {}
+
+    yield "certify", kvplan.certify, {"plan": PLAN}
+    yield "verify", kvplan.verify, {"plan": PLAN, **REQUEST, "copies": COPIES}
+    yield "verify_together", kvplan.verify_together, {"parts": [(PLAN, REQUEST)], "tokens": (1, 7)}
+    yield "FakeMemory", FakeMemory, {"workers": [OURS], "label_bytes": 1, "poison": 0}
+    place = {"worker": OURS, "address": OURS.regions[0].address, "device_id": 0}
+    yield "FakeMemory.read", memory().read, {**place, "length": 8}
+    yield "FakeMemory.write", memory().write, {**place, "values": b"kv"}
+    yield "FakeMemory.region", memory().region, {"worker": OURS, "view": OURS.views[0]}
+    yield "FakeMemory.array", memory().array, {"worker": OURS, "view": OURS.views[0]}
+    yield "FakeMemory.writes", memory().writes, {"worker": OURS}
+    yield "FakeMemory.execute", memory().execute, {"spec": SPEC, "by_ids": False}
+    writes, copied = SPEC.descriptors()
+    ends = {"source": THEIRS, "destination": OURS.key}
+    yield "FakeMemory.move", memory().move, {**ends, "reads": copied, "writes": writes}
+
+    yield "encode", encode, {"worker": OURS}
+    yield "decode", kvplan.decode, {"data": encode(OURS)}
+    yield "problems", kvplan.problems, {"data": encode(OURS)}
+    yield "compare", kvplan.compare, {"local": OURS, "remote": THEIRS, "not_transferred": ()}
+    yield "handshake.fingerprint", kvplan.handshake.fingerprint, {"worker": OURS}
+
+    layer = MODEL.layers[0]
+    yield "Model", Model, {"name": "m", "layers": (layer,), "dtype": "bfloat16", "drafts": ()}
+    yield "Model.shipped", Model.shipped, {"model_name": "qwen3-0.6b"}
+    yield (
+        "Model.from_config",
+        Model.from_config,
+        {"config": CONFIG, "model_name": "m", "with_draft_layers": False},
+    )
+    yield "Model.with_draft", MODEL.with_draft, {"drafting": MODEL}
+    yield "Model.with_dtypes", MODEL.with_dtypes, {"dtype": "float16", "ssm_dtype": "float32"}
+    yield "Model.quantized", MODEL.quantized, {"bits": 8, "scale_dtype": "float32", "scale_elements": 128}
+    yield "Model.tokens", MODEL.tokens, {"start": 0, "stop": 9, "worker": MODEL.engine("d", num_blocks=9)[0]}
+    sizes = {"tp": 1, "tokens_per_block": 16}
+    yield "Model.tensor_bytes", MODEL.tensor_bytes, {**sizes, "rank": 0}
+    yield "Model.block_bytes", MODEL.block_bytes, {**sizes, "rank": 0}
+    yield "Model.blocks", MODEL.blocks, sizes
+    yield "Model.kernel_blocks", MODEL.kernel_blocks, {"tp": 1, "kernel_tokens": 16, "kv": "content"}
+    parameters = inspect.signature(MODEL.engine).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    yield "Model.engine", MODEL.engine, {"engine_id": "d", **defaults, "num_blocks": 9}
+
+    info = {"engine_id": "d", "rank": 0, "tp_rank": 0, "tp": 1, "context": Context()}
+    yield "bridges.RankInfo", RankInfo, info
+    pool: Any = SimpleNamespace(page_size=16, start_layer=0, layer_num=0)
+    both = {"model": MODEL, "info": RankInfo("d")}
+    yield "bridges.from_sglang", from_sglang, {**both, "pool": pool}
+    config = SimpleNamespace(kv_cache_tensors=[], kv_cache_groups=[])
+    caches: dict[str, Any] = {"kv_cache_config": config, "kv_caches": {}, "layers": {}, "kv_layout": "content"}
+    yield "bridges.from_vllm", from_vllm, {**both, **caches}
+    manager = SimpleNamespace(max_attention_window_vec=[1], layer_offsets={}, tokens_per_block=16)
+    yield "bridges.from_tensorrt_llm", from_tensorrt_llm, {**both, "kv_cache_manager": manager, "kv_layout": "HND"}
+    raw = np.zeros(2 * 28 * 16 * 256 * 2, np.uint8)
+    meta = SimpleNamespace(fmt=SimpleNamespace(name="KV_2LTD"), address=0, shapes=[(2, 28, 16, 256)])
+    meta.dtypes = ["bfloat16"]
+    chunk = SimpleNamespace(metadata=meta, raw_data=raw, parent_allocator=None)
+    yield "bridges.from_lmcache", from_lmcache, {**both, "chunk": chunk, "layers": [range(28)]}
+
+    stages = {"local": STAGING, "remotes": [THEIRS], "staging": "staging", **options}
+    yield "staging.stage", stage, {**stages, "whole": False}
+    writer = attrs.evolve(THEIRS, regions=(*THEIRS.regions, Region("staging", 1 << 50, 1 << 20)))
+    yield "staging.stage_writes", stage_writes, {**stages, "local": writer, "remotes": [OURS], "siblings": ()}
+    rates = Rates("here", 1e-5, 1e-7, 1e-10, 1e-6, 1e-10)
+    chosen = {**stages, "tokens": 9, "operation": "READ", "strategy": "auto", "siblings": (), "rates": rates}
+    yield "staging.choose", choose, chosen
+    yield "staging.Rates", Rates, attrs.asdict(rates)
+    counts = {"transfers": 1, "descriptors": 1, "num_bytes": 1, "copies": 1, "copied_bytes": 1}
+    yield "staging.Rates.seconds", rates.seconds, counts
+    yield "StagedPlan.bind", STAGED.bind, {**REQUEST, "buffer_slots": iter(range(2))}
+    yield "StagedPlan.cost", STAGED.cost, {"tokens": 9}
+    network = FakeNetwork([STAGING, THEIRS])
+    yield "staging.FakeCopier", FakeCopier, {"memory": network.memory, "key": STAGING.key}
+    copier = FakeCopier(network.memory, STAGING.key)
+    yield "staging.FakeCopier.begin", copier.begin, {"copies": next(STAGED.bind(**REQUEST)).copies}
+    executor = network.executor(STAGING)
+    yield "staging.Pipeline", Pipeline, {"executor": executor, "staged": STAGED, "copier": copier}
+    yield "staging.Pipeline.submit", pipeline().submit, {"request": "r", **REQUEST}
+    line = pipeline()
+    yield "staging.Pipeline.cancel", line.cancel, {"transfer": line.submit("r", **REQUEST)}
+    yield "staging.Pipeline.release", line.release, {"transfer": line.submit("s", **REQUEST)}
+
+    yield "explain", kvplan.explain, {"value": PLAN, "detail": "workers"}
+    yield "show.show", kvplan.show.show, {"value": PLAN, **REQUEST, "about": "", "width": 120}
+    yield (
+        "testing.assert_copies",
+        assert_copies,
+        {
+            **sides,
+            "copies": COPIES,
+            **REQUEST,
+            "operation": "READ",
+            "not_transferred": (),
+        },
+    )
+
+    moving = {"spec": SPEC, "request": "r", "attempt": 0}
+    notice = {"request": "r", "attempt": 0, "status": Status.DONE}
+    yield "Transfer", Transfer, {**moving, "status": Status.RUNNING, "error": None, "notifies": True}
+    yield "Notice", Notice, {**notice, "engine_id": "d", "rank": 0}
+    yield "executor.FakeNetwork", FakeNetwork, {"workers": [OURS, THEIRS]}
+    yield "executor.FakeNetwork.executor", FakeNetwork([OURS, THEIRS]).executor, {"worker": OURS}
+    executor, transfer = started()
+    yield "executor.FakeExecutor.prepare", executor.prepare, {"plan": PLAN}
+    yield "executor.FakeExecutor.start", executor.start, {**moving, "notify": True}
+    yield "executor.FakeExecutor.poll", executor.poll, {"transfer": transfer}
+    yield "executor.FakeExecutor.cancel", executor.cancel, {"transfer": transfer}
+    executor.poll(transfer)
+    yield "executor.FakeExecutor.release", executor.release, {"transfer": transfer}
+    yield "executor.FakeExecutor.notify", executor.notify, {**notice, "worker": THEIRS.key}
+    pending = PendingRequests()
+    yield "executor.PendingRequests.add", pending.add, {"request": "r", "workers": [OURS.key], "attempt": 0}
+    yield "executor.PendingRequests.receive", pending.receive, {"notices": [Notice("d", 0, "r")]}
+    yield "executor.PendingRequests.discard", pending.discard, {"request": "r"}
+
+    yield "connector.Source", Source, attrs.asdict(SOURCE)
+    handoff = {"source": SOURCE, "request": "r", "num_tokens": 7, "deadline": 1.5, "blocks": REQUEST["remote"]}
+    yield "connector.Handoff", Handoff, handoff
+    yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params()}
+    yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "ahead_s": 0.5, "workers": (b"",)}
+    yield (
+        "connector.Offers.decode",
+        Offers.decode,
+        {"data": b'{"engine_id":"p","start":"a","clock":1,"workers":[]}', "asked": 0.5},
+    )
+    yield "connector.attended", attended, {"start": 0, "stop": 9, "window": 4}
+    yield "connector.fetch", kvplan.connector.fetch, {"source": SOURCE, "timeout_s": 0.1}
+    yield "connector.send_done", send_done, {"source": SOURCE, "requests": ["r"]}
+    yield "connector.Leases.grant", Leases().grant, {"request": "r", "until": 1.5}
+    yield "connector.Leases.end", Leases().end, {"requests": ["r"]}
+    yield "connector.Leases.ended", Leases().ended, {"now": 1.5}
+    served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "port": 0}
+    yield "connector.Listener", closed(Listener), served
+    yield "connector.Notifier", closed(Notifier), {"logger": LOGGER}
+    yield "connector.Notifier.put", Notifier(LOGGER).put, {"source": SOURCE, "request": "r"}
+    read = {"request": "r", "source": SOURCE, **REQUEST, "tokens": {"attn": (1, 7)}, "deadline": 1.5}
+    yield "connector.Read", Read, read
+    given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, **HOOKS}
+    yield "connector.Reads", Reads, {**given, "fetch_offers": HOOKS["connect"], "timeout_s": 1.0}
+    yield "connector.Reads.begin", reads().begin, {"read": Read(**read)}
+    yield "connector.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}
+
+
+def closed(made: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of something that is closed at once."""
+    return lambda **given: made(**given).close()
+
+
+def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """What a call ends in: ``accepted``, a code, or the name of another error."""
+    try:
+        found = function(**given)
+        if hasattr(found, "__next__"):
+            list(found)
+        str(found)
+    except KVPlanError as error:
+        str(error), repr(error)
+        return error.code
+    except AssertionError:
+        return "bytes differ" if function is assert_copies else "AssertionError"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def ends(values: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, list[str]]]]:
+    """For every parameter but flags, which take what is true: the values by what the call ends in."""
+    for name, function, right in calls():
+        for parameter in (key for key, value in right.items() if not isinstance(value, bool)):
+            found: dict[str, list[str]] = {}
+            for shown, value in values.items():
+                found.setdefault(outcome(function, {**right, parameter: value}), []).append(shown)
+            yield name, parameter, found
+
+
+def page() -> str:
+    """What every parameter does with every bad value; a parameter's most frequent end stands last, without values."""
+    lines = ["Bad values: " + ", ".join(BAD), ""]
+    last = ""
+    for name, parameter, found in ends(BAD):
+        if name != last:
+            lines.append(name)
+        *others, usual = sorted(found, key=lambda end: (len(found[end]), end))
+        parts = [f"{end} {', '.join(found[end])}" for end in others] + [usual]
+        lines.append(f"    {parameter:<16} {'; '.join(parts)}")
+        last = name
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
