@@ -146,7 +146,7 @@ class PendingRequests:
 
     These are requests that others read from this worker, or write to it. A notice counts once for each worker. One
     that comes twice, from a worker that is not awaited, of another attempt or of a request that is not pending changes
-    nothing, and nothing of it is kept.
+    nothing, and nothing of it is kept. Not for several threads at once.
 
     >>> pending = PendingRequests()
     >>> pending.add("request 1", [("decode", 0), ("decode", 1)])

@@ -89,7 +89,8 @@ class Worker:
     ``rank`` is unique within ``engine_id``. ``model`` is whose cache it is, in any words that engines agree on: a name,
     a revision, and whatever else changes the values in the cache, or a hash of them. Workers of two models are not
     planned together; the empty model is unknown and goes with any. ``extensions`` are your own facts for peers, which
-    kvplan only passes on: a mapping of JSON values, read back as JSON text. Equal workers may differ in them.
+    kvplan only passes on: a mapping of JSON values, read back as JSON text. Equal workers may differ in them. A worker
+    never changes: threads may share it.
 
     Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
 

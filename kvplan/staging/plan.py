@@ -82,7 +82,8 @@ class StagedPlan:
     """What a worker moves in two steps, for any request.
 
     ``direct`` is the plan that moves the same in one step. ``peers`` has a staging buffer for each remote worker that
-    bytes move from or to, and both steps through it. A chunk covers ``num_positions`` positions.
+    bytes move from or to, and both steps through it. A chunk covers ``num_positions`` positions. A plan never changes:
+    threads may share it and bind at once.
     """
 
     direct: TransferPlan

@@ -85,7 +85,8 @@ class FakeMemory:
     differs from a byte that nobody wrote.
 
     Raises ``WORKER`` for two workers of one engine and rank, and ``MEMORY`` when a region is touched that is larger
-    than the system can map. Use it as a context manager, or call :meth:`close`, to free the memory.
+    than the system can map. Use it as a context manager, or call :meth:`close`, to free the memory. Not for several
+    threads at once.
 
     >>> from kvplan import Axis, Group, Region, View, Worker
     >>> def worker(engine, address):
