@@ -48,7 +48,7 @@ def in_examples(plan: TransferPlan) -> int:
     """The bytes that the examples of all groups move."""
     maps = [block_maps(worker) for worker in (plan.local, *plan.remotes)]
     examples = [excerpt(plan, group, maps, None) for group in plan.local.groups]
-    given = [request for request in examples if request]
+    given = [drawn[0] for drawn in examples if drawn]
     return sum(spec.num_bytes for one in by_remote_group(plan) for request in given for spec in one.bind(**request))
 
 

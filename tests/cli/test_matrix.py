@@ -21,7 +21,7 @@ CONFIG = {
     "num_key_value_heads": 4,
 }
 TINY = shortened(Model.from_config(CONFIG, "tiny"))
-RUNS = {"src": {"vLLM 0.33": []}, "dst": {"vLLM 0.33": ["no"]}}
+RUNS: dict[str, dict[str, list[str]]] = {"src": {"vLLM 0.33": []}, "dst": {"vLLM 0.33": ["no"]}}
 TOKEN_BYTES = 4 * 4 * 2 * 16 * 2  # 4 layers, K and V of 4 heads
 
 

@@ -64,7 +64,7 @@ def test_metadata_that_nixl_cannot_read(metadata: bytes) -> None:
     there, _ = placed(engine("decode")[0])
     with NixlExecutor(there) as executor:
         for _ in range(2):
-            with pytest.raises(KVPlanError, match="PEER: cannot load the metadata of NIXL agent 'prefill.0.a1'"):
+            with pytest.raises(KVPlanError, match=r"PEER: cannot load the metadata of NIXL agent 'prefill\.0\.a1'"):
                 executor.connect(Envelope(WORKER, "prefill.0.a1", metadata).pack())
 
 

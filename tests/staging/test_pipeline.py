@@ -580,7 +580,7 @@ def test_a_failed_request_does_not_keep_its_pipeline(operation: str) -> None:
     executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
     pipeline = Pipeline(executor, plan, copier)
     executor._prepared.clear()
-    failed = pipeline.submit("request", **request_of(operation, *[Blocks(range(4))] * 2, (0, 4)))
+    failed = pipeline.submit("request", **request_of(operation, Blocks(range(4)), Blocks(range(4)), (0, 4)))
     gc.disable()
     try:
         while not pipeline.poll():
