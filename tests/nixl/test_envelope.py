@@ -74,8 +74,8 @@ def test_metadata_of_another_agent() -> None:
     source, _ = placed(WORKER)
     with NixlExecutor(there) as executor, NixlExecutor(source) as other:
         sent = Envelope.unpack(other.envelope())
-        with pytest.raises(KVPlanError, match=r"PEER: .* expected that agent's, got those of 'prefill/0/"):
-            executor.connect(Envelope(sent.worker, "prefill/0/forged", sent.metadata).pack())
+        with pytest.raises(KVPlanError, match=r"PEER: .* expected that agent's, got those of 'prefill\.0\."):
+            executor.connect(Envelope(sent.worker, "prefill.0.forged", sent.metadata).pack())
         assert executor.connect(other.envelope()) == source
 
 
@@ -88,7 +88,7 @@ def test_rows_outside_the_registered_memory() -> None:
     with NixlExecutor(there) as executor, NixlExecutor(source) as other:
         sent = Envelope.unpack(other.envelope())
         executor.connect(Envelope(boast, sent.agent, sent.metadata).pack())
-        with pytest.raises(KVPlanError, match="BACKEND: cannot prepare 2 rows of 'prefill/0/"):
+        with pytest.raises(KVPlanError, match=r"BACKEND: cannot prepare 2 rows of 'prefill\.0\."):
             executor.prepare(plan_reads(there, [boast]))
 
 
