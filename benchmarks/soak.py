@@ -48,7 +48,7 @@ from kvplan import Status, Worker, plan_mesh
 Words = npt.NDArray[np.uint16]
 
 MAX_REQUESTS: Final = 8
-STUCK_S: Final = 40.0
+STUCK_S: Final = 120.0
 """How long a request may take in the worst case."""
 
 LEASE_S: Final = 3.0
