@@ -154,7 +154,9 @@ def _blocks(blocks: Blocks, rows: bool) -> Iterator[str]:
     some = ", ".join(map(str, blocks.ids[:MAX_IDS].tolist())) or "none"
     more = f", ... {blocks.ids[-1]}" if blocks.ids.size > MAX_IDS else ""
     which = "blocks" if blocks.scattered is None else f"{blocks.ids.size} of blocks"
-    yield f"{which} [{blocks.first}, {blocks.stop}) of a request: ids {some}{more}"
+    times = int(np.count_nonzero(blocks.ids == blocks.twice))
+    again = f"; id {blocks.twice} {times} times" if times else ""
+    yield f"{which} [{blocks.first}, {blocks.stop}) of a request: ids {some}{more}{again}"
     if rows:
         for ordinal, block in zip(blocks.ordinals.tolist(), blocks.ids.tolist(), strict=True):
             yield f"  block {ordinal} of the request: id {block}"
