@@ -182,6 +182,118 @@ def transposed() -> Pair:
     return side("d", (64, 1)), [side("s", (1, slots))]
 
 
+def coprime_blocks() -> Pair:
+    """One layer, blocks of 2,097,151 and 2,097,152 tokens."""
+
+    def side(engine: str, slots: int) -> Worker:
+        return layers(engine, 1, Group("kv", slots), lambda _: token(slots))
+
+    return side("d", (1 << 21) - 1), [side("s", 1 << 21)]
+
+
+def shared_pool() -> Pair:
+    """250 groups, each of which shares bytes with each other one."""
+
+    def side(engine: str) -> Worker:
+        groups = [Group(f"g{i}", 16) for i in range(250)]
+        views = [View(f"t.{i}", group, "pool", "uint8", token(16), 4, 64) for i, group in enumerate(groups)]
+        return Worker(engine, 0, [Region("pool", 0, 4 * 64)], groups, views)
+
+    return side("d"), [side("s")]
+
+
+def long_interleave() -> Pair:
+    """Contexts of 7 and 5 ranks in turns of 4093 and 4091 tokens, in blocks of 4096 and 4095."""
+
+    def side(engine: str, slots: int, context: Context) -> Worker:
+        return layers(engine, 80, Group("kv", slots, context), lambda _: token(slots))
+
+    return side("d", 4096, Context(0, 7, 4093)), [side("s", 4095, Context(0, 5, 4091))]
+
+
+def unrelated_combs() -> Pair:
+    """A state of which the destination has every second coordinate and the source every third one."""
+    state, size = Group("state"), 3 << 18
+
+    def side(engine: str, every: int) -> Worker:
+        axes = [axis("a", size // every, 1), Axis("a", 0, 1, every, 1)]
+        return worker(engine, [("t", state, axes, 1, 0)])
+
+    return side("d", 2), [side("s", 3)]
+
+
+def endless_pools() -> Pair:
+    """A thousand layers with pools of 2**30 blocks of one byte."""
+    state = Group("state")
+    sides = [worker(engine, ((f"t.{i}", state, [axis("a", 1, 0)], 1 << 30, 1) for i in range(1000))) for engine in "ds"]
+    return sides[0], sides[1:]
+
+
+def reversed_axes() -> Pair:
+    """A state of 16 axes of two coordinates each in a thousand tensors, in opposite order on the two sides."""
+    state, names = Group("state"), [f"a{i}" for i in range(16)]
+
+    def side(engine: str, order: Sequence[str]) -> Worker:
+        axes = [axis(name, 2, 1 << i) for i, name in enumerate(order)]
+        return worker(engine, ((f"t.{i}", state, axes, 2, 1 << 20) for i in range(1000)))
+
+    return side("d", names), [side("s", names[::-1])]
+
+
+def many_geometries() -> Pair:
+    """A thousand tensors of sizes of their own, each in two halves at a thousand strides."""
+    state = Group("state")
+
+    def side(engine: str, gap: int) -> Worker:
+        views = ((f"t.{i}", state, [axis("b", 2, 5000 + gap), axis("a", 8 + i, 1)], 4, 20000) for i in range(1000))
+        return worker(engine, views)
+
+    return side("d", 0), [side("s", 1)]
+
+
+def many_ranks() -> Pair:
+    """300 source workers that hold 300 heads, each worker all of them but one."""
+    state, number = Group("state"), 300
+    whole = worker("d", [("t", state, [axis("head", number, 1)], 1, 0)])
+    ranks = []
+    for i in range(number):
+        held = [Axis("head", *part, number, 1) for part in ((0, i), (i + 1, number)) if part[0] < part[1]]
+        made = worker("s", (("t", state, [each], 1, 0) for each in held))
+        ranks.append(Worker("s", i, made.regions, made.groups, made.views))
+    return whole, ranks
+
+
+def scattered_tokens() -> Pair:
+    """Token axes of 15 digits of two, in opposite order on the two sides."""
+
+    def side(engine: str, order: Sequence[int]) -> Worker:
+        axes = [axis("token", 2, 4 << i) for i in order]
+        return layers(engine, 1, Group("kv", 1 << 15), lambda _: [*axes, axis("dim", 4, 1)])
+
+    return side("d", range(15)), [side("s", range(15)[::-1])]
+
+
+def many_spans() -> Pair:
+    """1000 layers whose blocks of 1021 and 1019 tokens begin at different offsets in each layer."""
+
+    def side(engine: str, slots: int, step: int) -> Worker:
+        axes = [axis("token", slots, 8), axis("dim", 8, 1)]
+        return worker(engine, ((f"l.{i}", Group("kv", slots), axes, 2, 9000 + step * i) for i in range(1000)))
+
+    return side("d", 1021, 8), [side("s", 1019, 16)]
+
+
+def all_names() -> Pair:
+    """4000 tensors that the source lacks, with names of 240 characters."""
+    state = Group("state")
+
+    def side(engine: str, name: str) -> Worker:
+        views = ((name * 240 + f".{i}", state, [axis("a", 8, 1)], 1, 0) for i in range(4000))
+        return worker(engine, views)
+
+    return side("d", "x"), [side("s", "y")]
+
+
 def real() -> Pair:
     """For comparison: Nemotron-H 8B from TP 2 to TP 1, convolution states in the other order of their axes."""
     model = Model.shipped("nemotron-h-8b")
@@ -204,6 +316,17 @@ PAIRS = (
     many_segments,
     many_holders,
     transposed,
+    coprime_blocks,
+    shared_pool,
+    long_interleave,
+    unrelated_combs,
+    endless_pools,
+    reversed_axes,
+    many_geometries,
+    many_ranks,
+    scattered_tokens,
+    many_spans,
+    all_names,
 )
 
 

@@ -22,7 +22,7 @@ from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
 from kvplan.plan.align import blocks_and_slots, repeated
 from kvplan.plan.bind import split
-from kvplan.plan.rows import GroupPair, Table
+from kvplan.plan.rows import GroupPair, Table, bases
 from kvplan.plan.runs import join
 from kvplan.plan.specs import Pair, ReadSpec
 
@@ -221,11 +221,10 @@ def _descriptors(
     for table, first, at, more in zip(tables, base, ordinal, term, strict=True):
         ids = first.astype(np.int64) + more
         row = table.row_of(ids)
-        start = np.array([region.address for region in table.regions], np.uint64)[table.region]
-        offset = (table.rows[:, 0] - start).astype(np.int64)[row]
-        stride, length = table.rows[:, [3, 1]].T.astype(np.int64)
-        offset += (ids - table.first[row]) * stride[row]
-        columns.append([np.broadcast_to(at, ids.shape), table.region[row], offset, length[row]])
+        region, address = table.region[row], table.rows[row, 0]
+        length, stride = (table.rows[row, column].astype(np.int64) for column in (1, 3))
+        offset = (address - bases(table.regions)[0][region]).astype(np.int64) + (ids - table.first[row]) * stride
+        columns.append([np.broadcast_to(at, ids.shape), region, offset, length])
     ordinals, regions, offsets, lengths = (np.stack(column).reshape(2, -1) for column in zip(*columns, strict=True))
     return ordinals, regions, offsets, lengths
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvplan.plan.transfer import TransferPlan
 
 MAX_PARTS: Final = 1 << 25
-"""A certificate follows at most this many descriptors of one series of ids and period, and as many pieces."""
+"""A certificate follows at most this many descriptors and parts of them for each destination."""
 
 
 @attrs.frozen
@@ -208,6 +208,7 @@ class _Proof:
         self.names = [name for name in worker.tensors if name not in skipped]
         views = [worker.views[worker.tensors[name][0]] for name in self.names]
         self.tensors = {view.name: (i, view, numbering(view)) for i, view in enumerate(views)}
+        self.number = 0  # of descriptors followed so far, and of their parts
 
     def of(self, pairs: Sequence[PairTables]) -> Iterator[tuple[int, int]]:
         """The bytes proved, and their parts, by group."""
@@ -234,7 +235,7 @@ class _Proof:
         self, pair: PairTables, groups: GroupPair, pieces: tuple[Pieces, Pieces], period: int, ids: Any, starts: Ints
     ) -> Ints:
         """What a series of ids moves in a period, (4, parts): piece, block ordinal, first byte, length (K3)."""
-        _check_limit(f"{pair}, {period} positions", period // ids.every * starts.size * ids.base.shape[1])
+        self.count(f"{pair}, {period} positions", period // ids.every * starts.size * ids.base.shape[1])
         position = np.add.outer(np.arange(0, period, ids.every), starts).reshape(-1)
         ours, theirs = (_ranges(pair, groups, ids, i, position) for i in (0, 1))
         if (unequal := np.flatnonzero(ours.length != theirs.length)).size:
@@ -249,6 +250,7 @@ class _Proof:
             where = "source" if cut else "destination"
             raise refusal(pair, "descriptors of bytes that views hold", f"other bytes at the {where}")
         part, other, other_begin, size = again
+        self.count("parts of descriptors", size.size)
         # By part: `of` is its descriptor, and `at` the position of that in the period.
         of, piece = cut[0][part], cut[1][part]
         begin, at = other_begin - theirs.start[of] + ours.start[of], of % position.size
@@ -270,6 +272,11 @@ class _Proof:
                 raise refusal(pair, f"{what} {named[0]} of {name}", f"{named[1]}", **details)
         _check_spans(pair, groups, hasattr(ids, "blocks"), position[at], held_by[0][1])
         return np.stack([piece, ours.ordinal[at], begin - pieces[0].start[piece], size])
+
+    def count(self, what: str, number: int) -> None:
+        """Add to what was followed so far; its sum has a limit too."""
+        self.number += number
+        _check_limit(what, self.number)
 
     def filled(self, group: Group, ours: Pieces, parts: Sequence[Ints]) -> Ints:
         """The parts by piece, block ordinal and first byte, joined where they continue each other; none twice (K5)."""

@@ -313,6 +313,16 @@ def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
             certify(plan)
 
 
+def test_the_limit_is_for_all_series_of_a_destination_together(monkeypatch):
+    """Two sources, each with the tokens of two layers: 2 * 8 descriptors of one token, and as many parts of them."""
+    plan = plan_reads(engine("d", tp=2, order="NH")[0], engine("p", tp=4, order="NH")[:2])
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 32)
+    assert certify(plan)
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 31)
+    with pytest.raises(KVPlanError, match=r"RANGE: .*: expected at most 31 parts to follow, got 32"):
+        certify(plan)
+
+
 Range = tuple[int, int]
 """First byte and length."""
 
