@@ -59,8 +59,7 @@ cells of a destination                                  2**14       32 (Nemotron
 runs of one token, a pair of workers                    2**22       786,496 (Falcon-Mamba 7B, convolutions reordered)
 runs of one token times slots, a pair of workers        2**23       786,496 (Falcon-Mamba 7B)
 descriptors that a cost counts, a pair of workers       2**24
-descriptors and parts that a certificate follows,       2**25
-a destination
+descriptors and parts of a certificate, a destination   2**25
 ids of a request, a pair of workers                     2**28
 ======================================================  ==========  ===============================================
 

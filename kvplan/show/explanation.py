@@ -17,6 +17,7 @@ from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake.errors import PeerError
+from kvplan.plan.align import slots
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.rows import Table
 from kvplan.plan.specs import Pair, ReadSpec
@@ -168,6 +169,10 @@ def _plan(plan: TransferPlan, rows: bool) -> Iterator[str]:
     yield f"{_ends(plan)}: {_totals(pairs)}"
     for pair in plan.pairs if rows else pairs:
         yield from _indented(_pair(pair, rows, f"{_arrow(plan.operation)} {label_of(pair.remote)}"))
+    every = [groups for pair in pairs for groups in pair.group_pairs if not all(one.joined for one in groups.tokens)]
+    near = 0 if plan.operation == "READ" else 1
+    for name in dict.fromkeys(each.groups[near].name for each in every if min(map(slots, each.groups)) > 1):
+        yield f"  group {name}: tokens move one by one; see advise for layouts, choose for staging, with longer runs"
 
 
 def _ends(plan: TransferPlan) -> str:

@@ -172,3 +172,15 @@ def test_rows_have_the_numbers_of_the_table() -> None:
         assert tuple(row.values()) == (*ids, *whole, DECODE.regions[region].name)
     assert list(found[0]) == ["first_id", "stop_id", "address", "length", "device", "stride", "count", "region"]
     assert found[-1]["stop_id"] == table.num_ids
+
+
+def test_a_plan_says_which_groups_move_token_by_token() -> None:
+    """Where no run is longer than a token, there is a line that says what would help; it is absent where runs are."""
+    (same,), (turned,) = (engine("p", order=order) for order in ("HN", "NH"))
+    (decode,) = engine("d", order="HN")
+    line = "  group attn: tokens move one by one; see advise for layouts, choose for staging, with longer runs"
+    assert line in kvplan.explain(plan_reads(decode, [turned])).splitlines()
+    assert line in kvplan.explain(kvplan.plan_writes(turned, [decode])).splitlines()
+    assert "one by one" not in kvplan.explain(plan_reads(decode, [same]))
+    (single,) = engine("s", tokens=1, order="NH")
+    assert "one by one" not in kvplan.explain(plan_reads(decode, [single]))
