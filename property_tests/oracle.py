@@ -43,7 +43,7 @@ def elements(view: View) -> Iterator[tuple[int, int, tuple[tuple[str, int], ...]
             offset += (coordinate - axis.start) * axis.stride_bytes
             coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + coordinate
         slot = coordinates.pop("token", 0)
-        yield slot, offset, tuple(sorted(coordinates.items()))
+        yield slot, offset, tuple(sorted((name, at) for name, at in coordinates.items() if view.sizes[name] > 1))
 
 
 def contents(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, Span]) -> dict[Place, Meaning]:

@@ -284,5 +284,8 @@ def conv_order(
                 order = "SD"
                 continue
         if tuple(shape) != extents:
-            raise differ("SIZE", f"read the state of {section[0].name!r}", f"shape {extents}", tuple(shape))
+            hint = "steps of drafts after the state's own are padding: describe the state in a View"
+            raise differ("SIZE", f"read the state of {section[0].name!r}", f"shape {extents}", tuple(shape)).with_hint(
+                hint
+            )
     return order

@@ -230,6 +230,7 @@ def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool
             _bind(side, key),
             expected="each destination block once",
             got=f"block {blocks.twice} twice",
+            hint="bind the ranges on either side of a ring buffer's wrap one by one",
             group=key,
             side=side,
             id=blocks.twice,

@@ -39,6 +39,8 @@ ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
 """Bytes per element, by the type names of numpy and PyTorch."""
 
 MEMORY_KINDS: Final = ("DRAM", "VRAM", "FILE")
+OTHER_KINDS: Final = ("BLOCK", "BLK", "OBJ")
+"""NIXL's other kinds of memory, which kvplan's executor does not register."""
 
 
 @attrs.frozen
@@ -64,7 +66,8 @@ class Region:
         settle(self, "a region", integer, "device_id")
         if self.memory not in MEMORY_KINDS:
             action, expected = f"describe region {self.name!r}", f"memory in {', '.join(MEMORY_KINDS)}"
-            raise KVPlanError("NAME", action, expected=expected, got=f"{self.memory!r}", memory=self.memory)
+            hint = "FILE describes a block device or an object: offsets in it" if self.memory in OTHER_KINDS else ""
+            raise KVPlanError("NAME", action, expected=expected, got=f"{self.memory!r}", hint=hint, memory=self.memory)
         if self.end > ADDRESS_END:
             raise KVPlanError(
                 "BOUNDS",
@@ -227,7 +230,7 @@ class View:
                     f"describe view {self.name!r}",
                     expected=f"all {axis.size} slots of the token axis",
                     got=f"[{axis.start}, {axis.stop})",
-                    hint="a Context spreads positions over workers",
+                    hint="a Context spreads positions over workers: describe one for each part",
                     start=axis.start,
                     stop=axis.stop,
                     size=axis.size,
@@ -291,8 +294,9 @@ class Geometry:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """The logical tensor's global size by axis name."""
-        return MappingProxyType(global_sizes(self.axes))
+        """The logical tensor's global size by axis name. An axis of size 1 is as good as none, and is left out."""
+        sizes = global_sizes(self.axes).items()
+        return MappingProxyType({axis: size for axis, size in sizes if size > 1 or axis == TOKEN})
 
     @cached_property
     def segments(self) -> Mapping[str, Segments]:

@@ -24,6 +24,7 @@ import numpy as np
 from kvplan._arrays import Bools, Ints, distinct
 from kvplan._checks import at_most
 from kvplan._text import few
+from kvplan.describe.axes import global_sizes
 from kvplan.describe.views import TOKEN, Geometry, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -270,10 +271,12 @@ def _check(name: str, destination: Worker, ours: Geometry, source: Worker, their
     if kinds[0] != kinds[1]:
         raise differ("GROUP", "the group", f"a {kinds[0]} group", f"a {kinds[1]} group")
     if ours.dtype != theirs.dtype:
-        raise differ("DTYPE", "the dtype", ours.dtype, theirs.dtype)
-    mine, other = ({k: v for k, v in side.sizes.items() if k != TOKEN} for side in (ours, theirs))
-    if mine.keys() != other.keys():
-        raise differ("AXES", "the axes", " ".join(sorted(mine)), " ".join(sorted(other)))
+        error = differ("DTYPE", "the dtype", ours.dtype, theirs.dtype)
+        same = ours.itemsize == theirs.itemsize and {ours.dtype, theirs.dtype} & {"int8", "uint8"}
+        raise error.with_hint("if their bytes mean the same, describe both sides as uint8") if same else error
+    mine, other = ({k: v for k, v in global_sizes(side.axes).items() if k != TOKEN} for side in (ours, theirs))
     for axis, size in mine.items():
-        if other[axis] != size:
+        if other.get(axis, size) != size:
             raise differ("SIZE", f"the size of axis {axis!r}", size, other[axis])
+    if ours.sizes.keys() - {TOKEN} != theirs.sizes.keys() - {TOKEN}:
+        raise differ("AXES", "the axes", " ".join(sorted(mine)), " ".join(sorted(other)))

@@ -148,8 +148,8 @@ class Pieces:
 
 
 def _elements(view: View | Geometry) -> tuple[object, ...]:
-    """What all views of a tensor have in common: the dtype, and the axes but for the token axis."""
-    return view.dtype, sorted((name, size) for name, size in view.sizes.items() if name != TOKEN)
+    """What all views of a tensor have in common: the dtype, and the axes but for the token axis and those of size 1."""
+    return view.dtype, sorted((name, size) for name, size in view.sizes.items() if size > 1 and name != TOKEN)
 
 
 def _pieces(worker: Worker, group: Group, tensors: Mapping[str, tuple[int, View, Weights]]) -> Pieces:

@@ -38,8 +38,11 @@ Weights = tuple[tuple[str, int], ...]
 
 
 def numbering(view: View | Geometry) -> Weights:
-    """The weights that number a tensor's bytes as ``view`` stores them: finest axis first, one-element axes last."""
-    sizes = view.sizes
+    """The weights that number a tensor's bytes as ``view`` stores them: finest axis first, one-element axes last.
+
+    Axes of size 1 have none: the other side may lack them.
+    """
+    sizes = {name: size for name, size in view.sizes.items() if size > 1}
     steps = {name: [a.stride_bytes for a in view.axes if a.name == name and a.extent > 1] for name in sizes}
     weight, weights = view.itemsize, []
     for name in sorted(steps, key=lambda name: min(steps[name], default=math.inf)):
@@ -93,7 +96,7 @@ def _weighted(axes: tuple[Axis, ...], weights: Mapping[str, int]) -> list[tuple[
     for i, axis in enumerate(axes):
         if axis.name != TOKEN:
             finer = math.prod(other.size for other in axes[i + 1 :] if other.name == axis.name)
-            found.append((axis, weights[axis.name] * finer))
+            found.append((axis, weights[axis.name] * finer if axis.size > 1 else 0))
     return found
 
 

@@ -76,10 +76,11 @@ def test_end_bytes_is_past_the_last_byte(view: View) -> None:
 
 @given(small_views())
 def test_a_geometry_says_the_same_as_its_view(view: View) -> None:
-    """A geometry has the itemsize, sizes and segments of the views that it is shared by."""
+    """A geometry has the itemsize, sizes and segments of the views that it is shared by, but for axes of size 1."""
     made = Geometry(view.axes, view.dtype, Group("g"), view.num_blocks, view.block_stride_bytes)
-    assert (made.itemsize, dict(made.sizes)) == (view.itemsize, view.sizes)
-    for axis in view.axes:
+    sizes = {name: size for name, size in view.sizes.items() if size > 1}
+    assert (made.itemsize, dict(made.sizes)) == (view.itemsize, sizes)
+    for axis in (axis for axis in view.axes if axis.name in sizes):
         found = made.segments[axis.name]
         steps = [(c - axis.start) * axis.stride_bytes for c in range(axis.start, axis.stop)]
         assert found.at(np.arange(axis.start, axis.stop)).tolist() == steps
