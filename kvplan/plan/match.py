@@ -3,8 +3,8 @@
 - M1: Tensors pair by name, and by nothing else.
 - M2: Every tensor of the destination needs a source, except those that the caller lists as not transferred. Tensors
   that only sources have do not take part.
-- M3: Both sides of a tensor have the same axis names, global sizes and dtype. A token group pairs with a token group,
-  a state group with a state group.
+- M3: Both sides of a tensor have the same dtype, and the same axis names and global sizes; axes of size 1 do not count.
+  A token group pairs with a token group, a state group with a state group.
 - M4: Both sides run the same model, unless one of them does not say which.
 - M5: Tensors whose views have equal geometries on the same workers form one *match* and are planned once.
 
