@@ -71,9 +71,11 @@ NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config
 """Keys under which a file has its decoder."""
 
 WAY_OUT: Final = (
-    "if it stores what a known type does, add --like llama, or like='llama'; if it keeps K and V of each head, use its "
-    "sizes, layers=40,kv_heads=10,head_dim=128; describe any other as Views, and give a file of their offers"
+    "a model that keeps K and V of each head is known by its sizes: {'model_type': 'llama', 'num_hidden_layers': 40, "
+    "'num_key_value_heads': 10, 'head_dim': 128}, or 'layers=40,kv_heads=10,head_dim=128' on the command line; "
+    "describe any other as Views of Workers, and verify a file of their offers"
 )
+LIKE: Final = "if it stores what a known type does, add --like llama, or like='llama';"
 
 
 @attrs.frozen
@@ -225,7 +227,7 @@ def _decoder(
             if reason
             else f"one of the {len(families)} types in models.FAMILIES",
             got=reason or repr(model_type),
-            hint=WAY_OUT if reason else f"{meant(str(model_type), families)} {WAY_OUT}".strip(),
+            hint=WAY_OUT if reason else f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip(),
             model_type=model_type,
         )
     family = families[model_type]

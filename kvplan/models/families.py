@@ -234,6 +234,12 @@ def olmo_keys(config: Config) -> Config:
     }
 
 
+def grouped_heads(config: Config) -> Config:
+    """Files of Step-3.5 may state KV heads as groups (vllm/model_executor/models/step3p5.py)."""
+    given = config.get("num_attention_groups")
+    return {} if given is None else {"num_key_value_heads": given}
+
+
 def two_in_each(config: Config) -> Config:
     """Each of ``num_layers`` layers attends twice (LongcatFlashConfig)."""
     return {"num_hidden_layers": 2 * count(config, "num_layers", high=MAX_LAYERS)}
@@ -438,22 +444,6 @@ def _num_layers(config: Config) -> int:
 
 # The table
 
-_QWEN: Final = "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text deepseek_ocr2_text dots1 mimo"
-_GATED_DELTA: Final = MappingProxyType(
-    {
-        "state": delta_state,
-        "layers": all_but_each(STATE, "full_attention_interval"),
-        "defaults": {"full_attention_interval": 4},
-    }
-)
-_GEMMA4: Final = MappingProxyType(
-    {
-        "layers": all_but_each(SLIDING, 6),
-        "keys": global_heads,
-        "last": FULL,
-        "defaults": {"global_head_dim": 512, "num_global_key_value_heads": None},
-    }
-)
 _INDEXERS: Final = MappingProxyType(
     {
         "indexer_types": None,
@@ -464,23 +454,58 @@ _INDEXERS: Final = MappingProxyType(
 )
 _SLIDING_HEADS: Final = dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"))
 _KIMI: Final = dict.fromkeys(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
-_MINIMAX: Final = MappingProxyType(
-    {"state": lightning_state, "layers": by_flags("attn_type_list", {0: STATE, 1: FULL})}
+
+_SHARED: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("cohere_compass_text laguna mellum", {"layers": all_of(FULL)}),
+    ("cwm granite_swa granitemoe_swa", {"layers": all_but_each(SLIDING, 4, 0)}),
+    ("deepseek_v32 glm_moe_dsa", {"keys": shared_indexers, "defaults": _INDEXERS}),
+    ("exaone4 exaone_moe", {"layers": repeated}),
+    ("gemma2 gpt_oss vaultgemma", {"layers": all_but_each(SLIDING, 2)}),
+    ("gemma3n_text kolibri1", {"layers": all_but_each(SLIDING, 5)}),
+    ("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text", {"defaults": {"attention_head_dim": None}}),
+    ("lfm2 lfm2_moe", {"state": short_conv, "layers": listed("full_attn_idxs", FULL)}),
+    (
+        "minimax_text_01 minimax_m1",
+        {"state": lightning_state, "layers": by_flags("attn_type_list", {0: STATE, 1: FULL})},
+    ),
+    ("muse_glimmer_text muse_spark_text", {"layers": from_last}),
+    ("olmo3", {"layers": all_but_each(SLIDING, 4)}),
+    (
+        "qwen2 qwen3 qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text deepseek_ocr2_text dots1 mimo",
+        {"layers": upper_slide},
+    ),
+    (
+        "qwen3_next qwen3_5_text qwen3_5_moe_text",
+        {
+            "state": delta_state,
+            "layers": all_but_each(STATE, "full_attention_interval"),
+            "defaults": {"full_attention_interval": 4},
+        },
+    ),
+    (
+        "gemma4_text gemma4_unified_text diffusion_gemma_text",
+        {
+            "layers": all_but_each(SLIDING, 6),
+            "keys": global_heads,
+            "last": FULL,
+            "defaults": {"global_head_dim": 512, "num_global_key_value_heads": None},
+        },
+    ),
+    (
+        "mamba falcon_mamba",
+        {
+            "state": partial(
+                mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
+            ),
+            "layers": all_of(STATE),
+        },
+    ),
 )
-_LISTED: Final = ("cohere_compass_text", "laguna", "mellum", "step3p5")
-_MAMBA: Final = MappingProxyType(
-    {
-        "state": partial(
-            mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
-        ),
-        "layers": all_of(STATE),
-    }
-)
+"""What several families share, as in :data:`SPECIAL`."""
 
 SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        **{model_type: {"layers": upper_slide} for model_type in _QWEN.split()},
-        **{model_type: {"layers": all_of(FULL)} for model_type in _LISTED},
+        **{model_type: special for model_types, special in _SHARED for model_type in model_types.split()},
         "qwen2_moe": {"layers": every_other_lower_slides},
         "afmoe": {"layers": all_but_each(SLIDING, "global_attn_every_n_layers")},
         "beam": {"layers": all_but_each(SLIDING, 6, last=FULL)},
@@ -489,43 +514,21 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "defaults": {"sliding_window_pattern": 4},
         },
         "cohere2_moe": {"layers": after_dense},
-        "cwm": {"layers": all_but_each(SLIDING, 4, 0)},
-        "exaone4": {"layers": repeated},
-        "exaone_moe": {"layers": repeated},
         "flint": {"layers": all_but_each(SLIDING, 4, 1, first=2, last=FULL)},
-        "gemma2": {"layers": all_but_each(SLIDING, 2)},
-        "vaultgemma": {"layers": all_but_each(SLIDING, 2)},
         "gemma3_text": {
             "layers": all_but_each(SLIDING, "sliding_window_pattern"),
             "defaults": {"sliding_window_pattern": 6},
         },
-        "gemma3n_text": {"layers": all_but_each(SLIDING, 5)},
-        "gemma4_text": _GEMMA4,
-        "gemma4_unified_text": _GEMMA4,
-        "diffusion_gemma_text": _GEMMA4,
-        "gpt_oss": {"layers": all_but_each(SLIDING, 2)},
-        "granite_swa": {"layers": all_but_each(SLIDING, 4, 0)},
-        "granitemoe_swa": {"layers": all_but_each(SLIDING, 4, 0)},
-        "kolibri1": {"layers": all_but_each(SLIDING, 5)},
         "mimo_v2_flash": {
             "layers": by_flags("hybrid_layer_pattern", {0: FULL, 1: SLIDING}, all_but_each(SLIDING, 6, first=1)),
             "keys": sliding_heads,
-            "defaults": dict.fromkeys(
-                (
-                    "hybrid_layer_pattern",
-                    "sliding_window_size",
-                    "swa_num_key_value_heads",
-                    "swa_head_dim",
-                    "swa_v_head_dim",
-                )
-            ),
+            "defaults": {**_SLIDING_HEADS, "hybrid_layer_pattern": None, "sliding_window_size": None},
         },
         "modernbert-decoder": {
             "layers": all_but_each(SLIDING, "global_attn_every_n_layers", 0),
             "keys": half_window,
             "defaults": {"global_attn_every_n_layers": 3, "local_attention": 128, "sliding_window": None},
         },
-        "olmo3": {"layers": all_but_each(SLIDING, 4)},
         "llama4_text": {
             "layers": by_flags(
                 "no_rope_layers", {0: FULL, 1: SLIDING}, all_but_each(SLIDING, "no_rope_layer_interval")
@@ -533,13 +536,9 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "keys": chunks,
         },
         "longcat_flash": {"keys": two_in_each},
-        "muse_glimmer_text": {"layers": from_last},
-        "muse_spark_text": {"layers": from_last},
         "falcon": {"keys": falcon_heads},
         "gpt_bigcode": {"keys": falcon_heads, "defaults": {"num_key_value_heads": None}},
         "dbrx": {"keys": nested_heads, "defaults": {"num_key_value_heads": None}},
-        "deepseek_v32": {"keys": shared_indexers, "defaults": _INDEXERS},
-        "glm_moe_dsa": {"keys": shared_indexers, "defaults": _INDEXERS},
         "hy_v4": {"keys": shared_indexers, "defaults": {**_INDEXERS, "index_topk_freq": 4}},
         "dots3_note_text": {
             "layers": all_but_each(SLIDING, 4, 1, first=2),
@@ -551,8 +550,6 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 **_SLIDING_HEADS,
             },
         },
-        "mamba": _MAMBA,
-        "falcon_mamba": _MAMBA,
         "mamba2": {
             "state": partial(
                 mamba2_state,
@@ -588,12 +585,7 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "keys": query_width,
             "defaults": dict.fromkeys(("hybrid_layer_ids", "attention_head_dim", "kv_channels", "mamba_headdim")),
         },
-        "lfm2": {"state": short_conv, "layers": listed("full_attn_idxs", FULL)},
-        "lfm2_moe": {"state": short_conv, "layers": listed("full_attn_idxs", FULL)},
         "lfm3": {"state": short_conv, "layers": conv_and_slide},
-        "qwen3_next": _GATED_DELTA,
-        "qwen3_5_text": _GATED_DELTA,
-        "qwen3_5_moe_text": _GATED_DELTA,
         "olmo_hybrid": {"state": delta_state, "layers": all_but_each(STATE, 4), "keys": olmo_keys},
         "kimi_linear": {
             "state": kimi_state,
@@ -608,15 +600,12 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "defaults": _KIMI,
         },
         "minimax": {"state": lightning_state, "layers": all_but_each(STATE, 2, 0)},
-        "minimax_text_01": _MINIMAX,
-        "minimax_m1": _MINIMAX,
         "minimax_m2": {
             "layers": by_flags("attn_type_list", {1: FULL}, all_of(FULL)),
             "defaults": {"attn_type_list": None},
         },
         "chatglm": {"keys": chatglm_heads},
-        "hunyuan_v1_dense": {"defaults": {"attention_head_dim": None}},
-        "hunyuan_v1_moe": {"defaults": {"attention_head_dim": None}},
+        "step3p5": {"layers": all_of(FULL), "keys": grouped_heads, "defaults": {"num_attention_groups": None}},
     }
 )
 """What is particular to a family, as arguments of :class:`Family`."""

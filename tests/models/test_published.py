@@ -134,6 +134,24 @@ FILES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "61 attn 2x1x256",
     ),
+    "Step-3.5-Flash": (
+        sizes(
+            "step3p5",
+            4,
+            4096,
+            64,
+            None,
+            num_attention_groups=4,
+            head_dim=128,
+            sliding_window=512,
+            layer_types=["full_attention", *["sliding_attention"] * 3],
+        ),
+        "1 attn 2x4x128, 3 swa 2x4x128 within 512",
+    ),
+    "HunyuanOCR": (
+        {"model_type": "hunyuan_vl", "text_config": sizes("hunyuan_vl_text", 24, 1024, 16, 8, attention_head_dim=128)},
+        "24 attn 2x8x128",
+    ),
     "Granite-3.3-8B": (sizes("granite", 40, 4096, 32, 8), "40 attn 2x8x128"),
     "Seed-OSS-36B": (sizes("seed_oss", 64, 5120, 80, 8, head_dim=128), "64 attn 2x8x128"),
     "SmolLM3-3B": (

@@ -45,3 +45,14 @@ def test_defaults_are_those_of_transformers() -> None:
 def test_the_plan_has_what_the_model_caches(model_type: str) -> None:
     """Layers, kinds, shapes and windows are those of a forward, also of a file that leaves out what it may."""
     assert verdict(model_type) == ("equal", "")
+
+
+def test_the_pages_state_the_counts() -> None:
+    """README and the guide say how many types of transformers are read and refused, and how many others are read."""
+    known, refused = {*WALKED} & {*FAMILIES}, {*WALKED} & {*REFUSED}
+    counts = f"{len(known)} of the\n213 decoders", f"{len(FAMILIES)}: {len(known)}", f"The other {len(refused)} are"
+    root = TABLE.parents[2]
+    assert len(WALKED) == len(known) + len(refused) == 213
+    assert [text for text in counts if text not in (root / "README.md").read_text()] == []
+    others = f"{len(known)} of the 213 decoders of transformers 5.23, and {len(FAMILIES) - len(known)} types"
+    assert others in (root / "docs" / "how-to" / "models.md").read_text()
