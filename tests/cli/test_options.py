@@ -210,7 +210,5 @@ def test_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
 def test_the_refusal_shows_what_to_type(tmp_path: Path) -> None:
     """An unknown type is no dead end."""
     (tmp_path / "config.json").write_text('{"model_type": "mine"}')
-    with pytest.raises(
-        KVPlanError, match=r"--like llama.*layers=40,kv_heads=10,head_dim=128.*file of their offers"
-    ):
+    with pytest.raises(KVPlanError, match=r"--like llama.*layers=40,kv_heads=10,head_dim=128.*file of their offers"):
         load(str(tmp_path))

@@ -50,7 +50,7 @@ def test_the_plan_has_what_the_model_caches(model_type: str) -> None:
 def test_the_pages_state_the_counts() -> None:
     """README and the guide say how many types of transformers are read and refused, and how many others are read."""
     known, refused = {*WALKED} & {*FAMILIES}, {*WALKED} & {*REFUSED}
-    counts = f"{len(known)} of the\n213 decoders", f"{len(FAMILIES)}: {len(known)}", f"The other {len(refused)} are"
+    counts = f"{len(known)} of\nthe 213 decoders", f"{len(FAMILIES)}: {len(known)}", f"The other {len(refused)} are"
     root = TABLE.parents[2]
     assert len(WALKED) == len(known) + len(refused) == 213
     assert [text for text in counts if text not in (root / "README.md").read_text()] == []

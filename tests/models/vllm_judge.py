@@ -42,7 +42,12 @@ SIZES: Final[dict[str, Any]] = {
 }
 """As in the walk, but heads of sizes that vLLM's kernels for CPUs have."""
 
-OTHER_SIZES: Final[dict[str, dict[str, Any]]] = {"falcon_h1": {"mamba_d_ssm": 384}, "longcat_flash": {"head_dim": 64}}
+OTHER_SIZES: Final[dict[str, dict[str, Any]]] = {
+    "falcon_h1": {"mamba_d_ssm": 384},
+    "longcat_flash": {"head_dim": 64},
+    "mamba2": {"head_dim": 32},
+    "zamba2": {"num_key_value_heads": 6},
+}
 
 Rows = dict[tuple[int, bool], tuple[Any, ...]]
 """For each layer's cache with tokens, and each state: the layers of its group, tokens, bytes and shapes of a block."""
