@@ -103,10 +103,10 @@ class Engine:
         (names,) = self._receive("preempted", time.monotonic() + TIMEOUT_S)
         return set(names)
 
-    def freeze(self, stop: bool = True) -> None:
-        """Stops the engine and its workers where they are, reachable and silent, or lets them go on."""
+    def freeze(self) -> None:
+        """Stops the engine and its workers where they are: reachable and silent."""
         assert self._process.pid is not None
-        os.killpg(self._process.pid, signal.SIGSTOP if stop else signal.SIGCONT)
+        os.killpg(self._process.pid, signal.SIGSTOP)
 
     def kill(self) -> None:
         """Ends the engine and its workers at once, where that was not done before."""
