@@ -192,11 +192,7 @@ def _exceptions(config: Config, layers: int) -> dict[int, Config]:
 
 
 def _decoder(
-    config: Any,
-    families: Mapping[str, Family],
-    nested: Mapping[str, str],
-    refused: Mapping[str, str],
-    like: str | None,
+    config: Any, families: Mapping[str, Family], nested: Mapping[str, str], refused: Mapping[str, str], like: str | None
 ) -> tuple[dict[str, Any], Family]:
     """The keys of the decoder with the defaults of its family and the weights' ``dtype``, and the family."""
     if not isinstance(config, Mapping):

@@ -95,26 +95,27 @@ def mamba1_state(config: Config, *, channels: str | None, expand: str, state: st
     return mamba1(width, count(config, state), steps, *_dtypes(config))
 
 
-def mamba2_state(config: Config, *, heads: str, dim: str, groups: Keys, state: str, conv: Keys) -> Layer:
+_HEADS: Final = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
+_GROUPS: Final = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+
+
+def mamba2_state(config: Config) -> Layer:
     """The state of a Mamba-2 layer."""
-    num_heads, width, steps = count(config, heads), count(config, dim), _steps(config, conv)
-    num_groups = count(config, groups)
-    if num_heads % num_groups:
-        raise unusable(key_of(config, groups), f"a divisor of {num_heads} heads", num_groups)
-    return mamba2(num_heads, width, num_groups, count(config, state), steps, *_dtypes(config))
+    heads, dim = count(config, _HEADS), count(config, ("mamba_d_head", "mamba_head_dim", "head_dim"))
+    groups, state = count(config, _GROUPS), count(config, ("mamba_d_state", "ssm_state_size", "state_size"))
+    if heads % groups:
+        raise unusable(key_of(config, _GROUPS), f"a divisor of {heads} heads", groups)
+    return mamba2(heads, dim, groups, state, _steps(config, ("mamba_d_conv", "conv_kernel")), *_dtypes(config))
 
 
-def granite_state(config: Config, heads: str = "mamba_n_heads", groups: str = "mamba_n_groups") -> Layer:
+def granite_state(config: Config) -> Layer:
     """The state of a Mamba-2 layer whose file states how wide all heads are together, and maybe how wide each is."""
-    channels, num_heads = _channels(config, "mamba_d_ssm", "mamba_expand"), count(config, heads)
+    channels, heads = _channels(config, "mamba_d_ssm", "mamba_expand"), count(config, _HEADS)
     stated = config.get("mamba_d_head") not in (None, "auto")
-    dim = count(config, "mamba_d_head") if stated else channels // num_heads
-    if dim * num_heads != channels:
-        raise unusable(heads, f"heads that make up the {channels} channels", num_heads)
-    given = {**config, "mamba_d_head": dim}
-    return mamba2_state(
-        given, heads=heads, dim="mamba_d_head", groups=groups, state="mamba_d_state", conv="mamba_d_conv"
-    )
+    dim = count(config, "mamba_d_head") if stated else channels // heads
+    if dim * heads != channels:
+        raise unusable(key_of(config, _HEADS), f"heads that make up the {channels} channels", heads)
+    return mamba2_state({**config, "mamba_d_head": dim})
 
 
 def zamba_state(config: Config) -> Layer:
@@ -419,10 +420,7 @@ def after_dense(config: Config) -> list[str]:
         raise unusable("first_k_dense_replace", f"at most {layers} layers", dense)
     first, rest = (
         all_but_each(SLIDING, key)({**config, "num_hidden_layers": number}) if number else []
-        for key, number in (
-            ("prefix_dense_sliding_window_pattern", dense),
-            ("sliding_window_pattern", layers - dense),
-        )
+        for key, number in (("prefix_dense_sliding_window_pattern", dense), ("sliding_window_pattern", layers - dense))
     )
     return first + rest
 
@@ -445,12 +443,7 @@ def _num_layers(config: Config) -> int:
 # The table
 
 _INDEXERS: Final = MappingProxyType(
-    {
-        "indexer_types": None,
-        "index_topk_pattern": None,
-        "index_topk_freq": 1,
-        "index_skip_topk_offset": 2,
-    }
+    {"indexer_types": None, "index_topk_pattern": None, "index_topk_freq": 1, "index_skip_topk_offset": 2}
 )
 _SLIDING_HEADS: Final = dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"))
 _KIMI: Final = dict.fromkeys(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
@@ -550,27 +543,10 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                 **_SLIDING_HEADS,
             },
         },
-        "mamba2": {
-            "state": partial(
-                mamba2_state,
-                heads="num_heads",
-                dim="head_dim",
-                groups="n_groups",
-                state="state_size",
-                conv="conv_kernel",
-            ),
-            "layers": all_of(STATE),
-        },
+        "mamba2": {"state": mamba2_state, "layers": all_of(STATE)},
         "jamba": {"state": zamba_state, "layers": all_but_each(STATE, "attn_layer_period", "attn_layer_offset")},
         "nemotron_h": {
-            "state": partial(
-                mamba2_state,
-                heads="mamba_num_heads",
-                dim="mamba_head_dim",
-                groups=("mamba_n_groups", "n_groups"),
-                state="ssm_state_size",
-                conv=("mamba_d_conv", "conv_kernel"),
-            ),
+            "state": mamba2_state,
             "layers": by_letter,
             "defaults": dict.fromkeys(
                 ("hybrid_override_pattern", "attention_head_dim", "mamba_n_groups", "mamba_d_conv")
@@ -580,7 +556,7 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "granitemoehybrid": {"state": granite_state, "layers": all_of(STATE)},
         "falcon_h1": {"state": granite_state, "layers": all_of(BOTH)},
         "zamba2": {
-            "state": partial(granite_state, heads="n_mamba_heads", groups="mamba_ngroups"),
+            "state": granite_state,
             "layers": listed("hybrid_layer_ids", STATE, BOTH),
             "keys": query_width,
             "defaults": dict.fromkeys(("hybrid_layer_ids", "attention_head_dim", "kv_channels", "mamba_headdim")),
