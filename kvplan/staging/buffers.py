@@ -202,7 +202,7 @@ def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:
     for axis in view.axes:
         start, stop = axis.start, axis.stop
         if digits[axis.name] == 1 and axis.name != TOKEN:
-            start, stop = spans[axis.name]
+            start, stop = spans.get(axis.name, (start, stop))  # cells leave out axes of size 1
         offset += (start - axis.start) * axis.stride_bytes
         axes.append(attrs.evolve(axis, start=start, stop=stop))
     return attrs.evolve(view, axes=axes, offset_bytes=offset)
