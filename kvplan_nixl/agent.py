@@ -93,13 +93,13 @@ class Agent:
     def __init__(self, name: str, backends: Mapping[str, Mapping[str, str]], progress_thread: bool) -> None:
         self.name = name
         config = nixl.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
+        self._open: Any = None
+        text = ""
         try:
-            self._open: Any = nixl.nixl_agent(name, config)
+            self._open = nixl.nixl_agent(name, config)
         except FAILURES as error:
             text = " ".join(str(error).split())
-        else:
-            text = ""
-        if text:  # raised after NIXL's exception is gone
+        if self._open is None:  # raised after the exception of NIXL is gone
             raise KVPlanError("BACKEND", "make a NIXL agent", expected="no error", got=f"NIXL: {text}")
         self._handles: WeakSet[Handle] = WeakSet()
         self._registered: Counter[Range] = Counter()

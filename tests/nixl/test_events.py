@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -217,3 +218,15 @@ def test_bytes_are_counted_before_ids_are_used_again() -> None:
     transfer.status = Status.DONE
     watch.settled(transfer)
     assert [event.num_bytes for event in events] == [expected]
+
+
+def test_telemetry_of_nixl_has_a_file_for_each_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL writes it to a folder, whatever the engine is called, and what it cannot write to is an error."""
+    monkeypatch.setenv("NIXL_TELEMETRY_ENABLE", "1")
+    monkeypatch.setenv("NIXL_TELEMETRY_DIR", str(tmp_path))
+    there, _ = placed(attrs.evolve(engine("decode")[0], engine_id="a/b"))
+    with NixlExecutor(there):
+        assert [path.name[:6] for path in tmp_path.iterdir()] == ["a.b.0."]
+    monkeypatch.setenv("NIXL_TELEMETRY_DIR", str(tmp_path / "none"))
+    with pytest.raises(KVPlanError, match="BACKEND: cannot make a NIXL agent: expected no error, got NIXL: Failed"):
+        NixlExecutor(there)
