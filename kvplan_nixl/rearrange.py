@@ -102,7 +102,9 @@ class TorchCopier:
         """Whether copies are done. Raises ``MEMORY`` where they have failed."""
         if ticket is None:
             return True
-        if torch.cuda.is_current_stream_capturing():  # CUDA allows no query of an event meanwhile
+        if (
+            self._stream is not None and torch.cuda.is_current_stream_capturing()
+        ):  # CUDA allows no query of an event meanwhile
             return False
         try:
             return bool(ticket.query())

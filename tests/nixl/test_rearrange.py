@@ -156,6 +156,15 @@ def test_copies_that_have_failed(device: str) -> None:
         copier.done(Broken())
 
 
+def test_no_event_is_queried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would end the capture with an error. The copies are not done before."""
+    copier = TorchCopier({NAME: torch.zeros(8)})
+    monkeypatch.setattr(copier, "_stream", object())  # as on a GPU
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not copier.done(object())
+    assert copier.done(None)
+
+
 @pytest.mark.parametrize(
     "at, shapes",
     [
