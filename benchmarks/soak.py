@@ -61,7 +61,8 @@ ABORTED_S: Final = 60.0
 """How long after a death UCX may abort another worker."""
 
 MAX_HANDLES: Final = 16
-MAX_GROWTH_MIB: Final = 32
+MAX_GROWTH_MIB: Final = 64
+"""A process grows by about 30 MiB until all its memory and UCX's buffers are in use."""
 
 OTHER: Final = {"prefill": "decode", "decode": "prefill"}
 ACTIVE: Final = {"READ": "decode", "WRITE": "prefill"}
