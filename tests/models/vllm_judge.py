@@ -160,11 +160,13 @@ def start(vllm: Any) -> None:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """``equal``, ``wrong`` or ``not loaded``, and why."""
+    """``equal``, ``wrong``, ``not loaded`` or ``not compared``, and why."""
     if model_type not in ARCHITECTURES:
         return "not loaded", "no causal language model in transformers"
     if "index_head_dim" in FAMILIES[model_type].defaults:
         return "not loaded", "sparse attention, which needs a GPU"
+    if model_type == "zamba2":
+        return "not compared", "vLLM numbers its attention by shared blocks, not by layers"
     try:
         config = config_of(model_type)
         theirs = allocated(config)
