@@ -15,7 +15,7 @@ import attrs
 
 from kvplan._checks import members, wrong_type
 from kvplan._text import count, fold
-from kvplan.describe.axes import Axis
+from kvplan.describe.axes import Axis, global_sizes
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 
@@ -164,10 +164,10 @@ def _facts(stored: Stored) -> dict[str, list[str]]:
 
 def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     group, context = geometry.group, geometry.group.context
-    sizes = {axis: size for axis, size in geometry.sizes.items() if axis != TOKEN}
+    sizes = {axis: size for axis, size in global_sizes(geometry.axes).items() if axis != TOKEN}
     yield "group kind", "states" if group.tokens_per_block is None else "tokens"
     yield "dtype", geometry.dtype
-    yield "axes", " ".join(sorted(sizes)) or "none"
+    yield "axes", " ".join(sorted(geometry.sizes.keys() - {TOKEN})) or "none"
     yield from ((f"size of {axis}", f"{size}") for axis, size in sizes.items())
     for axis in sizes:
         yield f"part of {axis}", _part([digit for digit in geometry.axes if digit.name == axis])

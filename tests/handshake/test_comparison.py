@@ -235,3 +235,17 @@ def test_a_plan_is_not_reused_for_another_model() -> None:
     plan = plan_reads(ours, [same])
     with pytest.raises(KVPlanError, match=r"^WORKER: cannot take the place of p1/0"):
         plan.with_remotes([attrs.evolve(other, model="b")])
+
+
+@pytest.mark.parametrize(("heads", "codes"), [((0, 1, 1), set()), ((0, 1, 4), {"SIZE", "AXES"})])
+def test_an_axis_of_size_1_is_as_good_as_none_but_has_a_size(heads, codes):
+    """It differs from the same axis of another size, as planning says; without the axis nothing is refused."""
+    (local,), (remote,) = engine("d", heads=1), engine("p", heads=1)
+    other = with_axis(remote, "head", **dict(zip(("start", "stop", "size"), heads, strict=True)))
+    assert {difference.code for difference in compare(local, other).differences} - {""} == codes
+    without = with_views(remote, axes=[axis for axis in remote.views[0].axes if axis.name != "head"])
+    assert compare(local, without).ok
+    assert plan_reads(local, [without]).pairs
+    if codes:
+        with pytest.raises(KVPlanError, match="SIZE"):
+            plan_reads(local, [other])
