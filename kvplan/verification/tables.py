@@ -106,7 +106,7 @@ def _check_form(pair: PairTables, groups: Any) -> None:
         raise _malformed(pair, "rows", 0)
     if not _is_count(groups.period, 1) or any(groups.period % period_of(group) for group in both):
         raise _malformed(pair, "period", groups.period)
-    if not all(type(cut) is tuple and len(cut) == 2 and cut[0] < cut[1] for cut in groups.cuts):
+    if not all(type(cut) is tuple and _are_counts(cut, 0) and cut[0] < cut[1] for cut in groups.cuts):
         raise _malformed(pair, "cuts", groups.cuts)
     bounds = [0, *itertools.chain(*groups.cuts), groups.period]
     if bounds != sorted(bounds):

@@ -210,6 +210,9 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
         lambda cuts: ((-1, cuts[0][1]), *cuts[1:]),
         lambda cuts: (*cuts, 3),
+        lambda cuts: (*cuts[:-1], ((0, 1), 2)),
+        lambda cuts: (*cuts[:-1], ("0", "1")),
+        lambda cuts: (*cuts[:-1], ("0", "1", "2")),
     ):
         assert "expected cuts in the form" in refused(changed(plan, cuts=wrong))
 
