@@ -23,8 +23,9 @@ Cli = Callable[..., Outcome]
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line as a function of its arguments."""
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """The command line as a function of its arguments, in 120 columns whatever the terminal of the tests has."""
+    monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments: str) -> Outcome:
         capsys.readouterr()

@@ -26,8 +26,7 @@ def write_files(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder, which is the working directory of a terminal of 120 columns."""
+    """The folder, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
     write_files(tmp_path)
     return tmp_path
