@@ -75,11 +75,8 @@ def verify_command(
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
     loaded = load_engines(model, bits, like)
-    title, sides, moved = (
-        f"{model}, {src.title(loaded)} -> {dst.title(loaded)}, positions [{tokens[0]}, {tokens[1]})",
-        {},
-        {},
-    )
+    title = f"{model}, {src.title(loaded)} -> {dst.title(loaded)}, positions [{tokens[0]}, {tokens[1]})"
+    sides, moved = {}, {}
     if isinstance(loaded, Model):
         sides = {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
         if layers is not None:
@@ -298,8 +295,8 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
     else:
         for name, offer in offers:
             if isinstance(offer, Worker):
-                lines = explain(offer, width=terminal_width()).splitlines()
-                print_lines([*lines, f"  fingerprint {fingerprint(offer)}"])
+                print_lines(explain(offer, width=terminal_width()).splitlines())
+                print_lines([f"  fingerprint {fingerprint(offer)}"])
             else:
                 print_lines([f"{name}: refused", *(f"  {problem}" for problem in offer)])
     return 0 if len(workers) == len(files) and (comparison is None or comparison.ok) else 2
