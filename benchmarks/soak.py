@@ -392,6 +392,7 @@ class Soak:
             if process.dies_at is not None and 0 < process.dies_at <= now:
                 process.dies_at = 0.0
                 process.disturb(signal.SIGKILL)
+                self.last_death = now  # another worker may abort, and end, before this process is seen to have ended
         for request in [*self.requests.values()]:
             if request.deadline <= now:
                 request.deadline = now + 1
