@@ -48,17 +48,17 @@ from kvplan import Status, Worker, plan_mesh
 Words = npt.NDArray[np.uint16]
 
 MAX_REQUESTS: Final = 8
-STUCK_S: Final = 120.0
-"""How long a request may take in the worst case."""
+STUCK_S: Final = 600.0
+"""How long a request may take in the worst case, on a machine that does much else."""
 
 LEASE_S: Final = 3.0
 """How long a passive worker may wait for a notice after all transfers of the request are settled: it may be lost."""
 
-EXPLAINED_S: Final = 6.0
+EXPLAINED_S: Final = 20.0
 """How long the death of a worker may remain unnoticed, which explains why a request failed."""
 
 ABORTED_S: Final = 60.0
-"""How long after a death UCX may abort another worker."""
+"""How long after a worker is to end, or has ended, UCX may abort another one."""
 
 MAX_HANDLES: Final = 16
 MAX_GROWTH_MIB: Final = 64
@@ -189,7 +189,8 @@ class Soak:
         self.present: dict[Key, Process] = {}
         self.replaced: list[Process] = []
         self.requests: dict[str, Request] = {}
-        self.unexplained: list[Request] = []
+        self.unexplained: dict[Request, float] = {}
+        """Requests that failed, and when a cause must be known."""
         self.counts: Counter[str] = Counter()
         self.codes: Counter[str] = Counter()
         self.defects: list[str] = []
@@ -358,6 +359,8 @@ class Soak:
             if target.key in self.spared:
                 what = "suspend"
             now = target.disturbed_at = time.monotonic()
+            if what != "suspend":
+                self.last_death = now  # another worker may abort, and end, before this one is seen to have ended
             if what == "close":
                 target.is_closing = True
                 target.send("close")
@@ -392,7 +395,6 @@ class Soak:
             if process.dies_at is not None and 0 < process.dies_at <= now:
                 process.dies_at = 0.0
                 process.disturb(signal.SIGKILL)
-                self.last_death = now  # another worker may abort, and end, before this process is seen to have ended
         for request in [*self.requests.values()]:
             if request.deadline <= now:
                 request.deadline = now + 1
@@ -403,8 +405,8 @@ class Soak:
                     request.processes[key].send("discard", request.name)
             if now - request.began > STUCK_S:
                 self.defects.append(f"a request does not end: {request}")
-        for request in [each for each in self.unexplained if now - each.began > EXPLAINED_S]:
-            self.unexplained.remove(request)
+        for request in [each for each, deadline in self.unexplained.items() if deadline <= now]:
+            del self.unexplained[request]
             if all(process.disturbed_at < request.began for process in request.processes.values()):
                 self.defects.append(f"a request failed without a cause: {request}")
 
@@ -554,7 +556,7 @@ class Soak:
             return
         self.counts["requests failed or cancelled"] += 1
         if not {"KILLED", "REPLACED", "CANCELLED"}.intersection(request.codes):
-            self.unexplained.append(request)
+            self.unexplained[request] = time.monotonic() + EXPLAINED_S
         if not request.is_staged and self.is_whole() and self.random.random() < 0.5:
             self.counts["requests tried again"] += 1
             self.offer(request.name, request.attempt + 1, request.operation, False, request.tokens)

@@ -293,7 +293,7 @@ class Rank:
         arrived = []
         for notice in self.executor.notices():
             chance = self.random.random()
-            arrived += [] if chance < 0.005 else [notice, notice] if chance < 0.05 else [notice]
+            arrived += [] if chance < 0.005 else [notice, notice] if chance < 0.3 else [notice]
         if self.seen and self.random.random() < 0.02:
             arrived.append(self.random.choice(self.seen))
         self.seen.extend(arrived)
