@@ -343,6 +343,7 @@ def serve(channel: Connection, path: Path, key: Key, decode_tp: int, seed: int, 
     with open(path.with_suffix(".err"), "wb") as log:
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    gc.freeze()  # collecting what was imported takes seconds on a busy machine, in which a worker serves nobody
     try:
         with suppress(EOFError, BrokenPipeError):  # the scheduler has ended
             Rank(channel, path, key, decode_tp, seed, plant).run()
