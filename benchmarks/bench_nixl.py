@@ -28,7 +28,8 @@ import pytest
 
 from benchmarks.real_memory import PeerProcess, placed
 from kvplan import Blocks, Model, TransferPlan, Worker, plan_reads
-from kvplan_nixl import UCX, Agent, NixlExecutor, TransferEvent, settle
+from kvplan_nixl import UCX, NixlExecutor, TransferEvent, settle
+from kvplan_nixl.agent import Agent
 from kvplan_nixl.executor import NixlTransfer
 
 TIMEOUT_S = 60.0

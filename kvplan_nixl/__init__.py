@@ -8,14 +8,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvplan_nixl.agent import Agent
     from kvplan_nixl.envelope import Envelope
     from kvplan_nixl.events import Peer, TransferEvent
     from kvplan_nixl.executor import UCX, NixlExecutor, NixlTransfer, settle
 
 LATER: Final = MappingProxyType(
     {
-        "Agent": "agent",
         "Envelope": "envelope",
         **dict.fromkeys(("Peer", "TransferEvent"), "events"),
         **dict.fromkeys(("UCX", "NixlExecutor", "NixlTransfer", "settle"), "executor"),
@@ -23,7 +21,7 @@ LATER: Final = MappingProxyType(
 )
 """The module of each name."""
 
-__all__ = ["UCX", "Agent", "Envelope", "NixlExecutor", "NixlTransfer", "Peer", "TransferEvent", "settle"]
+__all__ = ["UCX", "Envelope", "NixlExecutor", "NixlTransfer", "Peer", "TransferEvent", "settle"]
 
 
 def __getattr__(name: str) -> Any:

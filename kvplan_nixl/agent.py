@@ -24,6 +24,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan._checks import instance, wrong_type
 from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
 
@@ -85,6 +86,19 @@ def ranges_of(regions: Iterable[Region]) -> Iterator[Range]:
             last = each
     if last is not None:
         yield last
+
+
+def checked_backends(value: Any) -> dict[str, dict[str, str]]:
+    """Options by the names of backends. Raises ``TYPE`` where NIXL would raise what it likes."""
+    if not isinstance(value, Mapping) or not all(isinstance(options, Mapping) for options in value.values()):
+        raise wrong_type("backends", "a mapping of options by name", value)
+    return {
+        instance(str, backend, "name of a backend"): {
+            instance(str, option, "option of a backend"): instance(str, setting, "option of a backend")
+            for option, setting in options.items()
+        }
+        for backend, options in value.items()
+    }
 
 
 class Agent:

@@ -24,8 +24,9 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan import Axis, Blocks, Group, Region, TransferPlan, View, Worker, plan_reads, region_of
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, TransferPlan, View, Worker, plan_reads, region_of
 from kvplan._arrays import Ints
+from kvplan._checks import integer, name
 from kvplan.staging import Copy, Rates
 from kvplan.staging.copies import CopySide
 from kvplan_nixl.executor import NixlExecutor, settle
@@ -46,13 +47,22 @@ Work = tuple[tuple[int, ...], Callable[[], None]]
 
 def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor]:
     """A worker with two views of the same bytes, of small blocks and of large ones."""
-    tensor = torch.ones(size, dtype=torch.uint8, device=device)
+    tensor = allocated(device, size)
     region = region_of(tensor, "memory")
     views = [
         View(name, name, region.name, "uint8", (Axis("byte", 0, length, length, 1),), size // length, length)
         for name, length in (("small", SMALL), ("large", LARGE))
     ]
     return Worker(engine_id, 0, (region,), (Group("small"), Group("large")), views), tensor
+
+
+def allocated(device: str, size: int) -> torch.Tensor:
+    """Bytes of a device. Raises ``MEMORY`` where torch has none."""
+    try:
+        return torch.ones(size, dtype=torch.uint8, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        got = " ".join(str(error).split())
+    raise KVPlanError("MEMORY", f"allocate {size} bytes of {device}", expected="a device that has them", got=got)
 
 
 def serve(channel: Connection, device: str, size: int) -> None:
@@ -120,7 +130,7 @@ def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float
 
 def copiers(device: str, size: int) -> Iterator[Work]:
     """Two copies of one origin for each layer, of one block and of many, each with its numbers of origins and bytes."""
-    tensors = {name: torch.ones(size, dtype=torch.uint8, device=device) for name in ("cache", "staging")}
+    tensors = {name: allocated(device, size) for name in ("cache", "staging")}
     cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
     for number in (1, size // LAYERS // BLOCK):
@@ -163,9 +173,12 @@ def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
     """Measure the rates, in some seconds. Nothing else should run on the machine.
 
     Allocates ``size`` bytes, at least 4 MiB, in another process, and three times as many in this one. ``device`` is the
-    device of all memory, as torch names it. UCX chooses how to move bytes by its own environment variables.
+    device of all memory, as torch names it. UCX chooses how to move bytes by its own environment variables. Raises
+    ``MEMORY`` where there is no such memory.
     """
     logging.getLogger("nixl").setLevel(logging.WARNING)
+    name(device, "device")
+    integer(size, "size", low=MANY * SMALL)
     worker, _held = memory("local", device, size)
     with peer(device, size) as envelope, NixlExecutor(worker) as executor:
         moves = list(readers(executor, plan_reads(worker, [executor.connect(envelope)]), size))

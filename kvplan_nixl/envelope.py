@@ -18,7 +18,7 @@ from typing import Final
 import attrs
 
 from kvplan import KVPlanError, PeerError, Worker, decode, encode
-from kvplan._checks import wrong_type
+from kvplan._checks import instance, name
 from kvplan.handshake import Problem
 
 MAGIC: Final = b"kvplan_nixl 2\n"
@@ -49,6 +49,11 @@ class Envelope:
     agent: str
     metadata: bytes = attrs.field(repr=False)
 
+    def __attrs_post_init__(self) -> None:
+        instance(Worker, self.worker, "worker of an envelope")
+        name(self.agent, "agent of an envelope")
+        instance(bytes, self.metadata, "metadata of an envelope")
+
     def pack(self, key: bytes = b"") -> bytes:
         """The envelope as bytes, authenticated by a key.
 
@@ -69,7 +74,7 @@ class Envelope:
 
         Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer.
         """
-        _check_bytes(data, "an envelope")
+        instance(bytes, data, "an envelope")
         begin = len(MAGIC) + DIGEST_BYTES
         head = begin + LENGTHS.size
         if not data.startswith(MAGIC) or len(data) < head:
@@ -85,21 +90,15 @@ class Envelope:
         metadata, offer = head + name_bytes, head + name_bytes + metadata_bytes
         if offer + offer_bytes != len(data):
             raise _unusable(f"{offer + offer_bytes} bytes, by its own lengths", f"{len(data)}")
-        name = data[head:metadata].decode(errors="replace")
+        agent = data[head:metadata].decode(errors="replace")
         worker = decode(data[offer:])
-        if not name.startswith(agent_prefix(worker)):
-            raise _unusable(f"the name of an agent of worker {worker.label}", repr(name))
-        return cls(worker, name, data[metadata:offer])
-
-
-def _check_bytes(value: object, what: str) -> None:
-    if not isinstance(value, bytes):
-        raise wrong_type(what, "bytes", value)
+        if not (agent.startswith(agent_prefix(worker)) and agent.isprintable()):
+            raise _unusable(f"the name of an agent of worker {worker.label}", repr(agent))
+        return cls(worker, agent, data[metadata:offer])
 
 
 def _digest(key: bytes, content: bytes) -> bytes:
-    _check_bytes(key, "the key of envelopes")
-    return hmac.digest(key, content, DIGEST)
+    return hmac.digest(instance(bytes, key, "the key of envelopes"), content, DIGEST)
 
 
 def _unusable(expected: str, got: str) -> PeerError:

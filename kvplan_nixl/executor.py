@@ -20,7 +20,7 @@ import hashlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
@@ -29,10 +29,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import attrs
 
 from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
-from kvplan.describe.worker import Key
+from kvplan._checks import having, instance, members, seconds
+from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
 from kvplan.plan import Table
-from kvplan_nixl.agent import LOCAL, Agent, Handle, Range
+from kvplan_nixl.agent import LOCAL, Agent, Handle, Range, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
 from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, tell, watch
 from kvplan_nixl.notices import MAX_MESSAGE_BYTES, message, notice_of
@@ -120,8 +121,13 @@ class NixlExecutor:
         on_peer: Callable[[Peer], object] | None = None,
         key: bytes = b"",
     ) -> None:
-        self.worker = worker
-        self._agent = Agent(f"{agent_prefix(worker)}{uuid.uuid4().hex}", backends, progress_thread)
+        self.worker = instance(Worker, worker, "worker")
+        self._key = instance(bytes, key, "the key of envelopes")
+        self._on_event, self._on_peer = (
+            each if each is None else having("__call__", each, name, "a function")
+            for name, each in (("on_event", on_event), ("on_peer", on_peer))
+        )
+        self._agent = Agent(f"{agent_prefix(worker)}{uuid.uuid4().hex}", checked_backends(backends), progress_thread)
         try:
             self._agent.register(worker.regions)
         except KVPlanError:
@@ -132,7 +138,6 @@ class NixlExecutor:
         self._local: WeakValueDictionary[tuple[str, str, bytes], Handle] = WeakValueDictionary()
         self._unread: list[tuple[str, bytes]] = []
         self._early: deque[tuple[str, bytes]] = deque(maxlen=MAX_EARLY)
-        self._on_event, self._on_peer, self._key = on_event, on_peer, key
 
     def __enter__(self) -> NixlExecutor:
         return self
@@ -171,7 +176,7 @@ class NixlExecutor:
 
     def attach(self, worker: Worker) -> None:
         """Connect to a worker of this process, such as that of a file. It receives no notices."""
-        self._make_room(worker)
+        self._make_room(instance(Worker, worker, "worker"))
         self._add(_Peer(worker, self._agent.name, attached=self._agent.register(worker.regions)))
 
     def disconnect(self, worker: Worker, *, force: bool = False) -> None:
@@ -181,7 +186,7 @@ class NixlExecutor:
         NIXL reports their end, rule N2. Otherwise raises ``TRANSFER`` while a transfer runs. Raises ``PEER`` if the
         worker is not connected.
         """
-        peer = self._peers.get(worker.key)
+        peer = self._peers.get(instance(Worker, worker, "worker").key)
         if peer is None:
             raise not_connected(worker.key)
         for transfer in tuple(peer.held):
@@ -292,7 +297,8 @@ class NixlExecutor:
 
     def poll(self, transfer: Transfer) -> Status:
         """Update and return the status of a transfer, without waiting. UCX may copy bytes that have arrived."""
-        if transfer.status is Status.RUNNING and isinstance(transfer, NixlTransfer):
+        status = instance(Transfer, transfer, "transfer").status
+        if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             assert transfer.handle is not None
             assert transfer.peer is not None
             try:
@@ -304,17 +310,19 @@ class NixlExecutor:
 
     def backend_of(self, transfer: Transfer) -> str:
         """The backend that NIXL chose for a transfer that is not released; empty where no byte moves."""
+        instance(Transfer, transfer, "transfer")
         handle = transfer.handle if isinstance(transfer, NixlTransfer) else None
         return "" if handle is None else self._agent.backend_of(handle)
 
     def cancel(self, transfer: Transfer) -> None:
         """Cancel a running transfer. It settles when NIXL reports its end, rule N2."""
-        if isinstance(transfer, NixlTransfer) and transfer.status is Status.RUNNING:
+        status = instance(Transfer, transfer, "transfer").status
+        if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             transfer.is_cancelled = True
 
     def release(self, transfer: Transfer) -> None:
         """Free NIXL's handle of a settled transfer. Raises ``TRANSFER`` for a running one."""
-        if not transfer.status.is_settled:
+        if not instance(Transfer, transfer, "transfer").status.is_settled:
             raise still_running(transfer.request, "release a transfer")
         if isinstance(transfer, NixlTransfer):
             self._drop(transfer)
@@ -332,7 +340,7 @@ class NixlExecutor:
     def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
         """Send a worker a notice without a transfer: that this one gives a request up, FAILED or CANCELLED."""
         notice = Notice(*self.worker.key, request, attempt, status)
-        peer = self._peers.get(worker)
+        peer = self._peers.get(key_of(worker, "worker of a notice"))
         if peer is None or peer.attached is not None:
             raise not_connected(worker)
         try:
@@ -402,8 +410,9 @@ class NixlExecutor:
 
 def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) -> bool:
     """Poll transfers until all are settled, for at most ``timeout_s`` seconds. Return whether all are."""
-    deadline = time.monotonic() + timeout_s
-    running = list(transfers)
+    deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
+    having("poll", executor, "executor", "an Executor")
+    running: Sequence[Transfer] = members(Transfer, transfers, "transfers")
     while running := [transfer for transfer in running if not executor.poll(transfer).is_settled]:
         if time.monotonic() >= deadline:
             return False

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvplan._arrays import Ints
+from kvplan._checks import having, members, wrong_type
 from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
 from kvplan.staging import Copy
@@ -57,7 +58,7 @@ class TorchCopier:
     present stream when copies begin, and no other stream waits for it. Begin no copies while a thread captures a CUDA
     graph; those that are under way are not done before the capture of this thread ends.
 
-    Raises ``MEMORY`` for tensors on several devices.
+    Raises ``MEMORY`` for tensors on several devices, and for those without memory.
 
     >>> import numpy as np
     >>> from kvplan import region_of
@@ -73,7 +74,9 @@ class TorchCopier:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        devices = {tensor.device for tensor in tensors.values()}
+        if not isinstance(tensors, Mapping):
+            raise wrong_type("tensors of a copier", "a mapping of tensors by region", tensors)
+        devices = {tensor.device for tensor in members(torch.Tensor, tensors.values(), "tensors of a copier")}
         if len(devices) != 1:
             raise KVPlanError(
                 "MEMORY",
@@ -82,7 +85,10 @@ class TorchCopier:
                 got=" and ".join(sorted(map(str, devices))) or "no tensor",
             )
         (self._device,) = devices
-        self._memories = {name: Memory(tensor) for name, tensor in tensors.items()}
+        try:
+            self._memories = {name: Memory(tensor) for name, tensor in tensors.items()}
+        except RuntimeError as error:  # of a sparse tensor
+            raise _refused(error) from None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def begin(self, copies: Sequence[Copy]) -> Any:
@@ -107,13 +113,13 @@ class TorchCopier:
         ):  # CUDA allows no query of an event meanwhile
             return False
         try:
-            return bool(ticket.query())
+            return bool(having("query", ticket, "ticket of copies", "one that begin returned").query())
         except RuntimeError as error:
             raise _refused(error) from None
 
     def _checked(self, copies: Iterable[Copy]) -> None:
         try:
-            for copy in copies:
+            for copy in members(Copy, copies, "copies"):
                 self._copy(copy)
         except RuntimeError as error:
             raise _refused(error) from None

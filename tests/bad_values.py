@@ -9,7 +9,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
@@ -43,6 +43,9 @@ from kvplan.executor import FakeNetwork, PendingRequests
 from kvplan.staging import FakeCopier, Pipeline, Rates, choose, stage, stage_writes
 from kvplan.testing import assert_copies
 from tests.small import engine
+
+Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
+"""The name of every public function, the function, and the arguments of a right call, by name."""
 
 MADE: Final = """
 Certificate Choice Chunk Comparison Completions Copy Cost Difference KVPlanError MeshPlan Option Pair PairCost
@@ -134,8 +137,8 @@ def reads() -> Reads:
     return Reads(OURS, executor, LOGGER, **HOOKS, fetch_offers=HOOKS["connect"])
 
 
-def calls() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """The name of every public function, the function, and the arguments of a right call, by name."""
+def calls() -> Calls:
+    """Those of kvplan and its rooms."""
     axes = [Axis("token", 0, 4, 4, 2), Axis("dim", 0, 1, 1, 2)]
     worker = {"engine_id": "d", "rank": 0, "regions": [], "groups": [], "views": [], "model": "m", "extensions": {}}
     yield "Axis", Axis, {"name": "head", "start": 0, "stop": 2, "size": 2, "stride_bytes": 8}
@@ -331,9 +334,9 @@ def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
     return "accepted"
 
 
-def ends(values: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, list[str]]]]:
+def ends(calls: Calls, values: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, list[str]]]]:
     """For every parameter but flags, which take what is true: the values by what the call ends in."""
-    for name, function, right in calls():
+    for name, function, right in calls:
         for parameter in (key for key, value in right.items() if not isinstance(value, bool)):
             found: dict[str, list[str]] = {}
             for shown, value in values.items():
@@ -341,11 +344,11 @@ def ends(values: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, list[s
             yield name, parameter, found
 
 
-def page() -> str:
+def page(calls: Calls) -> str:
     """What every parameter does with every bad value; a parameter's most frequent end stands last, without values."""
     lines = ["Bad values: " + ", ".join(BAD), ""]
     last = ""
-    for name, parameter, found in ends(BAD):
+    for name, parameter, found in ends(calls, BAD):
         if name != last:
             lines.append(name)
         *others, usual = sorted(found, key=lambda end: (len(found[end]), end))
@@ -356,4 +359,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(page(calls()))

@@ -42,8 +42,13 @@ def test_an_envelope_cut_short(length: int) -> None:
         (authentic(GOOD.pack()[46:] + b" "), "by its own lengths"),
         (GOOD.pack() + b" ", "made with the key of this engine"),
         (Envelope(WORKER, "decode.0.a1", b"").pack(), "the name of an agent of worker prefill/0"),
+        (
+            authentic(GOOD.pack()[46:].replace(b"prefill.0.", b"prefill.0\n")),
+            "the name of an agent of worker prefill/0",
+        ),
+        (authentic(GOOD.pack()[46:].replace(b"0.a1", b"0.\n1")), "the name of an agent of worker prefill/0"),
     ],
-    ids=["empty", "version", "lengths", "too long", "appended", "agent"],
+    ids=["empty", "version", "lengths", "too long", "appended", "agent", "line", "end of line"],
 )
 def test_what_is_no_envelope(data: bytes, text: str) -> None:
     """Other bytes are refused in one line that says what was expected."""
@@ -54,7 +59,7 @@ def test_what_is_no_envelope(data: bytes, text: str) -> None:
 
 def test_an_envelope_is_bytes() -> None:
     """A str is the caller's mistake, not the peer's."""
-    with pytest.raises(KVPlanError, match="TYPE: cannot read an envelope: expected bytes"):
+    with pytest.raises(KVPlanError, match="TYPE: cannot read an envelope: expected a value of type bytes"):
         Envelope.unpack("kvplan_nixl 1\n")  # type: ignore[arg-type]
 
 
@@ -111,9 +116,9 @@ def test_envelopes_of_another_key() -> None:
                 executor.connect(other.envelope())
         with NixlExecutor(source, key=b"one") as other:
             assert executor.connect(other.envelope()) == source
-    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected bytes"):
+    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected a value of type bytes"):
         Envelope.unpack(GOOD.pack(), "one")  # type: ignore[arg-type]
-    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected bytes"):
+    with pytest.raises(KVPlanError, match="TYPE: cannot read the key of envelopes: expected a value of type bytes"):
         GOOD.pack("one")  # type: ignore[arg-type]
 
 

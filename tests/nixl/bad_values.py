@@ -1,0 +1,76 @@
+"""Every public function of kvplan_nixl with a right call.
+
+``python -m tests.nixl.bad_values > tests/golden/bad-values-nixl.txt`` writes the page of what each does with values
+that are wrong for most of its parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.real_memory import placed
+from kvplan import Blocks, Status, plan_reads, region_of
+from kvplan.staging import Copy
+from kvplan.staging.copies import CopySide
+from kvplan_nixl import UCX, Envelope, NixlExecutor, settle
+from kvplan_nixl.calibrate import calibrate
+from kvplan_nixl.rearrange import TorchCopier
+from tests.bad_values import Calls, closed, page
+from tests.small import engine
+
+MADE: Final = ("NixlTransfer", "Peer", "TransferEvent")
+"""Classes whose values executors make."""
+
+
+def calls() -> Calls:
+    """The executors are closed behind the last call."""
+    with ExitStack() as stack:
+        yield from calls_of(stack)
+
+
+def calls_of(stack: ExitStack) -> Calls:
+    """Two workers in this process. Calls that change what others need come last."""
+    ((local, _), (source, _)) = (placed(engine(name)[0]) for name in "dp")
+    ours, theirs = (stack.enter_context(NixlExecutor(worker)) for worker in (local, source))
+    envelope = theirs.envelope()
+    plan = plan_reads(local, [ours.connect(envelope)])
+    ours.prepare(plan)
+    (spec,) = plan.bind(local={"attn": Blocks([3])}, remote={"attn": Blocks([0])}, tokens=(1, 3))
+
+    yield "Envelope", Envelope, {"worker": source, "agent": "p.0.a1", "metadata": b"..."}
+    opened = Envelope.unpack(envelope)
+    yield "Envelope.pack", opened.pack, {"key": b"key"}
+    yield "Envelope.unpack", Envelope.unpack, {"data": envelope, "key": b""}
+
+    given: dict[str, Any] = {"worker": local, "backends": UCX, "progress_thread": False, "key": b""}
+    listeners = {"on_event": lambda event: None, "on_peer": lambda peer: None}
+    yield "NixlExecutor", closed(NixlExecutor), {**given, **listeners}
+    yield "NixlExecutor.connect", ours.connect, {"envelope": envelope}
+    yield "NixlExecutor.prepare", ours.prepare, {"plan": plan}
+    moving = {"request": "r", "attempt": 0}
+    yield "NixlExecutor.start", ours.start, {"spec": spec, **moving, "notify": True}
+    transfer = ours.start(spec, "r")
+    assert settle(ours, [transfer], 10)
+    for name in ("poll", "backend_of", "cancel", "release"):
+        yield f"NixlExecutor.{name}", getattr(ours, name), {"transfer": transfer}
+    yield "settle", settle, {"executor": ours, "transfers": [transfer], "timeout_s": 1.5}
+    yield "NixlExecutor.notify", ours.notify, {"worker": source.key, **moving, "status": Status.FAILED}
+    yield "NixlExecutor.attach", ours.attach, {"worker": placed(engine("file")[0])[0]}
+    yield "NixlExecutor.disconnect", ours.disconnect, {"worker": source, "force": False}
+
+    cache = torch.zeros(64, dtype=torch.uint8)
+    copier = TorchCopier({"kv": cache})
+    yield "rearrange.TorchCopier", TorchCopier, {"tensors": {"kv": cache}}
+    into, out_of = (CopySide(((region_of(cache, "kv"), 0),), np.array([at]), ()) for at in (0, 32))
+    yield "rearrange.TorchCopier.begin", copier.begin, {"copies": [Copy(into, out_of, (), 16)]}
+    yield "rearrange.TorchCopier.done", copier.done, {"ticket": None}
+    yield "calibrate.calibrate", calibrate, {"device": "cpu", "size": 4 << 20}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(calls()))
