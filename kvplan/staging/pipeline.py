@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import attrs
 
@@ -139,21 +139,21 @@ class Pipeline:
     (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
     """
 
-    _all: ClassVar[WeakSet[Pipeline]] = WeakSet()
+    _by_region: ClassVar[WeakValueDictionary[tuple[int, str], Pipeline]] = WeakValueDictionary()
+    """The pipeline that has a staging region, by the identity of its executor and the name of the region."""
 
     def __init__(self, executor: Executor, staged: StagedPlan, copier: Copier) -> None:
         self._executor, self._copier = executor, having("begin", copier, "copier", "a Copier")
         peers = instance(StagedPlan, staged, "staged").peers
-        self._regions = {view.region for peer in peers for view in peer.buffer.worker.views}
-        for other in self._all:
-            if other._executor is executor and not self._regions.isdisjoint(other._regions):
-                raise KVPlanError(
-                    "MEMORY",
-                    f"make a pipeline of {staged.direct.local.label}",
-                    expected="a staging region of its own",
-                    got="that of another pipeline",
-                    hint="give each plan a staging region, or delete the other pipeline first",
-                )
+        regions = {(id(executor), view.region) for peer in peers for view in peer.buffer.worker.views}
+        if any(region in self._by_region for region in regions):
+            raise KVPlanError(
+                "MEMORY",
+                f"make a pipeline of {staged.direct.local.label}",
+                expected="a staging region of its own",
+                got="that of another pipeline",
+                hint="give each plan a staging region, or delete the other pipeline first",
+            )
         for plan in staged.transfers:
             having("prepare", executor, "executor", "an Executor").prepare(plan)
         self.staged = staged
@@ -161,7 +161,7 @@ class Pipeline:
         self._next: tuple[_StagedRequest, Chunk] | None = None
         self._under_way: list[_Work] = []
         self._last_slot = 1
-        self._all.add(self)
+        self._by_region.update(dict.fromkeys(regions, self))
 
     def submit(self, request: str, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None) -> StagedTransfer:
         """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued.

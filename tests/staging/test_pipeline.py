@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -570,6 +572,29 @@ def test_a_staging_region_has_one_pipeline(operation: str) -> None:
         Pipeline(executor, rig_plan(10, operation), copier)
     del first
     Pipeline(executor, plan, copier)
+
+
+def test_threads_make_pipelines_of_executors_of_their_own(operation: str) -> None:
+    """Pipelines that other threads make and drop meanwhile do not concern a thread."""
+    plan = rig_plan(10, operation)
+    network = network_of(plan)
+    local = plan.direct.local
+    copier = FakeCopier(network.memory, local.key)
+    kept = [Pipeline(network.executor(local), plan, copier) for _ in range(200)]
+
+    def work(_: int) -> None:
+        executor = network.executor(local)
+        for _ in range(50):
+            Pipeline(executor, plan, copier)
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(usual)
+    assert len(kept) == 200
 
 
 def test_a_failed_request_does_not_keep_its_pipeline(operation: str) -> None:
