@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -84,16 +83,12 @@ class Handoff:
         missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
             raise KVPlanError("KEY", "read a handoff", expected=f"a key {missing[0]!r}", got="none")
-        deadline, tables = params["remote_deadline"], params["remote_block_ids"]
-        if type(deadline) not in (int, float) or not math.isfinite(deadline):
-            raise wrong_type("remote_deadline", "a number of seconds", deadline)
-        if not isinstance(tables, Mapping):
-            raise wrong_type("remote_block_ids", "a mapping of groups to blocks", tables)
+        tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         return cls(
             Source(*(params[f"remote_{key}"] for key in ("engine_id", "start", "host", "port"))),
-            name(params["remote_request_id"], "remote_request_id"),
-            integer(params["remote_num_tokens"], "remote_num_tokens", high=POSITION_END),
-            float(deadline),
+            params["remote_request_id"],
+            params["remote_num_tokens"],
+            params["remote_deadline"],
             {name(group, "a group"): _blocks(listed) for group, listed in tables.items()},
         )
 

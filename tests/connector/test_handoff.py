@@ -56,7 +56,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("remote_request_id", ["r"], "TYPE"),
     ("remote_num_tokens", -1, "RANGE"),
     ("remote_deadline", "soon", "TYPE"),
-    ("remote_deadline", float("nan"), "TYPE"),
+    ("remote_deadline", float("nan"), "RANGE"),
     ("remote_deadline", True, "TYPE"),
     ("remote_block_ids", [[1, 2]], "TYPE"),
     ("remote_block_ids", {"": [0, [1]]}, "NAME"),
