@@ -87,8 +87,8 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
         model.engine(name, layout=layout, num_blocks=2 * BLOCKS)[0]
         for name, layout in zip(("prefill", "decode"), layouts, strict=True)
     ]
-    (local, ours) = placed(made[1], devices[1])
     (twin, theirs) = placed(made[0], devices[0])  # what the other process has, for torch
+    (local, ours) = placed(made[1], devices[1])  # last, since this process has an executor on that device
     fill(twin, theirs, devices[0])
     rng = np.random.default_rng(1)
     near, far = (Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS]) for _ in range(2))

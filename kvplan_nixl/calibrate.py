@@ -57,9 +57,12 @@ def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor
 
 
 def allocated(device: str, size: int) -> torch.Tensor:
-    """Bytes of a device. Raises ``MEMORY`` where torch has none."""
+    """Bytes of a device, which becomes torch's present one. Raises ``MEMORY`` where torch has none."""
     try:
-        return torch.ones(size, dtype=torch.uint8, device=device)
+        made = torch.ones(size, dtype=torch.uint8, device=device)
+        if made.is_cuda:
+            torch.cuda.set_device(made.device)  # before an executor is made, or UCX leaves out CUDA IPC
+        return made
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         got = " ".join(str(error).split())
     raise KVPlanError("MEMORY", f"allocate {size} bytes of {device}", expected="a device that has them", got=got)

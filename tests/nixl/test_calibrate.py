@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,15 @@ def test_rates_are_measured_and_saved(
     assert rates.measured.startswith("UCX of NIXL ")
     printed = capsys.readouterr().out
     assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
+
+
+def test_a_gpu_is_the_present_device_before_there_is_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX leaves out CUDA IPC otherwise. A stand-in for a machine with two GPUs."""
+    seen: list[object] = []
+    monkeypatch.setattr(torch, "ones", lambda size, *, dtype, device: SimpleNamespace(is_cuda=True, device=device))
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    module.allocated("cuda:1", 8)
+    assert seen == ["cuda:1"]
 
 
 def test_rates_explain_the_times_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

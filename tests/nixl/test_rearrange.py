@@ -156,6 +156,50 @@ def test_copies_that_have_failed(device: str) -> None:
         copier.done(Broken())
 
 
+class Stream:
+    """A stand-in for a stream of CUDA, which notes what it is told in one list with the writes to a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.noted = tensor, list[str]()
+
+    def note(self, text: str) -> None:
+        self.noted.append(f"{text}, {'written' if self.tensor.any() else 'not written'}")
+
+    def wait_stream(self, other: str) -> None:
+        self.note(f"waits for {other}")
+
+    def synchronize(self) -> None:
+        self.note("synchronized")
+
+    def record_event(self) -> str:
+        self.note("event")
+        return "the event"
+
+    def __enter__(self) -> None:
+        self.note("entered")
+
+    def __exit__(self, *_: object) -> None:
+        self.note("left")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_on_a_gpu_wait_for_the_present_stream(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies begin after what the present stream does, on a stream of their own; a failure ends what had begun."""
+    kv, staging = torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
+    copier, stream = TorchCopier({"kv": kv, NAME: staging}), Stream(kv)
+    monkeypatch.setattr(copier, "_stream", stream)  # as on a GPU
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the present one")
+    monkeypatch.setattr(torch.cuda, "stream", lambda chosen: chosen)
+    right, wrong = (Copy(side("kv", kv), side(NAME, staging, offset), (), 16) for offset in (0, 144))
+    if fails:
+        with pytest.raises(KVPlanError, match="MEMORY"):
+            copier.begin([right, wrong])
+    else:
+        assert copier.begin([right]) == "the event"
+    first = ["waits for the present one, not written", "entered, not written"]
+    assert stream.noted == [*first, "synchronized, written" if fails else "event, written", "left, written"]
+
+
 def test_no_event_is_queried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA would end the capture with an error. The copies are not done before."""
     copier = TorchCopier({NAME: torch.zeros(8)})
