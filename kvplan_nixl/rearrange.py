@@ -56,7 +56,8 @@ class TorchCopier:
     ``tensors`` has a tensor in the memory of each region, by name: caches, and the staging region. In main memory
     bytes are copied when copies begin. On a GPU copies run on a stream of their own. It waits for what is in torch's
     present stream when copies begin, and no other stream waits for it. Begin no copies while a thread captures a CUDA
-    graph; those that are under way are not done before the capture of this thread ends.
+    graph; those that are under way are not done before the capture of this thread ends. Not for several threads at
+    once.
 
     Raises ``MEMORY`` for tensors on several devices, and for those without memory.
 

@@ -9,6 +9,7 @@ from kvplan._checks import members, name, seconds
 
 class Leases:
     """Requests whose blocks stay until their reader is done, or their time is over. Times are of one clock.
+    Not for several threads at once.
 
     >>> leases = Leases()
     >>> leases.grant("request 1", until=30.0)

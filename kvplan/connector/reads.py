@@ -109,7 +109,7 @@ class Reads:
     """The requests that ``worker`` reads through ``executor``.
 
     An engine's offers are fetched by ``fetch_offers``; ``open_offer`` is the worker in an offer, and ``connect`` makes
-    it known to the executor.
+    it known to the executor. Not for several threads at once.
     """
 
     def __init__(
