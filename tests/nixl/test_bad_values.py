@@ -8,6 +8,7 @@ import torch
 import kvplan_nixl
 from kvplan.errors import CODES
 from kvplan_nixl import NixlExecutor
+from kvplan_nixl.calibrate import calibrate
 from kvplan_nixl.rearrange import TorchCopier
 from tests.bad_values import ends, outcome, page
 from tests.nixl.bad_values import MADE, calls
@@ -27,10 +28,9 @@ def test_every_public_function_is_called() -> None:
 
 
 def test_right_calls_are_right() -> None:
-    """Without a wrong value every call is accepted."""
-    assert {name: outcome(function, given) for name, function, given in calls()} == dict.fromkeys(
-        (name for name, _, _ in calls()), "accepted"
-    )
+    """Without a wrong value every call is accepted; ``test_calibrate`` has that of calibrate, which takes seconds."""
+    ends_of = {name: outcome(function, given) for name, function, given in calls() if function is not calibrate}
+    assert {*ends_of.values()} == {"accepted"}, ends_of
 
 
 @pytest.mark.filterwarnings("ignore")
