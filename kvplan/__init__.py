@@ -20,16 +20,18 @@ bind a request       plan.bind with a Request of Blocks (and a Workspace): each 
 check                verify, verify_together: a Report; certify; FakeMemory
 shake hands          encode, decode, problems, compare
 execute              Executor, with a Transfer of a Status, and a Notice
-look                 explain; plan.cost()
+look                 explain, show; plan.cost()
 errors               KVPlanError; PeerError, for a peer's message
 
-Each room has the rest of its own names: kvplan.describe, plan, verification, handshake and models; kvplan.bridges, with
-from_vllm and others for what engines have allocated; kvplan.staging, for transfers in two steps; kvplan.show, for
-pictures; kvplan.testing, for a connector's tests. The package kvplan_nixl carries plans out on real memory.
+Each room has the rest of its own names: kvplan.describe, plan, verification, handshake, models and display;
+kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging, for transfers in two steps;
+kvplan.connector and kvplan.testing, for a connector and its tests. The package kvplan_nixl carries plans out on real
+memory.
 ``kvplan --help`` is the command line.
 """
 
 import importlib
+import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,10 +50,10 @@ from kvplan.plan import (
 )
 
 if TYPE_CHECKING:
+    from kvplan.display import explain, show
     from kvplan.executor import Executor, Notice, Status, Transfer
     from kvplan.handshake import PeerError, compare, decode, encode, problems
     from kvplan.models import Model
-    from kvplan.show import explain
     from kvplan.verification import FakeMemory, Report, certify, verify, verify_together
 
 LATER: Final = MappingProxyType(
@@ -59,11 +61,17 @@ LATER: Final = MappingProxyType(
         **dict.fromkeys(("Executor", "Notice", "Status", "Transfer"), "executor"),
         **dict.fromkeys(("PeerError", "compare", "decode", "encode", "problems"), "handshake"),
         "Model": "models",
-        "explain": "show",
+        **dict.fromkeys(("explain", "show"), "display"),
         **dict.fromkeys(("FakeMemory", "Report", "certify", "verify", "verify_together"), "verification"),
     }
 )
 """The room of each name that loads when it is first asked for, so that a process pays only for the rooms it uses."""
+
+ROOMS: Final = (
+    *("describe", "plan", "verification", "handshake", "models"),
+    *("bridges", "connector", "staging", "display", "testing"),
+)
+"""The rooms with names of their own, which load when they are first asked for too."""
 
 __all__ = [
     "Axis",
@@ -98,6 +106,7 @@ __all__ = [
     "plan_writes",
     "problems",
     "region_of",
+    "show",
     "tails",
     "verify",
     "verify_together",
@@ -106,10 +115,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in LATER:
-        raise AttributeError(f"module 'kvplan' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kvplan.{LATER[name]}"), name)
+    if name in LATER:
+        return getattr(importlib.import_module(f"kvplan.{LATER[name]}"), name)
+    if name in ROOMS:
+        return importlib.import_module(f"kvplan.{name}")
+    where = "" if name.startswith("_") else _where(name)
+    raise AttributeError(f"module 'kvplan' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__])
+
+
+def _where(name: str) -> str:
+    """For a message: which room has a public name that this door does not have."""
+    rooms = (importlib.import_module(room) for room in (*(f"kvplan.{room}" for room in ROOMS), "kvplan_nixl"))
+    return next((f", {room.__name__} has" for room in rooms if name in room.__all__), "")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *ROOMS})

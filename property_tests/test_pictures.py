@@ -7,10 +7,9 @@ from xml.etree import ElementTree
 
 from hypothesis import given
 
-from kvplan import TransferPlan
-from kvplan.show import show
-from kvplan.show.blockmap import block_maps
-from kvplan.show.copies import by_remote_group, excerpt, panels
+from kvplan import TransferPlan, show
+from kvplan.display.blockmap import block_maps
+from kvplan.display.copies import by_remote_group, excerpt, panels
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
 

@@ -28,7 +28,8 @@ COMMANDS = list(commands(PAGES["command-line.md"]))
 TABLE = r"^<!-- kvplan matrix (\S+) -->\n\n(.*?)\n<!-- end -->$"
 ROOMS = {
     name: {*importlib.import_module(f"kvplan.{name}").__all__} - {*kvplan.__all__}
-    for name in ("describe", "plan", "verification", "handshake", "models", "bridges", "connector", "staging", "show")
+    for name in kvplan.ROOMS
+    if name != "testing"
 }
 MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
 

@@ -35,9 +35,9 @@ MAY_IMPORT = {
     "staging": {*CORE, "plan", "executor", "verification"},
     "connector": {*CORE, "plan", "executor"},
     "testing": {*LIBRARY, "staging"},
-    "show": {*LIBRARY, "staging"},
-    "cli": {*LIBRARY, "show"},
-    "__init__": {*LIBRARY, "show"},
+    "display": {*LIBRARY, "staging"},
+    "cli": {*LIBRARY, "display"},
+    "__init__": {*LIBRARY, "display"},
     "__main__": {"cli"},
 }
 LATE = {"cli"}
@@ -108,10 +108,23 @@ def test_every_public_name_can_be_had(name: str) -> None:
     assert name in dir(kvplan)
 
 
-def test_other_names_are_no_names() -> None:
-    """A name that is not public is an AttributeError, as of any module."""
-    with pytest.raises(AttributeError, match="module 'kvplan' has no attribute 'Seat'"):
-        _ = kvplan.Seat
+@pytest.mark.parametrize(
+    "name, where", [("Seat", ""), ("_seat", ""), ("from_vllm", ", kvplan.bridges has"), ("Agent", ", kvplan_nixl has")]
+)
+def test_other_names_are_no_names(name: str, where: str) -> None:
+    """A name that the door lacks is an AttributeError, as of any module, which says what else has it."""
+    with pytest.raises(AttributeError, match=f"^module 'kvplan' has no attribute '{name}'{where}$") as caught:
+        getattr(kvplan, name)
+    assert (caught.value.name, caught.value.obj) == (name, kvplan)  # Python's own "Did you mean" needs both
+
+
+def test_the_door_has_the_rooms_with_names() -> None:
+    """``kvplan.bridges.from_vllm`` needs no further import: the door has each room that has an ``__all__``."""
+    assert {*kvplan.ROOMS} == {*LIBRARY, "staging", "connector", "testing", "display"} - {*LEAVES, "executor"}
+    code = "import kvplan; print(*(getattr(kvplan, room).__all__[0] for room in kvplan.ROOMS))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(run.stdout.split()) == len(kvplan.ROOMS)
+    assert {*kvplan.ROOMS} <= {*dir(kvplan)}
 
 
 LATE_PROGRAM = """

@@ -21,13 +21,13 @@ MAX_TERMS = 25
 PLAIN = """
     addresses advice advise align app arrays assembly bind blockmap box bridges case certificate check checks
     choice choices chunking cli cluster column columns command commands comparison completions config connector
-    contract copier copies copy cost decoding demo describe design diagram difference drawing encoding end error
+    contract copier copies copy cost decoding demo describe design diagram difference display drawing encoding end error
     errors executor executors explanation fake families family findings fit handler handoff handshake header info
     integer interval job kv labels layout layouts leases list listener llm lmcache local logical map match matrix
     memory mesh messages mismatch model models move need network notice notifier of option options overlap page
     panel parallel part peer pending picture pictures pieces pipeline place placed placement plan pool pools
     problem proof ranges rank rates record report request requests result schema search segments sglang shared
-    shares show side source sources staged status stored strategies strided suggestion svg table tables tail tails
+    shares side source sources staged status stored strategies strided suggestion svg table tables tail tails
     template tensorrt testing text token transfer transmission trial trials verification verifier vllm window work
     workspace
 """

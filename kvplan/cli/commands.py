@@ -29,15 +29,15 @@ from kvplan.cli.options import (
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of
+from kvplan.display import explain, show
+from kvplan.display.copies import CopyEnd, panels
+from kvplan.display.explanation import rows_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
 from kvplan.handshake.messages import MAX_BYTES
 from kvplan.models import Model
 from kvplan.models.config import MAX_LAYERS
 from kvplan.plan import Pair, TransferPlan, plan_mesh, plan_reads
-from kvplan.show import explain, show
-from kvplan.show.copies import CopyEnd, panels
-from kvplan.show.explanation import rows_of
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 """Colours of source workers in a drawing; the seventh has the first again."""

@@ -35,10 +35,10 @@ from kvplan import (
     certify,
 )
 from kvplan.bridges import RankInfo, from_sglang, from_tensorrt_llm, from_vllm
+from kvplan.display import Picture
 from kvplan.executor import FakeNetwork
 from kvplan.handshake import Comparison, Problem, fingerprint
 from kvplan.plan import Completions, Cost
-from kvplan.show import Picture, show
 from kvplan.staging import Copy, FakeCopier, Pipeline, StagedPlan, StagedTransfer, stage
 from kvplan.testing import assert_copies
 from kvplan.testing.executors import Cluster, ExecutorContract
@@ -187,7 +187,7 @@ def in_two_steps(network: FakeNetwork, local: Worker, source: Worker, blocks: Bl
 def shown(worker: Worker, plan: MeshPlan) -> Picture:
     """Text and pictures."""
     assert_type(kvplan.explain(worker), str)
-    return show(plan)
+    return kvplan.show(plan)
 
 
 class TestMine(ExecutorContract):

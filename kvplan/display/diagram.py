@@ -15,8 +15,8 @@ import attrs
 
 from kvplan._text import count
 from kvplan.describe.blocks import Range
-from kvplan.show.blockmap import TENSOR, BlockMap, Interval, Path, StridedAxis, extend, named
-from kvplan.show.copies import BoxCopy, CopyEnd, Panel
+from kvplan.display.blockmap import TENSOR, BlockMap, Interval, Path, StridedAxis, extend, named
+from kvplan.display.copies import BoxCopy, CopyEnd, Panel
 
 WORKER: Final = "worker"
 BLOCK: Final = "block"

@@ -1,7 +1,7 @@
 """Any value of kvplan as text, and block layouts and plans as pictures, in text and SVG."""
 
-from kvplan.show.explanation import explain
-from kvplan.show.pictures import Picture, show
+from kvplan.display.explanation import explain
+from kvplan.display.pictures import Picture, show
 
 __all__ = [
     "Picture",

@@ -12,14 +12,14 @@ from kvplan._checks import integer, name, wrong_type
 from kvplan._text import count, fold, size
 from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
+from kvplan.display.blockmap import BlockMap, block_maps
+from kvplan.display.copies import Panel, panels
+from kvplan.display.diagram import Drawing, map_diagrams, panel_diagrams
+from kvplan.display.svg import draw_svg
+from kvplan.display.text import WIDTH, draw_text
 from kvplan.errors import KVPlanError
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.transfer import TransferPlan
-from kvplan.show.blockmap import BlockMap, block_maps
-from kvplan.show.copies import Panel, panels
-from kvplan.show.diagram import Drawing, map_diagrams, panel_diagrams
-from kvplan.show.svg import draw_svg
-from kvplan.show.text import WIDTH, draw_text
 
 
 @attrs.frozen(repr=False)
@@ -38,8 +38,7 @@ class Picture:
 
         Raises ``NAME`` for any other name, and where the file cannot be written.
 
-        >>> from kvplan import Model
-        >>> from kvplan.show import show
+        >>> from kvplan import Model, show
         >>> show(Model.shipped("llama-3.1-8b").engine("decode")[0]).save("a.png")
         Traceback (most recent call last):
         ...
@@ -87,8 +86,7 @@ def show(
     ``about`` is a line under the title of the SVG. ``width`` is how many characters a line of the text may have: what
     is wider goes on below.
 
-    >>> from kvplan import Model, plan_reads
-    >>> from kvplan.show import show
+    >>> from kvplan import Model, plan_reads, show
     >>> model = Model.shipped("llama-3.1-70b")
     >>> prefill, decode = model.engine("prefill", tp=8), model.engine("decode", tp=4, layout="BLNHC")
     >>> print(show(decode[1]))

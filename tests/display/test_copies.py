@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplan import Blocks, Group, KVPlanError, Model, TransferPlan, Worker, plan_reads, plan_writes
-from kvplan.show.copies import BoxCopy, Panel, panels
+from kvplan.display.copies import BoxCopy, Panel, panels
 from tests.small import engine
 
 LLAMA = Model.shipped("llama-3.1-8b")

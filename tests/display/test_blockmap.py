@@ -9,8 +9,8 @@ import attrs
 import pytest
 
 from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker
-from kvplan.show import blockmap as module
-from kvplan.show.blockmap import BlockMap, Box, StridedAxis, block_maps
+from kvplan.display import blockmap as module
+from kvplan.display.blockmap import BlockMap, Box, StridedAxis, block_maps
 
 LLAMA = Model.shipped("llama-3.1-8b")
 GRANITE = Model.shipped("granite-4.0-h-tiny")

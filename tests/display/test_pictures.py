@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Group, Model, ReadSpec, Region, TransferPlan, View, Worker, plan_reads, plan_writes
+from kvplan.display import Picture, show
+from kvplan.display import diagram as module
+from kvplan.display.blockmap import Interval, block_maps
+from kvplan.display.copies import CopyEnd, Panel, excerpt, panels
+from kvplan.display.diagram import Column, Diagram, map_diagrams, panel_diagrams
+from kvplan.display.svg import LETTER
 from kvplan.plan import Table
 from kvplan.plan.bind import Ids
-from kvplan.show import Picture, show
-from kvplan.show import diagram as module
-from kvplan.show.blockmap import Interval, block_maps
-from kvplan.show.copies import CopyEnd, Panel, excerpt, panels
-from kvplan.show.diagram import Column, Diagram, map_diagrams, panel_diagrams
-from kvplan.show.svg import LETTER
 from tests.pages import failed_examples
 from tests.small import engine
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from kvplan.show.diagram import MAX_COLUMNS, NOTE, Diagram, Drawing, Header, common
+from kvplan.display.diagram import MAX_COLUMNS, NOTE, Diagram, Drawing, Header, common
 
 WIDTH: Final = 120
 """Characters in a line at most, unless the caller gives another number."""

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvplan import Blocks, KVPlanError, Request, Worker, plan_mesh, plan_reads, plan_writes
-from kvplan.show import Picture, show
-from kvplan.show.svg import STYLE, WIDTH
+from kvplan.display import Picture, show
+from kvplan.display.svg import STYLE, WIDTH
 from tests.conftest import Cli
 from tests.pages import commands, wrong_prints
 from tests.small import engine

@@ -14,7 +14,7 @@ from typing import Any, Final
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from kvplan.show.diagram import BLOCK, MAX_COLUMNS, NOTE, WORKER, Column, Diagram, Drawing, common
+from kvplan.display.diagram import BLOCK, MAX_COLUMNS, NOTE, WORKER, Column, Diagram, Drawing, common
 
 WIDTH: Final = 1160
 LEFT: Final = 84

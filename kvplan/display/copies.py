@@ -23,10 +23,10 @@ from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group, View
 from kvplan.describe.worker import Worker
+from kvplan.display.blockmap import BlockMap, Box, Interval, Path, block_maps, folded
 from kvplan.plan.align import before, period, position_of, reach, slots
 from kvplan.plan.bind import range_of
 from kvplan.plan.transfer import TransferPlan
-from kvplan.show.blockmap import BlockMap, Box, Interval, Path, block_maps, folded
 
 POSITION: Final = "position"
 """The axis of a request's positions, which is the same on both sides, unlike that of tokens in a block."""
