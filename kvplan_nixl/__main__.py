@@ -13,6 +13,7 @@ def main(arguments: list[str]) -> int:
     rates.add_argument("--device", default="cpu", help="torch device of the memory: cpu, cuda:0")
     rates.add_argument("--save", metavar="FILE", help="also write the rates to a JSON file, for Rates.load")
     given = parser.parse_args(arguments)
+    print("loading torch and NIXL", flush=True)  # which takes seconds
     try:
         from kvplan_nixl import calibrate, demo
     except ImportError as missing:

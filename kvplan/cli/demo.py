@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import click
@@ -38,6 +39,14 @@ EXAMPLES: Final = (
     (TWELVE_HEADS, "tp=2", "tp=3"),
 )
 """Models, each with the options of a prefill engine (source) and of a decode engine (destination)."""
+
+ENGINES: Final = Path(".venv-engines")
+"""The environment with vLLM that ``.ci/engines`` makes in a checkout."""
+
+REAL_ENGINES: Final = f"""
+The last line is for two real vLLM engines, too slow for this demo. To run it:
+{ENGINES}/bin/python -m tests.engines --connector kvplan --pair "llama 32->64"
+"""
 
 WORDS: Final = ("model", "prefill (source)", "decode (destination)")
 NUMBERS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
@@ -102,8 +111,14 @@ def demo_command(as_json: bool) -> int:
             row = _columns(model, src, dst, trials[-1])
             table.add_row(*(row[name] for name in columns))
             live.refresh()
+        if ENGINES.exists():
+            row = {**dict(zip(WORDS, ("llama in vLLM", "block=32", "block=64"), strict=True)), "verified": "not run"}
+            table.add_row(*(row.get(name, "") for name in columns))
+            live.refresh()
     if not is_terminal:
         console.print()  # ends the table's last line
+    if ENGINES.exists():
+        console.print(REAL_ENGINES, soft_wrap=True, highlight=False)
     if as_json:
         cases = [{"model": model, **trial.to_json()} for (model, *_), trial in zip(EXAMPLES, trials, strict=True)]
         echo_json({"tokens": list(TOKENS), "cases": cases})

@@ -194,7 +194,7 @@ class EngineOptions:
     layout: str = _word("LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}")
     kv: str = _word("content", f"where K and V are: {KV_PLACES}")
     pad: int = _key(0, "bytes of padding after each block", low=0, high=1 << 40)
-    blocks: int | None = _key(None, "blocks in the pool", low=1, high=1 << 31)
+    blocks: int | None = _key(None, "blocks in the pool", argument="num_blocks", low=1, high=1 << 31)
     conv: str = _word("DS", "convolution state: DS (channel, step) or SD (step, channel)", argument="conv_order")
     stages: tuple[int, ...] | None = _key(None, "layers per pipeline stage, such as 10+22", _stages, "layers_per_stage")
     kernel: int | None = _key(None, "tokens per kernel block", argument="kernel_tokens", low=1, high=MAX_TOKENS)
@@ -214,7 +214,7 @@ class EngineOptions:
         for item in filter(None, text.split(",")):
             key, _, value = item.partition("=")
             if key not in readers:
-                expected, hint = f"keys of {', '.join(readers)}", meant(key, readers)
+                expected, hint = f"keys of {', '.join(readers)}", meant(_short(key), readers)
                 raise KVPlanError("LAYOUT", f"read {what}", expected=expected, got=repr(key), hint=hint, key=key)
             if key in values:
                 raise KVPlanError("NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key)
@@ -243,9 +243,19 @@ class EngineOptions:
             model = model.with_draft(Model.shipped(self.draft))
         if self.shared:
             model = model.grouped()
-        fields = [field for field in attrs.fields(EngineOptions) if field.name not in ("blocks", "draft")]
+        fields = [field for field in attrs.fields(EngineOptions) if field.name != "draft"]
         arguments = {field.metadata["argument"] or field.name: getattr(self, field.name) for field in fields}
-        return model.engine(engine_id, num_blocks=num_blocks or self.blocks or POOL, **arguments)
+        return model.engine(engine_id, **arguments | {"num_blocks": num_blocks or self.blocks or POOL})
+
+
+def _short(key: str) -> str:
+    """The key for what :meth:`Model.engine`, vLLM or SGLang call by another name; any other text as it is.
+
+    >>> _short("tokens_per_block"), _short("page_size"), _short("tpp")
+    ('block', 'block', 'tpp')
+    """
+    arguments = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
+    return {**arguments, "": "", "block_size": "block", "page_size": "block"}.get(key, key)
 
 
 def _text(value: Any) -> str:

@@ -26,6 +26,7 @@ from kvplan.cli.options import WIDTH, EngineOptions, print_lines
 from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
 from kvplan.verification import Report
 from tests.conftest import Cli
+from tests.engines.pairs import PAIRS
 from tests.small import engine
 
 VERIFY = ("verify", "qwen3-0.6b", "--tokens", "40")
@@ -256,6 +257,21 @@ def test_demo_fails_if_bytes_differ(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert run.status == 1
     assert "NO: VALUE" in run.out
     assert cli("demo", "--json").status == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_demo_names_a_pair_of_real_engines(cli: Cli) -> None:
+    """Where the engines' environment is, the last line is a pair of theirs that was not run, with its command."""
+    assert "vLLM" not in cli("demo").out
+    Path(".venv-engines").mkdir()
+    run = cli("demo")
+    assert run.status == 0
+    (line,) = re.findall(r"^(\S+) in vLLM +block=(\d+) +block=(\d+) +not run *$", run.out, re.MULTILINE)
+    (pair,) = re.findall(
+        r'^\.venv-engines/bin/python -m tests\.engines --connector kvplan --pair "(.*)"$', run.out, re.M
+    )
+    engines = PAIRS[pair]
+    assert line == (engines.model, *(str(side["block_size"]) for side in (engines.prefill, engines.decode)))
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -26,8 +26,9 @@ def test_the_demo_moves_requests_between_two_processes() -> None:
     ran = run("demo")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[:2] == ["starting a prefill process", "2 prefill and 3 decode workers are connected"]
-    for line, tokens in zip(lines[2:], demo.REQUESTS, strict=True):
+    first = ["loading torch and NIXL", "starting a prefill process", "2 prefill and 3 decode workers are connected"]
+    assert lines[:3] == first
+    for line, tokens in zip(lines[3:], demo.REQUESTS, strict=True):
         num_bytes = tokens * demo.LAYERS * demo.HEADS * demo.DIM * 2 * 2
         assert f": {tokens} tokens, {num_bytes / 1e6:.1f} MB in " in line
         assert line.endswith("every value right")
@@ -47,9 +48,9 @@ def test_usage() -> None:
 
 @pytest.mark.parametrize("command", ["demo", "calibrate"])
 def test_without_nixl(command: str) -> None:
-    """Where NIXL is missing, one line says how to install it."""
+    """Where NIXL is missing, one line says how to install it, after the one that both commands begin with."""
     code = "import sys; sys.modules['nixl'] = None; from kvplan_nixl.__main__ import main; sys.exit(main(sys.argv[1:]))"
     ran = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (ran.returncode, ran.stdout) == (2, "")
+    assert (ran.returncode, ran.stdout) == (2, "loading torch and NIXL\n")
     assert ran.stderr.startswith("kvplan_nixl needs NIXL: pip install 'nixl>=1.5.1,<2'")
     assert ran.stderr.count("\n") == 1
