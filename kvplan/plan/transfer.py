@@ -215,7 +215,10 @@ class TransferPlan:
 def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tuple[Worker, ...]:
     """``values`` as a tuple of workers. They and ``others`` must all differ."""
     workers = members(Worker, values, what)
-    times = Counter(worker.label for worker in (*members(Worker, others, "local"), *workers))
+    for other in others:
+        if not isinstance(other, Worker):
+            raise wrong_type("local", "one Worker", other).with_hint("plan_mesh takes all workers of an engine")
+    times = Counter(worker.label for worker in (*others, *workers))
     label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
     if count > 1:
         raise KVPlanError(

@@ -44,6 +44,16 @@ def test_replicas_write_each_byte_once() -> None:
     assert sorted(np.concatenate(writers).tolist()) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("plan", [plan_reads, plan_writes])
+def test_a_whole_engine_in_place_of_the_local_worker_is_pointed_to_plan_mesh(plan: Any) -> None:
+    """``Model.engine`` returns a tuple of workers, which is no local worker; the error says what takes them."""
+    with pytest.raises(KVPlanError) as refused:
+        plan(engine("d", tp=2), engine("p"))
+    assert str(refused.value) == (
+        "TYPE: cannot read local: expected one Worker, got a tuple of 2 (plan_mesh takes all workers of an engine)"
+    )
+
+
 def test_a_plan_is_one_short_line() -> None:
     """Plans print as one line that says who, with whom and how much."""
     (mine,), sources = engine("decode", heads=4), engine("prefill", tp=2, heads=4)
