@@ -60,9 +60,7 @@ class Envelope:
         >>> from kvplan import Region, Worker
         >>> data = Envelope(Worker("prefill", 0, (Region("kv", 4096, 64),), (), ()), "prefill.0.a1", b"...").pack()
         >>> Envelope.unpack(data)
-        Envelope(worker=Worker(engine_id='prefill', rank=0,
-            regions=(Region(name='kv', address=4096, size_bytes=64, memory='DRAM', device_id=0),), groups=()),
-            agent='prefill.0.a1')
+        Envelope(worker=<Worker prefill/0: 0 views of 0 tensors in 1 region, 0 groups>, agent='prefill.0.a1')
         """
         parts = (self.agent.encode(), self.metadata, encode(self.worker))
         content = b"".join((LENGTHS.pack(*map(len, parts)), *parts))

@@ -82,7 +82,7 @@ def label_of(key: Key) -> str:
     return f"{key[0]}/{key[1]}"
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Worker:
     """One rank of an engine: the regions it registers, and the views it keeps in them.
 
@@ -105,9 +105,9 @@ class Worker:
     rank: int
     regions: tuple[Region, ...] = attrs.field(converter=_regions)
     groups: tuple[Group, ...] = attrs.field(converter=_groups)
-    views: tuple[View, ...] = attrs.field(converter=_views, repr=False)
-    model: str = attrs.field(default="", repr=False)
-    extensions: str = attrs.field(default="{}", converter=_extensions, eq=False, repr=False)
+    views: tuple[View, ...] = attrs.field(converter=_views)
+    model: str = ""
+    extensions: str = attrs.field(default="{}", converter=_extensions, eq=False)
 
     def __attrs_post_init__(self) -> None:
         settle(self, "a worker", name, "engine_id")
@@ -298,3 +298,6 @@ class Worker:
         return (
             f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
         )
+
+    def __repr__(self) -> str:
+        return f"<Worker {self}>"

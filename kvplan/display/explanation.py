@@ -105,7 +105,8 @@ def fit(line: str, width: int = WIDTH) -> list[str]:
 def _lines(value: object, rows: bool) -> Iterator[str]:
     """The lines of a value, with all ``rows`` or folded. The first says what it is."""
     if not type(value).__module__.startswith("kvplan."):
-        raise KVPlanError("TYPE", "explain a value", expected="a value of kvplan", got=type(value).__name__)
+        hint = "an engine is a tuple of workers: explain(engine[0])" if isinstance(value, tuple) else ""
+        raise KVPlanError("TYPE", "explain a value", expected="a value of kvplan", got=type(value).__name__, hint=hint)
     yield from str(value).splitlines()
 
 

@@ -138,8 +138,11 @@ def show(
             copied = count(sum(spec.num_descriptors for spec in specs), "descriptor")
             title = f"{title}: {size(sum(spec.num_bytes for spec in specs))} in {copied}"
         return _picture(title, found, about, width)
-    hint = "a mesh has a plan for each worker: show(mesh.plans[0])" if isinstance(value, MeshPlan) else ""
-    got = type(value).__name__
+    hints = {
+        MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",
+        tuple: "an engine is a tuple of workers: show(engine[0])",
+    }
+    got, hint = type(value).__name__, hints.get(type(value), "")
     raise KVPlanError("TYPE", "show a value", expected="a Worker or a TransferPlan", got=got, hint=hint)
 
 

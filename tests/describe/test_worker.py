@@ -36,6 +36,11 @@ def refusal(**changes: Any) -> KVPlanError:
     return caught.value
 
 
+def test_a_worker_is_one_short_line() -> None:
+    """At a prompt, an engine is readable: its workers don't list their regions, of which models have many."""
+    assert repr(Worker(**FIELDS)) == "<Worker prefill/3: 2 views of 2 tensors in 1 region, 2 groups>"
+
+
 def test_a_worker_is_made_of_any_sequences() -> None:
     """Lists and iterators become tuples, so that equal workers are equal and hash alike."""
     lists: dict[str, Any] = {key: list(FIELDS[key]) for key in ("regions", "groups")}

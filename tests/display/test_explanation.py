@@ -154,6 +154,12 @@ def test_other_values_are_refused(value: object) -> None:
         explain(value)
 
 
+def test_an_engine_has_a_hint() -> None:
+    """The refusal of a whole engine says what it is."""
+    with pytest.raises(KVPlanError, match=r"got tuple \(an engine is a tuple of workers: explain\(engine\[0\]\)\)$"):
+        explain(engine("p"))
+
+
 def test_an_unknown_detail_is_refused() -> None:
     """The detail is one of three words."""
     with pytest.raises(

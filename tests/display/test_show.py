@@ -109,13 +109,15 @@ def test_other_values_are_refused(value: object) -> None:
         show(value)
 
 
-def test_a_mesh_has_a_hint() -> None:
-    """The refusal of a mesh has a hint how to draw one of its plans; other refusals have none."""
+def test_a_mesh_and_an_engine_have_a_hint() -> None:
+    """The refusal of a mesh or an engine has a hint how to draw one plan or worker; other refusals have none."""
     mesh = plan_mesh(engine("d"), engine("p"))
     with pytest.raises(
         KVPlanError, match=r"got MeshPlan \(a mesh has a plan for each worker: show\(mesh.plans\[0\]\)\)$"
     ):
         show(mesh)
+    with pytest.raises(KVPlanError, match=r"got tuple \(an engine is a tuple of workers: show\(engine\[0\]\)\)$"):
+        show(engine("p"))
     with pytest.raises(KVPlanError, match=r"got NoneType$"):
         show(None)
 
