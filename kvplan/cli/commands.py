@@ -70,7 +70,7 @@ def verify_command(
     The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and layouts.
 
     \b
-    kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64,layout=BLHNC --tokens 37:1000
+    kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64 --tokens 37:1000
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
@@ -197,7 +197,7 @@ def show_command(
     copy have the same letter. With --json: every copy that is drawn.
 
     \b
-    kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64,layout=BLHNC --svg plan.svg
+    kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2 --svg plan.svg
     """
     loaded = load_engines(model, bits, like)
     sources, destinations = src.engine(loaded, "src"), dst.engine(loaded, "dst")

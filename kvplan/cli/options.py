@@ -318,8 +318,8 @@ def echo_json(document: Mapping[str, Any]) -> None:
 
 
 def plain_console() -> Console:
-    """A console for stdout that neither wraps text nor reads markup. In a pipe, or with NO_COLOR, it has no colour."""
-    return Console(markup=False, highlight=False, soft_wrap=True)
+    """A console for stdout that reads no markup. It wraps text on a terminal alone, and colours it there."""
+    return Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def terminal_width() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
 from types import MappingProxyType
 from typing import Final
 
@@ -26,7 +27,10 @@ NONE: Final[Mapping[int | None, str]] = MappingProxyType({})
 
 def draw_text(drawings: Iterable[Drawing], rest: str, width: int = WIDTH) -> str:
     """Drawings one below the other. The legend says what the ``rest`` is that is hatched."""
-    texts = ["\n".join([drawing.title, drawing.facts, _drawn(drawing, width)]) for drawing in drawings]
+    texts = [
+        "\n".join([*wrap(drawing.title, width), *wrap(drawing.facts, width), _drawn(drawing, width)])
+        for drawing in drawings
+    ]
     legend = f"{REST} {rest}; {NOTE}" if any(REST in text for text in texts) else NOTE
     return "\n\n".join([*texts, legend]) if texts else ""
 

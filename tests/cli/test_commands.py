@@ -401,19 +401,31 @@ def test_headings_are_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out == "\x1b[1mhead [0, 4)\x1b[0m\n  [bold]row\n\n"
 
 
+class Terminal(io.StringIO):
+    """Text that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_lines_wrap_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line longer than the terminal goes on below, at a word; a pipe gets it as it is."""
+    line = f"verified: {19 * 'word '}end"
+    for stdout, longest in ((Terminal(), 80), (io.StringIO(), len(line))):
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        print_lines([line])
+        lines = re.sub(r"\x1b\[[\d;]*m", "", stdout.getvalue()).splitlines()
+        assert max(map(len, lines)) <= longest
+        assert " ".join(part.strip() for part in lines) == line
+
+
 def test_colour_is_for_terminals_without_no_color() -> None:
     """A pipe gets no escape sequences; a terminal gets colour unless NO_COLOR is set."""
     colour = re.compile(r"\x1b\[[\d;]*3[1-7]")
     assert "\x1b" not in process(*TWO_ENGINES).stdout
     assert colour.search(process(*TWO_ENGINES, FORCE_COLOR="1", TERM="xterm").stdout)
     assert not colour.search(process(*TWO_ENGINES, FORCE_COLOR="1", TERM="xterm", NO_COLOR="1").stdout)
-
-
-class Terminal(io.StringIO):
-    """Text that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def terminal_for_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:

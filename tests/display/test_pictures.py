@@ -314,7 +314,7 @@ def states(engine_id: str = "e", **offsets: int) -> Worker:
 def drawn(value: Worker | TransferPlan, width: int = 120) -> None:
     """Print a drawing without the lines above and the legend below."""
     drawing, _, _ = show(value, width=width).text.rpartition("\n\n")
-    print(*drawing.splitlines()[2:], sep="\n")
+    print(*itertools.dropwhile(lambda line: "│" not in line, drawing.splitlines()), sep="\n")
 
 
 def test_drawings_are_as_written_down() -> None:
