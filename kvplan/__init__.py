@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
 def _where(name: str) -> str:
     """For a message: which room has a public name that this door does not have."""
     rooms = (importlib.import_module(room) for room in (*(f"kvplan.{room}" for room in ROOMS), "kvplan_nixl"))
-    return next((f", {room.__name__} has" for room in rooms if name in room.__all__), "")
+    return next((f"; {room.__name__} has it" for room in rooms if name in room.__all__), "")
 
 
 def __dir__() -> list[str]:
