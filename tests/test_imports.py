@@ -110,7 +110,7 @@ def test_every_public_name_can_be_had(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, where",
-    [("Seat", ""), ("_seat", ""), ("from_vllm", "; kvplan.bridges has it"), ("Agent", "; kvplan_nixl has it")],
+    [("Seat", ""), ("_seat", ""), ("from_vllm", "; kvplan.bridges has it"), ("settle", "; kvplan_nixl has it")],
 )
 def test_other_names_are_no_names(name: str, where: str) -> None:
     """A name that the door lacks is an AttributeError, as of any module, which says what else has it."""
