@@ -17,7 +17,7 @@ from kvplan.cli.options import WIDTH, EngineOptions, echo_json, json_option, pro
 from kvplan.cli.trials import PlacedRequest, Trial, lengths_of
 from kvplan.models import Model
 
-TOKENS: Final = (0, 150)
+TOKENS: Final = (0, 100)
 
 TWELVE_HEADS: Final = "12 KV heads"
 """No real model: with 12 KV heads, 2 and 3 workers share heads although neither number divides the other."""

@@ -244,9 +244,9 @@ def test_demo_as_json(cli: Cli) -> None:
     """--json writes one document with every example, as verify describes it."""
     document = json.loads(cli("demo", "--json").out)
     (case,) = document["cases"]
-    assert document["tokens"] == [0, 150]
+    assert document["tokens"] == [0, 100]
     assert (case["model"], case["src"]["layout"], case["dst"]["tp"]) == ("qwen3-0.6b", "LBNHC", 2)
-    assert (case["verified"], case["bytes"]) == (True, 28 * 150 * 8 * 2 * 128 * 2)
+    assert (case["verified"], case["bytes"]) == (True, 28 * 100 * 8 * 2 * 128 * 2)
 
 
 @pytest.mark.usefixtures("quick")
