@@ -15,7 +15,7 @@ a guess would plan the cache of another model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import resources
 from types import MappingProxyType
@@ -89,10 +89,15 @@ def sparse_mla(config: Config, group: str = FULL, window: int | None = None) -> 
     return sparse_latent(rank, rope, count(config, "index_head_dim"))[: 1 if config.get("shares_index") else None]
 
 
-def mamba1_state(config: Config, *, channels: str | None, expand: str, state: str, conv: str) -> Layer:
-    """The state of a Mamba layer. Its width is under ``channels``, or it is ``expand`` times the model's."""
-    width, steps = _channels(config, channels, expand), _steps(config, conv)
-    return mamba1(width, count(config, state), steps, *_dtypes(config))
+def stated_window(config: Config, group: str = FULL, window: int | None = None) -> Layer:
+    """K and V of each head, in a window if the file states one (vllm/model_executor/models/nemotron_h.py, 0.33)."""
+    return kv_heads(config, group, None if config.get("sliding_window") is None else count(config, "sliding_window"))
+
+
+def mamba1_state(config: Config, channels: str | None = None) -> Layer:
+    """The state of a Mamba layer. Its width is under ``channels``, or a multiple of the model's."""
+    state, steps = count(config, ("state_size", "mamba_d_state")), _steps(config, ("conv_kernel", "mamba_d_conv"))
+    return mamba1(_channels(config, channels), state, steps, *_dtypes(config))
 
 
 _HEADS: Final = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
@@ -110,17 +115,12 @@ def mamba2_state(config: Config) -> Layer:
 
 def granite_state(config: Config) -> Layer:
     """The state of a Mamba-2 layer whose file states how wide all heads are together, and maybe how wide each is."""
-    channels, heads = _channels(config, "mamba_d_ssm", "mamba_expand"), count(config, _HEADS)
+    channels, heads = _channels(config, "mamba_d_ssm"), count(config, _HEADS)
     stated = config.get("mamba_d_head") not in (None, "auto")
     dim = count(config, "mamba_d_head") if stated else channels // heads
     if dim * heads != channels:
         raise unusable(key_of(config, _HEADS), f"heads that make up the {channels} channels", heads)
     return mamba2_state({**config, "mamba_d_head": dim})
-
-
-def zamba_state(config: Config) -> Layer:
-    """The state of a Mamba layer of Zamba: its channels belong to ``n_mamba_heads`` heads."""
-    return mamba1_state(config, channels=None, expand="mamba_expand", state="mamba_d_state", conv="mamba_d_conv")
 
 
 def delta_state(config: Config) -> Layer:
@@ -139,9 +139,14 @@ def kimi_state(config: Config) -> Layer:
     return delta(heads, dim, heads, dim, _steps(config, "linear_conv_kernel_dim"), *_dtypes(config))
 
 
+def bailing_state(config: Config) -> Layer:
+    """Lightning attention in the files of Ling 2.5, else Kimi delta attention (bailing_moe_linear.py of vLLM 0.33)."""
+    return (lightning_state if "BailingMoeV2_5ForCausalLM" in str(config.get("architectures")) else kimi_state)(config)
+
+
 def lightning_state(config: Config) -> Layer:
     """The state of a lightning attention layer: a matrix for each query head."""
-    axes = dict(kv_heads({**config, "num_key_value_heads": None})[0].axes)
+    axes = dict(kv_heads({**config, "num_key_value_heads": None, "v_head_dim": None})[0].axes)
     return lightning(axes["head"], axes["dim"], _dtypes(config)[1])
 
 
@@ -150,10 +155,10 @@ def short_conv(config: Config) -> Layer:
     return convolution(count(config, HIDDEN), _steps(config, "conv_L_cache"), _dtypes(config)[0])
 
 
-def _channels(config: Config, stated: str | None, expand: str) -> int:
+def _channels(config: Config, stated: str | None) -> int:
     if stated is not None and config.get(stated) is not None:
         return count(config, stated)
-    return count(config, expand) * count(config, HIDDEN)
+    return count(config, ("expand", "mamba_expand")) * count(config, HIDDEN)
 
 
 def _steps(config: Config, keys: Keys) -> int:
@@ -246,14 +251,9 @@ def two_in_each(config: Config) -> Config:
     return {"num_hidden_layers": 2 * count(config, "num_layers", high=MAX_LAYERS)}
 
 
-def chunks(config: Config) -> Config:
-    """A layer that attends within a chunk slides no further back than one chunk (Llama4TextConfig)."""
-    return {"sliding_window": config.get("attention_chunk_size")}
-
-
-def half_window(config: Config) -> Config:
-    """``local_attention`` counts both directions of the encoder of the same name (ModernBertDecoderConfig)."""
-    return {"sliding_window": count(config, "local_attention") // 2}
+def window_of(key: str, tokens: Callable[[int], int] = int) -> Callable[[Config], Config]:
+    """Layers that slide see as many ``tokens`` as follow from the value under ``key``."""
+    return lambda config: {} if config.get(key) is None else {"sliding_window": tokens(count(config, key))}
 
 
 def sliding_heads(config: Config) -> Config:
@@ -486,12 +486,7 @@ _SHARED: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ),
     (
         "mamba falcon_mamba",
-        {
-            "state": partial(
-                mamba1_state, channels="intermediate_size", expand="expand", state="state_size", conv="conv_kernel"
-            ),
-            "layers": all_of(STATE),
-        },
+        {"state": partial(mamba1_state, channels="intermediate_size"), "layers": all_of(STATE)},
     ),
 )
 """What several families share, as in :data:`SPECIAL`."""
@@ -503,10 +498,11 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "afmoe": {"layers": all_but_each(SLIDING, "global_attn_every_n_layers")},
         "beam": {"layers": all_but_each(SLIDING, 6, last=FULL)},
         "cohere2": {
+            "keys": window_of("sliding_window", lambda tokens: tokens + 1),
             "layers": all_but_each(SLIDING, "sliding_window_pattern"),
             "defaults": {"sliding_window_pattern": 4},
         },
-        "cohere2_moe": {"layers": after_dense},
+        "cohere2_moe": {"layers": after_dense, "keys": window_of("sliding_window", lambda tokens: tokens + 1)},
         "flint": {"layers": all_but_each(SLIDING, 4, 1, first=2, last=FULL)},
         "gemma3_text": {
             "layers": all_but_each(SLIDING, "sliding_window_pattern"),
@@ -519,14 +515,16 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "modernbert-decoder": {
             "layers": all_but_each(SLIDING, "global_attn_every_n_layers", 0),
-            "keys": half_window,
+            "keys": window_of(
+                "local_attention", lambda tokens: tokens // 2
+            ),  # both directions (ModernBertDecoderConfig)
             "defaults": {"global_attn_every_n_layers": 3, "local_attention": 128, "sliding_window": None},
         },
         "llama4_text": {
             "layers": by_flags(
                 "no_rope_layers", {0: FULL, 1: SLIDING}, all_but_each(SLIDING, "no_rope_layer_interval")
             ),
-            "keys": chunks,
+            "keys": window_of("attention_chunk_size"),  # one chunk at most (Llama4TextConfig)
         },
         "longcat_flash": {"keys": two_in_each},
         "falcon": {"keys": falcon_heads},
@@ -544,9 +542,10 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             },
         },
         "mamba2": {"state": mamba2_state, "layers": all_of(STATE)},
-        "jamba": {"state": zamba_state, "layers": all_but_each(STATE, "attn_layer_period", "attn_layer_offset")},
+        "jamba": {"state": mamba1_state, "layers": all_but_each(STATE, "attn_layer_period", "attn_layer_offset")},
         "nemotron_h": {
             "state": mamba2_state,
+            "attention": stated_window,
             "layers": by_letter,
             "defaults": dict.fromkeys(
                 ("hybrid_override_pattern", "attention_head_dim", "mamba_n_groups", "mamba_d_conv")
@@ -570,7 +569,7 @@ SPECIAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "defaults": {"linear_attn_config": None},
         },
         "bailing_hybrid": {
-            "state": kimi_state,
+            "state": bailing_state,
             "layers": all_but_each(STATE, "layer_group_size"),
             "keys": bailing_keys,
             "defaults": _KIMI,

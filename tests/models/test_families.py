@@ -374,6 +374,30 @@ def test_all_layers_slide_in_a_window(model_type: str, keys: dict[str, Any], win
     assert {(tensor.group, tensor.window) for (tensor,) in layers} == {("attn", window)}
 
 
+@pytest.mark.parametrize("model_type", ["cohere2", "cohere2_moe"])
+def test_cohere_slides_over_a_token_and_a_window_before_it(model_type: str) -> None:
+    """vLLM and SGLang attend to one token more than the file states, so a request moves one more."""
+    model = Model.from_config(config(model_type, sliding_window=64))
+    assert model.windows == {"swa": 65, "attn": None}
+    assert model.tokens(0, 200, model.engine("decode")[0])["swa"] == (135, 200)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, None), (64, 64)])
+def test_nemotron_h_slides_if_its_file_has_a_window(window: int | None, expected: int | None) -> None:
+    """Its attention layers are one group, in a window or not."""
+    keys = config("nemotron_h", hybrid_override_pattern="*M*M", sliding_window=window)
+    assert Model.from_config(keys).windows == {"attn": expected}
+
+
+def test_ling_2_5_and_ling_3_have_one_model_type_and_unequal_states() -> None:
+    """Files of Ling 2.5 say so by their architecture: a matrix of head_dim for each head, and no convolution."""
+    keys = config("bailing_hybrid", head_dim=64, v_head_dim=128, layer_group_size=4, **LATENT)
+    old = {**keys, "architectures": ["BailingMoeV2_5ForCausalLM"]}
+    assert [[tensor.kind for tensor in layer] for layer in layers_of(keys)] == [*[DELTA] * 3, ATTENDS]
+    assert [[tensor.kind for tensor in layer] for layer in layers_of(old)] == [*[["ssm"]] * 3, ATTENDS]
+    assert tensors(old)["ssm"] == {"head": 32, "key": 64, "value": 64}
+
+
 MAMBA1 = ["conv.x", "ssm"]
 MAMBA2 = ["conv.x", "conv.B", "conv.C", "ssm"]
 DELTA = ["conv.q", "conv.k", "conv.v", "ssm"]

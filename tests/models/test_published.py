@@ -71,7 +71,7 @@ FILES: dict[str, tuple[dict[str, Any], str]] = {
     "Mixtral-8x7B": (sizes("mixtral", 32, 4096, 32, 8, sliding_window=None), "32 attn 2x8x128"),
     "Command-R7B": (
         sizes("cohere2", 32, 4096, 32, 8, head_dim=128, sliding_window=4096, sliding_window_pattern=4),
-        "24 swa 2x8x128 within 4096, 8 attn 2x8x128",
+        "24 swa 2x8x128 within 4097, 8 attn 2x8x128",
     ),
     "Llama-4-Scout": (
         {"model_type": "llama4", "text_config": sizes("llama4_text", 48, 5120, 40, 8, **CHUNKED)},

@@ -128,6 +128,7 @@ EXCEPTIONS: Final[dict[str, dict[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"]},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16},
+    "nemotron_h": {"sliding_window": None},
     "zamba2": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"]},
     **dict.fromkeys(("glm4v_text", "glm_ocr_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), EIGHT),
     "paddleocr_vl_text": TEN,
@@ -185,6 +186,9 @@ def model_of(config: Any) -> Any:
     return min(made, key=lambda found: ("Text" not in found.__name__, found.__name__))(config)
 
 
+ONE_MORE: Final = ("cohere2", "cohere2_moe")
+"""Families whose windows are a token longer in vLLM and SGLang than in transformers, which caches less."""
+
 Shapes = dict[str, tuple[int | None, ...]]
 """What one layer caches: sizes by name. The window of attention is its last."""
 
@@ -208,7 +212,8 @@ def cached(config: Any) -> list[Shapes]:
             _, heads, _, k = layer.keys.shape
             _, v_heads, _, v = layer.values.shape
             assert heads == v_heads
-            shapes["attention"] = (heads, k + v, getattr(layer, "sliding_window", None))
+            window = getattr(layer, "sliding_window", None)
+            shapes["attention"] = (heads, k + v, window and window + (config.model_type in ONE_MORE))
         if getattr(layer, "indexer_keys", None) is not None:
             shapes["index"] = (layer.indexer_keys.shape[-1],)
         for state in getattr(layer, "conv_states", {}).values():
