@@ -36,6 +36,18 @@ def _heads(model: Model, side: EngineOptions) -> Iterator[str]:
             yield f"{heads} KV heads and tp={side.tp}, neither of which divides the other"
 
 
+def _no_replicas(model: Model, side: EngineOptions) -> Iterator[str]:
+    """Ranks of GPT-OSS share no KV head."""
+    for heads in _kv_heads(model) if model.name.startswith(("gpt_oss", "gpt-oss")) else []:
+        if side.tp > heads:
+            yield f"tp={side.tp}, more than the {heads} KV heads, which it does not replicate"
+
+
+def _no_latents(model: Model, side: EngineOptions) -> Iterator[str]:
+    if model.name == "minicpm3":
+        yield "K and V of each head in its cache, not latents"
+
+
 def _states(model: Model, side: EngineOptions) -> Iterator[str]:
     """A single group of Mamba-2 is replicated; everything else of a state is divided."""
     for units in sorted({tensor.shards for tensor in model.tensors if not tensor.paged and tensor.shards > 1}):
@@ -152,6 +164,8 @@ Reasons = Callable[[Model, EngineOptions], Iterator[str]]
 RULES: Final[tuple[tuple[str, str, Reasons], ...]] = (
     ("vLLM 0.33", "vllm/config/model.py", _query_heads),
     ("vLLM 0.33", "vllm/model_executor/layers/linear.py", _heads),
+    ("vLLM 0.33", "vllm/model_executor/models/gpt_oss.py", _no_replicas),
+    ("vLLM 0.33", "vllm/model_executor/models/minicpm3.py", _no_latents),
     ("vLLM 0.33", "vllm/model_executor/layers/mamba/mamba_mixer2.py", _states),
     ("vLLM 0.33", "vllm/config/parallel.py", _contexts),
     ("vLLM 0.33", "vllm/config/parallel.py", _divided),

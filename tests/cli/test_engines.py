@@ -16,6 +16,16 @@ VLLM, SGLANG = ENGINES
 PHI = load("layers=2,kv_heads=10,head_dim=128,heads=40")
 GRANITE, SPARSE = Model.shipped("granite-4.0-h-tiny"), Model.shipped("deepseek-v3.2")
 MLA, GPT, NEMOTRON = Model.shipped("deepseek-v3"), Model.shipped("gpt-oss-20b"), Model.shipped("nemotron-h-8b")
+MINICPM = Model.from_config(
+    {
+        "model_type": "minicpm3",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 40,
+        "hidden_size": 2560,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+    }
+)
 ONE_HEAD = load("layers=2,kv_heads=1,head_dim=64,heads=12")
 CONTENT, SPLIT = "block=16", "kv=split"
 SOURCES = Path(__file__).parents[2] / ".second_opinion" / "sources"
@@ -41,6 +51,8 @@ CASES = [
     (VLLM, PHI, "layout=BHLNC", []),
     (VLLM, GPT, "shared=1,layout=LHBNC", []),
     (VLLM, GPT, "", ["shared=0, not 1"]),
+    (VLLM, GPT, "tp=16,shared=1", ["tp=16, more than the 8 KV heads, which it does not replicate"]),
+    (VLLM, MINICPM, "", ["K and V of each head in its cache, not latents"]),
     (
         VLLM,
         GRANITE,

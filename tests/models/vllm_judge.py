@@ -188,6 +188,9 @@ NOT_COMPARED: Final = {
 LING_2: Final = "bailing_hybrid/BailingMoeV2_5ForCausalLM"
 """A model of the same type as Ling 3, but with lightning attention."""
 
+MULTIMODAL: Final = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+"""The mappings of transformers that have models around text models."""
+
 TYPES: Final[dict[str, list[str]]] = {}
 """The types of files around each text model."""
 
@@ -228,13 +231,12 @@ def config_of(model_type: str, ranks: int) -> dict[str, Any]:
     config |= {key: value for key, value in RANKS[ranks].items() if key in ALSO_STATED.get(model_type, {})}
     config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     architecture = architecture or OTHER_NAMES.get(model_type) or name_of(model_type, "CAUSAL_LM")
-    for outer in [] if architecture else TYPES.get(model_type, []):
-        architecture = name_of(outer, "IMAGE_TEXT_TO_TEXT") or name_of(outer, "MULTIMODAL_LM")
-        if architecture in supported():
-            config = around(stated(transformers.CONFIG_MAPPING[outer]()), config)
-            break
-    if not architecture or ("vision_config" in config and architecture not in supported()):
-        raise ValueError("vLLM has no such model")
+    around_it = ((name_of(outer, kind), outer) for outer in TYPES.get(model_type, []) for kind in MULTIMODAL)
+    if not architecture:
+        architecture, outer = next(((name, outer) for name, outer in around_it if name in supported()), ("", ""))
+        if not architecture:
+            raise ValueError("vLLM has no such model")
+        config = around(stated(transformers.CONFIG_MAPPING[outer]()), config)
     return {**config, "architectures": [architecture]}
 
 
