@@ -34,7 +34,6 @@ from transformers.models.auto import modeling_auto
 
 from kvplan import KVPlanError, Model
 from kvplan.models import FAMILIES
-from kvplan.models.config import ANYWHERE
 from tests.models.walk import CLASSES, EXCEPTIONS, KEYS, ROPE, TINY, model_types, stated
 
 SIZES: Final[dict[str, Any]] = {
@@ -69,6 +68,7 @@ OTHER_SIZES: Final[dict[str, dict[str, Any]]] = {
         **dict.fromkeys(("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")),
     },
     "chatglm": {"kv_channels": 32},
+    **{key: {"attn_type_list": [0, 0, 1] * 2} for key in ("minimax_m1", "minimax_text_01")},
     **{key: {"head_dim": 32} for key in ("internlm2", "minicpm", "orion")},
     "falcon_h1": {"mamba_d_ssm": 384},
     "glm4_moe": {"head_dim": 32},
@@ -85,7 +85,13 @@ OTHER_SIZES: Final[dict[str, dict[str, Any]]] = {
 }
 
 ALSO_STATED: Final[dict[str, dict[str, Any]]] = {
-    "": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_parameters": ROPE, "tie_word_embeddings": False},
+    "": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": ROPE,
+        "tie_word_embeddings": False,
+        "norm_topk_prob": True,
+    },
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "aria_text": {"num_experts_per_tok": 2},
     "bailing_hybrid": {
@@ -188,6 +194,9 @@ NOT_COMPARED: Final = {
 LING_2: Final = "bailing_hybrid/BailingMoeV2_5ForCausalLM"
 """A model of the same type as Ling 3, but with lightning attention."""
 
+ON_CPU: Final = ("apertus", "bloom")
+"""Types whose models read their own weights as they are made; the others have none."""
+
 MULTIMODAL: Final = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """The mappings of transformers that have models around text models."""
 
@@ -220,7 +229,8 @@ def config_of(model_type: str, ranks: int) -> dict[str, Any]:
     config_class = CLASSES.get(model_type) or unknown(model_type)
     known = {field.name for field in dataclasses.fields(config_class)}
     if model_type not in CLASSES:
-        known |= {*FAMILIES[model_type].defaults, *SIZES} - ({*KEYS} - {*FAMILIES[model_type].defaults, *ANYWHERE})
+        known |= {*FAMILIES[model_type].defaults, "num_hidden_layers", "num_attention_heads", "hidden_size"}
+        known |= {*SIZES} - {*KEYS, "index_topk"}
     sizes = {key: value for key, value in {**SIZES, **RANKS[ranks]}.items() if key in known}
     sizes |= EXCEPTIONS.get(model_type, {}) | OTHER_SIZES.get(model_type, {})
     sizes |= {key: value for key, value in RANKS[ranks].items() if key in sizes}
@@ -235,7 +245,7 @@ def config_of(model_type: str, ranks: int) -> dict[str, Any]:
     if not architecture:
         architecture, outer = next(((name, outer) for name, outer in around_it if name in supported()), ("", ""))
         if not architecture:
-            raise ValueError("vLLM has no such model")
+            raise ValueError("no text model in vLLM, and no file around it in this transformers")
         config = around(stated(transformers.CONFIG_MAPPING[outer]()), config)
     return {**config, "architectures": [architecture]}
 
@@ -277,6 +287,7 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import MambaSpec
 
+    model_type = config["model_type"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         arguments: dict[str, Any] = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False}
@@ -290,7 +301,7 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
         vllm = EngineArgs(folder, tensor_parallel_size=ranks, **arguments).create_engine_config()
         vllm.cache_config.kv_cache_layout = "LBHNC"
         start(vllm, ranks)
-        with set_current_vllm_config(vllm), torch.device("cpu" if "hidden_size" in config else "meta"):
+        with set_current_vllm_config(vllm), torch.device("cpu" if model_type in ON_CPU else "meta"):
             initialize_model(vllm)
     specs = {}
     for name, layer in vllm.compilation_config.static_forward_context.items():
@@ -299,7 +310,6 @@ def allocated(config: dict[str, Any], ranks: int) -> Rows:
         if spec is not None:
             specs[name] = spec
     rows: Rows = {}
-    model_type = config["model_type"]
     layers = len(Model.from_config(config).layers)
     for group in get_kv_cache_groups(vllm, specs):
         found = {}
