@@ -1,0 +1,48 @@
+"""SGLang's plugin: it adds ``kvplan`` to the values of ``--disaggregation-transfer-backend``.
+
+SGLang finds :func:`register` by an entry point and calls it in each of its processes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final
+
+BACKEND: Final = "kvplan"
+
+
+def register() -> None:
+    """Register the backend with SGLang's own registry of hooks."""
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation import utils
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    backends = {member.name: member.value for member in utils.TransferBackend}
+    transfer_backend = Enum("TransferBackend", {**backends, BACKEND.upper(): BACKEND})  # type: ignore[misc]
+    package = "sglang.srt.disaggregation"
+    HookRegistry.register(f"{package}.utils.TransferBackend", transfer_backend, HookType.REPLACE)
+    HookRegistry.register(f"{package}.utils.get_kv_class", _get_kv_class, HookType.AROUND)
+    for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
+        HookRegistry.register(f"{package}.{queue}._init_kv_manager", _start, HookType.AFTER)
+    add_disagg_transfer_backend_choices([BACKEND])
+
+
+def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
+    """The class of a kind, for all backends."""
+    if backend.value != BACKEND or kind.value == "kvargs":
+        return original(backend, kind)
+    from kvplan_nixl.sglang.bootstrap import BootstrapServer
+    from kvplan_nixl.sglang.decode import Receiver
+    from kvplan_nixl.sglang.manager import Manager
+    from kvplan_nixl.sglang.prefill import Sender
+
+    classes = {"manager": Manager, "sender": Sender, "receiver": Receiver, "bootstrap_server": BootstrapServer}
+    return classes[kind.value]
+
+
+def _start(manager: Any, queue: Any) -> None:
+    """Give a manager what its constructor does not get: the queue that made it, and with it the pool."""
+    from kvplan_nixl.sglang.manager import Manager
+
+    if isinstance(manager, Manager):
+        manager.start(queue)

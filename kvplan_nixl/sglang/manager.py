@@ -1,0 +1,178 @@
+"""The part of a rank that all its requests share: its memory, its peers, and what they have read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from sglang.srt.disaggregation.base import BaseKVManager
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.utils.network import get_local_ip_auto
+
+from kvplan import KVPlanError, Model, Worker
+from kvplan.bridges import RankInfo, from_sglang
+from kvplan.connector import Leases, Listener, Notifier, ReadResult, Reads
+from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl.sglang.bootstrap import ask
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+ASK_S: Final = 0.01
+"""Seconds between two questions to a bootstrap server."""
+
+POLL_S: Final = 0.001
+"""Seconds between two looks at what has been read, however many requests ask."""
+
+STATES: Final = frozenset({"swa", "mamba"})
+"""The parts of a cache with block tables of their own that are transferred, by SGLang's names."""
+
+
+class Manager(BaseKVManager):
+    """A rank of prefill or decode. It begins when :meth:`start` is called."""
+
+    enable_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+        self.kv_args = args
+        self.is_prefill: bool = mode.value == "prefill"
+        self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        self.prefill_info_table: dict[str, Any] = {}
+        self._server_args = server_args
+
+    def register_to_bootstrap(self) -> None:
+        """Nothing is registered: a handoff says where the offers are."""
+
+    def try_ensure_parallel_info(self, address: str) -> bool:
+        """Whatever prefill's sizes are, its offers say it."""
+        self.prefill_info_table[address] = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+        return True
+
+    def start(self, queue: Any) -> None:
+        """Register the memory of the pool of a queue; on decode, read; on prefill, serve what all ranks offer."""
+        parallel = get_parallel()
+        if parallel.pp_size > 1 or parallel.attn_tp_size != parallel.tp_size:
+            raise NotImplementedError("kvplan: only tensor parallelism is supported")
+        if queue.draft_token_to_kv_pool is not None:
+            raise NotImplementedError("kvplan: speculative decoding is not supported")
+        group = parallel.attn_tp_group
+        self.is_first = group.rank_in_group == 0
+        engine_id = group.broadcast_object(f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0)
+        info = RankInfo(engine_id, group.rank_in_group, group.rank_in_group, group.world_size)
+        self.worker = self._worker(queue, info)
+        self.metadata = queue.metadata_buffers
+        key = os.environ.get("KVPLAN_KEY", "").encode()
+        self._executor = NixlExecutor(self.worker, key=key)
+        if self.is_prefill:
+            offers: list[bytes] = [b""] * group.world_size
+            torch.distributed.all_gather_object(offers, self._executor.envelope(), group=group.cpu_group)
+            self.leases = Leases()
+            self.listener = Listener(engine_id, get_local_ip_auto(), offers) if self.is_first else None
+            self.publisher = ThreadPoolExecutor(1, "kvplan publish")
+        else:
+            self.reads = Reads(
+                self.worker,
+                self._executor,
+                logger,
+                open_offer=lambda data: Envelope.unpack(data, key).worker,
+                connect=self._executor.connect,
+                disconnect=partial(self._executor.disconnect, force=True),
+            )
+            self.rooms = Rooms()
+            self.done = Notifier(logger)
+        self.ended: dict[str, KVPlanError | None] = {}
+        self.under_way: set[str] = set()
+        self._polled = 0.0
+        logger.info("%s", self.worker)
+
+    def _worker(self, queue: Any, info: RankInfo) -> Worker:
+        kinds = [kind.value for kind in self.kv_args.state_types]
+        if not STATES.issuperset(kinds):
+            raise NotImplementedError(f"kvplan: {', '.join(kinds)} is not supported")
+        pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
+        # SGLang writes into the configuration that it has read, so it is read once more.
+        fields, _ = config.hf_config.get_config_dict(config.model_path, revision=config.revision)
+        model = Model.from_config(fields, get_serving().served_model_name)
+        worker = from_sglang(model.with_dtypes(str(pool.dtype).removeprefix("torch.")), info, pool)
+        self.groups = tuple(group.name for group in worker.groups)
+        return worker
+
+    def poll(self) -> None:
+        """See which reads of decode have ended, and which requests of prefill are read."""
+        now = time.monotonic()
+        if now - self._polled < POLL_S:
+            return
+        self._polled = now
+        if self.is_prefill:
+            if self.listener is not None:
+                self.leases.end(self.listener.done())
+            read, late = self.leases.ended(now)
+            self.ended.update(dict.fromkeys(read))
+            for request in late:
+                expected = f"a reader within {self.timeout_s:g} s"
+                self.ended[request] = KVPlanError("TRANSFER", f"lend {request!r}", expected=expected, got="none")
+            return
+        for result in self.reads.poll():
+            self._end(result)
+
+    def _end(self, result: ReadResult) -> None:
+        self.under_way.discard(result.request)
+        self.ended[result.request] = result.error
+
+    def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
+        """Whether no byte of a request can move any more."""
+        self.poll()
+        return f"{room}" not in self.under_way
+
+    def clear_deferred_abort_state(self, room: int) -> None:
+        """Nothing is kept of it."""
+
+
+class Rooms:
+    """Asks bootstrap servers about rooms, on a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: dict[int, str] = {}
+        self._found: dict[int, Any] = {}
+        threading.Thread(target=self._run, name="kvplan rooms", daemon=True).start()
+
+    def want(self, room: int, address: str) -> None:
+        """Ask for a room until it is found or forgotten."""
+        with self._lock:
+            self._wanted[room] = address
+
+    def take(self, room: int) -> Any:
+        """The entry of a room; None while there is none."""
+        with self._lock:
+            return self._found.pop(room, None)
+
+    def forget(self, room: int) -> None:
+        """Ask for a room no more."""
+        with self._lock:
+            self._wanted.pop(room, None)
+            self._found.pop(room, None)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(ASK_S)
+            with self._lock:
+                wanted = [*self._wanted.items()]
+            for address in {address for _, address in wanted}:
+                try:
+                    found = ask(address, [room for room, at in wanted if at == address])
+                except KVPlanError as error:
+                    logger.warning("%s", error)
+                    continue
+                with self._lock:
+                    for room, entry in found.items():
+                        if self._wanted.pop(room, None) is not None:
+                            self._found[room] = entry

@@ -1,0 +1,104 @@
+"""One request on prefill: its pages are lent when it is computed, until decode has read them."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
+from sglang.srt.disaggregation.base.conn import KVTransferMetric
+
+from kvplan import Blocks, KVPlanError
+from kvplan.connector import Handoff
+from kvplan_nixl.sglang.bootstrap import publish
+from kvplan_nixl.sglang.manager import Manager, logger
+
+
+class Sender(BaseKVSender):
+    """All ranks collect the pages of a request; the first one publishes them, and holds them until they are read."""
+
+    def __init__(
+        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        self.kv_mgr = mgr
+        self._address, self._room = bootstrap_addr, bootstrap_room
+        self._pages: list[int] = []
+        self._num_tokens = 0
+        self._is_sent = self._is_aborted = False
+        self._result: int | None = None
+        self._error: Exception = RuntimeError("aborted")
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._num_pages, self._row = num_kv_indices, aux_index
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
+        assert num_kv_tokens is not None
+        self._pages += kv_indices.tolist()
+        self._num_tokens += num_kv_tokens
+        if len(self._pages) < self._num_pages:
+            return
+        self._is_sent = True
+        manager = self.kv_mgr
+        if manager.listener is None:  # another rank waits for the reader
+            self._result = KVPoll.Success
+            return
+        until = time.monotonic() + manager.timeout_s
+        manager.leases.grant(f"{self._room}", until)
+        tables = tables_of(manager, self._pages, 0, self._num_tokens, state_indices or [])
+        handoff = Handoff(manager.listener.source, f"{self._room}", self._num_tokens, until, tables)
+        entry = {"handoff": handoff.params(), "metadata": [b64encode(row).decode() for row in self._metadata()]}
+        manager.publisher.submit(self._publish, entry)
+
+    def _metadata(self) -> list[bytes]:
+        """The request's row of each buffer in which SGLang keeps the first token and what belongs to it."""
+        args = self.kv_mgr.kv_args
+        rows = zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
+        return [ctypes.string_at(address + self._row * size, size) for address, size in rows]
+
+    def _publish(self, entry: Any) -> None:
+        try:
+            publish(self._address, self._room, entry)
+        except KVPlanError as error:
+            logger.error("request %s can't be read: %s", self._room, error)
+
+    def poll(self) -> int:
+        if self._result is None and self._is_sent:
+            self.kv_mgr.poll()
+            if f"{self._room}" in self.kv_mgr.ended:
+                error = self.kv_mgr.ended.pop(f"{self._room}")
+                self._error = error or self._error
+                self._result = KVPoll.Failed if error or self._is_aborted else KVPoll.Success
+        if self._result is not None:
+            return self._result
+        return KVPoll.Transferring if self._is_sent else KVPoll.WaitingForInput
+
+    def abort(self) -> None:
+        """Give the request up; once it is published, when its reader is done."""
+        self._is_aborted = True
+        if not self._is_sent:
+            self._result = KVPoll.Failed
+
+    def failure_exception(self) -> None:
+        raise self._error
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric()
+
+
+def tables_of(
+    manager: Manager, pages: list[int], first: int, num_tokens: int, states: list[Any]
+) -> dict[str, Blocks]:
+    """Block tables by group: the pages from position ``first`` on, and what SGLang lists of each of its states."""
+    size = manager.kv_args.page_size
+    tables = {manager.groups[0]: Blocks(pages, first // size)}
+    for group, kind, ids in zip(manager.groups[1:], manager.kv_args.state_types, states, strict=True):
+        ids = np.asarray(ids).tolist()
+        # A window ends with the last page of the prompt.
+        tables[group] = Blocks(ids, -(-num_tokens // size) - len(ids) if kind.value == "swa" else 0)
+    return tables
