@@ -1,0 +1,1 @@
+"""Stands in for a package that only notebooks need."""

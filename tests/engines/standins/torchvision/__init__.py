@@ -1,0 +1,5 @@
+"""Stands in for a package that only images and sounds need."""
+
+from sgl_kernel import __getattr__  # noqa: F401
+
+__version__ = "0.0.0"
