@@ -24,6 +24,8 @@ def register() -> None:
     HookRegistry.register(f"{package}.utils.get_kv_class", _get_kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{package}.{queue}._init_kv_manager", _start, HookType.AFTER)
+    waiting = "decode.DecodePreallocQueue._create_receiver_and_enqueue"
+    HookRegistry.register(f"{package}.{waiting}", _expect, HookType.AFTER)
     add_disagg_transfer_backend_choices([BACKEND])
 
 
@@ -46,3 +48,8 @@ def _start(manager: Any, queue: Any) -> None:
 
     if isinstance(manager, Manager):
         manager.start(queue)
+
+
+def _expect(waiting: Any, *_: Any, **__: Any) -> None:
+    """Tell a receiver how long its prompt is."""
+    waiting.kv_receiver.num_tokens = len(waiting.req.origin_input_ids)

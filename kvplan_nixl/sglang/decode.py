@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from base64 import b64decode
 from typing import Any
@@ -20,7 +21,10 @@ class Receiver(BaseKVReceiver):
     """A request of one rank. All ranks ask for it and read their part; the first one tells prefill when all are done.
 
     SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has computed it.
+    ``num_tokens``, the length of the prompt, is set from outside.
     """
+
+    num_tokens: int
 
     require_staging = False
 
@@ -31,6 +35,7 @@ class Receiver(BaseKVReceiver):
         self._entry: dict[str, Any] = {}
         self._handoff: Handoff | None = None
         self._row = -1
+        self._stop = math.inf
         self.conclude_state: int | None = None
         self._error: Exception = RuntimeError("aborted")
 
@@ -42,7 +47,7 @@ class Receiver(BaseKVReceiver):
         if self.conclude_state is None:
             try:
                 return self._poll()
-            except KVPlanError as error:
+            except Exception as error:  # whatever it is, this request fails, and no others
                 self._error, self.conclude_state = error, KVPoll.Failed
         return self.conclude_state
 
@@ -51,11 +56,14 @@ class Receiver(BaseKVReceiver):
         if self._handoff is None:
             entry = manager.rooms.take(self._room)
             if entry is None:
-                if hasattr(self, "_stop") and time.monotonic() > self._stop:
+                if time.monotonic() > self._stop:
                     expected = f"prefill to compute it within {manager.timeout_s:g} s"
                     raise KVPlanError("PEER", f"read request {name}", expected=expected, got="nothing")
                 return KVPoll.Bootstrapping
             self._entry, self._handoff = entry, Handoff.of_params(entry.get("handoff"))
+            if self._handoff.num_tokens != self.num_tokens:
+                expected, got = f"{self.num_tokens} positions", f"{self._handoff.num_tokens} computed"
+                raise KVPlanError("TOKENS", f"read request {name}", expected=expected, got=got)
         if self._row < 0:
             return KVPoll.WaitingForInput
         manager.poll()
@@ -82,16 +90,10 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         manager, handoff = self.kv_mgr, self._handoff
         size, start, stop = manager.kv_args.page_size, decode_prefix_len or 0, handoff.num_tokens
-        num_pages = -(-stop // size) - start // size
         manager.under_way.add(f"{self._room}")
-        if num_pages != len(kv_indices):
-            expected, got = f"{num_pages} pages of {size} tokens", f"{len(kv_indices)}"
-            error = KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
-            manager.reads.fail(f"{self._room}", error)
-            return
         local = tables_of(manager, kv_indices.tolist(), start, stop, state_indices or [])
-        windows = {name: table.first * size for name, table in local.items()}
-        tokens = {name: (max(start, first), stop) for name, first in windows.items()}
+        paged = {group.name for group in manager.worker.groups if group.tokens_per_block is not None}
+        tokens = {name: (max(start, local[name].first * size), stop) for name in paged}
         manager.reads.begin(
             Read(
                 request=f"{self._room}",

@@ -101,7 +101,9 @@ class Manager(BaseKVManager):
         # SGLang writes into the configuration that it has read, so it is read once more.
         fields, _ = config.hf_config.get_config_dict(config.model_path, revision=config.revision)
         model = Model.from_config(fields, get_serving().served_model_name)
-        worker = from_sglang(model.with_dtypes(str(pool.dtype).removeprefix("torch.")), info, pool)
+        states = pool.mamba_pool.mamba_cache.temporal.dtype if hasattr(pool, "mamba_pool") else None
+        dtypes = (dtype and str(dtype).removeprefix("torch.") for dtype in (pool.dtype, states))
+        worker = from_sglang(model.with_dtypes(*dtypes), info, pool)
         self.groups = tuple(group.name for group in worker.groups)
         return worker
 

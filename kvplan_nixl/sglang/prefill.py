@@ -91,9 +91,7 @@ class Sender(BaseKVSender):
         return KVTransferMetric()
 
 
-def tables_of(
-    manager: Manager, pages: list[int], first: int, num_tokens: int, states: list[Any]
-) -> dict[str, Blocks]:
+def tables_of(manager: Manager, pages: list[int], first: int, num_tokens: int, states: list[Any]) -> dict[str, Blocks]:
     """Block tables by group: the pages from position ``first`` on, and what SGLang lists of each of its states."""
     size = manager.kv_args.page_size
     tables = {manager.groups[0]: Blocks(pages, first // size)}

@@ -210,7 +210,9 @@ def main() -> int:
                 if pair.has_prefix and result == "same":
                     answers = both.generate(longer)
                     result = verdict(answers, right[pair.model][2])
-                    if not all(answer.cached >= len(one) // 64 * 64 for answer, one in zip(answers, first, strict=True)):
+                    if not all(
+                        answer.cached >= len(one) // 64 * 64 for answer, one in zip(answers, first, strict=True)
+                    ):
                         result = "void: no prefix was cached"
                 control = verdict(both.generate(others, is_control=True), right[pair.model][1])
             except (EngineFailedError, AssertionError) as error:
