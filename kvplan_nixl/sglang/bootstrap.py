@@ -1,18 +1,21 @@
 """What prefill has computed for a room, where decode asks for it: SGLang's bootstrap server.
 
-A room is the number that a request has in both engines. ``PUT /ROOM`` stores an entry, a JSON object; ``GET /ROOM,ROOM``
-returns those that are there, by room. An entry has a ``handoff``, the parameters of a :class:`~kvplan.connector.Handoff`,
-and either the ``metadata`` that SGLang's prefill sends or the first ``token`` of the answer.
+A room is the number that a request has in both engines. ``PUT /ROOM`` stores an entry, a JSON object; ``GET
+/ROOM,ROOM`` returns those that are there, by room. An entry has a ``handoff``, the parameters of a
+:class:`~kvplan.connector.Handoff`, and either the ``metadata`` that SGLang's prefill sends or the first ``token`` of
+the answer, which is all that another engine's prefill knows.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from logging import Logger
 from typing import Any, Final
 
 from kvplan import KVPlanError
@@ -23,6 +26,12 @@ MAX_ROOMS: Final = 1 << 14
 MAX_ENTRY_BYTES: Final = 1 << 24
 
 TIMEOUT_S: Final = 3.0
+
+ASK_S: Final = 0.01
+"""Seconds between two questions to a bootstrap server, each for all rooms that are wanted of it."""
+
+RETRY_S: Final = 1.0
+"""Seconds after which a server that gave no answer is asked again."""
 
 
 class BootstrapServer:
@@ -107,3 +116,52 @@ def _exchange(address: str, method: str, path: str, body: bytes | None = None) -
     if response.status != 200:
         raise KVPlanError("PEER", action, expected="status 200", got=f"{response.status}")
     return answer
+
+
+class Rooms:
+    """Asks bootstrap servers about rooms, on a thread for each server."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._wanted: dict[str, set[int]] = {}  # rooms by the server that is asked
+        self._found: dict[int, Any] = {}
+
+    def want(self, room: int, address: str) -> None:
+        """Ask for a room until it is found or forgotten."""
+        with self._lock:
+            if address not in self._wanted:
+                self._wanted[address] = set()
+                threading.Thread(target=self._run, args=(address,), name="kvplan rooms", daemon=True).start()
+            self._wanted[address].add(room)
+
+    def take(self, room: int) -> Any:
+        """The entry of a room, once; None while there is none."""
+        with self._lock:
+            return self._found.pop(room, None)
+
+    def forget(self, room: int) -> None:
+        """Ask for a room no more."""
+        with self._lock:
+            for rooms in self._wanted.values():
+                rooms.discard(room)
+            self._found.pop(room, None)
+
+    def _run(self, address: str) -> None:
+        while True:
+            with self._lock:
+                rooms = self._wanted[address]
+                if not rooms:
+                    del self._wanted[address]
+                    return
+                asked = sorted(rooms)
+            try:
+                found = ask(address, asked)
+            except KVPlanError as error:
+                self._logger.warning("%s", error)
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._found |= {room: entry for room, entry in found.items() if room in rooms}
+                rooms.difference_update(found)
+            time.sleep(ASK_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,9 @@ from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan.connector import Leases, Listener, Notifier, ReadResult, Reads
 from kvplan_nixl import Envelope, NixlExecutor
-from kvplan_nixl.sglang.bootstrap import ask
+from kvplan_nixl.sglang.bootstrap import Rooms
 
 logger = logging.getLogger(f"sglang.{__name__}")
-
-ASK_S: Final = 0.01
-"""Seconds between two questions to a bootstrap server."""
 
 POLL_S: Final = 0.001
 """Seconds between two looks at what has been read, however many requests ask."""
@@ -86,7 +82,7 @@ class Manager(BaseKVManager):
                 connect=self._executor.connect,
                 disconnect=partial(self._executor.disconnect, force=True),
             )
-            self.rooms = Rooms()
+            self.rooms = Rooms(logger)
             self.done = Notifier(logger)
         self.ended: dict[str, KVPlanError | None] = {}
         self.under_way: set[str] = set()
@@ -136,45 +132,3 @@ class Manager(BaseKVManager):
 
     def clear_deferred_abort_state(self, room: int) -> None:
         """Nothing is kept of it."""
-
-
-class Rooms:
-    """Asks bootstrap servers about rooms, on a thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: dict[int, str] = {}
-        self._found: dict[int, Any] = {}
-        threading.Thread(target=self._run, name="kvplan rooms", daemon=True).start()
-
-    def want(self, room: int, address: str) -> None:
-        """Ask for a room until it is found or forgotten."""
-        with self._lock:
-            self._wanted[room] = address
-
-    def take(self, room: int) -> Any:
-        """The entry of a room; None while there is none."""
-        with self._lock:
-            return self._found.pop(room, None)
-
-    def forget(self, room: int) -> None:
-        """Ask for a room no more."""
-        with self._lock:
-            self._wanted.pop(room, None)
-            self._found.pop(room, None)
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(ASK_S)
-            with self._lock:
-                wanted = [*self._wanted.items()]
-            for address in {address for _, address in wanted}:
-                try:
-                    found = ask(address, [room for room, at in wanted if at == address])
-                except KVPlanError as error:
-                    logger.warning("%s", error)
-                    continue
-                with self._lock:
-                    for room, entry in found.items():
-                        if self._wanted.pop(room, None) is not None:
-                            self._found[room] = entry

@@ -24,6 +24,7 @@ ENVIRONMENT = {
 
 SETTINGS = {
     "device": "cpu",
+    "tp_size": 1,
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
@@ -45,11 +46,14 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
 
     A request's ``transfer`` are its ``bootstrap_*`` parameters.
     """
+    settings = {**SETTINGS, **settings}
     os.environ.update(ENVIRONMENT)
+    if settings["tp_size"] > 1:
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     sys.path.insert(0, str(STANDINS))
     from sglang.srt.entrypoints.engine import Engine as Sglang
 
-    engine = Sglang(**{**SETTINGS, **settings})
+    engine = Sglang(**settings)
     pipe.send(("ready",))
 
     async def answer(name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None) -> None:

@@ -1,1 +1,1 @@
-"""Stands in for a package that only notebooks need."""
+"""Stands in for a package that only notebooks need."""  # noqa: N999

@@ -1,0 +1,90 @@
+"""The bootstrap server of SGLang's plugin, and decode's questions to it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+
+import pytest
+
+from kvplan import KVPlanError
+from kvplan_nixl.sglang import bootstrap
+from kvplan_nixl.sglang.bootstrap import BootstrapServer, Rooms, ask, publish
+
+DEAD = "127.0.0.1:1"  # nobody listens there
+LOGGER = logging.getLogger("test")
+
+
+@pytest.fixture
+def server() -> Iterator[BootstrapServer]:
+    server = BootstrapServer("127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+def taken(rooms: Rooms, room: int) -> object:
+    """The entry of a room, when it is there."""
+    deadline = time.monotonic() + 10
+    while (entry := rooms.take(room)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return entry
+
+
+def test_what_is_published_later_is_found(server: BootstrapServer) -> None:
+    """Each rank that asks gets the entry, whether it was there before or not."""
+    ranks = [Rooms(LOGGER) for _ in range(2)]
+    for rooms in ranks:
+        rooms.want(7, server.address)
+    assert ranks[0].take(7) is None
+    publish(server.address, 7, {"token": 1})
+    assert [taken(rooms, 7) for rooms in ranks] == [{"token": 1}] * 2
+    while any(thread.name == "kvplan rooms" for thread in threading.enumerate()):  # which end when nothing is wanted
+        time.sleep(0.001)
+    assert ranks[0].take(7) is None
+
+
+def test_a_forgotten_room_is_not_found(server: BootstrapServer) -> None:
+    """A request that was aborted leaves nothing behind."""
+    rooms = Rooms(LOGGER)
+    rooms.want(7, server.address)
+    rooms.want(8, server.address)
+    rooms.forget(7)
+    publish(server.address, 7, {})
+    publish(server.address, 8, {"token": 2})
+    assert taken(rooms, 8) == {"token": 2}
+    assert rooms.take(7) is None
+
+
+def test_a_server_that_does_not_answer(server: BootstrapServer) -> None:
+    """Rooms of other servers are found meanwhile."""
+    rooms = Rooms(LOGGER)
+    rooms.want(6, DEAD)
+    rooms.want(7, server.address)
+    publish(server.address, 7, {"token": 3})
+    assert taken(rooms, 7) == {"token": 3}
+    assert rooms.take(6) is None
+    rooms.forget(6)
+    with pytest.raises(KVPlanError, match="PEER"):
+        ask(DEAD, [6])
+
+
+def test_the_newest_entries_stay(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for any more does not fill the memory."""
+    monkeypatch.setattr(bootstrap, "MAX_ROOMS", 2)
+    for room in (1, 2, 3, 2):
+        publish(server.address, room, {"token": room})
+    assert ask(server.address, [1, 2, 3]) == {2: {"token": 2}, 3: {"token": 3}}
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"nan"])
+def test_no_entry(server: BootstrapServer, body: bytes) -> None:
+    """What is not a JSON object is refused, and nothing is stored."""
+    connection = HTTPConnection(server.address)
+    connection.request("PUT", "/5", body)
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert ask(server.address, [5]) == {}
