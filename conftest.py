@@ -1,6 +1,6 @@
 """Hypothesis profiles: ``ci`` repeats itself exactly; ``long``, by HYPOTHESIS_PROFILE=long, looks far.
 
-Where NIXL, torch, transformers or vLLM is not installed, what needs them is left out.
+Where NIXL, SGLang, torch, transformers or vLLM is not installed, what needs them is left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # the refusals that tests prov
 os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
 os.environ.setdefault("UCX_NET_DEVICES", "lo")  # one test makes a network for a while, which others must not use
 
-MISSING = [name for name in ("nixl", "torch", "transformers", "vllm") if find_spec(name) is None]
+MISSING = [name for name in ("nixl", "sglang", "torch", "transformers", "vllm") if find_spec(name) is None]
 collect_ignore_glob = ["kvplan_nixl/vllm/*"] if "vllm" in MISSING else []
+collect_ignore_glob += [f"kvplan_nixl/sglang/{n}.py" for n in ("decode", "manager", "prefill") if "sglang" in MISSING]
 collect_ignore_glob += ["tests/nixl/*", "kvplan_nixl/demo.py"] if {"nixl", "torch"} & {*MISSING} else []
 collect_ignore_glob += ["kvplan_nixl/*"] if "nixl" in MISSING else []
 collect_ignore_glob += ["tests/models/*walk.py"] if {"torch", "transformers"} & {*MISSING} else []

@@ -36,14 +36,14 @@ class Receiver(BaseKVReceiver):
         self._handoff: Handoff | None = None
         self._row = -1
         self._stop = math.inf
-        self.conclude_state: int | None = None
+        self.conclude_state: Any = None
         self._error: Exception = RuntimeError("aborted")
 
     def init(self, prefill_dp_rank: int) -> None:
         self._stop = time.monotonic() + self.kv_mgr.timeout_s
         self.kv_mgr.rooms.want(self._room, self._address)
 
-    def poll(self) -> int:
+    def poll(self) -> Any:
         if self.conclude_state is None:
             try:
                 return self._poll()
@@ -51,7 +51,7 @@ class Receiver(BaseKVReceiver):
                 self._error, self.conclude_state = error, KVPoll.Failed
         return self.conclude_state
 
-    def _poll(self) -> int:
+    def _poll(self) -> Any:
         manager, name = self.kv_mgr, f"{self._room}"
         if self._handoff is None:
             entry = manager.rooms.take(self._room)

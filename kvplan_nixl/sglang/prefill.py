@@ -28,7 +28,7 @@ class Sender(BaseKVSender):
         self._pages: list[int] = []
         self._num_tokens = 0
         self._is_sent = self._is_aborted = False
-        self._result: int | None = None
+        self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Sender(BaseKVSender):
         except KVPlanError as error:
             logger.error("request %s can't be read: %s", self._room, error)
 
-    def poll(self) -> int:
+    def poll(self) -> Any:
         if self._result is None and self._is_sent:
             self.kv_mgr.poll()
             if f"{self._room}" in self.kv_mgr.ended:
