@@ -55,7 +55,7 @@ class Manager(BaseKVManager):
     def start(self, queue: Any) -> None:
         """Register the memory of the pool of a queue; on decode, read; on prefill, serve what all ranks offer."""
         parallel = get_parallel()
-        if parallel.pp_size > 1 or parallel.attn_tp_size != parallel.tp_size:
+        if parallel.pp_size > 1 or parallel.dcp_enabled or parallel.attn_tp_size != parallel.tp_size:
             raise NotImplementedError("kvplan: only tensor parallelism is supported")
         if queue.draft_token_to_kv_pool is not None:
             raise NotImplementedError("kvplan: speculative decoding is not supported")
