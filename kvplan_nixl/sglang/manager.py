@@ -19,7 +19,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
-from kvplan.connector import Leases, Listener, Notifier, ReadResult, Reads
+from kvplan.connector import Leases, Listener, Notifier, Reads
 from kvplan_nixl import Envelope, NixlExecutor
 from kvplan_nixl.sglang.bootstrap import Rooms
 
@@ -42,7 +42,6 @@ class Manager(BaseKVManager):
         self.is_prefill: bool = mode.value == "prefill"
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         self.prefill_info_table: dict[str, Any] = {}
-        self._server_args = server_args
 
     def register_to_bootstrap(self) -> None:
         """Nothing is registered: a handoff says where the offers are."""
@@ -119,11 +118,8 @@ class Manager(BaseKVManager):
                 self.ended[request] = KVPlanError("TRANSFER", f"lend {request!r}", expected=expected, got="none")
             return
         for result in self.reads.poll():
-            self._end(result)
-
-    def _end(self, result: ReadResult) -> None:
-        self.under_way.discard(result.request)
-        self.ended[result.request] = result.error
+            self.under_way.discard(result.request)
+            self.ended[result.request] = result.error
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
         """Whether no byte of a request can move any more."""
