@@ -1,0 +1,259 @@
+"""SGLang's plugin without SGLang, whose few names it uses are made here: pages of 4 are read into pages of 16.
+
+Real engines judge it where SGLang is: tests/engines/sglang_judge.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 32,
+    "torch_dtype": "float32",
+}
+TOKENS, ROOM = 37, 5
+KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
+GROUP = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None, broadcast_object=lambda name, src: name)
+NAMES: dict[str, dict[str, Any]] = {
+    "sglang.srt.disaggregation.base": {
+        "KVPoll": KVPoll,
+        **{f"BaseKV{name}": type(name, (), {}) for name in ("Manager", "Sender", "Receiver")},
+    },
+    "sglang.srt.disaggregation.base.conn": {
+        "KVTransferMetric": object,
+        "KVTransferDestination": SimpleNamespace(DEVICE="device"),
+    },
+    "sglang.srt.environ": {
+        "envs": SimpleNamespace(SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10))
+    },
+    "sglang.srt.runtime_context": {
+        "get_parallel": lambda: SimpleNamespace(
+            pp_size=1, dcp_enabled=False, tp_size=1, attn_tp_size=1, attn_tp_group=GROUP
+        ),
+        "get_serving": lambda: SimpleNamespace(served_model_name="tiny"),
+    },
+    "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "127.0.0.1"},
+}
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The plugin's modules that import SGLang."""
+    for name, contents in NAMES.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            parent = ".".join(parts[:i])
+            if parent not in sys.modules:
+                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: found.__setitem__(0, one))
+    found = {}
+    for name in ("manager", "prefill", "decode"):
+        monkeypatch.delitem(sys.modules, f"kvplan_nixl.sglang.{name}", raising=False)
+        found[name] = importlib.import_module(f"kvplan_nixl.sglang.{name}")
+    return SimpleNamespace(**found)
+
+
+class Side:
+    """A rank with its pool of K and V [layer, slot, head, dim], and the buffers of first tokens."""
+
+    def __init__(self, plugin: SimpleNamespace, mode: str, page: int) -> None:
+        self.k, self.v = torch.zeros(2, 2, 160, 2, 8)
+        self.page = page
+        self.metadata = SimpleNamespace(
+            output_ids=torch.zeros(4, 16, dtype=torch.int32), bootstrap_room=torch.zeros(4, 8, dtype=torch.int64)
+        )
+        buffers = [self.metadata.output_ids, self.metadata.bootstrap_room]
+        args = SimpleNamespace(
+            state_types=[],
+            page_size=page,
+            aux_data_ptrs=[buffer.data_ptr() for buffer in buffers],
+            aux_item_lens=[buffer[0].nbytes for buffer in buffers],
+        )
+        pool = SimpleNamespace(
+            k_buffer=self.k,
+            v_buffer=self.v,
+            page_size=page,
+            start_layer=0,
+            layer_num=2,
+            kv_cache_layout="nhd",
+            dtype=torch.float32,
+        )
+        config = SimpleNamespace(
+            model_path="tiny",
+            revision=None,
+            hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (CONFIG, {})),
+        )
+        self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), None)
+        self.manager.start(
+            SimpleNamespace(
+                token_to_kv_pool=pool,
+                draft_token_to_kv_pool=None,
+                metadata_buffers=self.metadata,
+                scheduler=SimpleNamespace(model_config=config),
+            )
+        )
+
+    def rows(self, pages: list[int]) -> torch.Tensor:
+        """K and V of the request's tokens, in the slots of its pages."""
+        slots = [pages[i // self.page] * self.page + i % self.page for i in range(TOKENS)]
+        return torch.stack([self.k[:, slots], self.v[:, slots]])
+
+
+@pytest.fixture
+def server() -> Iterator[BootstrapServer]:
+    server = BootstrapServer("127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def prefill(plugin: SimpleNamespace) -> Side:
+    side = Side(plugin, "prefill", 4)
+    for memory in (side.k, side.v):
+        memory.copy_(torch.randn(memory.shape))
+    side.metadata.output_ids[2, 0], side.metadata.bootstrap_room[2, 0] = 29, ROOM
+    return side
+
+
+@pytest.fixture
+def decode(plugin: SimpleNamespace) -> Side:
+    return Side(plugin, "decode", 16)
+
+
+THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
+
+
+def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer) -> Any:
+    """A request that prefill has computed in two chunks."""
+    sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.init(len(THEIRS), 2)
+    sender.send(torch.tensor(THEIRS[:6]).numpy(), None, 24)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.send(torch.tensor(THEIRS[6:]).numpy(), [], 13)
+    return sender
+
+
+def received(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, num_tokens: int = TOKENS) -> Any:
+    receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)
+    receiver.num_tokens = num_tokens
+    receiver.init(0)
+    return receiver
+
+
+def until(ends: Any, state: int) -> None:
+    """Poll a sender or a receiver until it has a state."""
+    deadline = time.monotonic() + 10
+    while ends.poll() != state:
+        assert time.monotonic() < deadline, ends.poll()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("cached", [0, 16])
+def test_a_request_is_read(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, cached: int
+) -> None:
+    """Decode waits for prefill, reads what it has not cached, and then prefill frees the pages."""
+    receiver = received(plugin, decode, server)
+    assert receiver.poll() == KVPoll.Bootstrapping
+    sender = sent(plugin, prefill, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS[cached // 16 :]).numpy(), 3, [], cached)
+    until(receiver, KVPoll.Success)
+    ours, theirs = decode.rows(OURS), prefill.rows(THEIRS)
+    assert torch.equal(ours[:, :, cached:], theirs[:, :, cached:])
+    assert not ours[:, :, :cached].any()
+    assert (decode.metadata.output_ids[3, 0], decode.metadata.bootstrap_room[3, 0]) == (29, ROOM)
+    assert sender.poll() == KVPoll.Transferring
+    receiver.clear()
+    until(sender, KVPoll.Success)
+
+
+def test_another_engine_knows_the_first_token_alone(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """A token takes the place of SGLang's rows, of which nothing stays from the request before."""
+    sent(plugin, prefill, server)
+    until(received(plugin, decode, server), KVPoll.WaitingForInput)
+    entry = ask(server.address, [ROOM])[ROOM]
+    publish(server.address, ROOM, {"handoff": entry["handoff"], "token": 7})
+    decode.metadata.output_ids[3] = 1
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Success)
+    assert decode.metadata.output_ids[3].tolist() == [7] + [0] * 15
+    assert decode.metadata.bootstrap_room[3, 0] == ROOM
+
+
+def test_another_length_is_refused(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """Prefill has computed one position less than decode's prompt has: a page more or less would not show it."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, TOKENS + 1)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected 38 positions, got 37 computed"):
+        receiver.failure_exception()
+    receiver.clear()
+    until(sender, KVPoll.Success)
+
+
+@pytest.mark.parametrize("entry", [{}, {"handoff": 3}, {"handoff": {}}])
+def test_no_handoff(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, entry: dict[str, Any]) -> None:
+    """What a stranger has published fails the request, and nothing else."""
+    publish(server.address, ROOM, entry)
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.Failed)
+    receiver.clear()
+
+
+def test_pages_of_an_aborted_request_stay_while_it_is_read(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """On decode until its bytes have moved, on prefill until decode is done."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    receiver.abort()
+    sender.abort()
+    assert (receiver.poll(), receiver.abort_notified) == (KVPoll.Failed, True)
+    assert sender.poll() == KVPoll.Transferring
+    deadline = time.monotonic() + 10
+    while not decode.manager.is_abort_release_safe(ROOM, 0):
+        assert time.monotonic() < deadline
+    receiver.clear()
+    until(sender, KVPoll.Failed)
+
+
+def test_a_request_that_nobody_reads(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """Its pages are free when its lease is over; decode gives up a request that nobody computes."""
+    prefill.manager.timeout_s = decode.manager.timeout_s = 0.05
+    sender = sent(plugin, prefill, server)
+    until(sender, KVPoll.Failed)
+    with pytest.raises(Exception, match=r"expected a reader within 0\.05 s, got none"):
+        sender.failure_exception()
+    receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM + 1)
+    receiver.init(0)
+    until(receiver, KVPoll.Failed)
+    receiver.clear()
