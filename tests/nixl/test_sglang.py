@@ -226,6 +226,21 @@ def test_no_handoff(plugin: SimpleNamespace, decode: Side, server: BootstrapServ
     receiver.clear()
 
 
+def test_a_handoff_without_a_token(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """Nothing says how the answer begins."""
+    sender = sent(plugin, prefill, server)
+    until(received(plugin, decode, server), KVPoll.WaitingForInput)
+    publish(server.address, ROOM, {"handoff": ask(server.address, [ROOM])[ROOM]["handoff"]})
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Failed)
+    receiver.clear()
+    until(sender, KVPoll.Success)
+
+
 def test_pages_of_an_aborted_request_stay_while_it_is_read(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
