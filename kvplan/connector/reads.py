@@ -3,7 +3,7 @@
 - R1: Nothing waits. Offers are fetched and plans made on a thread per engine; :meth:`Reads.poll`, called once per step
   of the engine, does the rest. The executor is used on the caller's thread only.
 - R2: A request is reported once, when none of its bytes can move any more, with an error or without. Until then its
-  blocks must stay.
+  blocks must stay, also where :meth:`Reads.late` says before that it has failed.
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine tries again.
 - R4: A request whose bytes did not all arrive before the source's deadline has failed, since the source may have given
   its blocks to another request. A peer's clock is read at the handshake, and never taken for earlier than it is.
@@ -93,6 +93,7 @@ class _Job:
     began: float
     transfers: list[Transfer] = attrs.field(factory=list)
     error: KVPlanError | None = None
+    is_late: bool = False
 
 
 @attrs.frozen
@@ -162,6 +163,22 @@ class Reads:
             self._poll_transfers(job)
         ended, self._ended = self._ended, []
         return ended
+
+    def late(self) -> list[str]:
+        """The requests that have failed since the last call because their time is over, while bytes may still move.
+
+        Their blocks must stay until :meth:`poll` reports them: when their source answers or dies.
+        """
+        late = []
+        for job in self._jobs:
+            try:
+                if not job.is_late:
+                    self._check_time(job)
+            except KVPlanError as error:
+                job.is_late, job.error = True, job.error or error
+                late.append(job.read.request)
+                self._logger.error("blocks of request %r stay until its source answers or dies: %s", late[-1], error)
+        return late
 
     def _shake_hands(self, source: Source) -> Future[_Handshake]:
         """Fetch the offers of an engine and plan with it, on a thread."""

@@ -93,7 +93,8 @@ class Worker:
         return KVConnectorTransferResults(
             finished_sending=released,
             finished_recving={one.request for one in ended},
-            failed_recving={one.request for one in ended if one.error is not None},
+            # vLLM ends a failed request at once, and frees its blocks when it is in finished_recving.
+            failed_recving={one.request for one in ended if one.error is not None}.union(self._reads.late()),
         )
 
     def close(self) -> None:

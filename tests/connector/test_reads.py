@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -351,6 +352,24 @@ def test_a_request_that_ends_after_its_lease_has_failed() -> None:
     time.sleep(0.1)
     world.executor.held = False
     assert "too late" in str(world.until(1)["r"].error)
+
+
+def test_a_request_that_hangs_beyond_its_lease_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is late once, as soon as it has failed, and reported when no byte of it can move. Others go on."""
+    world = one()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.held = True
+    world.reads.begin(world.read("hangs"))
+    world.reads.begin(world.read("waits", deadline=time.monotonic() + world.ahead_s + 1000))
+    assert (world.reads.poll(), world.reads.late()) == ([], [])
+    later = time.monotonic() + 200
+    monkeypatch.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
+    assert (world.reads.poll(), world.reads.late(), world.reads.late()) == ([], ["hangs"], [])
+    world.executor.held = False
+    ended = world.until(2)
+    assert "too late" in str(ended["hangs"].error)
+    assert ended["waits"].error is None
 
 
 def test_a_request_that_was_refused_is_reported() -> None:
