@@ -25,6 +25,7 @@ from tests.engines import trials
 from tests.engines.models import build
 from tests.engines.pairs import PAIRS, Pair
 from tests.engines.process import Engine, EngineFailedError, free_port
+from tests.engines.served import Server
 
 CONNECTORS: dict[str, dict[str, Any]] = {
     "kvplan": {"kv_connector": "KvplanConnector", "kv_connector_module_path": "kvplan_nixl.vllm"},
@@ -53,10 +54,10 @@ def judge(pair_name: str, connector: str) -> str:
     Where requests failed, that is not different. An engine that crashed, hung or kept blocks is named with the reason.
     """
     pair: Pair = PAIRS[pair_name]
-    engines: list[Engine] = []
+    engines: list[Engine | Server] = []
     with ExitStack() as ending:
 
-        def start(side: str, name: str = "", port: int = 0) -> Engine:
+        def start(side: str, name: str = "", port: int = 0, served: bool = False) -> Engine | Server:
             settings = dict(getattr(pair, side))
             policy = settings.pop("kv_load_failure_policy", "fail")
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
@@ -69,12 +70,18 @@ def judge(pair_name: str, connector: str) -> str:
             }
             log = FOLDER / "logs" / f"{pair_name} {connector} {side} {len(engines)}.log".replace(" ", "_")
             everything = {**ENGINE, "model": str(FOLDER / pair.model), "kv_transfer_config": transfer, **settings}
-            engines.append(Engine(everything, log, port or free_port()))
+            if served:
+                left_out = {"skip_tokenizer_init", "disable_log_stats", connector == "kvplan" and "kv_transfer_config"}
+                everything = {key: value for key, value in everything.items() if key not in left_out}
+                engines.append(Server(side, everything, log))
+            else:
+                engines.append(Engine(everything, log, port or free_port(), pair.transports))
             ending.callback(engines[-1].kill)
             return engines[-1]
 
         try:
-            answers, right = getattr(trials, "unmoved" if connector == "nothing" else pair.trial)(start)
+            control = connector == "nothing" and pair.trial != "served"
+            answers, right = getattr(trials, "unmoved" if control else pair.trial)(start)
         except (EngineFailedError, AssertionError) as error:
             return str(error)
     same = sum(answer.tokens == one for answer, one in zip(answers, right, strict=True))

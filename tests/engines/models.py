@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 512
 
@@ -31,6 +32,15 @@ COMMON: dict[str, Any] = {
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
+    "llama, 16 KiB a token": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
     "qwen3": {"model_type": "qwen3"},
     "gemma-3": {
         "model_type": "gemma3_text",
@@ -80,9 +90,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, folder: Path) -> None:
-    """Writes a model of MODELS into a folder: configuration and weights, the same each time."""
+    """Writes a model of MODELS into a folder: configuration, weights, the same each time, and token ``n`` as ``wn``."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**COMMON, **MODELS[name]}))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Pair(NamedTuple):
     """A prefill engine, a decode engine and a trial of them (a function of ``trials``).
 
-    Prefill keeps blocks that nobody reads for ``lease_s`` seconds.
+    Prefill keeps blocks that nobody reads for ``lease_s`` seconds. UCX moves bytes by ``transports``.
     """
 
     model: str
@@ -16,6 +16,7 @@ class Pair(NamedTuple):
     decode: dict[str, Any]
     trial: str = "transfer"
     lease_s: int = 90
+    transports: str = "all"
 
 
 PIPELINED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager", "cudagraph_mode": "NONE"}}
@@ -71,5 +72,9 @@ PAIRS = {
     "llama, prefill dies, recompute": Pair("llama", side(), side(kv_load_failure_policy="recompute"), "recomputed"),
     "llama, prefill restarts": Pair("llama", side(), side(), "prefill_restarts"),
     "llama, prefill freezes": Pair("llama", side(), side(), "prefill_freezes"),
+    "llama, prefill freezes under reads": Pair(
+        "llama", side(), side(), "prefill_freezes_under_reads", lease_s=30, transports="tcp"
+    ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
+    "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
 }

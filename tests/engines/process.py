@@ -36,19 +36,13 @@ class Answer(NamedTuple):
 class Engine:
     """One engine. ``settings`` are vLLM's own; ``port`` is where vLLM's NixlConnector listens."""
 
-    def __init__(self, settings: dict[str, Any], log: Path, port: int) -> None:
+    def __init__(self, settings: dict[str, Any], log: Path, port: int, transports: str = "all") -> None:
         ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-        environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        }
+        given = {**environment(port), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "UCX_TLS": transports}
         backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.log = log
         self._pipe, theirs = forked.Pipe()
-        self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, environment, str(log)))
+        self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, given, str(log)))
         self._process.start()
         theirs.close()
         self._started = False
@@ -105,8 +99,15 @@ class Engine:
 
     def freeze(self) -> None:
         """Stops the engine and its workers where they are: reachable and silent."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets them go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """Ends the engine and its workers at once, where that was not done before."""
@@ -124,7 +125,7 @@ class Engine:
         try:
             self._pipe.send(message)
         except OSError:
-            raise EngineFailedError(f"crashed: {self._last_error()}") from None
+            raise EngineFailedError(f"crashed: {last_error(self.log)}") from None
 
     def _receive(self, kind: str, deadline: float) -> list[Any]:
         rest: list[Any]
@@ -134,15 +135,27 @@ class Engine:
                     raise EngineFailedError(f"hung: no {kind!r} in time")
                 received, *rest = self._pipe.recv()
             except (EOFError, OSError):
-                raise EngineFailedError(f"crashed: {self._last_error()}") from None
+                raise EngineFailedError(f"crashed: {last_error(self.log)}") from None
             if received == kind:
                 return rest
             if received == "done":  # while something else was asked
                 self._answers[rest[0].partition("-")[0]] = Answer(*rest[1:])
 
-    def _last_error(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
+
+def environment(port: int) -> dict[str, str]:
+    """What an engine needs on a CPU. ``port`` is where vLLM's NixlConnector listens."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+    }
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that names an error, or the last one."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
 
 
 def free_port() -> int:

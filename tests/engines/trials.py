@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.engines.models import VOCABULARY
 from tests.engines.process import Answer, Engine, free_port
+from tests.engines.served import Server, completed, proxy
 
 ASK = {
     "do_remote_decode": True,
@@ -34,13 +35,13 @@ def prompts(seed: int, lengths: Any = LENGTHS) -> list[list[int]]:
     return [[generator.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-def alone(engine: Engine, tokens: list[list[int]], max_tokens: int = TOKENS) -> list[list[int]]:
+def alone(engine: Engine | Server, tokens: list[list[int]], max_tokens: int = TOKENS) -> list[list[int]]:
     """What an engine generates undisturbed: nothing transferred, nothing cached."""
     engine.forget()
     return [answer.tokens for answer in engine.generate(tokens, max_tokens)]
 
 
-def agreed(tokens: list[list[int]], *engines: Engine, max_tokens: int = TOKENS) -> list[list[int]]:
+def agreed(tokens: list[list[int]], *engines: Engine | Server, max_tokens: int = TOKENS) -> list[list[int]]:
     """What all engines generate undisturbed, after the transfer, so that it leaves nothing behind to find.
 
     The first engine does it in both orders: where tokens depend on the batch, equal tokens say nothing.
@@ -239,6 +240,31 @@ def prefill_freezes(start: Start) -> Outcome:
     return [*read, *failed], [*agreed(others, prefill, decode), *[[]] * len(lost)]
 
 
+def prefill_freezes_under_reads(start: Start) -> Outcome:
+    """Prefill stops answering while decode reads: those requests fail in time, others go on.
+
+    The blocks of requests that have failed are not used again before prefill goes on.
+    """
+    frozen, prefill, decode = start("prefill").ready(), start("prefill").ready(), start("decode").ready()
+    before, begun, lost, others = prompts(20), prompts(21), prompts(22), prompts(23)
+    read = moved(frozen, decode, before)
+    answers = frozen.generate([*begun, *lost], 1, [ASK] * len(begun + lost))
+    transfers = [offered(answer) for answer in answers]
+    names = [decode.submit(prompt, TOKENS, one) for prompt, one in zip(begun, transfers, strict=False)]
+    frozen.freeze()
+    names += [decode.submit(prompt, TOKENS, one) for prompt, one in zip(lost, transfers[len(begun) :], strict=True)]
+    read += moved(prefill, decode, others)
+    ended = [decode.wait(name, timeout_s=IDLE_S) for name in names]
+    num_failed = sum(answer.reason == "error" for answer in ended)
+    if decode.held()[1] != num_failed:
+        raise AssertionError(f"unsafe: blocks of {decode.held()[1]} requests are held, {num_failed} have failed")
+    frozen.thaw()
+    idle(frozen, prefill, decode)
+    right = agreed([*before, *others, *begun], prefill, decode)
+    early = [[] if answer.reason == "error" else one for answer, one in zip(ended, right[-len(begun) :], strict=False)]
+    return [*read, *ended], [*right[: -len(begun)], *early, *[[]] * len(lost)]
+
+
 def decode_dies(start: Start) -> Outcome:
     """A decode engine is killed while it reads: prefill frees its blocks and serves the next decode engine."""
     prefill, victim, decode = start("prefill").ready(), start("decode").ready(), start("decode").ready()
@@ -251,6 +277,16 @@ def decode_dies(start: Start) -> Outcome:
     read = moved(prefill, decode, tokens)
     idle(prefill, decode)
     return read, agreed(tokens, prefill, decode)
+
+
+def served(start: Callable[..., Server]) -> Outcome:
+    """``vllm serve``, twice, and a proxy between them."""
+    prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
+    tokens = prompts(24)
+    answers = completed(proxy(prefill.ready(), decode.ready()), tokens, TOKENS)
+    if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
+        raise AssertionError("void: decode has computed prompts itself")
+    return answers, agreed(tokens, prefill, decode)
 
 
 def unmoved(start: Start) -> Outcome:
