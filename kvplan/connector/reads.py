@@ -44,7 +44,9 @@ MARGIN_S: Final = 1.0
 class Read:
     """What a worker reads for one request: block tables of both sides and ranges of positions, by group.
 
-    Groups that the worker or the source lacks are ignored. ``deadline`` is on the source's clock.
+    Groups that the worker or the source lacks are ignored. ``deadline`` is on the source's clock. With ``to_block_end``
+    the positions after the last one, up to where a block of either side ends, may get whatever the source holds there:
+    a block that moves whole takes far fewer descriptors.
     """
 
     request: str
@@ -53,9 +55,11 @@ class Read:
     remote: Mapping[str, Blocks]
     tokens: Mapping[str, Range]
     deadline: float
+    to_block_end: bool = False
 
     def __attrs_post_init__(self) -> None:
         instance(Source, self.source, "source of a read")
+        instance(bool, self.to_block_end, "to_block_end of a read")
         for field in ("local", "remote", "tokens"):
             instance(Mapping, getattr(self, field), f"{field} of a read")
         settle(self, "a read", name, "request")
@@ -264,7 +268,11 @@ class Reads:
             specs = plan.bind(
                 local={name: blocks for name, blocks in read.local.items() if name in ours},
                 remote={name: blocks for name, blocks in read.remote.items() if name in theirs},
-                tokens={name: tokens for name, tokens in read.tokens.items() if name in ours},
+                tokens={
+                    name: _to_block_end(plan, name, *tokens) if read.to_block_end else tokens
+                    for name, tokens in read.tokens.items()
+                    if name in ours
+                },
             )
             for spec in specs:
                 if spec.local_ids.size:
@@ -305,3 +313,17 @@ class Reads:
         if ended.error is not None:
             self._logger.error("request %r is not read: %s", ended.request, ended.error)
         self._ended.append(ended)
+
+
+def _to_block_end(plan: TransferPlan, name: str, start: int, stop: int) -> Range:
+    """The positions of a local group up to where a block of either side ends, whichever ends first."""
+    if start == stop:
+        return start, stop
+    sizes = {
+        group.tokens_per_block
+        for pair in plan.pairs
+        for each in pair.group_pairs
+        if each.groups[0].name == name
+        for group in each.groups
+    }
+    return start, min((-(-stop // size) * size for size in sizes if size), default=stop)

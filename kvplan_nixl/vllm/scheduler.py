@@ -42,6 +42,7 @@ class Scheduler:
         self._windows = {name: window_of(cache.kv_cache_groups[i]) for name, i in self._groups.items()}
         self._states = {name for name, i in self._groups.items() if is_state(cache.kv_cache_groups[i])}
         self._stops_short = bool(self._states) or any(self._windows.values())
+        self._to_block_end = not cache.needs_kv_cache_zeroing  # else what follows the last position must stay zero
         self._lease_s = float(self._transfer.get_from_extra_config("lease_s", LEASE_S))
         self._listener: Listener | None = None
         self._leases = Leases()
@@ -119,6 +120,7 @@ class Scheduler:
             remote=handoff.blocks,
             tokens=tokens,
             deadline=handoff.deadline,
+            to_block_end=self._to_block_end,
         )
         self._step.reads.append(read)
 

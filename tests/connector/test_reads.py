@@ -372,6 +372,19 @@ def test_a_request_that_hangs_beyond_its_lease_is_late(monkeypatch: pytest.Monke
     assert ended["waits"].error is None
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(4, 4), (8, 4), (4, 8), (6, 4)])
+def test_a_last_block_moves_whole_where_it_may(ours: int, theirs: int) -> None:
+    """Up to where a block of either side ends, it takes as few ids as a range that ends there."""
+    (local,) = engine("decode", tokens=ours)
+    world = World(local, engine("prefill", tokens=theirs))
+    end = min(-(-10 // size) * size for size in (ours, theirs))
+    for stop, to_block_end in ((10, True), (end, False), (10, False)):
+        world.reads.begin(world.read(tokens={"attn": (0, stop)}, to_block_end=to_block_end))
+        assert world.until(1)["r"].error is None
+    whole, same, exact = (transfer.spec.local_ids.size for transfer in world.executor.released)
+    assert whole == same < exact
+
+
 def test_a_request_that_was_refused_is_reported() -> None:
     """A request that can't be read, for a reason of the caller, is reported like any other."""
     world = one()
@@ -387,11 +400,15 @@ def test_a_request_that_was_refused_is_reported() -> None:
     st.integers(0, 20),
     st.integers(1, 20),
     st.one_of(st.none(), st.integers(1, 12)),
+    st.booleans(),
 )
 def test_exactly_the_positions_of_the_range_arrive(
-    tps: tuple[int, int], ours: int, theirs: int, start: int, length: int, window: int | None
+    tps: tuple[int, int], ours: int, theirs: int, start: int, length: int, window: int | None, to_block_end: bool
 ) -> None:
-    """For unequal TP, blocks and windows with null blocks on both sides, each position that moves has its own value."""
+    """For unequal TP, blocks and windows with null blocks on both sides, each position that moves has its own value.
+
+    Other positions of the request stay zero, and so do those of its last block, unless they may be written.
+    """
     stop = start + length
     sources, locals_ = (
         engine("prefill", tp=tps[0], tokens=theirs, blocks=12),
@@ -413,11 +430,12 @@ def test_exactly_the_positions_of_the_range_arrive(
             local={"attn": Blocks(gone[ours], null=0)},
             remote={"attn": Blocks(gone[theirs], null=0)},
             tokens={"attn": (low, high)},
+            to_block_end=to_block_end,
         )
         world.reads.begin(read)
         assert world.until(1)["r"].error is None
         for view in local.views:
             memory = world.network.memory.array(local, view)
-            for position in range(stop):
+            for position in range(stop if to_block_end else -(-stop // ours) * ours):
                 expected = position + 1 if low <= position < high else 0
                 assert (memory[tables[ours][position // ours], :, :, position % ours] == expected).all()
