@@ -36,6 +36,7 @@ class Receiver(BaseKVReceiver):
         self._handoff: Handoff | None = None
         self._row = -1
         self._stop = math.inf
+        self._is_aborted = False
         self.conclude_state: Any = None
         self._error: Exception = RuntimeError("aborted")
 
@@ -70,8 +71,8 @@ class Receiver(BaseKVReceiver):
         if name not in manager.ended:
             return KVPoll.Transferring
         error = manager.ended.pop(name)
-        if error is not None:
-            raise error
+        if error is not None or self._is_aborted:
+            raise error or self._error
         self._write_metadata()
         self.conclude_state = KVPoll.Success
         return self.conclude_state
@@ -133,7 +134,10 @@ class Receiver(BaseKVReceiver):
         """Prefill writes nothing."""
 
     def abort(self) -> None:
-        self.conclude_state = KVPoll.Failed
+        """Give the request up; while it is read, when its bytes have moved."""
+        self._is_aborted = True
+        if not self.abort_notified:
+            self.conclude_state = KVPoll.Failed
 
     def clear(self) -> None:
         self.kv_mgr.rooms.forget(self._room)
