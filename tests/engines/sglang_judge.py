@@ -118,7 +118,7 @@ class Both:
             self.prefill = Engine(settings, logs / f"{log}.prefill.log", free_port())
         else:
             settings = {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": self._port}
-            settings = {**settings, "page_size": block, "tp_size": tp, "port": free_port(), "chunked_prefill_size": 64}
+            settings = {**settings, "page_size": block, "tp_size": tp, "port": free_port()}
             self.prefill = SglangEngine(settings, logs / f"{log}.prefill.log")
         ending.callback(self.prefill.kill)
 
