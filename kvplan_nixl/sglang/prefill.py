@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVTransferMetric
 
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff
-from kvplan_nixl.sglang.bootstrap import publish
+from kvplan_nixl.sglang.bootstrap import RETRY_S, publish
 from kvplan_nixl.sglang.manager import Manager, logger
 
 
@@ -53,7 +53,7 @@ class Sender(BaseKVSender):
         tables = tables_of(manager, self._pages, 0, self._num_tokens, state_indices or [])
         handoff = Handoff(manager.listener.source, f"{self._room}", self._num_tokens, until, tables)
         entry = {"handoff": handoff.params(), "metadata": [b64encode(row).decode() for row in self._metadata()]}
-        manager.publisher.submit(self._publish, entry)
+        manager.publisher.submit(self._publish, entry, until)
 
     def _metadata(self) -> list[bytes]:
         """The request's row of each buffer in which SGLang keeps the first token and what belongs to it."""
@@ -61,11 +61,16 @@ class Sender(BaseKVSender):
         rows = zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
         return [ctypes.string_at(address + self._row * size, size) for address, size in rows]
 
-    def _publish(self, entry: Any) -> None:
-        try:
-            publish(self._address, self._room, entry)
-        except KVPlanError as error:
-            logger.error("request %s can't be read: %s", self._room, error)
+    def _publish(self, entry: Any, until: float) -> None:
+        """Publish the request, again and again while its pages are kept."""
+        while time.monotonic() < until:
+            try:
+                publish(self._address, self._room, entry)
+            except KVPlanError as error:
+                logger.warning("request %s is not published yet: %s", self._room, error)
+                time.sleep(RETRY_S)
+            else:
+                return
 
     def poll(self) -> Any:
         if self._result is None and self._is_sent:

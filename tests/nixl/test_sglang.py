@@ -6,6 +6,7 @@ Real engines judge it where SGLang is: tests/engines/sglang_judge.py.
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -142,7 +143,7 @@ def decode(plugin: SimpleNamespace) -> Side:
 THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
 
 
-def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer) -> Any:
+def sent(plugin: SimpleNamespace, prefill: Side, server: Any) -> Any:
     """A request that prefill has computed in two chunks."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
     assert sender.poll() == KVPoll.WaitingForInput
@@ -158,6 +159,12 @@ def received(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, num
     receiver.num_tokens = num_tokens
     receiver.init(0)
     return receiver
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def until(ends: Any, state: int) -> None:
@@ -239,6 +246,19 @@ def test_a_handoff_without_a_token(
     until(receiver, KVPoll.Failed)
     receiver.clear()
     until(sender, KVPoll.Success)
+
+
+def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:
+    """Prefill publishes again until somebody takes it."""
+    port = free_port()
+    sender = sent(plugin, prefill, SimpleNamespace(address=f"127.0.0.1:{port}"))
+    time.sleep(0.1)
+    server = BootstrapServer("127.0.0.1", port)
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.clear()
+    until(sender, KVPoll.Success)
+    server.close()
 
 
 def test_pages_of_an_aborted_request_stay_while_it_is_read(
