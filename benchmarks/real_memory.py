@@ -131,6 +131,8 @@ def serve(
     begin: Callable[[], None] | None,
 ) -> None:
     """The other process: fill the worker's memory with :func:`pattern`, then obey commands."""
+    for name in [name for name in os.environ if name.startswith("UCX_")]:
+        del os.environ[name]  # that of whoever started the first process of the forkserver
     os.environ.update(environment)
     if begin is not None:
         begin()

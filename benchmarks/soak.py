@@ -14,7 +14,7 @@ lost, doubled and repeated. The scheduler of both engines, this process, allocat
 - At the end each worker holds what it held before: memory, files (but for one for each connection, which NIXL keeps),
   threads, and NIXL's handles.
 
-UCX moves bytes as the environment says: ``UCX_TLS=tcp`` moves them by TCP, where the death of a reader may abort its
+UCX moves bytes by TCP unless the environment says otherwise, and there the death of a reader may abort its
 source (docs/how-to/nixl.md). These are counted apart. The exit status is 1 if anything else went wrong. ``--plant``
 plants a fault, to see that the soak finds it.
 """

@@ -41,11 +41,15 @@ from kvplan_nixl.rows import Rows, kind_of
 
 Backends = Mapping[str, Mapping[str, str]]
 
-UCX: Final[Backends] = MappingProxyType({"UCX": MappingProxyType({"engine_config": "TCP_CONN_NB=y,TCP_SYN_CNT=3"})})
-"""The default backends: UCX, which connects over TCP in the background and gives up after 15 s.
+UCX: Final[Backends] = MappingProxyType(
+    {"UCX": MappingProxyType({"engine_config": "TLS=^cma,TCP_CONN_NB=y,TCP_SYN_CNT=3"})}
+)
+"""The default backends: UCX, which connects over TCP in the background and gives up after 15 s, without its copies
+between processes of one host (CMA).
 
-With UCX's own settings :meth:`NixlExecutor.connect` waits, for minutes where nobody answers. The environment variables
-``UCX_TCP_CONN_NB`` and ``UCX_TCP_SYN_CNT`` take precedence, as all of UCX's do.
+With UCX's own settings :meth:`NixlExecutor.connect` waits, for minutes where nobody answers. And where a source closes
+while NIXL takes a read, the read fails although UCX goes on with the copies that NIXL took before: bytes land in blocks
+that are free. ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_TLS`` in the environment take precedence.
 """
 
 MAX_EARLY: Final = 1024
@@ -233,9 +237,8 @@ class NixlExecutor:
     def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> NixlTransfer:
         """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
 
-        Between two processes of one host UCX moves the bytes before this returns; between hosts they move in the
-        background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan is not prepared;
-        ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
+        The bytes move in the background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan
+        is not prepared; ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
         """
         transfer = NixlTransfer(spec, request, notifies=notify, attempt=attempt, watch=watch(self._on_event))
         if not len(spec.local_table.rows):

@@ -275,9 +275,7 @@ def test_demo_names_a_pair_of_real_engines(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_demo_grows_on_a_terminal(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
-) -> None:
+def test_the_demo_grows_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
     """On a terminal the table is redrawn after each example, over the previous one, and fits the terminal."""
     monkeypatch.chdir(tmp_path)  # where no environment of real engines is
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(columns))):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class Pair(NamedTuple):
     """A prefill engine, a decode engine and a trial of them (a function of ``trials``).
 
-    Prefill keeps blocks that nobody reads for ``lease_s`` seconds. UCX moves bytes by ``transports``.
+    Prefill keeps blocks that nobody reads for ``lease_s`` seconds. UCX moves bytes by ``transports``, else as the
+    connector says.
     """
 
     model: str
@@ -16,7 +17,7 @@ class Pair(NamedTuple):
     decode: dict[str, Any]
     trial: str = "transfer"
     lease_s: int = 90
-    transports: str = "all"
+    transports: str = ""
 
 
 PIPELINED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager", "cudagraph_mode": "NONE"}}

@@ -36,9 +36,11 @@ class Answer(NamedTuple):
 class Engine:
     """One engine. ``settings`` are vLLM's own; ``port`` is where vLLM's NixlConnector listens."""
 
-    def __init__(self, settings: dict[str, Any], log: Path, port: int, transports: str = "all") -> None:
+    def __init__(self, settings: dict[str, Any], log: Path, port: int, transports: str = "") -> None:
         ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
-        given = {**environment(port), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "UCX_TLS": transports}
+        given = {**environment(port), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if transports:
+            given["UCX_TLS"] = transports
         backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.log = log
         self._pipe, theirs = forked.Pipe()

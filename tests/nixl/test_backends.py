@@ -41,18 +41,27 @@ def tcp_bytes() -> int:
     return total
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, transports: str | None) -> None:
+    """Name UCX's transports, or leave them to kvplan."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if transports is not None:
+        monkeypatch.setenv("UCX_TLS", transports)
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="no counters of sockets")
 @pytest.mark.parametrize(
-    ("transports", "backends", "over_tcp"), [("self,sm", SHARED_MEMORY, False), ("tcp", UCX, True)], ids=["sm", "tcp"]
+    ("transports", "backends", "over_tcp"),
+    [("self,sm", SHARED_MEMORY, False), ("tcp", UCX, True), (None, UCX, True)],
+    ids=["sm", "tcp", "default"],
 )
 class TestTransports:
-    """The named transport moves the bytes, and no other does."""
+    """The named transport moves the bytes, and no other does. By default that is TCP, also on one host."""
 
     def test_in_one_process(
-        self, monkeypatch: pytest.MonkeyPatch, transports: str, backends: Backends, over_tcp: bool
+        self, monkeypatch: pytest.MonkeyPatch, transports: str | None, backends: Backends, over_tcp: bool
     ) -> None:
         """A request moves between two executors of one process, both ways."""
-        monkeypatch.setenv("UCX_TLS", transports)
+        choose(monkeypatch, transports)
         (source,), (local,) = engine("prefill", blocks=200), engine("decode", tokens=6, blocks=200)
         blocks = {"attn": Blocks(np.random.default_rng(1).permutation(200))}
         before = tcp_bytes()
@@ -65,10 +74,10 @@ class TestTransports:
         assert (found > num_bytes // 2) == over_tcp
 
     def test_between_two_processes(
-        self, monkeypatch: pytest.MonkeyPatch, transports: str, backends: Backends, over_tcp: bool
+        self, monkeypatch: pytest.MonkeyPatch, transports: str | None, backends: Backends, over_tcp: bool
     ) -> None:
         """Blocks of another process are read, byte for byte."""
-        monkeypatch.setenv("UCX_TLS", transports)
+        choose(monkeypatch, transports)
         before = tcp_bytes()
         num_bytes, after = read_from_another_process(backends)
         assert (after - before > num_bytes) == over_tcp
