@@ -1,7 +1,8 @@
 """Prints the size and the shape of a package: `python -m benchmarks.structure [FOLDER]`, by default kvplan.
 
-Arrows are imports of one module by another, those for type checkers included. A floor is one step of the longest chain
-of imports: between rooms, which are a package's folders and its modules at the top, and between modules.
+`--without ROOM...` leaves out some of its rooms. Lines of code hold more than a comment or a docstring. Arrows are
+imports of one module by another, those for type checkers included. A floor is one step of the longest chain of imports:
+between rooms, which are a package's folders and its modules at the top, and between modules.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ def comments(text: str) -> int:
     return sum(token.type == tokenize.COMMENT for token in tokens)
 
 
+def code(text: str) -> int:
+    """Lines with code: with a token that is no comment, and is in no docstring."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            found.update(range(token.start[0], token.end[0] + 1) if token.string else ())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(found)
+
+
 def floors(arrows: Mapping[str, Iterable[str]]) -> str:
     """The number of modules in the longest chain of imports, or the modules of a circle."""
     height: dict[str, int] = {}
@@ -46,10 +59,13 @@ def main() -> None:
     """Measure one package and print a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("kvplan"))
-    folder = parser.parse_args().folder
+    parser.add_argument("--without", nargs="+", default=[], metavar="ROOM")
+    given = parser.parse_args()
+    folder, without = given.folder, given.without
     texts = {
         ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
         for path in folder.rglob("*.py")
+        if path.relative_to(folder).parts[0] not in without
     }
     trees = {name: ast.parse(text) for name, text in texts.items()}
     arrows: dict[str, set[str]] = {}
@@ -75,8 +91,9 @@ def main() -> None:
     inner = {name: others - {folder.name} for name, others in arrows.items() if name != folder.name}
     for what, value in {
         "modules": len(trees),
-        "rooms": len(list(folder.glob("*/__init__.py"))),
+        "rooms": sum(path.parent.name not in without for path in folder.glob("*/__init__.py")),
         "lines": sum(text.count("\n") for text in texts.values()),
+        "lines of code": sum(map(code, texts.values())),
         "comments": sum(map(comments, texts.values())),
         "functions": len(functions),
         "lines of a function, 90th percentile": round(statistics.quantiles(functions, n=10)[-1]),
