@@ -25,7 +25,7 @@ PLAIN = """
     errors executor executors explanation fake families family findings fit handler handoff handshake header info
     integer interval job kv labels layout layouts leases list listener llm lmcache local logical map match matrix
     memory mesh messages mismatch model models move need network notice notifier of option options overlap page
-    panel parallel part peer pending picture pictures pieces pipeline place placed placement plan pool pools
+    panel parallel part peer pending picture pictures pieces pipeline place placed plan pool pools
     problem proof ranges rank rates record report request requests result schema search segments sglang shared
     shares side source sources staged status stored strategies strided suggestion svg table tables tail tails
     template tensorrt testing text token transfer transmission trial trials verification verifier vllm window work

@@ -11,7 +11,7 @@ Which rank holds what, as in vLLM 0.33:
   query heads read. If tp divides K, these are equal shares; if K divides tp, each rank has a replica of one head;
   otherwise neighbouring intervals may overlap by a head. Latents (MLA) have no heads, so every rank holds all of them.
   Channels and heads of recurrent states are divided in the same way (:mod:`kvplan.models.tensors`).
-- Pipeline parallelism. Layers form contiguous stages (:func:`kvplan.models.placement.stages_of`).
+- Pipeline parallelism. Layers form contiguous stages (:func:`kvplan.models.parallel.stages_of`).
 - World ranks and context parallelism: :mod:`kvplan.models.parallel`.
 - Groups. Each kind of attention layer and the states have a block table of their own: ``attn``, ``swa``, ``state``.
 """
@@ -33,10 +33,9 @@ from kvplan.errors import KVPlanError
 from kvplan.models.config import read, shipped_configs
 from kvplan.models.families import FAMILIES, OUTER, REFUSED
 from kvplan.models.layouts import Layout, Page
-from kvplan.models.parallel import MAX_RANKS, Parallel, RankPart, flag
-from kvplan.models.placement import Addresses, grouped, place_pools, stages_of
-from kvplan.models.pools import size_of
-from kvplan.models.tensors import Layer, Layers, Tensor, converted, quantized
+from kvplan.models.parallel import MAX_RANKS, Parallel, RankPart, flag, stages_of
+from kvplan.models.pools import Addresses, place_pools, size_of
+from kvplan.models.tensors import Layer, Layers, Tensor, converted, grouped, quantized
 
 BlockTokens = int | Mapping[str, int]
 """Tokens per block: of each token group, or of the one with the largest page."""
@@ -155,7 +154,7 @@ expected a value for key 'hidden_size', got no such key
         """This model with groups of about the same number of layers: ``swa``, ``swa.1`` and so on, each a block table.
 
         This is how engines divide the layers of hybrid models whose groups share memory, so that a block of any group
-        takes the same memory (:func:`kvplan.models.placement.grouped`).
+        takes the same memory (:func:`kvplan.models.tensors.grouped`).
 
         >>> Model.shipped("qwen3-next-80b").grouped().groups
         ('state', 'state.1', 'state.2', 'attn')
@@ -329,7 +328,7 @@ expected a value for key 'hidden_size', got no such key
         :class:`kvplan.models.layouts.Layout` describes ``layout``, ``kv``, ``pad`` (bytes), ``kernel_tokens`` and
         ``conv_order``. ``scales`` of a quantized cache are ``inline``, in the ``page`` behind the values of all heads,
         or in a ``region`` of their own. ``shared`` places the groups in the same memory
-        (:mod:`kvplan.models.placement`).
+        (:mod:`kvplan.models.pools`).
 
         ``tokens_per_block`` is as in :meth:`blocks`; ``None`` is 16, or as many kernel blocks as a state is large
         (:meth:`kernel_blocks`). Every worker has a pool of ``num_blocks`` for each group. The device is 0, or the rank

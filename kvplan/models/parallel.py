@@ -1,4 +1,4 @@
-"""Parallel sizes: how many ranks an engine has, and which heads and positions each of them holds.
+"""Parallel sizes: how many ranks an engine has, and which layers, heads and positions each of them holds.
 
 - The world rank is ``(pp_rank*pcp + pcp_rank)*tp + tp_rank``: PP is the slowest, TP the fastest
   (``initialize_model_parallel`` of vllm/distributed/parallel_state.py, 0.33).
@@ -15,7 +15,7 @@ spread: every rank has the states of its heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -24,6 +24,7 @@ from kvplan._checks import integer, settle, wrong_type
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Context
 from kvplan.errors import KVPlanError
+from kvplan.models.config import MAX_LAYERS
 from kvplan.models.layouts import LocalTensor, Page, check_word
 from kvplan.models.tensors import Layer, Tensor
 
@@ -81,6 +82,32 @@ class Parallel:
                 expected = f"dcp <= {holders}, the number of the {ranks} ranks that hold each of {heads} heads"
                 got = f"{self.dcp}"
                 raise KVPlanError("LAYOUT", what, expected=expected, got=got, tp=self.tp, dcp=self.dcp, heads=heads)
+
+
+def stages_of(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:
+    """The layers of each pipeline stage: as many as given, or equally many.
+
+    The remainder of equal stages goes to the stages before the last, one layer each, the latest first
+    (``get_pp_indices`` of vllm/distributed/utils.py, 0.33). Raises ``LAYOUT`` if a stage has no layers, or if the
+    stages do not add up to ``pp`` stages and ``num_layers`` layers.
+
+    >>> stages_of(5, 2), stages_of(5, 2, [1, 4])
+    ([range(0, 3), range(3, 5)], [range(0, 1), range(1, 5)])
+    """
+    if layers_per_stage is None:
+        if pp > num_layers:
+            raise _uneven(f"pp <= {num_layers}, the number of layers", f"{pp}", pp, num_layers)
+        each, rest = divmod(num_layers, pp)
+        given = [each + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp)]
+    else:
+        given = [integer(layers, "layers_per_stage", low=1, high=MAX_LAYERS) for layers in layers_per_stage]
+    if sum(given) != num_layers or len(given) != pp:
+        raise _uneven(f"{num_layers} layers in {pp} stages", f"{sum(given)} in {len(given)}", pp, num_layers)
+    return [range(sum(given[:stage]), sum(given[: stage + 1])) for stage in range(pp)]
+
+
+def _uneven(expected: str, got: str, pp: int, layers: int) -> KVPlanError:
+    return KVPlanError("LAYOUT", "divide layers into stages", expected=expected, got=got, pp=pp, layers=layers)
 
 
 @attrs.frozen

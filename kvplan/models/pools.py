@@ -1,22 +1,78 @@
-"""Pools: the pages of one or more layers in a layout, as views with strides.
+"""Pools: the pages of one or more layers in a layout, as views with strides, and the addresses of their regions.
 
 A pool is an array. Its dimensions are those around a page (layers, blocks, and heads or slots if they are outside) and
 those of each section inside the page. Strides are computed from the fastest dimension outwards: first through each
 section, then through the page, then through the dimensions around it.
+
+Pools lie apart, or they share memory as in hybrid models. If they share, the memory is divided into numbered pages for
+each block: the first layer of each group takes page 0, the second page 1, and so on. All pages are as large as the
+largest one, so any group can use any block; the engine decides which. This is how attention layers and states, or
+layers of different windows, get their blocks from one pool. If a layer of a group has several pages (the keys of an
+indexer, scales in a region of their own), each takes a numbered page.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import attrs
 
 from kvplan._checks import integer
 from kvplan.describe.axes import Axis
-from kvplan.describe.views import ITEMSIZE, TOKEN, View
+from kvplan.describe.views import ITEMSIZE, TOKEN, Region, View
 from kvplan.errors import KVPlanError
 from kvplan.models.layouts import BLOCK, HEAD, KV, LAYER, STEP, Layout, LocalTensor, Page
+
+ALIGNMENT_BYTES: Final = 1 << 21
+"""Every region starts at a multiple of this, and at least this far behind the one before: 2 MiB, a huge page."""
+
+ENGINE_BYTES: Final = 1 << 46
+"""The address space of one engine. There are 65535 of them, from this address up to 2**62."""
+
+
+def place_pools(
+    layout: Layout, pools: Mapping[str, Sequence[Page]], num_blocks: int, *, shared: bool = False
+) -> tuple[list[View], dict[str, int]]:
+    """The views of all pools, and the size of each region in bytes. A pool has a page for each of its layers.
+
+    ``shared`` pools use the same memory. Raises ``LAYOUT`` if their pages are not contiguous.
+    """
+    layouts = {pool: _layout_of(layout, pages[0]) for pool, pages in pools.items()}
+    page_bytes, first_page, used = 0, dict.fromkeys(pools, 0), {"": 0}
+    if shared and pools:
+        if "H" not in layout.inside or (layout.kernel_tokens is not None and not layout.order.startswith("L")):
+            what = f"place pools {', '.join(pools)} in the same memory"
+            expected = "heads inside layer and block, and kernel blocks inside a layer's block"
+            got = f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}"
+            raise KVPlanError("LAYOUT", what, expected=expected, got=got, layout=layout.order)
+        page_bytes = max(size_of(layouts[pool], pages[0]) for pool, pages in pools.items())
+        for pool, pages in pools.items():  # the pools of one group take consecutive pages, each group from page 0 on
+            group = next(pages[0].tensors).group
+            first_page[pool] = used.get(group, 0)
+            used[group] = first_page[pool] + len(pages)
+    views: list[View] = []
+    sizes: dict[str, int] = {}
+    for pool, pages in pools.items():
+        region, first = pool, first_page[pool]
+        if shared:  # a page without K and V shares the memory of K alone if they are split
+            suffix = ".k" if layout.kv == "split" and not pages[0].has(KV) else ""
+            region = f"pool{suffix}"
+            pages = [attrs.evolve(page, name=f"pool.{n}{suffix}") for n, page in enumerate(pages, first)]
+        room = {"page_bytes": page_bytes, "num_pages": max(used.values()), "first_page": first}
+        placed, regions = place(layouts[pool], region, pages, num_blocks, **room)
+        views += placed
+        sizes |= regions
+    return views, sizes
+
+
+def _layout_of(layout: Layout, page: Page) -> Layout:
+    """The layout of a page. A page without token slots stays contiguous in every layout."""
+    if page.has(TOKEN):
+        return layout
+    return attrs.evolve(layout, order="LBHNC" if layout.order.startswith("L") else "BLHNC")
 
 
 def place(
@@ -225,3 +281,22 @@ def _around(layout: Layout, outer: list[Axis], span: int, page_bytes: int) -> tu
             axes.insert(0, attrs.evolve(axis, stride_bytes=span))
         span *= axis.extent
     return axes, steps, span
+
+
+@attrs.define
+class Addresses:
+    """Assigns the address space of one engine, region after region, with a gap between them."""
+
+    engine_id: str
+    memory: str
+    used_bytes: int = 0
+
+    def region(self, region: str, size_bytes: int, rank: int) -> Region:
+        """The next region."""
+        base = (1 + zlib.crc32(self.engine_id.encode()) % 65535) * ENGINE_BYTES
+        address = base + self.used_bytes
+        self.used_bytes += (size_bytes // ALIGNMENT_BYTES + 2) * ALIGNMENT_BYTES
+        if self.used_bytes > ENGINE_BYTES:
+            what, expected = f"place engine {self.engine_id!r}", f"at most {ENGINE_BYTES} bytes of regions"
+            raise KVPlanError("RANGE", what, expected=expected, got=f"{self.used_bytes}", size_bytes=self.used_bytes)
+        return Region(region, address, size_bytes, self.memory, rank if self.memory == "VRAM" else 0)

@@ -261,6 +261,37 @@ def converted(layer: Layer, dtype: str | None, ssm_dtype: str | None) -> Layer:
     return tuple(attrs.evolve(t, dtype=ssm_dtype) if ssm_dtype and t.kind == SSM else t for t in plain)
 
 
+def grouped(*parts: Layers) -> list[Layers]:
+    """``parts`` of a model's layers, with each group divided so that all groups have about the same number of layers.
+
+    That number is the size of the smallest group, or of the largest if that is less than one and a half times as
+    large. If a group is divided into ``n``, its i-th layer goes to number ``i % n``, so each pipeline stage has layers
+    of all (``_get_kv_cache_groups_uniform_page_size`` of vllm/v1/core/kv_cache_planning.py, 0.33). The first keeps the
+    name, the others append their number.
+
+    >>> from kvplan.models.tensors import attention
+    >>> swa, full = attention(8, 64, "swa", 128), attention(8, 64)
+    >>> (layers,) = grouped((swa, swa, full, swa))
+    >>> [tensor.group for (tensor,) in layers]
+    ['swa', 'swa.1', 'attn', 'swa.2']
+    """
+    flat = [layer for part in parts for layer in part]
+    members: dict[str, list[int]] = {}
+    for i, layer in enumerate(flat):
+        for group in dict.fromkeys(tensor.group for tensor in layer):
+            members.setdefault(group, []).append(i)
+    sizes = [len(found) for found in members.values()] or [1]
+    size = max(sizes) if 2 * max(sizes) < 3 * min(sizes) else min(sizes)
+    names = {}
+    for group, found in members.items():
+        parts_of_group = -(-len(found) // size)
+        for place_in_group, i in enumerate(found):
+            number = place_in_group % parts_of_group
+            names[group, i] = f"{group}.{number}" if number else group
+    made = iter([tuple(attrs.evolve(t, group=names[t.group, i]) for t in layer) for i, layer in enumerate(flat)])
+    return [tuple(next(made) for _ in part) for part in parts]
+
+
 def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | None) -> Layer:
     """The layer with K and V of ``bits`` bits each, and a tensor of scales for each such tensor.
 

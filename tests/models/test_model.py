@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Group, KVPlanError, Model, Worker
-from kvplan.models.placement import stages_of
+from kvplan.models.parallel import stages_of
 from kvplan.models.tensors import FULL, SLIDING, STATE, Layer, Tensor, attention, mamba1, mamba2
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -9,8 +9,8 @@ import pytest
 
 from kvplan import Context, KVPlanError, Model, Worker
 from kvplan.models.layouts import KV_FORMS, ORDERS
-from kvplan.models.parallel import Parallel
-from kvplan.models.placement import ALIGNMENT_BYTES, stages_of
+from kvplan.models.parallel import Parallel, stages_of
+from kvplan.models.pools import ALIGNMENT_BYTES
 from kvplan.models.tensors import attention, latent
 
 TINY: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 3, "head_dim": 8, "num_attention_heads": 24}
