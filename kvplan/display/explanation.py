@@ -16,7 +16,7 @@ from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
-from kvplan.handshake.errors import PeerError
+from kvplan.handshake import PeerError
 from kvplan.plan.align import slots
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.rows import Table

@@ -3,7 +3,7 @@
 from kvplan.handshake.comparison import Comparison, Difference, compare
 from kvplan.handshake.decoding import decode, problems
 from kvplan.handshake.encoding import encode, fingerprint
-from kvplan.handshake.errors import PeerError, Problem
+from kvplan.handshake.messages import PeerError, Problem
 
 __all__ = [
     "Comparison",

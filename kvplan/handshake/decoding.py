@@ -1,6 +1,6 @@
 """Decoding: the worker that a peer's message offers, or every problem of the message.
 
-Whatever the bytes are, the result is a worker or a :class:`~kvplan.handshake.errors.PeerError`, in limited time and
+Whatever the bytes are, the result is a worker or a :class:`~kvplan.handshake.messages.PeerError`, in limited time and
 memory:
 
 - P1: nothing grows beyond what the message spells out; :mod:`kvplan.handshake.messages` and
@@ -25,8 +25,7 @@ from kvplan.describe.axes import Axis
 from kvplan.describe.views import Context, Group, Region, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.handshake.errors import BAD, Findings, Problem
-from kvplan.handshake.messages import MODEL, parse
+from kvplan.handshake.messages import BAD, MODEL, Findings, Problem, parse
 from kvplan.handshake.schema import OFFER, Text, read
 
 

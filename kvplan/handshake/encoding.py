@@ -28,9 +28,8 @@ from kvplan._checks import wrong_type
 from kvplan._text import split
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.handshake.errors import Findings
-from kvplan.handshake.messages import MAX_BYTES, MODEL, parse
-from kvplan.handshake.schema import MEMORY, OFFER, REGIONS, STEM, VERSION, VIEWS, Columns, read
+from kvplan.handshake.messages import MAX_BYTES, MODEL, VERSION, Findings, parse
+from kvplan.handshake.schema import MEMORY, OFFER, REGIONS, STEM, VIEWS, Columns, read
 
 
 def encode(worker: Worker) -> bytes:

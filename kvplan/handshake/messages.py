@@ -8,22 +8,28 @@ The rules for every version of the format, checked before memory is allocated:
 - a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is checked;
 - the key ``extensions``, if present, is a mapping of anything. A reader passes on extensions that it does not know.
 
-JSON builds no objects and runs no code: the result consists of mappings, lists, strings and numbers.
+JSON builds no objects and runs no code: the result consists of mappings, lists, strings and numbers. What is wrong with
+a message is a list of problems with their paths, and :class:`PeerError` carries them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
+
+import attrs
 
 from kvplan._checks import wrong_type
-from kvplan._text import shown
+from kvplan._text import count, shown
 from kvplan.errors import KVPlanError
-from kvplan.handshake.errors import Findings
-from kvplan.handshake.schema import VERSION
+
+Made = TypeVar("Made")
+
+VERSION: Final = 1
+"""The version of the format. A message of any other version is refused without reading the rest."""
 
 MAX_BYTES: Final = 1 << 20
 """Length of a message: over 100 times the offer of a worker of 80 layers."""
@@ -47,6 +53,95 @@ MODEL: Final = "kvplan/model"
 """The extension that says which model a worker runs."""
 
 NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+
+MAX_PROBLEMS: Final = 100
+"""The number of problems that are listed. The others are only counted."""
+
+BAD: Final = object()
+"""Takes the place of a part of a message that has a problem. Whatever needs that part is skipped."""
+
+
+@attrs.frozen
+class Problem:
+    """One thing wrong with a message: its path, a code of :data:`kvplan.errors.CODES`, and the text.
+
+    ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or ``views.offset_bytes[7]`` for
+    the offset of the eighth view. It is empty for the message as a whole.
+
+    >>> print(Problem("layouts[3].axes[0].start", "TYPE", "cannot read start: expected an integer, got None"))
+    layouts[3].axes[0].start: TYPE: cannot read start: expected an integer, got None
+    """
+
+    path: str
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'message'}: {self.code}: {self.text}"
+
+
+class PeerError(KVPlanError):
+    """A peer's message was refused. The peer made the mistake; a plain KVPlanError is a mistake of the caller.
+
+    ``problems`` lists everything that is wrong; ``code``, ``str(error)`` and the other fields describe the first one.
+    """
+
+    problems: tuple[Problem, ...]
+
+    def __init__(self, problems: Sequence[Problem], first: KVPlanError) -> None:
+        path, more = problems[0].path, len(problems) - 1
+        others = f"and {count(more, 'more problem')}" if more else ""
+        super().__init__(
+            first.code,
+            first.action + (f" at {path}" if path else ""),
+            expected=first.expected,
+            got=first.got,
+            hint="; ".join(filter(None, (first.hint, others))),
+            **first.details,
+        )
+        self.problems, self._first = tuple(problems), first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PeerError, (self.problems, self._first)
+
+
+class Findings:
+    """Collects the problems of one message, :data:`MAX_PROBLEMS` at most, and counts the rest."""
+
+    def __init__(self) -> None:
+        self.count: int = 0
+        self._problems: list[Problem] = []
+        self.first: KVPlanError | None = None
+
+    def add(self, path: str, error: KVPlanError) -> None:
+        """Add the problem that ``error`` was raised for the part of the message at ``path``."""
+        self.count += 1
+        self.first = self.first or error
+        if self.count <= MAX_PROBLEMS:
+            self._problems.append(Problem(path, error.code, str(error).removeprefix(f"{error.code}: ")))
+
+    def attempt(self, path: str, make: Callable[..., Made], *parts: Any) -> Made | Any:
+        """``make(*parts)``. :data:`BAD` if one of the parts is, or if ``make`` raises, which adds a problem."""
+        if BAD in parts:
+            return BAD
+        try:
+            return make(*parts)
+        except KVPlanError as error:
+            self.add(path, error)
+            return BAD
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problems in the order found. If there are too many, the last one says how many are not listed."""
+        rest = self.count - len(self._problems)
+        more = [Problem("", "MESSAGE", f"{count(rest, 'more problem')} not listed")] if rest else []
+        return (*self._problems, *more)
+
+    @property
+    def error(self) -> PeerError:
+        """The problems as an error; there must be one."""
+        assert self.first
+        return PeerError(self.problems, self.first)
 
 
 def parse(data: bytes, found: Findings) -> Any:

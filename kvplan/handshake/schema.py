@@ -25,10 +25,7 @@ from kvplan._checks import INT64_END, integer, name, wrong_type
 from kvplan._text import shown
 from kvplan.describe.views import ADDRESS_END
 from kvplan.errors import KVPlanError
-from kvplan.handshake.errors import BAD, Findings
-
-VERSION: Final = 1
-"""The version of the format. A message of any other version is refused without reading the rest."""
+from kvplan.handshake.messages import BAD, Findings
 
 MAX_NAME: Final = 256
 """Characters of a text. Together with the number of rows, it limits the memory that names take."""
@@ -126,7 +123,7 @@ OFFER: Final = Record(
 
 
 def read(node: Node, value: Any, path: str, found: Findings) -> Any:
-    """``value`` as ``node`` describes it, with :data:`~kvplan.handshake.errors.BAD` in place of each bad part."""
+    """``value`` as ``node`` describes it, with :data:`~kvplan.handshake.messages.BAD` in place of each bad part."""
     match node:
         case Integer():
             if (type(value) is int and 0 <= value < node.high) or (value is None and node.or_null):

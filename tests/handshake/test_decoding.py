@@ -17,7 +17,7 @@ import pytest
 from kvplan import Axis, Group, KVPlanError, PeerError, Region, View, Worker, decode, encode, problems
 from kvplan.errors import CODES
 from kvplan.handshake import Problem
-from kvplan.handshake.errors import MAX_PROBLEMS
+from kvplan.handshake.messages import MAX_PROBLEMS
 from kvplan.handshake.schema import MAX_ROWS
 from tests import hostile
 from tests.small import engine
