@@ -1,9 +1,8 @@
 """Offers: how workers describe themselves to their peers, and how a peer's message, untrusted data, is read."""
 
 from kvplan.handshake.comparison import Comparison, Difference, compare
-from kvplan.handshake.decoding import decode, problems
-from kvplan.handshake.encoding import encode, fingerprint
 from kvplan.handshake.messages import PeerError, Problem
+from kvplan.handshake.offers import decode, encode, fingerprint, problems
 
 __all__ = [
     "Comparison",

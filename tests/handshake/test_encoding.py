@@ -261,9 +261,9 @@ def test_an_offer_may_be_as_long_as_a_message_and_no_longer(monkeypatch):
     """One byte too many is refused; the error has both numbers and no path."""
     (worker,) = engine()
     length = len(encode(worker))
-    monkeypatch.setattr("kvplan.handshake.encoding.MAX_BYTES", length)
+    monkeypatch.setattr("kvplan.handshake.offers.MAX_BYTES", length)
     assert len(encode(worker)) == length
-    monkeypatch.setattr("kvplan.handshake.encoding.MAX_BYTES", length - 1)
+    monkeypatch.setattr("kvplan.handshake.offers.MAX_BYTES", length - 1)
     with pytest.raises(KVPlanError, match=rf"expected at most {length - 1} bytes, got {length}$") as caught:
         encode(worker)
     assert caught.value.hint == ""
