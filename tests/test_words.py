@@ -20,7 +20,7 @@ MAX_TERMS = 25
 
 PLAIN = """
     addresses advice advise align app arrays assembly bind blockmap box bridges case certificate check checks
-    choice choices chunking cli cluster column columns command commands comparison completions config connector
+    choice choices cli cluster column columns command commands comparison completions config connector
     contract copier copies copy cost demo describe design diagram difference display drawing end error
     errors executor executors explanation fake families family findings fit handler handoff handshake header info
     integer interval job kv labels layout layouts leases list listener llm lmcache local logical map match matrix

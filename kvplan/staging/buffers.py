@@ -14,11 +14,22 @@ destination's order, and then writes long runs from there.
 - S4: each view is packed by itself where strides cannot express rule S3, and where blocks lie inside other axes: its
   digits and blocks are ordered by the strides that they have at the peer.
 - S5: each frame has a *pool* of its own. The pools of all peers follow each other in the staging region.
+- S6: a chunk covers a window of ``W`` positions; the kth begins at ``k * W``. ``W`` is a multiple of the period after
+  which the blocks and contexts of all groups repeat, so that few blocks are cut. If no such window fits, ``W`` is a
+  multiple of the longest period of a single group that fits, then of what divides all periods, then any number.
+- S7: every staging buffer has room for two chunks, so that one is filled while the other is emptied: for each group
+  twice the most blocks that a window touches, and twice one state.
+- S8: ``W`` is the greatest that fits.
+
+>>> fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20)
+Fit(num_positions=2032, places=((0, 127), (1040384, 1)))
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
@@ -32,6 +43,7 @@ from kvplan._checks import INT64_END, instance, name
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
+from kvplan.plan.align import cycle, period, slots
 from kvplan.plan.cells import Cell
 from kvplan.plan.match import SourceViews
 from kvplan.plan.transfer import TransferPlan, shares
@@ -42,6 +54,15 @@ NumberedView = tuple[int, View]
 
 MAX_RUNS: Final = 1 << 18
 """The most runs of a frame that rule S3 is applied to. The views of a larger frame are packed by themselves."""
+
+Demand = tuple[Group, int]
+"""A group, and the bytes of one block of a pool."""
+
+ALIGNMENT: Final = 64
+"""Pools begin at multiples of this many bytes, so that copies can use wide words."""
+
+MAX_WINDOW: Final = 1 << 30
+"""The most positions of a chunk, so that block ids fit."""
 
 
 @attrs.frozen(eq=False)
@@ -158,6 +179,57 @@ def pools(peer: Worker, cells: Iterable[Cell], side: int, whole: bool = False) -
         ]
         found[groups] = tuple(pool for frame in _frames(numbered) for pool in _pools(frame))
     return found
+
+
+@attrs.frozen
+class Fit:
+    """The positions of a window and, for each pool, its offset in the region and the blocks of one buffer slot."""
+
+    num_positions: int
+    places: tuple[tuple[int, int], ...]
+
+
+def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
+    """The longest window for which the pools of ``demands`` fit into a region. Raises ``MEMORY`` if none does."""
+    periods = {period(group) for group, _ in demands if group.tokens_per_block is not None} or {MAX_WINDOW}
+    for grain in sorted({math.lcm(*periods), *periods, math.gcd(*periods), 1}, reverse=True):
+        windows = range(grain, MAX_WINDOW + 1, grain)
+        fitting = bisect_right(windows, size_bytes, key=lambda window: _laid_out(demands, window, grain)[1])
+        if fitting:
+            return Fit(fitting * grain, _laid_out(demands, fitting * grain, grain)[0])
+    needed = _laid_out(demands, 1, 1)[1]
+    expected, got = f"a staging region of at least {needed} bytes, two blocks of each group", f"{size_bytes}"
+    raise KVPlanError(
+        "MEMORY", "stage a request", expected=expected, got=got, needed_bytes=needed, size_bytes=size_bytes
+    )
+
+
+def blocks_touched(group: Group, window: int, grain: int) -> int:
+    """The most blocks of a group that one window touches; windows begin at multiples of ``grain``.
+
+    >>> [blocks_touched(Group("attn", 16), *window) for window in ((64, 64), (64, 8), (64, 1), (8, 8))]
+    [4, 5, 5, 1]
+    """
+    if group.tokens_per_block is None:
+        return 1
+    every, run = cycle(group), group.context.interleave_tokens
+    if grain % every:
+        held, step = window // every * run + min(window % every, run), 1
+    else:
+        held, step = window // group.context.size, math.gcd(grain // group.context.size, slots(group))
+    # the worker holds at most `held` positions of a window, which begins at most `slots - step` slots into a block
+    return (slots(group) - step + held - 1) // slots(group) + 1
+
+
+def _laid_out(demands: Sequence[Demand], window: int, grain: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The places of the pools, and where the last one ends."""
+    places, end = [], 0
+    touched = {group: blocks_touched(group, window, grain) for group in {group for group, _ in demands}}
+    for group, block_bytes in demands:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        places.append((offset, touched[group]))
+        end = offset + 2 * touched[group] * block_bytes
+    return tuple(places), end
 
 
 def staging_buffer(

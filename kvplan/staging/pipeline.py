@@ -30,9 +30,8 @@ from kvplan.describe.worker import Key, key_of
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, request_name, still_running
 from kvplan.plan.specs import ReadSpec
-from kvplan.staging.chunking import BlockTables
 from kvplan.staging.copies import Copy
-from kvplan.staging.plan import Chunk, StagedPlan
+from kvplan.staging.plan import BlockTables, Chunk, StagedPlan
 from kvplan.verification.memory import FakeMemory
 
 

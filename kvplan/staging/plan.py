@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -28,8 +28,9 @@ import numpy as np
 from kvplan._checks import ID_END, having
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
-from kvplan.describe.views import Region
+from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
+from kvplan.plan.align import position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.specs import Pair, ReadSpec, idle_pair
@@ -43,10 +44,18 @@ from kvplan.plan.transfer import (
     pair_of,
     shares,
 )
-from kvplan.staging.buffers import StagedPeer, checked_staging, pools, staging_buffer
-from kvplan.staging.chunking import BlockTables, GroupRanges, WantedRanges, chunk_ranges, fit
-from kvplan.staging.copies import Copy, copy_templates, ordinals
+from kvplan.staging.buffers import StagedPeer, checked_staging, fit, pools, staging_buffer
+from kvplan.staging.copies import BothGroups, Copy, copy_templates, ordinals
 from kvplan.staging.cost import StagedCost, staged_cost
+
+GroupRanges = Mapping[str, Range]
+"""A range of positions, or of states, by name of the local group."""
+
+WantedRanges = Mapping[BothGroups, Range]
+"""The positions, or states, of a request that a destination's group wants from a source's."""
+
+BlockTables = Mapping[str, Blocks]
+"""Block tables by group name."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -194,6 +203,52 @@ class StagedPlan:
     def __repr__(self) -> str:
         peers = count(len(self.peers), "source" if self.operation == "READ" else "destination")
         return f"<StagedPlan {self.direct.local.label}: {peers}, {count(self.num_positions, 'position')} at a time>"
+
+
+def chunk_ranges(
+    wanted: Iterable[WantedRanges], tables: BlockTables, window: int, local_side: int
+) -> Iterator[GroupRanges]:
+    """The ranges of each chunk of a request, by local group: rule S13.
+
+    ``wanted`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0 where the
+    destination is local, 1 where the source is.
+
+    >>> ours, theirs = Group("window", 16), Group("attn", 32)
+    >>> list(chunk_ranges([{(ours, theirs): (40, 100)}], {"window": Blocks(range(8))}, 64, local_side=1))
+    [{'attn': (40, 64)}, {'attn': (64, 100)}]
+    """
+    positions: dict[int, dict[str, Range]] = {}
+    states: dict[str, set[int]] = {}
+    empty, nothing = dict[str, Range](), dict[str, Range]()
+    for groups, (low, high) in (item for ranges in wanted for item in ranges.items()):
+        key, group, table = groups[local_side].name, groups[0], tables[groups[0].name]
+        empty[key] = 0, 0
+        if group.tokens_per_block is None:
+            ordinals = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
+            states.setdefault(key, set()).update(ordinals.tolist())
+            continue
+        for number in _windows(group, table, low, high, window):
+            start, stop = max(low, number * window), min(high, (number + 1) * window)
+            first, last = positions.setdefault(number, {}).get(key, (start, stop))
+            positions[number][key] = min(first, start), max(last, stop)
+    with_tokens = [positions[number] for number in sorted(positions)]
+    each = [[(key, (at, at + 1)) for at in sorted(found)] for key, found in states.items()]
+    with_states = [dict(filter(None, some)) for some in itertools.zip_longest(*each)]
+    for some, others in itertools.zip_longest(with_tokens, with_states, fillvalue=nothing):
+        yield {**empty, **some, **others}
+
+
+def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> Iterable[int]:
+    """The numbers of the windows in which a destination has blocks for some of ``[low, high)``."""
+    if low >= high:
+        return ()
+    if table.scattered is None:
+        return range(low // window, (high - 1) // window + 1)
+    # for each block the positions of its first and last slot, then the windows that these are in
+    start = position_of(group, table.scattered * slots(group))
+    last = position_of(group, (table.scattered + 1) * slots(group) - 1)
+    begin, end = np.maximum(start, low) // window, np.minimum(last, high - 1) // window
+    return {number for one, other in zip(begin.tolist(), end.tolist(), strict=True) for number in range(one, other + 1)}
 
 
 @attrs.frozen(eq=False)

@@ -8,7 +8,7 @@ import pytest
 from kvplan import Context, Group, KVPlanError
 from kvplan._arrays import distinct
 from kvplan.plan.align import local_index
-from kvplan.staging.chunking import ALIGNMENT, blocks_touched, fit
+from kvplan.staging.buffers import ALIGNMENT, blocks_touched, fit
 
 ATTN, WIDE, STATE = Group("attn", 16), Group("wide", 24), Group("state")
 SPREAD = Group("attn", 4, Context(1, 3, 2))
