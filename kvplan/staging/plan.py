@@ -206,11 +206,11 @@ class StagedPlan:
 
 
 def chunk_ranges(
-    wanted: Iterable[WantedRanges], tables: BlockTables, window: int, local_side: int
+    wants: Iterable[WantedRanges], tables: BlockTables, window: int, local_side: int
 ) -> Iterator[GroupRanges]:
     """The ranges of each chunk of a request, by local group: rule S13.
 
-    ``wanted`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0 where the
+    ``wants`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0 where the
     destination is local, 1 where the source is.
 
     >>> ours, theirs = Group("window", 16), Group("attn", 32)
@@ -220,12 +220,12 @@ def chunk_ranges(
     positions: dict[int, dict[str, Range]] = {}
     states: dict[str, set[int]] = {}
     empty, nothing = dict[str, Range](), dict[str, Range]()
-    for groups, (low, high) in (item for ranges in wanted for item in ranges.items()):
+    for groups, (low, high) in (item for ranges in wants for item in ranges.items()):
         key, group, table = groups[local_side].name, groups[0], tables[groups[0].name]
         empty[key] = 0, 0
         if group.tokens_per_block is None:
-            ordinals = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
-            states.setdefault(key, set()).update(ordinals.tolist())
+            inside = (low <= table.ordinals) & (table.ordinals < high)
+            states.setdefault(key, set()).update(table.ordinals[inside].tolist())
             continue
         for number in _windows(group, table, low, high, window):
             start, stop = max(low, number * window), min(high, (number + 1) * window)
