@@ -23,7 +23,7 @@ from kvplan.plan.rows import Table
 from kvplan.plan.specs import Pair, ReadSpec
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging import StagedPlan
-from kvplan.verification.report import Report
+from kvplan.verification import Report
 
 Detail = Literal["line", "workers", "rows"]
 

@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 
 from kvplan.errors import CODES
-from kvplan.verification.report import PROMISES
+from kvplan.verification import PROMISES
 from tests.museum.exhibit import Exhibit
 
 HERE: Final = Path(__file__).parent
