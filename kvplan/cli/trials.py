@@ -24,6 +24,7 @@ from kvplan.describe.worker import label_of
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
 from kvplan.plan import MeshPlan, PairCost, plan_mesh
+from kvplan.plan.align import before
 from kvplan.verification import Report, verify
 
 SOURCE_SPREAD: Final = (math.sqrt(5) - 1) / 2
@@ -114,10 +115,7 @@ def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
     """By group, the most blocks that one worker needs for positions ``[0, stop)``; a state takes one block."""
     needed: dict[str, int] = {}
     for group in (group for worker in workers for group in worker.groups):
-        run = group.context.interleave_tokens
-        rounds, rest = divmod(stop, group.context.size * run)
-        held = rounds * run + min(max(rest - group.context.rank * run, 0), run)
-        number = 1 if group.tokens_per_block is None else -(-held // group.tokens_per_block)
+        number = 1 if group.tokens_per_block is None else -(-before(group, stop) // group.tokens_per_block)
         needed[group.name] = max(needed.get(group.name, 0), number)
     return needed
 
