@@ -13,6 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
+WIDTH: Final = 120
+"""Characters in a line, unless a terminal or the caller gives another number."""
+
 FEW: Final = 16
 """Texts that :func:`few` writes out."""
 

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvplan._text import size
-from kvplan.cli.options import WIDTH, EngineOptions, echo_json, json_option, progress_bar
+from kvplan._text import WIDTH, size
+from kvplan.cli.options import EngineOptions, echo_json, json_option, progress_bar
 from kvplan.cli.trials import PlacedRequest, Trial, lengths_of
 from kvplan.models import Model
 

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from kvplan._checks import integer
-from kvplan._text import meant
+from kvplan._text import WIDTH, meant
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake import decode
@@ -265,9 +265,6 @@ def _text(value: Any) -> str:
     return AUTO if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
-WIDTH: Final = 120
-"""Columns of output that is not printed on a terminal."""
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -323,7 +320,7 @@ def plain_console() -> Console:
 
 
 def terminal_width() -> int:
-    """Characters in a line of the terminal, at least 40; :data:`WIDTH` where there is none."""
+    """Characters in a line of the terminal, at least 40; 120 where there is none."""
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
 
 

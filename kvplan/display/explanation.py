@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from kvplan._checks import integer, is_one_of
-from kvplan._text import count, fold, intervals, shown, size, sizes
+from kvplan._text import WIDTH, count, fold, intervals, shown, size, sizes
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Worker, label_of
@@ -28,9 +28,6 @@ from kvplan.verification import Report
 Detail = Literal["line", "workers", "rows"]
 
 DETAILS: Final[tuple[Detail, ...]] = ("line", "workers", "rows")
-
-WIDTH: Final = 120
-"""Characters of a line, unless the caller gives another number."""
 
 MAX_IDS: Final = 8
 """Of more block ids than this, a line has the first and the last."""

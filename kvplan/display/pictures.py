@@ -9,14 +9,14 @@ from pathlib import Path
 import attrs
 
 from kvplan._checks import integer, name, wrong_type
-from kvplan._text import count, fold, size
+from kvplan._text import WIDTH, count, fold, size
 from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
 from kvplan.display.blockmap import BlockMap, block_maps
 from kvplan.display.copies import Panel, panels
 from kvplan.display.diagram import Drawing, map_diagrams, panel_diagrams
 from kvplan.display.svg import draw_svg
-from kvplan.display.text import WIDTH, draw_text
+from kvplan.display.text import draw_text
 from kvplan.errors import KVPlanError
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.transfer import TransferPlan

@@ -11,10 +11,8 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Final
 
+from kvplan._text import WIDTH
 from kvplan.display.diagram import MAX_COLUMNS, NOTE, Diagram, Drawing, Header, common
-
-WIDTH: Final = 120
-"""Characters in a line at most, unless the caller gives another number."""
 
 FOLD: Final = "···"
 REST: Final = "░"

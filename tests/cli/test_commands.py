@@ -20,9 +20,10 @@ import click
 import pytest
 
 from kvplan import Model, decode, encode, plan_mesh
+from kvplan._text import WIDTH
 from kvplan.cli import app, demo, matrix, trials
 from kvplan.cli.app import kvplan
-from kvplan.cli.options import WIDTH, EngineOptions, print_lines
+from kvplan.cli.options import EngineOptions, print_lines
 from kvplan.models.layouts import KV_FORMS, LETTERS, ORDERS
 from kvplan.verification import Report
 from tests.conftest import Cli

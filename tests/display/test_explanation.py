@@ -37,7 +37,8 @@ from kvplan import (
     plan_writes,
     verify,
 )
-from kvplan.display.explanation import DETAILS, WIDTH, fit, rows_of
+from kvplan._text import WIDTH
+from kvplan.display.explanation import DETAILS, fit, rows_of
 from kvplan.staging import Rates, choose
 from tests.pages import failed_examples
 from tests.small import engine
