@@ -17,7 +17,7 @@ describe             Worker of Region, Group (with a Context) and View (of Axis)
 from a model         Model.shipped, Model.from_config, then model.engine
 plan                 plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan; contacts: whom to shake hands with
 bind a request       plan.bind with a Request of Blocks (and a Workspace): each ReadSpec; tails: bytes to set to zero
-check                verify, verify_together: a Report; certify; FakeMemory
+check                verify, verify_together, certify
 shake hands          encode, decode, problems, compare
 execute              Executor, with a Transfer of a Status, and a Notice
 look                 explain, show; plan.cost()
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvplan.executor import Executor, Notice, Status, Transfer
     from kvplan.handshake import PeerError, compare, decode, encode, problems
     from kvplan.models import Model
-    from kvplan.verification import FakeMemory, Report, certify, verify, verify_together
+    from kvplan.verification import certify, verify, verify_together
 
 LATER: Final = MappingProxyType(
     {
@@ -62,7 +62,7 @@ LATER: Final = MappingProxyType(
         **dict.fromkeys(("PeerError", "compare", "decode", "encode", "problems"), "handshake"),
         "Model": "models",
         **dict.fromkeys(("explain", "show"), "display"),
-        **dict.fromkeys(("FakeMemory", "Report", "certify", "verify", "verify_together"), "verification"),
+        **dict.fromkeys(("certify", "verify", "verify_together"), "verification"),
     }
 )
 """The room of each name that loads when it is first asked for, so that a process pays only for the rooms it uses."""
@@ -78,7 +78,6 @@ __all__ = [
     "Blocks",
     "Context",
     "Executor",
-    "FakeMemory",
     "Group",
     "KVPlanError",
     "MeshPlan",
@@ -87,7 +86,6 @@ __all__ = [
     "PeerError",
     "ReadSpec",
     "Region",
-    "Report",
     "Request",
     "Status",
     "Transfer",

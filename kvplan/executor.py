@@ -284,7 +284,7 @@ def check_local(plan: TransferPlan, worker: Worker) -> None:
 
 
 class FakeNetwork:
-    """Executors of several workers over one :class:`~kvplan.FakeMemory`, for tests without a network.
+    """Executors of several workers over one :class:`~kvplan.verification.FakeMemory`, for tests without a network.
 
     A transfer moves its bytes when it is first polled. So one that is cancelled before moves none.
 

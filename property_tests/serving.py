@@ -8,8 +8,9 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
-from kvplan import Blocks, Context, FakeMemory, Group
+from kvplan import Blocks, Context, Group
 from kvplan.testing.engines import BOTH, POOL, EngineDesign, LogicalTensor, StoredTensor, on_ranks, workers
+from kvplan.verification import FakeMemory
 from property_tests.allocator import Allocator, OutOfBlocksError
 from property_tests.oracle import positions_of
 from property_tests.shadow import END, Content, Shadow

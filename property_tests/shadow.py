@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Axis, FakeMemory, View, Worker
+from kvplan import Axis, View, Worker
+from kvplan.verification import FakeMemory
 from property_tests.oracle import elements, positions_of
 
 Ints = npt.NDArray[np.int64]

@@ -15,7 +15,8 @@ from hypothesis import Phase, event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvplan import FakeMemory, KVPlanError, MeshPlan, plan_mesh
+from kvplan import KVPlanError, MeshPlan, plan_mesh
+from kvplan.verification import FakeMemory
 from property_tests import fewer
 from property_tests.allocator import OutOfBlocksError
 from property_tests.serving import FULL, SHARED, STATE, WINDOW, Engine, Entry, Text, pairs

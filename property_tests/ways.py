@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from kvplan import Blocks, FakeMemory, MeshPlan, ReadSpec, tails
+from kvplan import Blocks, MeshPlan, ReadSpec, tails
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key
+from kvplan.verification import FakeMemory
 from property_tests.allocator import NULL, Allocator
 from property_tests.serving import FULL, STATE, Engine, Entry, Spans
 from property_tests.shadow import END

@@ -21,7 +21,6 @@ from kvplan import (
     Axis,
     Blocks,
     Context,
-    FakeMemory,
     Group,
     KVPlanError,
     Model,
@@ -42,6 +41,7 @@ from kvplan.connector import Handoff, Leases, Listener, Notifier, Offers, Read, 
 from kvplan.executor import FakeNetwork, PendingRequests
 from kvplan.staging import FakeCopier, Pipeline, Rates, choose, stage, stage_writes
 from kvplan.testing import assert_copies
+from kvplan.verification import FakeMemory
 from tests.small import engine
 
 Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
@@ -173,17 +173,17 @@ def calls() -> Calls:
     yield "certify", kvplan.certify, {"plan": PLAN}
     yield "verify", kvplan.verify, {"plan": PLAN, **REQUEST, "copies": COPIES}
     yield "verify_together", kvplan.verify_together, {"parts": [(PLAN, REQUEST)], "tokens": (1, 7)}
-    yield "FakeMemory", FakeMemory, {"workers": [OURS], "label_bytes": 1, "poison": 0}
+    yield "verification.FakeMemory", FakeMemory, {"workers": [OURS], "label_bytes": 1, "poison": 0}
     place = {"worker": OURS, "address": OURS.regions[0].address, "device_id": 0}
-    yield "FakeMemory.read", memory().read, {**place, "length": 8}
-    yield "FakeMemory.write", memory().write, {**place, "values": b"kv"}
-    yield "FakeMemory.region", memory().region, {"worker": OURS, "view": OURS.views[0]}
-    yield "FakeMemory.array", memory().array, {"worker": OURS, "view": OURS.views[0]}
-    yield "FakeMemory.writes", memory().writes, {"worker": OURS}
-    yield "FakeMemory.execute", memory().execute, {"spec": SPEC, "by_ids": False}
+    yield "verification.FakeMemory.read", memory().read, {**place, "length": 8}
+    yield "verification.FakeMemory.write", memory().write, {**place, "values": b"kv"}
+    yield "verification.FakeMemory.region", memory().region, {"worker": OURS, "view": OURS.views[0]}
+    yield "verification.FakeMemory.array", memory().array, {"worker": OURS, "view": OURS.views[0]}
+    yield "verification.FakeMemory.writes", memory().writes, {"worker": OURS}
+    yield "verification.FakeMemory.execute", memory().execute, {"spec": SPEC, "by_ids": False}
     writes, copied = SPEC.descriptors()
     ends = {"source": THEIRS, "destination": OURS.key}
-    yield "FakeMemory.move", memory().move, {**ends, "reads": copied, "writes": writes}
+    yield "verification.FakeMemory.move", memory().move, {**ends, "reads": copied, "writes": writes}
 
     yield "encode", encode, {"worker": OURS}
     yield "decode", kvplan.decode, {"data": encode(OURS)}

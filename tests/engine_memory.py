@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvplan import Blocks, FakeMemory, Model, View, Worker, plan_reads
+from kvplan import Blocks, Model, View, Worker, plan_reads
 from kvplan.models.tensors import attention, delta, latent, mamba1, mamba2, sparse_latent
+from kvplan.verification import FakeMemory
 
 HEADS, DIM, TOKENS, BLOCKS = 4, 8, 29, 8
 """Heads of K and V, their size, the tokens of a request, and the blocks of a pool."""

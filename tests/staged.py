@@ -15,10 +15,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan import Axis, Blocks, FakeMemory, KVPlanError, ReadSpec, Region, TransferPlan, View, Worker
+from kvplan import Axis, Blocks, KVPlanError, ReadSpec, Region, TransferPlan, View, Worker
 from kvplan.describe.worker import Key
 from kvplan.executor import FakeExecutor, FakeNetwork, Notice, Status, Transfer, still_running
 from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
+from kvplan.verification import FakeMemory
 from tests.small import engine
 
 NAME, ADDRESS = "staging", 1 << 50

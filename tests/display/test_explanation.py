@@ -15,14 +15,12 @@ from kvplan import (
     Blocks,
     Context,
     Executor,
-    FakeMemory,
     Group,
     KVPlanError,
     Model,
     Notice,
     PeerError,
     Region,
-    Report,
     Request,
     Status,
     Transfer,
@@ -40,6 +38,7 @@ from kvplan import (
 from kvplan._text import WIDTH
 from kvplan.display.explanation import DETAILS, fit, rows_of
 from kvplan.staging import Rates, choose
+from kvplan.verification import FakeMemory, Report
 from tests.pages import failed_examples
 from tests.small import engine
 from tests.staged import staged, staged_writes

@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplan import Axis, Blocks, KVPlanError, MeshPlan, Model, Report, Worker, plan_mesh, plan_writes, verify
+from kvplan import Axis, Blocks, KVPlanError, MeshPlan, Model, Worker, plan_mesh, plan_writes, verify
 from kvplan.models.layouts import ORDERS
 from kvplan.models.tensors import attention
+from kvplan.verification import Report
 
 HYBRID = {
     "model_type": "granitemoehybrid",

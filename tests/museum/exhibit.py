@@ -13,8 +13,8 @@ from typing import Any, Final, cast
 
 import attrs
 
-from kvplan import KVPlanError, Report
-from kvplan.verification import PROMISES
+from kvplan import KVPlanError
+from kvplan.verification import PROMISES, Report
 
 Look = Callable[[], Report | tuple[Report, ...] | str]
 """Returns reports or a word for its result, or raises a KVPlanError."""

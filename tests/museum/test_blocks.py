@@ -8,21 +8,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvplan import (
-    Blocks,
-    FakeMemory,
-    Group,
-    Model,
-    Region,
-    Report,
-    Worker,
-    plan_mesh,
-    plan_reads,
-    plan_writes,
-    tails,
-    verify,
-    view_of,
-)
+from kvplan import Blocks, Group, Model, Region, Worker, plan_mesh, plan_reads, plan_writes, tails, verify, view_of
+from kvplan.verification import FakeMemory, Report
 from tests.museum.exhibit import VERIFIED, Look, accepted, exhibit
 from tests.museum.faults import asking, grouped, moving
 from tests.small import engine

@@ -7,19 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvplan import (
-    Axis,
-    Blocks,
-    Context,
-    Group,
-    Report,
-    TransferPlan,
-    View,
-    Worker,
-    plan_mesh,
-    plan_reads,
-    verify,
-)
+from kvplan import Axis, Blocks, Context, Group, TransferPlan, View, Worker, plan_mesh, plan_reads, verify
+from kvplan.verification import Report
 from tests.museum.exhibit import VERIFIED, Look, accepted, check, exhibit
 from tests.museum.faults import asking, awaited, completed, cost, moving, notified, worker_of
 from tests.small import engine

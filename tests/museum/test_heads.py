@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
-from kvplan import Axis, Blocks, Model, Report, TransferPlan, Worker, plan_mesh, plan_reads, verify
+from kvplan import Axis, Blocks, Model, TransferPlan, Worker, plan_mesh, plan_reads, verify
+from kvplan.verification import Report
 from tests.edits import EditedPlan, edited_specs
 from tests.museum.exhibit import Look, accepted, exhibit
 from tests.museum.faults import asking, moving

@@ -8,20 +8,8 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import (
-    Axis,
-    Blocks,
-    Group,
-    KVPlanError,
-    ReadSpec,
-    Report,
-    View,
-    Worker,
-    decode,
-    encode,
-    plan_reads,
-    verify,
-)
+from kvplan import Axis, Blocks, Group, KVPlanError, ReadSpec, View, Worker, decode, encode, plan_reads, verify
+from kvplan.verification import Report
 from tests.edits import edited_specs
 from tests.museum.exhibit import Look, exhibit, outcome
 from tests.museum.faults import asking, by_hand, worker_of

@@ -7,19 +7,8 @@ from collections.abc import Iterable, Sequence
 import attrs
 import numpy as np
 
-from kvplan import (
-    Axis,
-    Blocks,
-    FakeMemory,
-    Group,
-    View,
-    Worker,
-    plan_mesh,
-    plan_reads,
-    plan_writes,
-    tails,
-    verify,
-)
+from kvplan import Axis, Blocks, Group, View, Worker, plan_mesh, plan_reads, plan_writes, tails, verify
+from kvplan.verification import FakeMemory
 from tests.edits import edited_specs
 from tests.museum.exhibit import VERIFIED, Look, accepted, exhibit
 from tests.museum.faults import asking, by_hand, moving, worker_of

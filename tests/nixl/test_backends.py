@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from benchmarks.real_memory import NixlCluster, PeerProcess, fill, forkserver, pattern, placed
-from kvplan import Blocks, FakeMemory, Model, Region, Status, plan_reads, plan_writes, verify
+from kvplan import Blocks, Model, Region, Status, plan_reads, plan_writes, verify
 from kvplan.testing.executors import Transmission
+from kvplan.verification import FakeMemory
 from kvplan_nixl import UCX, NixlExecutor, settle
 from kvplan_nixl.executor import Backends
 from tests.small import engine

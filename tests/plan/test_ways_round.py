@@ -12,7 +12,6 @@ from kvplan import (
     Axis,
     Blocks,
     Context,
-    FakeMemory,
     Group,
     KVPlanError,
     Region,
@@ -24,6 +23,7 @@ from kvplan import (
     verify_together,
 )
 from kvplan.testing import assert_copies
+from kvplan.verification import FakeMemory
 from tests.small import engine
 
 

@@ -10,7 +10,8 @@ import attrs
 import numpy as np
 
 from benchmarks.peers.engines import Engine, Ints
-from kvplan import Report, Worker, plan_mesh, verify
+from kvplan import Worker, plan_mesh, verify
+from kvplan.verification import Report
 from property_tests.oracle import Meaning, Place, contents
 
 

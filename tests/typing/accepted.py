@@ -24,7 +24,6 @@ from kvplan import (
     Notice,
     ReadSpec,
     Region,
-    Report,
     Request,
     Status,
     Transfer,
@@ -43,7 +42,7 @@ from kvplan.staging import Copy, FakeCopier, Pipeline, StagedPlan, StagedTransfe
 from kvplan.testing import assert_copies
 from kvplan.testing.executors import Cluster, ExecutorContract
 from kvplan.testing.strategies import requests
-from kvplan.verification import Certificate
+from kvplan.verification import Certificate, Report
 from kvplan_nixl import NixlExecutor, TransferEvent, settle
 
 Key = tuple[str, int]

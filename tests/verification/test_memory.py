@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, FakeMemory, Group, KVPlanError, Region, View, Worker, plan_reads, plan_writes
+from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, plan_writes
+from kvplan.verification import FakeMemory
 from kvplan.verification.memory import expand
 from tests.small import engine
 
