@@ -29,7 +29,7 @@ import attrs
 from kvplan import _checks
 from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
-from kvplan.verification import FakeMemory
+from kvplan.verification.memory import FakeMemory
 
 if TYPE_CHECKING:
     from kvplan.plan import ReadSpec, Table, TransferPlan

@@ -16,14 +16,14 @@ from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, View
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
-from kvplan.handshake import PeerError
+from kvplan.handshake.messages import PeerError
 from kvplan.plan.align import slots
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.rows import Table
 from kvplan.plan.specs import Pair, ReadSpec
 from kvplan.plan.transfer import TransferPlan
-from kvplan.staging import StagedPlan
-from kvplan.verification import Report
+from kvplan.staging.plan import StagedPlan
+from kvplan.verification.verifier import Report
 
 Detail = Literal["line", "workers", "rows"]
 
