@@ -27,7 +27,6 @@ MINICPM = Model.from_config(
     }
 )
 ONE_HEAD = load("layers=2,kv_heads=1,head_dim=64,heads=12")
-CONTENT, SPLIT = "block=16", "kv=split"
 SOURCES = Path(__file__).parents[2] / ".second_opinion" / "sources"
 
 CASES = [

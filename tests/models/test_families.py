@@ -20,7 +20,6 @@ ATTENTION = [
 ]
 
 ONE_HEAD = {"head_dim": 128, "num_key_value_heads": 1}
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64}
 HEADS = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4}
 
