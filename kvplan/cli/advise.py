@@ -23,11 +23,12 @@ from kvplan.cli.options import (
     MAX_TOKENS,
     EngineCommand,
     EngineOptions,
+    Engines,
     decimal,
     echo_json,
     engine_options,
     json_option,
-    load,
+    model_only,
     print_lines,
     progress_bar,
 )
@@ -216,15 +217,7 @@ def changes(model: Model, options: EngineOptions, other: EngineOptions) -> Itera
     help="How many positions the request has.",
 )
 @json_option
-def advise_command(
-    model: str,
-    like: str | None,
-    src: EngineOptions,
-    dst: EngineOptions,
-    bits: str | None,
-    tokens: int,
-    as_json: bool,
-) -> int:
+def advise_command(given: Engines, tokens: int, as_json: bool) -> int:
     """Find changes that move a request in fewer descriptors.
 
     Plans other layouts, kv forms, block sizes and convolution orders, first on one engine, then on both. Blocks are
@@ -234,13 +227,12 @@ def advise_command(
     \b
     kvplan advise llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64
     """
-    loaded = load(model, bits, like)
-    advice, sides = advise(loaded, src, dst, tokens), {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
+    model, src, dst = model_only(given.model, given.name), given.src, given.dst
+    advice, sides = advise(model, src, dst, tokens), {"src": reasons(model, src), "dst": reasons(model, dst)}
     if as_json:
-        document = {"model": model, "tokens": tokens, "src": str(src), "dst": str(dst), **attrs.asdict(advice)}
-        echo_json(document | {"not_run_because": sides})
+        echo_json(given.to_json() | {"tokens": tokens, **attrs.asdict(advice), "not_run_because": sides})
     else:
-        click.echo(f"{model}, {src} -> {dst}, {tokens} tokens in scattered blocks")
+        click.echo(f"{given}, {tokens} tokens in scattered blocks")
         click.echo(advice)
         helpful = {f"{name} {change}" for each in advice.helpful for name, change in each.changes.items()}
         unknown = [change for change in advice.not_run if change in helpful]

@@ -14,12 +14,11 @@ from kvplan._text import count, fold, intervals, size
 from kvplan.cli.engines import lines, reasons
 from kvplan.cli.options import (
     EngineCommand,
-    EngineOptions,
+    Engines,
     decimal,
     echo_json,
     engine_options,
     json_option,
-    load_engines,
     plain_console,
     print_lines,
     progress_bar,
@@ -55,16 +54,7 @@ STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 )
 @click.option("--layers", metavar="N", help="Move only N layers, some of each kind.")
 @json_option
-def verify_command(
-    model: str,
-    like: str | None,
-    src: EngineOptions,
-    dst: EngineOptions,
-    bits: str | None,
-    tokens: tuple[int, int],
-    layers: str | None,
-    as_json: bool,
-) -> int:
+def verify_command(given: Engines, tokens: tuple[int, int], layers: str | None, as_json: bool) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
 
     The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and layouts.
@@ -74,11 +64,9 @@ def verify_command(
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
-    loaded = load_engines(model, bits, like)
-    title = f"{model}, {src.title(loaded)} -> {dst.title(loaded)}, positions [{tokens[0]}, {tokens[1]})"
-    sides, moved = {}, {}
+    loaded, title, sides, moved = given.model, f"{given}, positions [{tokens[0]}, {tokens[1]})", {}, {}
     if isinstance(loaded, Model):
-        sides = {"src": reasons(loaded, src), "dst": reasons(loaded, dst)}
+        sides = {"src": reasons(loaded, given.src), "dst": reasons(loaded, given.dst)}
         if layers is not None:
             whole, loaded = loaded, sampled(loaded, decimal(layers, "--layers", 1, MAX_LAYERS))
             title += f", {len(loaded.layers)} of {len(whole.layers)} layers"
@@ -87,9 +75,9 @@ def verify_command(
         raise KVPlanError("CONFIG", "move some layers of offers", expected="no --layers", got=layers)
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
-        trial = Trial.of(PlacedRequest.of(loaded, src, dst, tokens))
+        trial = Trial.of(PlacedRequest.of(loaded, given.src, given.dst, tokens))
     if as_json:
-        echo_json({"model": model, "tokens": list(tokens), **moved, **trial.to_json(), "not_run_because": sides})
+        echo_json({"model": given.name, "tokens": list(tokens), **moved, **trial.to_json(), "not_run_because": sides})
     else:
         _print_trial(title, trial)
         print_lines(lines(sides))
@@ -120,15 +108,7 @@ def _print_trial(title: str, trial: Trial) -> None:
     help="line: one line per engine; workers: one worker of each engine, and a line per pair; rows: everything.",
 )
 @json_option
-def explain_command(
-    model: str,
-    like: str | None,
-    src: EngineOptions,
-    dst: EngineOptions,
-    bits: str | None,
-    detail: Literal["line", "workers", "rows"],
-    as_json: bool,
-) -> int:
+def explain_command(given: Engines, detail: Literal["line", "workers", "rows"], as_json: bool) -> int:
     """Describe both engines' memory and a plan's rows.
 
     With --json: each worker's offer, each row, and the completions that each worker sends and awaits.
@@ -136,11 +116,10 @@ def explain_command(
     \b
     kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
     """
-    loaded, options = load_engines(model, bits, like), {"src": src, "dst": dst}
-    engines = {name: side.engine(loaded, name) for name, side in options.items()}
-    drafts = destination_drafts(engines["dst"], engines["src"])
-    mesh = plan_mesh(engines["dst"], engines["src"], not_transferred=drafts)
+    sources, destinations = given.workers()
+    mesh = plan_mesh(destinations, sources, not_transferred=destination_drafts(destinations, sources))
     if as_json:
+        engines = {"src": sources, "dst": destinations}
         offers = {name: [json.loads(encode(worker)) for worker in engine] for name, engine in engines.items()}
         completions = {
             label_of(key): {"sends": [*map(label_of, each.sends)], "awaits": [*map(label_of, each.awaits)]}
@@ -155,16 +134,13 @@ def explain_command(
             }
             for plan in mesh.plans
         ]
-        document = {"model": model, "src": str(src), "dst": str(dst), "offers": offers}
-        echo_json(document | {"plans": plans, "completions": completions})
+        echo_json(given.to_json() | {"offers": offers, "plans": plans, "completions": completions})
         return 0
     width = terminal_width()
-    for role, (name, side) in zip(("source", "destination"), options.items(), strict=True):
-        engine = engines[name]
+    for role, side, engine in (("source", given.src, sources), ("destination", given.dst, destinations)):
         shown = engine if detail == "rows" else engine[:1]
-        title = (
-            f"{role}, {side.title(loaded)}: {count(len(engine), 'worker')}{'' if detail == 'rows' else ', the first:'}"
-        )
+        title = f"{role}, {side.title(given.model)}: {count(len(engine), 'worker')}"
+        title += "" if detail == "rows" else ", the first:"
         print_lines(click.wrap_text(title, width, subsequent_indent="    ").splitlines())
         print_lines(line for worker in shown for line in explain(worker, detail=detail, width=width).splitlines())
         print_lines([] if detail == "line" else [""])
@@ -181,16 +157,7 @@ def _rows_json(pair: Pair) -> dict[str, Any]:
 @click.option("--rank", default="0", show_default=True, help="The destination worker whose plan is drawn.")
 @click.option("--svg", "path", metavar="FILE", help="Write the drawing to FILE, as .svg or .txt, and print no drawing.")
 @json_option
-def show_command(
-    model: str,
-    like: str | None,
-    src: EngineOptions,
-    dst: EngineOptions,
-    bits: str | None,
-    rank: str,
-    path: str | None,
-    as_json: bool,
-) -> int:
+def show_command(given: Engines, rank: str, path: str | None, as_json: bool) -> int:
     """Draw both engines' blocks, and which bytes go where.
 
     Rows are axes, from the slowest in memory to the fastest; columns are bytes. Source and destination bytes of one
@@ -199,21 +166,18 @@ def show_command(
     \b
     kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2 --svg plan.svg
     """
-    loaded = load_engines(model, bits, like)
-    sources, destinations = src.engine(loaded, "src"), dst.engine(loaded, "dst")
+    sources, destinations = given.workers()
     local = destinations[decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
-    title = f"{model}, {src.title(loaded)} -> {dst.title(loaded)}"
     if path is not None:
-        picture = show(plan, about=title)
+        picture = show(plan, about=str(given))
         picture.save(path)
     if as_json:
-        document = {"model": model, "src": str(src), "dst": str(dst), "worker": local.label}
-        echo_json(document | {"panels": _panels_json(plan)})
+        echo_json(given.to_json() | {"worker": local.label, "panels": _panels_json(plan)})
     elif path is not None:
         click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        click.echo(title)
+        click.echo(given)
         _draw(plan)
     return 0
 

@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -85,10 +85,14 @@ def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
     >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
     mistral: 40 layers, bfloat16, groups attn
     """
-    found = load_engines(model, bits, like)
+    return model_only(load_engines(model, bits, like), model)
+
+
+def model_only(found: Model | EngineViews, name: str) -> Model:
+    """``found``, which must be a model. Raises ``CONFIG`` for offers."""
     if isinstance(found, EngineViews):
         expected = "a model, since this command changes its engines"
-        raise KVPlanError("CONFIG", "load a model", expected=expected, got=f"{model!r}: offers", model=model)
+        raise KVPlanError("CONFIG", "load a model", expected=expected, got=f"{name!r}: offers", model=name)
     return found
 
 
@@ -265,6 +269,27 @@ def _text(value: Any) -> str:
     return AUTO if value is None else str(int(value) if isinstance(value, bool) else value)
 
 
+@attrs.frozen
+class Engines:
+    """Two engines as a command is given them: ``name`` is MODEL, ``model`` what it stands for."""
+
+    name: str
+    model: Model | EngineViews
+    src: EngineOptions
+    dst: EngineOptions
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.src.title(self.model)} -> {self.dst.title(self.model)}"
+
+    def workers(self) -> tuple[tuple[Worker, ...], tuple[Worker, ...]]:
+        """The workers of the source engine, and of the destination engine."""
+        return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
+
+    def to_json(self) -> dict[str, str]:
+        """As plain data."""
+        return {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
+
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -297,12 +322,19 @@ _engine = partial(
 )
 
 
-def engine_options(command: Command) -> Command:
-    """The arguments of a command about two engines: those of the model, ``--src``, ``--dst`` and ``--bits``."""
+def engine_options(command: Callable[..., int]) -> Callable[..., int]:
+    """A command's first argument, :class:`Engines`: MODEL, ``--like``, ``--src``, ``--dst`` and ``--bits``."""
+
+    @wraps(command)
+    def run(
+        model: str, like: str | None, src: EngineOptions, dst: EngineOptions, bits: str | None, **options: Any
+    ) -> int:
+        return command(Engines(model, load_engines(model, bits, like), src, dst), **options)
+
     bits_help = "Quantize K and V: 8 has a scale for each head of a token, 4 has one for each 16 values (NVFP4)."
-    command = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(command)
-    command = _engine("--dst", help="The decode engine (destination).")(command)
-    return model_argument(_engine("--src", help="The prefill engine (source).")(command))
+    run = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(run)
+    run = _engine("--dst", help="The decode engine (destination).")(run)
+    return model_argument(_engine("--src", help="The prefill engine (source).")(run))
 
 
 def _plain(value: Any) -> Any:
