@@ -117,20 +117,8 @@ def place(
             around, steps, sizes[region + suffix] = _around(layout, outer, span, page_bytes)
             for index, layer in enumerate(layers, first):
                 for tensor, (offset, axes) in zip(layer.tensors, inner, strict=True):
-                    start = index * steps[LAYER] + offset
-                    held = (*around, *axes)
-                    views.append(
-                        View(
-                            tensor.name,
-                            tensor.group,
-                            region + suffix,
-                            tensor.dtype,
-                            held,
-                            num_blocks,
-                            steps[BLOCK],
-                            start,
-                        )
-                    )
+                    placed = tensor.dtype, (*around, *axes), num_blocks, steps[BLOCK], index * steps[LAYER] + offset
+                    views.append(View(tensor.name, tensor.group, region + suffix, *placed))
     return tuple(views), sizes
 
 
