@@ -21,9 +21,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata
+from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata, KvplanStats
 from kvplan_nixl.vllm.scheduler import Scheduler
-from kvplan_nixl.vllm.stats import KvplanStats
 from kvplan_nixl.vllm.worker import Worker
 
 

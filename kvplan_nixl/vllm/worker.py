@@ -17,8 +17,7 @@ from kvplan.bridges import RankInfo
 from kvplan.connector import Read, Reads
 from kvplan_nixl import UCX, Envelope, NixlExecutor
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata
-from kvplan_nixl.vllm.stats import KvplanStats
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats
 from kvplan_nixl.zeroing import memories_of, set_zero
 
 logger = init_logger(f"vllm.{__name__}")
