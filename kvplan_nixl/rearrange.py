@@ -1,4 +1,4 @@
-"""TorchCopier: carries out the local copies of staged requests by torch, in main memory or on a GPU.
+"""Bytes of torch tensors, in main memory or on a GPU: local copies of staged requests (TorchCopier), and zeros.
 
 A copy is one operation of torch for each of its origins, or a few, whatever the request: between tensors of the widest
 word that divides all offsets, whose rows are boxes. Boxes of a staging buffer mostly follow each other by one stride;
@@ -15,10 +15,11 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan._arrays import Ints
+from kvplan._arrays import Ints, listed
 from kvplan._checks import having, members, wrong_type
 from kvplan.describe.views import Region
 from kvplan.errors import KVPlanError
+from kvplan.plan.rows import Descriptors
 from kvplan.staging import Copy
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
@@ -48,6 +49,33 @@ class Memory:
             whole = self._bytes[: self.size_bytes // size * size]
             self._words[size] = whole.view(getattr(torch, WORDS[size]))
         return self._words[size]
+
+
+def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
+    """The memory of tensors, each storage once."""
+    return tuple({tensor.untyped_storage().data_ptr(): Memory(tensor) for tensor in tensors}.values())
+
+
+def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
+    """Set all bytes of descriptors, (n, 3) of address, length and device, to zero. Those in no memory stay.
+
+    Some engines ask for it, with the :func:`~kvplan.tails` of a request that has been read: their kernels multiply the
+    slots after a request's last token by 0, and 0 times NaN is NaN.
+
+    >>> cache = torch.ones(4, 3, dtype=torch.uint8)
+    >>> rows = [[cache.data_ptr() + 2, 3, 0], [cache.data_ptr() + 9, 1, 0]]
+    >>> set_zero(memories_of([cache]), np.array(rows, np.uint64))
+    >>> cache.tolist()
+    [[1, 1, 0], [0, 0, 1], [1, 1, 1], [0, 1, 1]]
+    """
+    for memory in memories:
+        start = descriptors[:, 0].astype(np.int64) - memory.address
+        inside = (start >= 0) & (start < memory.size_bytes)
+        if inside.any():
+            stop = start[inside] + descriptors[inside, 1].astype(np.int64)
+            index = listed(np.stack([start[inside], stop], axis=1))  # of each byte in the storage
+            words = memory.words(1)
+            words.index_fill_(0, torch.from_numpy(index).to(words.device), 0)
 
 
 class TorchCopier:

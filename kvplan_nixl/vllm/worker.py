@@ -16,9 +16,9 @@ from kvplan import KVPlanError, tails
 from kvplan.bridges import RankInfo
 from kvplan.connector import Read, Reads
 from kvplan_nixl import UCX, Envelope, NixlExecutor
+from kvplan_nixl.rearrange import memories_of, set_zero
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats
-from kvplan_nixl.zeroing import memories_of, set_zero
 
 logger = init_logger(f"vllm.{__name__}")
 

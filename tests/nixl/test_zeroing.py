@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, Group, Worker, region_of, tails, view_of
-from kvplan_nixl.zeroing import memories_of, set_zero
+from kvplan_nixl.rearrange import memories_of, set_zero
 
 RANGES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 10)), max_size=8)
 
