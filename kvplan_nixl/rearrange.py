@@ -170,7 +170,7 @@ class TorchCopier:
         made = torch.tensor(index)  # torch keeps pinned memory, and uses it again when the copy from it is done
         return made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
 
-    def _strided(self, copy: Copy, rows: tuple[Rows, Rows]) -> list[list[torch.Tensor]]:
+    def _strided(self, copy: Copy, rows: tuple[BoxRows, BoxRows]) -> list[list[torch.Tensor]]:
         """Both sides' boxes, from each origin on, as tensors of the widest word that fits all."""
         sides = copy.destination, copy.source
         places = [
@@ -209,7 +209,7 @@ def _refused(error: RuntimeError) -> KVPlanError:
 
 
 @attrs.frozen(eq=False)
-class Rows:
+class BoxRows:
     """Boxes as rows of a strided tensor, one row for each stride: those in ``index``, or all where it is ``None``."""
 
     count: int
@@ -218,11 +218,11 @@ class Rows:
     index: Ints | None
 
     @classmethod
-    def of(cls, at: Ints) -> Rows:
+    def of(cls, at: Ints) -> BoxRows:
         """Boxes that begin at these offsets, in this order.
 
-        >>> Rows.of(np.array([32, 8, 24]))
-        Rows(count=4, stride_bytes=8, offset_bytes=8, index=array([3, 0, 2]))
+        >>> BoxRows.of(np.array([32, 8, 24]))
+        BoxRows(count=4, stride_bytes=8, offset_bytes=8, index=array([3, 0, 2]))
         """
         first = int(at.min())
         stride = int(np.gcd.reduce(at - first))
@@ -232,7 +232,7 @@ class Rows:
         return cls(int(index.max()) + 1, stride, first, index)
 
 
-def paired(into: Ints, out_of: Ints) -> list[tuple[Rows, Rows]]:
+def paired(into: Ints, out_of: Ints) -> list[tuple[BoxRows, BoxRows]]:
     """The boxes of both sides, in as few parts as have no index on at least one side.
 
     >>> [(there.index, here.index) for there, here in paired(np.array([32, 8, 24]), np.array([0, 4, 8]))]
@@ -242,7 +242,7 @@ def paired(into: Ints, out_of: Ints) -> list[tuple[Rows, Rows]]:
         (list(strips(at)) for at in (into, out_of)),
         key=lambda parts: (sum(not (is_even(into[part]) or is_even(out_of[part])) for part in parts), len(parts)),
     )
-    return [(Rows.of(into[part]), Rows.of(out_of[part])) for part in parts]
+    return [(BoxRows.of(into[part]), BoxRows.of(out_of[part])) for part in parts]
 
 
 def is_even(at: Ints) -> bool:
