@@ -22,7 +22,7 @@ PLAIN = """
     addresses advice advise align app arrays assembly bind blockmap box bridges case certificate check checks
     choice choices cli cluster column columns command commands comparison completions config connector
     contract copier copies copy cost demo describe design diagram difference display drawing end error
-    errors executor executors explanation fake families family findings fit handler handoff handshake header info
+    errors executor executors explanation fake families family findings fit handler handoff handshake header http info
     integer interval job kv labels layout layouts leases list listener llm lmcache local logical map match matrix
     memory mesh messages mismatch model models move need network notice notifier of option options overlap page
     panel parallel part peer pending picture pictures pieces pipeline place placed plan pool pools

@@ -14,8 +14,6 @@ import time
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterable, Sequence
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from logging import Logger
 from typing import Any, Final
 
@@ -23,16 +21,11 @@ import attrs
 
 from kvplan._checks import instance, integer, members, name, seconds, settle, wrong_type
 from kvplan.connector.handoff import PORT_END, Source
+from kvplan.connector.http import exchange, serve
 from kvplan.errors import KVPlanError
-
-MAX_OFFERS_BYTES: Final = 1 << 28
-MAX_DONE_BYTES: Final = 1 << 22
 
 MAX_DONE: Final = 1 << 16
 """Requests that the listener keeps for :meth:`Listener.done`, the last ones that came."""
-
-CONNECTION_S: Final = 10.0
-"""Seconds for which the listener waits for a byte of a connection."""
 
 CLOCKS: Final = 3
 """How often a reader asks for the time, to know it better than a first answer that took long."""
@@ -92,42 +85,16 @@ class Listener:
         fields = {"engine_id": engine_id, "start": f"{time.time_ns():x}"}
         offers = [b64encode(worker).decode() for worker in members(bytes, workers, "offers of a listener")]
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = CONNECTION_S
+        def get(path: str) -> Any:
+            return {**fields, "workers": [] if path == "/clock" else offers, "clock": time.monotonic()}
 
-            def do_GET(self) -> None:
-                listed = [] if self.path == "/clock" else offers
-                self._reply(200, json.dumps({**fields, "workers": listed, "clock": time.monotonic()}).encode())
-
-            def do_POST(self) -> None:
-                try:
-                    size = int(self.headers["Content-Length"])
-                    requests = json.loads(self.rfile.read(size)) if 0 <= size <= MAX_DONE_BYTES else None
-                except (ValueError, TypeError, RecursionError):
-                    requests = None
-                if not isinstance(requests, list):
-                    self._reply(400, b"")
-                    return
+        def post(path: str, requests: Any) -> bool:
+            if isinstance(requests, list):
                 done.extend(map(str, requests))
-                self._reply(200, b"")
+            return isinstance(requests, list)
 
-            def _reply(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                return
-
-        try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
-            expected = "an address of this machine, and a port that is free"
-            raise KVPlanError("PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}") from None
+        self._server = serve(host, port, get=get, post=post)
         self.source: Source = Source(**fields, host=host, port=self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvplan listener", daemon=True)
-        self._thread.start()
 
     def done(self) -> list[str]:
         """The requests that readers are done with, since the last call."""
@@ -137,7 +104,6 @@ class Listener:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
 
 
 def fetch(source: Source, timeout_s: float) -> Offers:
@@ -149,7 +115,8 @@ def fetch(source: Source, timeout_s: float) -> Offers:
 
 def _ask(source: Source, path: str, timeout_s: float) -> Offers:
     asked = time.monotonic()
-    offers = Offers.decode(_exchange(source, "GET", path, None, timeout_s), asked)
+    answer = exchange(f"{instance(Source, source, 'source')}", source.host, source.port, path, timeout_s)
+    offers = Offers.decode(answer, asked)
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
         raise KVPlanError(
             "PEER",
@@ -163,33 +130,8 @@ def _ask(source: Source, path: str, timeout_s: float) -> Offers:
 
 def send_done(source: Source, requests: Iterable[str]) -> None:
     """Tell an engine that its requests are read, or will not be read. Raises ``PEER``."""
-    _exchange(source, "POST", "/done", json.dumps(members(str, requests, "requests")).encode(), DONE_S)
-
-
-def _exchange(source: Source, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-    """What a listener answers, within ``timeout_s``."""
-    instance(Source, source, "source")
-    stop, action = time.monotonic() + seconds(timeout_s, "timeout_s"), f"reach {source}"
-    connection = HTTPConnection(source.host, source.port, timeout=timeout_s)
-    try:
-        connection.request(method, path, body)
-        response = connection.getresponse()
-        parts, size = [], 0
-        while part := response.read1(1 << 20):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_OFFERS_BYTES or time.monotonic() > stop:
-                got = f"{size} bytes so far"
-                raise KVPlanError("PEER", action, expected=f"an answer within {timeout_s:g} s", got=got)
-    except (OSError, HTTPException, ValueError) as error:
-        if isinstance(error, KVPlanError):
-            raise
-        raise KVPlanError("PEER", action, expected="an answer", got=f"{error!r}", source=str(source)) from None
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise KVPlanError("PEER", action, expected="status 200", got=f"{response.status}", source=str(source))
-    return b"".join(parts)
+    sent = members(str, requests, "requests")
+    exchange(f"{instance(Source, source, 'source')}", source.host, source.port, "/done", DONE_S, sent)
 
 
 class Notifier:

@@ -1,6 +1,6 @@
 """What prefill has computed for a room, where decode asks for it: SGLang's bootstrap server.
 
-A room is the number that a request has in both engines. ``PUT /ROOM`` stores an entry, a JSON object; ``GET
+A room is the number that a request has in both engines. ``POST /ROOM`` stores an entry, a JSON object; ``GET
 /ROOM,ROOM`` returns those that are there, by room. An entry has a ``handoff``, the parameters of a
 :class:`~kvplan.connector.Handoff`, and either the ``metadata`` that SGLang's prefill sends or the first ``token`` of
 the answer, which is all that another engine's prefill knows.
@@ -13,17 +13,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from logging import Logger
 from typing import Any, Final
 
 from kvplan import KVPlanError
+from kvplan.connector.http import exchange, serve
 
 MAX_ROOMS: Final = 1 << 14
 """Entries that a server keeps, the newest ones."""
-
-MAX_ENTRY_BYTES: Final = 1 << 24
 
 TIMEOUT_S: Final = 3.0
 
@@ -35,7 +32,7 @@ RETRY_S: Final = 1.0
 
 
 class BootstrapServer:
-    """Keeps the entries of the newest rooms.
+    """Keeps the entries of the newest rooms. Raises ``PEER`` where it can't listen.
 
     >>> server = BootstrapServer("127.0.0.1", 0)
     >>> publish(server.address, 7, {"token": 42})
@@ -47,39 +44,18 @@ class BootstrapServer:
     def __init__(self, host: str, port: int) -> None:
         entries: OrderedDict[str, Any] = OrderedDict()
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = TIMEOUT_S
+        def get(path: str) -> Any:
+            return {room: entries[room] for room in path[1:].split(",") if room in entries}
 
-            def do_GET(self) -> None:
-                rooms = self.path[1:].split(",")
-                self._reply(200, json.dumps({room: entries[room] for room in rooms if room in entries}).encode())
-
-            def do_PUT(self) -> None:
-                try:
-                    size = int(self.headers["Content-Length"])
-                    entry = json.loads(self.rfile.read(size)) if 0 <= size <= MAX_ENTRY_BYTES else None
-                except (ValueError, TypeError, RecursionError):
-                    entry = None
-                if not isinstance(entry, dict):
-                    self._reply(400, b"")
-                    return
-                entries[self.path[1:]] = entry
+        def post(path: str, entry: Any) -> bool:
+            if isinstance(entry, dict):
+                entries[path[1:]] = entry
                 while len(entries) > MAX_ROOMS:
                     entries.popitem(last=False)
-                self._reply(200, b"")
+            return isinstance(entry, dict)
 
-            def _reply(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                return
-
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = serve(host, port, get=get, post=post)
         self.address: str = f"{host}:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, name="kvplan bootstrap", daemon=True).start()
 
     def close(self) -> None:
         """Stop serving."""
@@ -89,33 +65,17 @@ class BootstrapServer:
 
 def publish(address: str, room: int, entry: Mapping[str, Any]) -> None:
     """Store the entry of a room in the bootstrap server at an address. Raises ``PEER``."""
-    _exchange(address, "PUT", f"/{room}", json.dumps(entry).encode())
+    exchange(f"the bootstrap server at {address}", address, None, f"/{room}", TIMEOUT_S, entry)
 
 
 def ask(address: str, rooms: Iterable[int]) -> dict[int, Any]:
     """The entries of rooms that the bootstrap server at an address has. Raises ``PEER``, ``MESSAGE``."""
-    answer = _exchange(address, "GET", "/" + ",".join(map(str, rooms)))
+    peer = f"the bootstrap server at {address}"
+    answer = exchange(peer, address, None, "/" + ",".join(map(str, rooms)), TIMEOUT_S)
     try:
         return {int(room): entry for room, entry in json.loads(answer).items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        action = f"ask the bootstrap server at {address}"
-        raise KVPlanError("MESSAGE", action, expected="entries by room", got=f"{error!r}") from None
-
-
-def _exchange(address: str, method: str, path: str, body: bytes | None = None) -> bytes:
-    connection = HTTPConnection(address, timeout=TIMEOUT_S)
-    action = f"reach the bootstrap server at {address}"
-    try:
-        connection.request(method, path, body)
-        response = connection.getresponse()
-        answer = response.read()
-    except (OSError, HTTPException) as error:
-        raise KVPlanError("PEER", action, expected="an answer", got=f"{error!r}") from None
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise KVPlanError("PEER", action, expected="status 200", got=f"{response.status}")
-    return answer
+        raise KVPlanError("MESSAGE", f"ask {peer}", expected="entries by room", got=f"{error!r}") from None
 
 
 class Rooms:

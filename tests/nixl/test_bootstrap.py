@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.client import HTTPConnection
 
 import pytest
@@ -80,11 +82,46 @@ def test_the_newest_entries_stay(server: BootstrapServer, monkeypatch: pytest.Mo
     assert ask(server.address, [1, 2, 3]) == {2: {"token": 2}, 3: {"token": 3}}
 
 
+@pytest.mark.parametrize("address", [DEAD, "127.0.0.1:x", "127.0.0.1:-1", "[::1"])
+def test_no_server(address: str) -> None:
+    """A port where nobody listens, and what is no address, are refused as a peer."""
+    with pytest.raises(KVPlanError, match="PEER: cannot reach the bootstrap server at"):
+        ask(address, [5])
+
+
+def test_a_port_that_is_busy(server: BootstrapServer) -> None:
+    """The error names the port."""
+    host, port = server.address.split(":")
+    with pytest.raises(KVPlanError, match=rf"PEER: cannot listen on {server.address}: expected .*, got .*in use"):
+        BootstrapServer(host, int(port))
+
+
+def test_an_answer_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not keep a question going."""
+    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.2)
+    ends = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n{")
+            while not ends.wait(0.01):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=[listening])
+        thread.start()
+        with pytest.raises(KVPlanError, match=r"PEER: .* within 0.2 s, got more than \d+ bytes"):
+            ask(f"127.0.0.1:{listening.getsockname()[1]}", [5])
+        ends.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"nan"])
 def test_no_entry(server: BootstrapServer, body: bytes) -> None:
     """What is not a JSON object is refused, and nothing is stored."""
     connection = HTTPConnection(server.address)
-    connection.request("PUT", "/5", body)
+    connection.request("POST", "/5", body)
     assert connection.getresponse().status == 400
     connection.close()
     assert ask(server.address, [5]) == {}
