@@ -54,10 +54,10 @@ class Manager(BaseKVManager):
     def start(self, queue: Any) -> None:
         """Register the memory of the pool of a queue; on decode, read; on prefill, serve what all ranks offer."""
         parallel = get_parallel()
-        if parallel.pp_size > 1 or parallel.dcp_enabled or parallel.attn_tp_size != parallel.tp_size:
-            raise NotImplementedError("kvplan: only tensor parallelism is supported")
-        if queue.draft_token_to_kv_pool is not None:
-            raise NotImplementedError("kvplan: speculative decoding is not supported")
+        _check("pp_size", 1, parallel.pp_size)
+        _check("attn_dcp_size", 1, parallel.attn_dcp_size)
+        _check("attn_tp_size", parallel.tp_size, parallel.attn_tp_size)  # which CP and DP make smaller
+        _check("draft_token_to_kv_pool", None, queue.draft_token_to_kv_pool)
         group = parallel.attn_tp_group
         self.is_first = group.rank_in_group == 0
         engine_id = group.broadcast_object(f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0)
@@ -90,8 +90,7 @@ class Manager(BaseKVManager):
 
     def _worker(self, queue: Any, info: RankInfo) -> Worker:
         kinds = [kind.value for kind in self.kv_args.state_types]
-        if not STATES.issuperset(kinds):
-            raise NotImplementedError(f"kvplan: {', '.join(kinds)} is not supported")
+        _check("state_types", [kind for kind in kinds if kind in STATES], kinds)
         pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
         # SGLang writes into the configuration that it has read, so it is read once more.
         fields, _ = config.hf_config.get_config_dict(config.model_path, revision=config.revision)
@@ -128,3 +127,10 @@ class Manager(BaseKVManager):
 
     def clear_deferred_abort_state(self, room: int) -> None:
         """Nothing is kept of it."""
+
+
+def _check(field: str, expected: Any, got: Any) -> None:
+    """Refuse an engine that the plugin does not serve, by a field of SGLang's."""
+    if got != expected:
+        action, details = "serve this SGLang by kvplan", {field: got}
+        raise KVPlanError("LAYOUT", action, expected=f"{field} = {expected}", got=f"{got}", **details)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvplan import KVPlanError
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 
 CONFIG = {
@@ -31,6 +32,7 @@ CONFIG = {
 TOKENS, ROOM = 37, 5
 KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 GROUP = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None, broadcast_object=lambda name, src: name)
+PARALLEL = SimpleNamespace(pp_size=1, attn_dcp_size=1, tp_size=1, attn_tp_size=1, attn_tp_group=GROUP)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
         "KVPoll": KVPoll,
@@ -44,9 +46,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "envs": SimpleNamespace(SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10))
     },
     "sglang.srt.runtime_context": {
-        "get_parallel": lambda: SimpleNamespace(
-            pp_size=1, dcp_enabled=False, tp_size=1, attn_tp_size=1, attn_tp_group=GROUP
-        ),
+        "get_parallel": lambda: PARALLEL,
         "get_serving": lambda: SimpleNamespace(served_model_name="tiny"),
     },
     "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "127.0.0.1"},
@@ -104,14 +104,13 @@ class Side:
             hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (CONFIG, {})),
         )
         self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), None)
-        self.manager.start(
-            SimpleNamespace(
-                token_to_kv_pool=pool,
-                draft_token_to_kv_pool=None,
-                metadata_buffers=self.metadata,
-                scheduler=SimpleNamespace(model_config=config),
-            )
+        self.queue = SimpleNamespace(
+            token_to_kv_pool=pool,
+            draft_token_to_kv_pool=None,
+            metadata_buffers=self.metadata,
+            scheduler=SimpleNamespace(model_config=config),
         )
+        self.manager.start(self.queue)
 
     def rows(self, pages: list[int]) -> torch.Tensor:
         """K and V of the request's tokens, in the slots of its pages."""
@@ -292,3 +291,23 @@ def test_a_request_that_nobody_reads(
     receiver.init(0)
     until(receiver, KVPoll.Failed)
     receiver.clear()
+
+
+@pytest.mark.parametrize(
+    "field, got, message",
+    [
+        ("pp_size", 2, "pp_size = 1, got 2"),
+        ("attn_dcp_size", 4, "attn_dcp_size = 1, got 4"),
+        ("tp_size", 2, "attn_tp_size = 2, got 1"),
+        ("draft_token_to_kv_pool", "a pool", "draft_token_to_kv_pool = None, got a pool"),
+        ("state_types", ["swa", "dsa"], r"state_types = \['swa'\], got \['swa', 'dsa'\]"),
+    ],
+)
+def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
+    """An engine that the plugin can't serve does not start."""
+    kinds = [SimpleNamespace(value=kind) for kind in got] if field == "state_types" else got
+    for owner in (PARALLEL, decode.queue, decode.manager.kv_args):
+        if hasattr(owner, field):
+            monkeypatch.setattr(owner, field, kinds)
+    with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot serve this SGLang by kvplan: expected {message}$"):
+        decode.manager.start(decode.queue)
