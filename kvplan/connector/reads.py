@@ -168,20 +168,21 @@ class Reads:
         ended, self._ended = self._ended, []
         return ended
 
-    def late(self) -> list[str]:
+    def late(self) -> dict[str, KVPlanError]:
         """The requests that have failed since the last call because their time is over, while bytes may still move.
 
         Their blocks must stay until :meth:`poll` reports them: when their source answers or dies.
         """
-        late = []
+        late = {}
         for job in self._jobs:
             try:
                 if not job.is_late:
                     self._check_time(job)
             except KVPlanError as error:
                 job.is_late, job.error = True, job.error or error
-                late.append(job.read.request)
-                self._logger.error("blocks of request %r stay until its source answers or dies: %s", late[-1], error)
+                request = job.read.request
+                late[request] = error
+                self._logger.error("blocks of request %r stay until its source answers or dies: %s", request, error)
         return late
 
     def _shake_hands(self, source: Source) -> Future[_Handshake]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import uuid
@@ -81,6 +82,8 @@ class Manager(BaseKVManager):
                 connect=self._executor.connect,
                 disconnect=partial(self._executor.disconnect, force=True),
             )
+            queue.transfer_queue.enable_deferred_kv_release = True
+            queue.transfer_queue.deferred_kv_release_timeout = math.inf  # until the read has ended, however late
             self.rooms = Rooms(logger)
             self.done = Notifier(logger)
         self.ended: dict[str, KVPlanError | None] = {}
@@ -119,6 +122,7 @@ class Manager(BaseKVManager):
         for result in self.reads.poll():
             self.under_way.discard(result.request)
             self.ended[result.request] = result.error
+        self.ended.update(self.reads.late())
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
         """Whether no byte of a request can move any more."""

@@ -362,10 +362,10 @@ def test_a_request_that_hangs_beyond_its_lease_is_late(monkeypatch: pytest.Monke
     world.executor.held = True
     world.reads.begin(world.read("hangs"))
     world.reads.begin(world.read("waits", deadline=time.monotonic() + world.ahead_s + 1000))
-    assert (world.reads.poll(), world.reads.late()) == ([], [])
+    assert (world.reads.poll(), world.reads.late()) == ([], {})
     later = time.monotonic() + 200
     monkeypatch.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
-    assert (world.reads.poll(), world.reads.late(), world.reads.late()) == ([], ["hangs"], [])
+    assert (world.reads.poll(), [*world.reads.late()], world.reads.late()) == ([], ["hangs"], {})
     world.executor.held = False
     ended = world.until(2)
     assert "too late" in str(ended["hangs"].error)

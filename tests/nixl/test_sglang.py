@@ -6,6 +6,7 @@ Real engines judge it where SGLang is: tests/engines/sglang_judge.py.
 from __future__ import annotations
 
 import importlib
+import math
 import socket
 import sys
 import time
@@ -108,6 +109,7 @@ class Side:
             token_to_kv_pool=pool,
             draft_token_to_kv_pool=None,
             metadata_buffers=self.metadata,
+            transfer_queue=SimpleNamespace(),
             scheduler=SimpleNamespace(model_config=config),
         )
         self.manager.start(self.queue)
@@ -276,6 +278,42 @@ def test_pages_of_an_aborted_request_stay_while_it_is_read(
     assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
     receiver.clear()
     until(sender, KVPoll.Failed)
+
+
+def test_pages_of_a_read_that_hangs_stay(
+    plugin: SimpleNamespace,
+    prefill: Side,
+    decode: Side,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request fails when its source may reuse its pages; decode's pages stay until no byte can land in them."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    with monkeypatch.context() as hanging:
+        hanging.setattr(decode.manager._executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
+        receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+        while not decode.manager.reads._jobs:
+            assert receiver.poll() == KVPoll.Transferring
+        later = time.monotonic() + 20
+        hanging.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
+        until(receiver, KVPoll.Failed)
+        with pytest.raises(KVPlanError, match=r"TRANSFER: .* expected to end before the source may reuse its blocks"):
+            receiver.failure_exception()
+        assert receiver.abort_notified
+        for _ in range(3):
+            assert not decode.manager.is_abort_release_safe(ROOM, 0)
+            time.sleep(0.002)
+    assert vars(decode.queue.transfer_queue) == {
+        "enable_deferred_kv_release": True,
+        "deferred_kv_release_timeout": math.inf,
+    }
+    while not decode.manager.is_abort_release_safe(ROOM, 0):
+        time.sleep(0.001)
+    assert not receiver.abort_notified
+    receiver.clear()
+    assert not decode.manager.ended
+    until(sender, KVPoll.Success)
 
 
 def test_a_request_that_nobody_reads(
