@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import KVPlanError
-from kvplan.connector import Handoff, Read
+from kvplan.connector import Handoff, Read, attended
 from kvplan_nixl.sglang.manager import Manager
 from kvplan_nixl.sglang.prefill import tables_of
 
@@ -90,18 +90,16 @@ class Receiver(BaseKVReceiver):
         assert aux_index is not None
         self._row = aux_index
         manager, handoff = self.kv_mgr, self._handoff
-        size, start, stop = manager.kv_args.page_size, decode_prefix_len or 0, handoff.num_tokens
+        start, stop = decode_prefix_len or 0, handoff.num_tokens
         manager.under_way.add(f"{self._room}")
         local = tables_of(manager, kv_indices.tolist(), start, stop, state_indices or [])
-        paged = {group.name for group in manager.worker.groups if group.tokens_per_block is not None}
-        tokens = {name: (max(start, local[name].first * size), stop) for name in paged}
         manager.reads.begin(
             Read(
                 request=f"{self._room}",
                 source=handoff.source,
                 local=local,
                 remote=handoff.blocks,
-                tokens=tokens,
+                tokens={name: attended(start, stop, window) for name, window in manager.windows.items()},
                 deadline=handoff.deadline,
             )
         )

@@ -64,6 +64,13 @@ class Manager(BaseKVManager):
         engine_id = group.broadcast_object(f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0)
         info = RankInfo(engine_id, group.rank_in_group, group.rank_in_group, group.world_size)
         self.worker = self._worker(queue, info)
+        kinds = [kind.value for kind in self.kv_args.state_types]
+        windows = {
+            group: queue.scheduler.sliding_window_size + 1
+            for group, kind in zip(self.groups[1:], kinds, strict=True)
+            if kind == "swa"
+        }
+        self.windows: dict[str, int | None] = {self.groups[0]: None, **windows}
         self.metadata = queue.metadata_buffers
         key = os.environ.get("KVPLAN_KEY", "").encode()
         self._executor = NixlExecutor(self.worker, key=key)

@@ -75,9 +75,12 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class Side:
-    """A rank with its pool of K and V [layer, slot, head, dim], and the buffers of first tokens."""
+    """A rank with its pool of K and V [layer, slot, head, dim], and the buffers of first tokens.
 
-    def __init__(self, plugin: SimpleNamespace, mode: str, page: int) -> None:
+    With a window, layer 0 attends to that many tokens before, and has a pool of its own.
+    """
+
+    def __init__(self, plugin: SimpleNamespace, mode: str, page: int, window: int | None = None) -> None:
         self.k, self.v = torch.zeros(2, 2, 160, 2, 8)
         self.page = page
         self.metadata = SimpleNamespace(
@@ -99,10 +102,18 @@ class Side:
             kv_cache_layout="nhd",
             dtype=torch.float32,
         )
+        fields = CONFIG
+        if window is not None:
+            args.state_types = [SimpleNamespace(value="swa")]
+            pool = SimpleNamespace(
+                full_kv_pool=pool, swa_kv_pool=pool, layers_mapping={0: (0, True), 1: (1, False)}, dtype=pool.dtype
+            )
+            kinds = ["sliding_attention", "full_attention"]
+            fields = {**CONFIG, "model_type": "gemma3_text", "sliding_window": window + 1, "layer_types": kinds}
         config = SimpleNamespace(
             model_path="tiny",
             revision=None,
-            hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (CONFIG, {})),
+            hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (fields, {})),
         )
         self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), None)
         self.queue = SimpleNamespace(
@@ -110,7 +121,7 @@ class Side:
             draft_token_to_kv_pool=None,
             metadata_buffers=self.metadata,
             transfer_queue=SimpleNamespace(),
-            scheduler=SimpleNamespace(model_config=config),
+            scheduler=SimpleNamespace(model_config=config, sliding_window_size=window),
         )
         self.manager.start(self.queue)
 
@@ -194,6 +205,25 @@ def test_a_request_is_read(
     assert sender.poll() == KVPoll.Transferring
     receiver.clear()
     until(sender, KVPoll.Success)
+
+
+def test_a_window_is_read_as_far_as_it_is_attended_to(plugin: SimpleNamespace, server: BootstrapServer) -> None:
+    """Both sides keep the window's pages alone: decode's larger ones begin before prefill's."""
+    prefill, decode = Side(plugin, "prefill", 4, 7), Side(plugin, "decode", 16, 7)
+    for memory in (prefill.k, prefill.v):
+        memory.copy_(torch.randn(memory.shape))
+    first = TOKENS - 7
+    theirs, ours = [*range(20, 30)], [6, 2, 5]
+    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
+    sender.init(len(THEIRS), 2)
+    sender.send(torch.tensor(THEIRS).numpy(), [torch.tensor(theirs[first // 4 :]).numpy()], TOKENS)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[first // 16 :]).numpy()], 0)
+    until(receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
+    assert torch.equal(decode.rows(ours)[:, 0, first:], prefill.rows(theirs)[:, 0, first:])
+    assert not decode.rows(ours)[:, 0, :first].any()
+    receiver.clear()
 
 
 def test_another_engine_knows_the_first_token_alone(
