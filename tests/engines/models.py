@@ -47,12 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "mellum": {
-        "model_type": "mellum",
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "mlp_layer_types": ["dense"] * 4,
-    },
     "granite-hybrid": {
         "model_type": "granitemoehybrid",
         "num_attention_heads": 2,

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Server:
 
     def __init__(self, engine: str, side: str, settings: dict[str, Any], log: Path, **more: str) -> None:
         self.log, self.port = log, free_port()
-        command = shlex.split(blocks(engine, "sh")[["prefill", "decode"].index(side)])
+        command = shlex.split(blocks(engine, "sh")[["prefill", "decode"].index(side)].replace("\\\n", ""))
         assert MODEL in command, command
         command = [settings["model"] if word == MODEL else word for word in command]
         command[0] = str(Path(sys.executable).with_name(command[0]))
@@ -77,7 +78,8 @@ class Server:
 
     def kill(self) -> None:
         """Ends the server and its engine."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
