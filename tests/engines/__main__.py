@@ -90,13 +90,13 @@ def judge(pair_name: str, connector: str) -> str:
 
 def verdict(answers: Sequence[Answer], right: Sequence[list[int]]) -> str:
     """Whether the tokens were the right ones, and how many requests got others or failed."""
-    same = sum(answer.tokens == one for answer, one in zip(answers, right, strict=True))
-    failed = sum(answer.reason == "error" for answer in answers)
-    if same == len(right):
+    wrong = [answer for answer, one in zip(answers, right, strict=True) if answer.tokens != one]
+    failed = sum(answer.reason == "error" for answer in wrong)
+    if not wrong:
         return "same"
-    if same + failed == len(right):
+    if failed == len(wrong):
         return f"failed: {failed} of {len(right)}"
-    return f"different: {len(right) - same - failed} of {len(right)}"
+    return f"different: {len(wrong) - failed} of {len(right)}"
 
 
 def main(
