@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def main(
     parser: argparse.ArgumentParser,
     pairs: Mapping[str, Any],
     connectors: Collection[str],
-    judged: Callable[[str, Sequence[str]], Iterable[str]],
+    judged: Callable[[str, Sequence[str]], Generator[str]],
     packages: Iterable[str],
 ) -> int:
     """Judges the chosen pairs with the chosen connectors; returns 1 unless kvplan is right and the control is wrong.
@@ -124,10 +124,11 @@ def main(
     rows, is_right = [["pair", *options.connector], ["---"] * (1 + len(options.connector))], True
     for name in options.pair:
         began, verdicts = time.monotonic(), dict.fromkeys(options.connector, "not judged")
-        for connector, found in zip(options.connector, judged(name, options.connector), strict=False):
-            verdicts[connector] = found
-            print(f"{name:40} {connector:8} {time.monotonic() - began:4.0f} s  {found}", flush=True)
-            began = time.monotonic()
+        with closing(judged(name, options.connector)) as found:
+            for connector, result in zip(options.connector, found, strict=False):
+                verdicts[connector] = result
+                print(f"{name:44} {connector:8} {time.monotonic() - began:4.0f} s  {result}", flush=True)
+                began = time.monotonic()
         rows.append([name, *verdicts.values()])
         is_right &= verdicts.get("kvplan", "same") == "same"
         is_right &= verdicts.get("nothing", "different").startswith("different")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from itertools import count
@@ -313,7 +313,7 @@ def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[
         yield verdict(answers, [alone(PAIRS[name].model)[tuple(prompt)] for prompt in tokens])
 
 
-def judge(name: str, connectors: Sequence[str]) -> Iterator[str]:
+def judge(name: str, connectors: Sequence[str]) -> Generator[str]:
     """The verdicts of a pair's trial and of the control, or why there is none."""
     with ExitStack() as ending:
         try:
