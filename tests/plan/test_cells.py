@@ -72,6 +72,31 @@ def test_c2_positions_that_nobody_holds_are_listed():
         cells(match(ours, Sources(sources)))
 
 
+def states(name, *names):
+    """A worker with a state of four bytes for each name."""
+    views = [View(each, "g", "r", "uint8", [Axis("dim", 0, 4, 4, 1)], 1, 4, 4 * i) for i, each in enumerate(names)]
+    return Worker(name, 0, [Region("r", 0, 4 * len(names))], [Group("g")], views)
+
+
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        (["layers.0.states_of_a_convolution", "layers.0.attention"], "the sources have 'layers.0.attention': "),
+        (
+            [f"layers.0.states_of_a_convolution_{n}" for n in "dabc"],
+            "the sources have 'layers.0.states_of_a_convolution_d', 'layers.0.states_of_a_convolution_a', "
+            "'layers.0.states_of_a_convolution_b': ",
+        ),
+        (["layers.1.attn"], "name tensors in not_transferred"),
+    ],
+)
+def test_m2_the_hint_names_what_is_nearest_to_a_missing_tensor(names, hint):
+    """M2: of the names that the sources have for its layer, those that are alike, else the first three of them."""
+    with pytest.raises(KVPlanError, match="^TENSOR: ") as caught:
+        plan_reads(states("d", "layers.0.attn"), [states("p", *names)])
+    assert caught.value.hint.startswith(hint)
+
+
 def fewest(held):
     """The size of the smallest set of sources that serves every cell, by trying all of them."""
     for size in range(1, held.shape[1] + 1):

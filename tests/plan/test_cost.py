@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplan import Blocks, KVPlanError, Model, explain, plan_mesh, plan_reads
+from kvplan import Axis, Blocks, Group, KVPlanError, Model, Region, View, Worker, explain, plan_mesh, plan_reads
 from kvplan.plan import Cost
 from kvplan.plan.cost import PairCost
 from tests.small import HEAD_BYTES, engine
@@ -18,6 +18,7 @@ def test_blocks_that_do_not_divide_are_counted_over_their_period() -> None:
     cost = plan_reads(DECODE, PREFILL).cost()
     assert cost.tokens == 12
     assert cost.lengths == {2 * HEAD_BYTES: 2 * 4 * 2, 4 * HEAD_BYTES: 2 * 4 * 2}
+    assert cost.num_ids == 4 * 4 * 2
     assert cost.num_bytes == 12 * 4 * 2 * HEAD_BYTES
     assert [pair.remote for pair in cost.pairs] == [("prefill", 0), ("prefill", 1)]
 
@@ -69,6 +70,18 @@ def test_neighbouring_blocks_take_fewer_descriptors() -> None:
     assert plan.cost(8).pairs[0] != PairCost.of(spec)
 
 
+def test_a_run_and_a_token_that_meet_are_one_descriptor() -> None:
+    """The 8-byte tokens of one tensor end where the 4-byte tokens of another, which has gaps, begin."""
+    views = [
+        View(name, "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 8), Axis("dim", 0, dim, dim, 1)), 9, 64, offset)
+        for name, dim, offset in (("dense", 8, 0), ("gaps", 4, 32))
+    ]
+    local, remote = (Worker(name, 0, [Region("kv", 4096, 576)], [Group("attn", 4)], views) for name in "dp")
+    plan, blocks = plan_reads(local, [remote]), {"attn": Blocks([7])}
+    assert plan.cost().lengths == {4: 3, 36: 1}
+    assert plan.cost().pairs == (PairCost.of(*plan.bind(local=blocks, remote=blocks)),)
+
+
 def test_a_plan_of_nothing_costs_nothing() -> None:
     """Where no tensor moves, a cost has its pairs and no descriptor, and one position is enough to repeat."""
     names = DECODE.tensors
@@ -92,8 +105,13 @@ def test_a_cost_in_words() -> None:
         "4 tokens: 512 bytes in 2 descriptors of 256 bytes",
         "  d/0 <- p/0: 512 bytes in 2 descriptors of 256 bytes; 4 and 4 rows",
     ]
-    many = Cost("READ", 1, (PairCost(("d", 0), ("p", 0), 1, 1, 4, {8: 1, 16: 1, 24: 1, 32: 1}),))
-    assert str(many).splitlines()[0] == "1 token: 80 bytes in 4 descriptors of 8 bytes to 32 bytes"
+    three, four = (
+        Cost("READ", 1, (PairCost(("d", 0), ("p", 0), 1, 1, n, {8 * i: 1 for i in range(1, n + 1)}),)) for n in (3, 4)
+    )
+    assert str(three).startswith(
+        "1 token: 48 bytes in 3 descriptors of 8 bytes (1) and 16 bytes (1) and 24 bytes (1)\n"
+    )
+    assert str(four).startswith("1 token: 80 bytes in 4 descriptors of 8 bytes to 32 bytes\n")
 
 
 @pytest.mark.parametrize("tokens, code", [(-1, "RANGE"), (True, "TYPE"), (1.5, "TYPE"), (1 << 63, "RANGE")])
@@ -114,9 +132,26 @@ def test_a_period_too_long_to_list_is_refused() -> None:
     assert plan.cost(100).num_bytes == 100 * 4 * 2 * HEAD_BYTES
 
 
+@pytest.mark.parametrize(
+    ("contexts", "tokens", "order"), [((1, 1), None, "HN"), ((1, 1), 5, "HN"), ((2, 3), None, "NH")]
+)
+def test_as_many_descriptors_as_can_be_listed_are_counted(
+    monkeypatch: pytest.MonkeyPatch, contexts: tuple[int, int], tokens: int | None, order: str
+) -> None:
+    """The ids of one period, of runs and of single tokens, are as many as are listed, and not one less allowed."""
+    plan = plan_reads(DECODE, engine("prefill", tp=2, contexts=contexts, order=order))
+    number = max(pair.num_ids for pair in plan.cost(tokens).pairs)
+    monkeypatch.setattr("kvplan.plan.cost.MAX_LISTED", number)
+    assert plan.cost(tokens)
+    monkeypatch.setattr("kvplan.plan.cost.MAX_LISTED", number - 1)
+    with pytest.raises(KVPlanError, match=rf"RANGE: .* expected at most {number - 1} to list, got {number}"):
+        plan.cost(tokens)
+
+
 def test_costs_add_up_over_whole_periods() -> None:
     """A request of several periods costs as much as one of each."""
     plan = plan_reads(DECODE, PREFILL)
     one, many = plan.cost(), plan.cost(12 * 10**6)
+    assert many.num_ids == 10**6 * one.num_ids
     assert many.num_descriptors == 10**6 * one.num_descriptors
     assert many.num_bytes == 10**6 * one.num_bytes

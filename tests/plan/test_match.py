@@ -74,6 +74,23 @@ def grown(view: View, name: str) -> tuple[Axis, ...]:
     return tuple(attrs.evolve(a, size=a.size + (a.name == name)) for a in view.axes)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "hint"),
+    [("int8", "uint8", True), ("uint8", "int8", True), ("bfloat16", "float16", False), ("bfloat16", "uint8", False)],
+)
+def test_m3_bytes_of_one_meaning_may_be_described_alike(ours, theirs, hint):
+    """M3: the hint is for elements of one byte, whatever engines call them."""
+    mine, other = (
+        Worker(
+            name, 0, [Region("r", 0, 64)], [Group("g")], [View("t", "g", "r", dtype, [Axis("dim", 0, 4, 4, 2)], 1, 8)]
+        )
+        for name, dtype in (("d", ours), ("p", theirs))
+    )
+    with pytest.raises(KVPlanError, match="^DTYPE: ") as caught:
+        match(mine, Sources([other]))
+    assert ("describe both sides as uint8" in str(caught.value)) == hint
+
+
 def test_m3_a_state_group_does_not_pair_with_a_token_group():
     """M3: one whole state a block is not tokens in slots."""
 

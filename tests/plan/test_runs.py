@@ -397,3 +397,18 @@ def test_r3_tokens_that_only_meet_between_segments_join():
     found = runs_of(*sides)
     assert sorted(found.runs.length.tolist()) == [4, 4, 8, 8]
     assert found.cuts.tolist() == [[0, 1], [1, 3], [3, 5], [5, 6]]
+
+
+def test_r3_runs_end_where_a_segment_ends():
+    """R3: slots in two pairs, from blocks of three: every stretch of a block pair ends with a pair, wherever it begins."""
+    sides = []
+    for name, tokens, axes in (
+        ("d", 4, [Axis("token", 0, 2, 2, 32), Axis("token", 0, 2, 2, 4)]),
+        ("p", 3, [Axis("token", 0, 3, 3, 4)]),
+    ):
+        view = View("layers.0", "attn", "kv", "uint8", [*axes, Axis("dim", 0, 4, 4, 1)], 4, 40)
+        sides.append(Worker(name, 0, [Region("kv", 1 << 40, 160)], [Group("attn", tokens)], [view]))
+    found = runs_of(*sides)
+    order = np.argsort(found.position, kind="stable")
+    assert found.position[order].tolist() == [0, 2, 3, 4, 6, 8, 9, 10]
+    assert found.runs.length[order].tolist() == [8, 4, 4, 8, 8, 4, 4, 8]

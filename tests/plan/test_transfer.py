@@ -81,13 +81,16 @@ def test_nothing_moves_in_an_empty_range() -> None:
 
 
 def test_other_remotes_take_the_place_of_those_that_keep_the_same():
-    """Only addresses are new: ids, and where in its region each row is, stay as they are."""
+    """Only addresses and devices are new: ids, and where in its region each row is, stay as they are."""
     (ours,), (theirs,) = engine("decode", layers=1), engine("prefill", layers=1)
     plan = plan_reads(ours, [theirs])
-    other = attrs.evolve(theirs, engine_id="another", regions=[attrs.evolve(theirs.regions[0], address=1 << 50)])
+    other = attrs.evolve(
+        theirs, engine_id="another", regions=[attrs.evolve(theirs.regions[0], address=1 << 50, device_id=3)]
+    )
     before, after = plan.pairs[0].remote_table, plan.with_remotes([other]).pairs[0].remote_table
     assert (after.rows[:, 0] - (1 << 50) == before.rows[:, 0] - before.regions[0].address).all()
-    assert (after.rows[:, 1:] == before.rows[:, 1:]).all()
+    assert (after.rows[:, [1, 3, 4]] == before.rows[:, [1, 3, 4]]).all()
+    assert (after.rows[:, 2] == 3).all()
     assert after.regions == other.regions
     assert (after.region.tolist(), after.first.tolist()) == (before.region.tolist(), before.first.tolist())
 
@@ -97,6 +100,10 @@ def test_other_remotes_take_the_place_of_those_that_keep_the_same():
     [
         (engine("another", tp=2)[:1], r"workers in the same order, of ranks \[0, 1\], got ranks \[0\]"),
         (engine("another", tp=2)[::-1], r"workers in the same order, of ranks \[0, 1\], got ranks \[1, 0\]"),
+        (
+            [attrs.evolve(worker, rank=worker.rank + 2) for worker in engine("another", tp=2)],
+            r"workers in the same order, of ranks \[0, 1\], got ranks \[2, 3\]",
+        ),
         (engine("another", tp=2, tokens=8), "expected a worker that keeps the same .* got another/0, which differs"),
         (engine("another", tp=2, layers=3), "expected a worker that keeps the same .* got another/0, which differs"),
     ],
@@ -108,6 +115,18 @@ def test_remotes_that_keep_something_else_are_refused(remotes, message):
     with pytest.raises(KVPlanError, match=message) as error:
         plan.with_remotes(remotes)
     assert error.value.code == "WORKER"
+
+
+def test_remotes_of_two_engines_are_replaced_in_the_order_of_their_names():
+    """Sources are weighed in order of engine and rank, so that engines in another order could mean another choice."""
+    (ours,) = engine("decode", heads=1)
+    plan = plan_reads(ours, [*engine("a", heads=1), *engine("b", heads=1)])
+    others = [*engine("x", heads=1), *engine("y", heads=1)]
+    assert [pair.remote for pair in plan.with_remotes(others).pairs] == [("x", 0), ("y", 0)]
+    with pytest.raises(
+        KVPlanError, match=r"workers in the same order, of ranks \[0, 0\], got ranks \[0, 0\] of y/0, x/0"
+    ):
+        plan.with_remotes(others[::-1])
 
 
 def test_a_request_is_checked_without_making_ids() -> None:

@@ -170,8 +170,11 @@ def test_descriptors_of_unequal_lengths_are_no_proof(side):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_rows_of_other_strides_are_no_proof(side):
-    """A shorter stride is not the blocks' stride, although every row stays inside its region."""
-    assert "follow the blocks of every view" in refused(with_rows(PLANS["equal blocks"], side, 3, -1))
+    """A shorter stride, or none, is not the blocks' stride, although every row stays inside its region."""
+    plan = PLANS["equal blocks"]
+    stride = int((plan.pairs[0].local_table, plan.pairs[0].remote_table)[side].rows[0, 3])
+    for by in (-1, -stride):
+        assert "follow the blocks of every view" in refused(with_rows(plan, side, 3, by))
 
 
 @pytest.mark.parametrize("by", [-16, 16])
@@ -217,12 +220,132 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         assert "expected cuts in the form" in refused(changed(plan, cuts=wrong))
 
 
+@pytest.mark.parametrize(
+    ("series", "field", "edit", "named"),
+    [
+        (None, "groups", lambda groups: groups[:1], "groups"),
+        (None, "groups", lambda groups: (Group("other", 4), groups[1]), "groups"),
+        (None, "groups", lambda groups: (groups[0], Group("other", 16)), "groups"),
+        (None, "period", lambda period: 0, "period"),
+        (None, "period", lambda period: period + 1, "period"),
+        (None, "num_blocks", lambda blocks: blocks[:1], "num_blocks"),
+        (None, "num_blocks", lambda blocks: (blocks[0], 0), "num_blocks"),
+        ("tokens", "every", lambda every: 0, "every"),
+        ("tokens", "every", lambda every: 3, "every"),
+        ("tokens", "carried", lambda carried: carried[:0], "starts"),
+        ("tokens", "carried", lambda carried: carried.astype(float), "starts"),
+        ("tokens", "carried", lambda carried: carried + 1, "starts"),
+        ("runs", "starts", lambda starts: starts[::-1], "starts"),
+        ("runs", "starts", lambda starts: starts - 1, "starts"),
+        ("runs", "base", lambda base: base[:, :0], "base"),
+        ("runs", "base", lambda base: base[..., 0], "base"),
+        ("runs", "base", lambda base: base.astype(float), "base"),
+        ("runs", "base", lambda base: base.astype(np.int64) - (1 << 62), "base"),
+        ("runs", "step", lambda step: step[:1], "step"),
+        ("runs", "step", lambda step: (step[0], -1), "step"),
+        ("runs", "step", lambda step: (step[0], 1 << 31), "step"),
+        ("runs", "blocks", lambda blocks: blocks[:1], "blocks"),
+        ("runs", "blocks", lambda blocks: (blocks[0], attrs.evolve(blocks[1], num_blocks=0)), "blocks"),
+        ("runs", "blocks", lambda blocks: (attrs.evolve(blocks[0], ordinal=[0, 1, 2, 3]), blocks[1]), "blocks"),
+        ("runs", "blocks", lambda blocks: (attrs.evolve(blocks[0], sub=np.zeros(3, np.int32)), blocks[1]), "blocks"),
+        ("tokens", "sub", lambda sub: sub[:1], "sub"),
+        ("tokens", "sub", lambda sub: (sub[0], sub[1][:-1]), "sub"),
+        ("tokens", "sub", lambda sub: (sub[0].astype(float), sub[1]), "sub"),
+        ("tokens", "sub", lambda sub: (sub[0].tolist(), sub[1]), "sub"),
+    ],
+)
+def test_fields_of_another_form_are_no_proof(series, field, edit, named):
+    """Numbers that are missing, of another type or out of range are refused before any id is followed."""
+    plan = PLANS["pieces of larger blocks"]
+    wrong = changed(plan, series and (series, 0), **{field: edit})
+    assert f"expected {named} in the form that bind relies on" in refused(wrong)
+
+
+def test_slots_of_one_start_are_no_proof():
+    """A series that begins at one position of a period has no term of slots: bind would take it for an occurrence's."""
+    zero = np.zeros(1, np.int32)
+    wrong = changed(
+        PLANS["equal blocks"], ("runs", 0), blocks=lambda blocks: (attrs.evolve(blocks[0], sub=zero), blocks[1])
+    )
+    assert "expected blocks in the form" in refused(wrong)
+
+
+def with_last(values, value):
+    """The array with another last entry."""
+    return np.append(values[:-1], np.array([value], values.dtype))
+
+
+@pytest.mark.parametrize(
+    ("field", "edit", "message"),
+    [
+        ("region", lambda region: with_last(region, -1), "in row 3"),
+        ("region", lambda region: with_last(region, 2), "in row 3"),
+        ("first", lambda first: with_last(first, 181), "expected row 3 to begin with id 180, got 181"),
+        ("rows", lambda rows: rows.astype(np.int64), "expected rows of 5 numbers"),
+        ("rows", lambda rows: rows[:, :4], "expected rows of 5 numbers"),
+        (
+            "rows",
+            lambda rows: np.append(rows[:-1], rows[-1:] + np.array([0, 0, 0, 0, 1], np.uint64), axis=0),
+            "in row 3",
+        ),
+    ],
+)
+def test_tables_of_another_form_are_no_proof(field, edit, message):
+    """Rows are five unsigned numbers and lie in a region of their worker to the last element, which has the last id."""
+    plan = PLANS["equal blocks"]
+    (pair,) = plan.pairs
+    table = attrs.evolve(pair.local_table, **{field: edit(getattr(pair.local_table, field))})
+    assert message in refused(attrs.evolve(plan, pairs=(attrs.evolve(pair, local_table=table),)))
+
+
+def test_rows_of_single_bytes_are_proved():
+    """Elements of one byte, one byte apart, fill a region to its end."""
+    mine, other = (
+        Worker(
+            name,
+            0,
+            [Region("r", 4096, 10)],
+            [Group("g")],
+            [View("state", "g", "r", "uint8", [Axis("dim", 0, 1, 1, 1)], 10, 1)],
+        )
+        for name in "dp"
+    )
+    assert certify(plan_reads(mine, [other])) == Certificate(1, 1, True)
+
+
+def test_a_table_without_rows_is_no_proof():
+    """Ids of a pair that moves bytes number the rows of both tables."""
+    plan = PLANS["equal blocks"]
+    (pair,) = plan.pairs
+    empty = attrs.evolve(
+        pair.remote_table, region=np.zeros(0, int), rows=pair.remote_table.rows[:0], first=np.zeros(0, int)
+    )
+    wrong = attrs.evolve(plan, pairs=(attrs.evolve(pair, remote_table=empty),))
+    assert "expected rows in the form" in refused(wrong)
+
+
+def test_a_remote_given_twice_is_no_proof():
+    """A plan has one pair for each remote worker, and no remote is the local worker."""
+    plan = PLANS["equal blocks"]
+    twice = attrs.evolve(plan, remotes=plan.remotes * 2, pairs=plan.pairs * 2)
+    itself = attrs.evolve(plan, remotes=(plan.local,), pairs=(attrs.evolve(plan.pairs[0], remote=plan.local.key),))
+    for wrong in (twice, itself):
+        assert "expected one pair with each of" in refused(wrong)
+
+
+def test_another_operation_is_no_proof():
+    """A plan reads or writes."""
+    assert "expected operation READ or WRITE, got COPY" in refused(attrs.evolve(PLANS["contexts"], operation="COPY"))
+
+
 def test_a_run_across_a_cut_is_no_proof():
     """A range may split a run only at a cut; without cuts, a run would leave the range."""
     plan = PLANS["pieces of larger blocks"]
     assert "a cut" in refused(changed(plan, cuts=lambda cuts: ()))
     assert "a cut" in refused(changed(plan, cuts=lambda cuts: tuple((low, high - 1) for low, high in cuts)))
-    assert "a cut" in refused(changed(plan, cuts=lambda cuts: tuple((low + 1, high) for low, high in cuts)))
+    later = changed(plan, cuts=lambda cuts: tuple((low + 1, high) for low, high in cuts))
+    assert "a cut" in refused(later)
+    assert "a cut" in refused(changed(later, ("runs", 0), starts=lambda starts: starts + 1))
 
 
 def test_pools_larger_than_they_are_are_no_proof():
@@ -263,6 +386,38 @@ def test_wrong_ordinals_of_a_period_are_no_proof(name, field, side):
         refused(changed(plan, series, blocks=wrong))
 
 
+def test_one_id_outside_its_row_is_no_proof():
+    """The last run of a series alone, one id further, would leave its row in the last block of the pool."""
+
+    def further(base):
+        more = np.zeros_like(base)
+        more[0, -1] = 1
+        return base + more
+
+    assert "ids of 10 blocks that stay in row" in refused(changed(PLANS["equal blocks"], ("tokens", 0), base=further))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_blocks_behind_one_of_two_views_are_no_proof(side):
+    """Runs that join two tensors of a block may be bound for no more blocks than the smaller pool has."""
+    axes = [Axis("token", 0, 4, 4, 8), Axis("dim", 0, 8, 8, 1)]
+    views = [View(name, "attn", "kv", "uint8", axes, 9, 64, offset) for name, offset in (("a", 0), ("b", 32))]
+    workers = [Worker(name, 0, [Region("kv", 4096, 576)], [Group("attn", 4)], views) for name in "dp"]
+    plan = plan_reads(workers[0], [workers[1]])
+    assert certify(plan)
+    less = attrs.evolve(workers[side], views=[views[0], attrs.evolve(views[1], num_blocks=8)])
+    fewer = attrs.evolve(plan, local=less) if side == 0 else attrs.evolve(plan, remotes=(less,))
+    assert "ids that follow the blocks of every view" in refused(fewer)
+
+
+def test_a_source_of_another_dtype_is_no_proof():
+    """Bytes of elements that the two sides read differently are not the same bytes, wherever they go."""
+    plan = PLANS["equal blocks"]
+    (source,) = plan.remotes
+    other = attrs.evolve(source, views=[attrs.evolve(view, dtype="float16") for view in source.views])
+    assert "of p/0: expected ('bfloat16', " in refused(attrs.evolve(plan, remotes=(other,)))
+
+
 def test_a_plan_of_another_source_is_no_proof():
     """Tables of one pair used with the worker of another read heads of the wrong rank."""
     plan = plan_reads(engine("d")[0], engine("p", tp=2))
@@ -281,6 +436,8 @@ def test_writers_that_are_missing_leave_a_proof_incomplete():
     assert sum(share.num_bytes for share in shares) == whole.num_bytes
     with pytest.raises(KVPlanError, match="bytes moved twice"):
         certify([mesh.plans[0], *mesh.plans])
+    reads = plan_reads(engine("e")[0], engine("q"))
+    assert certify([reads, plan_writes(sources[0], destinations, [sources[1]])]).complete is False
 
 
 @pytest.mark.parametrize(
@@ -326,6 +483,27 @@ def test_the_limit_is_for_all_series_of_a_destination_together(monkeypatch):
         certify(plan)
 
 
+@pytest.mark.parametrize(("name", "number"), [("pieces of larger blocks", 416), ("contexts", 296)])
+def test_the_limit_is_for_all_starts_of_all_periods(monkeypatch, name, number):
+    """Runs that begin at four positions are followed four times; a cycle of the contexts, as often as they repeat."""
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", number)
+    assert certify(PLANS[name])
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", number - 1)
+    with pytest.raises(KVPlanError, match=rf"RANGE: .*: expected at most {number - 1} parts to follow, got {number}"):
+        certify(PLANS[name])
+
+
+def test_ids_of_32_bits_are_no_proof_where_a_pool_has_more():
+    """Ids that bind computes in 32 bits stay below 2**31 in every block of the pool, also where the row goes on."""
+    (mine,), (other,) = (engine(name, blocks=1 << 29, layers=1, heads=1, order="NH") for name in "dp")
+    plan = plan_reads(mine, [other])
+    (one,) = layout_of(plan).tokens
+    assert one.base.dtype == np.int64
+    assert certify(plan)
+    narrow = changed(plan, ("tokens", 0), base=lambda base: base.astype(np.int32))
+    assert "ids of 536870912 blocks that stay in row" in refused(narrow)
+
+
 Range = tuple[int, int]
 """First byte and length."""
 
@@ -355,6 +533,7 @@ def pieces_of_a_block(draw: st.DrawFn) -> list[Range]:
 
 @given(pieces_of_a_block(), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=4))
 @example([(2, 2), (4, 2)], [(0, 6)])  # as many bytes before the pieces as the last one has
+@example([(2, 2), (4, 2)], [(0, 6), (2, 2)])
 @example([(2, 2)], [(0, 1)])
 @example([(0, 2)], [(1, 2)])
 def test_ranges_are_cut_where_a_walk_changes_pieces(pieces: list[Range], ranges: list[Range]) -> None:
@@ -431,6 +610,7 @@ def test_an_error_says_where_the_wrong_byte_is():
     plan = PLANS["equal blocks"]
     with pytest.raises(KVPlanError) as caught:
         certify(changed(plan, ("tokens", 0), base=lambda base: np.stack([base[0], base[1][::-1]])))
+    assert "expected tensor layers.0 of layers.0, got layers.1" in str(caught.value)
     details = dict(caught.value.details)
     assert details == {"row": (2, 3), "region": ("kv.0", "kv.1"), "tensor": ("layers.0", "layers.1")}
 
