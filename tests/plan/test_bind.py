@@ -397,6 +397,36 @@ def test_sources_of_another_context_than_those_that_serve_make_no_difference(tok
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("sizes", [(8, 4), (6, 4), (4, 8), (3, 5)])
+@pytest.mark.parametrize("tokens", [(0, 24), (1, 23), (5, 21), (9, 10), (10, 13), (17, 24)])
+def test_b2_exactly_the_positions_of_a_range_move_around_gaps(sizes, tokens):
+    """B2: where every second block is null, the range's positions in the others move, whole runs or single tokens."""
+    (mine,), (other,) = (
+        engine(name, tokens=size, order="NH", blocks=40) for name, size in zip("dp", sizes, strict=True)
+    )
+    ours = Blocks([0 if i % 2 else 30 - i for i in range(-(-24 // sizes[0]))], null=0)
+    theirs = Blocks([i * 7 % 40 for i in range(-(-24 // sizes[1]))])
+    block = dict(zip(ours.ordinals.tolist(), ours.ids.tolist(), strict=True))
+    assert copies(plan_reads(mine, [other]), ours, theirs, tokens) == {
+        (block[p // sizes[0]], p % sizes[0]): (theirs.ids[p // sizes[1]], p % sizes[1])
+        for p in range(*tokens)
+        if p // sizes[0] in block
+    }
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [((8, 20), True), ((7, 20), False), ((8, 21), False), ((7, 7), True)])
+def test_b4_a_table_with_gaps_lists_the_whole_range(tokens, fits):
+    """B4: null blocks count as listed, but what is before or behind a table is not a gap."""
+    (mine,), (other,) = engine("d"), engine("p")
+    tables = {"local": {"attn": Blocks([5, 0, 6], first=2, null=0)}, "remote": {"attn": Blocks(range(1, 7))}}
+    plan = plan_reads(mine, [other])
+    if fits:
+        assert sum(spec.num_bytes for spec in plan.bind(**tables, tokens=tokens)) == (2 if tokens[0] == 8 else 0) * 512
+    else:
+        with pytest.raises(KVPlanError, match="^BLOCKS: "):
+            plan.bind(**tables, tokens=tokens)
+
+
 def test_a_range_in_a_gap_moves_nothing():
     """Of three blocks the middle one is not there, and nothing else is asked for."""
     (ours,), (theirs,) = engine("d"), engine("p")

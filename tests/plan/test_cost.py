@@ -71,14 +71,14 @@ def test_neighbouring_blocks_take_fewer_descriptors() -> None:
 
 
 def test_a_run_and_a_token_that_meet_are_one_descriptor() -> None:
-    """The 8-byte tokens of one tensor end where the 4-byte tokens of another, which has gaps, begin."""
+    """The 16-byte tokens of one tensor end where the 4-byte tokens of another, which has gaps, begin."""
     views = [
-        View(name, "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 8), Axis("dim", 0, dim, dim, 1)), 9, 64, offset)
-        for name, dim, offset in (("dense", 8, 0), ("gaps", 4, 32))
+        View(name, "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 16), Axis("dim", 0, dim, dim, 1)), 9, 128, offset)
+        for name, dim, offset in (("dense", 16, 0), ("gaps", 4, 64))
     ]
-    local, remote = (Worker(name, 0, [Region("kv", 4096, 576)], [Group("attn", 4)], views) for name in "dp")
+    local, remote = (Worker(name, 0, [Region("kv", 4096, 9 * 128)], [Group("attn", 4)], views) for name in "dp")
     plan, blocks = plan_reads(local, [remote]), {"attn": Blocks([7])}
-    assert plan.cost().lengths == {4: 3, 36: 1}
+    assert plan.cost().lengths == {4: 3, 68: 1}
     assert plan.cost().pairs == (PairCost.of(*plan.bind(local=blocks, remote=blocks)),)
 
 
@@ -133,7 +133,7 @@ def test_a_period_too_long_to_list_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contexts", "tokens", "order"), [((1, 1), None, "HN"), ((1, 1), 5, "HN"), ((2, 3), None, "NH")]
+    ("contexts", "tokens", "order"), [((1, 1), None, "HN"), ((1, 1), 1, "HN"), ((1, 1), 5, "HN"), ((2, 3), None, "NH")]
 )
 def test_as_many_descriptors_as_can_be_listed_are_counted(
     monkeypatch: pytest.MonkeyPatch, contexts: tuple[int, int], tokens: int | None, order: str

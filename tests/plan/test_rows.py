@@ -138,9 +138,12 @@ def test_t2_more_slots_than_can_be_listed_are_refused():
 
 def test_a_table_is_one_short_line():
     """Tables print as how much they register, and how much that stands for."""
-    (ours,), (theirs,) = engine("d", blocks=7), engine("p")
-    (pair,) = plan_reads(ours, [theirs]).pairs
-    assert repr(pair.local_table) == "<Table of 4 rows, 238 ids>"
+    (ours,), sources = engine("d", blocks=7, heads=1), engine("p", tp=2, heads=1)
+    used, idle = plan_reads(ours, sources).pairs
+    assert [repr(pair.local_table) for pair in (used, idle)] == [
+        "<Table of 4 rows, 70 ids>",
+        "<Table of 0 rows, 0 ids>",
+    ]
 
 
 def ids_of(ours, theirs):

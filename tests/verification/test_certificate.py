@@ -571,6 +571,23 @@ def test_workers_of_two_descriptions_are_no_proof():
     (mine,) = second.remotes
     other = attrs.evolve(mine, groups=(*mine.groups, Group("more")))
     assert "one description of the worker" in refused([first, attrs.evolve(second, remotes=(other,))])
+    reads = [plan_reads(reader, engine("p")) for reader in (mine, other)]
+    assert "one description of the worker" in refused(reads)
+
+
+def test_a_writer_may_describe_its_buffer_for_each_destination():
+    """A staging buffer holds other heads for each peer, in the same regions; in other regions it is another worker."""
+    destinations, (first, second) = engine("d", tp=2), engine("p", tp=2)
+    again = attrs.evolve(first, views=second.views)
+    elsewhere = attrs.evolve(again, regions=second.regions)
+    to_first, to_second, other = (
+        plan_writes(*each)
+        for each in zip(
+            (first, again, elsewhere), ([one] for one in destinations[:1] + destinations[1:] * 2), strict=True
+        )
+    )
+    assert certify([to_first, to_second]).complete
+    assert "one description of the worker" in refused([to_first, other])
 
 
 @pytest.mark.parametrize("change", ["name of a tensor", "context"])
