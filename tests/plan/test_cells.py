@@ -92,7 +92,7 @@ def states(name, *names):
 )
 def test_m2_the_hint_names_what_is_nearest_to_a_missing_tensor(names, hint):
     """M2: of the names that the sources have for its layer, those that are alike, else the first three of them."""
-    with pytest.raises(KVPlanError, match="^TENSOR: ") as caught:
+    with pytest.raises(KVPlanError, match=r"^TENSOR: ") as caught:
         plan_reads(states("d", "layers.0.attn"), [states("p", *names)])
     assert caught.value.hint.startswith(hint)
 

@@ -86,7 +86,7 @@ def test_m3_bytes_of_one_meaning_may_be_described_alike(ours, theirs, hint):
         )
         for name, dtype in (("d", ours), ("p", theirs))
     )
-    with pytest.raises(KVPlanError, match="^DTYPE: ") as caught:
+    with pytest.raises(KVPlanError, match=r"^DTYPE: ") as caught:
         match(mine, Sources([other]))
     assert ("describe both sides as uint8" in str(caught.value)) == hint
 

@@ -400,7 +400,7 @@ def test_r3_tokens_that_only_meet_between_segments_join():
 
 
 def test_r3_runs_end_where_a_segment_ends():
-    """R3: slots in two pairs, from blocks of three: every stretch of a block pair ends with a pair, wherever it begins."""
+    """R3: slots in two pairs, from blocks of three: a run ends where a pair does, wherever in a block it begins."""
     sides = []
     for name, tokens, axes in (
         ("d", 4, [Axis("token", 0, 2, 2, 32), Axis("token", 0, 2, 2, 4)]),
