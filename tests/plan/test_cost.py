@@ -24,7 +24,8 @@ def test_blocks_that_do_not_divide_are_counted_over_their_period() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, lengths", [(0, {}), (1, {1: 8}), (5, {1: 8, 4: 8}), (12, {2: 16, 4: 16}), (25, {1: 8, 2: 32, 4: 32})]
+    "tokens, lengths",
+    [(0, {}), (1, {1: 8}), (3, {3: 8}), (5, {1: 8, 4: 8}), (12, {2: 16, 4: 16}), (25, {1: 8, 2: 32, 4: 32})],
 )
 def test_any_number_of_positions_has_a_cost(tokens: int, lengths: dict[int, int]) -> None:
     """Whole periods are counted as often as there are any, and what is left of a request like a request."""

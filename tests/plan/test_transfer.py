@@ -1,12 +1,17 @@
 """Plans: who reads from whom, and what a plan says of itself."""
 
+import re
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
+import kvplan.plan
 from kvplan import Blocks, KVPlanError, plan_reads, plan_writes
+from kvplan.describe.axes import MAX_SEGMENTS
+from kvplan.plan import bind, cells, cost, match, rows, runs
+from kvplan.verification.certificate import MAX_PARTS
 from tests.small import engine
 
 
@@ -133,12 +138,27 @@ def test_a_request_is_checked_without_making_ids() -> None:
     """``check`` takes what bind takes, and raises what bind raises."""
     (mine,), sources = engine("decode"), engine("prefill")
     plan = plan_reads(mine, sources)
-    table = {"attn": Blocks([1, 2])}
-    plan.check(local=table, remote=table, tokens=(0, 8))
+    tables: dict[str, Any] = {"local": {"attn": Blocks([1, 2])}, "remote": {"attn": Blocks([3, 4, 5])}}
+    plan.check(**tables, tokens=(0, 8))
     for tokens in ((0, 9), (3, 2)):
         errors = []
         for take in (plan.check, plan.bind):
             with pytest.raises(KVPlanError) as refused:
-                take(local=table, remote=table, tokens=tokens)
+                take(**tables, tokens=tokens)
             errors.append(str(refused.value))
         assert errors[0] == errors[1]
+
+
+def test_the_limits_are_those_that_are_listed() -> None:
+    """The table of bounds in the plan room's documentation says what each limit is."""
+    _, _, bounds = str(kvplan.plan.__doc__).partition("Bounds\n")
+    limits = [
+        MAX_SEGMENTS,
+        match.MAX_HELD,
+        cells.MAX_CELLS,
+        runs.MAX_LISTED,
+        rows.MAX_SLOTS,
+        cost.MAX_LISTED,
+        MAX_PARTS,
+    ]
+    assert [1 << int(n) for n in re.findall(r"  2\*\*(\d+)\b", bounds)] == [*limits, bind.MAX_IDS]

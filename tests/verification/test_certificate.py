@@ -241,6 +241,7 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         ("runs", "base", lambda base: base[..., 0], "base"),
         ("runs", "base", lambda base: base.astype(float), "base"),
         ("runs", "base", lambda base: base.astype(np.int64) - (1 << 62), "base"),
+        ("runs", "base", lambda base: base + np.array([[[0]] * 7 + [[1 << 62]]]), "base"),
         ("runs", "step", lambda step: step[:1], "step"),
         ("runs", "step", lambda step: (step[0], -1), "step"),
         ("runs", "step", lambda step: (step[0], 1 << 31), "step"),
@@ -278,6 +279,7 @@ def with_last(values, value):
 @pytest.mark.parametrize(
     ("field", "edit", "message"),
     [
+        ("regions", lambda regions: regions[::-1], "expected the regions of d/0, got "),
         ("region", lambda region: with_last(region, -1), "in row 3"),
         ("region", lambda region: with_last(region, 2), "in row 3"),
         ("first", lambda first: with_last(first, 181), "expected row 3 to begin with id 180, got 181"),
@@ -625,6 +627,16 @@ def test_an_error_says_where_the_wrong_byte_is():
     assert "expected tensor layers.0 of layers.0, got layers.1" in str(caught.value)
     details = dict(caught.value.details)
     assert details == {"row": (2, 3), "region": ("kv.0", "kv.1"), "tensor": ("layers.0", "layers.1")}
+
+
+def test_an_error_says_which_byte_moves_twice_or_not_at_all():
+    """Runs given twice fill position 0 twice; without the last head, position 0 of the second layer is incomplete."""
+    twice = changed(PLANS["equal blocks"], runs=lambda runs: runs * 2)
+    assert "expected every byte of layers.0, position 0, once, got bytes moved twice" in refused(twice)
+    plan = PLANS["pieces of larger blocks"]
+    for kind in ("runs", "tokens"):
+        plan = changed(plan, (kind, 0), base=lambda base: base[:, :-1])
+    assert "expected every byte of layers.1, position 0, once, got bytes not moved" in refused(plan)
 
 
 @pytest.mark.parametrize("value", [None, 1, "plan", [None], [[]], TransferPlan])
