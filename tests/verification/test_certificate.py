@@ -282,6 +282,7 @@ def with_last(values, value):
         ("regions", lambda regions: regions[::-1], "expected the regions of d/0, got "),
         ("region", lambda region: with_last(region, -1), "in row 3"),
         ("region", lambda region: with_last(region, 2), "in row 3"),
+        ("region", lambda region: region[:-1], "expected rows of 5 numbers, each with a region"),
         ("first", lambda first: with_last(first, 181), "expected row 3 to begin with id 180, got 181"),
         ("rows", lambda rows: rows.astype(np.int64), "expected rows of 5 numbers"),
         ("rows", lambda rows: rows[:, :4], "expected rows of 5 numbers"),
@@ -453,6 +454,13 @@ def test_hybrid_models_are_proved(ours, theirs):
     proof = certify(plan_reads(destinations[-1], sources))
     assert isinstance(proof, Certificate)
     assert proof.complete
+
+
+def test_sources_that_repeat_after_unequal_periods_are_proved():
+    """Blocks of 8 tokens repeat twice while those of 16 do once, and cuts with them."""
+    sources = [engine("p", tp=2, tokens=tokens)[rank] for rank, tokens in enumerate((8, 16))]
+    proof = certify(plan_reads(engine("d")[0], sources))
+    assert (proof.num_bytes, proof.complete) == (16 * 2 * 4 * 16, True)
 
 
 def test_a_plan_that_moves_nothing_is_proved():
