@@ -414,6 +414,17 @@ def test_b2_exactly_the_positions_of_a_range_move_around_gaps(sizes, tokens):
     }
 
 
+def test_as_many_ids_as_may_be_are_bound(monkeypatch):
+    """RANGE: a request of two blocks of two runs, and not one id less allowed."""
+    (mine,), (other,) = engine("d"), engine("p")
+    plan, blocks = plan_reads(mine, [other]), {"attn": Blocks([3, 5])}
+    monkeypatch.setattr("kvplan.plan.bind.MAX_IDS", 4)
+    assert plan.bind(local=blocks, remote=blocks)[0].local_ids.size == 4
+    monkeypatch.setattr("kvplan.plan.bind.MAX_IDS", 3)
+    with pytest.raises(KVPlanError, match=r"^RANGE: .* expected at most 3 ids with one worker, got 4"):
+        plan.bind(local=blocks, remote=blocks)
+
+
 def test_b4_a_table_with_gaps_lists_the_whole_range():
     """B4: null blocks count as listed, but what is before or behind a table is not a gap."""
     (mine,), (other,) = engine("d"), engine("p")
