@@ -163,7 +163,7 @@ def _pieces(worker: Worker, group: Group, tensors: Mapping[str, tuple[int, View,
     base, columns = region_starts(worker), [np.empty((7, 0), np.int64)]
     for (geometry, weights), views in equal.items():
         of = worker.geometries[geometry]
-        for name in {worker.views[view].name for view in views}:
+        for name in dict.fromkeys(worker.views[view].name for view in views):
             if _elements(of) != _elements(tensors[name][1]):
                 raise refusal(f"{name} of {worker.label}", f"{_elements(tensors[name][1])}", f"{_elements(of)}")
         offset, number, length = pieces_of_slot(of, weights)
