@@ -10,6 +10,7 @@ from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
+from kvplan._checks import seconds
 from kvplan.errors import KVPlanError
 
 MAX_SENT_BYTES: Final = 1 << 24
@@ -63,7 +64,7 @@ def exchange(peer: str, host: str, port: int | None, path: str, timeout_s: float
 
     Without a port it is in ``host``.
     """
-    stop, action = time.monotonic() + timeout_s, f"reach {peer}"
+    stop, action = time.monotonic() + seconds(timeout_s, "timeout_s"), f"reach {peer}"
     try:
         connection = HTTPConnection(host, port, timeout=timeout_s)
         try:
