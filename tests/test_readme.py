@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -45,3 +46,19 @@ def test_the_readme_names_every_shipped_model() -> None:
     """The list of shipped models is the one that the package has, in its order."""
     (listed,) = re.findall(r"^Shipped models: (.*?)\.$", README, re.DOTALL | re.MULTILINE)
     assert tuple(re.split(r",\s+", listed)) == Model.names()
+
+
+def test_the_readme_counts_the_verdicts_of_real_engines() -> None:
+    """The README has the numbers of the table of vLLM's pairs: rows, and verdicts on vLLM's own connector."""
+    page = (ROOT / "docs" / "engines.md").read_text().partition("## SGLang")[0]
+    rows = [line.strip("| ").split(" | ") for line in page.partition("| pair |")[2].splitlines()[2:] if "|" in line]
+    ours, theirs, control = ([row[i].partition(":")[0].split()[0] for row in rows] for i in (1, 2, 3))
+    number, run = Counter(theirs), [verdict for verdict in theirs if verdict.isalpha()]
+    assert ({*ours}, {*control}) == ({"same"}, {"different"})
+    text = (
+        f"in {len(rows)} of {len(rows)} pairs with kvplan, in none with a control that moves nothing, and in "
+        f"{number['same']} of the {len(run)} that vLLM's own connector was run on: "
+        f"{number['different']} had other tokens without an error, {number['failed']} failed, "
+        f"{number['crashed']} crashed, and {number['void']} was void."
+    )
+    assert text in " ".join(README.split())
