@@ -60,7 +60,7 @@ class Pair(NamedTuple):
     decode: Side
     trial: str = "transfer"
     lease_s: int = 60
-    transports: str = "all"
+    transports: str = ""
 
 
 PAIRS = {
@@ -160,7 +160,8 @@ class Engines:
                 "disaggregation_bootstrap_port": port,
                 "disaggregation_decode_enable_radix_cache": self.pair.trial == "prefix" and role == "decode",
             }
-            more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}", "UCX_TLS": self.pair.transports}
+            more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}"}
+            more |= {"UCX_TLS": self.pair.transports} if self.pair.transports else {}
             engine = SglangEngine(settings, log, **more)
         self._ports[engine] = port
         self._ending.callback(engine.kill)

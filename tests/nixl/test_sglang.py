@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -155,7 +154,7 @@ def decode(plugin: SimpleNamespace) -> Side:
 THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
 
 
-def sent(plugin: SimpleNamespace, prefill: Side, server: Any) -> Any:
+def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer) -> Any:
     """A request that prefill has computed in two chunks."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
     assert sender.poll() == KVPoll.WaitingForInput
@@ -171,12 +170,6 @@ def received(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, num
     receiver.num_tokens = num_tokens
     receiver.init(0)
     return receiver
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def until(ends: Any, state: int) -> None:
@@ -281,10 +274,12 @@ def test_a_handoff_without_a_token(
 
 def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side, decode: Side) -> None:
     """Prefill publishes again until somebody takes it."""
-    port = free_port()
-    sender = sent(plugin, prefill, SimpleNamespace(address=f"127.0.0.1:{port}"))
+    gone = BootstrapServer("127.0.0.1", 0)
+    gone.close()
+    sender = sent(plugin, prefill, gone)
     time.sleep(0.1)
-    server = BootstrapServer("127.0.0.1", port)
+    host, port = gone.address.split(":")
+    server = BootstrapServer(host, int(port))
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     receiver.clear()
