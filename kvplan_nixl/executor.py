@@ -7,7 +7,8 @@ and indexes them by a spec's ids. It follows the rules of :mod:`kvplan.executor`
   envelopes. A restarted process has a new agent name, so transfers meant for the old process never reach it.
 - N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes under way. So the executor
   does neither while a transfer runs. A cancelled transfer runs until NIXL reports DONE or an error, also where its
-  remote worker is disconnected by force. Only :meth:`NixlExecutor.close` ends running transfers.
+  remote worker is disconnected by force. Only :meth:`NixlExecutor.close` ends running transfers. An error is an end
+  where UCX goes on with nothing after it, which is why :data:`UCX` leaves its own copies out.
 - N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory, the agent. After
   :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors the caller keeps.
 - N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it. The latest

@@ -169,7 +169,7 @@ class Reads:
         return ended
 
     def late(self) -> dict[str, KVPlanError]:
-        """The requests that have failed since the last call because their time is over, while bytes may still move.
+        """The requests, with errors, that have failed since the last call as their time is over; bytes may still move.
 
         Their blocks must stay until :meth:`poll` reports them: when their source answers or dies.
         """
