@@ -196,7 +196,8 @@ def _decoder(
 ) -> tuple[dict[str, Any], Family]:
     """The keys of the decoder with the defaults of its family and the weights' ``dtype``, and the family."""
     if not isinstance(config, Mapping):
-        raise KVPlanError("TYPE", "read a model configuration", expected="a mapping", got=type(config).__name__)
+        expected, got = "a mapping, as json.load makes it of a config.json", type(config).__name__
+        raise KVPlanError("TYPE", "read a model configuration", expected=expected, got=got)
     weights, sizes = dtype(config, "bfloat16"), SIZES
     inner: Any
     while isinstance(config, Mapping) and not config.get("is_encoder_decoder"):
