@@ -71,6 +71,14 @@ def test_b1_a_prefix_hit_pairs_by_ordinal():
     assert moved == {(b, s): (a, s) for b, a in ((9, 2), (5, 3)) for s in range(4)}
 
 
+def test_b1_tables_may_list_more_than_the_range():
+    """B1: of blocks from the third on, on both sides, only those of the range move."""
+    (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH")
+    ours, theirs = Blocks([9, 5, 3, 7], first=2), Blocks([0, 1, 2, 4], first=2)
+    moved = copies(plan_reads(mine, [other]), ours, theirs, (8, 16))
+    assert moved == paired(ours, theirs, (8, 16), (4, 4))
+
+
 def test_b2_two_ranges_make_one():
     """B2: a chunked request moves what the whole one moves, wherever it is cut."""
     (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH", tokens=3)
@@ -159,6 +167,8 @@ def test_writes_move_what_reads_move():
         ("BLOCKS", {"attn": Blocks([1, 10])}, {"attn": Blocks([1, 2])}, (0, 8)),
         ("BLOCKS", {"attn": Blocks([1, 2])}, {"attn": Blocks([10, 2])}, (0, 8)),
         ("BLOCKS", {"attn": Blocks([2, 2])}, {"attn": Blocks([1, 2])}, (0, 8)),
+        ("BLOCKS", {"attn": Blocks([1, 2])}, {"attn": Blocks([1])}, (5, 7)),
+        ("BLOCKS", {"attn": Blocks([1, 2])}, {"attn": Blocks([2], first=1)}, (1, 3)),
         ("BLOCKS", {}, {"attn": Blocks([1])}, (0, 4)),
         ("BLOCKS", {"attn": Blocks([1])}, {}, (0, 4)),
         ("TYPE", {"attn": [1]}, {"attn": Blocks([1])}, (0, 4)),
@@ -221,20 +231,44 @@ def states(name: str, *pools: int) -> Worker:
     return Worker(name, 0, regions, [Group(f"{i}") for i in range(len(pools))], views)
 
 
+def in_one_group(worker: Worker) -> Worker:
+    """The worker with all its states in the first group."""
+    views = [attrs.evolve(view, group=worker.groups[0].name) for view in worker.views]
+    return attrs.evolve(worker, groups=worker.groups[:1], views=views)
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+@pytest.mark.parametrize("remotes", [1, 2])
+def test_b4_block_ids_are_below_the_size_of_the_smallest_pool(side, remotes):
+    """B4: of pools of 10 and of 8 blocks in one group, whether one remote worker has both tensors or each has one."""
+    pools = {"local": (20, 20), "remote": (20, 20), side: (10, 8)}
+    ours, theirs = (in_one_group(states(name, *pools[name])) for name in pools)
+    plan = plan_reads(ours, [attrs.evolve(theirs, rank=i, views=theirs.views[i::remotes]) for i in range(remotes)])
+    tables = {name: {"0": Blocks([7])} for name in pools}
+    assert plan.bind(**tables)
+    with pytest.raises(KVPlanError, match=rf"^BLOCKS: cannot bind {side} .* expected block ids below 8, .* got 8"):
+        plan.bind(**{**tables, side: {"0": Blocks([8])}})
+
+
 def test_b3_layers_inside_a_block_step_by_their_number():
     """B3: of a source whose blocks hold all layers, one row has them all, and ids go on by as many for each block."""
     axes = (Axis("dim", 0, 1, 1, 1),)
     views = [View(f"{i}", "0", "r", "uint8", axes, 10, 3, i) for i in range(3)]
     together = Worker("together", 0, [Region("r", 1 << 40, 30)], [Group("0")], views)
-    apart = states("apart", 10, 10, 10)
-    apart = attrs.evolve(apart, groups=apart.groups[:1], views=[attrs.evolve(view, group="0") for view in apart.views])
-    plan = plan_reads(apart, [together])
+    plan = plan_reads(in_one_group(states("apart", 10, 10, 10)), [together])
     (spec,) = plan.bind(local={"0": Blocks([7, 1])}, remote={"0": Blocks([2, 4])})
     assert spec.local_ids.tolist() == [7, 1, 17, 11, 27, 21]
     assert spec.remote_ids.tolist() == [6, 12, 7, 13, 8, 14]
 
 
 END = 1 << 31
+
+
+@pytest.mark.parametrize(("blocks", "dtype"), [(END, np.int32), (END + 1, np.int64)])
+def test_b3_ids_are_wide_only_where_a_table_has_more_than_2_to_31(blocks, dtype):
+    """B3: the last id of a table of 2**31 still fits."""
+    (pair,) = plan_reads(states("d", blocks), [states("p", 10)]).pairs
+    assert pair.group_pairs[0].tokens[0].base.dtype == dtype
 
 
 @pytest.mark.parametrize(("block", "last"), [(9, END - 1), (10, END), (11, END + 1)])
@@ -342,6 +376,14 @@ def test_b2_no_run_is_cut_that_the_range_holds_whole(ours, theirs, tokens, moved
     assert ids_of(mine, others, tokens) == [moved]
 
 
+def test_b2_what_holds_no_run_whole_is_one_part():
+    """B2: of the last two tokens of a block and the first two of the next one, the four tokens of eight heads."""
+    (mine,), (other,) = engine("d"), engine("p")
+    tables = {"attn": Blocks([3, 5])}
+    (spec,) = plan_reads(mine, [other]).bind(local=tables, remote=tables, tokens=(2, 6))
+    assert spec.shapes == ((8, 4),)
+
+
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     name: ({"blocks": 24, **ours}, {"blocks": 24, **theirs})
     for name, ours, theirs in (
@@ -349,6 +391,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ("heads, apart", {"tp": 3, "order": "NH"}, {"tp": 2}),
         ("blocks", {"tokens": 6}, {"tokens": 4}),
         ("orders", {"order": "NH", "tokens": 3}, {"order": "HN", "tp": 2}),
+        ("three contexts", {}, {"contexts": (3, 1)}),
         ("contexts", {"contexts": (2, 1)}, {"contexts": (3, 2), "tokens": 2}),
         ("one context", {"tokens": 2}, {"contexts": (2, 1), "tokens": 1}),
         ("contexts and heads", {"contexts": (2, 2), "tp": 2}, {"tp": 4, "order": "NH"}),

@@ -293,6 +293,24 @@ def test_c2_each_tensor_that_is_not_whole_is_told():
     assert caught.value.details["sources"] == ("p/0",)
 
 
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [
+        ("MAX_HELD", 4, "expected at most 3 stretches of views, got 4"),
+        ("MAX_CELLS", 2, "expected at most 1 cells, got 2"),
+    ],
+)
+def test_limits_hold_for_all_tensors_together(monkeypatch, limit, most, message):
+    """RANGE: two tensors of unequal size are a cell each, which compares one stretch of each of its two axes."""
+    ours, theirs = (flat(name, {"a": (8, "uint8", 1), "b": (6, "uint8", 1)}) for name in "dp")
+    found = match(ours, Sources([theirs]))
+    monkeypatch.setattr(f"kvplan.plan.cells.{limit}", most)
+    assert len(cells(found)) == 2
+    monkeypatch.setattr(f"kvplan.plan.cells.{limit}", most - 1)
+    with pytest.raises(KVPlanError, match=f"^RANGE: .*{message}"):
+        cells(found)
+
+
 def test_c1_contexts_of_too_long_a_cycle_are_refused(monkeypatch):
     """C1: two and three ranks take six turns: as many as may be, and more than that."""
     ours, sources = engine("d", layers=1, contexts=(2, 1))[0], engine("p", layers=1, contexts=(3, 1))

@@ -55,6 +55,7 @@ def test_a_mesh_of_writes_is_the_plans_of_its_workers():
     assert verify(mesh, **request).ok
     for i, (worker, together) in enumerate(zip(sources, mesh.plans, strict=True)):
         apart = plan_writes(worker, destinations, sources[:i] + sources[i + 1 :])
+        assert together.siblings == apart.siblings
         for one, other in zip(together.bind(**request), apart.bind(**request), strict=True):
             assert one.local_ids.tolist() == other.local_ids.tolist()
             assert one.remote_ids.tolist() == other.remote_ids.tolist()

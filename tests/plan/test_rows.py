@@ -203,6 +203,21 @@ def test_t3_one_slot_of_each_block_is_part_of_what_slots_add():
     assert [side.tolist() for side in second.sub] == [[0, 1], [0]]
 
 
+def test_t3_runs_whose_ids_step_differently_are_series_of_their_own():
+    """T3: in tokens of 24 bytes, two heads in rows of a step of 8, and a latent in rows of a step of 24."""
+    token = Axis("token", 0, 2, 2, 24)
+    views = [
+        View("heads", "attn", "kv", "uint8", (token, Axis("head", 0, 2, 2, 8), Axis("dim", 0, 4, 4, 1)), 5, 48),
+        View("latent", "attn", "kv", "uint8", (token, Axis("dim", 0, 8, 8, 1)), 5, 48, 16),
+    ]
+    ours, theirs = (Worker(name, 0, [Region("kv", 1 << 40, 240)], [Group("attn", 2)], views) for name in "dp")
+    _, tokens = ids_of(ours, [theirs])
+    assert [(one.base.shape[1], one.step, one.sub[0].tolist()) for one in tokens] == [
+        (1, (2, 2), [0, 1]),
+        (2, (6, 6), [0, 3]),
+    ]
+
+
 @pytest.mark.parametrize("tokens", [4, 6, 8])
 def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
     """T3: int32 without gaps in memory, and runs in order of the destination's ids."""
@@ -237,6 +252,10 @@ def rows_of(*jobs):
         ({"offsets": [0, 64], "blocks": 2}, [[0, 0, 64, 64, 6]]),
         ({"offsets": [0, 64], "stride": 2240}, [[0, 0, 64, 64, 317]]),
         ({"offsets": [0, 64], "stride": 2304}, [[0, 0, 64, 2304, 10], [0, 64, 64, 2304, 10]]),
+        ({"offsets": [0, 64], "blocks": 2, "stride": 3968}, [[0, 0, 64, 64, 64]]),
+        ({"offsets": [0, 64], "blocks": 2, "stride": 4032}, [[0, 0, 64, 4032, 2], [0, 64, 64, 4032, 2]]),
+        ({"offsets": [0, 64, 2240, 2304], "stride": 128}, [[0, 0, 64, 64, 55]]),
+        ({"offsets": [0, 64, 2304, 2368], "stride": 128}, [[0, 0, 64, 64, 20], [0, 2304, 64, 64, 20]]),
         ({"offsets": [0, 100, 100]}, [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]),
     ],
 )

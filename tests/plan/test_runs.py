@@ -339,6 +339,16 @@ def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
         assert dict(caught.value.details) == {"axis": "head", "value": 4}
 
 
+def test_r1_runs_of_all_tensors_count(monkeypatch):
+    """R1: two layers that step differently, with one run of a token each, are two runs."""
+    ours, theirs = (two_layers(name, (2, 8, 8), (2, 8, 32)) for name in "dp")
+    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", 2)
+    assert plan_reads(ours, [theirs]).pairs[0].group_pairs
+    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", 1)
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot plan 'layers.1' and .* at most 1 runs of one token, got 2"):
+        plan_reads(ours, [theirs])
+
+
 @pytest.mark.parametrize(
     ("groups", "carried"),
     [
@@ -397,6 +407,15 @@ def test_r3_tokens_that_only_meet_between_segments_join():
     found = runs_of(*sides)
     assert sorted(found.runs.length.tolist()) == [4, 4, 8, 8]
     assert found.cuts.tolist() == [[0, 1], [1, 3], [3, 5], [5, 6]]
+
+
+def test_r3_runs_of_one_block_pair_join_wherever_they_begin():
+    """R3: two tokens of one layer, the same two of the other, then the next two of each: one run of the whole block."""
+    axes = (Axis("token", 0, 2, 2, 16), Axis("token", 0, 2, 2, 4), Axis("dim", 0, 4, 4, 1))
+    views = [View(f"layers.{i}", "attn", "kv", "uint8", axes, 3, 32, 8 * i) for i in range(2)]
+    sides = [Worker(name, 0, [Region("kv", 1 << 40, 96)], [Group("attn", 4)], views) for name in "dp"]
+    found = runs_of(*sides)
+    assert (found.runs.length.tolist(), found.position.tolist(), found.cuts.tolist()) == ([32], [0], [[0, 4]])
 
 
 def test_r3_runs_end_where_a_segment_ends():

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Blocks, Model, plan_reads
+from kvplan import Axis, Blocks, Group, Model, Region, View, Worker, plan_reads
 from tests.small import engine
 
 PAIRS = {
@@ -131,6 +131,18 @@ def test_a_spec_says_which_way_bytes_go():
     (spec,) = specs("heads of a page")
     assert repr(spec) == f"<ReadSpec d/1 <- p/0: {spec.local_ids.size} ids>"
     assert repr(attrs.evolve(spec, operation="WRITE")) == f"<ReadSpec d/1 -> p/0: {spec.local_ids.size} ids>"
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_regions_are_never_joined(unused):
+    """The last byte that is used of one region and the first byte of the next are two descriptors."""
+    axes = (Axis("dim", 0, 1, 1, 1),)
+    views = [View(name, "g", name, "uint8", axes, 10, 1) for name in "ab"]
+    regions = [Region(name, (i + 1) << 40, 10 + unused) for i, name in enumerate("ab")]
+    ours, theirs = (Worker(name, 0, regions, [Group("g")], views) for name in "dp")
+    tables = {"g": Blocks([9, 0])}
+    (spec,) = plan_reads(ours, [theirs]).bind(local=tables, remote=tables)
+    assert spec.num_descriptors == 4
 
 
 def test_descriptors_are_in_order_of_local_address():
