@@ -160,6 +160,17 @@ def test_without_sources_everything_is_missing():
     assert plan_mesh(engine("d"), [], not_transferred=["layers.0", "layers.1"]).plans[0].pairs == ()
 
 
+def test_without_destinations_there_is_nothing_to_plan():
+    """An engine without workers needs nothing."""
+    assert repr(plan_mesh([], engine("p"))) == "<MeshPlan: 0 plans, 0 workers>"
+
+
+def test_contacts_are_in_order_of_their_names():
+    """The second of two destinations shares three layers among the last of four replicas and the first two."""
+    found = contacts(engine("d", tp=2, heads=1, layers=3), engine("p", tp=4, heads=1, layers=3), replicas=3)
+    assert found["d", 1] == (("p", 0), ("p", 1), ("p", 3))
+
+
 def test_a_name_that_no_worker_has_is_no_tensor_to_leave_out():
     """A misspelt name in not_transferred would leave nothing out."""
     with pytest.raises(KVPlanError, match=r"NAME: cannot leave out a tensor: .* got 'layer.0'"):

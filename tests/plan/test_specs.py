@@ -145,12 +145,23 @@ def test_regions_are_never_joined(unused):
     assert spec.num_descriptors == 4
 
 
-def test_descriptors_are_in_order_of_local_address():
+@pytest.mark.parametrize(("local", "remote"), [([3, 4], [6, 7]), ([6, 7], [3, 4])])
+def test_runs_join_the_tokens_before_them(local, remote):
+    """Of neighbouring blocks, two tokens and the whole block behind them are one descriptor."""
+    (ours,), (theirs,) = (engine(name, order="NH", layers=1) for name in "dp")
+    (spec,) = plan_reads(ours, [theirs]).bind(
+        local={"attn": Blocks(local)}, remote={"attn": Blocks(remote)}, tokens=(2, 8)
+    )
+    assert spec.num_descriptors == 1
+
+
+@pytest.mark.parametrize("tokens", [(0, 7), (0, 4)])
+def test_descriptors_are_in_order_of_local_address(tokens):
     """Regions that a worker lists from high to low addresses give descriptors from low to high."""
     (mine,), (other,) = engine("d"), engine("p")
     turned = attrs.evolve(mine, regions=mine.regions[::-1])
     plans = [plan_reads(local, [other]) for local in (mine, turned)]
-    tables: Any = {"local": {"attn": Blocks([3, 1])}, "remote": {"attn": Blocks([2, 5])}, "tokens": (0, 7)}
+    tables: Any = {"local": {"attn": Blocks([3, 1])}, "remote": {"attn": Blocks([2, 5])}, "tokens": tokens}
     ours, theirs = ([side.tolist() for side in plan.bind(**tables)[0].descriptors()] for plan in plans)
     assert ours[0] == theirs[0] == sorted(ours[0])
     assert ours == theirs
