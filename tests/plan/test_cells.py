@@ -268,6 +268,17 @@ def test_c4_loads_are_bytes():
     }
 
 
+def test_c4_equal_replica_sets_are_weighed_in_one_order():
+    """C4: each of four sources has a tensor alone, and one with each other; workers must not come to other choices."""
+    held = [(i,) for i in range(4)] + list(itertools.combinations(range(4), 2))
+    every = {str(which): (4, "uint8", 1) for which in held}
+    sources = [
+        attrs.evolve(flat("p", {key: every[key] for key in every if str(rank) in key}), rank=rank) for rank in range(4)
+    ]
+    served = of_tensors(flat("d", every), sources, 1)
+    assert [served[str(which)] for which in held] == [0, 1, 2, 3, 0, 0, 0, 1, 1, 2]
+
+
 def test_c5_tensors_of_each_size_are_divided():
     """C5: large and small tensors are divided apart, in the destination's order, and take turns at the first share."""
     sizes = {f"t.{i}": (60 if i in (0, 1, 2, 10) else 4, "uint8", 1) for i in range(12)}

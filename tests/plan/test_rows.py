@@ -284,18 +284,18 @@ def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
         plan_reads(ours, theirs)
 
 
-def test_t3_starts_of_unequally_many_runs_are_series_of_their_own():
-    """T3: two runs begin at position 0, three at position 2."""
+@pytest.mark.parametrize("ids", [([0, 10], [1, 11, 21]), ([0, 10], [1, 21])])
+def test_t3_starts_of_unequal_runs_are_series_of_their_own(ids):
+    """T3: two runs begin at position 0, and at position 2 three, or two whose ids are further apart."""
     none = np.zeros((2, 5), np.int64)
     groups = Group("attn", 4), Group("attn", 4)
     runs = Runs(none, none, none, none, none[0])
-    group = GroupRuns(groups, 4, (), runs, np.array([0, 0, 2, 2, 2]), np.array([[0, 4]]))
-    side = np.array([[0, 10, 1, 11, 21], [1, 1, 1, 1, 1]])
-    found = list(_run_ids(group, np.stack([side, side]), np.int32))
-    assert [(one.starts.tolist(), one.base[0, :, 0].tolist()) for one in found] == [
-        ([0], [0, 10]),
-        ([2], [1, 11, 21]),
-    ]
+    position, base = np.repeat([0, 2], [len(each) for each in ids]), np.concatenate(ids)
+    side = np.stack([base, np.ones_like(base)])
+    found = list(
+        _run_ids(GroupRuns(groups, 4, (), runs, position, np.array([[0, 4]])), np.stack([side, side]), np.int32)
+    )
+    assert [(one.starts.tolist(), one.base[0, :, 0].tolist()) for one in found] == [([0], ids[0]), ([2], ids[1])]
 
 
 def test_more_ids_than_64_bits_hold_are_refused():

@@ -326,17 +326,17 @@ def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
         assert verify(plan_reads(ours, [theirs]), local=near, remote=far, tokens=tokens).ok
 
 
-@pytest.mark.parametrize(("order", "least"), [("NH", 1), ("HN", 4)])
+@pytest.mark.parametrize(("order", "least"), [("NH", 2), ("HN", 8)])
 def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
-    """R1: what lies in one piece is listed as one, so is planned; four heads apart need room for four, and say so."""
-    (ours,), (theirs,) = engine("d", order="NH", layers=1), engine("p", order=order, layers=1)
+    """R1: a layer in one piece is listed as one; four heads apart, of two layers, need room for eight, and say so."""
+    (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
     monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least)
     assert plan_reads(ours, [theirs]).pairs[0].group_pairs
     monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least - 1)
-    if least > 1:
-        with pytest.raises(KVPlanError, match="expected at most 3 runs of one token, got 4") as caught:
+    if least == 8:
+        with pytest.raises(KVPlanError, match="expected at most 7 runs of one token, got 8") as caught:
             plan_reads(ours, [theirs])
-        assert dict(caught.value.details) == {"axis": "head", "value": 4}
+        assert dict(caught.value.details) == {"axis": "head", "value": 8}
 
 
 def test_r1_runs_of_all_tensors_count(monkeypatch):
@@ -378,6 +378,21 @@ def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
     assert (pairs.count > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("groups", "carried", "every", "least"),
+    [
+        ((Group("a", 48), Group("a", 32)), [[0, 1]], 1, 3),  # blocks of 32 in a period
+        ((Group("a", 4), Group("a", 4)), [[0, 1], [2, 3]], 4, 2),  # intervals
+        ((Group("a", 1 << 30), Group("a", (1 << 30) - (1 << 11))), [[0, 1]], 1, None),  # too many positions
+    ],
+)
+def test_r3_block_pairs_are_listed_up_to_a_limit(groups, carried, every, least):
+    """R3: of a period with more blocks or intervals none is listed, nor of positions that no request has."""
+    for limit in (1, 2, 3, 1 << 22):
+        pairs = block_pairs(groups, np.array(carried), every, period(*groups), limit)
+        assert (pairs is not None) == (least is not None and limit >= least)
+
+
 def test_r3_as_many_block_pairs_as_can_be_listed(monkeypatch):
     """R3: blocks of 6 and 4 meet in periods of two and three blocks; where three may not be listed, nothing joins."""
     (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
@@ -393,6 +408,14 @@ def test_r2_all_runs_of_a_period_count(monkeypatch):
     """R2: eight heads with two runs each are sixteen runs."""
     (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
     for most, runs in ((16, 16), (15, 0)):
+        monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+        assert runs_of(ours, theirs).position.size == runs
+
+
+def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
+    """R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all pieces."""
+    ours, theirs = (two_layers(name, (size, 16, 16), (size, 8, 8)) for name, size in (("d", 8), ("p", 4)))
+    for most, runs in ((4, 4), (3, 0)):
         monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
         assert runs_of(ours, theirs).position.size == runs
 

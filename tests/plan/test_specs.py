@@ -109,9 +109,10 @@ def test_a_strand_may_lie_in_several_rows():
         )
         for table, address in ((spec.local_table, 1 << 40), (spec.remote_table, 1 << 41))
     )
-    for ids in (np.array([2, 3, 4, 5], np.int32), np.array([3, 4], np.int32), np.array([5, 3], np.int32)):
+    for each in ([[2, 3, 4, 5]], [[3, 4]], [[5, 3]], [[0, 1], [3, 4]]):
+        shape, ids = (len(each), len(each[0])), np.array(each, np.int32).reshape(-1)
         changed = attrs.evolve(
-            spec, local_table=local, remote_table=remote, local_ids=ids, remote_ids=ids, shapes=((1, ids.size),)
+            spec, local_table=local, remote_table=remote, local_ids=ids, remote_ids=ids, shapes=(shape,)
         )
         assert descriptors(changed) == one_by_one(changed)
 
