@@ -274,6 +274,12 @@ def test_t2_kinds_are_told_apart_in_any_order():
         assert len(found) == 2
 
 
+def test_t2_a_gap_in_one_region_leaves_others_alone():
+    """T2: where the runs of one region are two rows, those of the next one are in their own."""
+    split, other = job([0, 64, 2304, 2368], stride=128), job([5], region=1)
+    assert rows_of(split, other) == [[0, 0, 64, 64, 20], [0, 2304, 64, 64, 20], [1, 5, 64, 256, 10]]
+
+
 def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
     """T2: eight runs of four slots, and not one less allowed."""
     (ours,), theirs = engine("d"), engine("p")
@@ -315,3 +321,14 @@ def test_more_ids_than_64_bits_hold_are_refused():
         KVPlanError, match="INT: cannot number the descriptors of a pair of workers: expected fewer than"
     ):
         plan_reads(mine, [other])
+
+
+def test_as_many_ids_as_can_be_summed_are_numbered(monkeypatch):
+    """INT: the ids of the larger side are fewer than the limit."""
+    (ours,), theirs = engine("d"), engine("p", blocks=12)
+    ids = plan_reads(ours, theirs).pairs[0].remote_table.num_ids
+    monkeypatch.setattr("kvplan.plan.rows.NUMBERED_END", ids + 1)
+    assert plan_reads(ours, theirs).pairs[0].group_pairs
+    monkeypatch.setattr("kvplan.plan.rows.NUMBERED_END", ids)
+    with pytest.raises(KVPlanError, match=rf"^INT: .* expected fewer than {ids} in all rows"):
+        plan_reads(ours, theirs)
