@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
+from kvplan._text import FEW
 from kvplan.plan.cells import cells, choose, parts
 from kvplan.plan.match import Part, Sources, match
 from tests.small import engine
@@ -87,11 +88,15 @@ def states(name, *names):
             "the sources have 'layers.0.states_of_a_convolution_d', 'layers.0.states_of_a_convolution_a', "
             "'layers.0.states_of_a_convolution_b': ",
         ),
+        (
+            [*(f"layers.0.states_of_a_convolution_{n}" for n in range(FEW)), "layers.0.attention"],
+            "the sources have 'layers.0.states_of_a_convolution_0', ",
+        ),
         (["layers.1.attn"], "name tensors in not_transferred"),
     ],
 )
 def test_m2_the_hint_names_what_is_nearest_to_a_missing_tensor(names, hint):
-    """M2: of the names that the sources have for its layer, those that are alike, else the first three of them."""
+    """M2: of the first names that the sources have for its layer, those that are alike, else three of them."""
     with pytest.raises(KVPlanError, match=r"^TENSOR: ") as caught:
         plan_reads(states("d", "layers.0.attn"), [states("p", *names)])
     assert caught.value.hint.startswith(hint)

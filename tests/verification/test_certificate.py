@@ -351,6 +351,13 @@ def test_a_run_across_a_cut_is_no_proof():
     assert "a cut" in refused(changed(later, ("runs", 0), starts=lambda starts: starts + 1))
 
 
+def test_a_run_that_begins_behind_its_cut_is_no_proof():
+    """A rank has positions [0, 3) of every 6: if their run began at 3, a range that ends there would not have it."""
+    plan = plan_reads(engine("d", tokens=6)[0], engine("p", tokens=9, contexts=(2, 3)))
+    assert certify(plan).complete
+    assert "a cut" in refused(changed(plan, ("runs", 0), starts=lambda starts: np.append(3, starts[1:])))
+
+
 def test_pools_larger_than_they_are_are_no_proof():
     """A layout states how many blocks may be bound; the ids of more blocks would leave their row."""
     plan = PLANS["several starts"]
