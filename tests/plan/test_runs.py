@@ -339,6 +339,24 @@ def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
         assert dict(caught.value.details) == {"axis": "head", "value": 8}
 
 
+def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
+    """R1: of four bytes that one source has, another has the middle ones too, so the others are a part in two pieces."""
+    dims = {"d": (0, 4), "p": (0, 4), "q": (1, 3)}
+    workers = [
+        Worker(
+            name,
+            0,
+            [Region("kv", 4096, 40)],
+            [Group("attn", 1)],
+            [View("t", "attn", "kv", "uint8", (Axis("token", 0, 1, 1, 4), Axis("dim", *ends, 4, 1)), 10, 4)],
+        )
+        for name, ends in dims.items()
+    ]
+    plan = plan_reads(workers[0], workers[1:])
+    tables = {"attn": Blocks([3])}
+    assert verify(plan, local=tables, remote=tables, tokens=(0, 1)).ok
+
+
 def test_r1_runs_of_all_tensors_count(monkeypatch):
     """R1: two layers that step differently, with one run of a token each, are two runs."""
     ours, theirs = (two_layers(name, (2, 8, 8), (2, 8, 32)) for name in "dp")
