@@ -340,7 +340,7 @@ def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
 
 
 def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
-    """R1: of four bytes that one source has, another has the middle ones too, so the others are a part in two pieces."""
+    """R1: of four bytes that one source has, another has the middle two; the other two are a part in two pieces."""
     dims = {"d": (0, 4), "p": (0, 4), "q": (1, 3)}
     workers = [
         Worker(
@@ -438,11 +438,13 @@ def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
         assert runs_of(ours, theirs).position.size == runs
 
 
-def test_r3_tokens_that_only_meet_between_segments_join():
+@pytest.mark.parametrize("dense", ["", "d", "p"])
+def test_r3_tokens_that_only_meet_between_segments_join(dense):
     """R3: pairs of slots 6 bytes apart, and 4 bytes from pair to pair: tokens of 4 bytes join there alone."""
-    digits = [Axis("token", 0, 3, 3, 10), Axis("token", 0, 2, 2, 6)]
     sides = []
-    for name, axes in (("d", digits), ("p", digits)):
+    for name in "dp":
+        axes = [Axis("token", 0, 3, 3, 10), Axis("token", 0, 2, 2, 6)]
+        axes = [Axis("token", 0, 6, 6, 4)] if name == dense else axes
         view = View("layers.0", "attn", "kv", "uint8", [*axes, Axis("dim", 0, 4, 4, 1)], 3, 40)
         sides.append(Worker(name, 0, [Region("kv", 1 << 40, 120)], [Group("attn", 6)], [view]))
     found = runs_of(*sides)
