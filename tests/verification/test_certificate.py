@@ -531,6 +531,16 @@ def made(ranges: list[Range]) -> Pieces:
     return Pieces(start, length, *[np.zeros_like(start)] * 5)
 
 
+def test_parts_are_counted_before_they_are_listed(monkeypatch):
+    """RANGE: a range over two pieces is two parts."""
+    pieces, start, length = made([(0, 4), (4, 4)]), np.array([0]), np.array([8])
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 2)
+    assert pieces.cut(start, length)
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 1)
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify parts of descriptors: expected at most 1 .* got 2"):
+        pieces.cut(start, length)
+
+
 def walked(pieces: list[Range], ranges: list[Range]) -> list[tuple[int, int, int]] | None:
     """The range, the piece and the address of every byte; ``None`` if one is in no piece."""
     holder = {start + i: piece for piece, (start, length) in enumerate(pieces) for i in range(length)}
