@@ -244,7 +244,7 @@ def test_b4_block_ids_are_below_the_size_of_the_smallest_pool(side, remotes):
     pools = {"local": (20, 20), "remote": (20, 20), side: (10, 8)}
     ours, theirs = (in_one_group(states(name, *pools[name])) for name in pools)
     plan = plan_reads(ours, [attrs.evolve(theirs, rank=i, views=theirs.views[i::remotes]) for i in range(remotes)])
-    tables = {name: {"0": Blocks([7])} for name in pools}
+    tables: dict[str, Any] = {name: {"0": Blocks([7])} for name in pools}
     assert plan.bind(**tables)
     with pytest.raises(KVPlanError, match=rf"^BLOCKS: cannot bind {side} .* expected block ids below 8, .* got 8"):
         plan.bind(**{**tables, side: {"0": Blocks([8])}})

@@ -73,11 +73,10 @@ def test_m3_a_difference_names_the_field_and_both_values(code, field, change, va
 def test_m3_a_difference_names_the_first_source_that_has_it():
     """M3: also where that source comes between others that list the same."""
     (ours,), sources = engine("decode", layers=1), engine("prefill", tp=3, layers=2)
-    sources = [with_views(worker, lambda view: attrs.evolve(view, dtype="float16")) for worker in sources]
-    good = with_views(sources[0], lambda view: attrs.evolve(view, dtype="bfloat16"))
-    less = attrs.evolve(sources[1], views=sources[1].views[:1])
+    other, third = (with_views(one, lambda view: attrs.evolve(view, dtype="float16")) for one in sources[1:])
+    second = attrs.evolve(other, views=other.views[:1])
     with pytest.raises(KVPlanError, match=r"DTYPE: .* \(source prefill/1\)"):
-        match(ours, Sources([good, less, sources[2]]))
+        match(ours, Sources([sources[0], second, third]))
 
 
 def grown(view: View, name: str) -> tuple[Axis, ...]:
