@@ -146,12 +146,13 @@ def test_regions_are_never_joined(unused):
     assert spec.num_descriptors == 4
 
 
+@pytest.mark.parametrize("start", [2, 3])
 @pytest.mark.parametrize(("local", "remote"), [([3, 4], [6, 7]), ([6, 7], [3, 4])])
-def test_runs_join_the_tokens_before_them(local, remote):
-    """Of neighbouring blocks, two tokens and the whole block behind them are one descriptor."""
+def test_runs_join_the_tokens_before_them(local, remote, start):
+    """Of neighbouring blocks, some tokens and the whole block behind them are one descriptor."""
     (ours,), (theirs,) = (engine(name, order="NH", layers=1) for name in "dp")
     (spec,) = plan_reads(ours, [theirs]).bind(
-        local={"attn": Blocks(local)}, remote={"attn": Blocks(remote)}, tokens=(2, 8)
+        local={"attn": Blocks(local)}, remote={"attn": Blocks(remote)}, tokens=(start, 8)
     )
     assert spec.num_descriptors == 1
 

@@ -358,6 +358,14 @@ def test_a_run_that_begins_behind_its_cut_is_no_proof():
     assert "a cut" in refused(changed(plan, ("runs", 0), starts=lambda starts: np.append(3, starts[1:])))
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_step_to_the_second_of_two_blocks_is_followed(side):
+    """Where a pool has two blocks, the ids of the second one are as far from the first as its bytes are."""
+    plan = plan_reads(engine("d", blocks=2)[0], engine("p", blocks=2))
+    wrong = changed(plan, ("tokens", 0), step=lambda step: tuple(n - (i == side) for i, n in enumerate(step)))
+    assert "expected ids that follow the blocks of every view" in refused(wrong)
+
+
 def test_pools_larger_than_they_are_are_no_proof():
     """A layout states how many blocks may be bound; the ids of more blocks would leave their row."""
     plan = PLANS["several starts"]
@@ -498,6 +506,13 @@ def test_the_limit_is_for_all_series_of_a_destination_together(monkeypatch):
     monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 31)
     with pytest.raises(KVPlanError, match=r"RANGE: .*: expected at most 31 parts to follow, got 32"):
         certify(plan)
+
+
+def test_the_pieces_of_a_worker_are_counted_before_they_are_listed(monkeypatch):
+    """A token of a layer has four heads: of two layers, in blocks of four tokens, these are 32 pieces."""
+    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 31)
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify pieces of d/0: expected at most 31 .* got 32"):
+        certify(PLANS["equal blocks"])
 
 
 @pytest.mark.parametrize(("name", "number"), [("pieces of larger blocks", 416), ("contexts", 296)])
@@ -661,7 +676,9 @@ def test_an_error_says_which_byte_moves_twice_or_not_at_all():
     plan = PLANS["pieces of larger blocks"]
     for kind in ("runs", "tokens"):
         plan = changed(plan, (kind, 0), base=lambda base: base[:, :-1])
-    assert "expected every byte of layers.1, position 0, once, got bytes not moved" in refused(plan)
+    with pytest.raises(KVPlanError, match=r"every byte of layers.1, position 0, once, got bytes not moved") as caught:
+        certify(plan)
+    assert dict(caught.value.details) == {"tensor": "layers.1", "position": 0, "region": "kv.1"}
 
 
 @pytest.mark.parametrize("value", [None, 1, "plan", [None], [[]], TransferPlan])
