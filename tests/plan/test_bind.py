@@ -250,6 +250,15 @@ def test_b4_block_ids_are_below_the_size_of_the_smallest_pool(side, remotes):
         plan.bind(**{**tables, side: {"0": Blocks([8])}})
 
 
+def test_b4_a_writers_block_ids_are_below_the_size_of_its_own_pool():
+    """B4: the local worker of a write is the source."""
+    plan = plan_writes(states("p", 8), [states("d", 10)])
+    tables: dict[str, Any] = {"local": {"0": Blocks([7])}, "remote": {"0": Blocks([9])}}
+    assert plan.bind(**tables)
+    with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind local .* expected block ids below 8, .* got 8"):
+        plan.bind(**{**tables, "local": {"0": Blocks([8])}})
+
+
 def test_b3_layers_inside_a_block_step_by_their_number():
     """B3: of a source whose blocks hold all layers, one row has them all, and ids go on by as many for each block."""
     axes = (Axis("dim", 0, 1, 1, 1),)

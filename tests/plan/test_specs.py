@@ -157,6 +157,15 @@ def test_runs_join_the_tokens_before_them(local, remote, start):
     assert spec.num_descriptors == 1
 
 
+def test_blocks_that_are_read_twice_join_each_time():
+    """Neighbouring blocks of the source, listed twice, are one descriptor for each two of the destination."""
+    (ours,), (theirs,) = (engine(name, order="NH", layers=1) for name in "dp")
+    (spec,) = plan_reads(ours, [theirs]).bind(
+        local={"attn": Blocks([4, 5, 8, 9])}, remote={"attn": Blocks([3, 4, 3, 4])}, tokens=(1, 16)
+    )
+    assert spec.num_descriptors == 2
+
+
 @pytest.mark.parametrize("tokens", [(0, 7), (0, 4)])
 def test_descriptors_are_in_order_of_local_address(tokens):
     """Regions that a worker lists from high to low addresses give descriptors from low to high."""
