@@ -280,9 +280,10 @@ def test_t2_a_gap_in_one_region_leaves_others_alone():
     assert rows_of(split, other) == [[0, 0, 64, 64, 20], [0, 2304, 64, 64, 20], [1, 5, 64, 256, 10]]
 
 
-def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch):
-    """T2: eight runs of four slots, and not one less allowed."""
-    (ours,), theirs = engine("d"), engine("p")
+@pytest.mark.parametrize(("local", "remote"), [(4, 2), (2, 4)])
+def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch, local, remote):
+    """T2: eight runs of four slots on one side, and not one less allowed."""
+    (ours,), theirs = engine("d", tokens=local), engine("p", tokens=remote)
     monkeypatch.setattr("kvplan.plan.rows.MAX_SLOTS", 32)
     assert plan_reads(ours, theirs).pairs[0].group_pairs
     monkeypatch.setattr("kvplan.plan.rows.MAX_SLOTS", 31)

@@ -358,6 +358,11 @@ def test_a_run_that_begins_behind_its_cut_is_no_proof():
     assert "a cut" in refused(changed(plan, ("runs", 0), starts=lambda starts: np.append(3, starts[1:])))
 
 
+def test_pools_of_one_block_are_proved():
+    """Where there is no second block, ids need no step to it."""
+    assert certify(plan_reads(engine("d", blocks=1)[0], engine("p", blocks=1))).complete
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_step_to_the_second_of_two_blocks_is_followed(side):
     """Where a pool has two blocks, the ids of the second one are as far from the first as its bytes are."""
