@@ -121,7 +121,7 @@ class StagedPlan:
         ``None``: the fewest positions after which the direct plan repeats. Raises what :func:`kvplan.plan.cost.cost`
         does.
         """
-        return staged_cost(self.direct, self.peers, self.num_positions, tokens)
+        return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
     def bind(
         self,
