@@ -175,6 +175,7 @@ class Engines:
     def compute(self, prefill: Engine, tokens: Sequence[list[int]]) -> dict[int, Any]:
         """Lets a prefill engine compute prompts. Its entries by room, as a bootstrap server or a proxy has them."""
         prefill.ready()
+        self.decode.ready()  # before prefill lends blocks for a time
         rooms = [next(self._rooms) for _ in tokens]
         if self.pair.prefill.engine == "vllm":
             answers = prefill.generate([*tokens], 1, [ASK] * len(tokens))
