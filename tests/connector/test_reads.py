@@ -175,6 +175,7 @@ def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., 
     world.until(1)
     assert world.connected == ["prefill/0", "prefill/1"]
     assert len(world.fetched) == 1
+    assert world.pipeline is None or world.pipeline.num_chunks == 2
     assert not any(world.network.inbox.values())  # the listener is told, once, by the engine
 
 
