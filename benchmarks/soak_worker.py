@@ -99,7 +99,7 @@ class Rank:
         self.serials: dict[Key, int] = {}
         self.peers: dict[Key, Worker] = {}
         self.plan: Any = None
-        self.pipeline: Pipeline | None = None
+        self.pipeline = Pipeline(self.executor, "staging", self.copier)
         self.moving: dict[str, Moving] = {}
         self.held: list[Any] = []
         self.late: deque[tuple[float, int]] = deque()
@@ -130,8 +130,7 @@ class Rank:
         self.notices()
         for key in list(self.dead):
             self.bury(key)
-        if self.pipeline is not None:
-            self.pipeline.poll()
+        self.pipeline.poll()
         for request in list(self.moving.values()):
             statuses = [self.status_of(transfer) for transfer in request.transfers]
             if not {Status.DONE, Status.RUNNING}.issuperset(statuses):
@@ -171,16 +170,9 @@ class Rank:
             )
             self.plan, self.staged = plans
             self.executor.prepare(self.plan)
+            self.pipeline.prepare(self.staged)
             self.remotes = completions([self.plan])[self.worker.key].sends
-            self.renew()
         self.say("connected", serial)
-
-    def renew(self) -> None:
-        """Make a pipeline for the present peers, once nothing of the last one is under way."""
-        if self.pipeline is not None and (self.pipeline._requests or self.pipeline._under_way):
-            return
-        self.pipeline = None
-        self.pipeline = Pipeline(self.executor, self.staged, self.copier)
 
     def on_dead(self, key: Key, serial: int, requests: list[tuple[str, int]]) -> None:
         """The process of a worker has ended, with these requests under way."""
@@ -228,10 +220,9 @@ class Rank:
             self.end(request, "REPLACED")
             return
         request.remotes = self.remotes
-        if is_staged and (self.pipeline is None or self.pipeline.staged is not self.staged):
-            self.renew()
-        if is_staged and self.pipeline is not None and self.pipeline.staged is self.staged:
-            request.transfers.append(self.pipeline.submit(name, **arguments))
+        # while requests with earlier peers have the staging region, which may hang, others move directly
+        if is_staged and all(other.plan is self.staged for other in self.pipeline._requests.values()):
+            request.transfers.append(self.pipeline.submit(self.staged, name, **arguments))
             return
         for spec in self.plan.bind(**arguments):
             if spec.remote in self.remotes:
@@ -242,7 +233,6 @@ class Rank:
         request = self.moving.get(name)
         for transfer in () if request is None else request.transfers:
             if isinstance(transfer, StagedTransfer):
-                assert self.pipeline is not None
                 self.pipeline.cancel(transfer)
             else:
                 self.executor.cancel(transfer)

@@ -154,10 +154,11 @@ def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
     """Long runs, and bytes put in order in staging memory of this process: of the receiver, or of the sender."""
     from kvplan_nixl.rearrange import TorchCopier
 
-    pipeline = Pipeline(world.executor, plan, TorchCopier(world.memory))
+    pipeline = Pipeline(world.executor, STAGING, TorchCopier(world.memory))
+    pipeline.prepare(plan)
 
     def once() -> None:
-        transfer = pipeline.submit("request", **world.request)
+        transfer = pipeline.submit(plan, "request", **world.request)
         while not transfer.status.is_settled:
             pipeline.poll()
         if transfer.error is not None:

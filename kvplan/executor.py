@@ -109,6 +109,11 @@ class Transfer:
         if self.error is not None:
             _checks.instance(KVPlanError, self.error, "error of a transfer")
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that move."""
+        return self.spec.num_bytes
+
     def __repr__(self) -> str:
         return f"<Transfer {self.request!r} {self.status.value}: {self.spec!r}>"
 

@@ -7,8 +7,10 @@ then the boxes of the other side are selected or written by an index in one pass
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import attrs
@@ -17,7 +19,7 @@ import torch
 
 from kvplan._arrays import Ints, listed
 from kvplan._checks import having, members, wrong_type
-from kvplan.describe.views import Region
+from kvplan.describe import Region, Worker, region_of
 from kvplan.errors import KVPlanError
 from kvplan.plan.rows import Descriptors
 from kvplan.staging import Copy
@@ -27,6 +29,9 @@ WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"
 
 MAX_STRIPS: Final = 4
 """The most strips that a table of offsets is cut into; beyond that one list of indices takes fewer launches."""
+
+STAGING: Final = "staging"
+"""The name of the staging region that :func:`with_staging` makes."""
 
 
 class Memory:
@@ -206,6 +211,33 @@ class TorchCopier:
 def _refused(error: RuntimeError) -> KVPlanError:
     text = " ".join(str(error).split())
     return KVPlanError("MEMORY", "rearrange bytes by torch", expected="copies within memory", got=f"{text} of torch")
+
+
+def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, TorchCopier | None]:
+    """A worker with a staging region of so many bytes on its device, and the copier between its regions, if any.
+
+    The copier keeps the staging memory, but not the worker's own regions.
+
+    >>> cache = torch.arange(32, dtype=torch.uint8)
+    >>> worker, copier = with_staging(Worker("decode", 0, [region_of(cache)], [], []), 1 << 20)
+    >>> [(region.name, region.size_bytes) for region in worker.regions]
+    [('kv', 32), ('staging', 1048576)]
+    """
+    if not num_bytes:
+        return worker, None
+    tensors = {region.name: tensor_at(region) for region in worker.regions}
+    device = next(iter(tensors.values())).device
+    tensors[STAGING] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    regions = (*worker.regions, region_of(tensors[STAGING], STAGING))
+    return attrs.evolve(worker, regions=regions), TorchCopier(tensors)
+
+
+def tensor_at(region: Region) -> torch.Tensor:
+    """The bytes of a region, whose memory something else keeps."""
+    if region.memory == "DRAM":
+        return torch.frombuffer((ctypes.c_uint8 * region.size_bytes).from_address(region.address), dtype=torch.uint8)
+    shared = {"shape": (region.size_bytes,), "typestr": "|u1", "data": (region.address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shared), device=f"cuda:{region.device_id}")
 
 
 @attrs.frozen(eq=False)

@@ -1,4 +1,7 @@
-"""PIPELINE: whatever ends in whatever order, and whatever fails, requests that are DONE have their bytes."""
+"""PIPELINE: whatever ends in whatever order, and whatever fails, requests that are DONE have their bytes.
+
+Requests are of one plan or, in turn, of two that stage in one region.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from kvplan.executor import Status
 from kvplan.staging import StagedTransfer
 from property_tests import fewer
-from tests.staged import OPERATIONS, Rig, broken, network_of, own_blocks, rig_plan
+from tests.staged import OPERATIONS, Rig, broken, network_of, own_blocks, rig_plans
 
 REQUESTS = 6
 TOKENS = st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda ends: (min(ends), max(ends)))
@@ -57,21 +60,24 @@ class Schedule:
         assert len(slots) == len({*slots})
 
     def drain(self) -> None:
-        """Let everything under way end."""
+        """Let everything under way end, in some order."""
         self.rig.executor.refuses = self.rig.copier.refuses = None
-        for _ in range(200):
-            self.step("t", 0)
-            self.step("c", 0)
-            self.step("p", 0)
+        for which in range(200):
+            self.step("t", which)
+            self.step("c", which)
+            self.step("p", which)
 
 
 @fewer(2)
-@given(st.sampled_from(OPERATIONS), st.lists(TOKENS, min_size=REQUESTS, max_size=REQUESTS), STEPS)
-def test_any_order_of_events(operation: str, tokens: list[tuple[int, int]], steps: list[tuple[str, int]]) -> None:
+@given(st.sampled_from(OPERATIONS), st.integers(1, 2), st.lists(TOKENS, min_size=REQUESTS, max_size=REQUESTS), STEPS)
+def test_any_order_of_events(
+    operation: str, num_plans: int, tokens: list[tuple[int, int]], steps: list[tuple[str, int]]
+) -> None:
     """Every request is settled once; those that are DONE have all bytes and notices; others spoil only their blocks."""
-    network = network_of(plan := rig_plan(5 * REQUESTS, operation))
+    plans = rig_plans(5 * REQUESTS, operation)[:num_plans]
+    network = network_of(*plans)
     with network.memory:
-        rig = Rig.of(network, plan)
+        rig = Rig.of(network, *plans)
         schedule = Schedule(rig, tokens)
         for step in steps:
             schedule.step(*step)
@@ -80,8 +86,10 @@ def test_any_order_of_events(operation: str, tokens: list[tuple[int, int]], step
         assert {*rig.executor.released} == {*rig.executor.ended}
         done = {at: tokens[at] for at, one in enumerate(schedule.submitted) if one.status is Status.DONE}
         assert all((one.error is not None) == (one.status is Status.FAILED) for one in schedule.settled)
-        for notified in rig.notified().values():
-            assert len(notified) == len({*notified})
-            assert {f"request {at}" for at in done} <= {*notified}
+        for which, plan in enumerate(plans):
+            names = {f"request {at}" for at in done if rig.plan_of(at) is plan}
+            for notified in rig.notified(which).values():
+                assert len(notified) == len({*notified})
+                assert names <= {*notified}
         spoilt = [at for at in range(len(schedule.submitted)) if at not in done]
-        assert rig.wrong(done) <= own_blocks(plan, spoilt)
+        assert rig.wrong(done) <= {place for at in spoilt for place in own_blocks(rig.plan_of(at), [at])}

@@ -129,7 +129,9 @@ def started() -> Any:
 
 def pipeline() -> Pipeline:
     network = FakeNetwork([STAGING, THEIRS])
-    return Pipeline(network.executor(STAGING), STAGED, FakeCopier(network.memory, STAGING.key))
+    made = Pipeline(network.executor(STAGING), "staging", FakeCopier(network.memory, STAGING.key))
+    made.prepare(STAGED)
+    return made
 
 
 def reads() -> Reads:
@@ -245,11 +247,13 @@ def calls() -> Calls:
     copier = FakeCopier(network.memory, STAGING.key)
     yield "staging.FakeCopier.begin", copier.begin, {"copies": next(STAGED.bind(**REQUEST)).copies}
     executor = network.executor(STAGING)
-    yield "staging.Pipeline", Pipeline, {"executor": executor, "staged": STAGED, "copier": copier}
-    yield "staging.Pipeline.submit", pipeline().submit, {"request": "r", **REQUEST}
+    yield "staging.Pipeline", Pipeline, {"executor": executor, "staging": "staging", "copier": copier}
+    yield "staging.Pipeline.prepare", pipeline().prepare, {"plan": STAGED}
+    submitted = {"plan": STAGED, "request": "r", **REQUEST}
+    yield "staging.Pipeline.submit", pipeline().submit, {**submitted, "notify": True}
     line = pipeline()
-    yield "staging.Pipeline.cancel", line.cancel, {"transfer": line.submit("r", **REQUEST)}
-    yield "staging.Pipeline.release", line.release, {"transfer": line.submit("s", **REQUEST)}
+    yield "staging.Pipeline.cancel", line.cancel, {"transfer": line.submit(**submitted)}
+    yield "staging.Pipeline.release", line.release, {"transfer": line.submit(**submitted)}
 
     yield "explain", kvplan.explain, {"value": PLAN, "detail": "workers"}
     yield "show", kvplan.show, {"value": PLAN, **REQUEST, "about": "", "width": 120}

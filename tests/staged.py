@@ -293,16 +293,24 @@ ONE_BLOCK = 2 * 2 * 256
 PEERS = 2
 """The peers of a rig, each with half of the heads: each chunk has a transfer with both."""
 
+OTHERS = 4
+"""The peers of the rig's second plan, each with one head, so that buffer slots lie elsewhere in the staging region."""
+
 Places = set[tuple[Key, str, int]]
 """Blocks, by worker and region."""
 
 
-def rig_plan(blocks: int, operation: str = "READ") -> StagedPlan:
-    """The plan of a worker that reads from two others, or writes to them."""
-    near = ("READ", "WRITE").index(operation)
-    ours = engine("decode", tp=(1, PEERS)[near], order="NH", blocks=blocks)
-    (plan,) = plans_of(operation, engine("prefill", tp=(PEERS, 1)[near], blocks=blocks), ours, ONE_BLOCK)
+def rig_plan(blocks: int, operation: str = "READ", peers: int = PEERS, name: str = "peers") -> StagedPlan:
+    """The plan of a worker that reads from others, or writes to them."""
+    reads = operation == "READ"
+    near, far = engine("local", order="HN", blocks=blocks), engine(name, tp=peers, order="NH", blocks=blocks)
+    (plan,) = plans_of(operation, *((far, near) if reads else (near, far)), ONE_BLOCK)
     return plan
+
+
+def rig_plans(blocks: int, operation: str) -> tuple[StagedPlan, StagedPlan]:
+    """The plan of a rig and one with other peers, in the same staging region."""
+    return rig_plan(blocks, operation), rig_plan(blocks, operation, OTHERS, "others")
 
 
 def rig_request(number: int, tokens: Any) -> Request:
@@ -312,21 +320,22 @@ def rig_request(number: int, tokens: Any) -> Request:
 
 
 def network_of(*plans: StagedPlan) -> FakeNetwork:
-    """The network of all workers of plans of one local engine."""
-    return FakeNetwork([*(plan.direct.local for plan in plans), *plans[0].direct.remotes])
+    """The network of all workers of plans."""
+    every = {worker.key: worker for plan in plans for worker in (plan.direct.local, *plan.direct.remotes)}
+    return FakeNetwork(every.values())
 
 
-def differing(network: FakeNetwork, plans: Sequence[StagedPlan], requests: Mapping[int, Any]) -> Places:
+def differing(network: FakeNetwork, moved: Sequence[tuple[StagedPlan, Mapping[int, Any]]]) -> Places:
     """The blocks of destinations that differ from what direct plans write for requests, by number their tokens."""
     with FakeMemory(tuple(network.workers.values())) as memory:
-        for plan in plans:
+        for plan, requests in moved:
             fill(memory, sources(plan))
             for number, tokens in requests.items():
                 for spec in plan.direct.bind(**rig_request(number, tokens)):
                     memory.execute(spec)
         return {
             (worker.key, name, int(at) // worker.views[0].block_stride_bytes)
-            for worker in {worker.key: worker for plan in plans for worker in destinations(plan)}.values()
+            for worker in {worker.key: worker for plan, _ in moved for worker in destinations(plan)}.values()
             for name, found in cells(network.memory, worker).items()
             if name != NAME
             for at in np.flatnonzero(cells(memory, worker)[name] != found)
@@ -347,25 +356,37 @@ def own_blocks(plan: StagedPlan, numbers: Iterable[int], chunks: int = 5) -> Pla
 
 @attrs.define
 class Rig:
-    """A pipeline of a worker that reads from its peers, or writes to them."""
+    """A pipeline of a worker that reads from its peers, or writes to them. Its plans take requests in turn."""
 
-    plan: StagedPlan
+    plans: tuple[StagedPlan, ...]
     network: FakeNetwork
     executor: ManualExecutor
     copier: ManualCopier
     pipeline: Pipeline
 
     @classmethod
-    def of(cls, network: FakeNetwork, plan: StagedPlan) -> Rig:
+    def of(cls, network: FakeNetwork, *plans: StagedPlan) -> Rig:
         """A pipeline with nothing in it; memory of sources is filled."""
-        fill(network.memory, sources(plan))
-        local = plan.direct.local
+        local = plans[0].direct.local
         executor, copier = ManualExecutor(network.executor(local)), ManualCopier(network.memory, local.key)
-        return cls(plan, network, executor, copier, Pipeline(executor, plan, copier))
+        pipeline = Pipeline(executor, NAME, copier)
+        for plan in plans:
+            fill(network.memory, sources(plan))
+            pipeline.prepare(plan)
+        return cls(plans, network, executor, copier, pipeline)
 
     def submit(self, number: int, tokens: tuple[int, int] = (0, 4)) -> StagedTransfer:
         """Submit a request, in chunks of 4 positions."""
-        return self.pipeline.submit(f"request {number}", **rig_request(number, tokens))
+        return self.pipeline.submit(self.plan_of(number), f"request {number}", **rig_request(number, tokens))
+
+    @property
+    def plan(self) -> StagedPlan:
+        """The first plan, or the only one."""
+        return self.plans[0]
+
+    def plan_of(self, number: int) -> StagedPlan:
+        """The plan of a request."""
+        return self.plans[number % len(self.plans)]
 
     @property
     def reads(self) -> bool:
@@ -433,13 +454,17 @@ class Rig:
             settled += self.pipeline.poll()
         return settled
 
-    def notified(self) -> dict[int, list[str]]:
-        """By rank of a peer, the requests that it has been notified of since the last call."""
+    def notified(self, which: int = 0) -> dict[int, list[str]]:
+        """By rank of a peer of a plan, the requests that it has been notified of since the last call."""
         return {
             peer.rank: [notice.request for notice in self.network.executor(peer).notices()]
-            for peer in self.plan.direct.remotes
+            for peer in self.plans[which].direct.remotes
         }
 
     def wrong(self, requests: Mapping[int, Any]) -> Places:
         """The blocks of destinations that differ from what direct plans write for requests."""
-        return differing(self.network, [self.plan], requests)
+        by_plan = [
+            (plan, {number: tokens for number, tokens in requests.items() if self.plan_of(number) is plan})
+            for plan in self.plans
+        ]
+        return differing(self.network, by_plan)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "models": CORE,
     "bridges": {*CORE, "models"},
     "staging": {*CORE, "plan", "executor", "verification"},
-    "connector": {*CORE, "plan", "executor"},
+    "connector": {*CORE, "plan", "executor", "staging"},
     "testing": {*LIBRARY, "staging"},
     "display": {*LIBRARY, "staging"},
     "cli": {*LIBRARY, "display"},

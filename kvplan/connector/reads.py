@@ -7,6 +7,9 @@
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine tries again.
 - R4: A request whose bytes did not all arrive before the source's deadline has failed, since the source may have given
   its blocks to another request. A peer's clock is read at the handshake, and never taken for earlier than it is.
+- R5: With a pipeline, an engine is read from through its staging region where that takes less time for a request of
+  :data:`TOKENS` positions. A request that waits while nothing has entered the region for :data:`STALL_S` is read
+  directly: what has the region may hang.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ import attrs
 from kvplan._checks import having, instance, name, seconds, settle
 from kvplan.connector.handoff import Source
 from kvplan.connector.listener import Offers, fetch
-from kvplan.describe.blocks import Blocks, Range
+from kvplan.describe.blocks import Blocks, Range, Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.executor import Executor, Transfer
+from kvplan.executor import Executor, Status, Transfer
 from kvplan.plan import TransferPlan, plan_reads
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, choose
 
 TIMEOUT_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
@@ -38,6 +42,12 @@ MAX_AGE_S: Final = 3600.0
 
 MARGIN_S: Final = 1.0
 """Seconds before the deadline at which a read must have ended, more than clocks drift in :data:`MAX_AGE_S`."""
+
+TOKENS: Final = 1024
+"""Positions of the request for which a way to read from an engine is chosen."""
+
+STALL_S: Final = 2.0
+"""Seconds without a new chunk in the staging region after which requests that wait for it are read directly."""
 
 
 @attrs.frozen(kw_only=True)
@@ -68,11 +78,16 @@ class Read:
 
 @attrs.frozen(eq=False)
 class _Handshake:
-    """A plan with an engine, its offers, and how far its clock is ahead of this one, at most."""
+    """The plan to read from an engine, its offers, and how far its clock is ahead of this one, at most."""
 
-    plan: TransferPlan
+    plan: TransferPlan | StagedPlan
     offers: Mapping[Key, bytes]
     ahead_s: float
+
+    @property
+    def direct(self) -> TransferPlan:
+        """The plan, or what it stages."""
+        return self.plan.direct if isinstance(self.plan, StagedPlan) else self.plan
 
 
 @attrs.define(eq=False)
@@ -93,9 +108,10 @@ class _Job:
 
     read: Read
     peer: _Peer
+    direct: TransferPlan
     stop: float
     began: float
-    transfers: list[Transfer] = attrs.field(factory=list)
+    transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
     error: KVPlanError | None = None
     is_late: bool = False
 
@@ -111,10 +127,10 @@ class ReadResult:
 
 
 class Reads:
-    """The requests that ``worker`` reads through ``executor``.
+    """The requests that ``worker`` reads through ``executor``, and through its ``pipeline`` where that is faster.
 
     An engine's offers are fetched by ``fetch_offers``; ``open_offer`` is the worker in an offer, and ``connect`` makes
-    it known to the executor. Not for several threads at once.
+    it known to the executor, or changes nothing where it is. Not for several threads at once.
     """
 
     def __init__(
@@ -128,6 +144,7 @@ class Reads:
         disconnect: Callable[[Worker], None],
         fetch_offers: Callable[[Source, float], Offers] = fetch,
         timeout_s: float = TIMEOUT_S,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
@@ -139,6 +156,8 @@ class Reads:
         self._disconnect = disconnect
         self._fetch = fetch_offers
         self._timeout_s = seconds(timeout_s, "timeout_s")
+        self._pipeline = None if pipeline is None else instance(Pipeline, pipeline, "pipeline")
+        self._num_chunks, self._moved = 0, 0.0  # of the pipeline, and when that was seen to change
         self._peers: dict[Source, _Peer] = {}
         self._connected: dict[Key, tuple[Worker, bytes]] = {}
         self._jobs: list[_Job] = []
@@ -163,6 +182,8 @@ class Reads:
         """The requests that have ended since the last call."""
         for peer in [peer for peer in self._peers.values() if peer.ready is None]:
             self._poll_handshake(peer)
+        if self._pipeline is not None:
+            self._poll_pipeline(self._pipeline)
         for job in [*self._jobs]:
             self._poll_transfers(job)
         ended, self._ended = self._ended, []
@@ -205,7 +226,17 @@ class Reads:
         offers = self._fetch(source, self._timeout_s)
         workers = [self._open_offer(offer) for offer in offers.workers]
         by_key = {worker.key: offer for worker, offer in zip(workers, offers.workers, strict=True)}
-        return _Handshake(plan_reads(self.worker, workers), by_key, offers.ahead_s)
+        return _Handshake(self._plan(workers), by_key, offers.ahead_s)
+
+    def _plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
+        """Rule R5."""
+        if self._pipeline is not None:
+            try:
+                return choose(self.worker, workers, tokens=TOKENS, staging=self._pipeline.staging).best.plan
+            except KVPlanError as error:
+                if error.code != "RANGE":  # more descriptors than can be counted
+                    raise
+        return plan_reads(self.worker, workers)
 
     def _poll_handshake(self, peer: _Peer) -> None:
         try:
@@ -232,16 +263,20 @@ class Reads:
 
     def _join(self, handshake: _Handshake) -> None:
         """Connect to the workers with which bytes are exchanged, and prepare the plan."""
-        for pair, remote in zip(handshake.plan.pairs, handshake.plan.remotes, strict=True):
+        for pair, remote in zip(handshake.direct.pairs, handshake.direct.remotes, strict=True):
             offer, known = handshake.offers[remote.key], self._connected.get(remote.key)
-            if not pair.group_pairs or (known is not None and known[1] == offer):
+            if not pair.group_pairs:
                 continue
-            if known is not None:
+            if known is not None and known[1] != offer:
                 self._disconnect(known[0])
-                del self._connected[remote.key]
+            self._connected.pop(remote.key, None)
             self._connect(offer)
             self._connected[remote.key] = remote, offer
-        self._executor.prepare(handshake.plan)
+        if isinstance(handshake.plan, StagedPlan):
+            assert self._pipeline is not None
+            self._pipeline.prepare(handshake.plan)
+        else:
+            self._executor.prepare(handshake.plan)
 
     def _forget(self, source: Source, handshake: _Handshake) -> None:
         """Forget an engine that has restarted, or was not read from for long."""
@@ -260,27 +295,44 @@ class Reads:
             self._end(ReadResult(read.request, error))
 
     def _start(self, read: Read, peer: _Peer, handshake: _Handshake) -> None:
-        plan, now = handshake.plan, time.monotonic()
-        job = _Job(read, peer, read.deadline - handshake.ahead_s - MARGIN_S, now)
+        now = time.monotonic()
+        job = _Job(read, peer, handshake.direct, read.deadline - handshake.ahead_s - MARGIN_S, now)
+        self._jobs.append(job)
         try:
             self._check_time(job)
-            ours = {group.name for group in plan.local.groups}
-            theirs = {group.name for remote in plan.remotes for group in remote.groups}
-            specs = plan.bind(
-                local={name: blocks for name, blocks in read.local.items() if name in ours},
-                remote={name: blocks for name, blocks in read.remote.items() if name in theirs},
-                tokens={
-                    name: _to_block_end(plan, name, *tokens) if read.to_block_end else tokens
-                    for name, tokens in read.tokens.items()
-                    if name in ours
-                },
-            )
-            for spec in specs:
-                if spec.local_ids.size:
-                    job.transfers.append(self._executor.start(spec, read.request, notify=False))
+            if isinstance(handshake.plan, StagedPlan):
+                assert self._pipeline is not None
+                bound = _bound(job.direct, read)
+                job.transfers.append(self._pipeline.submit(handshake.plan, read.request, **bound, notify=False))
+            else:
+                self._start_directly(job)
         except KVPlanError as error:
             job.error = error
-        self._jobs.append(job)
+
+    def _start_directly(self, job: _Job) -> None:
+        for spec in job.direct.bind(**_bound(job.direct, job.read)):
+            if spec.local_ids.size:
+                job.transfers.append(self._executor.start(spec, job.read.request, notify=False))
+
+    def _poll_pipeline(self, pipeline: Pipeline) -> None:
+        """Go on with what is staged, and read directly what waits for it in vain, by rule R5."""
+        pipeline.poll()
+        now = time.monotonic()
+        if pipeline.num_chunks != self._num_chunks:
+            self._num_chunks, self._moved = pipeline.num_chunks, now
+        if now - self._moved < STALL_S:
+            return
+        for job in self._jobs:
+            for transfer in [*job.transfers]:
+                if isinstance(transfer, StagedTransfer) and not (transfer.num_bytes or transfer.status.is_settled):
+                    pipeline.cancel(transfer)
+                    job.transfers.remove(transfer)
+                    try:
+                        self._check_time(job)
+                        self._executor.prepare(job.direct)
+                        self._start_directly(job)
+                    except KVPlanError as error:
+                        job.error = error
 
     def _check_time(self, job: _Job) -> None:
         late = time.monotonic() - job.stop
@@ -290,18 +342,22 @@ class Reads:
             raise KVPlanError("TRANSFER", action, expected=expected, got=f"{late:.1f} s too late")
 
     def _poll_transfers(self, job: _Job) -> None:
-        settled = [self._executor.poll(transfer).is_settled for transfer in job.transfers]
-        if not all(settled):
+        direct = [transfer for transfer in job.transfers if isinstance(transfer, Transfer)]
+        for transfer in direct:
+            self._executor.poll(transfer)
+        if not all(transfer.status.is_settled for transfer in job.transfers):
             return
         self._jobs.remove(job)
         num_bytes = 0
-        for transfer in job.transfers:
-            job.error = job.error or transfer.error
-            num_bytes += transfer.spec.num_bytes
-            if transfer.error is not None and transfer.error.code == "PEER":
-                self._connected.pop(transfer.spec.remote, None)
-                if self._peers.get(job.peer.source) is job.peer:
-                    del self._peers[job.peer.source]
+        for each in job.transfers:
+            num_bytes += each.num_bytes
+            job.error = job.error or each.error
+            if job.error is None and each.status is not Status.DONE:
+                action = f"read request {job.read.request!r} from {job.read.source}"
+                job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got="a cancelled transfer")
+            if each.error is not None and each.error.code == "PEER" and self._peers.get(job.peer.source) is job.peer:
+                del self._peers[job.peer.source]
+        for transfer in direct:
             self._executor.release(transfer)
         try:
             if job.error is None:
@@ -313,7 +369,25 @@ class Reads:
     def _end(self, ended: ReadResult) -> None:
         if ended.error is not None:
             self._logger.error("request %r is not read: %s", ended.request, ended.error)
+        else:
+            seconds, num_bytes = ended.seconds, ended.num_bytes
+            self._logger.debug("request %r is read: %d bytes in %.3f s", ended.request, num_bytes, seconds)
         self._ended.append(ended)
+
+
+def _bound(plan: TransferPlan, read: Read) -> Request:
+    """What a read is to :meth:`TransferPlan.bind`: block tables and ranges of the groups that both sides have."""
+    ours = {group.name for group in plan.local.groups}
+    theirs = {group.name for remote in plan.remotes for group in remote.groups}
+    return {
+        "local": {name: blocks for name, blocks in read.local.items() if name in ours},
+        "remote": {name: blocks for name, blocks in read.remote.items() if name in theirs},
+        "tokens": {
+            name: _to_block_end(plan, name, *tokens) if read.to_block_end else tokens
+            for name, tokens in read.tokens.items()
+            if name in ours
+        },
+    }
 
 
 def _to_block_end(plan: TransferPlan, name: str, start: int, stop: int) -> Range:

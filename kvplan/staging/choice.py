@@ -20,9 +20,10 @@ from kvplan._checks import instance, integer, is_one_of, members, name, seconds,
 from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
+from kvplan.plan.cost import Cost
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import checked_staging
-from kvplan.staging.cost import StagedCost
+from kvplan.staging.cost import staged_cost
 from kvplan.staging.plan import Shares, StagedPlan
 
 AUTO: Final = "auto"
@@ -113,13 +114,13 @@ class Option:
     seconds: float
 
     @classmethod
-    def of(cls, strategy: str, plan: TransferPlan | StagedPlan, tokens: int, rates: Rates) -> Option:
-        """The option of a plan, for requests of ``tokens`` positions."""
-        found = plan.cost(tokens)
-        if isinstance(found, StagedCost):
+    def of(cls, strategy: str, plan: TransferPlan | StagedPlan, direct: Cost, rates: Rates) -> Option:
+        """The option of a plan, for the requests that cost ``direct`` in one step."""
+        if isinstance(plan, StagedPlan):
+            found = staged_cost(direct, plan.peers, plan.num_positions)
             moved, chunks, copies, copied = found.transfers, found.num_chunks, found.num_copies, found.direct.num_bytes
         else:
-            moved, chunks, copies, copied = found, 1, 0, 0
+            moved, chunks, copies, copied = direct, 1, 0, 0
         transfers = chunks * sum(1 for pair in moved.pairs if pair.lengths)
         seconds = rates.seconds(
             transfers=transfers,
@@ -212,14 +213,14 @@ def choose(
     elif staging is None:
         strategies = ("direct",)
     shared = Shares.of(operation, local, remotes, siblings if operation == "WRITE" else (), not_transferred, replicas)
-    options, refused = list[Option](), dict[str, KVPlanError]()
+    direct, options, refused = shared.direct.cost(tokens), list[Option](), dict[str, KVPlanError]()
     for each in strategies:
         try:
             plan: TransferPlan | StagedPlan = shared.direct
             if each != "direct":
                 region = checked_staging(local, "" if staging is None else staging)
                 plan = shared.staged(region, whole=each == "receive-staged-whole")
-            options.append(Option.of(each, plan, tokens, rates))
+            options.append(Option.of(each, plan, direct, rates))
         except KVPlanError as error:
             if error.code != "MEMORY" or len(strategies) == 1:
                 raise

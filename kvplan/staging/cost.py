@@ -12,7 +12,6 @@ from kvplan._text import count
 from kvplan.describe.views import Group
 from kvplan.plan.align import before, period, position_of, repeated, slots
 from kvplan.plan.cost import Cost, PairCost, cost, of_groups
-from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import StagedPeer
 from kvplan.staging.copies import CopyTemplate, ordinals
 
@@ -60,19 +59,16 @@ def _line(how: str, found: Cost) -> str:
     return f"{tokens} {how}: {moved}"
 
 
-def staged_cost(
-    direct: TransferPlan, peers: Sequence[StagedPeer], num_positions: int, tokens: int | None = None
-) -> StagedCost:
-    """The cost of requests of ``tokens`` positions, in chunks of ``num_positions``.
+def staged_cost(direct: Cost, peers: Sequence[StagedPeer], num_positions: int) -> StagedCost:
+    """The cost of the requests that cost ``direct`` in one step, in chunks of ``num_positions``.
 
-    ``None``: the fewest positions after which the direct plan repeats. Raises what :func:`kvplan.plan.cost.cost` does.
+    Raises what :func:`kvplan.plan.cost.cost` does.
     """
-    once = direct.cost(tokens)
-    chunks = max(-(-once.tokens // num_positions), 1) if peers else 0
-    copies = sum(_num_copies(each, once.tokens, num_positions) for peer in peers for each in peer.templates)
+    chunks = max(-(-direct.tokens // num_positions), 1) if peers else 0
+    copies = sum(_num_copies(each, direct.tokens, num_positions) for peer in peers for each in peer.templates)
     return StagedCost(
-        direct=once,
-        transfers=_transfers(direct.operation, peers, once.tokens),
+        direct=direct,
+        transfers=_transfers(direct.operation, peers, direct.tokens),
         num_copies=chunks * copies,
         num_chunks=chunks,
         staging_bytes=max((view.end_bytes for peer in peers for view in peer.buffer.worker.views), default=0),

@@ -1,14 +1,17 @@
 """Pipelines: carry out staged requests, one chunk between workers while another is copied.
 
-A :class:`Pipeline` takes a staged plan, an :class:`~kvplan.Executor` for its transfers and a :class:`Copier` for its
-local copies. A chunk of a ``READ`` is transferred and then copied, one of a ``WRITE`` the other way round.
+A :class:`Pipeline` has a staging region, an :class:`~kvplan.Executor` for transfers and a :class:`Copier` for local
+copies. It takes requests of any plans that stage in this region, such as one for each remote engine. A chunk of a
+``READ`` is transferred and then copied, one of a ``WRITE`` the other way round.
 
 - D1: chunks go through the staging region in the order in which their requests were submitted, and alternate between
   the buffer slots, also from one request to the next. Requests wait; none fails because there are many.
-- D2: a buffer slot is refilled only when all transfers of its previous chunk are settled, and its copies are done.
+- D2: a buffer slot is refilled only when all transfers of its previous chunk are settled, and its copies are done. Each
+  plan has its buffer slots elsewhere in the region, so a chunk of another plan waits until this holds of both slots.
 - D3: the second step of a chunk begins when all of the first step is done; never if a transfer or copy has failed.
 - D4: each peer is notified once, under the request's name, when all chunks of the request have been transferred, and
-  never otherwise. Notices need no buffer slot: a request of no bytes may be done before earlier requests.
+  never otherwise, unless the caller wants no notices. Notices need no buffer slot: a request of no bytes may be done
+  before earlier requests.
 - D5: when a request fails, or the caller cancels it, its transfers are cancelled and no more of it begins. It is
   settled when its transfers are, and the copies that had begun are done. Only its own blocks may have been written. A
   transfer that cannot be stopped holds its buffer slot until it ends.
@@ -23,7 +26,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 
-from kvplan._checks import having, instance, members
+from kvplan._checks import having, instance, members, name
 from kvplan._text import count
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key, key_of
@@ -75,12 +78,14 @@ class StagedTransfer:
     """A request in a pipeline.
 
     ``status`` is the result of the last poll; ``error`` is set if that is FAILED. When the request is settled, nothing
-    touches its blocks any more; if it is DONE, all their bytes are in place.
+    touches its blocks any more; if it is DONE, all their bytes are in place. ``num_bytes`` counts the bytes of chunks
+    that have begun, as a direct plan would move them.
     """
 
     request: str = attrs.field(converter=request_name)
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
+    num_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"<StagedTransfer {self.request!r} {self.status.value}>"
@@ -88,13 +93,17 @@ class StagedTransfer:
 
 @attrs.define(eq=False)
 class _StagedRequest:
-    """A request under way: ``chunks`` still to be made, None when all are made, and how it is going to end."""
+    """A request of a plan: ``chunks`` still to be made, None when all are made, and how it is going to end.
+
+    ``notifies`` says whether its peers are still to be notified.
+    """
 
     transfer: StagedTransfer
+    plan: StagedPlan
     chunks: Iterator[Chunk] | None
+    notifies: bool
     ends: Status = Status.DONE
     error: KVPlanError | None = None
-    is_notified: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -113,10 +122,10 @@ class _Work:
 
 
 class Pipeline:
-    """Moves requests through the staging region of one plan, which nothing else may use meanwhile.
+    """Moves requests through a staging region of the executor's worker, which nothing else may use meanwhile.
 
-    Prepares the plan's transfers, and raises what :meth:`Executor.prepare` does; ``MEMORY`` where another pipeline of
-    the executor has the staging region, as long as anything refers to that pipeline. Not for several threads at once.
+    Raises ``MEMORY`` where another pipeline of the executor has the staging region, as long as anything refers to that
+    pipeline. Not for several threads at once.
 
     >>> import attrs
     >>> from kvplan import Blocks, Model, Region
@@ -127,10 +136,11 @@ class Pipeline:
     ...                          for name, layout in (("decode", "LBHNC"), ("prefill", "LBNHC")))
     >>> local = attrs.evolve(decode, regions=(*decode.regions, Region("staging", 1 << 50, 8 << 20)))
     >>> network = FakeNetwork([prefill, local])
-    >>> copier = FakeCopier(network.memory, local.key)
-    >>> pipeline = Pipeline(network.executor(local), stage(local, [prefill], staging="staging"), copier)
+    >>> pipeline = Pipeline(network.executor(local), "staging", FakeCopier(network.memory, local.key))
+    >>> staged = stage(local, [prefill], staging="staging")
+    >>> pipeline.prepare(staged)  # once per remote engine
     >>> tables = {"local": {"attn": Blocks(range(20, 32))}, "remote": {"attn": Blocks(range(7, 19))}}
-    >>> pipeline.submit("request 1", **tables, tokens=(10, 190))
+    >>> pipeline.submit(staged, "request 1", **tables, tokens=(10, 190))
     <StagedTransfer 'request 1' running>
     >>> pipeline.poll()  # once in each step of an engine
     (<StagedTransfer 'request 1' done>,)
@@ -141,37 +151,53 @@ class Pipeline:
     _by_region: ClassVar[WeakValueDictionary[tuple[int, str], Pipeline]] = WeakValueDictionary()
     """The pipeline that has a staging region, by the identity of its executor and the name of the region."""
 
-    def __init__(self, executor: Executor, staged: StagedPlan, copier: Copier) -> None:
-        self._executor, self._copier = executor, having("begin", copier, "copier", "a Copier")
-        peers = instance(StagedPlan, staged, "staged").peers
-        regions = {(id(executor), view.region) for peer in peers for view in peer.buffer.worker.views}
-        if any(region in self._by_region for region in regions):
-            raise KVPlanError(
-                "MEMORY",
-                f"make a pipeline of {staged.direct.local.label}",
-                expected="a staging region of its own",
-                got="that of another pipeline",
-                hint="give each plan a staging region, or delete the other pipeline first",
-            )
-        for plan in staged.transfers:
-            having("prepare", executor, "executor", "an Executor").prepare(plan)
-        self.staged = staged
+    def __init__(self, executor: Executor, staging: str, copier: Copier) -> None:
+        self._executor = having("prepare", executor, "executor", "an Executor")
+        self._copier = having("begin", copier, "copier", "a Copier")
+        self.staging: str = name(staging, "staging")
+        self.num_chunks = 0
+        """Chunks that have begun."""
         self._requests: dict[StagedTransfer, _StagedRequest] = {}
         self._next: tuple[_StagedRequest, Chunk] | None = None
         self._under_way: list[_Work] = []
         self._last_slot = 1
-        self._by_region.update(dict.fromkeys(regions, self))
+        if self._by_region.setdefault((id(executor), staging), self) is not self:
+            raise KVPlanError(
+                "MEMORY",
+                f"make a pipeline of {staging!r}",
+                expected="a staging region of its own",
+                got="that of another pipeline",
+                hint="submit requests of all plans to one pipeline, or delete the other pipeline first",
+            )
 
-    def submit(self, request: str, *, local: BlockTables, remote: BlockTables, tokens: Tokens = None) -> StagedTransfer:
-        """Begin a request, or queue it. Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued.
+    def prepare(self, plan: StagedPlan) -> None:
+        """Prepare the plan's transfers, once. Raises what :meth:`Executor.prepare` does."""
+        for transfer in instance(StagedPlan, plan, "plan").transfers:
+            self._executor.prepare(transfer)
 
-        The request owns its blocks until it is settled. Blocks that a writer sends must be filled by now; on a GPU,
-        :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does. Ids are made chunk by
-        chunk.
+    def submit(
+        self,
+        plan: StagedPlan,
+        request: str,
+        *,
+        local: BlockTables,
+        remote: BlockTables,
+        tokens: Tokens = None,
+        notify: bool = True,
+    ) -> StagedTransfer:
+        """Begin a request of a plan, or queue it. With ``notify``, each peer gets a notice when all bytes have moved.
+
+        Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued; raises ``MEMORY`` for a plan that
+        stages in another region. The request owns its blocks until it is settled. Blocks that a writer sends must be
+        filled by now; on a GPU, :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does.
+        Ids are made chunk by chunk.
         """
-        transfer = StagedTransfer(request)
-        chunks = self.staged.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
-        self._requests[transfer] = _StagedRequest(transfer, chunks)
+        transfer, notifies = StagedTransfer(request), instance(bool, notify, "notify")
+        if instance(StagedPlan, plan, "plan").staging != self.staging:
+            action, expected = f"submit request {request!r}", f"a plan that stages in {self.staging!r}"
+            raise KVPlanError("MEMORY", action, expected=expected, got=f"one in {plan.staging!r}")
+        chunks = plan.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
+        self._requests[transfer] = _StagedRequest(transfer, plan, chunks, notifies)
         self._begin_chunks()
         return transfer
 
@@ -185,7 +211,7 @@ class Pipeline:
         settled = [
             request
             for request in self._requests.values()
-            if request not in busy and (request.is_notified or request.is_stopped)
+            if request not in busy and (request.is_stopped or not request.notifies)
         ]
         for request in settled:
             request.transfer.status, request.transfer.error = request.ends, request.error
@@ -218,9 +244,12 @@ class Pipeline:
         """Rules D1 and D2. One chunk more than can begin is made, while bytes move."""
         while (following := self._following()) is not None:
             request, chunk = following
-            if chunk.buffer_slot in [work.slot for work in self._under_way]:
-                return
+            for work in self._under_way:
+                if work.slot == chunk.buffer_slot or (work.slot is not None and work.request.plan is not request.plan):
+                    return
             self._next, self._last_slot = None, chunk.buffer_slot
+            self.num_chunks += 1
+            request.transfer.num_bytes += sum(copy.num_bytes for copy in chunk.copies)
             # a peer that exchanges nothing of this chunk needs no transfer
             specs = [spec for spec in chunk.specs if spec.local_ids.size]
             self._begin(_Work(request, chunk.buffer_slot), specs, chunk.copies)
@@ -244,15 +273,15 @@ class Pipeline:
         """Rule D4."""
         unmoved = self._busy(but_moved=True)
         for request in self._requests.values():
-            if request not in unmoved and not (request.is_notified or request.is_stopped):
-                request.is_notified = True
-                self._begin(_Work(request, slot=None), self.staged.closing)
+            if request.notifies and request not in unmoved and not request.is_stopped:
+                request.notifies = False
+                self._begin(_Work(request, slot=None), request.plan.closing)
 
     def _begin(self, work: _Work, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
         """Rule D3: a step begins when the one before is done, unless the request is stopped by then."""
         steps = [self._transfer(work, specs)]
         if copies:
-            steps.insert(1 if self.staged.operation == "READ" else 0, self._copy(work, copies))
+            steps.insert(1 if work.request.plan.operation == "READ" else 0, self._copy(work, copies))
         work.steps = (None for step in steps if not work.request.is_stopped for _ in step)
         self._under_way.append(work)
         if self._is_over(work):
@@ -307,4 +336,4 @@ class Pipeline:
                     self._executor.cancel(transfer)
 
     def __repr__(self) -> str:
-        return f"<Pipeline {self.staged.direct.local.label}: {count(len(self._requests), 'request')}>"
+        return f"<Pipeline of {self.staging!r}: {count(len(self._requests), 'request')}>"

@@ -91,13 +91,14 @@ class StagedPlan:
     """What a worker moves in two steps, for any request.
 
     ``direct`` is the plan that moves the same in one step. ``peers`` has a staging buffer for each remote worker that
-    bytes move from or to, and both steps through it. A chunk covers ``num_positions`` positions. A plan never changes:
-    threads may share it and bind at once.
+    bytes move from or to, and both steps through it. The buffers are in the local worker's region ``staging``. A chunk
+    covers ``num_positions`` positions. A plan never changes: threads may share it and bind at once.
     """
 
     direct: TransferPlan
     peers: tuple[StagedPeer, ...]
     num_positions: int
+    staging: str
 
     @property
     def operation(self) -> str:
@@ -120,7 +121,7 @@ class StagedPlan:
         ``None``: the fewest positions after which the direct plan repeats. Raises what :func:`kvplan.plan.cost.cost`
         does.
         """
-        return staged_cost(self.direct, self.peers, self.num_positions, tokens)
+        return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
     def bind(
         self,
@@ -296,7 +297,7 @@ class Shares:
             pair = _pair(operation, mine, peer, buffer.transfer_step(peer, cells), known)
             transfer = attrs.evolve(self.direct, local=mine, remotes=(peer,), pairs=(pair,))
             peers.append(StagedPeer(buffer, transfer, copy_templates(local.regions, buffer.local_step(cells))))
-        return StagedPlan(self.direct, tuple(peers), fitted.num_positions)
+        return StagedPlan(self.direct, tuple(peers), fitted.num_positions, region.name)
 
 
 def _pair(operation: str, local: Worker, peer: Worker, cells: Sequence[Cell], known: Planned) -> Pair:

@@ -21,13 +21,18 @@ from sglang.srt.utils.network import get_local_ip_auto
 from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan.connector import Leases, Listener, Notifier, Reads
+from kvplan.staging import Pipeline
 from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl.rearrange import STAGING, with_staging
 from kvplan_nixl.sglang.bootstrap import Rooms
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 POLL_S: Final = 0.001
 """Seconds between two looks at what has been read, however many requests ask."""
+
+STAGING_BYTES: Final = 64 << 20
+"""Bytes of a rank's staging region on decode."""
 
 STATES: Final = frozenset({"swa", "mamba"})
 """The parts of a cache with block tables of their own that are transferred, by SGLang's names."""
@@ -73,6 +78,8 @@ class Manager(BaseKVManager):
         self.windows: dict[str, int | None] = {self.groups[0]: None, **windows}
         self.metadata = queue.metadata_buffers
         key = os.environ.get("KVPLAN_KEY", "").encode()
+        num_bytes = 0 if self.is_prefill else int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
+        self.worker, copier = with_staging(self.worker, num_bytes)
         self._executor = NixlExecutor(self.worker, key=key)
         if self.is_prefill:
             offers: list[bytes] = [b""] * group.world_size
@@ -88,6 +95,7 @@ class Manager(BaseKVManager):
                 open_offer=lambda data: Envelope.unpack(data, key).worker,
                 connect=self._executor.connect,
                 disconnect=partial(self._executor.disconnect, force=True),
+                pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
             )
             queue.transfer_queue.enable_deferred_kv_release = True
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # until the read has ended, however late

@@ -15,8 +15,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvplan import KVPlanError, tails
 from kvplan.bridges import RankInfo
 from kvplan.connector import Read, Reads
+from kvplan.staging import Pipeline
 from kvplan_nixl import UCX, Envelope, NixlExecutor
-from kvplan_nixl.rearrange import memories_of, set_zero
+from kvplan_nixl.rearrange import STAGING, memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats
 
@@ -41,6 +42,7 @@ class Worker:
         tp_rank, tp = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
         info = RankInfo(transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp)
         worker = worker_of(self._config, self._cache, info, kv_caches)
+        worker, copier = with_staging(worker, int(transfer.get_from_extra_config("staging_bytes", 0)))
         backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
         self._memories = memories_of(kv_caches.values())
         key = str(transfer.get_from_extra_config("key", "")).encode()
@@ -53,6 +55,7 @@ class Worker:
             connect=self._executor.connect,
             disconnect=partial(self._executor.disconnect, force=True),
             timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", 30)),
+            pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
         )
         logger.info("%s", worker)
 

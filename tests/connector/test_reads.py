@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
 from kvplan.connector import Offers, Read, ReadResult, Reads, Source, attended
 from kvplan.executor import FakeExecutor, FakeNetwork
+from kvplan.staging import FakeCopier, Pipeline
 from tests.small import engine
+from tests.staged import NAME, with_staging
 
 LOGGER = logging.getLogger("test")
 
@@ -28,20 +30,38 @@ def source_of(name: str = "prefill", start: str = "1") -> Source:
 
 
 class HeldExecutor(FakeExecutor):
-    """Moves no byte of a transfer until it is let go, and fails those with workers in ``broken``."""
+    """Moves no byte of a transfer until it is let go, and fails those with workers in ``broken``.
+
+    Engines in ``silent`` hang.
+    """
 
     def __init__(self, network: FakeNetwork, worker: Worker) -> None:
         super().__init__(network, worker)
         self.held = False
+        self.silent: set[str] = set()
         self.broken: set[tuple[str, int]] = set()
+        self.lost: set[tuple[str, int]] = set()
         self.code = "TRANSFER"
         self.released: list[Transfer] = []
+        self.started: list[Transfer] = []
+
+    def start(self, *given: Any, **options: Any) -> Transfer:
+        self.started.append(super().start(*given, **options))
+        return self.started[-1]
 
     def poll(self, transfer: Transfer) -> Status:
         if transfer.spec.remote in self.broken:
             transfer.status = Status.FAILED
             transfer.error = KVPlanError(self.code, "move bytes", expected="a peer", got="none")
-        return transfer.status if self.held else super().poll(transfer)
+            self.lost |= {transfer.spec.remote} if self.code == "PEER" else set()
+        return transfer.status if self.hangs(transfer) else super().poll(transfer)
+
+    def hangs(self, transfer: Transfer) -> bool:
+        return self.held or transfer.spec.remote[0] in self.silent
+
+    def cancel(self, transfer: Transfer) -> None:
+        if not self.hangs(transfer):
+            super().cancel(transfer)
 
     def release(self, transfer: Transfer) -> None:
         super().release(transfer)
@@ -49,7 +69,7 @@ class HeldExecutor(FakeExecutor):
 
 
 class World:
-    """One decode worker that reads from prefill engines in fake memory."""
+    """One decode worker that reads from prefill engines in fake memory, staged if it has a staging region."""
 
     def __init__(self, local: Worker, *engines: Sequence[Worker], timeout_s: float = 30.0) -> None:
         self.engines = {workers[0].engine_id: workers for workers in engines}
@@ -61,16 +81,31 @@ class World:
         self.fetched: list[Source] = []
         self.connected: list[str] = []
         self.answer: Callable[[Source], object] = lambda source: None
+        self.known: dict[tuple[str, int], bytes] = {}
+        copier = FakeCopier(self.network.memory, local.key)
+        self.pipeline = Pipeline(self.executor, NAME, copier) if NAME in [r.name for r in local.regions] else None
         self.reads = Reads(
             local,
             self.executor,
             LOGGER,
             open_offer=decode,
-            connect=lambda offer: self.connected.append(decode(offer).label),
-            disconnect=lambda worker: self.connected.append(f"not {worker.label}"),
+            connect=self.connect,
+            disconnect=self.disconnect,
             fetch_offers=self.fetch,
             timeout_s=timeout_s,
+            pipeline=self.pipeline,
         )
+
+    def connect(self, offer: bytes) -> None:
+        worker = decode(offer)
+        if self.known.get(worker.key) != offer or worker.key in self.executor.lost:
+            self.connected.append(worker.label)
+            self.known[worker.key] = offer
+            self.executor.lost.discard(worker.key)
+
+    def disconnect(self, worker: Worker) -> None:
+        self.connected.append(f"not {worker.label}")
+        del self.known[worker.key]
 
     def fetch(self, source: Source, timeout_s: float) -> Offers:
         self.fetched.append(source)
@@ -113,14 +148,20 @@ class World:
         return self.network.memory.array(self.local, self.local.views[0])
 
 
-def one(**options: float) -> World:
-    (local,) = engine("decode")
-    world = World(local, engine("prefill", tp=2), **options)
-    world.fill()
-    return world
+@pytest.fixture(params=["directly", "staged"])
+def one(request: pytest.FixtureRequest) -> Callable[..., World]:
+    """Makes the world of one prefill engine with two workers, which is read from directly or staged."""
+
+    def make(**options: float) -> World:
+        (local,) = engine("decode", order="NH")
+        world = World(with_staging(local) if request.param == "staged" else local, engine("prefill", tp=2), **options)
+        world.fill()
+        return world
+
+    return make
 
 
-def test_a_request_is_read_from_every_worker_that_has_a_part() -> None:
+def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., World]) -> None:
     """Heads come from both sources, into the positions of the range and no others; workers are connected once."""
     world = one()
     world.reads.begin(world.read(tokens={"attn": (0, 10)}))
@@ -134,6 +175,7 @@ def test_a_request_is_read_from_every_worker_that_has_a_part() -> None:
     world.until(1)
     assert world.connected == ["prefill/0", "prefill/1"]
     assert len(world.fetched) == 1
+    assert world.pipeline is None or world.pipeline.num_chunks == 2
     assert not any(world.network.inbox.values())  # the listener is told, once, by the engine
 
 
@@ -150,7 +192,7 @@ def test_nothing_waits() -> None:
     assert world.until(1)["slow"].error is None
 
 
-def test_an_engine_that_never_answers_fails_its_requests() -> None:
+def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., World]) -> None:
     """After the time that is given, all requests that wait for it fail, and a later one tries again."""
     world, held = one(timeout_s=0.05), threading.Event()
     world.answer = lambda source: held.wait(60)
@@ -173,7 +215,7 @@ def raising(error: Exception) -> Callable[[Source], object]:
 
 
 @pytest.mark.parametrize("error", [KVPlanError("PEER", "reach", expected="an answer", got="none"), ValueError("odd")])
-def test_a_failed_handshake_is_tried_again(error: Exception) -> None:
+def test_a_failed_handshake_is_tried_again(one: Callable[..., World], error: Exception) -> None:
     """Whatever goes wrong fails the requests that wait, with a code; the next request shakes hands again."""
     world = one()
     world.answer = raising(error)
@@ -196,7 +238,7 @@ def test_an_engine_of_another_model_is_refused() -> None:
     assert error.code == "TENSOR"
 
 
-def test_a_request_that_cannot_be_bound_fails_alone() -> None:
+def test_a_request_that_cannot_be_bound_fails_alone(one: Callable[..., World]) -> None:
     """Blocks outside the source's pool fail one request; the next one is read."""
     world = one()
     world.reads.begin(world.read("a", remote={"attn": Blocks([7, 3, 99])}))
@@ -207,7 +249,7 @@ def test_a_request_that_cannot_be_bound_fails_alone() -> None:
     assert results["b"].num_bytes == 10 * 4 * 16 * 2
 
 
-def test_groups_of_other_workers_are_ignored() -> None:
+def test_groups_of_other_workers_are_ignored(one: Callable[..., World]) -> None:
     """A table of a group that this pipeline stage, or the source, does not have changes nothing."""
     world = one()
     other = {"of another stage": Blocks([1])}
@@ -224,7 +266,7 @@ def test_groups_of_other_workers_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("code", ["TRANSFER", "PEER"])
-def test_a_failed_request_ends_when_no_byte_can_move(code: str) -> None:
+def test_a_failed_request_ends_when_no_byte_can_move(one: Callable[..., World], code: str) -> None:
     """Where one transfer fails and the other runs, the request stays open; then it fails, and is released."""
     world = one()
     world.reads.begin(world.read("first"))
@@ -244,7 +286,7 @@ def test_a_failed_request_ends_when_no_byte_can_move(code: str) -> None:
     assert len(world.fetched) == (2 if code == "PEER" else 1)
 
 
-def test_a_lost_worker_is_connected_again() -> None:
+def test_a_lost_worker_is_connected_again(one: Callable[..., World]) -> None:
     """After a peer is lost, its worker is connected again, and the others stay as they are."""
     world = one()
     world.executor.broken, world.executor.code = {("prefill", 1)}, "PEER"
@@ -256,7 +298,7 @@ def test_a_lost_worker_is_connected_again() -> None:
     assert world.connected == ["prefill/0", "prefill/1", "prefill/1"]
 
 
-def test_a_restarted_engine_takes_the_place_of_the_old_one() -> None:
+def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., World]) -> None:
     """Another start of an engine is another peer: new offers, new connections, and nothing of the old ones."""
     world = one()
     world.reads.begin(world.read("a"))
@@ -281,14 +323,15 @@ def test_only_workers_with_a_part_are_connected() -> None:
     assert world.connected == ["prefill/1"]
 
 
-def test_a_restart_with_fewer_workers() -> None:
+def test_a_restart_with_fewer_workers(one: Callable[..., World]) -> None:
     """An engine that restarts with one worker in place of two leaves no connection to the second behind."""
     world = one()
     world.reads.begin(world.read("a"))
     world.until(1)
     world.engines["prefill"] = engine("prefill", tp=1)
-    world.network = FakeNetwork([world.local, *world.engines["prefill"]])
-    world.executor.network = world.network
+    world.network = world.executor.network = FakeNetwork([world.local, *world.engines["prefill"]])
+    if world.pipeline is not None:
+        world.pipeline._copier = FakeCopier(world.network.memory, world.local.key)
     world.reads.begin(world.read("b", source_of(start="2")))
     assert world.until(1)["b"].error is None
     assert world.connected[2:] == ["not prefill/0", "prefill/0", "not prefill/1"]
@@ -309,7 +352,7 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     assert world.until(1)["c"].error is None
 
 
-def test_an_old_handshake_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_handshake_is_repeated(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """After an hour the clock is asked again; workers with the same offers stay connected."""
     world = one()
     world.reads.begin(world.read("a"))
@@ -321,7 +364,7 @@ def test_an_old_handshake_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.connected == ["prefill/0", "prefill/1"]
 
 
-def test_a_request_of_an_earlier_start_fails_alone() -> None:
+def test_a_request_of_an_earlier_start_fails_alone(one: Callable[..., World]) -> None:
     """A handoff that comes late, of an engine that has restarted, fails; requests of the new start are read."""
     world = one()
     gone = KVPlanError("PEER", "shake hands", expected="start 1", got="start 2")
@@ -333,7 +376,7 @@ def test_a_request_of_an_earlier_start_fails_alone() -> None:
     assert [source.start for source in world.fetched].count("2") == 1
 
 
-def test_a_request_whose_lease_is_over_is_not_read() -> None:
+def test_a_request_whose_lease_is_over_is_not_read(one: Callable[..., World]) -> None:
     """The source may have reused its blocks, so no byte moves."""
     world = one()
     world.reads.begin(world.read(deadline=time.monotonic() + world.ahead_s))
@@ -341,7 +384,7 @@ def test_a_request_whose_lease_is_over_is_not_read() -> None:
     assert not world.cache().any()
 
 
-def test_a_request_that_ends_after_its_lease_has_failed() -> None:
+def test_a_request_that_ends_after_its_lease_has_failed(one: Callable[..., World]) -> None:
     """What arrived may be another request's bytes, however well the transfer went."""
     world = one()
     world.reads.begin(world.read("first"))
@@ -354,7 +397,9 @@ def test_a_request_that_ends_after_its_lease_has_failed() -> None:
     assert "too late" in str(world.until(1)["r"].error)
 
 
-def test_a_request_that_hangs_beyond_its_lease_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_hangs_beyond_its_lease_is_late(
+    one: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is late once, as soon as it has failed, and reported when no byte of it can move. Others go on."""
     world = one()
     world.reads.begin(world.read("first"))
@@ -385,7 +430,95 @@ def test_a_last_block_moves_whole_where_it_may(ours: int, theirs: int) -> None:
     assert whole == same < exact
 
 
-def test_a_request_that_was_refused_is_reported() -> None:
+def two_engines() -> World:
+    """A destination that reads from two engines through one staging region, whose buffers differ."""
+    (local,) = engine("decode", order="NH")
+    world = World(with_staging(local), engine("prefill", tp=2), engine("other", tp=4))
+    world.fill()
+    return world
+
+
+def test_engines_share_a_staging_region() -> None:
+    """Requests of both are staged, and each block has the bytes of its engine."""
+    world = two_engines()
+    assert world.pipeline is not None
+    for number, name in enumerate(("prefill", "other") * 2):
+        local = {"attn": Blocks([number])}
+        world.reads.begin(world.read(f"{number}", source_of(name), local=local, tokens={"attn": (0, 4)}))
+    ended = world.until(4)
+    assert {result.error for result in ended.values()} == {None}
+    assert {result.num_bytes for result in ended.values()} == {4 * 4 * 16 * 2}
+    assert world.pipeline.num_chunks == 4
+    by_head = np.moveaxis(world.cache()[:4], 2, 0)  # block, kv, head, token, dim -> by head
+    for head, ranks in enumerate([(0, 0), (0, 1), (1, 2), (1, 3)]):
+        for number in range(4):
+            assert (by_head[head, number] == ranks[number % 2] + 1).all()
+
+
+def test_what_hangs_in_the_staging_region_holds_up_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine's requests are read directly; when the region is free again, they are staged."""
+    world = two_engines()
+    assert world.pipeline is not None
+    for name in ("prefill", "other"):
+        world.reads.begin(world.read(name, source_of(name)))
+        world.until(1)
+    world.executor.silent = {"prefill"}
+    world.reads.begin(world.read("hangs"))
+    world.reads.begin(world.read("other", source_of("other"), local={"attn": Blocks([1, 3, 6])}))
+    for _ in range(20):
+        assert world.reads.poll() == []
+    monkeypatch.setattr("kvplan.connector.reads.STALL_S", 0.01)
+    assert world.until(1)["other"].error is None
+    assert (np.moveaxis(world.cache()[[1, 3]], 2, 0).reshape(4, -1) == np.arange(1, 5)[:, None]).all()
+    world.reads.begin(world.read("expired", source_of("other"), deadline=time.monotonic() + world.ahead_s + 1.02))
+    time.sleep(0.05)
+    assert "too late" in str(world.until(1)["expired"].error)
+    assert world.pipeline.num_chunks == 3
+    world.executor.silent = set()
+    assert world.until(1)["hangs"].error is None
+    world.reads.begin(world.read("staged", source_of("other")))
+    assert world.until(1)["staged"].error is None
+    assert world.pipeline.num_chunks == 4
+
+
+def test_a_direct_plan_is_taken_where_it_is_faster() -> None:
+    """Engines of one layout leave the staging region alone, and so do plans too large to count."""
+    (local,) = engine("decode")
+    world = World(with_staging(local), engine("prefill"))
+    world.reads.begin(world.read())
+    assert world.until(1)["r"].error is None
+    assert world.pipeline is not None
+    assert world.pipeline.num_chunks == 0
+
+
+@pytest.mark.parametrize(("code", "expected"), [("RANGE", None), ("LAYOUT", "LAYOUT")])
+def test_a_plan_that_is_too_large_to_compare(monkeypatch: pytest.MonkeyPatch, code: str, expected: str | None) -> None:
+    """It is read directly. Other errors fail the request."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise KVPlanError(code, "choose", expected="less", got="more")
+
+    monkeypatch.setattr("kvplan.connector.reads.choose", refuse)
+    world = two_engines()
+    world.reads.begin(world.read())
+    error = world.until(1)["r"].error
+    assert (None if error is None else error.code) == expected
+
+
+def test_a_request_whose_transfers_were_cancelled_has_failed(one: Callable[..., World]) -> None:
+    """As by an executor that is closed, or an engine that is disconnected: bytes may be missing."""
+    world = one()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.held = True
+    world.reads.begin(world.read())
+    assert world.reads.poll() == []
+    for transfer in world.executor.started[-2:]:
+        transfer.status = Status.CANCELLED
+    assert "expected all its bytes, got a cancelled transfer" in str(world.until(1)["r"].error)
+
+
+def test_a_request_that_was_refused_is_reported(one: Callable[..., World]) -> None:
     """A request that can't be read, for a reason of the caller, is reported like any other."""
     world = one()
     world.reads.fail("r", KVPlanError("TOKENS", "read", expected="10", got="9"))
@@ -401,9 +534,17 @@ def test_a_request_that_was_refused_is_reported() -> None:
     st.integers(1, 20),
     st.one_of(st.none(), st.integers(1, 12)),
     st.booleans(),
+    st.booleans(),
 )
 def test_exactly_the_positions_of_the_range_arrive(
-    tps: tuple[int, int], ours: int, theirs: int, start: int, length: int, window: int | None, to_block_end: bool
+    tps: tuple[int, int],
+    ours: int,
+    theirs: int,
+    start: int,
+    length: int,
+    window: int | None,
+    to_block_end: bool,
+    staged: bool,
 ) -> None:
     """For unequal TP, blocks and windows with null blocks on both sides, each position that moves has its own value.
 
@@ -412,20 +553,20 @@ def test_exactly_the_positions_of_the_range_arrive(
     stop = start + length
     sources, locals_ = (
         engine("prefill", tp=tps[0], tokens=theirs, blocks=12),
-        engine("decode", tps[1], tokens=ours, blocks=12),
+        engine("decode", tps[1], tokens=ours, blocks=12, order="NH"),
     )
     low, high = attended(start, stop, window)
     tables = {side: [*range(11, 11 - -(-stop // side), -1)] for side in {ours, theirs}}
     gone = {side: [block if (i + 1) * side > low else 0 for i, block in enumerate(ids)] for side, ids in tables.items()}
     for local in locals_:
-        world = World(local, sources)
+        world = World(with_staging(local) if staged else local, sources)
         for worker in sources:
             for view in worker.views:
                 memory = world.network.memory.array(worker, view)
                 for position in range(stop):
                     memory[tables[theirs][position // theirs], :, :, position % theirs] = position + 1
         for view in local.views:
-            world.network.memory.array(local, view)[...] = 0
+            world.network.memory.array(world.local, view)[...] = 0
         read = world.read(
             local={"attn": Blocks(gone[ours], null=0)},
             remote={"attn": Blocks(gone[theirs], null=0)},
@@ -435,7 +576,7 @@ def test_exactly_the_positions_of_the_range_arrive(
         world.reads.begin(read)
         assert world.until(1)["r"].error is None
         for view in local.views:
-            memory = world.network.memory.array(local, view)
+            memory = world.network.memory.array(world.local, view)
             for position in range(stop if to_block_end else -(-stop // ours) * ours):
                 expected = position + 1 if low <= position < high else 0
                 assert (memory[tables[ours][position // ours], :, :, position % ours] == expected).all()

@@ -73,6 +73,8 @@ PAIRS = {
     "SGLang 16 -> vLLM 32": Pair("llama", Side("sglang", 16), Side("vllm", 32)),
     "SGLang 1 -> vLLM 64, Qwen3": Pair("qwen3", Side("sglang", 1), Side("vllm", 64)),
     "SGLang 16 -> vLLM 32, Gemma-3": Pair("gemma-3", Side("sglang", 16), Side("vllm", 32)),
+    "vLLM 32 -> SGLang 16, staged": Pair("llama", Side("vllm", 32), Side("sglang", 16), "staged"),
+    "SGLang 16 -> vLLM 32, staged": Pair("llama", Side("sglang", 16), Side("vllm", 32), "staged"),
     "SGLang 16 -> 64": Pair("llama", Side("sglang", 16), Side("sglang", 64)),
     "SGLang 64 -> 1, Qwen3": Pair("qwen3", Side("sglang", 64), Side("sglang", 1)),
     "SGLang 16 -> 64, Gemma-3": Pair("gemma-3", Side("sglang", 16), Side("sglang", 64)),
@@ -144,7 +146,10 @@ class Engines:
             transfer = {
                 **CONNECTORS["kvplan"],
                 "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
-                "kv_connector_extra_config": {"lease_s": self.pair.lease_s},
+                "kv_connector_extra_config": {
+                    "lease_s": self.pair.lease_s,
+                    "staging_bytes": 64 << 20 if self.pair.trial == "staged" else 0,
+                },
             }
             settings = {"model": model, "block_size": side.block, "tensor_parallel_size": side.tp}
             settings = {**ENGINE, **settings, "kv_transfer_config": transfer}
@@ -170,6 +175,7 @@ class Engines:
     def compute(self, prefill: Engine, tokens: Sequence[list[int]]) -> dict[int, Any]:
         """Lets a prefill engine compute prompts. Its entries by room, as a bootstrap server or a proxy has them."""
         prefill.ready()
+        self.decode.ready()  # before prefill lends blocks for a time
         rooms = [next(self._rooms) for _ in tokens]
         if self.pair.prefill.engine == "vllm":
             answers = prefill.generate([*tokens], 1, [ASK] * len(tokens))
@@ -229,6 +235,13 @@ class Engines:
     def transfer(self) -> Outcome:
         """Prompts of several lengths."""
         return self.move(self.prefill, prompts(1))
+
+    def staged(self) -> Outcome:
+        """Decode copies K into place itself, of which a direct transfer moves one element at a time."""
+        outcome = self.transfer()
+        if "<StagedPlan" not in self.decode.log.read_text():
+            raise AssertionError("void: nothing was staged")
+        return outcome
 
     def prefix(self) -> Outcome:
         """Decode has the beginning of prompts cached."""

@@ -1,4 +1,7 @@
-"""Reads over NIXL: handshake by HTTP, transfers, leases that end, and a source that is gone or started again."""
+"""Reads over NIXL: handshake by HTTP, transfers, leases that end, and a source that is gone or started again.
+
+Direct ones, and those through a staging region.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from typing import TypeVar
 
 import attrs
 import numpy as np
+import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
 from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, ReadResult, Reads
+from kvplan.staging import Pipeline
 from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl.rearrange import STAGING, with_staging
 
 LOGGER = logging.getLogger("test")
 WAIT_S = 60.0
@@ -65,12 +71,13 @@ class Prefill:
 class Decode:
     """An engine of one worker, with blocks of 24 tokens and heads outside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging_bytes: int) -> None:
         self.cache = np.zeros((6, 2, 4, 24, 8), np.float32)
         region = Region("kv", self.cache.ctypes.data, self.cache.nbytes)
         view = view_of(self.cache, "block kv head token dim", name="layers.0.attn", group="attn", region=region)
-        worker = Worker("decode", 0, [region], [Group("attn", 24)], [view])
+        worker, copier = with_staging(Worker("decode", 0, [region], [Group("attn", 24)], [view]), staging_bytes)
         self.executor = NixlExecutor(worker)
+        self.pipeline = None if copier is None else Pipeline(self.executor, STAGING, copier)
         self.notifier = Notifier(LOGGER)
         self.reads = Reads(
             worker,
@@ -80,6 +87,7 @@ class Decode:
             connect=self.executor.connect,
             disconnect=self.executor.disconnect,
             timeout_s=WAIT_S,
+            pipeline=self.pipeline,
         )
 
     def read(self, handoff: Handoff) -> ReadResult:
@@ -95,6 +103,7 @@ class Decode:
         )
         self.reads.begin(read)
         (ended,) = until(self.reads.poll)
+        assert self.pipeline is None or ended.error is not None or self.pipeline.num_chunks > 0
         self.notifier.put(handoff.source, handoff.request)
         return ended
 
@@ -102,16 +111,22 @@ class Decode:
         return self.cache[[4, 1][position // 24], :, :, position % 24]
 
 
-def opened(stack: ExitStack) -> tuple[Prefill, Decode]:
-    prefill, decode = Prefill(1), Decode()
+@pytest.fixture(params=[0, 1 << 20], ids=["directly", "staged"])
+def staging_bytes(request: pytest.FixtureRequest) -> int:
+    """The size of decode's staging region."""
+    return int(request.param)
+
+
+def opened(stack: ExitStack, staging_bytes: int) -> tuple[Prefill, Decode]:
+    prefill, decode = Prefill(1), Decode(staging_bytes)
     stack.callback(decode.executor.close)
     return prefill, decode
 
 
-def test_a_request_is_read_and_its_lease_ends() -> None:
+def test_a_request_is_read_and_its_lease_ends(staging_bytes: int) -> None:
     """Every value of the range arrives, none before it is touched, and prefill may free the blocks at once."""
     with ExitStack() as stack:
-        prefill, decode = opened(stack)
+        prefill, decode = opened(stack, staging_bytes)
         stack.callback(prefill.close)
         result = decode.read(prefill.hand_off("request 1"))
         assert result.error is None
@@ -121,10 +136,10 @@ def test_a_request_is_read_and_its_lease_ends() -> None:
         assert prefill.leases.ended(time.monotonic()) == (("request 1",), ())
 
 
-def test_a_source_that_is_gone_and_comes_back() -> None:
+def test_a_source_that_is_gone_and_comes_back(staging_bytes: int) -> None:
     """A request of a source that is gone fails; one of its next start, under the same name, is read."""
     with ExitStack() as stack:
-        prefill, decode = opened(stack)
+        prefill, decode = opened(stack, staging_bytes)
         assert decode.read(prefill.hand_off("first")).error is None
         handoff = prefill.hand_off("lost")
         prefill.close()
@@ -137,10 +152,10 @@ def test_a_source_that_is_gone_and_comes_back() -> None:
         assert all((decode.token(position) == again.token(position)).all() for position in range(10, 40))
 
 
-def test_an_old_handoff_is_refused() -> None:
+def test_an_old_handoff_is_refused(staging_bytes: int) -> None:
     """A handoff of an earlier start, at the address of the present one, is not read from the wrong blocks."""
     with ExitStack() as stack:
-        prefill, decode = opened(stack)
+        prefill, decode = opened(stack, staging_bytes)
         stack.callback(prefill.close)
         handoff = prefill.hand_off("request 1")
         old = attrs.evolve(handoff, source=attrs.evolve(handoff.source, start="earlier"))

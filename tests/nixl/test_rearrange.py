@@ -13,8 +13,9 @@ from benchmarks.real_memory import Memory, placed, synchronized
 from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
+from kvplan_nixl import rearrange
 from kvplan_nixl.calibrate import copied
-from kvplan_nixl.rearrange import TorchCopier, is_even, paired, strips, tables
+from kvplan_nixl.rearrange import STAGING, TorchCopier, is_even, paired, strips, tables
 from tests.small import engine
 from tests.staged import NAME, OPERATIONS, Request, plans_of, request_of, run, with_staging
 
@@ -40,6 +41,24 @@ def check(operation: str, local: Worker, remotes: tuple[Worker, ...], request: R
         run(chunk.copies, expected)
         copied(copier, chunk.copies)
         assert all(np.array_equal(memory[name].cpu().numpy(), expected[name]) for name in memory)
+
+
+def test_a_copier_by_the_addresses_of_regions(device: str) -> None:
+    """It copies between a worker's own memory and a staging region of the same device."""
+    there, memory = filled(engine("decode")[0], device)
+    worker, copier = rearrange.with_staging(there, 1 << 12)
+    assert copier is not None
+    kv, staging = worker.regions[0], worker.regions[-1]
+    assert (staging.name, staging.size_bytes, staging.memory) == (STAGING, 1 << 12, kv.memory)
+    into, out_of = CopySide(((staging, 64),), np.array([0]), ()), CopySide(((kv, 32),), np.array([0]), ())
+    copied(copier, [Copy(into, out_of, (), 256)])
+    expected = memory[kv.name].clone()
+    memory[kv.name].zero_()
+    synchronized(device)
+    copied(copier, [Copy(out_of, into, (), 256)])
+    assert torch.equal(memory[kv.name][32:288], expected[32:288])
+    assert not memory[kv.name][288:].any()
+    assert rearrange.with_staging(there, 0) == (there, None)
 
 
 LAYOUTS = [("LBNHC", "LBHNC"), ("LBHNC", "LBNHC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")]

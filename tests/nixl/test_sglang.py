@@ -76,11 +76,15 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 class Side:
     """A rank with its pool of K and V [layer, slot, head, dim], and the buffers of first tokens.
 
-    With a window, layer 0 attends to that many tokens before, and has a pool of its own.
+    In the layout ``hnd`` heads are outside the slots of a page. With a window, layer 0 attends to that many tokens
+    before, and has a pool of its own.
     """
 
-    def __init__(self, plugin: SimpleNamespace, mode: str, page: int, window: int | None = None) -> None:
-        self.k, self.v = torch.zeros(2, 2, 160, 2, 8)
+    def __init__(
+        self, plugin: SimpleNamespace, mode: str, page: int, window: int | None = None, layout: str = "nhd"
+    ) -> None:
+        shape = (2, 160, 2, 8) if layout == "nhd" else (2, 160 // page, 2, page, 8)
+        self.k, self.v = torch.zeros(2, *shape)
         self.page = page
         self.metadata = SimpleNamespace(
             output_ids=torch.zeros(4, 16, dtype=torch.int32), bootstrap_room=torch.zeros(4, 8, dtype=torch.int64)
@@ -98,7 +102,7 @@ class Side:
             page_size=page,
             start_layer=0,
             layer_num=2,
-            kv_cache_layout="nhd",
+            kv_cache_layout=layout,
             dtype=torch.float32,
         )
         fields = CONFIG
@@ -127,7 +131,8 @@ class Side:
     def rows(self, pages: list[int]) -> torch.Tensor:
         """K and V of the request's tokens, in the slots of its pages."""
         slots = [pages[i // self.page] * self.page + i % self.page for i in range(TOKENS)]
-        return torch.stack([self.k[:, slots], self.v[:, slots]])
+        by_slot = [memory if memory.dim() == 4 else memory.transpose(2, 3).flatten(1, 2) for memory in (self.k, self.v)]
+        return torch.stack([memory[:, slots] for memory in by_slot])
 
 
 @pytest.fixture
@@ -217,6 +222,28 @@ def test_a_window_is_read_as_far_as_it_is_attended_to(plugin: SimpleNamespace, s
     assert torch.equal(decode.rows(ours)[:, 0, first:], prefill.rows(theirs)[:, 0, first:])
     assert not decode.rows(ours)[:, 0, :first].any()
     receiver.clear()
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 1 << 20])
+def test_a_request_is_staged_where_layouts_leave_short_runs(
+    plugin: SimpleNamespace, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
+) -> None:
+    """Unless decode has no staging region. Prefill needs none."""
+    monkeypatch.setenv("KVPLAN_STAGING_BYTES", f"{staging_bytes}")
+    prefill, decode = Side(plugin, "prefill", 4, layout="hnd"), Side(plugin, "decode", 16)
+    for memory in (prefill.k, prefill.v):
+        memory.copy_(torch.randn(memory.shape))
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
+    receiver.clear()
+    until(sender, KVPoll.Success)
+    pipeline = decode.manager.reads._pipeline
+    assert (pipeline.num_chunks if staging_bytes else pipeline) == (1 if staging_bytes else None)
+    sizes = [{region.name: region.size_bytes for region in side.manager.worker.regions} for side in (prefill, decode)]
+    assert [found.get("staging", 0) for found in sizes] == [0, staging_bytes]
 
 
 def test_another_engine_knows_the_first_token_alone(

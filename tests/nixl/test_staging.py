@@ -15,7 +15,7 @@ from benchmarks.real_memory import NixlCluster, PeerProcess, digests, pattern, p
 from kvplan import Blocks, Model, Region, Worker
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan.plan import completions
-from kvplan.staging import Pipeline, StagedTransfer, stage, stage_writes
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 from tests.small import engine
@@ -121,12 +121,12 @@ def test_requests_are_what_direct_plans_make_them(pair: Any, way: str, device: s
         plans = plans_of(operation, sources, destinations, **options)
         assert max(len(list(plan.bind(**requests[0]))) for plan in plans) > 1
         pipelines = [
-            Pipeline(world.executors[worker.key], plan, TorchCopier(world.memory[worker.key]))
-            for worker, plan in zip(near, plans, strict=True)
+            Pipeline(world.executors[worker.key], NAME, TorchCopier(world.memory[worker.key])) for worker in near
         ]
-        submitted = [
-            pipeline.submit(f"request {i}", **request) for pipeline in pipelines for i, request in enumerate(requests)
-        ]
+        submitted = []
+        for pipeline, plan in zip(pipelines, plans, strict=True):
+            pipeline.prepare(plan)
+            submitted += [pipeline.submit(plan, f"request {i}", **request) for i, request in enumerate(requests)]
         expected = {worker.key: completions(plan.direct for plan in plans)[worker.key].awaits for worker in far}
         notices = until_settled(world, pipelines, submitted, sum(map(len, expected.values())) * len(requests))
         assert {(transfer.status, transfer.error) for transfer in submitted} == {(Status.DONE, None)}
@@ -172,14 +172,15 @@ class Mover:
     executor: NixlExecutor
     memory: dict[str, Any]
     peers: tuple[PeerProcess, PeerProcess]
+    plans: list[StagedPlan]
     pipelines: list[Pipeline]
 
     def submit(self, which: int, number: int) -> StagedTransfer:
         """Submit a request of blocks of its own, with one of the peers."""
         ids = np.random.default_rng(which).permutation(REQUEST_BLOCKS) + REQUEST_BLOCKS * number
         blocks = {"attn": Blocks(ids)}
-        positions = (0, 4 * REQUEST_BLOCKS)
-        return self.pipelines[which].submit(f"request {number}", local=blocks, remote=blocks, tokens=positions)
+        request: Any = {"local": blocks, "remote": blocks, "tokens": (0, 4 * REQUEST_BLOCKS)}
+        return self.pipelines[which].submit(self.plans[which], f"request {number}", **request)
 
     def polled_until(self, *transfers: StagedTransfer) -> None:
         """Poll until these requests are settled."""
@@ -236,11 +237,14 @@ def mover(tcp: None, operation: str) -> Iterator[Mover]:
         for peer in (first, second):
             peer.ask("connect", executor.envelope())
         copier = TorchCopier(memory)
-        pipelines = [
-            Pipeline(executor, staged(there, [executor.connect(peer.ask("envelope"))], staging=region.name), copier)
+        plans = [
+            staged(there, [executor.connect(peer.ask("envelope"))], staging=region.name)
             for peer, region in zip((first, second), regions, strict=True)
         ]
-        made = Mover(operation, executor, memory, (first, second), pipelines)
+        pipelines = [Pipeline(executor, plan.staging, copier) for plan in plans]
+        for pipeline, plan in zip(pipelines, plans, strict=True):
+            pipeline.prepare(plan)
+        made = Mover(operation, executor, memory, (first, second), plans, pipelines)
         if operation == "WRITE":
             for name, pages in made.caches().items():
                 pages[:] = pattern(there, name).reshape(pages.shape)

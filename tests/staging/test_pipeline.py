@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError
@@ -16,6 +17,7 @@ from kvplan.plan import completions
 from kvplan.staging import Chunk, FakeCopier, Pipeline, StagedPlan, StagedTransfer
 from tests.small import engine
 from tests.staged import (
+    NAME,
     ONE_BLOCK,
     OPERATIONS,
     Rig,
@@ -26,6 +28,7 @@ from tests.staged import (
     plans_of,
     request_of,
     rig_plan,
+    rig_plans,
     rig_request,
     staged_writes,
 )
@@ -48,6 +51,14 @@ def rig(operation: str) -> Iterator[Rig]:
         yield Rig.of(network, plan)
 
 
+@pytest.fixture
+def two(operation: str) -> Iterator[Rig]:
+    """A pipeline of two plans, with nothing in it. Requests of even numbers are the first plan's."""
+    network = network_of(*(plans := rig_plans(30, operation)))
+    with network.memory:
+        yield Rig.of(network, *plans)
+
+
 def test_requests_move_as_a_direct_plan_moves_them(operation: str) -> None:
     """Of several requests of several chunks, every byte is right, no other is written, and all peers are notified."""
     network = network_of(plan := rig_plan(30, operation))
@@ -55,7 +66,8 @@ def test_requests_move_as_a_direct_plan_moves_them(operation: str) -> None:
     with network.memory as memory:
         rig = Rig.of(network, plan)
         local = plan.direct.local
-        rig.pipeline = Pipeline(network.executor(local), plan, FakeCopier(memory, local.key))
+        rig.pipeline = Pipeline(network.executor(local), NAME, FakeCopier(memory, local.key))
+        rig.pipeline.prepare(plan)
         for number, tokens in requests.items():
             rig.submit(number, tokens)
         settled: list[StagedTransfer] = []
@@ -145,10 +157,59 @@ def test_a_slot_waits_for_what_cannot_be_stopped(rig: Rig) -> None:
 
 def test_many_requests_wait(rig: Rig) -> None:
     """D1: of any number of requests two chunks are under way, and all requests are done in the end, in order."""
-    requests = [rig.pipeline.submit(f"{number}", **rig_request(number % 6, (0, 9))) for number in range(40)]
+    requests = [rig.pipeline.submit(rig.plan, f"{number}", **rig_request(number % 6, (0, 9))) for number in range(40)]
     assert rig.under_way == (2, 0)
     assert rig.finish() == requests
     assert {one.status for one in requests} == {Status.DONE}
+
+
+def test_requests_of_two_plans_take_turns(two: Rig) -> None:
+    """D1, D2: each has its bytes, although the slots of one plan have bytes of both slots of the other."""
+    requests = {0: (0, 20), 1: (3, 18), 2: (9, 10), 3: (4, 4), 4: (0, 4), 5: (1, 20)}
+    submitted = [two.submit(number, tokens) for number, tokens in requests.items()]
+    assert sorted(two.finish(), key=submitted.index) == submitted
+    assert {one.status for one in submitted} == {Status.DONE}
+    assert not two.wrong(requests)
+    for which in (0, 1):
+        names = [f"request {number}" for number in requests if number % 2 == which]
+        assert all(sorted(found) == names for found in two.notified(which).values())
+
+
+def test_a_chunk_of_another_plan_waits_for_both_slots(two: Rig) -> None:
+    """D2: whichever of them is emptied first; then the first plan waits for the second one."""
+
+    def under_way() -> set[str]:
+        return {work.request.transfer.request for work in two.pipeline._under_way if work.slot is not None}
+
+    transfers = [two.submit(0, (0, 8)), two.submit(1), two.submit(2)]
+    two.go("ff")
+    two.empty(1)
+    two.pipeline.poll()
+    assert under_way() == {"request 0"}
+    two.empty()
+    two.pipeline.poll()
+    assert under_way() == {"request 1"}
+    assert [one for one in two.finish() if one in transfers[1:]] == transfers[1:]
+    assert not two.wrong({0: (0, 8), 1: (0, 4), 2: (0, 4)})
+
+
+def test_a_plan_waits_for_what_hangs_of_another(two: Rig) -> None:
+    """D2, D5: also where that has failed. Who waits has begun nothing, and is cancelled at once."""
+    failed, cancelled, other = two.submit(0, (0, 8)), two.submit(1), two.submit(3)
+    hangs, *running = list(two.until_transfers(chunks=2))
+    for transfer in running:
+        two.executor.end(transfer, broken("move"))
+    for _ in range(3):
+        assert two.pipeline.poll() == ()
+        assert two.executor.running == [hangs]
+    assert (cancelled.num_bytes, two.pipeline.num_chunks) == (0, 2)
+    two.pipeline.cancel(cancelled)
+    assert two.pipeline.poll() == (cancelled,)
+    two.executor.end(hangs)
+    assert two.pipeline.poll() == (failed,)
+    assert two.finish() == [other]
+    assert (failed.status, cancelled.status, other.status) == (Status.FAILED, Status.CANCELLED, Status.DONE)
+    assert two.wrong({3: (0, 4)}) <= own_blocks(two.plan, [0])
 
 
 def test_chunks_are_made_one_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +251,7 @@ def test_a_chunk_is_written_when_it_is_copied(rig: Rig) -> None:
         assert rig.executor.running == []
     rig.fill()
     rig.pipeline.poll()
-    assert [transfer.spec.remote for transfer in rig.moving] == [("decode", 0), ("decode", 1)]
+    assert [transfer.spec.remote for transfer in rig.moving] == [("peers", 0), ("peers", 1)]
 
 
 @pytest.mark.parametrize("operation", ["READ"])
@@ -242,6 +303,31 @@ def test_a_request_of_no_bytes_is_notified(rig: Rig) -> None:
     assert rig.notified() == {0: ["request 1"], 1: ["request 1"]}
 
 
+def test_a_request_may_notify_nobody(rig: Rig) -> None:
+    """D4: where its caller wants no notices; it is settled when its bytes are in place."""
+    transfer = rig.pipeline.submit(rig.plan, "quiet", **rig_request(0, (0, 8)), notify=False)
+    nothing = rig.pipeline.submit(rig.plan, "nothing", **rig_request(1, (5, 5)), notify=False)
+    assert rig.pipeline.poll() == (nothing,)
+    assert rig.finish() == [transfer]
+    assert {one.status for one in (transfer, nothing)} == {Status.DONE}
+    assert rig.notified() == NOBODY
+    assert all(moved.spec.local_ids.size for moved in rig.executor.ended)
+    assert not rig.wrong({0: (0, 8)})
+
+
+def test_bytes_are_counted_as_a_direct_plan_moves_them(rig: Rig) -> None:
+    """Chunk by chunk as these begin."""
+    transfer = rig.submit(0, (3, 18))
+    moved = [transfer.num_bytes]
+    for step in "ffefefefe":
+        rig.go(step)
+        moved.append(transfer.num_bytes)
+    assert moved == sorted(moved)
+    specs = rig.plan.direct.bind(**rig_request(0, (3, 18)))
+    assert 0 < moved[0] < moved[-1] == sum(spec.num_bytes for spec in specs)
+    assert rig.pipeline.num_chunks == 5
+
+
 def test_completions_of_the_direct_plan_hold(rig: Rig) -> None:
     """D4: a worker notifies the peers that its direct plan sends to, each once, by transfers that move no bytes."""
     requests = [rig.submit(0, (0, 20)), rig.submit(1, (7, 7)), rig.submit(2, (2, 9))]
@@ -282,7 +368,7 @@ def test_each_writer_of_a_destination_notifies_it(ours: dict[str, Any], theirs: 
                 rig.submit(number, tokens)
         for rig in rigs:
             rig.finish()
-        assert differing(network, some, requests) == set()
+        assert differing(network, [(plan, requests) for plan in some]) == set()
         expected = completions(plan.direct for plan in some)
         for peer in some[0].direct.remotes:
             heard = sorted(
@@ -305,7 +391,7 @@ def test_a_writer_that_fails_leaves_others_of_its_engine_alone() -> None:
         assert second.finish() == [done]
         assert second.notified() == {0: ["request 0"]}
         assert (failed.status, done.status) == (Status.FAILED, Status.DONE)
-        assert differing(network, some[1:], {0: (0, 4)}) == set()
+        assert differing(network, [(some[1], {0: (0, 4)})]) == set()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -549,16 +635,17 @@ def test_a_bad_request_is_refused_before_anything_is_queued(rig: Rig) -> None:
     with pytest.raises(KVPlanError, match="TOKENS"):
         rig.submit(0, (4, 3))
     assert rig.under_way == (0, 0)
-    assert repr(rig.pipeline) == f"<Pipeline {rig.plan.direct.local.label}: 0 requests>"
+    assert repr(rig.pipeline) == f"<Pipeline of {NAME!r}: 0 requests>"
 
 
 def test_plans_are_prepared_with_the_known_workers(operation: str) -> None:
-    """A peer that the executor does not know is refused when the pipeline is made."""
+    """A peer that the executor does not know is refused when a plan is prepared."""
     plan = rig_plan(10, operation)
     local, known, unknown = plan.direct.local, *plan.direct.remotes
     network = FakeNetwork([local, known])
+    pipeline = Pipeline(network.executor(local), NAME, FakeCopier(network.memory, local.key))
     with pytest.raises(KVPlanError, match=f"PEER: cannot prepare a plan with remote worker {unknown.label}"):
-        Pipeline(network.executor(local), plan, FakeCopier(network.memory, local.key))
+        pipeline.prepare(plan)
 
 
 def test_a_staging_region_has_one_pipeline(operation: str) -> None:
@@ -567,11 +654,24 @@ def test_a_staging_region_has_one_pipeline(operation: str) -> None:
     network = network_of(plan)
     local = plan.direct.local
     executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
-    first = Pipeline(executor, plan, copier)
-    with pytest.raises(KVPlanError, match=r"MEMORY: cannot make a pipeline of .* a staging region of its own"):
-        Pipeline(executor, rig_plan(10, operation), copier)
+    first = Pipeline(executor, NAME, copier)
+    with pytest.raises(
+        KVPlanError, match=r"MEMORY: cannot make a pipeline of 'staging': .* a staging region of its own"
+    ):
+        Pipeline(executor, NAME, copier)
+    Pipeline(executor, "another", copier)
     del first
-    Pipeline(executor, plan, copier)
+    Pipeline(executor, NAME, copier)
+
+
+def test_a_plan_of_another_staging_region_is_refused(rig: Rig) -> None:
+    """A pipeline keeps requests apart in its own region alone."""
+    other = attrs.evolve(rig.plan, staging="another")
+    with pytest.raises(
+        KVPlanError, match="MEMORY: cannot submit request 'r': expected a plan that stages in 'staging'"
+    ):
+        rig.pipeline.submit(other, "r", **rig_request(0, (0, 4)))
+    assert rig.pipeline.poll() == ()
 
 
 def test_threads_make_pipelines_of_executors_of_their_own(operation: str) -> None:
@@ -580,12 +680,12 @@ def test_threads_make_pipelines_of_executors_of_their_own(operation: str) -> Non
     network = network_of(plan)
     local = plan.direct.local
     copier = FakeCopier(network.memory, local.key)
-    kept = [Pipeline(network.executor(local), plan, copier) for _ in range(200)]
+    kept = [Pipeline(network.executor(local), NAME, copier) for _ in range(200)]
 
     def work(_: int) -> None:
         executor = network.executor(local)
         for _ in range(50):
-            Pipeline(executor, plan, copier)
+            Pipeline(executor, NAME, copier)
 
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -603,16 +703,15 @@ def test_a_failed_request_does_not_keep_its_pipeline(operation: str) -> None:
     network = network_of(plan)
     local = plan.direct.local
     executor, copier = network.executor(local), FakeCopier(network.memory, local.key)
-    pipeline = Pipeline(executor, plan, copier)
-    executor._prepared.clear()
-    failed = pipeline.submit("request", **request_of(operation, Blocks(range(4)), Blocks(range(4)), (0, 4)))
+    pipeline = Pipeline(executor, NAME, copier)
+    failed = pipeline.submit(plan, "request", **request_of(operation, Blocks(range(4)), Blocks(range(4)), (0, 4)))
     gc.disable()
     try:
         while not pipeline.poll():
             pass
         assert failed.status is Status.FAILED
         del pipeline
-        Pipeline(executor, plan, copier)
+        Pipeline(executor, NAME, copier)
     finally:
         gc.enable()
 

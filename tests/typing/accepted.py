@@ -177,10 +177,11 @@ def in_two_steps(network: FakeNetwork, local: Worker, source: Worker, blocks: Bl
 
     plan = stage(local, [source], staging="staging", whole=True)
     assert_type(plan, StagedPlan)
-    pipeline = Pipeline(network.executor(local), plan, Tickets())
+    pipeline = Pipeline(network.executor(local), "staging", Tickets())
+    pipeline.prepare(plan)
     assert_type(pipeline.poll(), tuple[StagedTransfer, ...])
-    Pipeline(network.executor(local), plan, FakeCopier(network.memory, local.key))
-    return pipeline.submit("request 1", local={"attn": blocks}, remote={"attn": blocks}, tokens=(0, 9))
+    Pipeline(network.executor(local), "staging", FakeCopier(network.memory, local.key))
+    return pipeline.submit(plan, "request 1", local={"attn": blocks}, remote={"attn": blocks}, tokens=(0, 9))
 
 
 def shown(worker: Worker, plan: MeshPlan) -> Picture:
