@@ -237,7 +237,10 @@ def tensor_at(region: Region) -> torch.Tensor:
     if region.memory == "DRAM":
         return torch.frombuffer((ctypes.c_uint8 * region.size_bytes).from_address(region.address), dtype=torch.uint8)
     shared = {"shape": (region.size_bytes,), "typestr": "|u1", "data": (region.address, False), "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shared), device=f"cuda:{region.device_id}")
+    found = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shared), device=f"cuda:{region.device_id}")
+    if found.data_ptr() != region.address:  # torch has copied the bytes to another device
+        raise KVPlanError("MEMORY", f"share region {region.name!r}", expected=f"{region.address:#x}", got="a copy")
+    return found
 
 
 @attrs.frozen(eq=False)
