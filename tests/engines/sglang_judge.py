@@ -170,6 +170,7 @@ class Engines:
     def compute(self, prefill: Engine, tokens: Sequence[list[int]]) -> dict[int, Any]:
         """Lets a prefill engine compute prompts. Its entries by room, as a bootstrap server or a proxy has them."""
         prefill.ready()
+        self.decode.ready()  # before prefill's leases begin
         rooms = [next(self._rooms) for _ in tokens]
         if self.pair.prefill.engine == "vllm":
             answers = prefill.generate([*tokens], 1, [ASK] * len(tokens))
@@ -191,7 +192,6 @@ class Engines:
 
     def begin(self, tokens: Sequence[list[int]], entries: Mapping[int, Any]) -> list[str]:
         """Lets decode read what prefill has computed: the names of its requests."""
-        self.decode.ready()
         if self.pair.decode.engine == "vllm":
             transfers = [{"do_remote_prefill": True, **entry["handoff"]} for entry in entries.values()]
             return [self.decode.submit(prompt, TOKENS, one) for prompt, one in zip(tokens, transfers, strict=True)]
