@@ -75,6 +75,10 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
                 tasks.add(asyncio.create_task(answer(*arguments)))
             elif verb == "forget":
                 await engine.tokenizer_manager.flush_cache()
+            elif verb == "held":
+                (load,) = await engine.tokenizer_manager.get_loads()
+                num_queued = load.num_waiting_reqs + load.disaggregation.prefill_inflight_queue_reqs
+                pipe.send(("held", load.num_used_tokens, load.num_running_reqs + num_queued))
 
     engine.loop.run_until_complete(listen())
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 os.environ |= {
@@ -36,7 +38,7 @@ from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.process import Answer, Engine, EngineFailedError, free_port
 from tests.engines.served import Server, answered, proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
-from tests.engines.trials import ASK, TOKENS, prompts
+from tests.engines.trials import ASK, TOKENS, idle, prompts
 
 bootstrap.TIMEOUT_S = 60  # type: ignore[misc]  # engines that start keep all cores busy
 
@@ -45,11 +47,12 @@ UNUSED = 60
 
 
 class Side(NamedTuple):
-    """An engine, the size of its blocks or pages, and its TP."""
+    """An engine, the size of its blocks or pages, its TP, and more of its own settings."""
 
     engine: str
     block: int
     tp: int = 1
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 class Pair(NamedTuple):
@@ -62,6 +65,9 @@ class Pair(NamedTuple):
     lease_s: int = 60
     transports: str = ""
 
+
+CHUNKED = {"chunked_prefill_size": 64, "disable_overlap_schedule": True}
+"""Prompts are computed in chunks; with overlap scheduling, SGLang's prefill stops there on a CPU."""
 
 PAIRS = {
     "vLLM 32 -> SGLang 1": Pair("llama", Side("vllm", 32), Side("sglang", 1)),
@@ -82,6 +88,12 @@ PAIRS = {
     "SGLang 16 -> 64, TP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, tp=2)),
     "SGLang 64 -> 16, TP 2->1": Pair("llama", Side("sglang", 64, tp=2), Side("sglang", 16)),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
+    "SGLang 16 -> 64, 200 in flight": Pair(
+        "llama", Side("sglang", 16, more=CHUNKED), Side("sglang", 64), "burst", lease_s=300
+    ),
+    "SGLang 16 -> 64, decode dies under reads": Pair(
+        "llama", Side("sglang", 16), Side("sglang", 64), "decode_dies_under_reads", transports="tcp"
+    ),
     "SGLang 16 -> 64, prefill dies under reads": Pair(
         "llama", Side("sglang", 16), Side("sglang", 64), "prefill_dies_under_reads", transports="tcp"
     ),
@@ -92,6 +104,7 @@ PAIRS = {
 
 LONGER = [one + more for one, more in zip(prompts(1), prompts(3), strict=True)]
 PROMPTS = [*LONGER, *(prompt for seed in (1, 2, 4, 5) for prompt in prompts(seed))]
+BURST = prompts(6, [random.Random(0).randrange(2, 300) for _ in range(200)])
 
 Outcome = tuple[list[Answer], list[list[int]]]
 
@@ -152,7 +165,7 @@ class Engines:
                 },
             }
             settings = {"model": model, "block_size": side.block, "tensor_parallel_size": side.tp}
-            settings = {**ENGINE, **settings, "kv_transfer_config": transfer}
+            settings = {**ENGINE, **settings, **side.more, "kv_transfer_config": transfer}
             engine = Engine(settings, log, free_port(), self.pair.transports)
         else:
             settings = {
@@ -164,6 +177,7 @@ class Engines:
                 "disaggregation_mode": role,
                 "disaggregation_bootstrap_port": port,
                 "disaggregation_decode_enable_radix_cache": self.pair.trial == "prefix" and role == "decode",
+                **side.more,
             }
             more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}"}
             more |= {"UCX_TLS": self.pair.transports} if self.pair.transports else {}
@@ -175,7 +189,7 @@ class Engines:
     def compute(self, prefill: Engine, tokens: Sequence[list[int]]) -> dict[int, Any]:
         """Lets a prefill engine compute prompts. Its entries by room, as a bootstrap server or a proxy has them."""
         prefill.ready()
-        self.decode.ready()  # before prefill lends blocks for a time
+        self.decode.ready()  # before prefill's leases begin
         rooms = [next(self._rooms) for _ in tokens]
         if self.pair.prefill.engine == "vllm":
             answers = prefill.generate([*tokens], 1, [ASK] * len(tokens))
@@ -197,7 +211,6 @@ class Engines:
 
     def begin(self, tokens: Sequence[list[int]], entries: Mapping[int, Any]) -> list[str]:
         """Lets decode read what prefill has computed: the names of its requests."""
-        self.decode.ready()
         if self.pair.decode.engine == "vllm":
             transfers = [{"do_remote_prefill": True, **entry["handoff"]} for entry in entries.values()]
             return [self.decode.submit(prompt, TOKENS, one) for prompt, one in zip(tokens, transfers, strict=True)]
@@ -224,7 +237,7 @@ class Engines:
 
     def right(self, tokens: Sequence[list[int]]) -> list[list[int]]:
         """The right tokens."""
-        return [alone(self.pair.model)[tuple(prompt)] for prompt in tokens]
+        return [alone(self.pair)[tuple(prompt)] for prompt in tokens]
 
     # The trials
 
@@ -250,6 +263,33 @@ class Engines:
         if any(one.cached < len(prompt) // 64 * 64 for one, prompt in zip(answers, prompts(1), strict=True)):
             raise AssertionError("void: no prefix was cached")
         return [*before, *answers], [*right, *also_right]
+
+    def burst(self) -> Outcome:
+        """Requests reach both engines at once, more than either has pages for."""
+        self.prefill.ready()
+        self.decode.ready()
+        where = [room_at("127.0.0.1", self._ports[self.prefill], next(self._rooms)) for _ in BURST]
+        for prompt, room in zip(BURST, where, strict=True):
+            self.prefill.submit(prompt, 1, room)
+        names = [self.decode.submit(prompt, TOKENS, room) for prompt, room in zip(BURST, where, strict=True)]
+        return [self.decode.wait(name) for name in names], self.right(BURST)
+
+    def decode_dies_under_reads(self) -> Outcome:
+        """Decode is killed while it reads: prefill frees the pages when its lease ends, and others are read."""
+        before, right = self.transfer()
+        entries = self.compute(self.prefill, prompts(4))
+        self.prefill.freeze()
+        self.begin(prompts(4), entries)
+        deadline = time.monotonic() + 60
+        while self.decode.held()[0] < sum(map(len, prompts(4))):  # it has pages for all, and none can be read
+            if time.monotonic() > deadline:
+                raise AssertionError("void: decode does not read")
+            time.sleep(0.05)
+        self.decode.kill()
+        self.prefill.thaw()
+        self.decode = self.start("decode")
+        after, also_right = self.move(self.prefill, prompts(5))
+        return [*before, *after], [*right, *also_right]
 
     def prefill_dies_under_reads(self) -> Outcome:
         """Prefill is killed while decode reads: those requests fail, and a new prefill engine is read from."""
@@ -292,14 +332,19 @@ def room_at(host: str, port: int, room: int) -> dict[str, Any]:
     return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
 
 
+def alone(pair: Pair) -> dict[tuple[int, ...], list[int]]:
+    """What one SGLang that neither sends nor receives generates of each prompt of a pair's trials."""
+    return _alone(pair.model, pair.trial == "burst")
+
+
 @cache
-def alone(model: str) -> dict[tuple[int, ...], list[int]]:
-    """What one SGLang that neither sends nor receives generates of each prompt."""
+def _alone(model: str, is_burst: bool) -> dict[tuple[int, ...], list[int]]:
     settings = {"model_path": str(FOLDER / model), "page_size": 1, "port": free_port()}
     engine = SglangEngine(settings, FOLDER / "logs/alone.log")
+    tokens = [*PROMPTS, *BURST] if is_burst else PROMPTS
     try:
-        answers = engine.ready().generate(PROMPTS, TOKENS)
-        return {tuple(prompt): answer.tokens for prompt, answer in zip(PROMPTS, answers, strict=True)}
+        answers = engine.ready().generate(tokens, TOKENS)
+        return {tuple(prompt): answer.tokens for prompt, answer in zip(tokens, answers, strict=True)}
     finally:
         engine.kill()
 
@@ -324,21 +369,23 @@ def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[
         if connector == "nothing":
             names["publish"] = lambda address, room, entry: publish(address, room, unwritten(entry))
         answers = answered(lambda body: names["complete"](server, {**body, **common}), tokens, TOKENS)
-        yield verdict(answers, [alone(PAIRS[name].model)[tuple(prompt)] for prompt in tokens])
+        yield verdict(answers, [alone(PAIRS[name])[tuple(prompt)] for prompt in tokens])
 
 
 def judge(name: str, connectors: Sequence[str]) -> Generator[str]:
     """The verdicts of a pair's trial and of the control, or why there is none."""
     with ExitStack() as ending:
         try:
-            alone(PAIRS[name].model)
+            alone(PAIRS[name])
             if PAIRS[name].trial == "served":
                 yield from served(name, connectors, ending)
                 return
             engines = Engines(name, ending)
             for connector in connectors:
                 trial = PAIRS[name].trial if connector == "kvplan" else "control"
-                yield verdict(*getattr(engines, trial)())
+                outcome = getattr(engines, trial)()
+                idle(engines.prefill, engines.decode)
+                yield verdict(*outcome)
         except (EngineFailedError, AssertionError) as error:
             yield str(error)
 
