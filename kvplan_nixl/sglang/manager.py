@@ -60,14 +60,15 @@ class Manager(BaseKVManager):
     def start(self, queue: Any) -> None:
         """Register the memory of the pool of a queue; on decode, read; on prefill, serve what all ranks offer."""
         parallel = get_parallel()
-        _check("pp_size", 1, parallel.pp_size)
+        if self.is_prefill:
+            _check("pp_size", 1, parallel.pp_size)  # each stage has block tables of its own
         _check("attn_dcp_size", 1, parallel.attn_dcp_size)
         _check("attn_tp_size", parallel.tp_size, parallel.attn_tp_size)  # which CP and DP make smaller
         _check("draft_token_to_kv_pool", None, queue.draft_token_to_kv_pool)
-        group = parallel.attn_tp_group
+        group, tp = parallel.world_group, parallel.attn_tp_group  # all ranks, and those of this stage
         self.is_first = group.rank_in_group == 0
         engine_id = group.broadcast_object(f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0)
-        info = RankInfo(engine_id, group.rank_in_group, group.rank_in_group, group.world_size)
+        info = RankInfo(engine_id, group.rank_in_group, tp.rank_in_group, tp.world_size)
         self.worker = self._worker(queue, info)
         kinds = [kind.value for kind in self.kv_args.state_types]
         windows = {

@@ -47,7 +47,7 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """
     settings = {**SETTINGS, **settings}
     os.environ.update(ENVIRONMENT)
-    if settings["tp_size"] > 1:
+    if settings["tp_size"] * settings.get("pp_size", 1) > 1:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     sys.path.insert(0, str(STANDINS))
     from sglang.srt.entrypoints.engine import Engine as Sglang

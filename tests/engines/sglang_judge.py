@@ -87,6 +87,7 @@ PAIRS = {
     "SGLang 64 -> 16, prefix on decode": Pair("llama", Side("sglang", 64), Side("sglang", 16), "prefix"),
     "SGLang 16 -> 64, TP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, tp=2)),
     "SGLang 64 -> 16, TP 2->1": Pair("llama", Side("sglang", 64, tp=2), Side("sglang", 16)),
+    "SGLang 16 -> 64, PP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, more={"pp_size": 2})),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
         "llama", Side("sglang", 16, more=CHUNKED), Side("sglang", 64), "burst", lease_s=300

@@ -32,7 +32,9 @@ CONFIG = {
 TOKENS, ROOM = 37, 5
 KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 GROUP = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None, broadcast_object=lambda name, src: name)
-PARALLEL = SimpleNamespace(pp_size=1, attn_dcp_size=1, tp_size=1, attn_tp_size=1, attn_tp_group=GROUP)
+PARALLEL = SimpleNamespace(
+    pp_size=1, attn_dcp_size=1, tp_size=1, attn_tp_size=1, attn_tp_group=GROUP, world_group=GROUP
+)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
         "KVPoll": KVPoll,
@@ -386,7 +388,6 @@ def test_a_request_that_nobody_reads(
 @pytest.mark.parametrize(
     "field, got, message",
     [
-        ("pp_size", 2, "pp_size = 1, got 2"),
         ("attn_dcp_size", 4, "attn_dcp_size = 1, got 4"),
         ("tp_size", 2, "attn_tp_size = 2, got 1"),
         ("draft_token_to_kv_pool", "a pool", "draft_token_to_kv_pool = None, got a pool"),
@@ -401,3 +402,16 @@ def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field
             monkeypatch.setattr(owner, field, kinds)
     with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot serve this SGLang by kvplan: expected {message}$"):
         decode.manager.start(decode.queue)
+
+
+def test_pipeline_parallelism(monkeypatch: pytest.MonkeyPatch, prefill: Side, decode: Side) -> None:
+    """Decode may have stages, of which each reads its own layers; prefill may not."""
+    monkeypatch.setattr(PARALLEL, "pp_size", 2)
+    second = SimpleNamespace(rank_in_group=1, broadcast_object=lambda name, src: "decode")
+    monkeypatch.setattr(PARALLEL, "world_group", second)
+    decode.queue.token_to_kv_pool.start_layer = decode.queue.token_to_kv_pool.layer_num = 1
+    decode.manager.start(decode.queue)
+    worker = decode.manager.worker
+    assert (worker.rank, [*worker.tensors], decode.manager.is_first) == (1, ["layers.1.attn"], False)
+    with pytest.raises(KVPlanError, match=r"expected pp_size = 1, got 2$"):
+        prefill.manager.start(prefill.queue)
