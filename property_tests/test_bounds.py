@@ -28,8 +28,11 @@ LIMITS = {
 }
 """Each limit's power of two."""
 
-MOST_BYTES = 24 << 20
-"""Of planning with the smaller limits; with those of the package it is 256 times as much, 6 GiB."""
+MOST_BYTES = 25 << 20
+"""Of planning with the smaller limits; with those of the package it is 256 times as much, 6.25 GiB.
+
+The most that was found is 24.02 MiB, for blocks of 1 and of 8,084 tokens with a gap after each of 4 heads.
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
