@@ -35,7 +35,7 @@ _EXPECTED: Final = "a flat sequence of integers in host memory"
 
 def _integers(values: Any, what: str, end: int, dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """``values``, integers in ``[0, end)``, twice in memory of their own: in their order, and ascending."""
-    found, is_new = _array(values, dtype)
+    found = _array(values, dtype)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         got = f"{found.dtype} of shape {found.shape}"
         raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
@@ -49,20 +49,20 @@ def _integers(values: Any, what: str, end: int, dtype: str) -> tuple[npt.NDArray
         types = {type(values[i]) for i in np.flatnonzero(found < 2).tolist()}
         if types & {bool, np.bool_}:
             raise wrong_type("a block table", _EXPECTED, values)
-    return (found, ordered) if is_new else (found.astype(dtype), ordered)
+    return found.astype(dtype), ordered
 
 
-def _array(values: Any, dtype: str) -> tuple[npt.NDArray[Any], bool]:
-    """``values`` as an array, and whether nobody else has its memory."""
+def _array(values: Any, dtype: str) -> npt.NDArray[Any]:
+    """``values`` as an array, of ``dtype`` if they are a list."""
     try:
         if isinstance(values, list | tuple):
             try:
-                return np.frombuffer(array(dtype, values), dtype), True  # two thirds of the time of np.asarray
+                return np.frombuffer(array(dtype, values), dtype)  # two thirds of the time of np.asarray
             except (TypeError, OverflowError):  # numpy can say what is wrong with them
                 pass
         elif hasattr(values, "mask"):
             raise TypeError
-        return np.asarray(values), False
+        return np.asarray(values)
     except Exception:  # a tensor that is no array of numbers, in its framework's own words
         raise wrong_type("a block table", _EXPECTED, values) from None
 
