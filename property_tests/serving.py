@@ -73,6 +73,7 @@ class Engine:
             role: one if design.packing == POOL else Allocator(num_blocks, seed + i) for i, role in enumerate(names)
         }
         self.positions: dict[str, list[set[int]]] = {}
+        self.num_whole: dict[str, int] = {}  # blocks whose positions are all below END
         self.ordinal: dict[str, dict[int, int]] = {}
         for role, name in names.items():
             slots = design.groups[name].tokens_per_block or 1
@@ -80,6 +81,7 @@ class Engine:
             self.positions[role] = [
                 {at for positions in ranks for at in positions[low : low + slots]} for low in range(0, END, slots)
             ]
+            self.num_whole[role] = min(map(len, ranks)) // slots
             self.ordinal[role] = {at: i for i, positions in enumerate(self.positions[role]) for at in positions}
         self.entries: dict[int, Entry] = {}
 
@@ -138,7 +140,7 @@ class Engine:
             self.reserve(entry, role, self.ordinals(role, range(*span)))
             if role != STATE and entry.blocks[role]:
                 last = max(entry.blocks[role])
-                self.reserve(entry, role, range(last + 1, last + 1 + ahead))
+                self.reserve(entry, role, range(last + 1, min(last + 1 + ahead, self.num_whole[role])))
 
     def put(self, entry: Entry, role: str, positions: Iterable[int]) -> None:
         """Let the engine itself write positions that it has blocks for."""
