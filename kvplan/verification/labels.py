@@ -57,7 +57,7 @@ def pieces_of_slot(
 ) -> tuple[Ints, Ints, int]:
     """The pieces of one slot: the offset of each, the number of its first byte, and the length of all of them.
 
-    With ``parts``, only coordinates inside these intervals; an axis of several digits is not narrowed.
+    With ``parts``, only coordinates inside these intervals, perhaps none; an axis of several digits is not narrowed.
 
     >>> view = View("a", "g", "r", "uint8", (Axis("head", 0, 2, 8, 16), Axis("dim", 0, 4, 4, 1)), 1, 0)
     >>> pieces_of_slot(view, numbering(view))
@@ -71,7 +71,7 @@ def pieces_of_slot(
         extent = max(high - low, 0)
         offset = offset + (low - axis.start) * axis.stride_bytes
         number = number + low * weight
-        if offset.size == 1 and axis.stride_bytes == weight == length:
+        if extent and offset.size == 1 and axis.stride_bytes == weight == length:
             length *= extent
         elif extent != 1:
             # Every piece so far, once for each coordinate of this axis.

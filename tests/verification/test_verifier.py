@@ -391,3 +391,22 @@ def test_a_source_needs_no_table_of_a_group_that_nothing_is_read_from():
     tables = {"attn": Blocks([3])}
     report = verify(plan_reads(ours, [both]), local=tables, remote=tables, tokens=(0, 4))
     assert report.ok, str(report)
+
+
+def test_a_source_without_a_part_of_a_tensor() -> None:
+    """It sends another tensor. Of this one it has coordinates before or behind those that the destination needs."""
+
+    def worker(engine_id: str, rank: int, start: int, stop: int, *, whole: bool) -> Worker:
+        regions = Region("whole", 4096, 1), Region("part", 8192, stop - start)
+        views = (
+            View("part", "states", "part", "uint8", (Axis("head", start, stop, 6, 1),), 1, stop - start),
+            View("whole", "states", "whole", "uint8", (Axis("dim", 0, 1, 1, 1),), 1, 1),
+        )
+        return Worker(engine_id, rank, regions, (Group("states"),), views[: 1 + whole])
+
+    sources = [worker("prefill", rank, 2 * rank, 2 * rank + 2, whole=rank == 1) for rank in range(3)]
+    for head in range(6):
+        plan = plan_reads(worker("decode", head, head, head + 1, whole=True), sources)
+        tables = {"states": Blocks([0])}
+        report = verify(plan, local=tables, remote=tables)
+        assert (report.ok, report.num_bytes) == (True, 2), str(report)
