@@ -78,6 +78,7 @@ class World:
     remote: Worker
     memory: dict[str, Any]
     executor: Any
+    pipeline: Pipeline
     peer: Any
     request: dict[str, Any]
 
@@ -87,6 +88,7 @@ class World:
         """The world of a case. Sources have bytes of no pattern, the same in each world."""
         from benchmarks.real_memory import PeerProcess, fill, placed
         from kvplan_nixl import UCX, NixlExecutor
+        from kvplan_nixl.rearrange import TorchCopier
 
         source, destination = case.workers(blocks)
         rng = np.random.default_rng(1)
@@ -100,7 +102,9 @@ class World:
         if not reads:
             fill(there, memory, device)
         with PeerProcess(remote, UCX, device=device) as peer, NixlExecutor(there) as executor:
-            yield cls(operation, there, executor.connect(peer.ask("envelope")), memory, executor, peer, request)
+            pipeline = Pipeline(executor, STAGING, TorchCopier(memory))
+            theirs = executor.connect(peer.ask("envelope"))
+            yield cls(operation, there, theirs, memory, executor, pipeline, peer, request)
 
     def clear(self) -> None:
         """Zeros at the destination."""
@@ -152,15 +156,12 @@ def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
 
 def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
     """Long runs, and bytes put in order in staging memory of this process: of the receiver, or of the sender."""
-    from kvplan_nixl.rearrange import TorchCopier
-
-    pipeline = Pipeline(world.executor, STAGING, TorchCopier(world.memory))
-    pipeline.prepare(plan)
+    world.pipeline.prepare(plan)
 
     def once() -> None:
-        transfer = pipeline.submit(plan, "request", **world.request)
+        transfer = world.pipeline.submit(plan, "request", **world.request)
         while not transfer.status.is_settled:
-            pipeline.poll()
+            world.pipeline.poll()
         if transfer.error is not None:
             raise transfer.error
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import staging
 from benchmarks.real_memory import NixlCluster, PeerProcess, digests, pattern, placed, synchronized
 from kvplan import Blocks, Model, Region, Worker
 from kvplan.executor import Executor, Notice, Status, Transfer
 from kvplan.plan import completions
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
+from kvplan.staging import Pipeline, Rates, StagedPlan, StagedTransfer, stage, stage_writes
 from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 from tests.small import engine
@@ -346,3 +347,11 @@ def test_copies_are_done_when_their_ticket_is(device: str) -> None:
     while not copier.done(ticket):
         pass
     assert int((memory["kv.0"] == 7).sum()) == 3 * 256
+
+
+def test_all_ways_of_the_benchmark_leave_the_same_bytes() -> None:
+    """They take turns in one world."""
+    with staging.World.of("READ", staging.CASES[0], 4, 16 << 20, "cpu") as world:
+        ways = staging.ways(world, 64, Rates("by hand", 0, 1, 0, 0, 0))
+        assert {way.option.strategy for way in ways} == {"direct", "receive-staged", "receive-staged-whole"}
+        assert staging.check(world, ways, {})
