@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from queue import SimpleQueue
 
 import attrs
 import pytest
 
 from kvplan import KVPlanError
 from kvplan.connector import Listener, Notifier, Offers, Source, fetch, send_done
+from kvplan.connector.http import serve
 
 LOGGER = logging.getLogger("test")
 
@@ -108,6 +112,28 @@ def wait_for(listener: Listener, count: int) -> list[str]:
         found += listener.done()
         time.sleep(0.005)
     return found
+
+
+def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """A reader that did not wait for an answer leaves no traceback behind."""
+    has_gone = threading.Event()
+    answering: SimpleQueue[threading.Thread] = SimpleQueue()
+
+    def get(path: str) -> str:
+        answering.put(threading.current_thread())
+        has_gone.wait(10)
+        return "offers" * (1 << 20)
+
+    server = serve("127.0.0.1", 0, get=get, post=lambda *_: False)
+    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+        thread = answering.get(timeout=10)
+    has_gone.set()
+    thread.join(10)
+    server.shutdown()
+    server.server_close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_notifier_tells_all_engines(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
