@@ -4,6 +4,9 @@ A room is the number that a request has in both engines. ``POST /ROOM`` stores a
 /ROOM,ROOM`` returns those that are there, by room. An entry has a ``handoff``, the parameters of a
 :class:`~kvplan.connector.Handoff`, and either the ``metadata`` that SGLang's prefill sends or the first ``token`` of
 the answer, which is all that another engine's prefill knows.
+
+Each pipeline stage of SGLang's prefill has block tables of its own, and posts an entry with them: ``POST
+/ROOM/STAGE/STAGES``, with its index and the number of all. The room is there when they all are, with all block tables.
 """
 
 from __future__ import annotations
@@ -42,17 +45,30 @@ class BootstrapServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        entries: OrderedDict[str, Any] = OrderedDict()
+        rooms: OrderedDict[str, dict[tuple[int, int], Any]] = OrderedDict()  # entries by stage and number of stages
+        lock = threading.Lock()
 
         def get(path: str) -> Any:
-            return {room: entries[room] for room in path[1:].split(",") if room in entries}
+            with lock:
+                found = {room: _joined(rooms.get(room, {})) for room in path[1:].split(",")}
+            return {room: entry for room, entry in found.items() if entry is not None}
 
         def post(path: str, entry: Any) -> bool:
-            if isinstance(entry, dict):
-                entries[path[1:]] = entry
-                while len(entries) > MAX_ROOMS:
-                    entries.popitem(last=False)
-            return isinstance(entry, dict)
+            room, *part = path[1:].split("/")
+            stage, stages = map(int, part or (0, 1))
+            match entry:
+                case {"handoff": {"remote_block_ids": dict()}}:
+                    pass
+                case dict() if stages == 1:
+                    pass
+                case _:
+                    return False
+            with lock:
+                if rooms.setdefault(room, {}).setdefault((stage, stages), entry) != entry:
+                    rooms[room] = {(stage, stages): entry}  # the room has another request now
+                while len(rooms) > MAX_ROOMS:
+                    rooms.popitem(last=False)
+            return True
 
         self._server = serve(host, port, get=get, post=post)
         self.address: str = f"{host}:{self._server.server_port}"
@@ -63,9 +79,24 @@ class BootstrapServer:
         self._server.server_close()
 
 
-def publish(address: str, room: int, entry: Mapping[str, Any]) -> None:
-    """Store the entry of a room in the bootstrap server at an address. Raises ``PEER``."""
-    exchange(f"the bootstrap server at {address}", address, None, f"/{room}", TIMEOUT_S, entry)
+def _joined(entries: Mapping[tuple[int, int], Any]) -> Any:
+    """The first stage's entry, with the block tables of all; None until all stages of a room have published."""
+    if {stages for _, stages in entries} != {len(entries)}:
+        return None
+    first, *others = (entries[stage] for stage in sorted(entries))
+    if not others:
+        return first
+    tables = dict(first["handoff"]["remote_block_ids"])
+    for entry in others:
+        tables.update(entry["handoff"]["remote_block_ids"])
+    return {**first, "handoff": {**first["handoff"], "remote_block_ids": tables}}
+
+
+def publish(address: str, room: int, entry: Mapping[str, Any], stage: int = 0, stages: int = 1) -> None:
+    """Store the entry of a room, or that of one of ``stages``, in the bootstrap server at an address. Raises
+    ``PEER``.
+    """
+    exchange(f"the bootstrap server at {address}", address, None, f"/{room}/{stage}/{stages}", TIMEOUT_S, entry)
 
 
 def ask(address: str, rooms: Iterable[int]) -> dict[int, Any]:

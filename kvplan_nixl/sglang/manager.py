@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
+import attrs
 import torch
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.environ import envs
@@ -60,13 +61,12 @@ class Manager(BaseKVManager):
     def start(self, queue: Any) -> None:
         """Register the memory of the pool of a queue; on decode, read; on prefill, serve what all ranks offer."""
         parallel = get_parallel()
-        if self.is_prefill:
-            _check("pp_size", 1, parallel.pp_size)  # each stage has block tables of its own
         _check("attn_dcp_size", 1, parallel.attn_dcp_size)
         _check("attn_tp_size", parallel.tp_size, parallel.attn_tp_size)  # which CP and DP make smaller
         _check("draft_token_to_kv_pool", None, queue.draft_token_to_kv_pool)
         group, tp = parallel.world_group, parallel.attn_tp_group  # all ranks, and those of this stage
-        self.is_first = group.rank_in_group == 0
+        self.stage, self.num_stages = parallel.pp_rank, parallel.pp_size
+        self.is_first, self.is_first_of_stage = group.rank_in_group == 0, tp.rank_in_group == 0
         engine_id = group.broadcast_object(f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0)
         info = RankInfo(engine_id, group.rank_in_group, tp.rank_in_group, tp.world_size)
         self.worker = self._worker(queue, info)
@@ -87,6 +87,7 @@ class Manager(BaseKVManager):
             torch.distributed.all_gather_object(offers, self._executor.envelope(), group=group.cpu_group)
             self.leases = Leases()
             self.listener = Listener(engine_id, get_local_ip_auto(), offers) if self.is_first else None
+            self.source = group.broadcast_object(self.listener and self.listener.source, src=0)
             self.publisher = ThreadPoolExecutor(1, "kvplan publish")
         else:
             self.reads = Reads(
@@ -117,6 +118,9 @@ class Manager(BaseKVManager):
         states = pool.mamba_pool.mamba_cache.temporal.dtype if hasattr(pool, "mamba_pool") else None
         dtypes = (dtype and str(dtype).removeprefix("torch.") for dtype in (pool.dtype, states))
         worker = from_sglang(model.with_dtypes(*dtypes), info, pool)
+        _check("num_groups", 1 + len(kinds), len(worker.groups))
+        if self.is_prefill and self.num_stages > 1:
+            worker = _with_groups_of(worker, self.stage)
         self.groups = tuple(group.name for group in worker.groups)
         return worker
 
@@ -149,8 +153,15 @@ class Manager(BaseKVManager):
         """Nothing is kept of it."""
 
 
+def _with_groups_of(worker: Worker, stage: int) -> Worker:
+    """The worker with groups that no other stage has: each stage has block tables of its own."""
+    groups = [attrs.evolve(group, name=f"{group.name}.pp{stage}") for group in worker.groups]
+    views = [attrs.evolve(view, group=f"{view.group}.pp{stage}") for view in worker.views]
+    return attrs.evolve(worker, groups=groups, views=views)
+
+
 def _check(field: str, expected: Any, got: Any) -> None:
-    """Refuse an engine that the plugin does not serve, by a field of SGLang's."""
+    """Refuse an engine that the plugin does not serve, by a field of SGLang's or of its worker."""
     if got != expected:
         action, details = "serve this SGLang by kvplan", {field: got}
         raise KVPlanError("LAYOUT", action, expected=f"{field} = {expected}", got=f"{got}", **details)

@@ -18,7 +18,9 @@ from kvplan_nixl.sglang.manager import Manager, logger
 
 
 class Sender(BaseKVSender):
-    """All ranks collect the pages of a request; the first one publishes them, and holds them until they are read."""
+    """All ranks collect the pages of a request. The first one of each pipeline stage publishes them; the first one of
+    all waits until they are read, and SGLang frees no stage's pages before.
+    """
 
     def __init__(
         self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
@@ -45,15 +47,16 @@ class Sender(BaseKVSender):
             return
         self._is_sent = True
         manager = self.kv_mgr
+        until = time.monotonic() + manager.timeout_s
+        if manager.is_first_of_stage:
+            tables = tables_of(manager, self._pages, 0, self._num_tokens, state_indices or [])
+            handoff = Handoff(manager.source, f"{self._room}", self._num_tokens, until, tables)
+            entry = {"handoff": handoff.params(), "metadata": [b64encode(row).decode() for row in self._metadata()]}
+            manager.publisher.submit(self._publish, entry, until)
         if manager.listener is None:  # another rank waits for the reader
             self._result = KVPoll.Success
-            return
-        until = time.monotonic() + manager.timeout_s
-        manager.leases.grant(f"{self._room}", until)
-        tables = tables_of(manager, self._pages, 0, self._num_tokens, state_indices or [])
-        handoff = Handoff(manager.listener.source, f"{self._room}", self._num_tokens, until, tables)
-        entry = {"handoff": handoff.params(), "metadata": [b64encode(row).decode() for row in self._metadata()]}
-        manager.publisher.submit(self._publish, entry, until)
+        else:
+            manager.leases.grant(f"{self._room}", until)
 
     def _metadata(self) -> list[bytes]:
         """The request's row of each buffer in which SGLang keeps the first token and what belongs to it."""
@@ -65,7 +68,7 @@ class Sender(BaseKVSender):
         """Publish the request, again and again while its pages are kept."""
         while time.monotonic() < until:
             try:
-                publish(self._address, self._room, entry)
+                publish(self._address, self._room, entry, self.kv_mgr.stage, self.kv_mgr.num_stages)
             except KVPlanError as error:
                 logger.warning("request %s is not published yet: %s", self._room, error)
                 time.sleep(RETRY_S)
@@ -82,6 +85,8 @@ class Sender(BaseKVSender):
         if self._result is not None:
             return self._result
         return KVPoll.Transferring if self._is_sent else KVPoll.WaitingForInput
+
+    poll_pp_consensus = poll
 
     def abort(self) -> None:
         """Give the request up; once it is published, when its reader is done."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from kvplan import KVPlanError
+from kvplan.connector.http import exchange
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 
 CONFIG = {
@@ -31,10 +34,43 @@ CONFIG = {
 }
 TOKENS, ROOM = 37, 5
 KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
-GROUP = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None, broadcast_object=lambda name, src: name)
-PARALLEL = SimpleNamespace(
-    pp_size=1, attn_dcp_size=1, tp_size=1, attn_tp_size=1, attn_tp_group=GROUP, world_group=GROUP
-)
+
+
+class World:
+    """Ranks on threads, and what each of them says to all."""
+
+    def __init__(self, size: int) -> None:
+        self._said: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=10)
+
+    def parallel(self, stage: int) -> SimpleNamespace:
+        """What SGLang tells a rank that is a pipeline stage."""
+        size = len(self._said)
+
+        def gather(found: list[Any], one: Any) -> None:
+            self._said[stage] = one
+            self._barrier.wait()
+            found[:] = self._said
+            self._barrier.wait()
+
+        def broadcast(one: Any, src: int) -> Any:
+            found: list[Any] = []
+            gather(found, one)
+            return found[src]
+
+        world = SimpleNamespace(rank_in_group=stage, world_size=size, cpu_group=gather, broadcast_object=broadcast)
+        return SimpleNamespace(
+            pp_rank=stage,
+            pp_size=size,
+            attn_dcp_size=1,
+            tp_size=1,
+            attn_tp_size=1,
+            attn_tp_group=SimpleNamespace(rank_in_group=0, world_size=1),
+            world_group=world,
+        )
+
+
+PARALLEL = World(1).parallel(0)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
         "KVPoll": KVPoll,
@@ -67,7 +103,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             if parent not in sys.modules:
                 monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: found.__setitem__(0, one))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: group(found, one))
     found = {}
     for name in ("manager", "prefill", "decode"):
         monkeypatch.delitem(sys.modules, f"kvplan_nixl.sglang.{name}", raising=False)
@@ -79,11 +115,17 @@ class Side:
     """A rank with its pool of K and V [layer, slot, head, dim], and the buffers of first tokens.
 
     In the layout ``hnd`` heads are outside the slots of a page. With a window, layer 0 attends to that many tokens
-    before, and has a pool of its own.
+    before, and has a pool of its own. A rank may hold some ``layers``.
     """
 
     def __init__(
-        self, plugin: SimpleNamespace, mode: str, page: int, window: int | None = None, layout: str = "nhd"
+        self,
+        plugin: SimpleNamespace,
+        mode: str,
+        page: int,
+        window: int | None = None,
+        layout: str = "nhd",
+        layers: range = range(2),
     ) -> None:
         shape = (2, 160, 2, 8) if layout == "nhd" else (2, 160 // page, 2, page, 8)
         self.k, self.v = torch.zeros(2, *shape)
@@ -99,11 +141,11 @@ class Side:
             aux_item_lens=[buffer[0].nbytes for buffer in buffers],
         )
         pool = SimpleNamespace(
-            k_buffer=self.k,
-            v_buffer=self.v,
+            k_buffer=self.k[layers.start : layers.stop],
+            v_buffer=self.v[layers.start : layers.stop],
             page_size=page,
-            start_layer=0,
-            layer_num=2,
+            start_layer=layers.start,
+            layer_num=len(layers),
             kv_cache_layout=layout,
             dtype=torch.float32,
         )
@@ -392,6 +434,7 @@ def test_a_request_that_nobody_reads(
         ("tp_size", 2, "attn_tp_size = 2, got 1"),
         ("draft_token_to_kv_pool", "a pool", "draft_token_to_kv_pool = None, got a pool"),
         ("state_types", ["swa", "dsa"], r"state_types = \['swa'\], got \['swa', 'dsa'\]"),
+        ("state_types", ["swa"], "num_groups = 2, got 1"),
     ],
 )
 def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
@@ -404,14 +447,105 @@ def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field
         decode.manager.start(decode.queue)
 
 
-def test_pipeline_parallelism(monkeypatch: pytest.MonkeyPatch, prefill: Side, decode: Side) -> None:
-    """Decode may have stages, of which each reads its own layers; prefill may not."""
-    monkeypatch.setattr(PARALLEL, "pp_size", 2)
-    second = SimpleNamespace(rank_in_group=1, broadcast_object=lambda name, src: "decode")
-    monkeypatch.setattr(PARALLEL, "world_group", second)
-    decode.queue.token_to_kv_pool.start_layer = decode.queue.token_to_kv_pool.layer_num = 1
-    decode.manager.start(decode.queue)
-    worker = decode.manager.worker
-    assert (worker.rank, [*worker.tensors], decode.manager.is_first) == (1, ["layers.1.attn"], False)
-    with pytest.raises(KVPlanError, match=r"expected pp_size = 1, got 2$"):
-        prefill.manager.start(prefill.queue)
+def two_stages(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, page: int) -> list[Side]:
+    """An engine of two pipeline stages, each with a layer."""
+    world, here = World(2), threading.local()
+    monkeypatch.setattr(plugin.manager, "get_parallel", lambda: here.parallel)
+
+    def start(stage: int) -> Side:
+        here.parallel = world.parallel(stage)
+        side = Side(plugin, mode, page, layers=range(stage, stage + 1))
+        for memory in (side.k, side.v):
+            memory.copy_(torch.randn(memory.shape))
+        return side
+
+    with ThreadPoolExecutor(2) as threads:
+        sides = [*threads.map(start, range(2))]
+    monkeypatch.setattr(plugin.manager, "get_parallel", lambda: PARALLEL)
+    return sides
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_stages_of_prefill(
+    plugin: SimpleNamespace,
+    decode: Side,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+    order: tuple[int, int],
+) -> None:
+    """Each stage has pages of its own; decode reads when all have published theirs, and then all are free."""
+    stages = two_stages(plugin, monkeypatch, "prefill", 4)
+    pages = [THEIRS, [page + 1 for page in reversed(THEIRS)]]
+    receiver = received(plugin, decode, server)
+    senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
+    for stage in order:
+        assert not ask(server.address, [ROOM])
+        assert receiver.poll() == KVPoll.Bootstrapping
+        senders[stage].init(len(THEIRS), 2)
+        senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
+        stages[stage].manager.publisher.shutdown()
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Success)
+    for i in range(2):
+        assert torch.equal(decode.rows(OURS)[:, i], stages[i].rows(pages[i])[:, i])
+    assert [sender.poll_pp_consensus() for sender in senders] == [KVPoll.Transferring, KVPoll.Success]
+    receiver.clear()
+    until(senders[0], KVPoll.Success)
+
+
+def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one reads its own layers; the first one tells prefill when all have."""
+    stages = two_stages(plugin, monkeypatch, "decode", 16)
+    workers = [stage.manager.worker for stage in stages]
+    assert [(worker.rank, *worker.tensors) for worker in workers] == [(0, "layers.0.attn"), (1, "layers.1.attn")]
+    assert [stage.manager.is_first for stage in stages] == [True, False]
+
+
+def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
+    """Whatever a room had before, and however often a stage publishes. What was asked for can be published again."""
+    entries = [
+        {"handoff": {"remote_block_ids": {f"attn.pp{stage}": [0, [7]]}, "remote_port": stage}, "metadata": stage}
+        for stage in (0, 1)
+    ]
+    for stage in (0, 1, 1):
+        publish(server.address, ROOM, entries[stage], stage, 2)
+    tables = {"attn.pp0": [0, [7]], "attn.pp1": [0, [7]]}
+    whole = {"handoff": {"remote_block_ids": tables, "remote_port": 0}, "metadata": 0}
+    assert ask(server.address, [ROOM]) == {ROOM: whole}
+    publish(server.address, ROOM + 1, whole)
+    exchange("a server", server.address, None, f"/{ROOM + 2}", 3, whole)
+    assert ask(server.address, [ROOM + 1, ROOM + 2]) == {ROOM + 1: whole, ROOM + 2: whole}
+    publish(server.address, ROOM, {**entries[1], "metadata": 2}, 1, 2)
+    assert ask(server.address, [ROOM]) == {}
+    publish(server.address, ROOM, {**entries[0], "metadata": 3}, 0, 2)
+    assert ask(server.address, [ROOM])[ROOM]["metadata"] == 3
+
+
+PART: dict[str, Any] = {"handoff": {"remote_block_ids": {"attn.pp0": [0, [7]]}}}
+
+
+@pytest.mark.parametrize(
+    "entry, stage, stages",
+    [
+        ([], 0, 1),
+        ({}, 0, 2),
+        ({"handoff": {}}, 0, 2),
+        ({"handoff": {"remote_block_ids": []}}, 0, 2),
+        (PART, "first", 2),
+        (PART, 0, "1/2"),
+    ],
+)
+def test_what_no_stage_publishes(server: BootstrapServer, entry: Any, stage: Any, stages: Any) -> None:
+    """A stranger's entry is refused."""
+    with pytest.raises(KVPlanError, match=r"^PEER: .* got 400"):
+        publish(server.address, ROOM, entry, stage, stages)
+
+
+def test_stages_that_do_not_agree(server: BootstrapServer) -> None:
+    """Their room is not there; others are."""
+    publish(server.address, ROOM + 1, {"token": 3})
+    for stages in (3, 1):
+        publish(server.address, ROOM, PART, 0, stages)
+        publish(server.address, ROOM, PART, 1, 2)
+        assert ask(server.address, [ROOM, ROOM + 1]) == {ROOM + 1: {"token": 3}}
