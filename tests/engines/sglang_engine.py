@@ -40,6 +40,11 @@ SETTINGS = {
 }
 
 
+def rid_of(name: str) -> str:
+    """The name of a request to SGLang, which aborts all whose names begin with the one that is given."""
+    return f"{name}-"
+
+
 def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """Starts an engine with SGLang's own settings, and answers requests until its pipe closes.
 
@@ -58,7 +63,8 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     async def answer(name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None) -> None:
         sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         try:
-            done = await engine.async_generate(input_ids=prompt, sampling_params=sampling, **(transfer or {}))
+            ask = {"rid": rid_of(name), "input_ids": prompt, "sampling_params": sampling, **(transfer or {})}
+            done = await engine.async_generate(**ask)
             reason = done["meta_info"]["finish_reason"]["type"]
             pipe.send(("done", name, done["output_ids"], reason, None, done["meta_info"]["cached_tokens"]))
         except Exception:  # an aborted request
@@ -73,6 +79,9 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
                 return
             if verb == "add":
                 tasks.add(asyncio.create_task(answer(*arguments)))
+            elif verb == "abort":
+                for name in arguments:
+                    engine.tokenizer_manager.abort_request(rid_of(name))
             elif verb == "forget":
                 await engine.tokenizer_manager.flush_cache()
             elif verb == "held":

@@ -69,6 +69,8 @@ class Pair(NamedTuple):
 CHUNKED = {"chunked_prefill_size": 64, "disable_overlap_schedule": True}
 """Prompts are computed in chunks; with overlap scheduling, SGLang's prefill stops there on a CPU."""
 
+TWO_STAGES = {"pp_size": 2}
+
 PAIRS = {
     "vLLM 32 -> SGLang 1": Pair("llama", Side("vllm", 32), Side("sglang", 1)),
     "vLLM 32 -> SGLang 16": Pair("llama", Side("vllm", 32), Side("sglang", 16)),
@@ -87,13 +89,22 @@ PAIRS = {
     "SGLang 64 -> 16, prefix on decode": Pair("llama", Side("sglang", 64), Side("sglang", 16), "prefix"),
     "SGLang 16 -> 64, TP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, tp=2)),
     "SGLang 64 -> 16, TP 2->1": Pair("llama", Side("sglang", 64, tp=2), Side("sglang", 16)),
-    "SGLang 16 -> 64, PP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, more={"pp_size": 2})),
+    "SGLang 16 -> 64, PP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, more=TWO_STAGES)),
+    "SGLang 64 -> 16, PP 2->1": Pair("llama", Side("sglang", 64, more=TWO_STAGES), Side("sglang", 16)),
+    "SGLang 16 -> vLLM 32, PP 2->1": Pair("llama", Side("sglang", 16, more=TWO_STAGES), Side("vllm", 32)),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
         "llama", Side("sglang", 16, more=CHUNKED), Side("sglang", 64), "burst", lease_s=300
     ),
-    "SGLang 16 -> 64, decode dies under reads": Pair(
-        "llama", Side("sglang", 16), Side("sglang", 64), "decode_dies_under_reads", transports="tcp"
+    "SGLang 16 -> 64, PP 2->1, 200 in flight": Pair(
+        "llama", Side("sglang", 16, more={**CHUNKED, **TWO_STAGES}), Side("sglang", 64), "burst", lease_s=300
+    ),
+    "SGLang 16 -> 64, PP 2->1, aborted": Pair(
+        "llama", Side("sglang", 16, more=TWO_STAGES), Side("sglang", 64), "aborted", lease_s=30
+    ),
+    "SGLang 16 -> 64, decode dies": Pair("llama", Side("sglang", 16), Side("sglang", 64), "decode_dies"),
+    "SGLang 16 -> 64, PP 2->1, decode dies": Pair(
+        "llama", Side("sglang", 16, more=TWO_STAGES), Side("sglang", 64), "decode_dies"
     ),
     "SGLang 16 -> 64, prefill dies under reads": Pair(
         "llama", Side("sglang", 16), Side("sglang", 64), "prefill_dies_under_reads", transports="tcp"
@@ -224,6 +235,14 @@ class Engines:
             publish(self.server.address, room, entry)
         return names
 
+    def submit(self, tokens: Sequence[list[int]]) -> tuple[list[str], list[str]]:
+        """Sends prompts to both engines at once: the names of their requests on prefill, and on decode."""
+        self.prefill.ready()
+        self.decode.ready()
+        rooms = [room_at("127.0.0.1", self._ports[self.prefill], next(self._rooms)) for _ in tokens]
+        sent = [self.prefill.submit(prompt, 1, room) for prompt, room in zip(tokens, rooms, strict=True)]
+        return sent, [self.decode.submit(prompt, TOKENS, room) for prompt, room in zip(tokens, rooms, strict=True)]
+
     def move(self, prefill: Engine, tokens: Sequence[list[int]], *, is_control: bool = False) -> Outcome:
         """What decode generates of prompts that a prefill engine has computed, all in flight together."""
         entries = self.compute(prefill, tokens)
@@ -267,27 +286,28 @@ class Engines:
 
     def burst(self) -> Outcome:
         """Requests reach both engines at once, more than either has pages for."""
-        self.prefill.ready()
-        self.decode.ready()
-        where = [room_at("127.0.0.1", self._ports[self.prefill], next(self._rooms)) for _ in BURST]
-        for prompt, room in zip(BURST, where, strict=True):
-            self.prefill.submit(prompt, 1, room)
-        names = [self.decode.submit(prompt, TOKENS, room) for prompt, room in zip(BURST, where, strict=True)]
+        _, names = self.submit(BURST)
         return [self.decode.wait(name) for name in names], self.right(BURST)
 
-    def decode_dies_under_reads(self) -> Outcome:
-        """Decode is killed while it reads: prefill frees the pages when its lease ends, and others are read."""
+    def aborted(self) -> Outcome:
+        """Half of the requests are aborted on both engines: some before they are read, some while."""
+        tokens = BURST[:40]
+        sent, read = self.submit(tokens)
+        for first in (0, 1):
+            self.prefill.abort(sent[first::4])
+            self.decode.abort(read[first::4])
+            time.sleep(0.5)
+        answers = [self.decode.wait(name) for name in read]
+        if all(answer.tokens for answer in answers):
+            raise AssertionError("void: no request was aborted")
+        kept = [n for n in range(len(tokens)) if n % 4 > 1]
+        return [answers[n] for n in kept], self.right([tokens[n] for n in kept])
+
+    def decode_dies(self) -> Outcome:
+        """Decode is killed before it reads: prefill frees the pages when its lease ends, and others are read."""
         before, right = self.transfer()
-        entries = self.compute(self.prefill, prompts(4))
-        self.prefill.freeze()
-        self.begin(prompts(4), entries)
-        deadline = time.monotonic() + 60
-        while self.decode.held()[0] < sum(map(len, prompts(4))):  # it has pages for all, and none can be read
-            if time.monotonic() > deadline:
-                raise AssertionError("void: decode does not read")
-            time.sleep(0.05)
+        self.compute(self.prefill, prompts(4))
         self.decode.kill()
-        self.prefill.thaw()
         self.decode = self.start("decode")
         after, also_right = self.move(self.prefill, prompts(5))
         return [*before, *after], [*right, *also_right]
@@ -335,7 +355,7 @@ def room_at(host: str, port: int, room: int) -> dict[str, Any]:
 
 def alone(pair: Pair) -> dict[tuple[int, ...], list[int]]:
     """What one SGLang that neither sends nor receives generates of each prompt of a pair's trials."""
-    return _alone(pair.model, pair.trial == "burst")
+    return _alone(pair.model, pair.trial in ("burst", "aborted"))
 
 
 @cache
