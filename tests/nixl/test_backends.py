@@ -129,7 +129,9 @@ def network_namespace() -> Iterator[str]:
                 pytest.skip(f"{command}: {getattr(error, 'stderr', '') or error}")
         yield name
     finally:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        for command in (f"ip link del {name}a", f"ip netns del {name}"):  # a namespace's links go some time after it
+            with suppress(OSError):  # no such program
+                subprocess.run(command.split(), check=False, capture_output=True)
 
 
 CLONE_NEWNS, CLONE_NEWNET, MS_PRIVATE, MS_REC, MNT_DETACH = 1 << 17, 1 << 30, 1 << 18, 1 << 14, 2
