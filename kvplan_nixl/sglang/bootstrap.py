@@ -57,9 +57,9 @@ class BootstrapServer:
             room, *part = path[1:].split("/")
             stage, stages = map(int, part or (0, 1))
             match entry:
-                case {"handoff": {"remote_block_ids": dict()}}:
+                case {"handoff": {"remote_block_ids": dict()}} if 0 <= stage < stages:
                     pass
-                case dict() if stages == 1:
+                case dict() if (stage, stages) == (0, 1):
                     pass
                 case _:
                     return False

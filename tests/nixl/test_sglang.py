@@ -534,6 +534,8 @@ PART: dict[str, Any] = {"handoff": {"remote_block_ids": {"attn.pp0": [0, [7]]}}}
         ({"handoff": {"remote_block_ids": []}}, 0, 2),
         (PART, "first", 2),
         (PART, 0, "1/2"),
+        (PART, 2, 2),
+        (PART, -1, 2),
     ],
 )
 def test_what_no_stage_publishes(server: BootstrapServer, entry: Any, stage: Any, stages: Any) -> None:
