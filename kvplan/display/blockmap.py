@@ -42,10 +42,14 @@ MAX_PIECES: Final = 1 << 16
 
 @attrs.frozen
 class Interval:
-    """Coordinates ``[start, stop)`` on an axis. ``name`` replaces the numbers; ``more`` is printed where there is room.
+    """Coordinates ``[start, stop)`` on an axis; with ``has_gaps``, only some from the first to the last of them.
+
+    ``name`` replaces the numbers; ``more`` is printed where there is room.
 
     >>> print(Interval("head", 4, 6), Interval("head", 4, 5), Interval("kv", 1, 2), Interval(TENSOR, 0, 1, "conv.x"))
     4-5 4 V conv.x
+    >>> print(Interval("position", 3, 10, has_gaps=True))
+    3..9
     """
 
     axis: str
@@ -53,10 +57,13 @@ class Interval:
     stop: int
     name: str = ""
     more: str = ""
+    has_gaps: bool = False
 
     def __str__(self) -> str:
         if self.name:
             return self.name
+        if self.has_gaps:
+            return f"{self.start}..{self.stop - 1}"
         if self.axis == "kv" and self.stop <= 2:
             return "KV"[self.start : self.stop]
         return str(self.start) if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
@@ -80,7 +87,8 @@ class StridedAxis:
 
     ``inside`` are the faster axes of each part, by ascending offset; empty where a part is one element. An axis of
     several digits, such as tokens in kernel blocks, is one StridedAxis per digit: a part of an outer digit holds
-    ``width`` coordinates, or 0 if they are not consecutive. ``tensor`` names the tensors that have the bytes, and
+    ``width`` coordinates, with gaps if ``gaps`` has the axis. ``gaps`` are the axes, this one or slower, on which a
+    part has not all coordinates from its first to its last. ``tensor`` names the tensors that have the bytes, and
     ``views`` has the indices of their views.
     """
 
@@ -93,6 +101,7 @@ class StridedAxis:
     step: int
     size: int
     inside: tuple[StridedAxis, ...] = ()
+    gaps: frozenset[str] = frozenset()
 
     @property
     def stop(self) -> int:
@@ -103,11 +112,12 @@ class StridedAxis:
     def joins(self) -> bool:
         """Whether consecutive parts are contiguous bytes, and their coordinates one interval."""
         same = isinstance(self.coordinates, range) and self.coordinates.step == self.width
-        return same and self.size == self.step
+        return same and self.size == self.step and not self.gaps
 
     def interval(self, first: int, last: int) -> Interval:
         """The coordinates of the parts from the ``first`` to the ``last``."""
-        return Interval(self.axis, self.coordinates[first], self.coordinates[last] + max(self.width, 1))
+        start, stop = self.coordinates[first], self.coordinates[last] + self.width
+        return Interval(self.axis, start, stop, has_gaps=self.axis in self.gaps)
 
     def __str__(self) -> str:
         return f"{self.axis} {len(self.coordinates)} x {self.step}"
@@ -265,13 +275,16 @@ def _nested(members: _Layer, layers: Sequence[Any] = ()) -> tuple[StridedAxis, .
         chain = StridedAxis(name, (i,), "element", range(1), 1, 0, view.itemsize, view.itemsize)
         inside: tuple[StridedAxis, ...] = ()
         widths: dict[str, int] = {}
+        gaps: set[str] = set()
         slowest_first = sorted([*_strides(geometry), *layers], key=lambda s: (len(s[1]) > 1, -s[2]))
-        for axis, coordinates, stride in reversed(slowest_first):
+        for depth, (axis, coordinates, stride) in reversed([*enumerate(slowest_first)]):
             size, width = chain.stop, widths.get(axis, 1)
             step = stride if len(coordinates) > 1 else size
-            chain = StridedAxis(name, (i,), axis, coordinates, width, 0, step, size, inside)
-            nests = isinstance(coordinates, range) and (coordinates.start, coordinates.step) == (0, width)
-            widths[axis], inside = len(coordinates) * width if nests else 0, (chain,)
+            here = frozenset(other for other, _, _ in slowest_first[: depth + 1] if other in gaps)
+            chain = StridedAxis(name, (i,), axis, coordinates, width, 0, step, size, inside, here)
+            if not isinstance(coordinates, range) or (coordinates.start, coordinates.step) != (0, width):
+                gaps.add(axis)
+            widths[axis], inside = coordinates[-1] + width, (chain,)
         chains.append(attrs.evolve(chain, offset=view.offset_bytes - base))
     return _merged(chains)
 
@@ -321,7 +334,8 @@ def _one(axes: Sequence[StridedAxis]) -> list[StridedAxis]:
     tensors = " + ".join(dict.fromkeys(axis.tensor for axis in axes))
     views = tuple(view for axis in axes for view in axis.views)
     step = first.step if several else size
-    return [attrs.evolve(first, tensor=tensors, views=views, step=step, size=size, inside=inside)]
+    gaps = frozenset().union(*(axis.gaps for axis in axes))
+    return [attrs.evolve(first, tensor=tensors, views=views, step=step, size=size, inside=inside, gaps=gaps)]
 
 
 def named(axes: Sequence[StridedAxis], path: Path) -> Iterator[tuple[StridedAxis, Path]]:
@@ -342,7 +356,7 @@ def _boxes(axes: Sequence[StridedAxis], start: int, stop: int, base: int, path: 
             if axis.joins and low <= at:
                 parts = max(min((high - at) // axis.step, len(axis.coordinates) - i), 1)
             end = at + (parts - 1) * axis.step + axis.size
-            if low <= at and end <= high and axis.width:
+            if low <= at and end <= high and not axis.gaps:
                 yield Box(at, end, extend(here, axis.interval(i, i + parts - 1)), axis.views)
             else:
                 inner = extend(here, axis.interval(i, i))

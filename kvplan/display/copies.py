@@ -83,7 +83,7 @@ class CopyEnd:
         for axis, whole in view.sizes.items():
             if axis == TOKEN:
                 held = path.get(POSITION) or self.positions
-                found.append(f"position {held.name or f'[{held.start}, {held.stop})'}")
+                found.append(f"position {held if held.has_gaps else f'[{held.start}, {held.stop})'}")
                 continue
             all_held = segments([one for one in view.axes if one.name == axis])
             held = path.get(axis) or Interval(axis, all_held.start[0], all_held.stop[-1])
@@ -94,7 +94,7 @@ class CopyEnd:
         group, first = self.map.group, self.ordinal * slots(self.map.group)
         low, high = (position_of(group, first + slot) for slot in (tokens.start, tokens.stop - 1))
         has_gaps = high - low > tokens.stop - 1 - tokens.start
-        return Interval(POSITION, low, high + 1, f"{low}..{high}" if has_gaps else "")
+        return Interval(POSITION, low, high + 1, has_gaps=has_gaps)
 
     def __str__(self) -> str:
         which = f" block {self.ordinal}" if self.map.group.tokens_per_block is not None else ""
