@@ -171,15 +171,23 @@ def test_digits_that_do_not_nest_are_found_one_by_one() -> None:
     assert last == ["0", "4", "1", "5", "2", "6", "3", "7"]
 
 
-def test_a_box_has_an_interval_of_each_axis() -> None:
+DIGITS = Axis("token", 0, 2, 2, 1), Axis("token", 0, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "names, views",
+    [
+        (("kv K", "kv V"), [("layers.0.kv", (*DIGITS, Axis("kv", 0, 2, 2, 2)), 0)]),
+        (("tensor k", "tensor v"), [("layers.0.k", DIGITS, 0), ("layers.0.v", DIGITS, 2)]),
+    ],
+)
+def test_a_box_has_an_interval_of_each_axis(names: tuple[str, str], views: list[tuple[str, Any, int]]) -> None:
     """Where the coarser digit of tokens is inside K and V, and the finer one outside, K has tokens that are apart."""
     region = Region("kv", 4096, 4096)
-    axes = (Axis("token", 0, 2, 2, 1), Axis("token", 0, 4, 4, 4), Axis("kv", 0, 2, 2, 2))
-    (one,) = block_maps(
-        Worker("e", 0, [region], [Group("g", 8)], [View("layers.0.k", "g", region, "uint8", axes, 4, 16)])
-    )
+    made = [View(name, "g", region, "uint8", axes, 4, 16, offset) for name, axes, offset in views]
+    (one,) = block_maps(Worker("e", 0, [region], [Group("g", 8)], made))
     found = [text(box) for box in one.boxes(4, 8)]
-    assert found == [f"{at}-{at + 1} token 1..5 kv {'KV'[at > 5]} token {1 + at % 2 * 4}" for at in range(4, 8)]
+    assert found == [f"{at}-{at + 1} token 1..5 {names[at > 5]} token {1 + at % 2 * 4}" for at in range(4, 8)]
 
 
 def test_views_that_alternate_without_a_common_axis_stay_apart() -> None:
