@@ -10,9 +10,9 @@ is a process of its own. All ways of one direction take turns, and every byte th
 compared with what the first one leaves. A time goes from the request's tables to its last byte in its place; it is the
 median of as many rounds as the time allows, three at least.
 
-Before all that, the machine's rates are measured, as ``python -m kvplan_nixl calibrate`` does. Below each table is what
-``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy of as many at a time.
-Torch has one thread, since two of NIXL's are never idle.
+Before all that, the machine's rates of reads and of writes are measured, as ``python -m kvplan_nixl calibrate`` does.
+Below each table is what ``choose`` takes by them, and how fast bytes are put in order by itself, beside one plain copy
+of as many at a time. Torch has one thread, since two of NIXL's are never idle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -238,7 +238,7 @@ def in_order(world: World, plan: StagedPlan) -> str:
     return f"  {plan.direct.local.key[0]} puts in order {ours:.2f} GB/s, {origins} copies a chunk; {beside}"
 
 
-def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
+def table(case: Case, given: argparse.Namespace, rates: Mapping[str, Rates]) -> Iterator[str]:
     """The lines of one case."""
     tokens = 16 * given.blocks
     yield f"\n{case.name}: {case.model}, {tokens} tokens, {given.staging} MiB of staging memory\n"
@@ -246,10 +246,10 @@ def table(case: Case, given: argparse.Namespace, rates: Rates) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     expected: dict[str, str] = {}
     remarks = []
-    for operation in ("READ", "WRITE"):
+    for operation in rates:
         # one world at a time: each has two threads that are never idle
         with World.of(operation, case, given.blocks, given.staging << 20, given.device) as world:
-            made = ways(world, tokens, rates)
+            made = ways(world, tokens, rates[operation])
             expected = check(world, made, expected)
             took = [statistics.median(times) for times in measured(made, given.seconds / 2)]
             plans = [way.option.plan for way in made]
@@ -285,8 +285,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case; three rounds of each way at least")
     given = parser.parse_args(arguments)
-    rates = calibrate(given.device)
-    print(attrs.asdict(rates))
+    rates = {operation: calibrate(given.device, operation=operation) for operation in ("READ", "WRITE")}
+    for each in rates.values():
+        print(attrs.asdict(each))
     for case in CASES:
         if given.case in case.name:
             for line in table(case, given, rates):

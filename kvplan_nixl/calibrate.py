@@ -1,8 +1,8 @@
 """Calibration: measures the :class:`~kvplan.staging.Rates` of this machine, by transfers between two processes.
 
-One process registers memory, the other one reads from it: one small descriptor, many of them, as between token-major
-and head-major blocks, and a few large ones. These three times give the time of a transfer, a descriptor and a byte.
-Copies go from token-major to head-major blocks too, as in most staged requests: one block of each layer, and many.
+One process registers memory, the other one reads from it or writes to it: one descriptor, and then many of each length.
+The times of a transfer, a descriptor and a byte are those that explain all of these best. Copies go from token-major to
+head-major blocks, as in most staged requests: one block of each layer, and many.
 """
 
 from __future__ import annotations
@@ -24,9 +24,22 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, TransferPlan, View, Worker, plan_reads, region_of
+from kvplan import (
+    Axis,
+    Blocks,
+    Group,
+    KVPlanError,
+    Region,
+    TransferPlan,
+    View,
+    Worker,
+    plan_reads,
+    plan_writes,
+    region_of,
+)
 from kvplan._arrays import Ints
-from kvplan._checks import integer, name
+from kvplan._checks import integer, is_one_of, name
+from kvplan._text import shown
 from kvplan.staging import Copy, Rates
 from kvplan.staging.copies import CopySide
 from kvplan_nixl.executor import NixlExecutor, settle
@@ -35,25 +48,31 @@ from kvplan_nixl.rearrange import TorchCopier
 SIZE: Final = 64 << 20
 """Bytes of each memory: more than the caches of most processors."""
 
-SMALL, LARGE, MANY = 256, 256 << 10, 1 << 14
+LENGTHS: Final = tuple(256 << 2 * i for i in range(6))
+"""Bytes of a descriptor. Over TCP they take neither the same time nor the same time a byte."""
+
+SMALL, MANY = LENGTHS[0], 1 << 14
 HEADS, TOKENS, LAYERS = 8, 16, 32
 BLOCK: Final = HEADS * TOKENS * SMALL
-ROUNDS: Final = 31
+ROUNDS: Final = 15
 TIMEOUT_S: Final = 120.0
+
+PLANS: Final = {"READ": plan_reads, "WRITE": plan_writes}
 
 Work = tuple[tuple[int, ...], Callable[[], None]]
 """The amount of each thing that has a rate, and a function that takes as many."""
 
 
 def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor]:
-    """A worker with two views of the same bytes, of small blocks and of large ones."""
+    """A worker with views of the same bytes as blocks of each length."""
     tensor = allocated(device, size)
     region = region_of(tensor, "memory")
+    groups = {f"{length}": length for length in LENGTHS}
     views = [
-        View(name, name, region.name, "uint8", (Axis("byte", 0, length, length, 1),), size // length, length)
-        for name, length in (("small", SMALL), ("large", LARGE))
+        View(group, group, region.name, "uint8", (Axis("byte", 0, length, length, 1),), size // length, length)
+        for group, length in groups.items()
     ]
-    return Worker(engine_id, 0, (region,), (Group("small"), Group("large")), views), tensor
+    return Worker(engine_id, 0, (region,), tuple(map(Group, groups)), views), tensor
 
 
 def allocated(device: str, size: int) -> torch.Tensor:
@@ -77,9 +96,9 @@ def serve(channel: Connection, device: str, size: int) -> None:
         channel.recv_bytes()
 
 
-def reader(executor: NixlExecutor, plan: TransferPlan, group: str, ours: Ints, theirs: Ints) -> Callable[[], None]:
-    """A function that reads blocks of a group once."""
-    tables = [{"small": Blocks([]), "large": Blocks([]), group: Blocks(ids)} for ids in (ours, theirs)]
+def mover(executor: NixlExecutor, plan: TransferPlan, length: int, ours: Ints, theirs: Ints) -> Callable[[], None]:
+    """A function that moves blocks of a length once."""
+    tables = [{f"{each}": Blocks(ids if each == length else []) for each in LENGTHS} for ids in (ours, theirs)]
 
     def once() -> None:
         (spec,) = plan.bind(local=tables[0], remote=tables[1])
@@ -107,27 +126,28 @@ def peer(device: str, size: int) -> Iterator[bytes]:
         process.join(TIMEOUT_S)
 
 
-def readers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Work]:
-    """Three transfers, each with its numbers of transfers, descriptors and bytes."""
+def movers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Work]:
+    """Transfers between scattered blocks, each with its numbers of transfers, descriptors and bytes."""
     executor.prepare(plan)
     rng = np.random.default_rng(1)
-    here, there = (rng.permutation(size // BLOCK)[:, None] * (HEADS * TOKENS) for _ in range(2))
-    by_head = np.arange(HEADS * TOKENS)
-    by_token = by_head.reshape(HEADS, TOKENS).T.reshape(-1)
-    ours, theirs = (here + by_head).reshape(-1)[:MANY], (there + by_token).reshape(-1)[:MANY]
-    large = rng.permutation(size // LARGE), rng.permutation(size // LARGE)
-    yield (1, 1, SMALL), reader(executor, plan, "small", ours[:1], theirs[:1])
-    yield (1, MANY, MANY * SMALL), reader(executor, plan, "small", ours, theirs)
-    yield (1, size // LARGE, size), reader(executor, plan, "large", *large)
+    for length, most in ((SMALL, 1), *((length, MANY) for length in LENGTHS)):
+        ours, theirs = (rng.permutation(size // length)[:most] for _ in range(2))
+        yield (1, ours.size, ours.size * length), mover(executor, plan, length, ours, theirs)
 
 
 def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float]:
-    """Seconds for one of each thing, given the amounts of each and the seconds of as many measurements.
+    """Seconds for one of each thing, given the amounts of each and the seconds of as many measurements or more.
+
+    The shares by which they miss what was measured have the least sum of squares.
 
     >>> [round(each, 9) for each in apart([(1, 1, 8), (1, 100, 800), (1, 10, 8000)], [0.012008, 0.2108, 0.038])]
     [0.01, 0.002, 1e-06]
+    >>> [round(each, 3) for each in apart([(1,), (1,)], [1.0, 3.0])]
+    [1.2]
     """
-    rates: list[float] = np.maximum(np.linalg.solve(amounts, took), 0.0).tolist()  # noise can make small ones negative
+    shares = np.asarray(amounts) / np.asarray(took)[:, None]
+    found = np.linalg.lstsq(shares, np.ones(len(took)), rcond=None)[0]
+    rates: list[float] = np.maximum(found, 0.0).tolist()  # noise can make small ones negative
     return rates
 
 
@@ -172,31 +192,34 @@ def heads(cache: Region, staging: Region, number: int) -> Copy:
     return Copy(ours, theirs, (HEADS, TOKENS), SMALL)
 
 
-def calibrate(device: str = "cpu", size: int = SIZE) -> Rates:
-    """Measure the rates, in some seconds. Nothing else should run on the machine.
+def calibrate(device: str = "cpu", size: int = SIZE, operation: str = "READ") -> Rates:
+    """Measure the rates of an operation, in some seconds. Nothing else should run on the machine.
 
     Allocates ``size`` bytes, at least 4 MiB, in another process, and three times as many in this one. ``device`` is the
     device of all memory, as torch names it. UCX chooses how to move bytes by its own environment variables. Raises
-    ``MEMORY`` where there is no such memory.
+    ``MEMORY`` where there is no such memory, and ``NAME`` for an unknown operation.
     """
     logging.getLogger("nixl").setLevel(logging.WARNING)
     name(device, "device")
     integer(size, "size", low=MANY * SMALL)
+    if not is_one_of(operation, PLANS):
+        raise KVPlanError("NAME", "calibrate", expected=f"operation {' or '.join(PLANS)}", got=shown(operation))
     worker, _held = memory("local", device, size)
     with peer(device, size) as envelope, NixlExecutor(worker) as executor:
-        moves = list(readers(executor, plan_reads(worker, [executor.connect(envelope)]), size))
+        moves = list(movers(executor, PLANS[operation](worker, [executor.connect(envelope)]), size))
         copies = list(copiers(device, size))
         took = medians([once for _, once in moves + copies])
     transfer, descriptor, byte = apart([amounts for amounts, _ in moves], took[: len(moves)])
     copy, copied = apart([amounts for amounts, _ in copies], took[len(moves) :])
     where = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
-    measured = f"UCX of NIXL {version('nixl')} between two processes, {device} memory, {where}, {date.today()}"
+    how = f"UCX of NIXL {version('nixl')} between two processes, {operation} of {device} memory"
+    measured = f"{how}, {where}, {date.today()}"
     return Rates(measured, transfer, descriptor, byte, copy, copied)
 
 
-def main(device: str, path: str | None) -> int:
+def main(device: str, operation: str, path: str | None) -> int:
     """Measure and print the rates, and save them if there is a path."""
-    rates = calibrate(device)
+    rates = calibrate(device, operation=operation)
     for key, value in attrs.asdict(rates).items():
         print(f"{key:15} {value if isinstance(value, str) else f'{value:.3g}'}")
     if path is not None:

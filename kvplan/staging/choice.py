@@ -36,8 +36,8 @@ STRATEGIES: Final = MappingProxyType(
 class Rates:
     """Seconds for each transfer, descriptor and byte between workers, and for each local copy and byte of it.
 
-    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five. Raises ``TYPE``, ``RANGE``
-    or ``NAME``.
+    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five, for reads or for writes.
+    Raises ``TYPE``, ``RANGE`` or ``NAME``.
 
     >>> rates = Rates("nowhere", transfer_s=1e-4, descriptor_s=4e-6, byte_s=2.5e-10, copy_s=1e-5, copied_byte_s=1e-10)
     >>> round(rates.seconds(transfers=1, descriptors=1000, num_bytes=4_000_000), 6)
@@ -93,7 +93,8 @@ SHARED_MEMORY: Final = Rates(
 )
 """The rates that :func:`kvplan.staging.choose` uses by default: medians of nine calibrations, torch with one thread.
 
-Measure your own: networks and GPUs differ.
+They are of reads, with UCX's copies between processes (CMA), which :data:`kvplan_nixl.UCX` does without. Measure your
+own: networks and GPUs differ.
 """
 
 

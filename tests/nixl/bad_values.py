@@ -1,7 +1,7 @@
 """Every public function of kvplan_nixl with a right call.
 
-``python -m tests.nixl.bad_values > tests/golden/bad-values-nixl.txt`` writes the page of what each does with values
-that are wrong for most of its parameters.
+``NIXL_LOG_LEVEL=FATAL python -m tests.nixl.bad_values > tests/golden/bad-values-nixl.txt`` writes the page of what each
+does with values that are wrong for most of its parameters.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def calls_of(stack: ExitStack) -> Calls:
     into, out_of = (CopySide(((region_of(cache, "kv"), 0),), np.array([at]), ()) for at in (0, 32))
     yield "rearrange.TorchCopier.begin", copier.begin, {"copies": [Copy(into, out_of, (), 16)]}
     yield "rearrange.TorchCopier.done", copier.done, {"ticket": None}
-    yield "calibrate.calibrate", calibrate, {"device": "cpu", "size": 4 << 20}
+    yield "calibrate.calibrate", calibrate, {"device": "cpu", "size": 4 << 20, "operation": "READ"}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvplan import region_of
+from kvplan import KVPlanError, plan_writes, region_of
 from kvplan.staging import Rates
 from kvplan_nixl import calibrate as module
 from kvplan_nixl.__main__ import main
@@ -24,9 +25,10 @@ def test_rates_are_measured_and_saved(
 ) -> None:
     """Every rate is printed and written to a file."""
     monkeypatch.setattr(module, "calibrate", partial(module.calibrate, size=SMALLEST))
-    assert main(["calibrate", "--save", str(tmp_path / "rates.json")]) == 0
+    monkeypatch.setattr(module, "PLANS", {"WRITE": plan_writes})
+    assert main(["calibrate", "--operation", "WRITE", "--save", str(tmp_path / "rates.json")]) == 0
     rates = Rates.load(tmp_path / "rates.json")
-    assert rates.measured.startswith("UCX of NIXL ")
+    assert re.match(r"UCX of NIXL [\d.]+ between two processes, WRITE of cpu memory, ", rates.measured)
     printed = capsys.readouterr().out
     assert f"descriptor_s    {rates.descriptor_s:.3g}\n" in printed
 
@@ -42,15 +44,21 @@ def test_a_gpu_is_the_present_device_before_there_is_an_executor(monkeypatch: py
 
 def test_rates_explain_the_times_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a machine of known rates give these rates."""
-    many, blocks = module.MANY, SMALLEST // module.LAYERS // module.BLOCK
-    moves = [(1, module.SMALL), (many, many * module.SMALL), (SMALLEST // module.LARGE, SMALLEST)]
+    blocks = SMALLEST // module.LAYERS // module.BLOCK
+    moves = [(1, module.SMALL), *((SMALLEST // length, SMALLEST) for length in module.LENGTHS)]
     copies = [(module.LAYERS, module.LAYERS * number * module.BLOCK) for number in (1, blocks)]
     took = [0.01 + descriptors * 3e-6 + size * 2e-10 for descriptors, size in moves]
     took += [number * 4e-5 + size * 5e-10 for number, size in copies]
-    monkeypatch.setattr(module, "medians", lambda each: took if len(each) == 5 else [])
+    monkeypatch.setattr(module, "medians", lambda each: took if len(each) == 9 else [])
     rates = module.calibrate(size=SMALLEST)
     found = rates.transfer_s, rates.descriptor_s, rates.byte_s, rates.copy_s, rates.copied_byte_s
     assert found == pytest.approx((0.01, 3e-6, 2e-10, 4e-5, 5e-10))
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    """Before anything is measured."""
+    with pytest.raises(KVPlanError, match="NAME: cannot calibrate: expected operation READ or WRITE, got 'COPY'"):
+        module.calibrate(operation="COPY")
 
 
 def test_copies_are_from_token_major_to_head_major_blocks() -> None:
