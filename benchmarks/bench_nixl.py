@@ -1,8 +1,7 @@
 """NIXL: the cost of kvplan_nixl beside calls by hand, and the cost of layouts, between two processes of one machine.
 
 kvplan_nixl binds and starts a request. In turns with it the same descriptors go to NIXL's own calls, with ids from a
-bind just before. On one machine UCX copies the bytes before it returns, so both times contain the same copies. At
-40,960 descriptors of 256 bytes the copies take most of the time.
+bind just before. Both times contain NIXL's post, which gives each descriptor to UCX: most of the time of 40,960.
 
 The cost of events is measured without copies: a transfer is made and not posted, without a callback, with a callback
 that stores the last event, and with a log of all events.
