@@ -49,7 +49,7 @@ SIZE: Final = 64 << 20
 """Bytes of each memory: more than the caches of most processors."""
 
 LENGTHS: Final = tuple(256 << 2 * i for i in range(6))
-"""Bytes of a descriptor. Over TCP they take neither the same time nor the same time a byte."""
+"""Bytes of a descriptor: several, because over TCP no two of them tell the time of the others."""
 
 SMALL, MANY = LENGTHS[0], 1 << 14
 HEADS, TOKENS, LAYERS = 8, 16, 32

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan import TransferPlan, View, show
-from kvplan._arrays import Ints
+from kvplan import TransferPlan, show
 from kvplan.display.blockmap import BlockMap, Box, block_maps
 from kvplan.display.copies import by_remote_group, excerpt, panels
 from kvplan.testing.strategies import Case, cases
 from property_tests import fewer
+from property_tests.oracle import elements
 
 
 def plans(case: Case) -> Iterator[TransferPlan]:
@@ -31,27 +29,14 @@ def words(coordinates: str) -> set[tuple[str, frozenset[str]]]:
     return {(tensor, frozenset(intervals.split(", "))) for tensor, _, intervals in parts}
 
 
-def elements(view: View) -> tuple[Ints, dict[str, Ints]]:
-    """The offset of each element of a block, and its coordinate on each axis, digit by digit."""
-    shape = [axis.stop - axis.start for axis in view.axes]
-    digits = np.indices(shape).reshape(len(shape), math.prod(shape))
-    offset, coordinates = np.full(math.prod(shape), view.offset_bytes), dict[str, Ints]()
-    for axis, digit in zip(view.axes, digits, strict=True):
-        offset += digit * axis.stride_bytes
-        coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + axis.start + digit
-    return offset, coordinates
-
-
-def said(one: BlockMap, box: Box) -> list[int]:
+def named(one: BlockMap, box: Box) -> list[int]:
     """The bytes whose coordinates the path of a box names."""
+    path = {interval.axis: range(interval.start, interval.stop) for interval in box.path}
     found: list[int] = []
     for view in (one.views[i] for i in box.views):
-        offset, coordinates = elements(view)
-        for interval in {interval.axis: interval for interval in box.path if interval.axis in coordinates}.values():
-            at = coordinates[interval.axis]
-            offset = np.where((interval.start <= at) & (at < interval.stop), offset, -1)
-        first = offset[offset >= 0] - one.places[0][1]
-        found += (first[:, None] + np.arange(view.itemsize)).ravel().tolist()
+        for slot, offset, coordinates in elements(view):
+            if all(at in path.get(axis, (at,)) for axis, at in (("token", slot), *coordinates)):
+                found += range(offset - one.places[0][1], offset - one.places[0][1] + view.itemsize)
     return sorted(found)
 
 
@@ -59,13 +44,13 @@ def said(one: BlockMap, box: Box) -> list[int]:
 def test_a_box_has_the_bytes_that_its_path_names(case: Case, cut: tuple[int, int]) -> None:
     """All of them and no others. The boxes of a part of a piece follow each other."""
     for one in itertools.chain(*map(block_maps, (*case.destinations, *case.sources))):
-        offset = np.unique(np.concatenate([elements(view)[0] for view in one.views])) - one.places[0][1]
+        offsets = sorted({offset - one.places[0][1] for view in one.views for _, offset, _ in elements(view)})
         for first, last in one.pieces.tolist():
-            edges = [*offset[(first <= offset) & (offset < last)].tolist(), last]
+            edges = [*(offset for offset in offsets if first <= offset < last), last]
             start, stop = sorted(edges[at % len(edges)] for at in cut)
             for box in one.boxes(start, stop):
                 assert box.start == start
-                assert said(one, box) == [*range(start, box.stop)]
+                assert named(one, box) == [*range(start, box.stop)]
                 start = box.stop
             assert start == stop
 
