@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -73,6 +74,7 @@ def from_vllm(
     layers: Mapping[str, Any] = MappingProxyType({}),
     *,
     kv_layout: str | None = None,
+    attending: Sequence[int] | None = None,
 ) -> Worker:
     """The worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
 
@@ -85,6 +87,9 @@ def from_vllm(
     a block stores K and V, but the attention backend of a layer does, and on a CPU its instruction set. If the backend
     is not a known one, state the ``kv_layout``: ``content``, K and V side by side in each slot; ``vec``, K as
     ``[dim, slot]``, then V as ``[slot, dim]``; or ``amx``, the tiles of cpu_attn_amx.hpp for bfloat16 and fp8.
+
+    Where layers have K and V and a state too, vLLM numbers all attention first and all states after it, in the order of
+    layers. ``attending`` are the layers in the order in which vLLM numbers their attention, if that is another one.
 
     Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]`` and latents
     ``[block, slot, dim]``, all of layout ``content``. The argument of ``register_cross_layers_kv_cache``, one tensor of
@@ -113,6 +118,7 @@ def from_vllm(
     if kv_layout is not None and not is_one_of(kv_layout, KV_LAYOUTS):
         raise differ("LAYOUT", "read kv_layout", f"one of {', '.join(KV_LAYOUTS)}", repr(kv_layout))
     assembly, layers = Assembly(model, info), instance(Mapping, layers, "layers")
+    numbered_apart = _numbered_apart(model, attending)
     tensors = kv_cache_config.kv_cache_tensors
     placed = {name: (tensor, i) for tensor in tensors for i, name in enumerate(_names(tensor))}
     if not isinstance(kv_caches, Mapping):
@@ -124,12 +130,15 @@ def from_vllm(
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         spec = specs.get(names[0], group.kv_cache_spec)
         tokens = None if hasattr(spec, "shapes") else spec.block_size
-        assembly.begin_group(_number(names[0]), tokens, spread=getattr(spec, "dcp_sharded", True))
+        first_layer = _layer_of(names[0], spec, numbered_apart)
+        assembly.begin_group(first_layer, tokens, spread=getattr(spec, "dcp_sharded", True))
         for name in names:
             if name not in kv_caches:
                 raise differ("NAME", "place a layer of vLLM", "a cache for each", f"none for {name!r}")
             first = len(assembly.views)
-            _add_layer(assembly, name, kv_caches[name], specs.get(name, group.kv_cache_spec), layers, kv_layout)
+            layer_spec = specs.get(name, group.kv_cache_spec)
+            number = _layer_of(name, layer_spec, numbered_apart)
+            _add_layer(assembly, name, number, kv_caches[name], layer_spec, layers, kv_layout)
             if hasattr(placed[name][0], "layers"):
                 _check_place(assembly, name, first, *placed[name])
     return assembly.finish()
@@ -170,10 +179,15 @@ def _by_layer(cache: Any, tensors: Sequence[Any]) -> dict[str, Any]:
 
 
 def _add_layer(
-    assembly: Assembly, name: str, cache: Any, spec: Any, layers: Mapping[str, Any], kv_layout: str | None
+    assembly: Assembly,
+    name: str,
+    number: int,
+    cache: Any,
+    spec: Any,
+    layers: Mapping[str, Any],
+    kv_layout: str | None,
 ) -> None:
     """Adds the views of one layer."""
-    number = _number(name)
     if hasattr(spec, "shapes"):
         page = assembly.pages(number)[STATE]
         assembly.add_page(cache, page, conv_order(page.sections, spec.shapes, spec.dtypes))
@@ -251,6 +265,43 @@ def _check_place(assembly: Assembly, name: str, first: int, tensor: Any, index: 
     end = max(view.end_bytes for _, view in assembly.views[first:])
     if end > start + tensor.size:
         raise differ("BOUNDS", what, f"bytes below {start + tensor.size:#x}", f"{end:#x}")
+
+
+def _numbered_apart(model: Model, attending: Sequence[int] | None) -> Sequence[int]:
+    """The layers of a model in the order of their attention's numbers, if its states have numbers of their own.
+
+    In vLLM no two caches have the same number. So where a layer has two, all states are numbered after all attention
+    (``ssm_layer_idx`` of falcon_h1.py, ``layer2block_map`` of zamba2.py, in vllm/model_executor/models).
+    """
+    kinds = [{tensor.paged for tensor in layer} for layer in model.layers]
+    in_order = [layer for layer, paged in enumerate(kinds) if True in paged]
+    if attending is not None and sorted(attending) != in_order:
+        raise differ("NAME", "number the attention of vLLM", f"layers {in_order}", [*attending])
+    has_both = any(len(paged) == 2 for paged in kinds)
+    return (attending or in_order) if has_both else ()
+
+
+def _layer_of(name: str, spec: Any, numbered_apart: Sequence[int]) -> int:
+    """The layer of the model to which vLLM's layer belongs."""
+    number = _number(name)
+    num_attending = len(numbered_apart)
+    if not num_attending:
+        return number
+    is_state = hasattr(spec, "shapes")
+    if is_state == (number < num_attending):
+        expected = f"a number from {num_attending} on" if is_state else f"below {num_attending}"
+        raise differ("NAME", f"read the layer name {name!r}", expected, number)
+    return number - num_attending if is_state else numbered_apart[number]
+
+
+def shared_attention(layers: Sequence[int], num_blocks: int) -> list[int]:
+    """The ``attending`` of Zamba2: ``layers`` take turns in attention blocks, and vLLM numbers block by block.
+
+    >>> shared_attention([5, 11, 17, 23, 29], num_blocks=2)
+    [5, 17, 29, 11, 23]
+    """
+    turns = [layers[block::num_blocks] for block in range(num_blocks)]
+    return list(chain.from_iterable(turns))
 
 
 def _number(name: str) -> int:
