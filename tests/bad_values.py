@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
@@ -37,7 +38,23 @@ from kvplan import (
     plan_writes,
 )
 from kvplan.bridges import RankInfo, from_lmcache, from_sglang, from_tensorrt_llm, from_vllm
-from kvplan.connector import Handoff, Leases, Listener, Notifier, Offers, Read, Reads, Source, attended, send_done
+from kvplan.connector import (
+    Claims,
+    Handoff,
+    Leases,
+    Listener,
+    Offers,
+    Read,
+    Reads,
+    Source,
+    WholeBlocks,
+    attended,
+    fingerprint,
+    prompt_digest,
+    send_claims,
+    whole_blocks,
+)
+from kvplan.connector.claims import ClaimMessage, answer_claims
 from kvplan.executor import FakeNetwork, PendingRequests
 from kvplan.staging import FakeCopier, Pipeline, Rates, choose, stage, stage_writes
 from kvplan.testing import assert_copies
@@ -48,8 +65,9 @@ Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
 """The name of every public function, the function, and the arguments of a right call, by name."""
 
 MADE: Final = """
-Certificate Choice Chunk Comparison Completions Copy Cost Difference KVPlanError MeshPlan Option Pair PairCost
-PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table Tail TransferPlan
+Certificate Choice Chunk Comparison Completions Copy Cost Difference EndedLeases KVPlanError MeshPlan Option Pair
+PairCost PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table Tail
+TransferPlan
 """
 """Classes whose values kvplan makes. Their methods are called here, their constructors are not."""
 
@@ -136,7 +154,8 @@ def pipeline() -> Pipeline:
 
 def reads() -> Reads:
     executor = FakeNetwork([OURS, THEIRS]).executor(OURS)
-    return Reads(OURS, executor, LOGGER, **HOOKS, fetch_offers=HOOKS["connect"])
+    claims = Claims(LOGGER, HOOKS["connect"])
+    return Reads(OURS, executor, LOGGER, **HOOKS, claims=claims, fetch_offers=HOOKS["connect"])
 
 
 def calls() -> Calls:
@@ -289,28 +308,44 @@ def calls() -> Calls:
     yield "executor.PendingRequests.discard", pending.discard, {"request": "r"}
 
     yield "connector.Source", Source, attrs.asdict(SOURCE)
-    handoff = {"source": SOURCE, "request": "r", "num_tokens": 7, "deadline": 1.5, "blocks": REQUEST["remote"]}
+    handoff = {
+        "source": SOURCE,
+        "lease": "r 0",
+        "num_tokens": 7,
+        "prompt": "a1",
+        "blocks": REQUEST["remote"],
+        "kept": {},
+    }
     yield "connector.Handoff", Handoff, handoff
     yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params()}
-    yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "ahead_s": 0.5, "workers": (b"",)}
-    yield (
-        "connector.Offers.decode",
-        Offers.decode,
-        {"data": b'{"engine_id":"p","start":"a","clock":1,"workers":[]}', "asked": 0.5},
-    )
+    yield "connector.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
+    yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
+    yield "connector.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
     yield "connector.attended", attended, {"start": 0, "stop": 9, "window": 4}
+    positions = {"tokens": (0, 9), "attended": 5, "tokens_per_block": 4, "listed": 4, "kept": 5}
+    yield "connector.whole_blocks", whole_blocks, positions
+    yield "connector.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}
+    yield "connector.prompt_digest", prompt_digest, {"tokens": [1, 2], "facts": ["salt a"]}
+    yield "connector.fingerprint", fingerprint, {"folder": "."}
     yield "connector.fetch", kvplan.connector.fetch, {"source": SOURCE, "timeout_s": 0.1}
-    yield "connector.send_done", send_done, {"source": SOURCE, "requests": ["r"]}
-    yield "connector.Leases.grant", Leases().grant, {"request": "r", "until": 1.5}
-    yield "connector.Leases.end", Leases().end, {"requests": ["r"]}
-    yield "connector.Leases.ended", Leases().ended, {"now": 1.5}
-    served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "port": 0}
+    yield "connector.send_claims", send_claims, {"source": SOURCE, "message": ClaimMessage("a", asks=("r 0",))}
+    yield "connector.Leases", Leases, {"lease_s": 1.5, "clock": time.monotonic}
+    leases = Leases()
+    yield "connector.Leases.grant", leases.grant, {"request": "r"}
+    for action in ("claim", "end"):
+        yield f"connector.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
+    yield "connector.Leases.stands", leases.stands, {"lease": "r 0"}
+    served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "leases": leases, "port": 0, "bind": None}
     yield "connector.Listener", closed(Listener), served
-    yield "connector.Notifier", closed(Notifier), {"logger": LOGGER}
-    yield "connector.Notifier.put", Notifier(LOGGER).put, {"source": SOURCE, "request": "r"}
-    read = {"request": "r", "source": SOURCE, **REQUEST, "tokens": {"attn": (1, 7)}, "deadline": 1.5}
+    yield "connector.Claims", closed(Claims), {"logger": LOGGER, "send": HOOKS["connect"]}
+    claims = Claims(LOGGER, lambda _, message: answer_claims(leases, "a", message))
+    for action in ("begin", "end", "refusal"):
+        claim = {"source": SOURCE, "lease": "r 0", "reader": "d"}
+        yield f"connector.Claims.{action}", getattr(claims, action), claim
+    yield "connector.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}
+    read = {"request": "r", "source": SOURCE, **REQUEST, "tokens": {"attn": (1, 7)}, "lease": "r 0"}
     yield "connector.Read", Read, read
-    given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, **HOOKS}
+    given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, **HOOKS, "claims": claims}
     yield "connector.Reads", Reads, {**given, "fetch_offers": HOOKS["connect"], "timeout_s": 1.0}
     yield "connector.Reads.begin", reads().begin, {"read": Read(**read)}
     yield "connector.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}

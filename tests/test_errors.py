@@ -35,8 +35,8 @@ from tests.pages import ROOT
 from tests.small import engine
 from tests.stand_in import StandIn
 
-NOT_CORE = {"LAYOUT", "CONFIG", "MEMORY", "BACKEND", "PEER", "TRANSFER", "MESSAGE", "VERSION", "KEY"}
-"""Codes of the modules that make layouts, read configurations or messages and move bytes: they have their own tests."""
+NOT_CORE = {"LEASE", "PROMPT", "LAYOUT", "CONFIG", "MEMORY", "BACKEND", "PEER", "TRANSFER", "MESSAGE", "VERSION", "KEY"}
+"""Codes of modules that make layouts, read configurations or messages, keep leases and move bytes, with own tests."""
 
 PIECES = MAX_SEGMENTS + 1
 TOKEN, DIM = Axis("token", 0, 4, 4, 16), Axis("dim", 0, 8, 8, 2)

@@ -19,17 +19,17 @@ MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
 PLAIN = """
-    addresses advice advise align app arrays assembly bind blockmap box bridges case certificate check checks
-    choice choices cli cluster column columns command commands comparison completions config connector
-    contract copier copies copy cost demo describe design diagram difference display drawing end error
-    errors executor executors explanation fake families family findings fit handler handoff handshake header http info
-    integer interval job kv labels layout layouts leases list listener llm lmcache local logical map match matrix
-    memory mesh messages mismatch model models move need network notice notifier of option options overlap page
-    panel parallel part peer pending picture pictures pieces pipeline place placed plan pool pools
-    problem proof ranges rank rates record report request requests result schema search segments sglang shared
-    shares side source sources staged status stored strategies strided suggestion svg table tables tail tails
-    template tensorrt testing text token transfer transmission trial trials verification verifier vllm window work
-    workspace
+    addresses advice advise align answer app arrays assembly bind blockmap box bridges case certificate check checks
+    choice choices claim claims cli cluster column columns command commands comparison completions config connector
+    contract copier copies copy cost demo describe design diagram difference digest digests display drawing end ended
+    error errors executor executors explanation fake families family findings fingerprint fit handler handoff
+    handshake header http info integer interval job kv labels layout layouts lease leases list listener llm lmcache
+    local logical map match matrix memory mesh message messages mismatch model models move need network notice
+    of option options overlap page panel parallel part peer pending picture pictures pieces pipeline place
+    placed plan pool pools problem prompt proof ranges rank rates record report request requests result schema search
+    segments server sglang shared shares side source sources staged status stored strategies strided suggestion svg
+    table tables tail tails template tensorrt testing text token transfer transmission trial trials verification
+    verifier vllm whole window work workspace
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""
 

@@ -1,29 +1,37 @@
 """Connectors: what every engine's connector needs beside plans and an executor. It knows no engine and no NIXL.
 
 Prefill keeps the blocks of a computed request under a lease, and describes the request in a :class:`Handoff`. Decode
-reads it, and says when it is done:
+claims the lease while the request waits, reads it, and says when it is done:
 
     prefill                                        decode
     Listener: offers of all workers     <-- GET    Reads, in each worker: handshake in the background, then transfers
-    Leases: request 1 until t           <-- POST   Notifier: request 1 is done, after all workers have ended
+    Leases: request 1 is kept           <-- POST   Claims: request 1 is claimed, does its lease stand, it is done
 """
 
-from kvplan.connector.handoff import Handoff, Source, attended
-from kvplan.connector.leases import Leases
-from kvplan.connector.listener import Listener, Notifier, Offers, fetch, send_done
+from kvplan.connector.claims import Claims
+from kvplan.connector.fingerprint import fingerprint
+from kvplan.connector.handoff import Handoff, Source, WholeBlocks, attended, whole_blocks
+from kvplan.connector.leases import EndedLeases, Leases
+from kvplan.connector.listener import Listener, Offers, fetch, send_claims
+from kvplan.connector.prompt import prompt_digest
 from kvplan.connector.reads import Read, ReadResult, Reads
 
 __all__ = [
+    "Claims",
+    "EndedLeases",
     "Handoff",
     "Leases",
     "Listener",
-    "Notifier",
     "Offers",
     "Read",
     "ReadResult",
     "Reads",
     "Source",
+    "WholeBlocks",
     "attended",
     "fetch",
-    "send_done",
+    "fingerprint",
+    "prompt_digest",
+    "send_claims",
+    "whole_blocks",
 ]

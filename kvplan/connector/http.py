@@ -20,12 +20,20 @@ MAX_ANSWER_BYTES: Final = 1 << 28
 CONNECTION_S: Final = 10.0
 """Seconds for which a server waits for a byte of a connection."""
 
+BACKLOG: Final = 128
+"""Connections that wait until the server accepts them."""
 
-def serve(host: str, port: int, *, get: Callable[[str], Any], post: Callable[[str, Any], bool]) -> ThreadingHTTPServer:
-    """A server on threads of its own. Raises ``PEER`` where it can't listen.
 
-    ``get`` is given a path and returns what is answered, as JSON; ``post`` is given a path and what was sent there as
-    JSON, and returns whether it takes it.
+class _Server(ThreadingHTTPServer):
+    request_queue_size = BACKLOG
+    daemon_threads = True
+
+
+def serve(host: str, port: int, *, get: Callable[[str], Any], post: Callable[[str, Any], Any]) -> ThreadingHTTPServer:
+    """Start a server on threads of its own. Raises ``PEER`` where it can't listen.
+
+    ``get`` takes a path and returns the answer, as JSON. ``post`` takes a path and what was sent
+    there, as JSON, and returns the answer, or None where it refuses.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -35,12 +43,15 @@ def serve(host: str, port: int, *, get: Callable[[str], Any], post: Callable[[st
             self._reply(200, json.dumps(get(self.path)).encode())
 
         def do_POST(self) -> None:
-            try:
+            answer = None
+            with suppress(ValueError, TypeError, RecursionError):  # of nonsense
                 size = int(self.headers["Content-Length"])
-                is_taken = 0 <= size <= MAX_SENT_BYTES and post(self.path, json.loads(self.rfile.read(size)))
-            except (ValueError, TypeError, RecursionError):
-                is_taken = False
-            self._reply(200 if is_taken else 400, b"")
+                if 0 <= size <= MAX_SENT_BYTES:
+                    answer = post(self.path, json.loads(self.rfile.read(size)))
+            if answer is None:
+                self._reply(400, b"")
+            else:
+                self._reply(200, json.dumps(answer).encode())
 
         def _reply(self, status: int, body: bytes) -> None:
             self.send_response(status)
@@ -53,7 +64,7 @@ def serve(host: str, port: int, *, get: Callable[[str], Any], post: Callable[[st
             return
 
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = _Server((host, port), Handler)
     except OSError as error:
         expected = "an address of this machine, and a port that is free"
         raise KVPlanError("PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}") from None

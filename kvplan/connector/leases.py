@@ -1,49 +1,128 @@
-"""Leases: how long an engine keeps the blocks of a request that another engine reads."""
+"""Leases: how long an engine keeps the blocks of a request that other engines read.
+
+- L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its claim; each renewal lasts
+  for ``lease_s``. So the first lease can be short, however long a request waits at its reader, and a reader that dies
+  holds blocks no longer than that.
+- L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the last claim, so readers
+  of one request all claim it before the first of them is done.
+- L3: A lease that is over stays over. No claim brings it back, since its blocks may be another request's, and whoever
+  asks is told. No two leases have one name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
 
-from kvplan._checks import members, name, seconds
+import attrs
+
+from kvplan._checks import having, name, seconds
+
+LEASE_S: Final = 30.0
+"""Seconds for which blocks are kept that nobody claims, or whose reader does not renew its claim."""
+
+
+@attrs.define(eq=False)
+class _Lease:
+    """A request, when its first lease is over, and when the claim of each reader is."""
+
+    request: str
+    until: float
+    claims: dict[str, float] = attrs.field(factory=dict)
+
+    def stands_at(self, now: float) -> bool:
+        """Whether the first lease or a claim has time left."""
+        return now < self.until or any(now < end for end in self.claims.values())
+
+
+@attrs.frozen
+class EndedLeases:
+    """Requests whose blocks may be freed: all readers are ``done``, or nobody renewed a claim in time: ``late``."""
+
+    done: tuple[str, ...]
+    late: tuple[str, ...]
 
 
 class Leases:
-    """Requests whose blocks stay until their reader is done, or their time is over. Times are of one clock.
-    Not for several threads at once.
+    """The requests whose blocks an engine keeps for readers. Safe for several threads.
+
+    ``clock`` returns seconds, and never less than before. :attr:`num_refused` counts questions and claims that came
+    too late.
 
     >>> leases = Leases()
-    >>> leases.grant("request 1", until=30.0)
-    >>> leases.grant("request 2", until=40.0)
-    >>> leases.end(["request 2", "of another start"])
-    >>> leases.ended(now=12.0)
-    (('request 2',), ())
-    >>> leases.ended(now=30.0)
-    ((), ('request 1',))
+    >>> lease = leases.grant("request 1")
+    >>> leases.claim(lease, "decode 1"), leases.claim(lease, "decode 2")
+    (True, True)
+    >>> leases.end(lease, "decode 1"), leases.take_ended().done
+    (True, ())
+    >>> leases.end(lease, "decode 2"), leases.take_ended().done
+    (True, ('request 1',))
+    >>> leases.claim(lease, "decode 3"), leases.num_refused
+    (False, 1)
     """
 
-    def __init__(self) -> None:
-        self._until: dict[str, float] = {}
-        self._done: dict[str, None] = {}
+    def __init__(self, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lease_s: float = seconds(lease_s, "lease_s")
+        self.num_refused: int = 0
+        self._clock: Callable[[], float] = having("__call__", clock, "clock", "a function")
+        self._lock = threading.Lock()
+        self._leases: dict[str, _Lease] = {}
+        self._done: list[str] = []
+        self._num_granted = 0
 
-    def grant(self, request: str, until: float) -> None:
-        """Keep the blocks of a request until its reader is done, or until ``until``."""
-        self._until[name(request, "name of a request")] = seconds(until, "end of a lease")
+    def grant(self, request: str) -> str:
+        """Keep the blocks of a request; returns the name by which readers know the lease."""
+        name(request, "name of a request")
+        with self._lock:
+            lease = f"{request} {self._num_granted:x}"
+            self._leases[lease] = _Lease(request, self._clock() + self.lease_s)
+            self._num_granted += 1
+        return lease
 
-    def end(self, requests: Iterable[str]) -> None:
-        """Their reader is done. Requests without a lease change nothing: it is over, or was of an earlier start."""
-        given = members(str, requests, "requests")
-        self._done.update(dict.fromkeys(request for request in given if request in self._until))
+    def claim(self, lease: str, reader: str) -> bool:
+        """Claim a lease for a reader, or renew the claim; returns whether the lease stands."""
+        name(reader, "reader")
+        with self._lock:
+            if self._is_over(lease):
+                return False
+            self._leases[lease].claims[reader] = self._clock() + self.lease_s
+            return True
 
-    def ended(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The requests whose blocks may be freed, each once: their reader is done, or their time is over."""
-        now = seconds(now, "time")
-        done, self._done = (*self._done,), {}
-        for request in done:
-            del self._until[request]
-        late = tuple(request for request, until in self._until.items() if until <= now)
-        for request in late:
-            del self._until[request]
-        return done, late
+    def stands(self, lease: str) -> bool:
+        """Return whether a lease has stood until now, so that its blocks hold the request that it was granted for."""
+        with self._lock:
+            return not self._is_over(lease)
+
+    def end(self, lease: str, reader: str) -> bool:
+        """End the claim of a reader that is done, or that will not read; returns whether the lease stood till now."""
+        name(reader, "reader")
+        with self._lock:
+            if self._is_over(lease):
+                return False
+            now = self._clock()
+            kept = self._leases[lease]
+            kept.claims.pop(reader, None)
+            kept.until = now
+            if not kept.stands_at(now):
+                self._done.append(self._leases.pop(lease).request)
+            return True
+
+    def take_ended(self) -> EndedLeases:
+        """Return the requests whose leases have ended since the last call."""
+        with self._lock:
+            now = self._clock()
+            late = [lease for lease, kept in self._leases.items() if not kept.stands_at(now)]
+            requests = tuple(self._leases.pop(lease).request for lease in late)
+            done = tuple(self._done)
+            self._done.clear()
+        return EndedLeases(done, requests)
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self._leases)
+
+    def _is_over(self, lease: str) -> bool:
+        is_over = name(lease, "lease") not in self._leases
+        self.num_refused += is_over
+        return is_over

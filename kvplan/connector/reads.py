@@ -5,26 +5,34 @@
 - R2: A request is reported once, when none of its bytes can move any more, with an error or without. Until then its
   blocks must stay, also where :meth:`Reads.late` says before that it has failed.
 - R3: What fails is one request, or those that wait for one engine. Another request to that engine tries again.
-- R4: A request whose bytes did not all arrive before the source's deadline has failed, since the source may have given
-  its blocks to another request. A peer's clock is read at the handshake, and never taken for earlier than it is.
+- R4: A request is right only if its source says, after the last byte, that the lease stands: until then it has given
+  the blocks to no other request. No clock is compared. While bytes move, the source is asked every :data:`ASK_S`; a
+  request fails where the lease is over, or no answer came for :data:`SILENCE_S`.
 - R5: With a pipeline, an engine is read from through its staging region where that takes less time for a request of
   :data:`TOKENS` positions. A request that waits while nothing has entered the region for :data:`STALL_S` is read
   directly: what has the region may hang.
+- R6: With ``digest``, what has arrived is compared with what the source has, by logical coordinate, before a request is
+  right. The source computes its digests while the bytes move. Where it can't digest the same elements, as of heads that
+  are divided unevenly, the log says that the request was not verified.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from logging import Logger
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
 from kvplan._checks import having, instance, name, seconds, settle
+from kvplan.connector.claims import RETRY_S, Claims
+from kvplan.connector.digest import mismatch
+from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.listener import Offers, fetch
 from kvplan.describe.blocks import Blocks, Range, Request
@@ -38,13 +46,19 @@ TIMEOUT_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
 
 MAX_AGE_S: Final = 3600.0
-"""Seconds after which a handshake is repeated, because clocks drift, and an engine that is not read from forgotten."""
+"""Seconds after which an engine is forgotten that nothing was read from."""
 
-MARGIN_S: Final = 1.0
-"""Seconds before the deadline at which a read must have ended, more than clocks drift in :data:`MAX_AGE_S`."""
+ASK_S: Final = 5.0
+"""Seconds after which a source is asked about a lease whose bytes still move."""
+
+SILENCE_S: Final = 30.0
+"""Seconds without an answer after which a source is taken for gone."""
 
 TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""
+
+MAX_FETCHES: Final = 8
+"""Requests whose digests are fetched at a time."""
 
 STALL_S: Final = 2.0
 """Seconds without a new chunk in the staging region after which requests that wait for it are read directly."""
@@ -54,17 +68,17 @@ STALL_S: Final = 2.0
 class Read:
     """What a worker reads for one request: block tables of both sides and ranges of positions, by group.
 
-    Groups that the worker or the source lacks are ignored. ``deadline`` is on the source's clock. With ``to_block_end``
-    the positions after the last one, up to where a block of either side ends, may get whatever the source holds there:
-    a block that moves whole takes far fewer descriptors.
+    Groups that the worker or the source lacks are ignored. The source keeps its blocks under ``lease``. With
+    ``to_block_end`` the positions after the last one, up to where a block of either side ends, may get whatever the
+    source holds there: a block that moves whole takes far fewer descriptors.
     """
 
     request: str
     source: Source
+    lease: str
     local: Mapping[str, Blocks]
     remote: Mapping[str, Blocks]
     tokens: Mapping[str, Range]
-    deadline: float
     to_block_end: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -72,17 +86,15 @@ class Read:
         instance(bool, self.to_block_end, "to_block_end of a read")
         for field in ("local", "remote", "tokens"):
             instance(Mapping, getattr(self, field), f"{field} of a read")
-        settle(self, "a read", name, "request")
-        settle(self, "a read", seconds, "deadline")
+        settle(self, "a read", name, "request", "lease")
 
 
 @attrs.frozen(eq=False)
 class _Handshake:
-    """The plan to read from an engine, its offers, and how far its clock is ahead of this one, at most."""
+    """The plan to read from an engine, and its offers."""
 
     plan: TransferPlan | StagedPlan
     offers: Mapping[Key, bytes]
-    ahead_s: float
 
     @property
     def direct(self) -> TransferPlan:
@@ -104,15 +116,24 @@ class _Peer:
 
 @attrs.define(eq=False)
 class _Job:
-    """A request under way, and when its read must have ended on this worker's clock."""
+    """A request under way: its transfers, and what its source has said of the lease.
+
+    ``asked`` is when the source was last asked, ``confirmed`` when it was asked and said yes.
+    """
 
     read: Read
     peer: _Peer
     direct: TransferPlan
-    stop: float
     began: float
+    asked: float
+    confirmed: float
+    answer: Future[None] | None = None
     transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
+    expected: Future[list[Mapping[str, Any]]] | None = None  # the digests of the source's workers
     error: KVPlanError | None = None
+    is_settled: bool = False  # no byte can move any more
+    is_right: bool = False  # the lease stood when the last byte had come
+    is_lost: bool = False  # the lease is over, or the source silent, and bytes may still move
     is_late: bool = False
 
 
@@ -130,7 +151,8 @@ class Reads:
     """The requests that ``worker`` reads through ``executor``, and through its ``pipeline`` where that is faster.
 
     An engine's offers are fetched by ``fetch_offers``; ``open_offer`` is the worker in an offer, and ``connect`` makes
-    it known to the executor, or changes nothing where it is. Not for several threads at once.
+    it known to the executor, or changes nothing where it is. ``claims`` asks sources whether leases stand.
+    ``digest`` computes the digests of what has arrived. Not for several threads at once.
     """
 
     def __init__(
@@ -142,9 +164,11 @@ class Reads:
         open_offer: Callable[[bytes], Worker],
         connect: Callable[[bytes], object],
         disconnect: Callable[[Worker], None],
+        claims: Claims,
         fetch_offers: Callable[[Source, float], Offers] = fetch,
         timeout_s: float = TIMEOUT_S,
         pipeline: Pipeline | None = None,
+        digest: Callable[[Request], Mapping[str, Any]] | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
@@ -154,9 +178,12 @@ class Reads:
         self._open_offer = open_offer
         self._connect = connect
         self._disconnect = disconnect
+        self._claims: Claims = having("ask", claims, "claims", "Claims")
         self._fetch = fetch_offers
         self._timeout_s = seconds(timeout_s, "timeout_s")
         self._pipeline = None if pipeline is None else instance(Pipeline, pipeline, "pipeline")
+        self._digest = None if digest is None else having("__call__", digest, "digest", "a function")
+        self._threads = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
         self._num_chunks, self._moved = 0, 0.0  # of the pipeline, and when that was seen to change
         self._peers: dict[Source, _Peer] = {}
         self._connected: dict[Key, tuple[Worker, bytes]] = {}
@@ -166,7 +193,7 @@ class Reads:
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
         peer, now = self._peers.get(instance(Read, read, "read").source), time.monotonic()
-        if peer is None or (peer.ready and now - peer.began > MAX_AGE_S):
+        if peer is None:
             peer = self._peers[read.source] = _Peer(read.source, now, self._shake_hands(read.source))
         peer.used = now
         if peer.ready is None:
@@ -185,25 +212,23 @@ class Reads:
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         for job in [*self._jobs]:
-            self._poll_transfers(job)
+            self._poll_job(job)
         ended, self._ended = self._ended, []
         return ended
 
     def late(self) -> dict[str, KVPlanError]:
-        """The requests, with errors, that have failed since the last call as their time is over; bytes may still move.
+        """The requests, with errors, that have lost their lease since the last call while bytes may still move.
 
         Their blocks must stay until :meth:`poll` reports them: when their source answers or dies.
         """
         late = {}
         for job in self._jobs:
-            try:
-                if not job.is_late:
-                    self._check_time(job)
-            except KVPlanError as error:
-                job.is_late, job.error = True, job.error or error
+            if job.is_lost and not job.is_late:
+                assert job.error is not None
+                job.is_late = True
                 request = job.read.request
-                late[request] = error
-                self._logger.error("blocks of request %r stay until its source answers or dies: %s", request, error)
+                late[request] = job.error
+                self._logger.error("blocks of request %r stay until its source answers or dies: %s", request, job.error)
         return late
 
     def _shake_hands(self, source: Source) -> Future[_Handshake]:
@@ -226,7 +251,7 @@ class Reads:
         offers = self._fetch(source, self._timeout_s)
         workers = [self._open_offer(offer) for offer in offers.workers]
         by_key = {worker.key: offer for worker, offer in zip(workers, offers.workers, strict=True)}
-        return _Handshake(self._plan(workers), by_key, offers.ahead_s)
+        return _Handshake(self._plan(workers), by_key)
 
     def _plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Rule R5."""
@@ -296,10 +321,12 @@ class Reads:
 
     def _start(self, read: Read, peer: _Peer, handshake: _Handshake) -> None:
         now = time.monotonic()
-        job = _Job(read, peer, handshake.direct, read.deadline - handshake.ahead_s - MARGIN_S, now)
+        job = _Job(read, peer, handshake.direct, began=now, asked=now, confirmed=now)
         self._jobs.append(job)
+        if self._digest is not None:
+            request = DigestRequest.of(read.lease, read.tokens)
+            job.expected = self._threads.submit(fetch_digests, read.source, request, SILENCE_S)
         try:
-            self._check_time(job)
             if isinstance(handshake.plan, StagedPlan):
                 assert self._pipeline is not None
                 bound = _bound(job.direct, read)
@@ -327,44 +354,80 @@ class Reads:
                 if isinstance(transfer, StagedTransfer) and not (transfer.num_bytes or transfer.status.is_settled):
                     pipeline.cancel(transfer)
                     job.transfers.remove(transfer)
+                    if job.error is not None:
+                        continue
                     try:
-                        self._check_time(job)
                         self._executor.prepare(job.direct)
                         self._start_directly(job)
                     except KVPlanError as error:
                         job.error = error
 
-    def _check_time(self, job: _Job) -> None:
-        late = time.monotonic() - job.stop
-        if late > 0:
-            action = f"read request {job.read.request!r} from {job.read.source}"
-            expected = "to end before the source may reuse its blocks"
-            raise KVPlanError("TRANSFER", action, expected=expected, got=f"{late:.1f} s too late")
+    def _poll_lease(self, job: _Job) -> None:
+        """Ask the source whether the lease stands, now and then while bytes move, and once they all have come."""
+        now = time.monotonic()
+        if job.answer is not None and job.answer.done():
+            error = job.answer.exception()
+            job.answer = None
+            if error is None:
+                job.confirmed = job.asked
+                job.is_right = job.is_settled
+            elif not isinstance(error, KVPlanError):
+                raise error
+            elif error.code == "LEASE" or now - job.confirmed > SILENCE_S:
+                job.error = error
+                job.is_lost = True
+            else:
+                self._logger.warning("request %r is not confirmed yet: %s", job.read.request, error)
+        interval_s = RETRY_S if job.is_settled else ASK_S
+        if job.answer is None and not (job.is_right or job.is_lost) and now - job.asked >= interval_s:
+            job.asked = now
+            job.answer = self._claims.ask(job.read.source, job.read.lease)
 
-    def _poll_transfers(self, job: _Job) -> None:
-        direct = [transfer for transfer in job.transfers if isinstance(transfer, Transfer)]
-        for transfer in direct:
-            self._executor.poll(transfer)
-        if not all(transfer.status.is_settled for transfer in job.transfers):
-            return
-        self._jobs.remove(job)
-        num_bytes = 0
-        for each in job.transfers:
-            num_bytes += each.num_bytes
-            job.error = job.error or each.error
-            if job.error is None and each.status is not Status.DONE:
+    def _poll_job(self, job: _Job) -> None:
+        """Go on with a request; report it when no byte of it can move and its lease is known."""
+        for transfer in job.transfers:
+            if isinstance(transfer, Transfer) and not job.is_settled:
+                self._executor.poll(transfer)
+        if not job.is_settled and all(transfer.status.is_settled for transfer in job.transfers):
+            self._settle(job)
+        if job.error is None:
+            self._poll_lease(job)
+        if job.error is None and job.is_right and job.expected is not None:
+            if not job.expected.done():
+                return
+            job.error = self._mismatch(job, job.expected)
+        if job.is_settled and (job.error is not None or job.is_right):
+            self._jobs.remove(job)
+            num_bytes = sum(transfer.num_bytes for transfer in job.transfers)
+            self._end(ReadResult(job.read.request, job.error, num_bytes, time.monotonic() - job.began))
+
+    def _mismatch(self, job: _Job, expected: Future[list[Mapping[str, Any]]]) -> KVPlanError | None:
+        """Compare what has arrived with what the source has."""
+        assert self._digest is not None
+        try:
+            error = mismatch(expected.result(), [self._digest(_bound(job.direct, job.read, to_block_end=False))])
+        except KVPlanError as failure:
+            return failure
+        if error is not None and error.code == "COVER":  # digests of other elements say nothing
+            self._logger.warning("request %r is not verified: %s", job.read.request, error)
+            return None
+        return error
+
+    def _settle(self, job: _Job) -> None:
+        """Take the errors of transfers, none of which moves any more, and release them. What was asked is too old."""
+        job.is_settled = True
+        job.asked = -math.inf
+        job.answer = None
+        for transfer in job.transfers:
+            job.error = job.error or transfer.error
+            if job.error is None and transfer.status is not Status.DONE:
                 action = f"read request {job.read.request!r} from {job.read.source}"
                 job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got="a cancelled transfer")
-            if each.error is not None and each.error.code == "PEER" and self._peers.get(job.peer.source) is job.peer:
+            is_gone = transfer.error is not None and transfer.error.code == "PEER"
+            if is_gone and self._peers.get(job.peer.source) is job.peer:
                 del self._peers[job.peer.source]
-        for transfer in direct:
-            self._executor.release(transfer)
-        try:
-            if job.error is None:
-                self._check_time(job)
-        except KVPlanError as error:
-            job.error = error
-        self._end(ReadResult(job.read.request, job.error, num_bytes, time.monotonic() - job.began))
+            if isinstance(transfer, Transfer):
+                self._executor.release(transfer)
 
     def _end(self, ended: ReadResult) -> None:
         if ended.error is not None:
@@ -375,15 +438,18 @@ class Reads:
         self._ended.append(ended)
 
 
-def _bound(plan: TransferPlan, read: Read) -> Request:
-    """What a read is to :meth:`TransferPlan.bind`: block tables and ranges of the groups that both sides have."""
+def _bound(plan: TransferPlan, read: Read, *, to_block_end: bool = True) -> Request:
+    """What a read is to :meth:`TransferPlan.bind`: block tables and ranges of the groups that both sides have.
+
+    Ranges end with a block where the read may, unless ``to_block_end`` is false.
+    """
     ours = {group.name for group in plan.local.groups}
     theirs = {group.name for remote in plan.remotes for group in remote.groups}
     return {
         "local": {name: blocks for name, blocks in read.local.items() if name in ours},
         "remote": {name: blocks for name, blocks in read.remote.items() if name in theirs},
         "tokens": {
-            name: _to_block_end(plan, name, *tokens) if read.to_block_end else tokens
+            name: _to_block_end(plan, name, *tokens) if read.to_block_end and to_block_end else tokens
             for name, tokens in read.tokens.items()
             if name in ours
         },

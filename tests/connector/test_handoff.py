@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Source, attended
+from kvplan.connector import Handoff, Source, WholeBlocks, attended, whole_blocks
 
 SOURCE = Source("prefill", "a1", "10.0.0.1", 5600)
-HANDOFF = Handoff(SOURCE, "request 1", 40, 1234.5, {"group0": Blocks([12, 5, 31])})
+HANDOFF = Handoff(SOURCE, "request 1 0", 40, "8f2c", {"group0": Blocks([12, 5, 31])}, {"group0": 16})
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(1, 1000)), max_size=12), st.integers(0, 5))
 def test_tables_survive(ids: list[int], first: int) -> None:
     """The ordinals of all blocks that are not null, and their ids, are the same after JSON."""
     table = Blocks(ids, first, null=0)
-    handoff = Handoff(SOURCE, "r", 40, 1.0, {"g": table})
+    handoff = Handoff(SOURCE, "r", 40, "8f2c", {"g": table})
     read = Handoff.of_params(json.loads(json.dumps(handoff.params()))).blocks["g"]
     expected = [(first + i, block) for i, block in enumerate(ids) if block]
     assert [*zip(read.ordinals.tolist(), read.ids.tolist(), strict=True)] == expected
@@ -28,14 +28,22 @@ def test_tables_survive(ids: list[int], first: int) -> None:
 
 def test_a_window_is_short() -> None:
     """Null blocks before a window are not listed, so a long request's handoff stays short."""
-    params = Handoff(SOURCE, "r", 9, 1.0, {"g": Blocks([0] * 1000 + [7, 0, 9], null=0)}).params()
+    params = Handoff(SOURCE, "r", 9, "8f2c", {"g": Blocks([0] * 1000 + [7, 0, 9], null=0)}).params()
     assert params["remote_block_ids"] == {"g": [1000, [7, -1, 9]]}
 
 
 def test_all_else_survives() -> None:
     """Every field but the tables is equal after JSON, and other parameters are ignored."""
     read = Handoff.of_params(json.loads(json.dumps({**HANDOFF.params(), "do_remote_prefill": True})))
-    assert (read.source, read.request, read.num_tokens, read.deadline) == (SOURCE, "request 1", 40, 1234.5)
+    assert (read.source, read.lease, read.num_tokens, read.prompt) == (SOURCE, "request 1 0", 40, "8f2c")
+    assert read.kept == {"group0": 16}
+
+
+def test_another_prompt_is_refused() -> None:
+    """A handoff serves the prompt that it was computed of, and no other."""
+    HANDOFF.check_prompt("8f2c")
+    with pytest.raises(KVPlanError, match=r"PROMPT: cannot read 'request 1 0' .* digest 8f2c, got one of digest aa"):
+        HANDOFF.check_prompt("aa")
 
 
 @pytest.mark.parametrize("key", HANDOFF.params())
@@ -53,11 +61,15 @@ WRONG: list[tuple[str, Any, str]] = [
     ("remote_start", 7, "TYPE"),
     ("remote_port", 1 << 16, "RANGE"),
     ("remote_port", True, "TYPE"),
-    ("remote_request_id", ["r"], "TYPE"),
+    ("remote_lease", ["r"], "TYPE"),
+    ("remote_lease", "two\nlines", "NAME"),
     ("remote_num_tokens", -1, "RANGE"),
-    ("remote_deadline", "soon", "TYPE"),
-    ("remote_deadline", float("nan"), "RANGE"),
-    ("remote_deadline", True, "TYPE"),
+    ("remote_prompt", None, "TYPE"),
+    ("remote_prompt", "", "NAME"),
+    ("remote_kept", [], "TYPE"),
+    ("remote_kept", {"g": -1}, "RANGE"),
+    ("remote_kept", {"g": 1.5}, "TYPE"),
+    ("remote_kept", {"": 1}, "NAME"),
     ("remote_block_ids", [[1, 2]], "TYPE"),
     ("remote_block_ids", {"": [0, [1]]}, "NAME"),
     ("remote_block_ids", {"g": [1, 2, 3]}, "TYPE"),
@@ -85,3 +97,48 @@ def test_exactly_what_is_attended_to_moves(start: int, length: int, window: int 
     tokens = range(stop, stop + 60)
     seen = [p for p in range(start, stop) if window is None or any(p > token - window for token in tokens)]
     assert [*range(low, high)] == seen
+
+
+@given(
+    stop=st.integers(1, 200),
+    num_cached_blocks=st.integers(0, 5),
+    window=st.integers(1, 80),
+    size=st.sampled_from([1, 4, 16, 48]),
+    source_size=st.sampled_from([1, 4, 16, 48]),
+    extra=st.integers(0, 20),
+)
+def test_whole_blocks_hold_what_a_prefix_cache_keeps(
+    stop: int, num_cached_blocks: int, window: int, size: int, source_size: int, extra: int
+) -> None:
+    """All that is attended to is read, nothing that is cached, and each block from ``first_whole`` on as a whole."""
+    first = min(num_cached_blocks * size, stop // size * size)
+    low = max(0, stop - window + 1)  # what the token at ``stop`` attends to
+    listed = low // size * size  # engines free whole blocks
+    kept = max(0, low - extra) // source_size * source_size
+    whole = whole_blocks((first, stop), low, size, listed, kept)
+    read = set(range(whole.start, whole.stop))
+    assert set(range(max(first, low), stop)) <= read
+    assert read <= set(range(max(first, listed, kept), stop))
+    blocks = range(-(-max(first, listed) // size), stop // size)  # those that fill up, and are listed here
+    cached = [block for block in blocks if block * size >= whole.first_whole]
+    assert set(range(min(cached, default=0) * size, (max(cached, default=-1) + 1) * size)) <= read
+    if kept <= max(first, listed):
+        assert len(cached) == len(blocks)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [(0, (32, 100, 32)), (32, (32, 100, 32)), (36, (36, 100, 64)), (37, (37, 100, 64)), (38, None), (128, None)],
+)
+def test_positions_that_a_source_lacks(kept: int, expected: tuple[int, int, int] | None) -> None:
+    """A block of which the source has a part is read in part and named; a position of the window has to be there."""
+    if expected is None:
+        with pytest.raises(KVPlanError, match=f"BLOCKS: .* positions from 37 on, got those from {kept} on"):
+            whole_blocks((0, 100), 37, 32, 32, kept)
+    else:
+        assert whole_blocks((0, 100), 37, 32, 32, kept) == WholeBlocks(*expected)
+
+
+def test_nothing_attended_to_needs_nothing() -> None:
+    """After the last token of an attention chunk, nothing of it is read, whatever the source has freed."""
+    assert whole_blocks((0, 64), 64, 16, 64, 64) == WholeBlocks(64, 64, 64)

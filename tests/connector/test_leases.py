@@ -1,43 +1,142 @@
-"""Blocks are freed once: when their reader is done, or when their time is over."""
+"""Leases stand while a claim or the first lease does, end once, and never come back."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.connector import Leases
+from kvplan.connector import EndedLeases, Leases
+
+LEASE_S = 10.0
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_claim_outlives_the_first_lease(clock: Clock) -> None:
+    """As long as a reader renews its claim, blocks stay; when it stops, they stay for one lease more."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    for clock.now in range(0, 100, 5):
+        assert leases.claim(lease, "reader")
+        assert leases.take_ended().late == ()
+    clock.now = 95 + LEASE_S
+    assert leases.take_ended().late == ("r",)
+    assert not leases.claim(lease, "reader")
+
+
+def test_nobody_claims(clock: Clock) -> None:
+    """A request that nobody claims is freed when the first lease is over."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    clock.now = LEASE_S - 0.1
+    assert leases.take_ended().late == ()
+    clock.now = LEASE_S
+    assert (leases.take_ended().late, leases.stands(lease)) == (("r",), False)
+
+
+def test_blocks_stay_until_the_last_reader_is_done(clock: Clock) -> None:
+    """Of three readers of one request, two are done: the blocks stay for the third."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    readers = ["a", "b", "c"]
+    assert all(leases.claim(lease, reader) for reader in readers)
+    for reader in readers:
+        assert leases.take_ended().done == ()
+        assert leases.end(lease, reader)
+    assert leases.take_ended().done == ("r",)
+
+
+def test_a_reader_that_dies_holds_up_nobody_for_long(clock: Clock) -> None:
+    """A claim that is not renewed ends by itself, when all others are done."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    assert leases.claim(lease, "dies")
+    assert leases.claim(lease, "reads")
+    assert leases.end(lease, "reads")
+    assert leases.take_ended() == EndedLeases((), ())
+    clock.now = LEASE_S
+    assert leases.take_ended().late == ("r",)
+
+
+def test_a_lease_that_is_over_does_not_come_back(clock: Clock) -> None:
+    """A second reader of a handoff that was read, or of a request of the same name, is refused and counted."""
+    leases = Leases(LEASE_S, clock)
+    lease = leases.grant("r")
+    assert leases.end(lease, "first")
+    assert not leases.claim(lease, "second")
+    again = leases.grant("r")
+    assert again != lease
+    assert not leases.claim(lease, "second")
+    assert not leases.stands(lease)
+    assert not leases.end(lease, "second")
+    assert leases.num_refused == 4
+    assert leases.stands(again)
+
 
 STEPS = st.one_of(
-    st.tuples(st.just("grant"), st.integers(0, 5), st.integers(0, 30)),
-    st.tuples(st.just("end"), st.integers(0, 7), st.just(0)),
-    st.tuples(st.just("pass"), st.just(0), st.integers(0, 10)),
+    st.tuples(st.just("grant"), st.integers(0, 2), st.just(0)),
+    st.tuples(st.just("claim"), st.integers(0, 5), st.integers(0, 2)),
+    st.tuples(st.just("end"), st.integers(0, 5), st.integers(0, 2)),
+    st.tuples(st.just("free"), st.just(0), st.just(0)),
+    st.tuples(st.just("pass"), st.integers(1, 12), st.just(0)),
 )
 
 
-@given(st.lists(STEPS, max_size=40))
-def test_each_lease_ends_once(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever readers say and whenever, each lease ends once, not before its reader is done or its time is over."""
-    leases, now, granted, freed = Leases(), 0.0, 0, Counter[str]()
-    until: dict[str, float] = {}
-    told: set[str] = set()
-    for i, (action, number, seconds) in enumerate(steps):
+@given(st.lists(STEPS, max_size=60))
+def test_schedules(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever readers do and whenever: what was said to stand was not freed, and each request is freed once."""
+    clock = Clock()
+    leases = Leases(LEASE_S, clock)
+    names: list[str] = []
+    granted = Counter[str]()
+    freed = Counter[str]()
+    held_until: dict[str, float] = {}  # by lease, as far as a reader was told
+
+    def told(lease: str, answer: Callable[..., bool], *arguments: str) -> bool:
+        stands = answer(lease, *arguments)
+        assert stands or held_until[lease] <= clock.now
+        return stands
+
+    over: set[str] = set()
+    for action, number, reader in steps:
         if action == "grant":
-            name, granted = f"{number} {i}", granted + 1
-            leases.grant(name, now + seconds)
-            until[name] = now + seconds
-        elif action == "end":
-            names = [name for name in until if name.startswith(f"{number} ")]
-            leases.end([*names, *names, "a stranger's"])
-            told.update(names)
-        else:
-            now += seconds
-            done, late = leases.ended(now)
-            assert {*done} <= told
-            assert all(until[name] <= now for name in late)
-            freed.update([*done, *late])
-            assert len(leases) == granted - len(freed)
-    done, late = leases.ended(1e9)
-    freed.update([*done, *late])
-    assert freed == Counter(until.keys())
+            names.append(leases.grant(f"{number}"))
+            granted[f"{number}"] += 1
+            held_until[names[-1]] = clock.now + LEASE_S
+        elif action == "pass":
+            clock.now += number
+        elif action == "free":
+            ended = leases.take_ended()
+            freed.update([*ended.done, *ended.late])
+            assert len(leases) == granted.total() - freed.total()
+        elif names:
+            lease = names[number % len(names)]
+            if action == "claim" and told(lease, leases.claim, f"{reader}"):
+                assert lease not in over
+                held_until[lease] = max(held_until[lease], clock.now + LEASE_S)
+            elif action == "end":
+                leases.end(lease, f"{reader}")
+                held_until[lease] = 0.0  # others may hold it still
+        over |= {lease for lease in names if not leases.stands(lease)}
+    clock.now += 2 * LEASE_S
+    ended = leases.take_ended()
+    freed.update([*ended.done, *ended.late])
+    assert freed == granted
+    assert len({*names}) == len(names)

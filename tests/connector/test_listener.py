@@ -1,4 +1,4 @@
-"""Offers are served and requests let go over HTTP; whoever sends nonsense, or nothing, changes nothing."""
+"""Offers are served and claims answered over HTTP; whoever sends nonsense, or nothing, changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from queue import SimpleQueue
@@ -15,36 +14,39 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError
-from kvplan.connector import Listener, Notifier, Offers, Source, fetch, send_done
+from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, send_claims
+from kvplan.connector.claims import ClaimMessage
 from kvplan.connector.http import serve
 
 LOGGER = logging.getLogger("test")
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def leases() -> Leases:
+    """The leases of the listener."""
+    return Leases()
+
+
+@pytest.fixture
+def listener(leases: Leases) -> Iterator[Listener]:
     """A listener on a free port of this machine."""
-    made = Listener("prefill", "127.0.0.1", [b"offer 0", bytes(range(256))])
+    made = Listener("prefill", "127.0.0.1", [b"offer 0", bytes(range(256))], leases)
     yield made
     made.close()
 
 
 def test_offers_come_as_they_are(listener: Listener) -> None:
-    """The offers are the workers' bytes. The clock of the same machine is not behind this one."""
-    offers = fetch(listener.source, timeout_s=10)
-    assert offers.workers == (b"offer 0", bytes(range(256)))
-    assert offers.ahead_s >= 0
+    """The offers are the workers' bytes."""
+    assert fetch(listener.source, timeout_s=10).workers == (b"offer 0", bytes(range(256)))
 
 
-def test_the_quickest_answer_tells_the_time(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handshake that takes long does not make the other clock seem far ahead: the time is asked again."""
-    decode, delays = Offers.decode, iter([5.0, 3.0, 2.0, 4.0])
-
-    def slow(data: bytes, asked: float) -> Offers:
-        return decode(data, asked - next(delays))
-
-    monkeypatch.setattr(Offers, "decode", slow)
-    assert 2 <= fetch(listener.source, timeout_s=10).ahead_s < 3
+def test_an_address_is_translated(leases: Leases) -> None:
+    """A listener announces one address and listens on another."""
+    listener = Listener("prefill", "prefill.example", [b"offer"], leases, bind="127.0.0.1")
+    assert listener.source.host == "prefill.example"
+    reachable = attrs.evolve(listener.source, host="127.0.0.1")
+    assert fetch(reachable, timeout_s=10).workers == (b"offer",)
+    listener.close()
 
 
 def test_another_start_is_not_taken_for_this_one(listener: Listener) -> None:
@@ -56,32 +58,73 @@ def test_another_start_is_not_taken_for_this_one(listener: Listener) -> None:
         fetch(earlier, timeout_s=10)
 
 
-def test_done_requests_come_once(listener: Listener) -> None:
-    """What readers are done with is told once, in order."""
-    send_done(listener.source, ["a", "b"])
-    send_done(listener.source, ["c"])
-    assert listener.done() == ["a", "b", "c"]
-    assert listener.done() == []
+def test_claims_are_answered_in_order(listener: Listener, leases: Leases) -> None:
+    """Each claim, each end and each question has its answer, from the leases as they are."""
+    lease, other = leases.grant("a"), leases.grant("b")
+    start = listener.source.start
+    message = ClaimMessage(start, claims=((lease, "x"), ("none", "x")), done=((other, "x"),), asks=(other, lease))
+    answer = send_claims(listener.source, message)
+    assert (answer.claims, answer.done, answer.asks) == ((True, False), (True,), (False, True))
+    assert leases.take_ended().done == ("b",)
 
 
-@pytest.mark.parametrize("body", [b"{}", b"null", b"[", b"\xff", b"[" * 100_000])
-def test_nonsense_is_refused(listener: Listener, body: bytes) -> None:
-    """A body that is no list of requests gets status 400 and is forgotten."""
+def test_claims_of_an_earlier_start_are_refused(listener: Listener, leases: Leases) -> None:
+    """A lease of an engine that has restarted is over, also where this start has one of the same name."""
+    lease = leases.grant("a")
+    message = ClaimMessage("earlier", claims=((lease, "x"),), done=((lease, "x"),), asks=(lease,))
+    answer = send_claims(listener.source, message)
+    assert (answer.claims, answer.done, answer.asks) == ((False,), (False,), (False,))
+    assert leases.stands(lease)
+    assert leases.take_ended().done == ()
+    assert leases.num_refused == 2
+
+
+NONSENSE = [
+    b"{}",
+    b"null",
+    b"[",
+    b"\xff",
+    b"[" * 100_000,
+    b'{"start": "a", "claims": [["lease"]]}',
+    b'{"start": "a", "claims": 7}',
+    b'{"start": "a", "done": [["lease", 7]]}',
+    b'{"start": "a", "asks": [null]}',
+    b'{"start": 7}',
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE)
+def test_nonsense_is_refused(listener: Listener, leases: Leases, body: bytes) -> None:
+    """A body that is no message of claims gets status 400, and changes no lease."""
+    lease = leases.grant("a")
     connection = HTTPConnection(listener.source.host, listener.source.port, timeout=10)
-    connection.request("POST", "/done", body)
+    connection.request("POST", "/claims", body)
     assert connection.getresponse().status == 400
     connection.close()
-    assert listener.done() == []
+    assert leases.stands(lease)
+
+
+def test_other_paths_are_refused(listener: Listener) -> None:
+    """What is sent to another path is refused."""
+    connection = HTTPConnection(listener.source.host, listener.source.port, timeout=10)
+    connection.request("POST", "/done", b'{"start": "a"}')
+    assert connection.getresponse().status == 400
+    connection.close()
+
+
+def test_an_answer_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
+    """An answer that lacks one to each claim is an error with a code."""
+    for answer in (b"[", b"[]", b"{}", b'{"claims": [], "done": [], "asks": []}', b'{"claims": [1], "done": []}'):
+        monkeypatch.setattr("kvplan.connector.listener.exchange", lambda *_, answer=answer: answer)
+        with pytest.raises(KVPlanError, match="MESSAGE: cannot read answers"):
+            send_claims(listener.source, ClaimMessage("a", claims=(("lease", "x"),)))
 
 
 def test_an_answer_that_is_no_offer_is_refused() -> None:
     """What is not the offers of an engine is an error with a code."""
-    odd = [
-        b'{"engine_id": "p", "start": "s", "workers": [], "clock": %s}' % clock for clock in (b'"x"', b"NaN", b"1e999")
-    ]
-    for data in (b"", b"[]", b"{}", *odd, b"[" * 100_000):
+    for data in (b"", b"[]", b"{}", b'{"engine_id": "p", "start": "s", "workers": ["\xff"]}', b"[" * 100_000):
         with pytest.raises(KVPlanError, match="MESSAGE: cannot read offers"):
-            Offers.decode(data, asked=0.0)
+            Offers.decode(data)
 
 
 def unused() -> Source:
@@ -105,15 +148,6 @@ def test_somebody_who_never_answers() -> None:
             fetch(source, timeout_s=0.2)
 
 
-def wait_for(listener: Listener, count: int) -> list[str]:
-    """What readers are done with, when there are ``count`` of them."""
-    found: list[str] = []
-    while len(found) < count:
-        found += listener.done()
-        time.sleep(0.005)
-    return found
-
-
 def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
     """A reader that did not wait for an answer leaves no traceback behind."""
     has_gone = threading.Event()
@@ -124,7 +158,7 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
         has_gone.wait(10)
         return "offers" * (1 << 20)
 
-    server = serve("127.0.0.1", 0, get=get, post=lambda *_: False)
+    server = serve("127.0.0.1", 0, get=get, post=lambda *_: None)
     with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
@@ -136,12 +170,19 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_a_notifier_tells_all_engines(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that is gone costs a line in the log, and the others are told."""
-    notifier = Notifier(LOGGER)
-    notifier.put(unused(), "lost")
-    notifier.put(listener.source, "a")
-    notifier.put(listener.source, "b")
-    assert wait_for(listener, 2) == ["a", "b"]
-    assert "1 requests stay until their leases end: PEER: cannot reach prefill" in caplog.text
-    notifier.close()
+def test_claims_reach_their_engines(listener: Listener, leases: Leases, caplog: pytest.LogCaptureFixture) -> None:
+    """A claim is taken, confirmed and ended over HTTP; an engine that is gone costs a line in the log."""
+    claims = Claims(LOGGER, send_claims)
+    gone = unused()
+    claims.begin(gone, "lost", "x")
+    lease = leases.grant("a")
+    claims.begin(listener.source, lease, "x")
+    claims.ask(listener.source, lease).result(timeout=10)
+    with pytest.raises(KVPlanError, match="PEER"):
+        claims.ask(gone, "lost").result(timeout=10)
+    claims.end(listener.source, lease, "x")
+    with pytest.raises(KVPlanError, match="LEASE"):
+        claims.ask(listener.source, lease).result(timeout=10)
+    assert leases.take_ended().done == ("a",)
+    assert "leases may end, since claims get no answer: PEER: cannot reach prefill" in caplog.text
+    claims.close()

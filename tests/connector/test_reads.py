@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
-from kvplan.connector import Offers, Read, ReadResult, Reads, Source, attended
+from kvplan.connector import Claims, Offers, Read, ReadResult, Reads, Source, attended
 from kvplan.executor import FakeExecutor, FakeNetwork
 from kvplan.staging import FakeCopier, Pipeline
 from tests.small import engine
@@ -68,16 +69,36 @@ class HeldExecutor(FakeExecutor):
         self.released.append(transfer)
 
 
+class Sources:
+    """Stands in for claims: what sources say of leases. Those in ``over`` are; while ``silent``, nobody answers."""
+
+    def __init__(self) -> None:
+        self.over: set[str] = set()
+        self.silent = False
+        self.asked: list[str] = []
+
+    def ask(self, source: Source, lease: str) -> Future[None]:
+        self.asked.append(lease)
+        answer: Future[None] = Future()
+        if self.silent:
+            answer.set_exception(KVPlanError("PEER", "reach", expected="an answer", got="none"))
+        elif lease in self.over:
+            answer.set_exception(KVPlanError("LEASE", "read", expected="a lease that stands", got="one that is over"))
+        else:
+            answer.set_result(None)
+        return answer
+
+
 class World:
     """One decode worker that reads from prefill engines in fake memory, staged if it has a staging region."""
 
-    def __init__(self, local: Worker, *engines: Sequence[Worker], timeout_s: float = 30.0) -> None:
+    def __init__(self, local: Worker, *engines: Sequence[Worker], timeout_s: float = 30.0, digest: Any = None) -> None:
         self.engines = {workers[0].engine_id: workers for workers in engines}
         self.network = FakeNetwork([local, *(worker for workers in engines for worker in workers)])
         self.local = local
         self.executor = HeldExecutor(self.network, local)
         self.starts = dict.fromkeys(self.engines, "1")
-        self.ahead_s = 1000.0
+        self.sources = Sources()
         self.fetched: list[Source] = []
         self.connected: list[str] = []
         self.answer: Callable[[Source], object] = lambda source: None
@@ -91,9 +112,11 @@ class World:
             open_offer=decode,
             connect=self.connect,
             disconnect=self.disconnect,
+            claims=cast(Claims, self.sources),
             fetch_offers=self.fetch,
             timeout_s=timeout_s,
             pipeline=self.pipeline,
+            digest=digest,
         )
 
     def connect(self, offer: bytes) -> None:
@@ -111,17 +134,17 @@ class World:
         self.fetched.append(source)
         self.answer(source)
         workers = tuple(map(encode, self.engines[source.engine_id]))
-        return Offers(source.engine_id, source.start, self.ahead_s, workers)
+        return Offers(source.engine_id, source.start, workers)
 
     def read(self, request: str = "r", source: Source | None = None, **changes: Any) -> Read:
         """A request of 10 positions in blocks 7, 3, 5 of the source and 2, 8, 4 of the destination."""
         read = Read(
             request=request,
             source=source or source_of(),
+            lease=f"lease of {request}",
             local={"attn": Blocks([2, 8, 4])},
             remote={"attn": Blocks([7, 3, 5])},
             tokens={"attn": (0, 10)},
-            deadline=time.monotonic() + self.ahead_s + 100,
         )
         return attrs.evolve(read, **changes)
 
@@ -352,18 +375,6 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     assert world.until(1)["c"].error is None
 
 
-def test_an_old_handshake_is_repeated(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an hour the clock is asked again; workers with the same offers stay connected."""
-    world = one()
-    world.reads.begin(world.read("a"))
-    world.until(1)
-    monkeypatch.setattr("kvplan.connector.reads.MAX_AGE_S", -1.0)
-    world.reads.begin(world.read("b"))
-    assert world.until(1)["b"].error is None
-    assert len(world.fetched) == 2
-    assert world.connected == ["prefill/0", "prefill/1"]
-
-
 def test_a_request_of_an_earlier_start_fails_alone(one: Callable[..., World]) -> None:
     """A handoff that comes late, of an engine that has restarted, fails; requests of the new start are read."""
     world = one()
@@ -376,45 +387,123 @@ def test_a_request_of_an_earlier_start_fails_alone(one: Callable[..., World]) ->
     assert [source.start for source in world.fetched].count("2") == 1
 
 
-def test_a_request_whose_lease_is_over_is_not_read(one: Callable[..., World]) -> None:
-    """The source may have reused its blocks, so no byte moves."""
+def test_a_request_whose_lease_is_over_has_failed(one: Callable[..., World]) -> None:
+    """What arrived may be another request's bytes, however well the transfer went: the source is asked afterwards."""
     world = one()
-    world.reads.begin(world.read(deadline=time.monotonic() + world.ahead_s))
-    assert "TRANSFER: cannot read request 'r' from prefill at" in str(world.until(1)["r"].error)
-    assert not world.cache().any()
+    world.sources.over = {"lease of r"}
+    world.reads.begin(world.read())
+    assert "LEASE: cannot read: expected a lease that stands" in str(world.until(1)["r"].error)
+    assert world.sources.asked == ["lease of r"]
 
 
-def test_a_request_that_ends_after_its_lease_has_failed(one: Callable[..., World]) -> None:
-    """What arrived may be another request's bytes, however well the transfer went."""
+def test_the_source_is_asked_after_the_last_byte(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer from before the last byte says nothing about what came after it."""
     world = one()
     world.reads.begin(world.read("first"))
     world.until(1)
+    world.sources.asked.clear()
+    monkeypatch.setattr("kvplan.connector.reads.ASK_S", 0.0)
     world.executor.held = True
-    world.reads.begin(world.read(deadline=time.monotonic() + world.ahead_s + 1.05))
-    assert world.reads.poll() == []
-    time.sleep(0.1)
+    world.reads.begin(world.read())
+    for _ in range(5):
+        assert world.reads.poll() == []
+    assert len(world.sources.asked) >= 4
+    world.sources.over = {"lease of r"}
+    monkeypatch.setattr("kvplan.connector.reads.ASK_S", 1000.0)
+    world.reads.poll()
+    assert world.reads.late() == {} or world.reads.poll() == []
     world.executor.held = False
-    assert "too late" in str(world.until(1)["r"].error)
+    assert "LEASE" in str(world.until(1)["r"].error)
 
 
-def test_a_request_that_hangs_beyond_its_lease_is_late(
-    one: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_loses_its_lease_is_late(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is late once, as soon as it has failed, and reported when no byte of it can move. Others go on."""
     world = one()
     world.reads.begin(world.read("first"))
     world.until(1)
     world.executor.held = True
     world.reads.begin(world.read("hangs"))
-    world.reads.begin(world.read("waits", deadline=time.monotonic() + world.ahead_s + 1000))
+    world.reads.begin(world.read("waits"))
     assert (world.reads.poll(), world.reads.late()) == ([], {})
-    later = time.monotonic() + 200
-    monkeypatch.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
-    assert (world.reads.poll(), [*world.reads.late()], world.reads.late()) == ([], ["hangs"], {})
+    monkeypatch.setattr("kvplan.connector.reads.ASK_S", 0.0)
+    world.sources.over = {"lease of hangs"}
+    for _ in range(3):
+        assert world.reads.poll() == []
+    assert ([*world.reads.late()], world.reads.late()) == (["hangs"], {})
     world.executor.held = False
     ended = world.until(2)
-    assert "too late" in str(ended["hangs"].error)
+    assert "LEASE" in str(ended["hangs"].error)
     assert ended["waits"].error is None
+
+
+def test_a_silent_source_is_asked_again(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is no refusal: the request waits for one, and is right when it comes."""
+    world = one()
+    monkeypatch.setattr("kvplan.connector.reads.RETRY_S", 0.0)
+    world.sources.silent = True
+    world.reads.begin(world.read())
+    while len(world.sources.asked) < 3:
+        assert world.reads.poll() == []
+    world.sources.silent = False
+    assert world.until(1)["r"].error is None
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_source_that_stays_silent_is_gone(
+    one: Callable[..., World], monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """After a while its requests fail, also those whose bytes have all come; where bytes may move, they are late."""
+    world = one()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    world.executor.held = held
+    world.sources.silent = True
+    world.reads.begin(world.read())
+    world.reads.poll()
+    later = time.monotonic() + 100
+    monkeypatch.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
+    if held:
+        for _ in range(3):
+            assert world.reads.poll() == []
+        assert [*world.reads.late()] == ["r"]
+        world.executor.held = False
+    monkeypatch.setattr("kvplan.connector.reads.RETRY_S", 0.0)
+    assert "PEER: cannot reach" in str(world.until(1)["r"].error)
+
+
+def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``digest``, a request is right when what has arrived is what the source has; the range ends where asked."""
+    (local,) = engine("decode")
+    world = World(local, engine("prefill", tp=2), digest=lambda arrived: arrived["tokens"])
+    asked = []
+    computed = threading.Event()
+
+    def fetch(source: Source, request: Any, timeout_s: float) -> Any:
+        asked.append(request)
+        computed.wait(10)
+        if request.lease == "lease of gone":
+            raise KVPlanError("PEER", "check", expected="digests", got="none")
+        return [{"attn": (0, 10)}]
+
+    def compare(expected: Any, actual: Any) -> KVPlanError | None:
+        return None if expected == actual else KVPlanError("TRANSFER", "use", expected="equal digests", got="others")
+
+    monkeypatch.setattr("kvplan.connector.reads.fetch_digests", fetch)
+    monkeypatch.setattr("kvplan.connector.reads.mismatch", compare)
+    world.reads.begin(world.read(to_block_end=True))
+    for _ in range(50):
+        assert world.reads.poll() == []
+    computed.set()
+    assert world.until(1)["r"].error is None
+    assert [(request.lease, request.tokens) for request in asked] == [("lease of r", (("attn", (0, 10)),))]
+    world.reads.begin(world.read("spoilt", tokens={"attn": (0, 9)}))
+    assert "expected equal digests, got others" in str(world.until(1)["spoilt"].error)
+    monkeypatch.setattr("kvplan.connector.reads.mismatch", lambda *_: KVPlanError("COVER", "", expected="", got=""))
+    world.reads.begin(world.read("elsewhere"))
+    assert world.until(1)["elsewhere"].error is None
+    assert "request 'elsewhere' is not verified: COVER" in caplog.text
+    world.reads.begin(world.read("gone"))
+    assert "PEER: cannot check" in str(world.until(1)["gone"].error)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(4, 4), (8, 4), (4, 8), (6, 4)])
@@ -470,9 +559,9 @@ def test_what_hangs_in_the_staging_region_holds_up_no_other_engine(monkeypatch: 
     monkeypatch.setattr("kvplan.connector.reads.STALL_S", 0.01)
     assert world.until(1)["other"].error is None
     assert (np.moveaxis(world.cache()[[1, 3]], 2, 0).reshape(4, -1) == np.arange(1, 5)[:, None]).all()
-    world.reads.begin(world.read("expired", source_of("other"), deadline=time.monotonic() + world.ahead_s + 1.02))
-    time.sleep(0.05)
-    assert "too late" in str(world.until(1)["expired"].error)
+    world.sources.over = {"lease of expired"}
+    world.reads.begin(world.read("expired", source_of("other")))
+    assert "LEASE" in str(world.until(1)["expired"].error)
     assert world.pipeline.num_chunks == 3
     world.executor.silent = set()
     assert world.until(1)["hangs"].error is None

@@ -1,0 +1,127 @@
+"""Digests that readers ask for of what an engine keeps for them, by HTTP, and that its workers compute meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplan._checks import instance, interval, members, name
+from kvplan.connector.handoff import Source
+from kvplan.connector.http import exchange
+from kvplan.connector.leases import Leases
+from kvplan.describe.blocks import POSITION_END, Range
+from kvplan.errors import KVPlanError
+
+MAX_REQUESTS: Final = 1 << 12
+"""Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
+
+POLL_S: Final = 0.005
+"""Seconds after which a reader asks again for digests that are not computed yet."""
+
+ANSWER_S: Final = 3.0
+"""Seconds for which a reader waits for one answer."""
+
+
+@attrs.frozen
+class DigestRequest:
+    """Positions of a lease, by token group, whose digests a reader asks for; of states, the last one counts."""
+
+    lease: str
+    tokens: tuple[tuple[str, Range], ...]
+
+    @classmethod
+    def of(cls, lease: str, tokens: Mapping[str, Any]) -> DigestRequest:
+        """Make a request of values that a stranger may have written. Raises ``TYPE``, ``RANGE`` or ``NAME``."""
+        ranges = []
+        for group in sorted(instance(Mapping, tokens, "tokens of digests")):
+            span = interval(tokens[group], f"tokens of group {group!r}", POSITION_END)
+            ranges.append((name(group, "a group"), span))
+        return cls(name(lease, "lease"), tuple(ranges))
+
+    def fields(self, start: str) -> dict[str, Any]:
+        """Return the request to one start of an engine as plain values, for JSON."""
+        return {"start": start, "lease": self.lease, "tokens": dict(self.tokens)}
+
+
+class DigestRequests:
+    """The requests for digests of ``leases`` that stand, and the answers. Safe for several threads.
+
+    >>> leases = Leases()
+    >>> requests = DigestRequests(leases)
+    >>> request = DigestRequest.of(leases.grant("r"), {"attn": (0, 40)})
+    >>> requests.ask(request)
+    >>> requests.take() == [request], requests.take()
+    (True, [])
+    >>> requests.put(request, [{"of worker": 0}])
+    >>> requests.ask(request)
+    [{'of worker': 0}]
+    """
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases: Leases = instance(Leases, leases, "leases of digests")
+        self._lock = threading.Lock()
+        self._answers: dict[DigestRequest, list[Mapping[str, Any]] | None] = {}
+        self._new: list[DigestRequest] = []
+
+    def ask(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
+        """Return the digests of all workers, None while they are not computed. Raises ``LEASE``, ``RANGE``."""
+        if not self._leases.stands(request.lease):
+            expected = "a lease that stands"
+            raise KVPlanError("LEASE", f"digest {request.lease!r}", expected=expected, got="one that is over")
+        with self._lock:
+            if request not in self._answers:
+                if len(self._answers) >= MAX_REQUESTS:
+                    expected = f"at most {MAX_REQUESTS} requests"
+                    raise KVPlanError("RANGE", "compute digests", expected=expected, got="one more")
+                self._answers[request] = None
+                self._new.append(request)
+            return self._answers[request]
+
+    def take(self) -> list[DigestRequest]:
+        """Return the requests that have come since the last call."""
+        with self._lock:
+            requests = self._new
+            self._new = []
+        return requests
+
+    def put(self, request: DigestRequest, digests: Sequence[dict[str, Any]]) -> None:
+        """Answer a request, with the digests of each worker."""
+        with self._lock:
+            if request in self._answers:
+                self._answers[request] = [*members(dict, digests, "digests")]
+
+    def forget(self, lease: str) -> None:
+        """Forget the requests of a lease that is over."""
+        with self._lock:
+            self._answers = {request: kept for request, kept in self._answers.items() if request.lease != lease}
+
+
+def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any] | None:
+    """Answer what a reader has sent: None where it is nonsense, or of another start of the engine."""
+    fields = instance(Mapping, body, "a request for digests")
+    if fields.get("start") != start:
+        return None
+    request = DigestRequest.of(fields.get("lease", ""), fields.get("tokens", {}))
+    return {"digests": requests.ask(request)}
+
+
+def fetch_digests(source: Source, request: DigestRequest, timeout_s: float) -> list[Mapping[str, Any]]:
+    """Fetch the digests of all workers of an engine, when they have computed them. Raises ``PEER`` and ``MESSAGE``."""
+    stop = time.monotonic() + timeout_s
+    while time.monotonic() < stop:
+        sent = request.fields(source.start)
+        answer = exchange(f"{source}", source.host, source.port, "/digests", ANSWER_S, sent)
+        try:
+            digests = json.loads(answer)["digests"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise KVPlanError("MESSAGE", "read digests", expected="digests as JSON", got=f"{error!r}") from None
+        if digests is not None:
+            return [*members(dict, digests, "digests")]
+        time.sleep(POLL_S)
+    expected = f"digests within {timeout_s:g} s"
+    raise KVPlanError("PEER", f"check {request.lease!r} from {source}", expected=expected, got="none")

@@ -1,0 +1,363 @@
+"""Fingerprints: digests that tell apart two models that are served under one name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from kvplan._checks import wrong_type
+from kvplan._text import shown
+from kvplan.errors import KVPlanError
+
+DIGEST_BYTES: Final = 16
+
+MAX_TENSORS: Final = 4096
+"""At most so many tensors are sampled."""
+
+MAX_PLACES: Final = 8192
+"""The sampled tensors share so many places evenly, at least two to a tensor."""
+
+PLACE_BYTES: Final = 4096
+"""The size of a place: a page, since a disk reads no less."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The longest header that the safetensors format allows."""
+
+MAX_CONFIG_BYTES: Final = 64 << 20
+"""Configurations and indexes are shorter; the index of 91,000 tensors has 9 MB."""
+
+HAS_ADVICE: Final = hasattr(os, "posix_fadvise")
+"""Whether the system can be told what will be read."""
+
+INDEX: Final = "model.safetensors.index.json"
+
+# The first kind that a folder has counts alone: users download different ones of them. What
+# trainers keep beside weights is none. Engines read no hidden files.
+NO_WEIGHTS: Final = r"(?!\.|training_args\.|optimizer\.|scheduler\.|scaler\.|rng_state)"
+KINDS: Final = (
+    re.compile(r"(?!\.|consolidated).+\.safetensors"),
+    re.compile(r"consolidated.*\.safetensors"),
+    re.compile(NO_WEIGHTS + r".+\.bin"),
+    re.compile(NO_WEIGHTS + r".+\.pt"),
+    re.compile(NO_WEIGHTS + r".+\.pth"),
+    re.compile(NO_WEIGHTS + r".+\.gguf"),
+)
+
+# Keys that change no cache, in a model's configuration and in those that it nests.
+MODEL_KEYS: Final = frozenset(
+    {
+        "_name_or_path",  # the folder or repository that somebody loaded it from, before saving it
+        "_commit_hash",  # the revision of that repository
+        "transformers_version",  # the version that wrote the file
+        # The tensors say the dtype of the weights, and offers that of a cache, which an engine's
+        # options set. Transformers renamed torch_dtype to dtype, so the same model has either.
+        "torch_dtype",
+        "dtype",
+        "use_cache",  # trainers switch it off; an engine has a cache either way
+        "_attn_implementation",  # an engine has its own attention
+        "_attn_implementation_autoset",
+    }
+)
+# All others stay. Among them are architectures, by which engines choose their code, rope settings,
+# windows, and keys that are null: a key that lacks has a default, which need not be null.
+
+# Keys that change nothing that an adapter computes.
+ADAPTER_KEYS: Final = frozenset(
+    {
+        "base_model_name_or_path",  # a folder of the machine that trained it
+        "revision",  # the revision of the base model, which has a fingerprint of its own
+        "peft_version",  # the version that wrote the file
+        "inference_mode",  # false in checkpoints of a training
+        "lora_dropout",  # of training alone, as the next
+        "init_lora_weights",
+        "target_modules",  # the names of tensors say it; PEFT writes this set in any order
+    }
+)
+# All others stay: lora_alpha, use_rslora and alpha_pattern scale what an adapter adds.
+
+IGNORED_KEYS: Final = MappingProxyType(
+    {
+        "config.json": MODEL_KEYS,
+        "params.json": frozenset[str](),  # Mistral's own; it counts without a config.json
+        "adapter_config.json": ADAPTER_KEYS,
+    }
+)
+
+# Configurations of parts of a model nest under such keys. Quantization has keys of the same names
+# that count, such as the dtype of a layer's weights.
+NESTED_MODEL: Final = re.compile(r"(?!quantization_|compression_).+_config")
+
+NUMBER: Final = re.compile(r"\.[0-9]+")
+
+
+class TensorRecord(NamedTuple):
+    """A tensor as a file stores it: ``num_bytes`` from byte ``offset``; or a file as a whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    offset: int
+    num_bytes: int
+
+
+def fingerprint(folder: Path | str) -> str | None:
+    """Digest the model, or the LoRA adapter, that a local folder stores.
+
+    Returns 32 hex digits, or None where ``folder`` is no local folder, such as a model's name on a
+    hub, or has no weights. Reads files and follows links. Raises ``CONFIG`` if a file is broken or
+    cannot be read, ``TYPE`` if ``folder`` is no path.
+
+    Equal digests: the same tensors in other files, in another order or under other file names; a
+    configuration with other white space, order of keys, or values of keys that change no cache.
+
+    Different digests: another name, dtype or shape of any tensor; another value of any key of
+    ``config.json`` or ``adapter_config.json`` that can change a cache; another byte in a sample.
+
+    Up to 8,192 places of 4 KiB are sampled, 32 MiB, spread evenly over tensors, and over each
+    tensor from its first byte to its last; a tensor that its places could cover is read whole.
+    So 290 tensors have 28 places each, and an adapter of at most 32 MiB in tensors of one size
+    is read whole. Up to 4,096 tensors are all sampled. Of more, tensors whose names differ in
+    their numbers alone are a class. Small classes are sampled whole and large ones evenly, so
+    a model with 91,000 tensors, most of them experts, has its attention layers sampled whole.
+
+    A fine-tune changes most tensors. A merged adapter changes some throughout, perhaps the query
+    and value projections of a few layers, and the sample has places in each of these. Where a
+    change spares a share ``p`` of a tensor's 2-byte elements at random, ``k`` places of it miss
+    the change with probability ``p ** (2048 * k)``.
+
+    A change outside the sample is not seen: of a few rows of an embedding, or of a few experts
+    among thousands. Neither are a model's own Python code, its tokenizer, an engine's options,
+    and weights that an engine loads from elsewhere. One model in two formats has two digests.
+    Weights that are not safetensors, such as ``.bin`` or ``.gguf``, count by the name and size
+    of each file and places in it; if a folder also has safetensors, these count alone.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     num_bytes = Path(folder, "pytorch_model.bin").write_bytes(b"weights")
+    ...     fingerprint(folder)
+    '4f826b1c2333392ce6a58d8e0eef280b'
+    >>> fingerprint("Qwen/Qwen3-8B") is None
+    True
+    """
+    if not isinstance(folder, Path | str):
+        raise wrong_type("folder of a model", "a path", folder)
+    if not os.path.isdir(folder):
+        return None
+    try:
+        return _fingerprint(Path(folder))
+    except OSError as error:
+        raise _broken(error.filename or folder, "a file that can be read", str(error)) from error
+
+
+def _fingerprint(folder: Path) -> str | None:
+    paths = _weight_paths(folder)
+    if not paths:
+        return None
+    tensors = sorted(chain.from_iterable(map(_tensors, paths)))
+    listed = [tensor[:3] for tensor in tensors]  # name, dtype and shape
+    text = json.dumps([_configs(folder), listed])
+    digest = hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES)
+    for sample in _samples(_selection(tensors)):
+        digest.update(sample)
+    return digest.hexdigest()
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    """Return the files that hold a folder's weights: of one kind, and of its index if it has one.
+
+    Some repositories store a model twice, whole and in shards; engines read what the index lists.
+    """
+    paths = [path for path in folder.iterdir() if not path.is_dir()]
+    for kind in KINDS:
+        weights = [path for path in paths if kind.fullmatch(path.name)]
+        if weights:
+            break
+    else:
+        return []
+    index = folder / INDEX
+    if kind is KINDS[0] and os.path.lexists(index):
+        listed = _listed_names(index)
+        missing = listed.difference(path.name for path in weights)
+        if missing:
+            raise _broken(
+                index,
+                "only files that the folder has",
+                shown(min(missing)),
+                "a download that is not over, or an index of other files",
+            )
+        weights = [path for path in weights if path.name in listed]
+    for path in weights:
+        _require_file(path)
+    return weights
+
+
+def _listed_names(index: Path) -> set[str]:
+    """Return the names of files in an index."""
+    files = _config(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise _broken(index, "a weight_map from tensors to files", shown(files))
+    return set(files.values())
+
+
+def _configs(folder: Path) -> dict[str, str]:
+    """Return the configurations of a folder by file name, without keys that change no cache."""
+    configs = {}
+    for name, ignored in IGNORED_KEYS.items():
+        path = folder / name
+        is_second = name == "params.json" and "config.json" in configs
+        if os.path.lexists(path) and not is_second:
+            config = _config(path)
+            try:
+                configs[name] = json.dumps(_without(config, ignored), sort_keys=True)
+            except RecursionError as error:
+                raise _broken(path, "a JSON object", str(error)) from None
+    return configs
+
+
+def _without(config: dict[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
+    """Return a configuration without some keys, which nested models lose too."""
+    kept = {key: value for key, value in config.items() if key not in ignored}
+    for key, value in kept.items():
+        if NESTED_MODEL.fullmatch(key) and isinstance(value, dict):
+            kept[key] = _without(value, ignored)
+    return kept
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Read a JSON file of an object."""
+    _require_file(path)
+    num_bytes = path.stat().st_size
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise _broken(path, f"at most {MAX_CONFIG_BYTES} bytes", str(num_bytes))
+    return _parsed(path, path.read_bytes(), "a JSON object")
+
+
+def _parsed(path: Path, text: bytes, expected: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, expected, str(error)) from None
+    if not isinstance(value, dict):
+        raise _broken(path, expected, shown(value))
+    return value
+
+
+def _tensors(path: Path) -> Iterator[TensorRecord]:
+    """Yield the tensors of a safetensors file; a file of another kind is a tensor of its own."""
+    file_name = str(path)
+    file_bytes = path.stat().st_size
+    if path.suffix != ".safetensors":
+        yield TensorRecord(path.name, "file", (file_bytes,), file_name, 0, file_bytes)
+        return
+    # The format: the header's length in 8 bytes, a header in JSON, then the tensors' data.
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
+            expected = f"a header of at most {MAX_HEADER_BYTES} bytes in a file of {file_bytes}"
+            raise _broken(path, expected, f"one of {header_bytes}", "a file that was cut?")
+        header = _parsed(path, file.read(header_bytes), "a header that is a JSON object")
+    data_offset = 8 + header_bytes
+    data_bytes = file_bytes - data_offset
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not _is_tensor(entry, data_bytes):
+            expected = f"a dtype, a shape, and data_offsets within {data_bytes} bytes of data"
+            raise _broken(path, expected, f"{shown(name)}: {shown(entry)}", "a file that was cut?")
+        start, stop = entry["data_offsets"]
+        offset = data_offset + start
+        shape = tuple(entry["shape"])
+        yield TensorRecord(name, entry["dtype"], shape, file_name, offset, stop - start)
+
+
+def _is_tensor(entry: Any, data_bytes: int) -> bool:
+    """Return whether an entry of a header describes a tensor within the data."""
+    try:
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        start, stop = entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        return False
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        return False
+    if {*map(type, shape), type(start), type(stop)} != {int}:
+        return False
+    return min(shape, default=0) >= 0 and 0 <= start <= stop <= data_bytes
+
+
+def _selection(tensors: Sequence[TensorRecord]) -> Sequence[TensorRecord]:
+    """Select tensors to sample: all, or an equal number of each class and more of large classes."""
+    if len(tensors) <= MAX_TENSORS:
+        return tensors
+    # Tensors whose names differ in numbers, such as those of a layer and an expert, are a class.
+    classes = defaultdict(list)
+    for tensor in tensors:
+        classes[NUMBER.sub(".#", tensor.name)].append(tensor)
+    # From the smallest class on, what one does not need is left for the others.
+    selected: list[TensorRecord] = []
+    num_classes = len(classes)
+    for members in sorted(classes.values(), key=len):
+        num_members = len(members)
+        share = min((MAX_TENSORS - len(selected)) // num_classes, num_members)
+        selected += [members[ordinal * num_members // share] for ordinal in range(share)]
+        num_classes -= 1
+    return selected
+
+
+def _samples(tensors: Sequence[TensorRecord]) -> list[bytes]:
+    """Digest some places of each tensor; returns the digests in the order of the tensors."""
+    num_places = MAX_PLACES // max(len(tensors), 1)
+    digests: dict[TensorRecord, bytes] = {}
+    by_place = sorted(tensors, key=attrgetter("path", "offset"))
+    for path, members in groupby(by_place, attrgetter("path")):
+        places = {tensor: _places(tensor, num_places) for tensor in members}
+        with open(path, "rb", buffering=0) as file:
+            # The system fetches all places at once, and not in turn.
+            for offset, num_bytes in chain.from_iterable(places.values()) if HAS_ADVICE else ():
+                os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_WILLNEED)
+            for tensor in places:
+                digests[tensor] = _sample(file.fileno(), path, places[tensor])
+    return [digests[tensor] for tensor in tensors]
+
+
+def _sample(descriptor: int, path: str, places: Iterable[tuple[int, int]]) -> bytes:
+    """Digest the bytes of a file at some places."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for offset, num_bytes in places:
+        sample = os.pread(descriptor, num_bytes, offset)
+        if len(sample) != num_bytes:
+            raise _broken(path, "a file that keeps its size", "a shorter file")
+        digest.update(sample)
+    return digest.digest()
+
+
+def _places(tensor: TensorRecord, num_places: int) -> list[tuple[int, int]]:
+    """Return offsets in the file and lengths: a small tensor, or places from end to end of it."""
+    if tensor.num_bytes <= num_places * PLACE_BYTES:
+        return [(tensor.offset, tensor.num_bytes)]
+    last = tensor.num_bytes - PLACE_BYTES
+    offsets = [last * place // (num_places - 1) for place in range(num_places)]
+    return [(tensor.offset + offset, PLACE_BYTES) for offset in offsets]
+
+
+def _require_file(path: Path) -> None:
+    """Refuse links to nothing, and what is no regular file: to read a pipe could take forever."""
+    if not path.is_file():
+        hint = "a link to a file that is gone?" if path.is_symlink() else ""
+        raise _broken(path, "a regular file", "none", hint)
+
+
+def _broken(path: Path | str, expected: str, got: str, hint: str = "") -> KVPlanError:
+    """The error for a file of a model that cannot be read."""
+    action = f"read {str(path)!r} of a model"
+    return KVPlanError("CONFIG", action, expected=expected, got=got, hint=hint, path=str(path))

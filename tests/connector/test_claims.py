@@ -1,0 +1,253 @@
+"""Claims are taken, renewed and ended; no answer is no refusal, and one engine's silence is no other's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan import KVPlanError
+from kvplan.connector import Claims, Leases, Source
+from kvplan.connector.claims import RENEW_S, RETRY_S, Claim, ClaimAnswer, ClaimMessage, SourceClaims, answer_claims
+from kvplan.connector.leases import LEASE_S
+
+LOGGER = logging.getLogger("test")
+SOURCE = Source("prefill", "a1", "127.0.0.1", 1)
+SILENCE = KVPlanError("PEER", "reach", expected="an answer", got="none")
+
+
+def yes(message: ClaimMessage) -> ClaimAnswer:
+    """Says that all leases stand."""
+    return ClaimAnswer(*((True,) * len(part) for part in (message.claims, message.done, message.asks)))
+
+
+def test_a_claim_is_renewed_until_it_ends() -> None:
+    """It is due when it begins and every RENEW_S; its end is sent once."""
+    source_claims = SourceClaims(SOURCE)
+    source_claims.begin(("l", "x"), 3.0)
+    assert source_claims.due(3.0) == 3.0
+    message = source_claims.message(3.0)
+    assert message == ClaimMessage("a1", claims=(("l", "x"),))
+    assert source_claims.answered(message, yes(message), 3.0) == []
+    assert source_claims.due(4.0) == 3.0 + RENEW_S
+    assert source_claims.message(3.0 + RENEW_S).claims == (("l", "x"),)
+    source_claims.end(("l", "x"))
+    assert source_claims.message(4.0) == ClaimMessage("a1", done=(("l", "x"),))
+    assert source_claims.due(5.0) is None
+
+
+def test_renewals_come_more_often_than_claims_end() -> None:
+    """A renewal can be lost, and lost again, before a claim ends for want of it."""
+    assert 3 * (RENEW_S + RETRY_S) < LEASE_S
+
+
+def test_no_answer_is_no_refusal() -> None:
+    """A claim without an answer is sent again soon."""
+    source_claims = SourceClaims(SOURCE)
+    source_claims.begin(("l", "x"), 0.0)
+    source_claims.failed(source_claims.message(0.0), SILENCE, 7.0)
+    assert source_claims.due(7.0) == 7.0 + RETRY_S
+    assert source_claims.refusals == {}
+
+
+def test_a_refused_claim_is_not_sent_again() -> None:
+    """It is a refusal until it ends, which the engine is not told."""
+    source_claims = SourceClaims(SOURCE)
+    source_claims.begin(("l", "x"), 0.0)
+    message = source_claims.message(0.0)
+    (refusal,) = source_claims.answered(message, ClaimAnswer((False,), (), ()), 0.0)
+    assert "LEASE: cannot read 'l' from prefill at 127.0.0.1:1" in str(refusal)
+    assert source_claims.refusals == {("l", "x"): refusal}
+    assert source_claims.due(0.0) is None
+    source_claims.end(("l", "x"))
+    assert (source_claims.refusals, source_claims.due(0.0)) == ({}, None)
+
+
+def test_a_claim_that_ends_while_it_is_sent_is_forgotten() -> None:
+    """Its answer, or none, begins nothing again."""
+    for fails in (False, True):
+        source_claims = SourceClaims(SOURCE)
+        source_claims.begin(("l", "x"), 0.0)
+        message = source_claims.message(0.0)
+        source_claims.end(("l", "x"))
+        if fails:
+            source_claims.failed(message, SILENCE, 0.0)
+        else:
+            source_claims.answered(message, yes(message), 0.0)
+        assert source_claims.message(0.0) == ClaimMessage("a1", done=(("l", "x"),))
+        assert source_claims.due(100.0) is None
+
+
+def test_who_asks_is_told() -> None:
+    """Each question gets the answer to a message that was sent after it, or why there is none."""
+    source_claims = SourceClaims(SOURCE)
+    first, again, over = source_claims.ask("l"), source_claims.ask("l"), source_claims.ask("o")
+    message = source_claims.message(0.0)
+    later = source_claims.ask("l")
+    assert message.asks == ("l", "o")
+    source_claims.answered(message, ClaimAnswer((), (), (True, False)), 0.0)
+    assert (first.result(0), again.result(0)) == (None, None)
+    with pytest.raises(KVPlanError, match="LEASE"):
+        over.result(0)
+    assert not later.done()
+    source_claims.failed(source_claims.message(0.0), SILENCE, 0.0)
+    assert later.exception(0) is SILENCE
+
+
+def test_one_engine_that_hangs_delays_no_other() -> None:
+    """Each engine has its own thread."""
+    hangs = threading.Event()
+
+    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+        if source is not SOURCE:
+            hangs.wait(60)
+        return yes(message)
+
+    claims = Claims(LOGGER, send)
+    claims.begin(Source("frozen", "a1", "127.0.0.1", 2), "l", "x")
+    claims.ask(SOURCE, "l").result(timeout=10)
+    hangs.set()
+    claims.close()
+
+
+def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever begins a claim can ask later whether it was refused."""
+    claims = Claims(LOGGER, lambda _, message: answer_claims(Leases(), "a1", message))
+    assert claims.refusal(SOURCE, "l", "x") is None
+    claims.begin(SOURCE, "l", "x")
+    until = time.monotonic() + 10
+    while (refusal := claims.refusal(SOURCE, "l", "x")) is None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert refusal is not None
+    assert refusal.code == "LEASE"
+    claims.end(SOURCE, "l", "x")
+    assert claims.refusal(SOURCE, "l", "x") is None
+    assert "expected a lease that stands" in caplog.text
+    claims.close()
+
+
+def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing is claimed any more, an engine's thread ends; a later claim starts another one."""
+    monkeypatch.setattr("kvplan.connector.claims.IDLE_S", 0.01)
+    claims = Claims(LOGGER, lambda _, message: yes(message))
+    for _ in range(2):
+        claims.begin(SOURCE, "l", "x")
+        claims.end(SOURCE, "l", "x")
+        until = time.monotonic() + 10
+        while claims._by_source and time.monotonic() < until:
+            time.sleep(0.005)
+        assert not claims._by_source
+    claims.close()
+
+
+def test_close_sends_what_has_ended() -> None:
+    """An engine that stops lets go of what it claims, and then sends nothing."""
+    sent: list[ClaimMessage] = []
+
+    def send(_: Source, message: ClaimMessage) -> ClaimAnswer:
+        sent.append(message)
+        return yes(message)
+
+    claims = Claims(LOGGER, send)
+    claims.begin(SOURCE, "l", "x")
+    claims.end(SOURCE, "l", "x")
+    claims.close()
+    until = time.monotonic() + 10
+    while claims._by_source and time.monotonic() < until:
+        time.sleep(0.005)
+    assert [message.done for message in sent if message.done] == [(("l", "x"),)]
+
+
+class Network:
+    """Readers, their by_reader and one engine's leases, over a network that loses messages and answers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.leases = Leases(LEASE_S, lambda: self.now)
+        self.by_reader: dict[int, SourceClaims] = {}
+        self.freed: set[str] = set()
+        self.names: list[str] = []
+
+    def free(self) -> None:
+        """The engine gives away the blocks whose leases have ended."""
+        ended = self.leases.take_ended()
+        self.freed.update([*ended.done, *ended.late])
+
+    def exchange(self, reader: int, loses: int) -> None:
+        """A reader's message, if one is due, reaches the engine or is lost, and so does the answer."""
+        source_claims = self.by_reader[reader]
+        due = source_claims.due(self.now)
+        if due is None or due > self.now:
+            return
+        message = source_claims.message(self.now)
+        if loses != 1:
+            answer = answer_claims(self.leases, "a1", message)
+        if loses:
+            source_claims.failed(message, SILENCE, self.now)
+        else:
+            source_claims.answered(message, answer, self.now)
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("grant"), st.just(0), st.just(0)),
+    st.tuples(st.sampled_from(["begin", "read", "end"]), st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["exchange", "exchange", "die"]), st.integers(0, 3), st.integers(0, 2)),
+    st.tuples(st.just("pass"), st.integers(1, 40), st.just(0)),
+)
+
+
+@given(st.lists(STEPS, max_size=80))
+def test_no_schedule_confirms_what_was_given_away(steps: list[tuple[str, int, int]]) -> None:
+    """Requests arrive, wait, are read, retried and forgotten; readers die and messages are lost.
+
+    A read that its source confirms had its blocks until then. In the end all blocks are free.
+    """
+    network = Network()
+    network.by_reader = {reader: SourceClaims(SOURCE) for reader in range(4)}
+    begun: dict[int, list[Claim]] = {reader: [] for reader in range(4)}
+    for action, number, other in steps:
+        if action == "grant":
+            network.names.append(network.leases.grant(f"r{len(network.names)}"))
+        elif action == "pass":
+            network.now += number
+        elif action == "die":
+            network.by_reader[number] = SourceClaims(SOURCE)
+            begun[number] = []
+        elif action == "exchange":
+            network.exchange(number, other)
+        elif action == "begin" and network.names:
+            claim = network.names[other % len(network.names)], f"{number}"
+            begun[number].append(claim)
+            network.by_reader[number].begin(claim, network.now)
+        elif action == "read" and begun[number]:
+            lease = begun[number][other % len(begun[number])][0]
+            had_its_blocks = lease.partition(" ")[0] not in network.freed
+            answer = network.by_reader[number].ask(lease)
+            network.exchange(number, 0)
+            if answer.exception(0) is None:
+                assert had_its_blocks
+                assert lease.partition(" ")[0] not in network.freed
+        elif action == "end" and begun[number]:
+            network.by_reader[number].end(begun[number].pop(other % len(begun[number])))
+        network.free()
+    network.now += 2 * LEASE_S
+    network.free()
+    assert network.freed == {name.partition(" ")[0] for name in network.names}
+    assert len(network.leases) == 0
+
+
+def test_a_busy_reader_keeps_its_blocks() -> None:
+    """A request that waits for an hour is read: its claim was renewed all the time, with a message in three lost."""
+    network = Network()
+    network.by_reader = {0: SourceClaims(SOURCE)}
+    lease = network.leases.grant("r0")
+    network.by_reader[0].begin((lease, "x"), 0.0)
+    for second in range(3600):
+        network.now = float(second)
+        network.exchange(0, second % 3 == 0)
+        network.free()
+    assert network.leases.stands(lease)

@@ -1,0 +1,103 @@
+"""Digests are asked for while a lease stands, computed once, and given to whoever asks again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvplan import KVPlanError
+from kvplan.connector import Leases, Listener
+from kvplan.connector.digest_requests import DigestRequest, DigestRequests, fetch_digests
+
+TOKENS = {"swa": (32, 40), "attn": (0, 40)}
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+@pytest.fixture
+def listener(leases: Leases) -> Iterator[Listener]:
+    made = Listener("prefill", "127.0.0.1", [b"offer"], leases)
+    yield made
+    made.close()
+
+
+def test_digests_are_fetched_when_they_are_there(listener: Listener, leases: Leases) -> None:
+    """A reader waits while the engine's workers compute, and all its ranks get one answer."""
+    request = DigestRequest.of(leases.grant("r"), TOKENS)
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(fetch_digests(listener.source, request, 10))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 10
+    while not (requests := listener.digests.take()) and time.monotonic() < until:
+        time.sleep(0.001)
+    assert requests == [request]
+    time.sleep(0.02)
+    assert answers == []
+    listener.digests.put(request, [{"of worker": 0}, {"of worker": 1}])
+    for thread in threads:
+        thread.join(10)
+    assert answers == [[{"of worker": 0}, {"of worker": 1}]] * 2
+    assert listener.digests.take() == []
+
+
+def test_nobody_computes_them(listener: Listener, leases: Leases) -> None:
+    """A reader does not wait for ever."""
+    request = DigestRequest.of(leases.grant("r"), TOKENS)
+    with pytest.raises(
+        KVPlanError, match=r"PEER: cannot check 'r 0' from prefill at .*: expected digests within 0.05 s"
+    ):
+        fetch_digests(listener.source, request, 0.05)
+
+
+def test_a_lease_that_is_over_has_no_digests(listener: Listener, leases: Leases) -> None:
+    """What its blocks hold now is no answer, and what was computed before is forgotten."""
+    lease = leases.grant("r")
+    request = DigestRequest.of(lease, TOKENS)
+    assert listener.digests.ask(request) is None
+    listener.digests.put(request, [{"of worker": 0}])
+    assert leases.end(lease, "reader")
+    with pytest.raises(KVPlanError, match="LEASE: cannot digest 'r 0'"):
+        listener.digests.ask(request)
+    with pytest.raises(KVPlanError, match="PEER"):
+        fetch_digests(listener.source, request, 1.0)
+    listener.digests.forget(lease)
+    assert listener.digests._answers == {}
+    listener.digests.put(request, [{"late": 0}])
+    assert listener.digests._answers == {}
+
+
+def test_a_reader_of_an_earlier_start_is_refused(listener: Listener, leases: Leases) -> None:
+    """An engine that has restarted may have another lease of that name."""
+    request = DigestRequest.of(leases.grant("r"), TOKENS)
+    source = type(listener.source)("prefill", "earlier", "127.0.0.1", listener.source.port)
+    with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
+        fetch_digests(source, request, 1.0)
+    assert listener.digests.take() == []
+
+
+def test_not_too_many_are_kept(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers can't fill an engine's memory with what they ask for."""
+    monkeypatch.setattr("kvplan.connector.digest_requests.MAX_REQUESTS", 2)
+    requests = DigestRequests(leases)
+    lease = leases.grant("r")
+    for stop in range(2):
+        assert requests.ask(DigestRequest.of(lease, {"attn": (0, stop)})) is None
+    with pytest.raises(KVPlanError, match="RANGE: cannot compute digests: expected at most 2 requests"):
+        requests.ask(DigestRequest.of(lease, {"attn": (0, 2)}))
+
+
+@pytest.mark.parametrize("tokens", [None, [1], {"attn": 3}, {"attn": [0]}, {"attn": [0, -1]}, {"": [0, 1]}])
+def test_strange_ranges_are_refused(leases: Leases, tokens: Any) -> None:
+    """Ranges come from strangers."""
+    with pytest.raises(KVPlanError):
+        DigestRequest.of(leases.grant("r"), tokens)
