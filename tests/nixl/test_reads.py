@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
-from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, ReadResult, Reads
+from kvplan.connector import Claims, Handoff, Leases, Listener, Read, ReadResult, Reads, prompt_digest, send_claims
 from kvplan.staging import Pipeline
 from kvplan_nixl import Envelope, NixlExecutor
 from kvplan_nixl.rearrange import STAGING, with_staging
@@ -35,14 +35,18 @@ def until(found: Callable[[], Items]) -> Items:
     return items
 
 
+PROMPT = prompt_digest(range(40))
+
+
 class Prefill:
     """An engine of two workers, each with half of the heads in blocks of 16 tokens. A seed fills their caches."""
 
     def __init__(self, seed: int) -> None:
         self.caches = np.random.default_rng(seed).standard_normal((2, 8, 2, 16, 2, 8)).astype(np.float32)
         self.executors = [NixlExecutor(self.worker(rank)) for rank in range(2)]
-        self.listener = Listener("prefill", "127.0.0.1", [executor.envelope() for executor in self.executors])
         self.leases = Leases()
+        envelopes = [executor.envelope() for executor in self.executors]
+        self.listener = Listener("prefill", "127.0.0.1", envelopes, self.leases)
 
     def worker(self, rank: int) -> Worker:
         cache, heads = self.caches[rank], (2 * rank, 2 * rank + 2, 4)
@@ -53,9 +57,8 @@ class Prefill:
 
     def hand_off(self, request: str) -> Handoff:
         """A request of 40 tokens in blocks 5, 2 and 6."""
-        until_s = time.monotonic() + WAIT_S
-        self.leases.grant(request, until_s)
-        return Handoff(self.listener.source, request, 40, until_s, {"attn": Blocks([5, 2, 6])})
+        lease = self.leases.grant(request)
+        return Handoff(self.listener.source, lease, 40, PROMPT, {"attn": Blocks([5, 2, 6])})
 
     def token(self, position: int) -> np.ndarray:
         """K and V of all heads."""
@@ -78,7 +81,7 @@ class Decode:
         worker, copier = with_staging(Worker("decode", 0, [region], [Group("attn", 24)], [view]), staging_bytes)
         self.executor = NixlExecutor(worker)
         self.pipeline = None if copier is None else Pipeline(self.executor, STAGING, copier)
-        self.notifier = Notifier(LOGGER)
+        self.claims = Claims(LOGGER, send_claims)
         self.reads = Reads(
             worker,
             self.executor,
@@ -86,25 +89,26 @@ class Decode:
             open_offer=lambda data: Envelope.unpack(data).worker,
             connect=self.executor.connect,
             disconnect=self.executor.disconnect,
+            claims=self.claims,
             timeout_s=WAIT_S,
             pipeline=self.pipeline,
         )
 
     def read(self, handoff: Handoff) -> ReadResult:
         """Read a request into blocks 4 and 1, but for its first 10 tokens."""
-        tables = {"attn": Blocks([4, 1])}
         read = Read(
-            request=handoff.request,
+            request="r",
             source=handoff.source,
-            local=tables,
+            lease=handoff.lease,
+            local={"attn": Blocks([4, 1])},
             remote=handoff.blocks,
             tokens={"attn": (10, 40)},
-            deadline=handoff.deadline,
         )
+        self.claims.begin(handoff.source, handoff.lease, "r")
         self.reads.begin(read)
         (ended,) = until(self.reads.poll)
         assert self.pipeline is None or ended.error is not None or self.pipeline.num_chunks > 0
-        self.notifier.put(handoff.source, handoff.request)
+        self.claims.end(handoff.source, handoff.lease, "r")
         return ended
 
     def token(self, position: int) -> np.ndarray:
@@ -132,8 +136,21 @@ def test_a_request_is_read_and_its_lease_ends(staging_bytes: int) -> None:
         assert result.error is None
         assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
         assert not any(decode.token(position).any() for position in range(10))
-        prefill.leases.end(until(prefill.listener.done))
-        assert prefill.leases.ended(time.monotonic()) == (("request 1",), ())
+        assert until(lambda: prefill.leases.take_ended().done) == ("request 1",)
+
+
+def test_a_handoff_is_read_once(staging_bytes: int) -> None:
+    """Read, done, and read once more: the blocks may be another request's by then, and the second read fails."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, staging_bytes)
+        stack.callback(prefill.close)
+        handoff = prefill.hand_off("request 1")
+        assert decode.read(handoff).error is None
+        until(lambda: prefill.leases.take_ended().done)
+        prefill.caches[...] = 7
+        error = decode.read(handoff).error
+        assert error is not None
+        assert error.code == "LEASE"
 
 
 def test_a_source_that_is_gone_and_comes_back(staging_bytes: int) -> None:

@@ -1,0 +1,159 @@
+"""Digests of requests, beside one plain copy of as many bytes in the same run.
+
+    python -m benchmarks.digest                     # a minute, in main memory
+    python -m benchmarks.digest --device cuda:0     # on a GPU
+    python -m benchmarks.digest --tokens 8192 --case states
+
+Each row is one worker's part of a request, in blocks in no order. The time of a digest is that of
+``cache_digests``, from block tables to plain values; a copy has as many bytes, in one piece. Both
+take turns, and each time is the median of the rounds: processor time in main memory, so that other
+processes do not count, and time that passes on a GPU. The length is that of the JSON text, of all
+workers of the engine with equal ones joined. ``mismatch`` compares one worker with an engine of
+twice as many ranks. Torch has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+
+from kvplan import Blocks, Model, Worker
+from kvplan.connector.digest import joined, mismatch
+from kvplan_nixl.digest import cache_digests
+from kvplan_nixl.rearrange import memories_of
+
+STATE_ORDINAL: Final = 7
+
+
+@attrs.frozen
+class Case:
+    """An engine of a model, in words, and the number of layers that are measured; 0 is all."""
+
+    name: str
+    model: str
+    arguments: dict[str, Any]
+    num_layers: int = 0
+
+    def workers(self, num_tokens: int, tp: int) -> tuple[Worker, ...]:
+        """The workers, with as many blocks as a request has."""
+        model = Model.shipped(self.model)
+        if self.num_layers:
+            model = attrs.evolve(model, layers=model.layers[: self.num_layers])
+        blocks = -(-num_tokens // 16)
+        return model.engine("prefill", num_blocks=blocks, **{**self.arguments, "tp": tp})
+
+
+CASES: Final = (
+    Case("heads outside tokens", "llama-3.1-70b", {"tp": 4, "layout": "LBHNC"}),
+    Case("tokens outside heads", "llama-3.1-70b", {"tp": 4, "layout": "LBNHC"}),
+    Case("K and V apart", "llama-3.1-70b", {"tp": 4, "layout": "LBNHC", "kv": "split"}),
+    Case("latents", "deepseek-v3", {"tp": 8}),
+    Case("rows of bytes", "deepseek-v3.2", {"tp": 8}),
+    Case("states and heads", "granite-4.0-h-tiny", {"tp": 4}),
+)
+
+
+def placed(worker: Worker, device: str) -> tuple[Worker, list[torch.Tensor]]:
+    """The worker with memory of random bytes on a device."""
+    tensors = []
+    regions = []
+    for region in worker.regions:
+        tensor = torch.randint(0, 256, (region.size_bytes,), dtype=torch.uint8, device=device)
+        tensors.append(tensor)
+        regions.append(attrs.evolve(region, address=tensor.data_ptr()))
+    return attrs.evolve(worker, regions=regions), tensors
+
+
+def tables_of(worker: Worker) -> dict[str, Blocks]:
+    """All blocks of each pool in no order; one state."""
+    rng = np.random.default_rng(1)
+    num_blocks = {view.group: view.num_blocks for view in worker.views}
+    tables = {}
+    for group in worker.groups:
+        if group.tokens_per_block is None:
+            tables[group.name] = Blocks([0], ordinals=[STATE_ORDINAL])
+        else:
+            tables[group.name] = Blocks(rng.permutation(num_blocks[group.name]))
+    return tables
+
+
+def medians(actions: Sequence[Callable[[], Any]], rounds: int, device: str) -> list[float]:
+    """Seconds that each action takes, the median of rounds in which they take turns."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    seconds: list[list[float]] = [[] for _ in actions]
+    for _ in range(rounds + 1):
+        for action, times in zip(actions, seconds, strict=True):
+            start = clock()
+            action()
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            times.append(clock() - start)
+    return [statistics.median(times[1:]) for times in seconds]
+
+
+def length_of(case: Case, tp: int) -> tuple[int, list[dict[str, Any]]]:
+    """The length of the JSON text of an engine, and the digests of its workers, of a few tokens."""
+    records = []
+    for worker in case.workers(64, tp):
+        here, tensors = placed(worker, "cpu")
+        for tensor in tensors:
+            tensor.zero_()  # so that all engines have the same contents
+        records.append(cache_digests(here, memories_of(tensors), tables_of(here), (0, 64)))
+    return len(json.dumps(joined(records), separators=(",", ":"))), records
+
+
+def row(case: Case, num_tokens: int, rounds: int, device: str) -> str:
+    """The row of a case."""
+    tp = case.arguments["tp"]
+    worker, tensors = placed(case.workers(num_tokens, tp)[0], device)
+    memories = memories_of(tensors)
+    tables = tables_of(worker)
+    span = (0, num_tokens)
+    num_bytes = 0
+    for view in worker.views:
+        num_bytes += tables[view.group].ids.size * view.block_bytes
+    plain = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
+    copy = torch.empty_like(plain)
+    actions = [lambda: cache_digests(worker, memories, tables, span), lambda: copy.copy_(plain)]
+    digest_s, copy_s = medians(actions, rounds, device)
+    length, _ = length_of(case, tp)
+    joined_there = [joined(length_of(case, 2 * tp)[1])]
+    received = length_of(case, tp)[1][:1]
+    (mismatch_s,) = medians([lambda: mismatch(joined_there, received)], rounds, "cpu")
+    assert mismatch(joined_there, received) is None
+    return (
+        f"| {case.name}: {case.model} | {num_bytes / 1e6:.0f} | {digest_s * 1e3:.1f} "
+        f"| {num_bytes / digest_s / 1e9:.2f} | {digest_s / copy_s:.1f} "
+        f"| {length / 1e3:.1f} | {mismatch_s * 1e3:.1f} |"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.digest", description=__doc__)
+    default = "cuda:0" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="where the caches are, as torch names it")
+    parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="of the request")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="that count")
+    parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print("| worker's part | MB | ms | GB/s | times a copy | KB of JSON | ms to compare |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for case in CASES:
+        if options.case in case.name:
+            print(row(case, options.tokens, options.rounds, options.device), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,329 @@
+"""Digests of what a worker's tensors hold of a request, in main memory or on a GPU.
+
+:mod:`kvplan.connector.digest` defines them, and compares those of two engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+
+from kvplan._arrays import Ints, distinct
+from kvplan._checks import instance, members
+from kvplan.connector.digest import (
+    DIVIDED,
+    WORD_BYTES,
+    BlockPositions,
+    Residues,
+    TensorDigests,
+    divided_axes,
+    keys,
+    packed_axis,
+    parts_of,
+    to_json,
+)
+from kvplan.describe import Axis, Blocks, Region, View, Worker
+from kvplan.describe.blocks import Tokens, check_blocks
+from kvplan.describe.views import TOKEN, Context
+from kvplan.errors import KVPlanError
+from kvplan.plan.bind import check_names, range_of
+from kvplan_nixl.rearrange import Memory
+
+CHUNK_BYTES: Final = {"cpu": 1 << 20, "cuda": 32 << 20}
+"""Words in work at a time, or one block: what a processor's cache holds, and what fills a GPU."""
+
+
+def cache_digests(
+    worker: Worker,
+    memories: Iterable[Memory],
+    blocks: Mapping[str, Blocks],
+    tokens: Tokens,
+    *,
+    divided: Iterable[str] = DIVIDED,
+    within: Context | None = None,
+) -> dict[str, Any]:
+    """Return the digests of a request's cache on one worker, as plain values for JSON.
+
+    ``memories`` hold the worker's regions. ``blocks`` and ``tokens`` are as ``bind`` takes them,
+    for the groups to digest; what of a block is outside the range does not count. ``divided`` are
+    the axes that workers of either engine divide. Readers that spread positions over workers
+    compare their digests together, or a source makes some for each of their contexts: ``within``.
+
+    All work is queued on torch's present stream before the first wait for it. Temporary memory is
+    twice :data:`CHUNK_BYTES`, or nine times one block if that is more.
+
+    Raises what ``bind`` does for its arguments, ``MEMORY`` for a region in none of the memories.
+
+    >>> from kvplan import Group, region_of, view_of
+    >>> from kvplan.connector.digest import mismatch
+    >>> from kvplan_nixl.rearrange import memories_of
+    >>> def digests(cache, axes, table):
+    ...     region = region_of(cache)
+    ...     group = Group("attn", cache.shape[axes.split().index("token")])
+    ...     view = view_of(cache, axes, name="layers.0", group="attn", region=region)
+    ...     worker = Worker("engine", 0, [region], [group], [view])
+    ...     return cache_digests(worker, memories_of([cache]), {"attn": Blocks(table)}, (0, 8))
+    >>> source = torch.randn(2, 4, 3, 16)  # 2 blocks of 4 tokens, 3 heads
+    >>> copied = source[[1, 0]].reshape(1, 8, 3, 16).transpose(1, 2).contiguous()
+    >>> expected = digests(source, "block token head dim", [1, 0])
+    >>> print(mismatch([expected], [digests(copied, "block head token dim", [0])]))
+    None
+    >>> copied[0, 2, 5, 7] += 0.001
+    >>> error = mismatch([expected], [digests(copied, "block head token dim", [0])])
+    >>> error.code, error.action
+    ('TRANSFER', 'use layers.0 head 2')
+    """
+    groups = {group.name: group for group in instance(Worker, worker, "worker of digests").groups}
+    storages = members(Memory, memories, "memories of digests")
+    check_names(groups, instance(Mapping, blocks, "block tables"), "block table")
+    check_names(groups, tokens if isinstance(tokens, Mapping) else (), "token range")
+    for geometry in worker.geometries:
+        group = geometry.group.name
+        if group in blocks:
+            check_blocks(group, blocks[group], geometry.num_blocks, is_destination=False)
+    positions = {}
+    for group, table in blocks.items():
+        span = range_of(tokens, groups[group])
+        positions[group] = BlockPositions.of(groups[group], table, span, within or Context())
+    regions = {region.name: region for region in worker.regions}
+    divided_names = tuple(divided)
+    arrays = DeviceArrays()
+    words_of_geometry: dict[tuple[int, int], ViewWords] = {}
+    sums: dict[tuple[str, str], list[ViewSum]] = {}
+    for view, geometry_number in zip(worker.views, worker.geometry_of, strict=True):
+        if view.group not in blocks:
+            continue
+        memory, offset = _place(storages, regions[view.region], view)
+        word_bytes = _word_bytes(view, divided_names, memory.address, offset)
+        key = (geometry_number, word_bytes)
+        if key not in words_of_geometry:
+            words_of_geometry[key] = ViewWords.of(view, divided_names, word_bytes)
+        words = words_of_geometry[key]
+        values = words.digests(memory, offset, positions[view.group], arrays)
+        sums.setdefault((view.name, view.group), []).append(ViewSum(words, values))
+    return to_json(_tensors(sums, positions))
+
+
+def _place(memories: Sequence[Memory], region: Region, view: View) -> tuple[Memory, int]:
+    """Return the memory that a region is in, and how far into it a view begins, in bytes."""
+    for memory in memories:
+        if memory.has(region):
+            return memory, region.address - memory.address + view.offset_bytes
+    raise KVPlanError(
+        "MEMORY",
+        f"digest region {region.name!r}",
+        expected="memory of a tensor that the region lies in",
+        got="none",
+        region=region.name,
+    )
+
+
+def _word_bytes(view: View, divided: Sequence[str], address: int, offset: int) -> int:
+    """Return the widest word, up to 8 bytes, that the view's elements can be read in.
+
+    It is as wide as several elements where the packed axis is contiguous, or as part of one.
+    """
+    steps = [axis.stride_bytes for axis in view.axes if axis.extent > 1]
+    if view.num_blocks > 1:
+        steps.append(view.block_stride_bytes)
+    packed = _contiguous_axis(view, divided)
+    if packed is None:
+        return math.gcd(view.itemsize, address, offset, *steps)
+    steps.remove(view.itemsize)
+    bounds = packed.start * view.itemsize, packed.stop * view.itemsize
+    return math.gcd(WORD_BYTES, address, offset, *bounds, *steps)
+
+
+def _contiguous_axis(view: View, divided: Sequence[str]) -> Axis | None:
+    """Return the packed axis of a view, if it is one digit whose elements follow each other."""
+    digits = [axis for axis in view.axes if axis.name == packed_axis(view.sizes, divided)]
+    if len(digits) == 1 and digits[0].extent > 1 and digits[0].stride_bytes == view.itemsize:
+        return digits[0]
+    return None
+
+
+@attrs.frozen(eq=False)
+class ViewWords:
+    """How the blocks of views with equal geometries are read as words, and what they are worth.
+
+    ``extents`` and ``strides_bytes`` have one entry for each dimension of a block, by descending
+    stride. The arrays have as many dimensions, of extent 1 where a value does not depend on one:
+    ``slots`` the slot, ``weights`` what a word is multiplied by, ``parts`` the part that it is in,
+    and ``coverage``, in the shape of ``parts``, the sum of rule D5 over the other axes.
+    """
+
+    num_blocks: int
+    block_stride_bytes: int
+    word_bytes: int
+    extents: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    divided: Mapping[str, int]
+    slots: Ints
+    weights: Residues
+    parts: Ints
+    coverage: Residues
+
+    @classmethod
+    def of(cls, view: View, divided: Sequence[str], word_bytes: int) -> ViewWords:
+        """Return the words of a view that fit its place."""
+        sizes = {axis: size for axis, size in view.sizes.items() if size > 1}
+        packed = packed_axis(sizes, divided)
+        contiguous = _contiguous_axis(view, divided)
+        order = sorted(view.axes, key=lambda axis: -axis.stride_bytes)
+        extents = [axis.extent for axis in order]
+        strides = [axis.stride_bytes for axis in order]
+        if contiguous is None:
+            # One more dimension has the words of an element.
+            extents.append(view.itemsize // word_bytes)
+            strides.append(word_bytes)
+        coordinates = {}
+        for axis in (*sizes, TOKEN):
+            coordinates[axis] = _coordinates(view, order, axis, len(extents))
+        byte = _along(np.arange(view.itemsize // word_bytes) * word_bytes, -1, len(extents))
+        if contiguous is not None:
+            # The dimension of the packed axis has words in place of elements.
+            at = order.index(contiguous)
+            extents[at] = contiguous.extent * view.itemsize // word_bytes
+            strides[at] = word_bytes
+            word = np.arange(extents[at]) * word_bytes + contiguous.start * view.itemsize
+            byte = _along(word, at, len(extents))
+        elif packed is not None:
+            byte = coordinates[packed] * view.itemsize + byte
+        shift = (byte % WORD_BYTES * 8).astype(np.uint64)
+        weights = np.uint64(1) << shift
+        if packed is not None:
+            weights = weights * keys(packed, byte // WORD_BYTES)
+        parts = np.zeros((1,) * len(extents), np.int64)
+        coverage = np.ones(parts.shape, np.uint64)
+        cut = divided_axes(sizes, divided)
+        for axis in sorted(sizes.keys() - {TOKEN}):
+            axis_keys = keys(axis, coordinates[axis])
+            if axis != packed:
+                weights = weights * axis_keys
+            if axis in cut:
+                share = cut[axis] // parts_of(cut[axis])
+                parts = parts * parts_of(cut[axis]) + coordinates[axis] // share
+                coverage = coverage * axis_keys
+            else:
+                coverage = coverage * axis_keys.sum(dtype=np.uint64)
+        return cls(
+            num_blocks=view.num_blocks,
+            block_stride_bytes=view.block_stride_bytes,
+            word_bytes=word_bytes,
+            extents=tuple(extents),
+            strides_bytes=tuple(strides),
+            divided=cut,
+            slots=coordinates[TOKEN],
+            weights=weights,
+            parts=parts,
+            coverage=coverage,
+        )
+
+    def digests(
+        self,
+        memory: Memory,
+        offset: int,
+        positions: BlockPositions,
+        arrays: DeviceArrays,
+    ) -> torch.Tensor:
+        """Return the sums of a view, from ``offset`` of a memory on, in the shape of ``parts``."""
+        size = self.word_bytes
+        words = memory.words(size)
+        strides = [stride // size for stride in (self.block_stride_bytes, *self.strides_bytes)]
+        blocks = words.as_strided((self.num_blocks, *self.extents), strides, offset // size)
+        ids = arrays.on(words.device, positions.ids)
+        position_keys = arrays.on(words.device, positions.keys)
+        weights = arrays.on(words.device, self.weights)
+        slots = arrays.on(words.device, self.slots)
+        sums = torch.zeros(self.parts.shape, dtype=torch.int64, device=words.device)
+        # Words are added up over all dimensions but those of slots and parts, and then over slots.
+        # Dimension 0 of products is that of blocks.
+        without_parts = [i + 1 for i, extent in enumerate(self.parts.shape) if extent == 1]
+        inner = [i for i in without_parts if self.slots.shape[i - 1] == 1]
+        bytes_of_block = WORD_BYTES * math.prod(self.extents)
+        blocks_at_a_time = max(1, CHUNK_BYTES[words.device.type] // bytes_of_block)
+        for first in range(0, ids.numel(), blocks_at_a_time):
+            chunk = slice(first, first + blocks_at_a_time)
+            products = blocks.index_select(0, ids[chunk])
+            if size < WORD_BYTES:
+                products = products.to(torch.int64).bitwise_and_((1 << 8 * size) - 1)
+            products.mul_(weights)
+            if inner:  # without any, torch would add up all
+                products = products.sum(inner, keepdim=True)
+            slot_keys = position_keys[chunk].index_select(1, slots.reshape(-1))
+            products *= slot_keys.view(-1, *slots.shape)
+            sums += products.sum([0, *without_parts], keepdim=True)[0]
+        return sums
+
+
+class DeviceArrays:
+    """Copies of arrays on a device, each made once. Unsigned integers become signed ones."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def on(self, device: torch.device, array: Any) -> torch.Tensor:
+        """Return an array on a device; all calls are for one device."""
+        if id(array) not in self._tensors:
+            signed = array.view(np.int64) if array.dtype == np.uint64 else array
+            # The array is kept beside its copy, so that no other one gets its id.
+            self._tensors[id(array)] = (array, torch.tensor(signed, device=device))
+        return self._tensors[id(array)][1]
+
+
+def _along(values: Ints, dimension: int, dimensions: int) -> Ints:
+    """Return values along one of several dimensions; the others have extent 1."""
+    shape = [1] * dimensions
+    shape[dimension] = values.size
+    return values.reshape(shape)
+
+
+def _coordinates(view: View, order: Sequence[Axis], axis: str, dimensions: int) -> Ints:
+    """Return the coordinate along a named axis at each place of a block, digits together."""
+    coordinates = np.zeros((1,) * dimensions, np.int64)
+    finer = 1
+    for digit in reversed(view.axes):
+        if digit.name == axis:
+            steps = np.arange(digit.start, digit.stop, dtype=np.int64) * finer
+            # Two equal digits cannot be told apart, and need not be: both have extent 1.
+            coordinates = coordinates + _along(steps, order.index(digit), dimensions)
+            finer *= digit.size
+    return coordinates
+
+
+@attrs.frozen(eq=False)
+class ViewSum:
+    """What a view holds: ``values``, on its device, are sums in the shape of ``words.parts``."""
+
+    words: ViewWords
+    values: torch.Tensor
+
+
+def _tensors(
+    sums: Mapping[tuple[str, str], Sequence[ViewSum]], positions: Mapping[str, BlockPositions]
+) -> Iterator[TensorDigests]:
+    """Yield the digests of each tensor, of which several views may hold boxes, by its group."""
+    flat = [view.values.reshape(-1) for views in sums.values() for view in views]
+    if not flat:
+        return
+    host = torch.cat(flat).cpu().numpy().view(np.uint64)
+    start = 0
+    for (tensor, group), views in sums.items():
+        # One row for each place of each view: the number of its part, its coverage and its sum.
+        number = np.concatenate([view.words.parts.reshape(-1) for view in views])
+        place_coverage = np.concatenate([view.words.coverage.reshape(-1) for view in views])
+        place_sums = host[start : start + number.size]
+        start += number.size
+        parts = distinct(number)
+        row = np.searchsorted(parts, number)
+        coverage = np.zeros(parts.size, np.uint64)
+        np.add.at(coverage, row, place_coverage)
+        digests = np.zeros(parts.size, np.uint64)
+        np.add.at(digests, row, place_sums)
+        axes = views[0].words.divided
+        yield TensorDigests(tensor, positions[group].positions, axes, parts, coverage, digests)

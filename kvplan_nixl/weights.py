@@ -1,0 +1,59 @@
+"""Which weights a model has, for engines that name it by a folder or by a hub's repository."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Final
+
+from kvplan import KVPlanError
+from kvplan.connector import fingerprint
+
+MAX_ADAPTERS: Final = 1024
+"""Adapters whose fingerprints are kept."""
+
+
+def weights_of(model: str, revision: str | None = None) -> str:
+    """Return a fingerprint of a model's files, of those in the hub's local cache if ``model`` is no folder.
+
+    Where there are none, return the revision, or ``unknown``.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = _snapshot(model, revision) or folder
+    return fingerprint(folder) or revision or "unknown"
+
+
+def _snapshot(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of a repository in the hub's local cache, None where it is not there."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        config_file = try_to_load_from_cache(repository, "config.json", revision=revision)
+    except HFValidationError:  # it is no name of a repository
+        return None
+    return Path(config_file).parent if isinstance(config_file, str) else None
+
+
+def adapter_of(path: str) -> str:
+    """Return which weights an adapter has: a fingerprint of its files, or its path where it has none that can be read.
+
+    A folder is read once, and again when one of its files has changed.
+    """
+    try:
+        changed_ns = tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(path)))
+    except OSError:  # it is in a hub
+        return path
+    return _adapter(path, changed_ns)
+
+
+@functools.lru_cache(maxsize=MAX_ADAPTERS)
+def _adapter(path: str, changed_ns: tuple[tuple[str, int], ...]) -> str:
+    try:
+        return fingerprint(path) or path
+    except KVPlanError:  # of broken files
+        return path
