@@ -14,14 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata, KvplanStats
+from kvplan_nixl.vllm.metadata import KvplanHandshakeMetadata, KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 from kvplan_nixl.vllm.scheduler import Scheduler
 from kvplan_nixl.vllm.worker import Worker
 
@@ -60,6 +60,9 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._scheduler.bind(kv_cache_manager.coordinator.single_type_managers)
+
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
 
@@ -78,6 +81,9 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.received(connector_output.finished_recving or set())
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KvplanWorkerMetadata):
+            self._scheduler.answer(metadata)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -109,8 +115,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
 
+    def build_connector_worker_meta(self) -> KvplanWorkerMetadata | None:
+        return self._worker.take_digests()
+
     def get_kv_connector_stats(self) -> KvplanStats | None:
-        return self._worker.stats.take() if self._role == KVConnectorRole.WORKER else None
+        part = self._scheduler if self._role == KVConnectorRole.SCHEDULER else self._worker
+        return part.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplanStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -9,10 +10,21 @@ from typing import Any, Final
 import attrs
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
 
-from kvplan import Model, Worker
+from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_vllm
+from kvplan.bridges.vllm import shared_attention
+from kvplan.connector import prompt_digest
+from kvplan.describe.blocks import POSITION_END
+from kvplan_nixl.weights import adapter_of, weights_of
 
 BYTES: Final = MappingProxyType({"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"})
 """What the bytes of a cache without a dtype are, by vLLM's name of its dtype."""
@@ -29,12 +41,39 @@ def is_state(group: Any) -> bool:
     return isinstance(specs_of(group)[0], MambaSpec)
 
 
-def window_of(group: Any) -> int | None:
-    """How many tokens back the layers of a cache group attend where vLLM frees the blocks before; None: all stay."""
-    specs = specs_of(group)
-    if not all(isinstance(spec, SlidingWindowSpec) for spec in specs):
-        return None
-    return max(int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)) for spec in specs)
+KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+"""Specs of caches whose blocks hold positions, or states, in the order of a request."""
+
+
+def check_kinds(cache: KVCacheConfig) -> None:
+    """Refuse caches whose blocks are used in another way than :data:`KINDS` are. Raises ``LAYOUT``."""
+    for group in cache.transfer_groups:
+        for spec in specs_of(group):
+            if not isinstance(spec, KINDS):
+                expected = " or ".join(kind.__name__ for kind in KINDS)
+                got = type(spec).__name__
+                raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
+
+
+def first_attended(group: Any, position: int) -> int:
+    """Return the first position that the token at ``position`` attends to in a cache group, and later ones too.
+
+    vLLM frees blocks before it: ``get_num_skipped_tokens`` in vllm/v1/core/single_type_kv_cache_manager.py.
+    """
+    return min(_first_attended(spec, position) for spec in specs_of(group))
+
+
+def _first_attended(spec: Any, position: int) -> int:
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, position - int(spec.sliding_window) + 1)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return position - position % int(spec.attention_chunk_size)
+    return 0
+
+
+def frees_blocks(group: Any) -> bool:
+    """Return whether vLLM frees blocks of a running request: those that no later token attends to, and old states."""
+    return is_state(group) or first_attended(group, POSITION_END) > 0
 
 
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
@@ -43,12 +82,12 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
 
 
 def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
-    """The model under the name that both engines must have for it, with the dtypes that the engine caches it in."""
+    """Return the model as both engines must name it, with its weights and the dtypes that the engine caches it in."""
     assert config.kv_transfer_config is not None
-    named = config.model_config
-    name = named.model if named.revision is None else f"{named.model}@{named.revision}"
-    name = config.kv_transfer_config.get_from_extra_config("model", name)
-    model = Model.from_config(named.hf_config.to_dict(), name)
+    extra_config = config.kv_transfer_config.get_from_extra_config
+    name = extra_config("model", config.model_config.model)
+    weights = extra_config("weights", None) or weights_of(config.model_config.model, config.model_config.revision)
+    model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
     specs = [spec for group in cache.transfer_groups for spec in specs_of(group)]
     attention = {str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")} - {"uint8"}
     if not attention:
@@ -57,12 +96,39 @@ def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
     return model.with_dtypes(*(each.pop() if len(each) == 1 else None for each in (attention, states)))
 
 
+def prompt_of(request: Request, num_tokens: int) -> str:
+    """Digest the first positions of a request, and all else that decides their cache or whose it is.
+
+    The facts are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
+    vllm/v1/core/kv_cache_utils.py. An adapter goes by its name and, where its files are here, by their fingerprint.
+    """
+    facts = []
+    if request.cache_salt is not None:
+        facts.append(f"salt {request.cache_salt}")
+    if request.lora_request is not None:
+        adapter = request.lora_request
+        facts.append(f"adapter {adapter.lora_name} {adapter_of(adapter.lora_path)}")
+    for feature in request.mm_features:
+        place = feature.mm_position
+        if place.offset < num_tokens:
+            facts.append(f"input {feature.identifier} at {place.offset}, {place.length} positions")
+    if request.prompt_embeds is not None:
+        embeddings = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8).cpu().numpy()
+        digest = hashlib.blake2b(embeddings, digest_size=16).hexdigest()
+        facts.append(f"embeddings {digest} at {request.prompt_is_token_ids}")
+    return prompt_digest(request._all_token_ids[:num_tokens], facts)
+
+
 def worker_of(
     config: VllmConfig, cache: KVCacheConfig, info: RankInfo, kv_caches: Mapping[str, torch.Tensor]
 ) -> Worker:
     """The worker of a rank. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context
-    worker = from_vllm(model_of(config, cache), info, cache, kv_caches, layers)
+    hf_config = config.model_config.hf_config
+    num_shared = getattr(hf_config, "num_mem_blocks", None)  # of Zamba2
+    attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
+    model = model_of(config, cache)
+    worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
     placed = {layer for tensor in cache.kv_cache_tensors for layer in tensor.layers}
     there = [name for name, i in groups_of(cache).items() if placed.intersection(cache.kv_cache_groups[i].layer_names)]
     renamed = dict(zip((group.name for group in worker.groups), there, strict=True))

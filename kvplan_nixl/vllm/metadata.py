@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvplan import KVPlanError
+from kvplan import Blocks, KVPlanError
 from kvplan.connector import Read, ReadResult
+from kvplan.connector.digest_requests import DigestRequest
 
 
 @dataclass
@@ -21,18 +27,33 @@ class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class KvplanMetadata(KVConnectorMetadata):
-    """For each step: what to read, which requests can't be read and why, and whose blocks are not read any more."""
+    """For each step: what to read and to digest, which requests can't be read and why, and whose blocks are free."""
 
     reads: list[Read] = field(default_factory=list)
+    digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)  # with the blocks of each
     refused: dict[str, KVPlanError] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
 
 
 @dataclass
-class KvplanStats(KVConnectorStats):
-    """What vLLM logs every few seconds: requests, bytes, failures, and how long requests took.
+class KvplanWorkerMetadata(KVConnectorWorkerMetadata):
+    """The digests that workers have computed in a step, one mapping for each worker."""
 
-    ``data`` has the seconds and bytes of each request that was read, and the number of those that failed.
+    digests: dict[DigestRequest, list[dict[str, Any]]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KvplanWorkerMetadata:
+        assert isinstance(other, KvplanWorkerMetadata)
+        for request, digests in other.digests.items():
+            self.digests.setdefault(request, []).extend(digests)
+        return self
+
+
+@dataclass
+class KvplanStats(KVConnectorStats):
+    """Counts for the line that vLLM logs every few seconds: requests, bytes, failures, and how long requests took.
+
+    ``data`` has the seconds and bytes of each request that was read, the number of those that failed, and on prefill
+    the number of claims that came when the lease was over.
     """
 
     def __post_init__(self) -> None:
@@ -40,7 +61,7 @@ class KvplanStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"seconds": [], "bytes": [], "failed": 0}
+        self.data: dict[str, Any] = {"seconds": [], "bytes": [], "failed": 0, "stale": 0}
 
     def record(self, ended: ReadResult) -> None:
         """Count a request."""
@@ -50,13 +71,17 @@ class KvplanStats(KVConnectorStats):
             self.data["seconds"].append(ended.seconds)
             self.data["bytes"].append(ended.num_bytes)
 
+    def record_stale(self, num_claims: int) -> None:
+        """Count claims that came when the lease was over."""
+        self.data["stale"] += num_claims
+
     def take(self) -> KvplanStats | None:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         if self.is_empty():
             return None
-        taken = KvplanStats(self.data)
+        counts = KvplanStats(self.data)
         self.reset()
-        return taken
+        return counts
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for key, value in other.data.items():
@@ -64,9 +89,16 @@ class KvplanStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        seconds, sizes = self.data["seconds"], self.data["bytes"]
+        seconds = self.data["seconds"]
         mean_ms = round(1000 * sum(seconds) / len(seconds), 3) if seconds else 0
-        return {"reads": len(seconds), "failed": self.data["failed"], "MiB": sum(sizes) >> 20, "mean ms": mean_ms}
+        num_mebibytes = sum(self.data["bytes"]) >> 20
+        return {
+            "reads": len(seconds),
+            "failed": self.data["failed"],
+            "stale": self.data["stale"],
+            "MiB": num_mebibytes,
+            "mean ms": mean_ms,
+        }
 
     def is_empty(self) -> bool:
-        return not (self.data["seconds"] or self.data["failed"])
+        return not any(self.data.values())

@@ -2,54 +2,75 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Sequence
 from typing import Any, Final
 
+import attrs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Leases, Listener, Notifier, Read, attended
-from kvplan_nixl.vllm.description import groups_of, is_state, window_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata
+from kvplan.connector import Claims, Handoff, Leases, Listener, Read, WholeBlocks, send_claims, whole_blocks
+from kvplan.connector.digest import joined
+from kvplan.connector.leases import LEASE_S
+from kvplan_nixl.vllm.description import check_kinds, first_attended, frees_blocks, groups_of, is_state, prompt_of
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 
 logger = init_logger(f"vllm.{__name__}")
-
-LEASE_S: Final = 300.0
-"""Seconds for which prefill keeps the blocks of a request that nobody has read."""
 
 NULL: Final = 0
 """The id of vLLM's null block."""
 
 
+@attrs.define(eq=False)
+class _Reading:
+    """A request that decode reads: its handoff, or why it can't be read, and how many positions decode has cached."""
+
+    handoff: Handoff | None
+    error: KVPlanError | None
+    num_cached: int = 0
+    is_begun: bool = False  # children of one request may share their parameters, so these cannot tell
+
+
 class Scheduler:
     """Prefill and decode in one: a request's ``kv_transfer_params`` say which of them an engine is for it.
 
-    Decode computes the last token of a prompt itself, so it reads the positions before. Where a sliding window or a
-    state would have passed them, prefill stops one token short of the prompt.
+    Decode computes the last token of a prompt itself, so it reads the positions before. Where blocks would be freed
+    that this token attends to, or a state would have passed it, prefill stops one token short of the prompt.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
         assert config.kv_transfer_config is not None
+        check_kinds(cache)
         self._transfer = config.kv_transfer_config
         self._port_offset = config.parallel_config.data_parallel_index
+        self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
-        self._windows = {name: window_of(cache.kv_cache_groups[i]) for name, i in self._groups.items()}
-        self._states = {name for name, i in self._groups.items() if is_state(cache.kv_cache_groups[i])}
-        self._stops_short = bool(self._states) or any(self._windows.values())
+        self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
+        self._states = {name for name, group in self._caches.items() if is_state(group)}
+        self._stops_short = any(frees_blocks(group) for group in self._caches.values())
         self._to_block_end = not cache.needs_kv_cache_zeroing  # else what follows the last position must stay zero
-        self._lease_s = float(self._transfer.get_from_extra_config("lease_s", LEASE_S))
+        self._managers: Sequence[SingleTypeKVCacheManager] = ()
         self._listener: Listener | None = None
-        self._leases = Leases()
-        self._done = Notifier(logger)
-        self._computed: dict[str, int] = {}  # positions that decode has cached, by request
-        self._reading: dict[str, Handoff] = {}
+        self._leases = Leases(float(self._transfer.get_from_extra_config("lease_s", LEASE_S)))
+        self._handed_over: dict[str, tuple[str, dict[str, Blocks]]] = {}  # leases and their blocks, by request
+        self._num_refused = 0
+        self._claims = Claims(logger, send_claims)
+        self._reader = uuid.uuid4().hex  # of this start
+        self._reading: dict[str, _Reading] = {}
+        self._read_from: dict[str, dict[str, int]] = {}  # where groups of a request begin that were read in part
         self._step = KvplanMetadata()
+        self.stats = KvplanStats()
+
+    def bind(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+        """Take the managers of all cache groups, which register blocks in the prefix cache."""
+        self._managers = managers
 
     def serve(self, envelopes: Sequence[bytes]) -> None:
         """Serve the envelopes of all workers to engines that read from this one, if it is a producer."""
@@ -58,118 +79,211 @@ class Scheduler:
         host = str(self._transfer.get_from_extra_config("host", get_ip()))
         port = int(self._transfer.get_from_extra_config("port", 0))
         assert self._transfer.engine_id is not None
-        self._listener = Listener(self._transfer.engine_id, host, envelopes, port and port + self._port_offset)
+        self._listener = Listener(
+            self._transfer.engine_id,
+            host,
+            envelopes,
+            self._leases,
+            port=port and port + self._port_offset,
+            bind=str(self._transfer.get_from_extra_config("bind", host)),
+        )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 
     def close(self) -> None:
         """Stop serving."""
-        self._done.close()
+        self._claims.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
     def add(self, request: Request) -> None:
-        """Shorten the prompt of a request that prefill computes, by the token that decode computes itself."""
+        """Take a request that has arrived: claim what it reads, or shorten what decode computes the last token of."""
         params = request.kv_transfer_params or {}
-        if not (self._stops_short and params.get("do_remote_decode")) or request.num_prompt_tokens < 2:
-            return
-        if request.prompt_token_ids is None:  # embeddings
-            assert request.prompt_embeds is not None
-            request.prompt_embeds = request.prompt_embeds[:-1]
-        else:
+        if params.get("do_remote_prefill"):
+            self._reading[request.request_id] = self._claim(request)
+        if self._stops_short and params.get("do_remote_decode") and request.num_prompt_tokens > 1:
+            self._stop_short(request)
+
+    def _claim(self, request: Request) -> _Reading:
+        try:
+            handoff = Handoff.of_params(request.kv_transfer_params or {})
+            handoff.check_prompt(prompt_of(request, handoff.num_tokens))
+        except KVPlanError as error:
+            return _Reading(None, error)
+        self._claims.begin(handoff.source, handoff.lease, self._name(request.request_id))
+        return _Reading(handoff, None)
+
+    def _name(self, request: str) -> str:
+        """Return the reader that a request is, by a name that no other request has, of this engine or another."""
+        return f"{self._reader} {request}"
+
+    def _stop_short(self, request: Request) -> None:
+        """Shorten a prompt by the token that decode computes itself."""
+        if request.prompt_token_ids is not None:
             del request.prompt_token_ids[-1]
+        if request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-1]
         del request._all_token_ids[-1]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
 
-    def count(self, request: Request, num_computed: int) -> int:
-        """How many positions decode reads of a request of which it has cached the first ``num_computed``."""
-        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+    def count(self, request: Request, num_cached: int) -> int:
+        """Return how many positions decode reads of a request of which it has cached the first ``num_cached``."""
+        reading = self._reading.get(request.request_id)
+        if reading is None or reading.is_begun:
             return 0
-        self._computed[request.request_id] = num_computed
-        return max(0, int(request.num_prompt_tokens) - 1 - num_computed)
+        reading.num_cached = num_cached
+        return max(0, int(request.num_prompt_tokens) - 1 - num_cached)
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Read ``num_tokens`` positions of a request into its blocks. A request is read once."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        reading = self._reading.get(request.request_id)
+        if reading is None or reading.is_begun:
             return
-        params["do_remote_prefill"] = False
-        start = self._computed.pop(request.request_id, 0)
+        reading.is_begun = True
         if num_tokens == 0:
-            self._let_go(params)
+            self._let_go(request.request_id)
             return
         try:
-            self._read(request.request_id, Handoff.of_params(params), blocks.get_block_ids(), start, start + num_tokens)
+            stop = reading.num_cached + num_tokens
+            self._step.reads.append(self._read(request.request_id, reading, blocks.get_block_ids(), stop))
         except KVPlanError as error:
             self._step.refused[request.request_id] = error
 
-    def _read(self, request: str, handoff: Handoff, ids: Sequence[Sequence[int]], start: int, stop: int) -> None:
-        self._reading[request] = handoff
+    def _read(self, request: str, reading: _Reading, ids: Sequence[Sequence[int]], stop: int) -> Read:
+        """Return what the workers read into blocks of all groups: positions from the cached ones to ``stop``."""
+        handoff = reading.handoff
+        if handoff is None:
+            assert reading.error is not None
+            raise reading.error
+        refusal = self._claims.refusal(handoff.source, handoff.lease, self._name(request))
+        if refusal is not None:
+            raise refusal
         if stop > handoff.num_tokens or (self._states and stop != handoff.num_tokens):
             expected = f"{'exactly' if self._states else 'at least'} {stop} positions"
             got = f"{handoff.num_tokens} computed by {handoff.source}"
             raise KVPlanError("TOKENS", f"read request {request!r}", expected=expected, got=got)
-        tokens = {
-            name: attended(start, stop, window) for name, window in self._windows.items() if name not in self._states
+        local = self._tables(ids)
+        positions = {
+            group: self._whole_blocks(group, (reading.num_cached, stop), local[group], handoff)
+            for group in self._groups.keys() - self._states
         }
-        read = Read(
+        for group, whole in positions.items():
+            if whole.start > max(reading.num_cached, self._first_listed(group, local[group])):
+                self._leave_uncached(request, group, whole)
+                self._read_from.setdefault(request, {})[group] = whole.start
+        return Read(
             request=request,
             source=handoff.source,
-            local=self._tables(ids),
+            lease=handoff.lease,
+            local=local,
             remote=handoff.blocks,
-            tokens=tokens,
-            deadline=handoff.deadline,
+            tokens={group: (whole.start, whole.stop) for group, whole in positions.items()},
             to_block_end=self._to_block_end,
         )
-        self._step.reads.append(read)
+
+    def _whole_blocks(self, group: str, tokens: tuple[int, int], blocks: Blocks, handoff: Handoff) -> WholeBlocks:
+        """Return the positions of a group that are read, by its blocks here and what prefill has kept."""
+        cache = self._caches[group]
+        size = int(cache.kv_cache_spec.block_size)
+        listed = self._first_listed(group, blocks)
+        return whole_blocks(tokens, first_attended(cache, tokens[1]), size, listed, handoff.kept.get(group, 0))
+
+    def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
+        """Keep a block that is read in part out of the prefix cache. Raises ``BLOCKS`` where vLLM gives no way to."""
+        if not self._caches_prefixes:
+            return
+        if not self._managers:
+            raise KVPlanError(
+                "BLOCKS",
+                f"read request {request!r}",
+                expected=f"whole blocks of {group}, from {whole.first_whole} on, for the prefix cache",
+                got=f"positions from {whole.start} on",
+                hint="engines with equal block sizes, or decode without prefix caching, can read it",
+            )
+        manager = self._managers[self._groups[group]]
+        num_blocks = whole.first_whole // manager.block_size
+        manager.num_cached_block[request] = max(manager.num_cached_block.get(request, 0), num_blocks)
 
     def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
-        """Block tables by group. Of states only the last one counts, which is that of the last token computed."""
-        listed = {name: [*ids[i]] for name, i in self._groups.items()}
-        return {
-            name: Blocks(blocks[-1:] if name in self._states else blocks, null=NULL) for name, blocks in listed.items()
-        }
+        """Return block tables by group. Of states only the last one counts, that of the last token computed."""
+        tables = {}
+        for group, index in self._groups.items():
+            block_ids = ids[index][-1:] if group in self._states else ids[index]
+            tables[group] = Blocks([*block_ids], null=NULL)
+        return tables
 
-    def _let_go(self, params: Mapping[str, Any]) -> None:
-        """Tell prefill that a request is not read."""
-        try:
-            handoff = Handoff.of_params(params)
-        except KVPlanError as error:
-            logger.warning("no request is let go: %s", error)
-        else:
-            self._done.put(handoff.source, handoff.request)
+    def _let_go(self, request: str) -> None:
+        """End the claim of a request that is read, or will not be."""
+        reading = self._reading.pop(request)
+        if reading.handoff is not None:
+            self._claims.end(reading.handoff.source, reading.handoff.lease, self._name(request))
 
     def received(self, requests: set[str]) -> None:
-        """All workers have ended the reads of these requests."""
-        for request in requests:
-            handoff = self._reading.pop(request, None)
-            if handoff is not None:
-                self._done.put(handoff.source, handoff.request)
+        """Take requests whose reads have ended in all workers."""
+        for request in requests & self._reading.keys():
+            self._let_go(request)
 
     def finish(self, request: Request, ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """The parameters with which decode can read a finished request, whose blocks stay; None where none can."""
+        """Return the parameters with which others read a finished request, whose blocks stay; None where none can."""
         params = request.kv_transfer_params or {}
-        self._computed.pop(request.request_id, None)
-        if params.get("do_remote_prefill"):  # aborted before it was read
-            params["do_remote_prefill"] = False
-            self._let_go(params)
-        done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not (params.get("do_remote_decode") and done and self._listener is not None and any(ids)):
+        reading = self._reading.get(request.request_id)
+        if reading is not None and not reading.is_begun:  # aborted before it was read
+            self._let_go(request.request_id)
+        read_from = self._read_from.pop(request.request_id, {})
+        is_done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not (params.get("do_remote_decode") and is_done and self._listener is not None and any(ids)):
             return None
-        until = time.monotonic() + self._lease_s
-        self._leases.grant(request.request_id, until)
+        num_tokens = request.num_computed_tokens
+        if not self._states:  # whose last one is that of the last token computed
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
         tables = self._tables(ids)
-        handoff = Handoff(self._listener.source, request.request_id, request.num_computed_tokens, until, tables)
+        kept = {
+            group: max(self._first_listed(group, tables[group]), read_from.get(group, 0))
+            for group in self._groups.keys() - self._states
+        }
+        lease = self._leases.grant(request.request_id)
+        self._handed_over[request.request_id] = lease, tables
+        prompt = prompt_of(request, num_tokens)
+        handoff = Handoff(self._listener.source, lease, num_tokens, prompt, tables, kept)
         return {"do_remote_prefill": True, "do_remote_decode": False, **handoff.params()}
 
+    def _first_listed(self, group: str, blocks: Blocks) -> int:
+        """Return the position from which on a group has all blocks of a request."""
+        gaps = (blocks.ordinals[1:] - blocks.ordinals[:-1] > 1).nonzero()[0]
+        if not blocks.ids.size:
+            first_block = blocks.listed[1]
+        elif gaps.size:
+            first_block = int(blocks.ordinals[gaps[-1] + 1])
+        else:
+            first_block = blocks.first
+        return first_block * int(self._caches[group].kv_cache_spec.block_size)
+
     def take_step(self) -> KvplanMetadata:
-        """What the workers have to know in this step."""
+        """Return what the workers have to know in this step."""
+        ended = self._leases.take_ended()
+        if ended.late:
+            lease_s = self._leases.lease_s
+            logger.warning("no reader has claimed these requests for %g s: %s", lease_s, ", ".join(ended.late))
+        num_stale = self._leases.num_refused - self._num_refused
+        if num_stale:
+            self._num_refused += num_stale
+            self.stats.record_stale(num_stale)
+            logger.error("%d claims came for leases that are over: their requests fail", num_stale)
+        step = self._step
+        self._step = KvplanMetadata()
+        step.released.update(ended.done, ended.late)
         if self._listener is not None:
-            self._leases.end(self._listener.done())
-        done, late = self._leases.ended(time.monotonic())
-        if late:
-            logger.warning("nobody has read these requests within %g s: %s", self._lease_s, ", ".join(late))
-        step, self._step = self._step, KvplanMetadata()
-        step.released.update(done, late)
+            for request in step.released:
+                self._listener.digests.forget(self._handed_over.pop(request)[0])
+            tables_by_lease = dict(self._handed_over.values())
+            for digest in self._listener.digests.take():
+                if digest.lease in tables_by_lease:
+                    step.digests[digest] = tables_by_lease[digest.lease]
         return step
+
+    def answer(self, metadata: KvplanWorkerMetadata) -> None:
+        """Take the digests that all workers have computed."""
+        if self._listener is not None:
+            for request, digests in metadata.digests.items():
+                self._listener.digests.put(request, [joined(digests)])  # replicas once

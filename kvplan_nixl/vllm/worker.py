@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -12,14 +13,17 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import KVPlanError, tails
+from kvplan import Blocks, KVPlanError, tails
 from kvplan.bridges import RankInfo
-from kvplan.connector import Read, Reads
+from kvplan.connector import Claims, Read, Reads, send_claims
+from kvplan.connector.digest_requests import DigestRequest
+from kvplan.describe.blocks import Request as Binding
 from kvplan.staging import Pipeline
 from kvplan_nixl import UCX, Envelope, NixlExecutor
+from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.rearrange import STAGING, memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -32,6 +36,7 @@ class Worker:
         self._cache = cache
         self._executor: NixlExecutor | None = None
         self._released: set[str] = set()
+        self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -54,8 +59,10 @@ class Worker:
             open_offer=lambda data: Envelope.unpack(data, key).worker,
             connect=self._executor.connect,
             disconnect=partial(self._executor.disconnect, force=True),
+            claims=Claims(logger, send_claims),
             timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", 30)),
             pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
+            digest=self._digests_of if transfer.get_from_extra_config("verify", False) else None,
         )
         logger.info("%s", worker)
 
@@ -67,8 +74,10 @@ class Worker:
     def begin(self, step: KvplanMetadata) -> None:
         """Begin the reads of a step."""
         self._released |= step.released
-        for request, error in step.refused.items():
-            self._reads.fail(request, error)
+        for request, blocks in step.digests.items():
+            self._digests[request] = [self._digest(request, blocks)]
+        for name, error in step.refused.items():
+            self._reads.fail(name, error)
         for read in step.reads:
             try:
                 if self._cache.needs_kv_cache_zeroing:
@@ -77,6 +86,32 @@ class Worker:
                 self._reads.fail(read.request, error)
             else:
                 self._reads.begin(read)
+
+    def _digests_of(self, arrived: Binding) -> Mapping[str, Any]:
+        """Digest what has arrived of a request."""
+        return cache_digests(self._reads.worker, self._memories, arrived["local"], arrived["tokens"])
+
+    def _digest(self, request: DigestRequest, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
+        """Digest what another engine reads of a request, as far as this worker has it; nothing where that fails."""
+        worker = self._reads.worker
+        tokens = dict(request.tokens)
+        states = {group.name for group in worker.groups if group.tokens_per_block is None}
+        groups = {group.name for group in worker.groups} & (tokens.keys() | states)
+        tables = {group: blocks[group] for group in groups}
+        ranges = {group: tokens[group] for group in groups - states}
+        try:
+            return cache_digests(worker, self._memories, tables, ranges)
+        except KVPlanError as error:
+            logger.error("%s is not digested: %s", request.lease, error)
+            return {}
+
+    def take_digests(self) -> KvplanWorkerMetadata | None:
+        """Return the digests that were computed since the last step."""
+        if not self._digests:
+            return None
+        digests = self._digests
+        self._digests = {}
+        return KvplanWorkerMetadata(digests)
 
     def _clear(self, read: Read) -> None:
         """Set to zero what is after a request's last position in its blocks, which vLLM leaves to who fills them."""
