@@ -24,8 +24,10 @@ def register() -> None:
     HookRegistry.register(f"{package}.utils.get_kv_class", _get_kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{package}.{queue}._init_kv_manager", _start, HookType.AFTER)
+    sending = "prefill.PrefillBootstrapQueue.create_sender"
+    HookRegistry.register(f"{package}.{sending}", _tell_sender, HookType.AFTER)
     waiting = "decode.DecodePreallocQueue._create_receiver_and_enqueue"
-    HookRegistry.register(f"{package}.{waiting}", _expect, HookType.AFTER)
+    HookRegistry.register(f"{package}.{waiting}", _tell_receiver, HookType.AFTER)
     add_disagg_transfer_backend_choices([BACKEND])
 
 
@@ -50,6 +52,14 @@ def _start(manager: Any, queue: Any) -> None:
         manager.start(queue)
 
 
-def _expect(waiting: Any, *_: Any, **__: Any) -> None:
-    """Tell a receiver how long its prompt is."""
-    waiting.kv_receiver.num_tokens = len(waiting.req.origin_input_ids)
+def _tell_sender(is_created: bool, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Give a sender its request."""
+    if is_created:
+        req.disagg_kv_sender.req = req
+
+
+def _tell_receiver(waiting: Any, *_: Any, **__: Any) -> None:
+    """Give a receiver its request. What was retracted and would be computed again is refused."""
+    waiting.kv_receiver.req = waiting.req
+    if waiting.is_rebootstrap:
+        waiting.kv_receiver.refuse_rebootstrap()

@@ -7,6 +7,7 @@ the answer, which is all that another engine's prefill knows.
 
 Each pipeline stage of SGLang's prefill has block tables of its own, and posts an entry with them: ``POST
 /ROOM/STAGE/STAGES``, with its index and the number of all. The room is there when they all are, with all block tables.
+Entries with another ``attempt`` are of another request in the same room, so no stage of one is joined with the other's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ from kvplan.connector.http import exchange, serve
 
 MAX_ROOMS: Final = 1 << 14
 """Entries that a server keeps, the newest ones."""
+
+BY_GROUP: Final = ("remote_block_ids", "remote_kept")
+"""The parameters of a handoff in which each stage has groups of its own."""
+
+MAX_ATTEMPTS: Final = 4
+"""Entries of one room that a server keeps, the newest ones: a request may be computed again under its room."""
+
+Stages = dict[tuple[int, int], Any]
+"""Entries by stage and number of stages."""
 
 TIMEOUT_S: Final = 3.0
 
@@ -45,30 +55,36 @@ class BootstrapServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        rooms: OrderedDict[str, dict[tuple[int, int], Any]] = OrderedDict()  # entries by stage and number of stages
+        rooms: OrderedDict[str, OrderedDict[str, Stages]] = OrderedDict()  # by room and attempt
         lock = threading.Lock()
 
         def get(path: str) -> Any:
             with lock:
-                found = {room: _joined(rooms.get(room, {})) for room in path[1:].split(",")}
-            return {room: entry for room, entry in found.items() if entry is not None}
+                entries = {room: _newest(rooms.get(room, OrderedDict())) for room in path[1:].split(",")}
+            return {room: entry for room, entry in entries.items() if entry is not None}
 
-        def post(path: str, entry: Any) -> bool:
+        def post(path: str, entry: Any) -> Any:
             room, *part = path[1:].split("/")
             stage, stages = map(int, part or (0, 1))
             match entry:
-                case {"handoff": {"remote_block_ids": dict()}} if 0 <= stage < stages:
+                case {"handoff": {"remote_block_ids": dict(), "remote_kept": dict()}} if 0 <= stage < stages:
                     pass
                 case dict() if (stage, stages) == (0, 1):
                     pass
                 case _:
-                    return False
+                    return None
             with lock:
-                if rooms.setdefault(room, {}).setdefault((stage, stages), entry) != entry:
-                    rooms[room] = {(stage, stages): entry}  # the room has another request now
+                attempts = rooms.setdefault(room, OrderedDict())
+                attempt = attempts.setdefault(f"{entry.get('attempt')}", {})
+                if attempt.setdefault((stage, stages), entry) != entry:
+                    attempt.clear()  # it has been computed again
+                    attempt[stage, stages] = entry
+                while len(attempts) > MAX_ATTEMPTS:
+                    attempts.popitem(last=False)
+                rooms.move_to_end(room)
                 while len(rooms) > MAX_ROOMS:
                     rooms.popitem(last=False)
-            return True
+            return {}
 
         self._server = serve(host, port, get=get, post=post)
         self.address: str = f"{host}:{self._server.server_port}"
@@ -79,17 +95,25 @@ class BootstrapServer:
         self._server.server_close()
 
 
-def _joined(entries: Mapping[tuple[int, int], Any]) -> Any:
+def _newest(attempts: OrderedDict[str, Stages]) -> Any:
+    """Return the entry of the newest attempt that all stages have published, None where there is none."""
+    entries = map(_joined, reversed(attempts.values()))
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def _joined(entries: Stages) -> Any:
     """The first stage's entry, with the block tables of all; None until all stages of a room have published."""
     if {stages for _, stages in entries} != {len(entries)}:
         return None
     first, *others = (entries[stage] for stage in sorted(entries))
     if not others:
         return first
-    tables = dict(first["handoff"]["remote_block_ids"])
-    for entry in others:
-        tables.update(entry["handoff"]["remote_block_ids"])
-    return {**first, "handoff": {**first["handoff"], "remote_block_ids": tables}}
+    handoff = dict(first["handoff"])
+    for key in BY_GROUP:
+        handoff[key] = dict(handoff[key])
+        for entry in others:
+            handoff[key].update(entry["handoff"][key])
+    return {**first, "handoff": handoff}
 
 
 def publish(address: str, room: int, entry: Mapping[str, Any], stage: int = 0, stages: int = 1) -> None:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+import uuid
 from base64 import b64decode
 from typing import Any
 
 from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
-from kvplan import KVPlanError
-from kvplan.connector import Handoff, Read, attended
+from kvplan import Blocks, KVPlanError
+from kvplan.connector import Handoff, Read, attended, whole_blocks
 from kvplan_nixl.sglang.manager import Manager
 from kvplan_nixl.sglang.prefill import tables_of
+from kvplan_nixl.sglang.prompt import prompt_of
 
 
 class Receiver(BaseKVReceiver):
     """A request of one rank. All ranks ask for it and read their part; the first one tells prefill when all are done.
 
-    SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has computed it.
-    ``num_tokens``, the length of the prompt, is set from outside.
+    SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has computed it. The
+    lease is claimed then, and until all ranks are done.
     """
 
-    num_tokens: int
+    req: Any
+    """SGLang's request, which is set from outside."""
 
     require_staging = False
 
@@ -32,6 +35,7 @@ class Receiver(BaseKVReceiver):
         assert bootstrap_room is not None
         self.kv_mgr = mgr
         self._address, self._room = bootstrap_addr, bootstrap_room
+        self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
         self._entry: dict[str, Any] = {}
         self._handoff: Handoff | None = None
         self._row = -1
@@ -39,10 +43,27 @@ class Receiver(BaseKVReceiver):
         self._is_aborted = False
         self.conclude_state: Any = None
         self._error: Exception = RuntimeError("aborted")
+        self._has_room = False
 
     def init(self, prefill_dp_rank: int) -> None:
+        if self.conclude_state is not None:
+            return
+        try:
+            self.kv_mgr.open_room(self._room)
+        except KVPlanError as error:
+            self._error = error
+            self.conclude_state = KVPoll.Failed
+            return
+        self._has_room = True
         self._stop = time.monotonic() + self.kv_mgr.timeout_s
         self.kv_mgr.rooms.want(self._room, self._address)
+
+    def refuse_rebootstrap(self) -> None:
+        """Fail a request whose prompt and answer so far prefill would have to compute again."""
+        action = f"read request {self._room} again"
+        expected = "a request that was not retracted for new weights"
+        self._error = KVPlanError("PROMPT", action, expected=expected, got="one that was")
+        self.conclude_state = KVPoll.Failed
 
     def poll(self) -> Any:
         if self.conclude_state is None:
@@ -53,29 +74,40 @@ class Receiver(BaseKVReceiver):
         return self.conclude_state
 
     def _poll(self) -> Any:
-        manager, name = self.kv_mgr, f"{self._room}"
+        manager = self.kv_mgr
         if self._handoff is None:
             entry = manager.rooms.take(self._room)
             if entry is None:
                 if time.monotonic() > self._stop:
                     expected = f"prefill to compute it within {manager.timeout_s:g} s"
-                    raise KVPlanError("PEER", f"read request {name}", expected=expected, got="nothing")
+                    raise KVPlanError("PEER", f"read request {self._room}", expected=expected, got="nothing")
                 return KVPoll.Bootstrapping
-            self._entry, self._handoff = entry, Handoff.of_params(entry.get("handoff"))
-            if self._handoff.num_tokens != self.num_tokens:
-                expected, got = f"{self.num_tokens} positions", f"{self._handoff.num_tokens} computed"
-                raise KVPlanError("TOKENS", f"read request {name}", expected=expected, got=got)
+            self._claim(entry)
         if self._row < 0:
             return KVPoll.WaitingForInput
         manager.poll()
-        if name not in manager.ended:
+        if self._name not in manager.ended:
             return KVPoll.Transferring
-        error = manager.ended.pop(name)
+        error = manager.ended.pop(self._name)
         if error is not None or self._is_aborted:
             raise error or self._error
         self._write_metadata()
         self.conclude_state = KVPoll.Success
         return self.conclude_state
+
+    def _claim(self, entry: Any) -> None:
+        """Take what prefill has published, if it is of this prompt, and claim its lease."""
+        handoff = Handoff.of_params(entry.get("handoff"))
+        num_tokens = len(self.req.origin_input_ids)
+        if handoff.num_tokens != num_tokens:
+            expected = f"{num_tokens} positions"
+            got = f"{handoff.num_tokens} computed"
+            raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
+        handoff.check_prompt(prompt_of(self.req, num_tokens))
+        if self.kv_mgr.is_first:
+            self.kv_mgr.claims.begin(handoff.source, handoff.lease, self._name)
+        self._entry = entry
+        self._handoff = handoff
 
     def send_metadata(
         self,
@@ -91,18 +123,27 @@ class Receiver(BaseKVReceiver):
         self._row = aux_index
         manager, handoff = self.kv_mgr, self._handoff
         start, stop = decode_prefix_len or 0, handoff.num_tokens
-        manager.under_way.add(f"{self._room}")
+        manager.under_way[self._name] = self._room
         local = tables_of(manager, kv_indices.tolist(), start, stop, state_indices or [])
         manager.reads.begin(
             Read(
-                request=f"{self._room}",
+                request=self._name,
                 source=handoff.source,
+                lease=handoff.lease,
                 local=local,
                 remote=handoff.blocks,
-                tokens={name: attended(start, stop, window) for name, window in manager.windows.items()},
-                deadline=handoff.deadline,
+                tokens={group: self._positions(group, (start, stop), local[group]) for group in manager.windows},
             )
         )
+
+    def _positions(self, group: str, tokens: tuple[int, int], blocks: Blocks) -> tuple[int, int]:
+        """Return the positions of a group that are read: all of its pages, as far as prefill has kept them."""
+        assert self._handoff is not None
+        manager, kept = self.kv_mgr, self._handoff.kept.get(group, 0)
+        size = manager.kv_args.page_size
+        needed, _ = attended(*tokens, manager.windows[group])
+        whole = whole_blocks(tokens, needed, size, blocks.first * size, kept)
+        return whole.start, whole.stop
 
     def _write_metadata(self) -> None:
         """Write the first token, and what belongs to it, where SGLang looks for them."""
@@ -124,7 +165,7 @@ class Receiver(BaseKVReceiver):
     @property
     def abort_notified(self) -> bool:
         """Whether bytes of the request may still move, so that its pages must stay."""
-        return f"{self._room}" in self.kv_mgr.under_way
+        return self._name in self.kv_mgr.under_way
 
     bootstrap_infos = ()
 
@@ -138,10 +179,13 @@ class Receiver(BaseKVReceiver):
             self.conclude_state = KVPoll.Failed
 
     def clear(self) -> None:
-        self.kv_mgr.rooms.forget(self._room)
-        self.kv_mgr.ended.pop(f"{self._room}", None)
+        if self._has_room:
+            self.kv_mgr.rooms.forget(self._room)
+            self.kv_mgr.close_room(self._room)
+            self._has_room = False
+        self.kv_mgr.ended.pop(self._name, None)
         if self._handoff is not None and self.kv_mgr.is_first:
-            self.kv_mgr.done.put(self._handoff.source, self._handoff.request)
+            self.kv_mgr.claims.end(self._handoff.source, self._handoff.lease, self._name)
             self._handoff = None
 
     def failure_exception(self) -> None:

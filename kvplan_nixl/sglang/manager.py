@@ -21,11 +21,13 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
-from kvplan.connector import Leases, Listener, Notifier, Reads
+from kvplan.connector import Claims, Leases, Listener, Reads, send_claims
+from kvplan.connector.leases import LEASE_S
 from kvplan.staging import Pipeline
 from kvplan_nixl import Envelope, NixlExecutor
 from kvplan_nixl.rearrange import STAGING, with_staging
 from kvplan_nixl.sglang.bootstrap import Rooms
+from kvplan_nixl.weights import weights_of
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -47,8 +49,10 @@ class Manager(BaseKVManager):
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         self.kv_args = args
         self.is_prefill: bool = mode.value == "prefill"
+        self._caches_prefixes = bool(getattr(server_args, "disaggregation_decode_enable_radix_cache", False))
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         self.prefill_info_table: dict[str, Any] = {}
+        self._open_rooms: set[int] = set()
 
     def register_to_bootstrap(self) -> None:
         """Nothing is registered: a handoff says where the offers are."""
@@ -77,6 +81,9 @@ class Manager(BaseKVManager):
             if kind == "swa"
         }
         self.windows: dict[str, int | None] = {self.groups[0]: None, **windows}
+        if windows and self.kv_args.page_size == 1:
+            # SGLang's tree keeps one position of a window that no backend transfers.
+            _check("disaggregation_decode_enable_radix_cache", False, self._caches_prefixes)
         self.metadata = queue.metadata_buffers
         key = os.environ.get("KVPLAN_KEY", "").encode()
         num_bytes = 0 if self.is_prefill else int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
@@ -85,11 +92,15 @@ class Manager(BaseKVManager):
         if self.is_prefill:
             offers: list[bytes] = [b""] * group.world_size
             torch.distributed.all_gather_object(offers, self._executor.envelope(), group=group.cpu_group)
-            self.leases = Leases()
-            self.listener = Listener(engine_id, get_local_ip_auto(), offers) if self.is_first else None
+            self.leases = Leases(float(os.environ.get("KVPLAN_LEASE_S", LEASE_S)))
+            host = os.environ.get("KVPLAN_HOST", get_local_ip_auto())
+            bind = os.environ.get("KVPLAN_BIND", host)
+            self.listener = Listener(engine_id, host, offers, self.leases, bind=bind) if self.is_first else None
             self.source = group.broadcast_object(self.listener and self.listener.source, src=0)
             self.publisher = ThreadPoolExecutor(1, "kvplan publish")
+            self._num_refused = 0
         else:
+            self.claims = Claims(logger, send_claims)
             self.reads = Reads(
                 self.worker,
                 self._executor,
@@ -97,14 +108,14 @@ class Manager(BaseKVManager):
                 open_offer=lambda data: Envelope.unpack(data, key).worker,
                 connect=self._executor.connect,
                 disconnect=partial(self._executor.disconnect, force=True),
+                claims=self.claims,
                 pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
             )
             queue.transfer_queue.enable_deferred_kv_release = True
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # until the read has ended, however late
             self.rooms = Rooms(logger)
-            self.done = Notifier(logger)
         self.ended: dict[str, KVPlanError | None] = {}
-        self.under_way: set[str] = set()
+        self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
         self._polled = 0.0
         logger.info("%s", self.worker)
 
@@ -114,7 +125,8 @@ class Manager(BaseKVManager):
         pool, config = queue.token_to_kv_pool, queue.scheduler.model_config
         # SGLang writes into the configuration that it has read, so it is read once more.
         fields, _ = config.hf_config.get_config_dict(config.model_path, revision=config.revision)
-        model = Model.from_config(fields, get_serving().served_model_name)
+        weights = os.environ.get("KVPLAN_WEIGHTS") or weights_of(config.model_path, config.revision)
+        model = Model.from_config(fields, f"{get_serving().served_model_name}, weights {weights}")
         states = pool.mamba_pool.mamba_cache.temporal.dtype if hasattr(pool, "mamba_pool") else None
         dtypes = (dtype and str(dtype).removeprefix("torch.") for dtype in (pool.dtype, states))
         worker = from_sglang(model.with_dtypes(*dtypes), info, pool)
@@ -124,6 +136,24 @@ class Manager(BaseKVManager):
         self.groups = tuple(group.name for group in worker.groups)
         return worker
 
+    def should_verify_kv_checksum(self, address: str) -> bool:
+        """Answer no: SGLang digests whole pages, also the slots after a prompt, which are not transferred."""
+        return False
+
+    def submit_prefill_recompute(self, *_: Any, **__: Any) -> None:
+        """Recompute nothing: receivers of retracted requests have failed."""
+
+    def open_room(self, room: int) -> None:
+        """Refuse a room that another request has now: SGLang gives all children of one with ``n`` > 1 the same one."""
+        if room in self._open_rooms:
+            expected = "a room of its own for each request"
+            raise KVPlanError("NAME", f"open room {room}", expected=expected, got="one in use", hint="ask for n = 1")
+        self._open_rooms.add(room)
+
+    def close_room(self, room: int) -> None:
+        """Let another request have a room."""
+        self._open_rooms.discard(room)
+
     def poll(self) -> None:
         """See which reads of decode have ended, and which requests of prefill are read."""
         now = time.monotonic()
@@ -131,23 +161,25 @@ class Manager(BaseKVManager):
             return
         self._polled = now
         if self.is_prefill:
-            if self.listener is not None:
-                self.leases.end(self.listener.done())
-            read, late = self.leases.ended(now)
-            self.ended.update(dict.fromkeys(read))
-            for request in late:
-                expected = f"a reader within {self.timeout_s:g} s"
-                self.ended[request] = KVPlanError("TRANSFER", f"lend {request!r}", expected=expected, got="none")
+            ended = self.leases.take_ended()
+            self.ended.update(dict.fromkeys(ended.done))
+            for request in ended.late:
+                expected = f"a reader that claims it within {self.leases.lease_s:g} s"
+                self.ended[request] = KVPlanError("LEASE", f"lend {request!r}", expected=expected, got="none")
+            num_stale = self.leases.num_refused - self._num_refused
+            if num_stale:
+                self._num_refused += num_stale
+                logger.error("%d claims came for leases that are over: their requests fail", num_stale)
             return
         for result in self.reads.poll():
-            self.under_way.discard(result.request)
+            self.under_way.pop(result.request, None)
             self.ended[result.request] = result.error
         self.ended.update(self.reads.late())
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
         """Whether no byte of a request can move any more."""
         self.poll()
-        return f"{room}" not in self.under_way
+        return room not in self.under_way.values()
 
     def clear_deferred_abort_state(self, room: int) -> None:
         """Nothing is kept of it."""

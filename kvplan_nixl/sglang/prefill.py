@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+import uuid
 from base64 import b64encode
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff
 from kvplan_nixl.sglang.bootstrap import RETRY_S, publish
 from kvplan_nixl.sglang.manager import Manager, logger
+from kvplan_nixl.sglang.prompt import prompt_of
 
 
 class Sender(BaseKVSender):
@@ -22,19 +24,31 @@ class Sender(BaseKVSender):
     all waits until they are read, and SGLang frees no stage's pages before.
     """
 
+    req: Any
+    """SGLang's request, which is set from outside."""
+
     def __init__(
         self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
         self.kv_mgr = mgr
         self._address, self._room = bootstrap_addr, bootstrap_room
+        self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
         self._pages: list[int] = []
         self._num_tokens = 0
         self._is_sent = self._is_aborted = False
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
 
+        try:
+            mgr.open_room(bootstrap_room)
+        except KVPlanError as error:
+            self._error = error
+            self._result = KVPoll.Failed
+        self._is_refused = self._result is not None
+
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        self._num_pages, self._row = num_kv_indices, aux_index
+        self._num_pages = num_kv_indices
+        self._row = aux_index
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
@@ -47,16 +61,24 @@ class Sender(BaseKVSender):
             return
         self._is_sent = True
         manager = self.kv_mgr
-        until = time.monotonic() + manager.timeout_s
-        if manager.is_first_of_stage:
-            tables = tables_of(manager, self._pages, 0, self._num_tokens, state_indices or [])
-            handoff = Handoff(manager.source, f"{self._room}", self._num_tokens, until, tables)
-            entry = {"handoff": handoff.params(), "metadata": [b64encode(row).decode() for row in self._metadata()]}
-            manager.publisher.submit(self._publish, entry, until)
-        if manager.listener is None:  # another rank waits for the reader
+        lease = self._name  # of another rank, which waits for the readers
+        if manager.listener is None:
             self._result = KVPoll.Success
         else:
-            manager.leases.grant(f"{self._room}", until)
+            lease = manager.leases.grant(self._name)
+        if manager.is_first_of_stage:
+            num_tokens = self._num_tokens
+            tables = tables_of(manager, self._pages, 0, num_tokens, state_indices or [])
+            size = manager.kv_args.page_size
+            kept = {group: tables[group].first * size for group in manager.windows}
+            prompt = prompt_of(self.req, num_tokens)
+            handoff = Handoff(manager.source, lease, num_tokens, prompt, tables, kept)
+            entry = {
+                "handoff": handoff.params(),
+                "metadata": [b64encode(row).decode() for row in self._metadata()],
+                "attempt": self.req.rid,  # equal in all stages
+            }
+            manager.publisher.submit(self._publish, entry, time.monotonic() + manager.leases.lease_s)
 
     def _metadata(self) -> list[bytes]:
         """The request's row of each buffer in which SGLang keeps the first token and what belongs to it."""
@@ -78,8 +100,8 @@ class Sender(BaseKVSender):
     def poll(self) -> Any:
         if self._result is None and self._is_sent:
             self.kv_mgr.poll()
-            if f"{self._room}" in self.kv_mgr.ended:
-                error = self.kv_mgr.ended.pop(f"{self._room}")
+            if self._name in self.kv_mgr.ended:
+                error = self.kv_mgr.ended.pop(self._name)
                 self._error = error or self._error
                 self._result = KVPoll.Failed if error or self._is_aborted else KVPoll.Success
         if self._result is not None:
@@ -93,6 +115,10 @@ class Sender(BaseKVSender):
         self._is_aborted = True
         if not self._is_sent:
             self._result = KVPoll.Failed
+
+    def clear(self) -> None:
+        if not self._is_refused:
+            self.kv_mgr.close_room(self._room)
 
     def failure_exception(self) -> None:
         raise self._error

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import kvplan_nixl.sglang
 from kvplan import KVPlanError
 from kvplan.connector.http import exchange
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
@@ -206,6 +207,7 @@ THEIRS, OURS = [9, 3, 30, 12, 7, 8, 1, 22, 5, 6], [4, 1, 8]
 def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer) -> Any:
     """A request that prefill has computed in two chunks."""
     sender = plugin.prefill.Sender(prefill.manager, server.address, ROOM)
+    sender.req = request_of()
     assert sender.poll() == KVPoll.WaitingForInput
     sender.init(len(THEIRS), 2)
     sender.send(torch.tensor(THEIRS[:6]).numpy(), None, 24)
@@ -214,9 +216,25 @@ def sent(plugin: SimpleNamespace, prefill: Side, server: BootstrapServer) -> Any
     return sender
 
 
-def received(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, num_tokens: int = TOKENS) -> Any:
+def request_of(num_tokens: int = TOKENS, **changes: Any) -> SimpleNamespace:
+    """SGLang's request."""
+    facts = ("lora_id", "cache_salt", "input_embeds", "token_type_ids", "positional_embed_overrides")
+    request = {"rid": "1", "origin_input_ids": [*range(num_tokens)], **dict.fromkeys(facts)}
+    return SimpleNamespace(**{**request, **changes})
+
+
+def published(server: BootstrapServer) -> Any:
+    """What prefill has published, when it has."""
+    while not (entries := ask(server.address, [ROOM])):
+        time.sleep(0.001)
+    return entries[ROOM]
+
+
+def received(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, num_tokens: int = TOKENS, **changes: Any
+) -> Any:
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)
-    receiver.num_tokens = num_tokens
+    receiver.req = request_of(num_tokens, **changes)
     receiver.init(0)
     return receiver
 
@@ -249,22 +267,24 @@ def test_a_request_is_read(
     until(sender, KVPoll.Success)
 
 
-def test_a_window_is_read_as_far_as_it_is_attended_to(plugin: SimpleNamespace, server: BootstrapServer) -> None:
-    """Both sides keep the window's pages alone: decode's larger ones begin before prefill's."""
+def test_a_window_is_read_by_whole_pages(plugin: SimpleNamespace, server: BootstrapServer) -> None:
+    """Both sides keep the window's pages alone: decode's larger ones begin before prefill's, which are read whole."""
     prefill, decode = Side(plugin, "prefill", 4, 7), Side(plugin, "decode", 16, 7)
     for memory in (prefill.k, prefill.v):
         memory.copy_(torch.randn(memory.shape))
     first = TOKENS - 7
     theirs, ours = [*range(20, 30)], [6, 2, 5]
     sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
+    sender.req = request_of()
     sender.init(len(THEIRS), 2)
     sender.send(torch.tensor(THEIRS).numpy(), [torch.tensor(theirs[first // 4 :]).numpy()], TOKENS)
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [torch.tensor(ours[first // 16 :]).numpy()], 0)
     until(receiver, KVPoll.Success)
     assert torch.equal(decode.rows(OURS)[:, 1], prefill.rows(THEIRS)[:, 1])
-    assert torch.equal(decode.rows(ours)[:, 0, first:], prefill.rows(theirs)[:, 0, first:])
-    assert not decode.rows(ours)[:, 0, :first].any()
+    kept = first // 4 * 4
+    assert torch.equal(decode.rows(ours)[:, 0, kept:], prefill.rows(theirs)[:, 0, kept:])
+    assert not decode.rows(ours)[:, 0, :kept].any()
     receiver.clear()
 
 
@@ -295,9 +315,7 @@ def test_another_engine_knows_the_first_token_alone(
 ) -> None:
     """A token takes the place of SGLang's rows, of which nothing stays from the request before."""
     sent(plugin, prefill, server)
-    until(received(plugin, decode, server), KVPoll.WaitingForInput)
-    entry = ask(server.address, [ROOM])[ROOM]
-    publish(server.address, ROOM, {"handoff": entry["handoff"], "token": 7})
+    publish(server.address, ROOM, {"handoff": published(server)["handoff"], "token": 7})
     decode.metadata.output_ids[3] = 1
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
@@ -316,7 +334,7 @@ def test_another_length_is_refused(
     with pytest.raises(Exception, match="TOKENS: cannot read request 5: expected 38 positions, got 37 computed"):
         receiver.failure_exception()
     receiver.clear()
-    until(sender, KVPoll.Success)
+    assert sender.poll() == KVPoll.Transferring  # what it has computed is for another reader
 
 
 @pytest.mark.parametrize("entry", [{}, {"handoff": 3}, {"handoff": {}}])
@@ -333,8 +351,7 @@ def test_a_handoff_without_a_token(
 ) -> None:
     """Nothing says how the answer begins."""
     sender = sent(plugin, prefill, server)
-    until(received(plugin, decode, server), KVPoll.WaitingForInput)
-    publish(server.address, ROOM, {"handoff": ask(server.address, [ROOM])[ROOM]["handoff"]})
+    publish(server.address, ROOM, {"handoff": published(server)["handoff"]})
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
@@ -356,6 +373,92 @@ def test_a_bootstrap_server_that_is_late(plugin: SimpleNamespace, prefill: Side,
     receiver.clear()
     until(sender, KVPoll.Success)
     server.close()
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"origin_input_ids": [*range(TOKENS - 1), 99]},
+    {"lora_id": "sql"},
+    {"cache_salt": "a tenant"},
+    {"input_embeds": [[0.5] * 8] * TOKENS},
+    {"token_type_ids": [1] * TOKENS},
+    {"positional_embed_overrides": SimpleNamespace(positions=[3])},
+]
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
+def test_another_prompt_is_not_served(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, changes: dict[str, Any]
+) -> None:
+    """A room in which prefill has computed something else fails, and its pages stay for the right reader."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server, **changes)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"PROMPT: cannot read '5 .* expected the prompt that was computed"):
+        receiver.failure_exception()
+    receiver.clear()
+    right = received(plugin, decode, server)
+    until(right, KVPoll.WaitingForInput)
+    right.clear()
+    until(sender, KVPoll.Success)
+
+
+def test_a_room_serves_one_request_at_a_time(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """Children of one request have one room, on both sides: all but the first fail at once, and it is read."""
+    receivers = [received(plugin, decode, server) for _ in range(3)]
+    senders = [sent(plugin, prefill, server)]
+    senders += [plugin.prefill.Sender(prefill.manager, server.address, ROOM) for _ in range(2)]
+    for refused in (*receivers[1:], *senders[1:]):
+        assert refused.poll() == KVPoll.Failed
+        with pytest.raises(KVPlanError, match="NAME: cannot open room 5: expected a room of its own"):
+            refused.failure_exception()
+        refused.clear()
+    until(receivers[0], KVPoll.WaitingForInput)
+    receivers[0].send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receivers[0], KVPoll.Success)
+    receivers[0].clear()
+    until(senders[0], KVPoll.Success)
+    senders[0].clear()
+
+
+def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server: BootstrapServer) -> None:
+    """Prefill would have to compute its prompt and answer again, with new weights."""
+    receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM)
+    kvplan_nixl.sglang._tell_receiver(SimpleNamespace(kv_receiver=receiver, req=request_of(), is_rebootstrap=True))
+    receiver.init(0)
+    decode.manager.submit_prefill_recompute(receiver)
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(KVPlanError, match="PROMPT: cannot read request 5 again"):
+        receiver.failure_exception()
+    receiver.clear()
+    assert not decode.manager.should_verify_kv_checksum(server.address)
+
+
+def test_a_window_of_single_tokens_has_no_prefix_cache(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's tree would keep a position that nobody transfers."""
+    decode = Side(plugin, "decode", 1, 7)
+    monkeypatch.setattr(decode.manager, "_caches_prefixes", True)
+    with pytest.raises(KVPlanError, match="expected disaggregation_decode_enable_radix_cache = False, got True"):
+        decode.manager.start(decode.queue)
+
+
+def test_a_room_is_read_once(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer) -> None:
+    """A second request of the room finds what was published for the first, whose pages may be another's by now."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Success)
+    receiver.clear()
+    until(sender, KVPoll.Success)
+    late = received(plugin, decode, server)
+    until(late, KVPoll.WaitingForInput)
+    late.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(late, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match="LEASE"):
+        late.failure_exception()
+    late.clear()
 
 
 def test_pages_of_an_aborted_request_stay_while_it_is_read(
@@ -391,10 +494,10 @@ def test_pages_of_a_read_that_hangs_stay(
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
         while not decode.manager.reads._jobs:
             assert receiver.poll() == KVPoll.Transferring
-        later = time.monotonic() + 20
-        hanging.setattr("kvplan.connector.reads.time", SimpleNamespace(monotonic=lambda: later))
+        hanging.setattr("kvplan.connector.reads.ASK_S", 0.0)
+        prefill.manager.leases.end(receiver._handoff.lease, receiver._name)
         until(receiver, KVPoll.Failed)
-        with pytest.raises(KVPlanError, match=r"TRANSFER: .* expected to end before the source may reuse its blocks"):
+        with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):
             receiver.failure_exception()
         assert receiver.abort_notified
         for _ in range(3):
@@ -416,10 +519,10 @@ def test_a_request_that_nobody_reads(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """Its pages are free when its lease is over; decode gives up a request that nobody computes."""
-    prefill.manager.timeout_s = decode.manager.timeout_s = 0.05
+    prefill.manager.leases.lease_s = decode.manager.timeout_s = 0.05
     sender = sent(plugin, prefill, server)
     until(sender, KVPoll.Failed)
-    with pytest.raises(Exception, match=r"expected a reader within 0\.05 s, got none"):
+    with pytest.raises(Exception, match=r"expected a reader that claims it within 0\.05 s, got none"):
         sender.failure_exception()
     receiver = plugin.decode.Receiver(decode.manager, server.address, ROOM + 1)
     receiver.init(0)
@@ -478,6 +581,8 @@ def test_stages_of_prefill(
     pages = [THEIRS, [page + 1 for page in reversed(THEIRS)]]
     receiver = received(plugin, decode, server)
     senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
+    for sender in senders:
+        sender.req = request_of()
     for stage in order:
         assert not ask(server.address, [ROOM])
         assert receiver.poll() == KVPoll.Bootstrapping
@@ -505,13 +610,21 @@ def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPat
 def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
     """Whatever a room had before, and however often a stage publishes. What was asked for can be published again."""
     entries = [
-        {"handoff": {"remote_block_ids": {f"attn.pp{stage}": [0, [7]]}, "remote_port": stage}, "metadata": stage}
+        {
+            "handoff": {
+                "remote_block_ids": {f"attn.pp{stage}": [0, [7]]},
+                "remote_kept": {f"attn.pp{stage}": stage},
+                "remote_port": stage,
+            },
+            "metadata": stage,
+        }
         for stage in (0, 1)
     ]
     for stage in (0, 1, 1):
         publish(server.address, ROOM, entries[stage], stage, 2)
     tables = {"attn.pp0": [0, [7]], "attn.pp1": [0, [7]]}
-    whole = {"handoff": {"remote_block_ids": tables, "remote_port": 0}, "metadata": 0}
+    kept = {"attn.pp0": 0, "attn.pp1": 1}
+    whole = {"handoff": {"remote_block_ids": tables, "remote_kept": kept, "remote_port": 0}, "metadata": 0}
     assert ask(server.address, [ROOM]) == {ROOM: whole}
     publish(server.address, ROOM + 1, whole)
     exchange("a server", server.address, None, f"/{ROOM + 2}", 3, whole)
@@ -522,7 +635,27 @@ def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
     assert ask(server.address, [ROOM])[ROOM]["metadata"] == 3
 
 
-PART: dict[str, Any] = {"handoff": {"remote_block_ids": {"attn.pp0": [0, [7]]}}}
+def test_no_stage_of_one_attempt_is_joined_with_another(server: BootstrapServer) -> None:
+    """A request that is computed again in its room has other pages: the newest attempt that is whole is the room's."""
+
+    def publish_stage(attempt: str, stage: int) -> None:
+        tables = {f"attn.pp{stage}": [0, [7]]}
+        entry = {"handoff": {"remote_block_ids": tables, "remote_kept": {}}, "attempt": attempt}
+        publish(server.address, ROOM, entry, stage, 2)
+
+    publish_stage("first", 0)
+    publish_stage("second", 1)
+    assert ask(server.address, [ROOM]) == {}
+    publish_stage("first", 1)
+    assert ask(server.address, [ROOM])[ROOM]["attempt"] == "first"
+    publish_stage("second", 0)
+    assert ask(server.address, [ROOM])[ROOM]["attempt"] == "second"
+    for number in range(9):
+        publish_stage(f"{number}", 0)
+    assert ask(server.address, [ROOM]) == {}
+
+
+PART: dict[str, Any] = {"handoff": {"remote_block_ids": {"attn.pp0": [0, [7]]}, "remote_kept": {"attn.pp0": 0}}}
 
 
 @pytest.mark.parametrize(
@@ -531,7 +664,8 @@ PART: dict[str, Any] = {"handoff": {"remote_block_ids": {"attn.pp0": [0, [7]]}}}
         ([], 0, 1),
         ({}, 0, 2),
         ({"handoff": {}}, 0, 2),
-        ({"handoff": {"remote_block_ids": []}}, 0, 2),
+        ({"handoff": {"remote_block_ids": [], "remote_kept": {}}}, 0, 2),
+        ({"handoff": {"remote_block_ids": {}}}, 0, 2),
         (PART, "first", 2),
         (PART, 0, "1/2"),
         (PART, 2, 2),
