@@ -61,16 +61,23 @@ def judge(pair_name: str, connector: str) -> str:
         def start(side: str, name: str = "", port: int = 0, served: bool = False) -> Engine | Server:
             settings = dict(getattr(pair, side))
             policy = settings.pop("kv_load_failure_policy", "fail")
+            model = settings.pop("model", pair.model)
+            if model != pair.model:
+                build(model, FOLDER / model)
+            extra = {LEASE[connector]: pair.lease_s, "port": port}
+            extra |= settings.pop("kv_connector_extra_config", {})
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
+            role = settings.pop("kv_role", role)
             transfer = {
                 **CONNECTORS[connector],
                 "kv_role": role,
                 "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {LEASE[connector]: pair.lease_s, "port": port},
+                "kv_connector_extra_config": extra,
                 **({"engine_id": name} if name else {}),
             }
             log = FOLDER / "logs" / f"{pair_name} {connector} {side} {len(engines)}.log".replace(" ", "_")
-            everything = {**ENGINE, "model": str(FOLDER / pair.model), "kv_transfer_config": transfer, **settings}
+            named = {"model": str(FOLDER / model), "kv_transfer_config": transfer}
+            everything = {**ENGINE, **named, **settings}
             if served:
                 left_out = {"skip_tokenizer_init", "disable_log_stats", connector == "kvplan" and "kv_transfer_config"}
                 everything = {key: value for key, value in everything.items() if key not in left_out}

@@ -8,6 +8,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
+
+from tests.engines.flips import flip_bits
 
 
 def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
@@ -26,6 +30,7 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
     engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     scheduler = engine.engine_core.engine_core.scheduler
     preempted: set[str] = set()
+    flips: dict[str, int] = {}
     pipe.send(("ready",))
     while True:
         while pipe.poll():
@@ -34,7 +39,7 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
             except EOFError:
                 return
             if verb == "add":
-                name, prompt, max_tokens, transfer = arguments
+                name, prompt, max_tokens, transfer, adapter, salt = arguments
                 sampling = SamplingParams(
                     max_tokens=max_tokens,
                     temperature=0,
@@ -42,7 +47,12 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
                     detokenize=False,
                     extra_args={"kv_transfer_params": transfer} if transfer else None,
                 )
-                engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+                tokens = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+                lora = None
+                if adapter:
+                    folder = f"{settings['model']}/adapter-{adapter}"
+                    lora = LoRARequest(adapter, int(adapter), folder)
+                engine.add_request(name, tokens, sampling, lora_request=lora)
             elif verb == "abort":
                 engine.abort_request(arguments)
             elif verb == "forget":
@@ -51,6 +61,10 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
                 pool = scheduler.kv_cache_manager.block_pool
                 # One block is vLLM's null block, which is never free.
                 pipe.send(("held", pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), len(scheduler.requests)))
+            elif verb == "flip":
+                flips = flip_bits(get_kv_transfer_group()._worker, *arguments)
+            elif verb == "flips":
+                pipe.send(("flips", flips))
             elif verb == "preempted":
                 pipe.send(("preempted", [name.partition("-")[0] for name in preempted]))
         outputs = engine.step()

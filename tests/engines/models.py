@@ -6,10 +6,12 @@ more than on the token before it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -30,8 +32,36 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    # YaRN, as DeepSeek's own. Without it vLLM 0.32 on a CPU rotates wrongly:
+    # tokens depend on the batch.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 256,
+    },
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
+    "llama, other weights": {"model_type": "llama"},
     "llama, 16 KiB a token": {
         "model_type": "llama",
         "hidden_size": 256,
@@ -47,6 +77,96 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "mistral": {"model_type": "mistral", "sliding_window": 64},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "sliding_window": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gemma-3n": {
+        "model_type": "gemma3n_text",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "llama-4": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 64,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 2,
+    },
+    "phi-3": {"model_type": "phi3", "sliding_window": None},
+    "olmo-3": {
+        "model_type": "olmo3",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "cohere-2": {
+        "model_type": "cohere2",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "exaone-4": {
+        "model_type": "exaone4",
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "glm-4": {"model_type": "glm4"},
+    "smollm-3": {"model_type": "smollm3"},
+    "starcoder-2": {"model_type": "starcoder2"},
+    "qwen-3 moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mamba-2": {
+        "model_type": "mamba2",
+        "num_heads": 4,
+        "head_dim": 32,
+        "n_groups": 1,
+        "state_size": 16,
+        "chunk_size": 64,
+    },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "attention"] * 2,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "chunk_size": 64,
+    },
+    "falcon-h1": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+    },
+    "zamba-2": {
+        "model_type": "zamba2",
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "chunk_size": 64,
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": False,
+    },
     "granite-hybrid": {
         "model_type": "granitemoehybrid",
         "num_attention_heads": 2,
@@ -60,42 +180,55 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 128,
         "position_embedding_type": "rope",
     },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        # YaRN, as DeepSeek's own. Without it vLLM 0.32 on a CPU rotates wrongly: tokens depend on the batch.
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 256,
-        },
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 4,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-    },
+    "deepseek-v2": {"model_type": "deepseek_v2", **LATENT},
+    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT},
 }
+
+
+SEEDS = {"llama, other weights": 1}
+"""Seeds of weights, 0 for other models."""
+
+ABSENT = {"mamba-2": ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+"""Keys of COMMON that files of a model do not state."""
+
+ADAPTED = ("llama",)
+"""Models that have the LoRA adapters 1 and 2."""
 
 
 def build(name: str, folder: Path) -> None:
     """Writes a model of MODELS into a folder: configuration, weights, the same each time, and token ``n`` as ``wn``."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**COMMON, **MODELS[name]}))
+    torch.manual_seed(SEEDS.get(name, 0))
+    sizes = {**COMMON, **MODELS[name]}
+    for key in ABSENT.get(name, ()):
+        del sizes[key]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    if name in ADAPTED:
+        for number in (1, 2):
+            adapt(model, folder / f"adapter-{number}")
+
+
+def adapt(model: Any, folder: Path) -> None:
+    """Writes a LoRA adapter of random weights for keys and values, in the form of peft."""
+    rank = 8
+    weights = {}
+    for name, layer in model.named_modules():
+        if name.endswith(("k_proj", "v_proj")):
+            out_size, in_size = layer.weight.shape
+            weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, in_size) * 0.3
+            weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out_size, rank) * 0.3
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": ["k_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))

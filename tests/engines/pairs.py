@@ -34,6 +34,12 @@ SMALL = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 256}  # reque
 
 CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 16}  # prompts are computed in chunks of less than two blocks
 ASYNC = {"async_scheduling": True}
+CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}  # all are soon used
+BOTH: dict[str, Any] = {**CACHED, "kv_role": "kv_both"}  # either engine is prefill and decode
+FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
+ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
+VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
 
 PAIRS = {
     "llama": Pair("llama", side(), side()),
@@ -78,4 +84,74 @@ PAIRS = {
     ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
+    "mistral, shared prefix": Pair("mistral", side(**CACHED), side(**CACHED), "shared_prefix"),
+    "gpt-oss 32->64, shared prefix": Pair(
+        "gpt-oss",
+        side(32, **CACHED),
+        side(64, **CACHED),
+        "shared_prefix",
+    ),
+    "gemma-3 32->64, shared prefix": Pair(
+        "gemma-3",
+        side(32, **CACHED),
+        side(64, **CACHED),
+        "shared_prefix",
+    ),
+    "gemma-3n, shared prefix": Pair("gemma-3n", side(**CACHED), side(**CACHED), "shared_prefix"),
+    "gemma-3, five turns": Pair("gemma-3", side(**BOTH), side(**BOTH), "conversation"),
+    "gpt-oss 32<->64, five turns": Pair(
+        "gpt-oss",
+        side(32, **BOTH),
+        side(64, **BOTH),
+        "conversation",
+    ),
+    "llama, another prompt": Pair(
+        "llama",
+        side(),
+        side(enable_prefix_caching=True),
+        "another_prompt",
+    ),
+    "llama, read twice": Pair("llama", side(**FEW), side(), "read_twice"),
+    "llama, twelve readers": Pair("llama", side(**FEW), side(**FEW), "twelve_readers"),
+    "llama, another adapter": Pair(
+        "llama",
+        side(**ADAPTERS),
+        side(**ADAPTERS),
+        "another_adapter",
+        lease_s=30,
+    ),
+    "llama, another salt": Pair(
+        "llama",
+        side(),
+        side(enable_prefix_caching=True),
+        "another_salt",
+        lease_s=30,
+    ),
+    "llama, other weights": Pair(
+        "llama",
+        side(**ALIKE, model="llama, other weights"),
+        side(**ALIKE),
+        "other_weights",
+    ),
+    "llama 32->64, verified": Pair("llama", side(32), side(64, **VERIFIED), "flipped"),
+    "granite-hybrid TP 1->2, verified": Pair("granite-hybrid", side(), side(tp=2, **VERIFIED)),
+    "gemma-3 64->32 TP 2->1, verified": Pair("gemma-3", side(64, tp=2), side(32, **VERIFIED), "flipped"),
+    "mistral 32->64": Pair("mistral", side(32), side(64)),
+    "gpt-oss 64->32": Pair("gpt-oss", side(64), side(32)),
+    "gemma-3n 32->64": Pair("gemma-3n", side(32), side(64)),
+    "llama-4 32->64": Pair("llama-4", side(32), side(64)),
+    "phi-3 64->32": Pair("phi-3", side(64), side(32)),
+    "olmo-3 32->64": Pair("olmo-3", side(32), side(64)),
+    "cohere-2 64->32": Pair("cohere-2", side(64), side(32)),
+    "exaone-4 32->64": Pair("exaone-4", side(32), side(64)),
+    "mixtral 64->32": Pair("mixtral", side(64), side(32)),
+    "glm-4 32->64": Pair("glm-4", side(32), side(64)),
+    "smollm-3 64->32": Pair("smollm-3", side(64), side(32)),
+    "starcoder-2 32->64": Pair("starcoder-2", side(32), side(64)),
+    "qwen-3 moe 32->64": Pair("qwen-3 moe", side(32), side(64)),
+    "deepseek-v2": Pair("deepseek-v2", side(16), side(16)),
+    "mamba-2": Pair("mamba-2", side(), side()),
+    "nemotron-h": Pair("nemotron-h", side(), side()),
+    "falcon-h1": Pair("falcon-h1", side(), side()),
+    "zamba-2": Pair("zamba-2", side(), side()),
 }

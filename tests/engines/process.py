@@ -58,10 +58,21 @@ class Engine:
             self._started = True
         return self
 
-    def submit(self, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None = None) -> str:
-        """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy."""
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        transfer: dict[str, Any] | None = None,
+        adapter: str = "",
+        salt: str = "",
+    ) -> str:
+        """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy.
+
+        ``adapter`` is the number of a LoRA adapter, ``salt`` is the request's ``cache_salt``.
+        """
         self._count += 1
-        self._send("add", f"{self._count}", prompt, max_tokens, json.loads(json.dumps(transfer)))
+        sent = json.loads(json.dumps(transfer))
+        self._send("add", f"{self._count}", prompt, max_tokens, sent, adapter, salt)
         return f"{self._count}"
 
     def wait(self, name: str, timeout_s: float = TIMEOUT_S) -> Answer:
@@ -72,11 +83,20 @@ class Engine:
             self._answers[done.partition("-")[0]] = Answer(*answer)
         return self._answers.pop(name)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, transfers: Any = None) -> list[Answer]:
-        """The answers to requests that are in flight together."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        transfers: Any = None,
+        **marks: str,
+    ) -> list[Answer]:
+        """Returns the answers to requests that are in flight together.
+
+        ``marks`` are the adapter or the salt of all, as in ``submit``.
+        """
         names = [
-            self.submit(prompt, max_tokens, one)
-            for prompt, one in zip(prompts, transfers or [None] * len(prompts), strict=True)
+            self.submit(prompt, max_tokens, transfer, **marks)
+            for prompt, transfer in zip(prompts, transfers or [None] * len(prompts), strict=True)
         ]
         return [self.wait(name) for name in names]
 
@@ -98,6 +118,16 @@ class Engine:
         self._send("preempted")
         (names,) = self._receive("preempted", time.monotonic() + TIMEOUT_S)
         return set(names)
+
+    def flip(self, num_flips: int) -> None:
+        """Flips bits of each request that is read from now on, while the engine verifies it."""
+        self._send("flip", num_flips)
+
+    def flips(self) -> dict[str, int]:
+        """How many bits were flipped, and how many of them the engine has not seen."""
+        self._send("flips")
+        (counts,) = self._receive("flips", time.monotonic() + TIMEOUT_S)
+        return dict(counts)
 
     def freeze(self) -> None:
         """Stops the engine and its workers where they are: reachable and silent."""

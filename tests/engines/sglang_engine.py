@@ -60,7 +60,11 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     engine = Sglang(**settings)
     pipe.send(("ready",))
 
-    async def answer(name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None) -> None:
+    async def answer(
+        name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, adapter: str, salt: str
+    ) -> None:
+        assert not adapter, "no trial of SGLang has one"
+        assert not salt, "no trial of SGLang has one"
         sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         try:
             ask = {"rid": rid_of(name), "input_ids": prompt, "sampling_params": sampling, **(transfer or {})}

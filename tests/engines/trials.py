@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -24,6 +25,7 @@ ASK = {
 
 LENGTHS = (7, 33, 64, 65, 100, 200)
 TOKENS = 12  # that decode generates
+FLIPS = 10_000  # bits that are flipped in a decode engine's cache
 IDLE_S = 180  # within which engines free everything, also what nobody reads any more
 
 Outcome = tuple[list[Answer], list[list[int]]]
@@ -280,6 +282,158 @@ def decode_dies(start: Start) -> Outcome:
     return read, agreed(tokens, prefill, decode)
 
 
+def separate(tokens: list[list[int]], *engines: Engine) -> list[list[int]]:
+    """Generates for prompts one after another, with nothing cached: all engines must agree."""
+    first, *others = [[alone(engine, [prompt])[0] for prompt in tokens] for engine in engines]
+    if any(other != first for other in others):
+        raise AssertionError("void: undisturbed engines generate different tokens")
+    return first
+
+
+def unless_failed(answers: list[Answer], right: list[list[int]]) -> list[list[int]]:
+    """Returns what is right where a request may fail: its tokens, or none."""
+    pairs = zip(answers, right, strict=True)
+    return [[] if answer.reason == "error" else tokens for answer, tokens in pairs]
+
+
+def use_blocks(prefill: Engine, decode: Engine) -> None:
+    """Fills all blocks of both engines once: those that nothing fills again hold other prompts."""
+    for prompt in prompts(25, (400,) * 8):
+        moved(prefill, decode, [prompt])
+
+
+def shared_prefix(start: Start) -> Outcome:
+    """Decode reads a prompt, then reads or computes a shorter one that shares its first 96 tokens.
+
+    What the first read has left in decode's prefix cache must be what the second prompt has there.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    use_blocks(prefill, decode)
+    tokens: list[list[int]] = []
+    answers: list[Answer] = []
+    for seed in range(26, 32):
+        common, long_end, short_end = prompts(seed, (96, 25, 4))
+        answers += moved(prefill, decode, [[*common, *long_end]])
+        short = [*common, *short_end]
+        answers += moved(prefill, decode, [short]) if seed % 2 else decode.generate([short], TOKENS)
+        tokens += [[*common, *long_end], short]
+    idle(prefill, decode)
+    return answers, separate(tokens, prefill, decode)
+
+
+def conversation(start: Start) -> Outcome:
+    """Two conversations of five turns, in which the engine that has read a turn computes the next.
+
+    The prompt of a turn is all that was said before and new tokens.
+    """
+    computing, reading = start("prefill").ready(), start("decode").ready()
+    use_blocks(computing, reading)
+    tokens: list[list[int]] = []
+    answers: list[Answer] = []
+    for seed in (32, 33):
+        said: list[int] = []
+        for turn in prompts(seed, (110, 30, 40, 30, 35)):
+            said = [*said, *turn]
+            tokens.append(said)
+            answers += moved(computing, reading, [said])
+            said = [*said, *answers[-1].tokens]
+            computing, reading = reading, computing
+    idle(computing, reading)
+    return answers, separate(tokens, computing, reading)
+
+
+def another_prompt(start: Start) -> Outcome:
+    """Decode is sent prompts with the handoff of another prompt of the same length: they fail.
+
+    A request with two prompts comes to that: prefill answers with one handoff, with which decode
+    reads both. Nothing of what has failed is cached: decode computes the same prompts afterwards.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens, others = prompts(34, (100,) * 4), prompts(35)
+    computed = [tokens[0], *tokens[2:]]
+    first, *swapped = [offered(answer) for answer in prefill.generate(computed, 1, [ASK] * 3)]
+    answers = decode.generate(tokens, TOKENS, [first, first, *reversed(swapped)])
+    own = decode.generate(tokens, TOKENS)
+    read = moved(prefill, decode, others)
+    idle(prefill, decode)
+    right = agreed([*tokens, *others], prefill, decode)
+    expected = [*unless_failed(answers[:1], right[:1]), *[[]] * 3]
+    return [*answers, *own, *read], [*expected, *right]
+
+
+def read_twice(start: Start) -> Outcome:
+    """Handoffs are read once more when prefill has used their blocks again: right, or failed."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(36)
+    transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+    read = loaded(decode.generate(tokens, TOKENS, transfers), tokens)
+    idle(prefill, decode)
+    prefill.generate(prompts(37, (400,) * 8), 1)
+    again = decode.generate(tokens, TOKENS, transfers)
+    idle(prefill, decode)
+    right = agreed(tokens, prefill, decode)
+    return [*read, *again], [*right, *unless_failed(again, right)]
+
+
+def twelve_readers(start: Start) -> Outcome:
+    """Twelve requests read one handoff, as one with ``n=12`` does, and wait for blocks of decode.
+
+    Prefill computes others meanwhile. The first of the twelve is right, others are right or fail.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(38, (200,)) * 12
+    (answer,) = prefill.generate(tokens[:1], 1, [ASK])
+    names = [decode.submit(prompt, TOKENS, offered(answer)) for prompt in tokens]
+    first = decode.wait(names[0])
+    prefill.generate(prompts(39, (400,) * 8), 1)
+    answers = [first, *(decode.wait(name) for name in names[1:])]
+    idle(prefill, decode)
+    (right,) = agreed(tokens[:1], prefill, decode)
+    return answers, [right, *unless_failed(answers[1:], [right] * 11)]
+
+
+def another_adapter(start: Start) -> Outcome:
+    """A request reads what its own LoRA adapter has computed, and fails with that of another."""
+    return marked(start, {"adapter": "1"}, {"adapter": "2"}, {})
+
+
+def another_salt(start: Start) -> Outcome:
+    """A request reads what was computed with its own ``cache_salt``, and fails with another."""
+    return marked(start, {"salt": "one"}, {"salt": "two"}, {})
+
+
+def marked(start: Start, *marks: dict[str, str]) -> Outcome:
+    """Reads prompts of all marks with all marks: unequal ones fail, and leave no block cached."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(40, (100,) * len(marks) ** 2)
+    trips = list(zip(tokens, itertools.product(marks, repeat=2), strict=True))
+    answers: list[Answer] = []
+    expected: list[list[int]] = []
+    for prompt, (mark, other) in trips:
+        (computed,) = prefill.generate([prompt], 1, [ASK], **mark)
+        answers += decode.generate([prompt], TOKENS, [offered(computed)], **other)
+        answers += decode.generate([prompt], TOKENS, **other)
+    idle(prefill, decode)
+    for prompt, (mark, other) in trips:
+        decode.forget()
+        (undisturbed,) = decode.generate([prompt], TOKENS, **other)
+        right = undisturbed.tokens
+        expected += [right if mark == other else [], right]
+    return answers, expected
+
+
+def other_weights(start: Start) -> Outcome:
+    """Prefill has other weights under the same name: whatever it has computed fails."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(50)
+    transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+    answers = decode.generate(tokens, TOKENS, transfers)
+    idle(prefill, decode)
+    if alone(prefill, tokens) == alone(decode, tokens):
+        raise AssertionError("void: both engines have the same weights")
+    return answers, [[]] * len(tokens)
+
+
 def served(start: Callable[..., Server]) -> Outcome:
     """``vllm serve``, twice, and a proxy between them."""
     prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
@@ -290,6 +444,24 @@ def served(start: Callable[..., Server]) -> Outcome:
     if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
         raise AssertionError("void: decode has computed prompts itself")
     return answers, agreed(tokens, prefill, decode)
+
+
+def flipped(start: Start) -> Outcome:
+    """Decode verifies what it has read. One bit of a request's cache is flipped before it does: the request fails.
+
+    Before that, thousands of others are flipped and restored. Requests whose bits stay as they are are right.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens, spoilt = prompts(40), prompts(41)
+    read = moved(prefill, decode, tokens)
+    decode.flip(FLIPS // len(spoilt))
+    answers = prefill.generate(spoilt, 1, [ASK] * len(spoilt))
+    lost = decode.generate(spoilt, TOKENS, [offered(answer) for answer in answers])
+    counts = decode.flips()
+    if counts != {"flips": FLIPS // len(spoilt) * len(spoilt), "unseen": 0}:
+        raise AssertionError(f"unsafe: {counts}")
+    idle(prefill, decode)
+    return [*read, *lost], [*agreed(tokens, prefill, decode), *[[]] * len(spoilt)]
 
 
 def unmoved(start: Start) -> Outcome:
