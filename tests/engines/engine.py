@@ -10,6 +10,7 @@ from typing import Any
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
 
 from tests.engines.flips import flip_bits
 
@@ -39,10 +40,13 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
             except EOFError:
                 return
             if verb == "add":
-                name, prompt, max_tokens, transfer, adapter, salt = arguments
+                name, prompt, max_tokens, transfer, adapter, salt, num_answers = arguments
                 sampling = SamplingParams(
+                    n=num_answers,
                     max_tokens=max_tokens,
-                    temperature=0,
+                    temperature=0 if num_answers == 1 else 1,
+                    seed=0,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
                     ignore_eos=True,
                     detokenize=False,
                     extra_args={"kv_transfer_params": transfer} if transfer else None,
@@ -72,16 +76,8 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
         for request in outputs:
             if not request.finished:
                 continue
-            answer = request.outputs[0]
-            pipe.send(
-                (
-                    "done",
-                    request.request_id,
-                    list(answer.token_ids),
-                    answer.finish_reason,
-                    request.kv_transfer_params,
-                    request.num_cached_tokens,
-                )
-            )
+            of_all = (request.kv_transfer_params, request.num_cached_tokens)
+            answers = [([*each.token_ids], each.finish_reason, *of_all) for each in request.outputs]
+            pipe.send(("done", request.request_id, *answers))
         if not scheduler.running:
             time.sleep(0.002)  # vLLM's own loop rests too where nothing runs

@@ -112,6 +112,7 @@ PAIRS = {
         "another_prompt",
     ),
     "llama, read twice": Pair("llama", side(**FEW), side(), "read_twice"),
+    "llama, n=12": Pair("llama", side(**FEW), side(**FEW), "twelve_answers"),
     "llama, twelve readers": Pair("llama", side(**FEW), side(**FEW), "twelve_readers"),
     "llama, another adapter": Pair(
         "llama",

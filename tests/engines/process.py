@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from tests.engines.engine import serve
 
 TIMEOUT_S = 300  # for a start, and for all answers to one call: far more than either takes on busy cores
@@ -49,7 +51,7 @@ class Engine:
         theirs.close()
         self._started = False
         self._count = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, list[Answer]] = {}
 
     def ready(self) -> Engine:
         """Waits until the engine has started."""
@@ -65,22 +67,28 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         adapter: str = "",
         salt: str = "",
+        num_answers: int = 1,
     ) -> str:
         """Adds a request and returns its name. ``transfer`` travels as JSON, as through a proxy.
 
-        ``adapter`` is the number of a LoRA adapter, ``salt`` is the request's ``cache_salt``.
+        ``adapter`` is the number of a LoRA adapter, ``salt`` is the request's ``cache_salt``. Several answers are
+        drawn at random, with a seed each.
         """
         self._count += 1
         sent = json.loads(json.dumps(transfer))
-        self._send("add", f"{self._count}", prompt, max_tokens, sent, adapter, salt)
+        self._send("add", f"{self._count}", prompt, max_tokens, sent, adapter, salt, num_answers)
         return f"{self._count}"
 
     def wait(self, name: str, timeout_s: float = TIMEOUT_S) -> Answer:
         """The answer to a request."""
+        (answer,) = self.wait_all(name, timeout_s)
+        return answer
+
+    def wait_all(self, name: str, timeout_s: float = TIMEOUT_S) -> list[Answer]:
+        """Returns all answers to a request."""
         deadline = time.monotonic() + timeout_s
         while name not in self._answers:
-            done, *answer = self._receive("done", deadline)
-            self._answers[done.partition("-")[0]] = Answer(*answer)
+            self._note(*self._receive("done", deadline))
         return self._answers.pop(name)
 
     def generate(
@@ -88,7 +96,7 @@ class Engine:
         prompts: list[list[int]],
         max_tokens: int,
         transfers: Any = None,
-        **marks: str,
+        **marks: Any,
     ) -> list[Answer]:
         """Returns the answers to requests that are in flight together.
 
@@ -128,6 +136,12 @@ class Engine:
         self._send("flips")
         (counts,) = self._receive("flips", time.monotonic() + TIMEOUT_S)
         return dict(counts)
+
+    def cpu_s(self) -> float:
+        """Returns the seconds of processor time that the engine and its workers have taken."""
+        process = psutil.Process(self._process.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     def freeze(self) -> None:
         """Stops the engine and its workers where they are: reachable and silent."""
@@ -171,7 +185,10 @@ class Engine:
             if received == kind:
                 return rest
             if received == "done":  # while something else was asked
-                self._answers[rest[0].partition("-")[0]] = Answer(*rest[1:])
+                self._note(*rest)
+
+    def _note(self, name: str, *answers: tuple[Any, ...]) -> None:
+        self._answers[name.partition("-")[0]] = [Answer(*answer) for answer in answers]
 
 
 def environment(port: int) -> dict[str, str]:

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -114,26 +115,43 @@ def proxy(engine: str, prefill: Server, decode: Server) -> dict[str, Any]:
 
 def completed(port: int, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
     """The answers to prompts that go to a port together, as text."""
+    return answered(partial(asked, port), prompts, max_tokens)
 
-    def complete(body: dict[str, Any]) -> Any:
-        url, headers = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
-        with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=TIMEOUT_S) as response:
-            return json.load(response)
 
-    return answered(complete, prompts, max_tokens)
+def asked(port: int, body: dict[str, Any]) -> Any:
+    """Returns what a server or a proxy says to one request for completions. Raises HTTPError."""
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=TIMEOUT_S) as response:
+        return json.load(response)
+
+
+def chosen(port: int, body: dict[str, Any]) -> list[Answer]:
+    """Returns all choices of the answer to one request."""
+    return [answer_of(choice) for choice in asked(port, body)["choices"]]
+
+
+def answer_of(choice: Mapping[str, Any]) -> Answer:
+    """Returns a choice of an answer: its words are numbers of tokens."""
+    tokens = [int(word.removeprefix("w")) for word in choice["text"].split()]
+    return Answer(tokens, choice["finish_reason"], None, 0)
+
+
+def text(prompt: list[int]) -> str:
+    """Returns a prompt in words, one for each token."""
+    return " ".join(f"w{token}" for token in prompt)
 
 
 def answered(complete: Callable[[dict[str, Any]], Any], prompts: list[list[int]], max_tokens: int) -> list[Answer]:
     """What ``complete`` answers to prompts, as text, all at the same time."""
 
     def answer(prompt: list[int]) -> Answer:
-        body = {"prompt": " ".join(f"w{token}" for token in prompt), "max_tokens": max_tokens}
+        body = {"prompt": text(prompt), "max_tokens": max_tokens}
         try:
             (choice,) = complete({**body, "temperature": 0, "ignore_eos": True})["choices"]
         except HTTPError:
             return Answer([], "error", None, 0)
-        tokens = [int(word.removeprefix("w")) for word in choice["text"].split()]
-        return Answer(tokens, choice["finish_reason"], None, 0)
+        return answer_of(choice)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         return [*pool.map(answer, prompts)]

@@ -61,18 +61,17 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     pipe.send(("ready",))
 
     async def answer(
-        name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, adapter: str, salt: str
+        name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, *more: Any
     ) -> None:
-        assert not adapter, "no trial of SGLang has one"
-        assert not salt, "no trial of SGLang has one"
+        assert more == ("", "", 1), "no trial of SGLang has adapters, salts or several answers"
         sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         try:
             ask = {"rid": rid_of(name), "input_ids": prompt, "sampling_params": sampling, **(transfer or {})}
             done = await engine.async_generate(**ask)
             reason = done["meta_info"]["finish_reason"]["type"]
-            pipe.send(("done", name, done["output_ids"], reason, None, done["meta_info"]["cached_tokens"]))
+            pipe.send(("done", name, (done["output_ids"], reason, None, done["meta_info"]["cached_tokens"])))
         except Exception:  # an aborted request
-            pipe.send(("done", name, [], "error", None, 0))
+            pipe.send(("done", name, ([], "error", None, 0)))
 
     async def listen() -> None:
         tasks = set()

@@ -140,7 +140,7 @@ class SglangEngine(Engine):
         theirs.close()
         self._started = False
         self._count = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, list[Answer]] = {}
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

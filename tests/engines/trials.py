@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.engines.models import VOCABULARY
 from tests.engines.process import Answer, Engine, free_port
-from tests.engines.served import Server, completed, proxy
+from tests.engines.served import Server, chosen, completed, proxy, text
 
 ASK = {
     "do_remote_decode": True,
@@ -375,8 +375,23 @@ def read_twice(start: Start) -> Outcome:
     return [*read, *again], [*right, *unless_failed(again, right)]
 
 
+def twelve_answers(start: Start) -> Outcome:
+    """A request for twelve answers, whose children wait for blocks of decode, while prefill computes others."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    (prompt,) = prompts(38, (200,))
+    (computed,) = prefill.generate([prompt], 1, [ASK])
+    name = decode.submit(prompt, TOKENS, offered(computed), num_answers=12)
+    prefill.generate(prompts(39, (400,) * 16), 1)
+    answers = decode.wait_all(name)
+    idle(prefill, decode)
+    right = [answer.tokens for answer in decode.wait_all(decode.submit(prompt, TOKENS, num_answers=12))]
+    if len({tuple(tokens) for tokens in right}) < 2:
+        raise AssertionError("void: all answers are the same")
+    return answers, right
+
+
 def twelve_readers(start: Start) -> Outcome:
-    """Twelve requests read one handoff, as one with ``n=12`` does, and wait for blocks of decode.
+    """Twelve requests read one handoff, as a router's retries do, and wait for blocks of decode.
 
     Prefill computes others meanwhile. The first of the twelve is right, others are right or fail.
     """
@@ -435,7 +450,10 @@ def other_weights(start: Start) -> Outcome:
 
 
 def served(start: Callable[..., Server]) -> Outcome:
-    """``vllm serve``, twice, and a proxy between them."""
+    """``vllm serve``, twice, and a proxy between them.
+
+    A list of prompts with three answers to each, and a beam search, have the choices that decode alone has.
+    """
     prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
     tokens = prompts(24)
     port, serve = free_port(), proxy("vllm", prefill.ready(), decode.ready())["serve"]
@@ -443,7 +461,13 @@ def served(start: Callable[..., Server]) -> Outcome:
     answers = completed(port, tokens, TOKENS)
     if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
         raise AssertionError("void: decode has computed prompts itself")
-    return answers, agreed(tokens, prefill, decode)
+    common = {"max_tokens": TOKENS, "ignore_eos": True}
+    several = {"prompt": [text(prompt) for prompt in tokens[:3]], "n": 3, "temperature": 1, "seed": 1}
+    beams = {"prompt": text(tokens[3]), "n": 2, "temperature": 0, "use_beam_search": True}
+    bodies = [{**common, **several}, {**common, **beams}]
+    answers += [answer for body in bodies for answer in chosen(port, body)]
+    right = [answer.tokens for body in bodies for answer in chosen(decode.port, body)]
+    return answers, [*agreed(tokens, prefill, decode), *right]
 
 
 def flipped(start: Start) -> Outcome:
