@@ -111,17 +111,33 @@ def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str,
 
 
 def fetch_digests(source: Source, request: DigestRequest, timeout_s: float) -> list[Mapping[str, Any]]:
-    """Fetch the digests of all workers of an engine, when they have computed them. Raises ``PEER`` and ``MESSAGE``."""
+    """Fetch the digests of all workers of an engine, when they have computed them. Raises ``PEER`` and ``MESSAGE``.
+
+    An engine that is too busy to answer is asked again.
+    """
     stop = time.monotonic() + timeout_s
+    silence: KVPlanError | None = None
     while time.monotonic() < stop:
-        sent = request.fields(source.start)
-        answer = exchange(f"{source}", source.host, source.port, "/digests", ANSWER_S, sent)
         try:
-            digests = json.loads(answer)["digests"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise KVPlanError("MESSAGE", "read digests", expected="digests as JSON", got=f"{error!r}") from None
-        if digests is not None:
-            return [*members(dict, digests, "digests")]
+            digests = _ask(source, request)
+        except KVPlanError as error:
+            if error.code != "PEER":
+                raise
+            silence = error
+        else:
+            silence = None
+            if digests is not None:
+                return digests
         time.sleep(POLL_S)
     expected = f"digests within {timeout_s:g} s"
-    raise KVPlanError("PEER", f"check {request.lease!r} from {source}", expected=expected, got="none")
+    raise silence or KVPlanError("PEER", f"check {request.lease!r} from {source}", expected=expected, got="none")
+
+
+def _ask(source: Source, request: DigestRequest) -> list[Mapping[str, Any]] | None:
+    """Ask an engine for digests once; returns None where it has not computed them yet."""
+    answer = exchange(f"{source}", source.host, source.port, "/digests", ANSWER_S, request.fields(source.start))
+    try:
+        digests = json.loads(answer)["digests"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise KVPlanError("MESSAGE", "read digests", expected="digests as JSON", got=f"{error!r}") from None
+    return None if digests is None else [*members(dict, digests, "digests")]

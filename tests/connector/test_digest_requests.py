@@ -12,6 +12,7 @@ import pytest
 from kvplan import KVPlanError
 from kvplan.connector import Leases, Listener
 from kvplan.connector.digest_requests import DigestRequest, DigestRequests, fetch_digests
+from kvplan.connector.http import exchange
 
 TOKENS = {"swa": (32, 40), "attn": (0, 40)}
 
@@ -50,6 +51,24 @@ def test_digests_are_fetched_when_they_are_there(listener: Listener, leases: Lea
     assert listener.digests.take() == []
 
 
+def test_a_busy_engine_is_asked_again(listener: Listener, leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that does not come in time is no difference."""
+    request = DigestRequest.of(leases.grant("r"), TOKENS)
+    attempts: list[str] = []
+
+    def exchange_at_last(*arguments: Any) -> bytes:
+        attempts.append("an attempt")
+        if len(attempts) < 3:
+            raise KVPlanError("PEER", "reach prefill", expected="an answer", got="TimeoutError('timed out')")
+        return exchange(*arguments)
+
+    monkeypatch.setattr("kvplan.connector.digest_requests.exchange", exchange_at_last)
+    listener.digests.ask(request)
+    listener.digests.put(request, [{"of worker": 0}])
+    assert fetch_digests(listener.source, request, 10) == [{"of worker": 0}]
+    assert len(attempts) == 3
+
+
 def test_nobody_computes_them(listener: Listener, leases: Leases) -> None:
     """A reader does not wait for ever."""
     request = DigestRequest.of(leases.grant("r"), TOKENS)
@@ -69,7 +88,7 @@ def test_a_lease_that_is_over_has_no_digests(listener: Listener, leases: Leases)
     with pytest.raises(KVPlanError, match="LEASE: cannot digest 'r 0'"):
         listener.digests.ask(request)
     with pytest.raises(KVPlanError, match="PEER"):
-        fetch_digests(listener.source, request, 1.0)
+        fetch_digests(listener.source, request, 0.2)
     listener.digests.forget(lease)
     assert listener.digests._answers == {}
     listener.digests.put(request, [{"late": 0}])
@@ -81,7 +100,7 @@ def test_a_reader_of_an_earlier_start_is_refused(listener: Listener, leases: Lea
     request = DigestRequest.of(leases.grant("r"), TOKENS)
     source = type(listener.source)("prefill", "earlier", "127.0.0.1", listener.source.port)
     with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
-        fetch_digests(source, request, 1.0)
+        fetch_digests(source, request, 0.2)
     assert listener.digests.take() == []
 
 

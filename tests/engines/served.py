@@ -128,7 +128,10 @@ def asked(port: int, body: dict[str, Any]) -> Any:
 
 def chosen(port: int, body: dict[str, Any]) -> list[Answer]:
     """Returns all choices of the answer to one request."""
-    return [answer_of(choice) for choice in asked(port, body)["choices"]]
+    try:
+        return [answer_of(choice) for choice in asked(port, body)["choices"]]
+    except HTTPError as error:
+        raise AssertionError(f"failed: {error} for {body}") from None
 
 
 def answer_of(choice: Mapping[str, Any]) -> Answer:

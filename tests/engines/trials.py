@@ -456,6 +456,8 @@ def served(start: Callable[..., Server]) -> Outcome:
     """
     prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
     tokens = prompts(24)
+    for server in (prefill, decode):
+        completed(server.ready().port, prompts(51, (7,)), 2)  # the first step compiles, which may outlast a lease
     port, serve = free_port(), proxy("vllm", prefill.ready(), decode.ready())["serve"]
     threading.Thread(target=serve, args=(port,), daemon=True).start()
     answers = completed(port, tokens, TOKENS)
