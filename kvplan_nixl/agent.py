@@ -14,6 +14,7 @@ not refer to it, and all handles are in a :class:`Handle`, which :meth:`Agent.cl
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -47,6 +48,41 @@ FAILURES: Final[tuple[type[Exception], ...]] = (*NIXL_ERRORS, RuntimeError, Unic
 Made = TypeVar("Made")
 
 LOCAL: Final = "NIXL_INIT_AGENT"
+
+PROGRESS_US: Final = 1000
+"""Microseconds after which an agent's progress thread looks for work that has not woken it."""
+
+CONFIG: Final = nixl._bindings.nixlAgentConfig
+"""NIXL's settings of an agent."""
+
+DELAY: Final = CONFIG.pthrDelay
+"""The delay of the progress thread in them: UCX wakes a thread that waits, and one with a delay of 0 takes a core."""
+
+
+class WakingConfig(nixl._bindings.nixlAgentConfig):  # type: ignore[misc]
+    """Settings of an agent whose progress thread waits until UCX wakes it, whatever NIXL's Python layer sets."""
+
+    @property
+    def pthrDelay(self) -> int:  # noqa: N802
+        """The delay, in microseconds."""
+        return int(DELAY.__get__(self))
+
+    @pthrDelay.setter
+    def pthrDelay(self, _: int) -> None:  # noqa: N802
+        DELAY.__set__(self, PROGRESS_US)
+
+
+OPENING: Final = threading.Lock()
+
+
+def open_agent(name: str, config: Any) -> Any:
+    """Return a new agent of NIXL. Its Python layer makes the settings itself, and takes no delay from a caller."""
+    with OPENING:
+        nixl._bindings.nixlAgentConfig = WakingConfig
+        try:
+            return nixl.nixl_agent(name, config)
+        finally:
+            nixl._bindings.nixlAgentConfig = CONFIG
 
 
 @attrs.define(eq=False)
@@ -110,7 +146,7 @@ class Agent:
         self._open: Any = None
         text = ""
         try:
-            self._open = nixl.nixl_agent(name, config)
+            self._open = open_agent(name, config)
         except FAILURES as error:
             text = " ".join(str(error).split())
         if self._open is None:  # raised after the exception of NIXL is gone

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+import tests.engines.yielding.sitecustomize  # noqa: F401  # for this process, which is forked
 from tests.engines.flips import flip_bits
 
 

@@ -15,6 +15,8 @@ import psutil
 
 from tests.engines.engine import serve
 
+YIELDING = Path(__file__).with_name("yielding")
+
 TIMEOUT_S = 300  # for a start, and for all answers to one call: far more than either takes on busy cores
 
 # Processes are forked from one that has loaded vLLM, which takes longer than to start a tiny engine.
@@ -194,6 +196,7 @@ class Engine:
 def environment(port: int) -> dict[str, str]:
     """What an engine needs on a CPU. ``port`` is where vLLM's NixlConnector listens."""
     return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(YIELDING), os.environ.get("PYTHONPATH")])),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",

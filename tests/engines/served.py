@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ class Server:
         command[0] = str(Path(sys.executable).with_name(command[0]))
         options = flags({name: value for name, value in settings.items() if name != "model"})
         path = os.pathsep.join(
-            [str(metadata(log.parent)), str(Path.cwd()), more.pop("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+            [str(metadata(log.parent)), str(Path.cwd()), more.pop("PYTHONPATH", environment(0)["PYTHONPATH"])]
         )
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -138,6 +139,16 @@ def answer_of(choice: Mapping[str, Any]) -> Answer:
     """Returns a choice of an answer: its words are numbers of tokens."""
     tokens = [int(word.removeprefix("w")) for word in choice["text"].split()]
     return Answer(tokens, choice["finish_reason"], None, 0)
+
+
+def wait_for(port: int) -> None:
+    """Waits until something listens on a port of this machine."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S):
+            return
+        time.sleep(0.05)
+    raise EngineFailedError(f"hung: nothing listens on port {port} in time")
 
 
 def text(prompt: list[int]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.engines.models import VOCABULARY
 from tests.engines.process import Answer, Engine, free_port
-from tests.engines.served import Server, chosen, completed, proxy, text
+from tests.engines.served import Server, chosen, completed, proxy, text, wait_for
 
 ASK = {
     "do_remote_decode": True,
@@ -460,6 +460,7 @@ def served(start: Callable[..., Server]) -> Outcome:
         completed(server.ready().port, prompts(51, (7,)), 2)  # the first step compiles, which may outlast a lease
     port, serve = free_port(), proxy("vllm", prefill.ready(), decode.ready())["serve"]
     threading.Thread(target=serve, args=(port,), daemon=True).start()
+    wait_for(port)
     answers = completed(port, tokens, TOKENS)
     if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
         raise AssertionError("void: decode has computed prompts itself")

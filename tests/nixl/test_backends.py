@@ -14,14 +14,16 @@ from functools import partial
 from pathlib import Path
 
 import attrs
+import nixl
 import numpy as np
 import pytest
 
 from benchmarks.real_memory import NixlCluster, PeerProcess, fill, forkserver, pattern, placed
-from kvplan import Blocks, Model, Region, Status, plan_reads, plan_writes, verify
+from kvplan import Blocks, KVPlanError, Model, Region, Status, plan_reads, plan_writes, verify
 from kvplan.testing.executors import Transmission
 from kvplan.verification import FakeMemory
 from kvplan_nixl import UCX, NixlExecutor, settle
+from kvplan_nixl.agent import CONFIG, DELAY, PROGRESS_US, Agent
 from kvplan_nixl.executor import Backends
 from tests.small import engine
 
@@ -284,3 +286,18 @@ def test_a_worker_of_the_same_process(device: str) -> None:
     for (name, tensor), region in zip(ours.items(), local.regions, strict=True):
         moved = int((tensor != 0).sum())
         assert moved == 6 * 64, (name, region)
+
+
+def test_the_progress_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent's progress thread has a delay, without which it takes a core; NIXL's own settings stay as they are."""
+    delays_us: list[int] = []
+
+    def refuse(_: str, config: object) -> object:
+        delays_us.append(DELAY.__get__(config))
+        raise RuntimeError("no agent is made here")
+
+    monkeypatch.setattr(nixl._bindings, "nixlAgent", refuse)
+    with pytest.raises(KVPlanError, match=r"BACKEND: cannot make a NIXL agent: .*no agent is made here"):
+        Agent("a", {}, progress_thread=True)
+    assert delays_us == [PROGRESS_US]
+    assert nixl._bindings.nixlAgentConfig is CONFIG
