@@ -2,10 +2,15 @@
 
 A ring keeps position p of a request in slot ``p % window`` of the request's blocks. Between two rings of one window the
 slots are the positions to describe: the range is all slots that are in use, and the blocks need no wrap.
+
+A request is read by the rules of ``kvplan.connector``: its handoff names its prompt, its blocks stay while a reader
+claims them, and what was read is right if the lease still stood after the last byte.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,8 +20,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestState
 
-from kvplan import Blocks, Group, Worker, plan_reads, region_of, view_of
-from kvplan_nixl import NixlExecutor, settle
+from kvplan import Blocks, Group, Worker, region_of, view_of
+from kvplan.connector import (
+    Claims,
+    EndedLeases,
+    Handoff,
+    Leases,
+    Listener,
+    Read,
+    ReadResult,
+    Reads,
+    prompt_digest,
+    send_claims,
+)
+from kvplan_nixl import Envelope, NixlExecutor
 from tests.engines.models import COMMON, MODELS
 
 WINDOW = 56
@@ -29,7 +46,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 
 TIMEOUT_S = 60.0
 
-Tables = dict[str, list[int]]
+LOGGER = logging.getLogger(__name__)
 
 
 class Engine:
@@ -57,6 +74,18 @@ class Engine:
         self._manager.batch_processor = self._batches = self._manager._create_batch_processor()
         self._allocators = self._batches.cache.cache_allocators
         self.executor = NixlExecutor(self._worker(name))
+        self.leases = Leases()
+        self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], self.leases)
+        self.claims = Claims(LOGGER, send_claims)
+        self._reads = Reads(
+            self.executor.worker,
+            self.executor,
+            LOGGER,
+            open_offer=lambda offer: Envelope.unpack(offer).worker,
+            connect=self.executor.connect,
+            disconnect=self.executor.disconnect,
+            claims=self.claims,
+        )
 
     def _worker(self, name: str) -> Worker:
         cache = self._batches.cache.cache_tensor
@@ -99,36 +128,59 @@ class Engine:
         """What the engine generates by itself."""
         return self._finish(self._add("alone", prompt, new))
 
-    def prefill(self, request: str, prompt: Sequence[int]) -> tuple[int, Tables]:
-        """The first new token, and the block tables of the prompt, which stay allocated."""
+    def prefill(self, request: str, prompt: Sequence[int]) -> tuple[int, Handoff]:
+        """The first new token, and the handoff of the prompt, whose blocks stay for readers."""
         state = self._add(request, prompt, new=2)
         while not state.generated_tokens:
             self._step()
-        return state.generated_tokens[0], {kind: one.block_table[request] for kind, one in self._allocators.items()}
+        tables = {kind: Blocks(one.block_table[request]) for kind, one in self._allocators.items()}
+        lease = self.leases.grant(request)
+        handoff = Handoff(self.listener.source, lease, len(prompt), prompt_digest(prompt), tables)
+        return state.generated_tokens[0], handoff
 
-    def free(self, request: str) -> None:
-        """Free a request's blocks."""
-        self._batches.scheduler.finish_request(request)
+    def free(self) -> EndedLeases:
+        """Free the blocks of requests whose leases have ended."""
+        ended = self.leases.take_ended()
+        for request in (*ended.done, *ended.late):
+            self._batches.scheduler.finish_request(request)
+        return ended
 
     def decode(
-        self, source: Worker, request: str, prompt: Sequence[int], prefilled: tuple[int, Tables], new: int, *moved: str
+        self, request: str, prompt: Sequence[int], prefilled: tuple[int, Handoff], new: int, *moved: str
     ) -> list[int]:
-        """The tokens that follow a prompt, after the kinds of layers in ``moved`` were read from ``source``."""
-        first, remote = prefilled
+        """The tokens that follow a prompt, after the kinds of layers in ``moved`` were read. Raises why not."""
+        first, handoff = prefilled
+        handoff.check_prompt(prompt_digest(prompt))
         self._batches.cache.cache_tensor.zero_()  # what this engine has generated itself is not to be found again
         state = self._add(request, [*prompt, first], new - 1, cached=len(prompt))
         assert self._batches.cache.can_store_request_tokens(RequestState(request, []), len(prompt))
-        local = {kind: allocator.block_table[request] for kind, allocator in self._allocators.items()}
         # a ring has the last positions, in as many slots
         spans = {kind: (0, min(len(prompt), WINDOW) if kind == RING else len(prompt)) for kind in moved}
-        tables = [{kind: Blocks(table[kind]) for kind in table} for table in (local, remote)]
-        plan = plan_reads(self.executor.worker, [source])
-        self.executor.prepare(plan)
-        specs = plan.bind(local=tables[0], remote=tables[1], tokens={kind: spans.get(kind, (0, 0)) for kind in local})
-        transfers = [self.executor.start(spec, request) for spec in specs]
-        assert settle(self.executor, transfers, TIMEOUT_S)
-        assert [transfer.error for transfer in transfers] == [None] * len(transfers)
+        result = self._read(
+            Read(
+                request=request,
+                source=handoff.source,
+                lease=handoff.lease,
+                local={kind: Blocks(allocator.block_table[request]) for kind, allocator in self._allocators.items()},
+                remote=handoff.blocks,
+                tokens={kind: spans.get(kind, (0, 0)) for kind in self._allocators},
+            )
+        )
+        if result.error is not None:
+            self._batches.scheduler.finish_request(request)
+            raise result.error
         return [first, *self._finish(state)]
+
+    def _read(self, read: Read) -> ReadResult:
+        """Claim the lease of a read, and read until no byte can move any more."""
+        self.claims.begin(read.source, read.lease, read.request)
+        self._reads.begin(read)
+        until = time.monotonic() + TIMEOUT_S
+        while not (ended := self._reads.poll()):
+            assert time.monotonic() < until, "the read does not end"
+        self.claims.end(read.source, read.lease, read.request)
+        (result,) = ended
+        return result
 
 
 def serve(channel: Connection, model: str, page: int) -> None:
@@ -136,4 +188,4 @@ def serve(channel: Connection, model: str, page: int) -> None:
     engine = Engine("prefill", model, page)
     while True:
         command, *arguments = channel.recv()
-        channel.send(engine.executor.envelope() if command == "envelope" else getattr(engine, command)(*arguments))
+        channel.send(getattr(engine, command)(*arguments))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
+from kvplan import KVPlanError
 from tests.nixl.continuous_batching import RING, TIMEOUT_S, Engine, serve
 
 NEW = 16
@@ -31,7 +34,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ask, Engine]]
         return here.recv()
 
     decode = Engine("decode", request.param, 40)
-    with decode.executor:
+    with decode.executor, closing(decode.listener), closing(decode.claims):
         yield request.param, ask, decode
         process.kill()
         process.join(TIMEOUT_S)
@@ -40,16 +43,25 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ask, Engine]]
 def test_pages_of_16_into_pages_of_40(engines: tuple[str, Ask, Engine]) -> None:
     """The tokens are those of either engine alone, and others where a kind of layers, or all, were not moved."""
     model, prefill, decode = engines
-    source = decode.executor.connect(prefill("envelope"))
-    kinds = [group.name for group in source.groups]
-    assert sorted(kinds) == (["full_attention", RING] if model == "gemma-3" else ["full_attention"])
+    kinds = ["full_attention", RING] if model == "gemma-3" else ["full_attention"]
     for length in LENGTHS:
         prompt = torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         alone = prefill("generate", prompt, NEW)
         assert decode.generate(prompt, NEW) == alone
         prefilled = prefill("prefill", f"request {length}", prompt)
+        _, handoff = prefilled
+        decode.claims.begin(handoff.source, handoff.lease, "all readers")
         for left_out in kinds:
             moved = [kind for kind in kinds if kind != left_out]
-            assert decode.decode(source, f"without {left_out}", prompt, prefilled, NEW, *moved) != alone
-        assert decode.decode(source, f"request {length}", prompt, prefilled, NEW, *kinds) == alone
-        prefill("free", f"request {length}")
+            assert decode.decode(f"without {left_out}", prompt, prefilled, NEW, *moved) != alone
+        assert decode.decode(f"request {length}", prompt, prefilled, NEW, *kinds) == alone
+        with pytest.raises(KVPlanError, match="PROMPT"):
+            decode.decode("another prompt", prompt[::-1], prefilled, NEW, *kinds)
+        assert prefill("free").done == ()
+        decode.claims.end(handoff.source, handoff.lease, "all readers")
+        until = time.monotonic() + TIMEOUT_S
+        while not (ended := prefill("free").done):
+            assert time.monotonic() < until
+        assert ended == (f"request {length}",)
+        with pytest.raises(KVPlanError, match="LEASE"):
+            decode.decode("too late", prompt, prefilled, NEW, *kinds)
