@@ -51,7 +51,9 @@ def test_the_readme_names_every_shipped_model() -> None:
 def test_the_readme_counts_the_verdicts_of_real_engines() -> None:
     """The README has the numbers of the table of vLLM's pairs: rows, and verdicts on vLLM's own connector."""
     page = (ROOT / "docs" / "engines.md").read_text().partition("## SGLang")[0]
-    rows = [line.strip("| ").split(" | ") for line in page.partition("| pair |")[2].splitlines()[2:] if "|" in line]
+    tables = re.findall(r"^\| pair \|.*\n\| --- .*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert len(tables) == 2
+    rows = [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()]
     ours, theirs, control = ([row[i].partition(":")[0].split()[0] for row in rows] for i in (1, 2, 3))
     number, run = Counter(theirs), [verdict for verdict in theirs if verdict.isalpha()]
     assert ({*ours}, {*control}) == ({"same"}, {"different"})

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -77,21 +77,20 @@ def exchange(peer: str, host: str, port: int | None, path: str, timeout_s: float
 
     Without a port it is in ``host``.
     """
-    stop, action = time.monotonic() + seconds(timeout_s, "timeout_s"), f"reach {peer}"
+    stop = time.monotonic() + seconds(timeout_s, "timeout_s")
+    action = f"reach {peer}"
+    parts = []
+    size = 0
     try:
-        connection = HTTPConnection(host, port, timeout=timeout_s)
-        try:
+        with closing(HTTPConnection(host, port, timeout=timeout_s)) as connection:
             if sent is None:
                 connection.request("GET", path)
             else:
                 connection.request("POST", path, json.dumps(sent).encode())
-            response = connection.getresponse()
-            parts, size = [], 0
-            while (part := response.read1(1 << 20)) and size <= MAX_ANSWER_BYTES and time.monotonic() <= stop:
-                parts.append(part)
-                size += len(part)
-        finally:
-            connection.close()
+            with connection.getresponse() as response:
+                while (part := response.read1(1 << 20)) and size <= MAX_ANSWER_BYTES and time.monotonic() <= stop:
+                    parts.append(part)
+                    size += len(part)
     except (OSError, HTTPException, ValueError) as error:
         raise KVPlanError("PEER", action, expected="an answer", got=f"{error!r}") from None
     if part:
