@@ -55,9 +55,9 @@ from kvplan.connector import (
     whole_blocks,
 )
 from kvplan.connector.claims import ClaimMessage, answer_claims
-from kvplan.executor import FakeNetwork, PendingRequests
-from kvplan.staging import FakeCopier, Pipeline, Rates, choose, stage, stage_writes
-from kvplan.testing import assert_copies
+from kvplan.executor import PendingRequests
+from kvplan.staging import Pipeline, Rates, choose, stage, stage_writes
+from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.verification import FakeMemory
 from tests.small import engine
 
@@ -262,9 +262,9 @@ def calls() -> Calls:
     yield "StagedPlan.bind", STAGED.bind, {**REQUEST, "buffer_slots": iter(range(2))}
     yield "StagedPlan.cost", STAGED.cost, {"tokens": 9}
     network = FakeNetwork([STAGING, THEIRS])
-    yield "staging.FakeCopier", FakeCopier, {"memory": network.memory, "key": STAGING.key}
+    yield "testing.FakeCopier", FakeCopier, {"memory": network.memory, "key": STAGING.key}
     copier = FakeCopier(network.memory, STAGING.key)
-    yield "staging.FakeCopier.begin", copier.begin, {"copies": next(STAGED.bind(**REQUEST)).copies}
+    yield "testing.FakeCopier.begin", copier.begin, {"copies": next(STAGED.bind(**REQUEST)).copies}
     executor = network.executor(STAGING)
     yield "staging.Pipeline", Pipeline, {"executor": executor, "staging": "staging", "copier": copier}
     yield "staging.Pipeline.prepare", pipeline().prepare, {"plan": STAGED}
@@ -292,16 +292,16 @@ def calls() -> Calls:
     notice = {"request": "r", "attempt": 0, "status": Status.DONE}
     yield "Transfer", Transfer, {**moving, "status": Status.RUNNING, "error": None, "notifies": True}
     yield "Notice", Notice, {**notice, "engine_id": "d", "rank": 0}
-    yield "executor.FakeNetwork", FakeNetwork, {"workers": [OURS, THEIRS]}
-    yield "executor.FakeNetwork.executor", FakeNetwork([OURS, THEIRS]).executor, {"worker": OURS}
+    yield "testing.FakeNetwork", FakeNetwork, {"workers": [OURS, THEIRS]}
+    yield "testing.FakeNetwork.executor", FakeNetwork([OURS, THEIRS]).executor, {"worker": OURS}
     executor, transfer = started()
-    yield "executor.FakeExecutor.prepare", executor.prepare, {"plan": PLAN}
-    yield "executor.FakeExecutor.start", executor.start, {**moving, "notify": True}
-    yield "executor.FakeExecutor.poll", executor.poll, {"transfer": transfer}
-    yield "executor.FakeExecutor.cancel", executor.cancel, {"transfer": transfer}
+    yield "testing.FakeExecutor.prepare", executor.prepare, {"plan": PLAN}
+    yield "testing.FakeExecutor.start", executor.start, {**moving, "notify": True}
+    yield "testing.FakeExecutor.poll", executor.poll, {"transfer": transfer}
+    yield "testing.FakeExecutor.cancel", executor.cancel, {"transfer": transfer}
     executor.poll(transfer)
-    yield "executor.FakeExecutor.release", executor.release, {"transfer": transfer}
-    yield "executor.FakeExecutor.notify", executor.notify, {**notice, "worker": THEIRS.key}
+    yield "testing.FakeExecutor.release", executor.release, {"transfer": transfer}
+    yield "testing.FakeExecutor.notify", executor.notify, {**notice, "worker": THEIRS.key}
     pending = PendingRequests()
     yield "executor.PendingRequests.add", pending.add, {"request": "r", "workers": [OURS.key], "attempt": 0}
     yield "executor.PendingRequests.receive", pending.receive, {"notices": [Notice("d", 0, "r")]}

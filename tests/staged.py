@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from kvplan import Axis, Blocks, KVPlanError, ReadSpec, Region, TransferPlan, View, Worker
 from kvplan.describe.worker import Key
-from kvplan.executor import FakeExecutor, FakeNetwork, Notice, Status, Transfer, still_running
+from kvplan.executor import Notice, Status, Transfer, still_running
 from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage, stage_writes
+from kvplan.testing import FakeExecutor, FakeNetwork
 from kvplan.verification import FakeMemory
 from tests.small import engine
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvplan import Blocks, Executor, Notice, ReadSpec, Region, Status, Worker, plan_reads
-from kvplan.executor import FakeNetwork, PendingRequests
+from kvplan.executor import PendingRequests
+from kvplan.testing import FakeNetwork
 from kvplan.testing.executors import Bytes, ExecutorContract
 from tests.small import engine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,11 +29,11 @@ MAY_IMPORT = {
     "describe": LEAVES,
     "plan": CORE,
     "verification": {*CORE, "plan"},
-    "executor": {*CORE, "plan", "verification"},
+    "executor": {*CORE, "plan"},
     "handshake": CORE,
     "models": CORE,
     "bridges": {*CORE, "models"},
-    "staging": {*CORE, "plan", "executor", "verification"},
+    "staging": {*CORE, "plan", "executor"},
     "connector": {*CORE, "plan", "executor", "staging"},
     "testing": {*LIBRARY, "staging"},
     "display": {*LIBRARY, "staging"},
@@ -99,6 +100,25 @@ def test_import_loads_what_plans_need() -> None:
     code = "import sys, kvplan; print(*{name.split('.')[1] for name in sys.modules if name.startswith('kvplan.')})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {*run.stdout.split()} & {room(module) for module in MODULES} == {*CORE, "plan"}
+
+
+def test_a_connector_loads_no_oracle() -> None:
+    """A process that serves loads neither what checks plans nor the fakes that tests move bytes with."""
+    code = "import sys, kvplan.connector; print(*{name.split('.')[1] for name in sys.modules if name[:7] == 'kvplan.'})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = {*run.stdout.split()} & {room(module) for module in MODULES}
+    assert rooms == {*CORE, "plan", "executor", "staging", "connector"}
+
+
+@pytest.mark.parametrize(
+    "name, where", [("FakeNetwork", "executor"), ("FakeExecutor", "executor"), ("FakeCopier", "staging")]
+)
+def test_a_fake_can_be_had_beside_its_protocol(name: str, where: str) -> None:
+    """A fake is in kvplan.testing; the module of its protocol has it too, but loads it only when it is asked for."""
+    module = importlib.import_module(f"kvplan.{where}")
+    assert getattr(module, name) is getattr(kvplan.testing, name)
+    with pytest.raises(AttributeError, match=f"^module 'kvplan.{where}' has no attribute 'FakeOther'$"):
+        _ = module.FakeOther
 
 
 @pytest.mark.parametrize("name", kvplan.__all__)

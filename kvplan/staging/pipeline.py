@@ -26,16 +26,14 @@ from weakref import WeakValueDictionary
 
 import attrs
 
-from kvplan._checks import having, instance, members, name
+from kvplan._checks import having, instance, name
 from kvplan._text import count
 from kvplan.describe.blocks import Tokens
-from kvplan.describe.worker import Key, key_of
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer, request_name, still_running
 from kvplan.plan.specs import ReadSpec
 from kvplan.staging.copies import Copy
 from kvplan.staging.plan import BlockTables, Chunk, StagedPlan
-from kvplan.verification.memory import FakeMemory
 
 
 class Copier(Protocol):
@@ -49,28 +47,6 @@ class Copier(Protocol):
 
     def done(self, ticket: Any) -> bool:
         """Whether copies are done, without waiting. Raises :class:`~kvplan.KVPlanError` if they have failed."""
-
-
-@attrs.frozen(eq=False)
-class FakeCopier:
-    """The :class:`Copier` of a worker in fake memory. Copies are done as soon as they begin."""
-
-    memory: FakeMemory
-    key: Key
-
-    def __attrs_post_init__(self) -> None:
-        instance(FakeMemory, self.memory, "memory of a copier")
-        key_of(self.key, "worker of a copier")
-
-    def begin(self, copies: Sequence[Copy]) -> None:
-        """Copy everything, range by range."""
-        for copy in members(Copy, copies, "copies"):
-            writes, reads = copy.ranges()
-            self.memory.move(self.key, self.key, reads, writes)
-
-    def done(self, ticket: None) -> bool:
-        """Always."""
-        return True
 
 
 @attrs.define(eq=False, repr=False)
@@ -130,7 +106,7 @@ class Pipeline:
     >>> import attrs
     >>> from kvplan import Blocks, Model, Region
     >>> from kvplan.staging import stage
-    >>> from kvplan.executor import FakeNetwork
+    >>> from kvplan.testing import FakeCopier, FakeNetwork
     >>> model = Model.shipped("qwen2.5-1.5b")
     >>> (decode,), (prefill,) = (model.engine(name, num_blocks=99, layout=layout)
     ...                          for name, layout in (("decode", "LBHNC"), ("prefill", "LBNHC")))

@@ -1,6 +1,7 @@
-"""Tests for connectors and executors: an assertion, Hypothesis strategies, and the executor contract.
+"""Tests for connectors and executors: an assertion, fakes, Hypothesis strategies, and the executor contract.
 
 - :func:`assert_copies` checks the descriptors that a connector makes, by any test runner.
+- :class:`FakeNetwork` has executors over fake memory, and :class:`FakeCopier` copies there.
 - :mod:`kvplan.testing.strategies` has random requests for your engines, and random engines. It needs the ``testing``
   extra.
 - :mod:`kvplan.testing.executors` has the tests that every :class:`kvplan.Executor` passes.
@@ -16,9 +17,10 @@ from kvplan.describe import Blocks, Worker
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key
 from kvplan.plan import plan_mesh
+from kvplan.testing.fakes import FakeCopier, FakeExecutor, FakeNetwork
 from kvplan.verification import Report, verify
 
-__all__ = ["assert_copies"]
+__all__ = ["FakeCopier", "FakeExecutor", "FakeNetwork", "assert_copies"]
 
 
 def assert_copies(

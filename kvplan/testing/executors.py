@@ -2,10 +2,10 @@
 
 Subclass :class:`ExecutorContract` and say in ``open_cluster`` how workers get memory and executors. pytest collects a
 subclass whose name begins with ``Test``; :meth:`ExecutorContract.check` runs all tests without a test runner. Here are
-the executors of :mod:`kvplan.executor`, over fake memory:
+the executors of a :class:`kvplan.testing.FakeNetwork`:
 
 >>> from contextlib import contextmanager
->>> from kvplan.executor import FakeNetwork
+>>> from kvplan.testing import FakeNetwork
 >>> class FakeCluster:
 ...     def __init__(self, workers, network):
 ...         self.workers = workers  # yours: with regions at the addresses that your memory has

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
 from kvplan.connector import Claims, Offers, Read, ReadResult, Reads, Source, attended
-from kvplan.executor import FakeExecutor, FakeNetwork
-from kvplan.staging import FakeCopier, Pipeline
+from kvplan.staging import Pipeline
+from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from tests.small import engine
 from tests.staged import NAME, with_staging
 

@@ -12,9 +12,10 @@ import attrs
 import pytest
 
 from kvplan import Blocks, KVPlanError
-from kvplan.executor import FakeNetwork, Status
+from kvplan.executor import Status
 from kvplan.plan import completions
-from kvplan.staging import Chunk, FakeCopier, Pipeline, StagedPlan, StagedTransfer
+from kvplan.staging import Chunk, Pipeline, StagedPlan, StagedTransfer
+from kvplan.testing import FakeCopier, FakeNetwork
 from tests.small import engine
 from tests.staged import (
     NAME,

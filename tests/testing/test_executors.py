@@ -12,7 +12,7 @@ import pytest
 
 from kvplan import KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan.describe.worker import Key
-from kvplan.executor import FakeExecutor
+from kvplan.testing import FakeExecutor
 from kvplan.testing.executors import ExecutorContract, refused
 from tests.test_executor import FakeCluster
 

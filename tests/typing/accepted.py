@@ -35,11 +35,10 @@ from kvplan import (
 )
 from kvplan.bridges import RankInfo, from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.display import Picture
-from kvplan.executor import FakeNetwork
 from kvplan.handshake import Comparison, Problem, fingerprint
 from kvplan.plan import Completions, Cost
-from kvplan.staging import Copy, FakeCopier, Pipeline, StagedPlan, StagedTransfer, stage
-from kvplan.testing import assert_copies
+from kvplan.staging import Copy, Pipeline, StagedPlan, StagedTransfer, stage
+from kvplan.testing import FakeCopier, FakeNetwork, assert_copies
 from kvplan.testing.executors import Cluster, ExecutorContract
 from kvplan.testing.strategies import requests
 from kvplan.verification import Certificate, Report

@@ -1,0 +1,148 @@
+"""Fakes: executors and a copier over fake memory, for tests without a network.
+
+They follow the rules of :mod:`kvplan.executor` and :mod:`kvplan.staging.pipeline`, as those that serve do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from kvplan._checks import instance, members
+from kvplan.describe.worker import Key, Worker, key_of
+from kvplan.errors import KVPlanError
+from kvplan.executor import (
+    Notice,
+    Status,
+    Transfer,
+    check_local,
+    not_connected,
+    not_planned_for,
+    still_running,
+    unprepared,
+)
+from kvplan.plan import ReadSpec, Table, TransferPlan
+from kvplan.staging import Copy
+from kvplan.verification import FakeMemory
+
+
+class FakeNetwork:
+    """Executors of several workers over one :class:`~kvplan.verification.FakeMemory`, for tests without a network.
+
+    A transfer moves its bytes when it is first polled. So one that is cancelled before moves none.
+
+    >>> from kvplan import Blocks, Model, plan_reads
+    >>> from kvplan.testing import FakeNetwork
+    >>> model = Model.shipped("llama-3.2-1b")
+    >>> (source,), (local,) = (model.engine(name, num_blocks=10) for name in ("prefill", "decode"))
+    >>> plan = plan_reads(local, [source])
+    >>> (spec,) = plan.bind(local={"attn": Blocks([7])}, remote={"attn": Blocks([3])}, tokens=(0, 16))
+    >>> network = FakeNetwork([source, local])
+    >>> executor = network.executor(local)
+    >>> executor.prepare(plan)
+    >>> transfer = executor.start(spec, "request 1")
+    >>> executor.poll(transfer)
+    <Status.DONE: 'done'>
+    >>> network.executor(source).notices()
+    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
+    """
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        workers = members(Worker, workers, "workers of a network")
+        self.memory: FakeMemory = FakeMemory(workers)
+        self.workers: dict[Key, Worker] = {worker.key: worker for worker in workers}
+        self.inbox: dict[Key, list[Notice]] = {key: [] for key in self.workers}
+
+    def executor(self, worker: Worker) -> FakeExecutor:
+        """Return the executor of one of the workers."""
+        if self.workers.get(instance(Worker, worker, "worker").key) != worker:
+            raise not_connected(worker.key)
+        return FakeExecutor(self, worker)
+
+
+class FakeExecutor:
+    """The :class:`~kvplan.Executor` of one worker of a :class:`FakeNetwork`."""
+
+    def __init__(self, network: FakeNetwork, worker: Worker) -> None:
+        self.network = network
+        self.worker = worker
+        self._prepared: set[Table] = set()
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """Check that the network has the workers of the plan."""
+        check_local(plan, self.worker)
+        for remote in plan.remotes:
+            worker = self.network.workers.get(remote.key)
+            if worker != remote:
+                raise not_planned_for(remote, worker, "remote")
+        self._prepared.update(pair.local_table for pair in plan.pairs)
+
+    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
+        """Return a transfer that has moved no byte yet."""
+        transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
+        if spec.local_table not in self._prepared:
+            raise unprepared(spec)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Move the bytes of a running transfer and notify the remote worker."""
+        if instance(Transfer, transfer, "transfer").status is Status.RUNNING:
+            spec = transfer.spec
+            try:
+                self.network.memory.execute(spec)
+            except KVPlanError as error:
+                transfer.status = Status.FAILED
+                transfer.error = error
+                return transfer.status
+            transfer.status = Status.DONE
+            if transfer.notifies and len(spec.local_table.rows):
+                self.notify(spec.remote, transfer.request, Status.DONE, attempt=transfer.attempt)
+        return transfer.status
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Cancel a transfer that was not polled yet. It moves no byte."""
+        if instance(Transfer, transfer, "transfer").status is Status.RUNNING:
+            transfer.status = Status.CANCELLED
+
+    def release(self, transfer: Transfer) -> None:
+        """Check that the transfer is settled. It holds nothing."""
+        if not instance(Transfer, transfer, "transfer").status.is_settled:
+            raise still_running(transfer.request, "release a transfer")
+
+    def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
+        """Put a notice into the inbox of a worker of the network."""
+        notice = Notice(*self.worker.key, request, attempt, status)
+        key = key_of(worker, "worker of a notice")
+        if key not in self.network.inbox:
+            raise not_connected(key)
+        self.network.inbox[key].append(notice)
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Return the notices from other workers of the network since the last call."""
+        inbox = self.network.inbox[self.worker.key]
+        notices = tuple(inbox)
+        inbox.clear()
+        return notices
+
+
+@attrs.frozen(eq=False)
+class FakeCopier:
+    """The :class:`~kvplan.staging.Copier` of a worker in fake memory. Copies are done as soon as they begin."""
+
+    memory: FakeMemory
+    key: Key
+
+    def __attrs_post_init__(self) -> None:
+        instance(FakeMemory, self.memory, "memory of a copier")
+        key_of(self.key, "worker of a copier")
+
+    def begin(self, copies: Sequence[Copy]) -> None:
+        """Copy everything, range by range."""
+        for copy in members(Copy, copies, "copies"):
+            writes, reads = copy.ranges()
+            self.memory.move(self.key, self.key, reads, writes)
+
+    def done(self, ticket: None) -> bool:
+        """Return True: a copy is done as soon as it begins."""
+        return True
