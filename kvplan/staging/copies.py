@@ -18,8 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -31,7 +31,6 @@ from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
 from kvplan.plan.align import local_index, repeated, slots
 from kvplan.plan.cells import Cell
-from kvplan.plan.match import Part
 from kvplan.plan.rows import Descriptors
 
 Origin = tuple[Region, int]
@@ -40,11 +39,14 @@ Origin = tuple[Region, int]
 BothGroups = tuple[Group, Group]
 """A group of the destination, and one of the source."""
 
-Strides = tuple[int, ...]
+BothTables = tuple[Blocks, Blocks]
+"""The block tables of both."""
+
+Dim = tuple[int, ...]
 """An extent and, for each side, the stride in bytes."""
 
-BoxShape = tuple[int, tuple[Strides, ...]]
-"""The bytes of a box's runs, and the dims along which they lie: finest first, as the destination steps."""
+BoxShape = tuple[int, tuple[Dim, ...]]
+"""The bytes of a box's runs, and the dims along which these lie, the destination's finest first."""
 
 Boxes = dict[BoxShape, list[tuple[Origin, Origin]]]
 """Boxes by shape: where each begins on both sides, the destination's first."""
@@ -55,7 +57,7 @@ ROLES: Final = ("destination", "source")
 
 @attrs.frozen(eq=False)
 class CopySide:
-    """One side of a copy: from each of ``origins`` on, a box at each of ``offsets``, in bytes behind the origin.
+    """One side of a copy: a box at each of ``offsets`` behind each of ``origins``, in bytes.
 
     ``strides_bytes`` has the stride of each of the copy's extents.
     """
@@ -63,6 +65,11 @@ class CopySide:
     origins: tuple[Origin, ...]
     offsets: Ints
     strides_bytes: tuple[int, ...]
+
+    @property
+    def region_names(self) -> str:
+        """The regions of the origins, folded."""
+        return fold([region.name for region, _ in self.origins])
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -85,28 +92,34 @@ class Copy:
     @property
     def num_bytes(self) -> int:
         """Bytes that are copied."""
-        return self.num_origins * self.destination.offsets.size * math.prod(self.extents) * self.length_bytes
+        num_boxes = self.num_origins * self.destination.offsets.size
+        return num_boxes * math.prod(self.extents) * self.length_bytes
 
     def ranges(self) -> tuple[Descriptors, Descriptors]:
-        """What is written and what is read, run by run: (n, 3) uint64 of address, length, device."""
+        """Return what is written and what is read: (n, 3) uint64 of a run's address, length, device."""
         return self._ranges(self.destination), self._ranges(self.source)
 
     def _ranges(self, side: CopySide) -> Descriptors:
-        # how far each run is behind an origin: one row for each box, one column for each combination of extents
-        at = side.offsets
+        # one element for each run of each box: how far the run is behind an origin
+        run_offsets = side.offsets
         for extent, stride in zip(self.extents, side.strides_bytes, strict=True):
-            at = np.add.outer(at, np.arange(extent) * stride).reshape(-1)
-        begin = np.array([[region.address + offset, region.device_id] for region, offset in side.origins], np.uint64)
-        found = np.empty((len(begin), at.size, 3), np.uint64)
-        found[:, :, 0] = np.add.outer(begin[:, 0], at.astype(np.uint64))
-        found[:, :, 1], found[:, :, 2] = self.length_bytes, begin[:, 1:]
-        return read_only(found.reshape(-1, 3))
+            run_offsets = np.add.outer(run_offsets, np.arange(extent) * stride).reshape(-1)
+        # one row for each origin: its address and its device
+        places = [(region.address + offset, region.device_id) for region, offset in side.origins]
+        origins = np.array(places, np.uint64)
+        # one row for each origin, one column for each run: address, length, device
+        descriptors = np.empty((len(origins), run_offsets.size, 3), np.uint64)
+        descriptors[:, :, 0] = np.add.outer(origins[:, 0], run_offsets.astype(np.uint64))
+        descriptors[:, :, 1] = self.length_bytes
+        descriptors[:, :, 2] = origins[:, 1:]
+        return read_only(descriptors.reshape(-1, 3))
 
     def __repr__(self) -> str:
         box = " x ".join(map(str, (*self.extents, self.length_bytes)))
-        ends = [fold([region.name for region, _ in side.origins]) for side in (self.destination, self.source)]
+        boxes = f"{count(self.destination.offsets.size, 'box')} of {box} bytes"
         times = f"{self.num_origins} times " if self.num_origins > 1 else ""
-        return f"<Copy {' <- '.join(ends)}: {times}{count(self.destination.offsets.size, 'box')} of {box} bytes>"
+        regions = f"{self.destination.region_names} <- {self.source.region_names}"
+        return f"<Copy {regions}: {times}{boxes}>"
 
 
 @attrs.frozen(eq=False)
@@ -114,173 +127,275 @@ class CopyTemplate:
     """The copies between two groups, for any block tables: boxes of ``run_tokens`` tokens, and of a single token.
 
     ``groups`` are those of the copies' destination and source, of which one is a staging buffer's; ``sides`` the
-    geometry of a view of each. The positions ``carried`` of every ``every`` move.
+    geometry of a view of each. Of every ``period`` positions, those in ``carried`` move. ``boxes`` has the boxes of
+    runs by the tokens of a run.
     """
 
     groups: BothGroups
     carried: Ints
-    every: int
+    period: int
     sides: tuple[Geometry, Geometry]
     run_tokens: int
     boxes: Mapping[int, Boxes]
 
     def positions(self, table: Blocks, low: int, high: int) -> Ints:
-        """The positions in ``[low, high)`` that move to the blocks of a destination."""
-        position = repeated(self.carried, self.every, low, high)
-        # where the table has gaps: only the positions whose blocks it has
-        if table.scattered is None or not position.size:
-            return position
-        return position[np.isin(local_index(self.groups[0], position) // slots(self.groups[0]), table.scattered)]
+        """Return the positions in ``[low, high)`` that move to the blocks of a destination."""
+        positions = repeated(self.carried, self.period, low, high)
+        if table.scattered is None or not positions.size:
+            return positions
+        # the table has gaps: only the positions whose blocks it has
+        group = self.groups[0]
+        block_ordinals = local_index(group, positions) // slots(group)
+        return positions[np.isin(block_ordinals, table.scattered)]
 
-    def copies(self, position: Ints, low: int, high: int, tables: tuple[Blocks, Blocks]) -> Iterator[Copy]:
-        """The copies of some positions in ``[low, high)``, by rule S11."""
-        # for each position the start of its run, and whether the range has the whole run; a run goes with its first
-        # position, those of other runs one by one
-        start = position // self.run_tokens * self.run_tokens
-        inside = (start >= low) & (start + self.run_tokens <= high)
-        for tokens, which in ((self.run_tokens, inside & (start == position)), (1, ~inside)):
-            if which.any():
-                offsets = [self._offsets(side, position[which], tables[side]) for side in (0, 1)]
-                for (length, dims), origins in self.boxes[tokens].items():
-                    sides = [
-                        CopySide(tuple([pair[side] for pair in origins]), at, tuple([dim[1 + side] for dim in dims]))
-                        for side, at in enumerate(offsets)
-                    ]
-                    yield Copy(sides[0], sides[1], tuple([dim[0] for dim in dims]), length)
+    def copies(self, positions: Ints, low: int, high: int, tables: BothTables) -> Iterator[Copy]:
+        """Yield the copies of some positions in ``[low, high)``, by rule S11."""
+        # one element for each position: where its run starts, and whether the range has the whole run
+        run_starts = positions // self.run_tokens * self.run_tokens
+        is_whole = (run_starts >= low) & (run_starts + self.run_tokens <= high)
+        # a whole run is copied from its first position on, what the range cuts token by token
+        whole_runs = positions[is_whole & (run_starts == positions)]
+        yield from self._copies_of(whole_runs, self.run_tokens, tables)
+        yield from self._copies_of(positions[~is_whole], 1, tables)
 
-    def _offsets(self, side: int, position: Ints, table: Blocks) -> Ints:
-        """How far behind an origin, the first slot of block 0, each position is."""
-        group, geometry = self.groups[side], self.sides[side]
-        ordinal, slot = np.divmod(local_index(group, position), slots(group))
-        block = table.ids[places(group.name, table, ordinal, ROLES[side])].astype(np.int64)
-        return block * geometry.block_stride_bytes + geometry.segments[TOKEN].at(slot)
+    def _copies_of(self, starts: Ints, num_tokens: int, tables: BothTables) -> Iterator[Copy]:
+        """Yield the copies of the runs of ``num_tokens`` tokens that begin at some positions."""
+        if not starts.size:
+            return
+        offsets = [self._offsets(side, starts, tables[side]) for side in (0, 1)]
+        for (length_bytes, dims), origins in self.boxes[num_tokens].items():
+            sides = [_copy_side(side, origins, offsets[side], dims) for side in (0, 1)]
+            yield Copy(sides[0], sides[1], tuple([dim[0] for dim in dims]), length_bytes)
+
+    def _offsets(self, side: int, positions: Ints, table: Blocks) -> Ints:
+        """Return how far behind an origin, the first slot of block 0, each position is."""
+        group = self.groups[side]
+        geometry = self.sides[side]
+        block_ordinals, slot = np.divmod(local_index(group, positions), slots(group))
+        indices = places(group.name, table, block_ordinals, ROLES[side])
+        block_ids = table.ids[indices].astype(np.int64)
+        return block_ids * geometry.block_stride_bytes + geometry.segments[TOKEN].at(slot)
+
+
+def _copy_side(
+    side: int,
+    origins: Iterable[tuple[Origin, Origin]],
+    offsets: Ints,
+    dims: Iterable[Dim],
+) -> CopySide:
+    """Return one side of a copy of boxes that begin at ``offsets`` behind their origins."""
+    side_origins = [both_origins[side] for both_origins in origins]
+    return CopySide(tuple(side_origins), offsets, tuple([dim[1 + side] for dim in dims]))
 
 
 def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[CopyTemplate, ...]:
-    """The templates of all copies that carry out cells within one worker: one for each way to page tokens."""
-    by_paging: dict[Any, list[Cell]] = {}
+    """Return the templates of all copies of cells within one worker, one for each paging of tokens."""
+    by_paging: dict[Hashable, list[Cell]] = {}
     for cell in cells:
-        paging = [(side.group, side.block_stride_bytes, _token_steps(side)) for side in cell.sides]
-        by_paging.setdefault((*paging, cell.every, _carried(cell).tobytes()), []).append(cell)
-    made = []
-    for members in by_paging.values():
-        first, *_ = members
-        groups, run = (first.sides[0].group, first.sides[1].group), _run_tokens(first)
-        boxes = {tokens: _boxes(regions, members, tokens) for tokens in {run, 1}}
-        made.append(CopyTemplate(groups, _carried(first), first.every, first.sides, run, boxes))
-    return tuple(made)
+        by_paging.setdefault(_paging(cell), []).append(cell)
+    return tuple([_template(regions, paged_alike) for paged_alike in by_paging.values()])
+
+
+def _paging(cell: Cell) -> Hashable:
+    """Return what cells share whose positions lie in the same slots of the same blocks."""
+    sides = [(side.group, side.block_stride_bytes, _token_steps(side)) for side in cell.sides]
+    return (*sides, cell.every, _carried(cell).tobytes())
+
+
+def _template(regions: Sequence[Region], cells: Sequence[Cell]) -> CopyTemplate:
+    """Return the template of the copies that carry out cells of equal paging."""
+    first_cell = cells[0]
+    destination, source = first_cell.sides
+    run_tokens = _run_tokens(first_cell)
+    return CopyTemplate(
+        groups=(destination.group, source.group),
+        carried=_carried(first_cell),
+        period=first_cell.every,
+        sides=(destination, source),
+        run_tokens=run_tokens,
+        boxes={num_tokens: _boxes(regions, cells, num_tokens) for num_tokens in {run_tokens, 1}},
+    )
 
 
 def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
-    """The ordinals of the blocks of a group that hold any of some positions."""
-    every = np.concatenate([*positions, np.zeros(0, np.int64)])  # the last one for no positions at all
-    return distinct(local_index(group, every) // slots(group)) if every.size else every
+    """Return the ordinals of the blocks of a group that hold any of some positions."""
+    no_positions = np.zeros(0, np.int64)  # concatenate wants at least one array
+    all_positions = np.concatenate([*positions, no_positions])
+    if not all_positions.size:
+        return all_positions
+    return distinct(local_index(group, all_positions) // slots(group))
 
 
 def _carried(cell: Cell) -> Ints:
+    """Return the positions of one period that move."""
     return listed(cell.parts[TOKEN].intervals)
 
 
 def _token_steps(side: Geometry) -> tuple[int, ...]:
-    """How the slots of a block follow each other."""
+    """Return the bytes from each slot of a block to the next."""
     return side.segments[TOKEN].seen(0, slots(side.group))[1]
 
 
 def _run_tokens(cell: Cell) -> int:
-    """The ``L`` of rule S11: what divides the first digit and the context's interleave of both sides, and all cuts."""
-    carried, divided = cell.parts[TOKEN].intervals, list[int]()
+    """Return the ``L`` of rule S11.
+
+    It divides the first digit and the context's interleave of both sides, and all positions at
+    which a run is cut.
+    """
+    multiples = list[int]()
     for side in cell.sides:
-        context = side.group.context
-        divided += int(side.segments[TOKEN].length[0]), context.interleave_tokens if context.size > 1 else 0
-    if cell.parts[TOKEN].size < cell.every:
-        divided += cell.every, *carried.reshape(-1).tolist()  # where the positions that move begin and end
-    return math.gcd(*divided)
+        multiples.append(int(side.segments[TOKEN].length[0]))
+        if side.group.context.size > 1:
+            multiples.append(side.group.context.interleave_tokens)
+    token_part = cell.parts[TOKEN]
+    if token_part.size < cell.every:
+        # only some positions move: runs begin and end where these do
+        multiples.append(cell.every)
+        multiples += token_part.intervals.reshape(-1).tolist()
+    return math.gcd(*multiples)
 
 
-def _boxes(regions: Sequence[Region], cells: Iterable[Cell], tokens: int) -> Boxes:
-    """The boxes of cells of equal paging, for runs of ``tokens`` tokens, by rules S9 and S10."""
+def _boxes(regions: Sequence[Region], cells: Iterable[Cell], num_tokens: int) -> Boxes:
+    """Return the boxes of runs of ``num_tokens`` tokens of cells of equal paging, by S9 and S10."""
     boxes: Boxes = {}
     for cell in cells:
-        along = (tokens, *(int(side.segments[TOKEN].stride[0]) for side in cell.sides))
-        shapes = [(at, joined_dims(cell.sides[0].itemsize, [along, *dims])) for at, dims in _pieces(cell)]
-        for ends in zip(*cell.match.places(cell.destination, cell.source).tolist(), strict=True):
-            for more, shape in shapes:
-                ours, theirs = ((regions[at], offset + far) for (at, offset), far in zip(ends, more, strict=True))
-                boxes.setdefault(shape, []).append((ours, theirs))
+        itemsize = cell.sides[0].itemsize
+        run_dim = (num_tokens, *(int(side.segments[TOKEN].stride[0]) for side in cell.sides))
+        pieces = [(piece, joined_dims(itemsize, [run_dim, *piece.dims])) for piece in _pieces(cell)]
+        # for each tensor of the cell, the region and the offset of its view on both sides
+        destinations, sources = cell.match.places(cell.destination, cell.source).tolist()
+        for destination, source in zip(destinations, sources, strict=True):
+            for piece, shape in pieces:
+                to_origin = regions[destination[0]], destination[1] + piece.offsets[0]
+                from_origin = regions[source[0]], source[1] + piece.offsets[1]
+                boxes.setdefault(shape, []).append((to_origin, from_origin))
     return merged(boxes)
 
 
-def _pieces(cell: Cell) -> Iterator[tuple[list[int], tuple[Strides, ...]]]:
-    """The boxes of one token of one tensor, by rule S9: the offset on both sides, and dims."""
-    (ours, theirs), axes = cell.sides, [axis for axis in cell.parts if axis != TOKEN]
-    every = [_intervals(cell.parts[axis], (ours.segments[axis], theirs.segments[axis])) for axis in axes]
-    for product in itertools.product(*every):
-        yield [sum(at[side] for at, _ in product) for side in (0, 1)], tuple(dim for _, dim in product)
+class _Piece(NamedTuple):
+    """A box of one token of one tensor: its offset in the block on both sides, and its dims."""
+
+    offsets: tuple[int, int]
+    dims: tuple[Dim, ...]
 
 
-def _intervals(part: Part, sides: tuple[Segments, Segments]) -> list[tuple[list[int], Strides]]:
-    """The intervals of one axis along which both sides have a constant stride: offsets, extent and strides."""
-    found = []
-    for low, high in part.intervals.tolist():
-        inner = {int(at) for side in sides for at in (*side.start, *side.stop) if low < at < high}
-        for start, stop in itertools.pairwise(sorted({low, high, *inner})):
-            strides = [int(side.stride[np.searchsorted(side.start, start, "right") - 1]) for side in sides]
-            offsets = [int(side.at(np.array([start]))[0]) for side in sides]
-            found.append((offsets, (stop - start, *strides)))
-    return found
+class _Interval(NamedTuple):
+    """A part of one axis with a constant stride on both sides: where it begins, and its dim."""
+
+    offsets: tuple[int, int]
+    dim: Dim
 
 
-def joined_dims(length: int, dims: Iterable[Strides]) -> BoxShape:
-    """Dims by ascending stride, each joined to the one before where it continues it on all sides.
+def _pieces(cell: Cell) -> Iterator[_Piece]:
+    """Yield the boxes of one token of one tensor, by rule S9."""
+    axes = [axis for axis in cell.parts if axis != TOKEN]
+    for intervals in itertools.product(*[_intervals(cell, axis) for axis in axes]):
+        destination_offset = sum(interval.offsets[0] for interval in intervals)
+        source_offset = sum(interval.offsets[1] for interval in intervals)
+        dims = tuple(interval.dim for interval in intervals)
+        yield _Piece((destination_offset, source_offset), dims)
+
+
+def _intervals(cell: Cell, axis: str) -> list[_Interval]:
+    """Return the intervals of one axis, by rule S9."""
+    destination, source = (side.segments[axis] for side in cell.sides)
+    intervals = []
+    for low, high in cell.parts[axis].intervals.tolist():
+        bounds = {low, high}
+        bounds.update(_bounds_inside(destination, low, high))
+        bounds.update(_bounds_inside(source, low, high))
+        for start, stop in itertools.pairwise(sorted(bounds)):
+            offsets = _offset_at(destination, start), _offset_at(source, start)
+            dim = stop - start, _stride_at(destination, start), _stride_at(source, start)
+            intervals.append(_Interval(offsets, dim))
+    return intervals
+
+
+def _bounds_inside(segments: Segments, low: int, high: int) -> list[int]:
+    """Return the coordinates strictly inside ``[low, high)`` at which a segment begins or ends."""
+    bounds = [*segments.start.tolist(), *segments.stop.tolist()]
+    return [bound for bound in bounds if low < bound < high]
+
+
+def _offset_at(segments: Segments, coordinate: int) -> int:
+    """Return the offset of a coordinate."""
+    return int(segments.at(np.array([coordinate]))[0])
+
+
+def _stride_at(segments: Segments, coordinate: int) -> int:
+    """Return the stride of the segment that has a coordinate."""
+    segment = np.searchsorted(segments.start, coordinate, "right") - 1
+    return int(segments.stride[segment])
+
+
+def joined_dims(length: int, dims: Iterable[Dim]) -> BoxShape:
+    """Return dims by ascending stride, each joined to the one before where it continues that one.
+
+    It continues on all sides or not at all.
 
     >>> joined_dims(2, [(4, 256, 64), (32, 2, 2), (8, 1024, 256), (2, 64, 4096)])
     (64, ((2, 64, 4096), (32, 256, 64)))
     """
-    made: list[Strides] = []
-    for extent, *strides in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1:]):
-        if not made and set(strides) == {length}:
+    joined: list[Dim] = []
+    longer_dims = [dim for dim in dims if dim[0] > 1]
+    for extent, *strides in sorted(longer_dims, key=lambda dim: dim[1:]):
+        if not joined and set(strides) == {length}:
             length *= extent
-        elif made and strides == [made[-1][0] * stride for stride in made[-1][1:]]:
-            made[-1] = made[-1][0] * extent, *made[-1][1:]
+        elif joined and strides == _spans(joined[-1]):
+            last_extent, *last_strides = joined[-1]
+            joined[-1] = (last_extent * extent, *last_strides)
         else:
-            made.append((extent, *strides))
-    return length, tuple(made)
+            joined.append((extent, *strides))
+    return length, tuple(joined)
+
+
+def _spans(dim: Dim) -> list[int]:
+    """Return the bytes from the beginning to the end of a dim, for each side."""
+    extent, *strides = dim
+    return [extent * stride for stride in strides]
 
 
 def merged(boxes: Boxes) -> Boxes:
-    """As few boxes as rule S10 makes of them: joined along the most frequent step, again and again."""
-    while _number(fewer := _joined(boxes)) < _number(boxes):
-        boxes = fewer
+    """Return the boxes that rule S10 leaves: joined along the most frequent step, repeatedly."""
+    while _num_boxes(fewer_boxes := _joined(boxes)) < _num_boxes(boxes):
+        boxes = fewer_boxes
     return boxes
 
 
-def _number(boxes: Boxes) -> int:
+def _num_boxes(boxes: Boxes) -> int:
     return sum(map(len, boxes.values()))
 
 
 def _joined(boxes: Boxes) -> Boxes:
-    """Boxes of equal shape in the same regions, with one more extent where they follow each other by one step."""
-    made: Boxes = {}
-    for (length, dims), origins in boxes.items():
-        by_regions: dict[tuple[Region, Region], list[tuple[int, int]]] = {}
-        for (ours, here), (theirs, there) in origins:
-            by_regions.setdefault((ours, theirs), []).append((here, there))
-        for (ours, theirs), offsets in by_regions.items():
-            for (here, there), extent in _chains(sorted(offsets)):
-                made.setdefault(joined_dims(length, [*dims, extent]), []).append(((ours, here), (theirs, there)))
-    return made
+    """Return boxes with one more extent, where those of one shape and region are one step apart."""
+    joined: Boxes = {}
+    for (length_bytes, dims), origins in boxes.items():
+        offsets_by_regions: dict[tuple[Region, Region], list[tuple[int, int]]] = {}
+        for (to_region, to_offset), (from_region, from_offset) in origins:
+            regions = to_region, from_region
+            offsets_by_regions.setdefault(regions, []).append((to_offset, from_offset))
+        for (to_region, from_region), offsets in offsets_by_regions.items():
+            for (to_offset, from_offset), dim in _chains(sorted(offsets)):
+                shape = joined_dims(length_bytes, [*dims, dim])
+                both_origins = (to_region, to_offset), (from_region, from_offset)
+                joined.setdefault(shape, []).append(both_origins)
+    return joined
 
 
-def _chains(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Strides]]:
-    """Offsets as chains by the step that is most frequent between neighbours: the first of each, its extent and step.
+def _chains(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Dim]]:
+    """Yield chains of offsets that are one step apart, the most frequent step between neighbours.
+
+    A chain is its first offsets, its extent and its step.
 
     >>> list(_chains([(0, 0), (10, 8), (110, 24), (210, 40), (310, 56)]))
     [((0, 0), (1, 100, 16)), ((10, 8), (4, 100, 16))]
     """
-    steps = [(there[0] - here[0], there[1] - here[1]) for here, there in itertools.pairwise(offsets)]
-    usual = Counter(step for step in steps if min(step) >= 0).most_common(1)
-    step, first = usual[0][0] if usual else (0, 0), 0
+    neighbours = itertools.pairwise(offsets)
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in neighbours]
+    steps_forward = Counter(step for step in steps if min(step) >= 0)
+    usual_step = steps_forward.most_common(1)[0][0] if steps_forward else (0, 0)
+    first = 0
     for last in range(len(offsets)):
-        if last == len(steps) or steps[last] != step:
-            yield offsets[first], (last - first + 1, *step)
+        if last == len(steps) or steps[last] != usual_step:
+            yield offsets[first], (last - first + 1, *usual_step)
             first = last + 1

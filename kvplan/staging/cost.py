@@ -114,12 +114,12 @@ def _needed_only(pair: PairCost, peer: StagedPeer, tokens: int) -> PairCost:
 def _blocks_needed(group: Group, templates: Iterable[CopyTemplate], tokens: int) -> tuple[int, int]:
     """Of a source's blocks with a position that moves: how many are full, and how many tokens the last one has."""
     templates = tuple(templates)
-    every = math.lcm(period(group), *(template.every for template in templates))
+    every = math.lcm(period(group), *(template.period for template in templates))
     periods, rest = divmod(tokens, every)
     full = last = 0
     for times, stop in ((periods, every), (1, rest)):
         # ordinals of the blocks that copies take anything of, the last of which may not be full
-        blocks = ordinals(group, [repeated(template.carried, template.every, 0, stop) for template in templates])
+        blocks = ordinals(group, [repeated(template.carried, template.period, 0, stop) for template in templates])
         end, held = divmod(before(group, stop), slots(group))
         full += times * int((blocks < end).sum())
         last = held if (blocks == end).any() else 0

@@ -11,7 +11,7 @@ import pytest
 
 from kvplan import Axis, Blocks, Context, Group, Model, Region, View, Worker
 from kvplan.staging import Copy, StagedPlan
-from kvplan.staging.copies import Boxes, CopySide, Strides, joined_dims, merged
+from kvplan.staging.copies import Boxes, CopySide, Dim, joined_dims, merged
 from tests.small import engine, worker
 from tests.staged import (
     NAME,
@@ -27,7 +27,7 @@ KV, STAGING = Region("kv", (1 << 63) - 8, 4096, device_id=3), Region(NAME, 1 << 
 OTHER = attrs.evolve(KV, name="other")
 
 
-def boxes(*origins: tuple[int, int], length: int = 8, dims: tuple[Strides, ...] = (), region: Region = KV) -> Boxes:
+def boxes(*origins: tuple[int, int], length: int = 8, dims: tuple[Dim, ...] = (), region: Region = KV) -> Boxes:
     """Boxes of a region and of the staging region, that begin at such offsets."""
     return {(length, dims): [((region, ours), (STAGING, theirs)) for ours, theirs in origins]}
 
@@ -107,7 +107,7 @@ def test_ranges_are_where_offsets_and_strides_say() -> None:
 
 def templates(plan: StagedPlan) -> list[tuple[int, list[int], int]]:
     """Of each template its period, the positions that it carries, and the tokens of a run."""
-    return [(each.every, each.carried.tolist(), each.run_tokens) for peer in plan.peers for each in peer.templates]
+    return [(each.period, each.carried.tolist(), each.run_tokens) for peer in plan.peers for each in peer.templates]
 
 
 @pytest.mark.parametrize(
