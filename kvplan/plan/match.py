@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Any, Final
 
 import attrs
@@ -217,6 +218,29 @@ class Match:
         (ours, theirs), (local, workers) = self.views, self.workers
         sender = workers[self.sources.views[source][0]]
         return np.stack([local.places[ours[:, destination]], sender.places[theirs[:, self.sources.column[source]]]])
+
+    def of_tensors(self, which: Bools) -> Match:
+        """Return the match of some of the tensors, (tensors,) bool."""
+        views = self.views[0][which], self.views[1][which]
+        return attrs.evolve(self, names=tuple(compress(self.names, which)), views=views)
+
+    def with_destination(self, worker: Worker, geometry: Geometry, views: Ints) -> Match:
+        """Return the match with another destination, which has one view of each tensor: (tensors,)."""
+        return attrs.evolve(
+            self,
+            destination=(geometry,),
+            views=(views[:, None], self.views[1]),
+            workers=(worker, self.workers[1]),
+        )
+
+    def with_source(self, worker: Worker, geometry: Geometry, views: Ints) -> Match:
+        """Return the match with another, single source, which has one view of each tensor: (tensors,)."""
+        return attrs.evolve(
+            self,
+            sources=SourceViews(((0, geometry),), (0,)),
+            views=(self.views[0], views[:, None]),
+            workers=(self.workers[0], (worker,)),
+        )
 
 
 def match(destination: Worker, sources: Sources, not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
