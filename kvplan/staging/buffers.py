@@ -32,7 +32,6 @@ import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
 from typing import Final
 
 import attrs
@@ -45,9 +44,8 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle, period, slots
 from kvplan.plan.cells import Cell
-from kvplan.plan.match import SourceViews
 from kvplan.plan.transfer import TransferPlan, shares
-from kvplan.staging.copies import BothGroups, CopyTemplate, joined_dims
+from kvplan.staging.copies import SOURCE, BothGroups, CopyTemplate, joined_dims
 
 NumberedView = tuple[int, View]
 """A view, and its index among the views of the peer."""
@@ -122,25 +120,27 @@ class StagingBuffer:
 
         Coordinates and positions stay, so that no other byte moves.
         """
-        made, geometry_of = [], np.array(self.worker.geometry_of, np.int64)
+        replaced = []
+        geometry_of = np.array(self.worker.geometry_of, np.int64)
         for cell in cells:
-            match, key = cell.match, self.groups[_groups(cell)].name
-            # one row for each tensor of the cell: the buffer's view of it, and the geometry of that view
-            numbers = np.array([self.numbers[key, number] for number in view_numbers(cell)[self.side].tolist()])
-            kinds = geometry_of[numbers]
-            for kind in distinct(kinds).tolist():
-                which, geometry = kinds == kind, self.worker.geometries[kind]
-                (ours, theirs), mine = (views[which] for views in match.views), numbers[which][:, None]
-                (local, sources), names = match.workers, tuple(compress(match.names, which))
-                some = attrs.evolve(match, names=names, views=(ours, mine) if side else (mine, theirs))
-                if side:
-                    held = SourceViews(((0, geometry),), (0,))
-                    some = attrs.evolve(some, sources=held, workers=(local, (self.worker,)))
-                    made.append(attrs.evolve(cell, match=some, source=0))
+            # one element for each tensor of the cell: the buffer's view of it, and that view's geometry
+            views = self._views(cell)
+            geometries = geometry_of[views]
+            for number in distinct(geometries).tolist():
+                has_geometry = geometries == number
+                with_buffer = (self.worker, self.worker.geometries[number], views[has_geometry])
+                match = cell.match.of_tensors(has_geometry)
+                if side == SOURCE:
+                    replaced.append(attrs.evolve(cell, match=match.with_source(*with_buffer), source=0))
                 else:
-                    some = attrs.evolve(some, destination=(geometry,), workers=(self.worker, sources))
-                    made.append(attrs.evolve(cell, match=some, destination=0))
-        return made
+                    replaced.append(attrs.evolve(cell, match=match.with_destination(*with_buffer), destination=0))
+        return replaced
+
+    def _views(self, cell: Cell) -> Ints:
+        """Return the index of the buffer's view of each tensor of a cell."""
+        group_name = self.groups[_groups(cell)].name
+        peer_views = view_numbers(cell)[self.side].tolist()
+        return np.array([self.numbers[group_name, peer_view] for peer_view in peer_views], np.int64)
 
 
 @attrs.frozen(eq=False)

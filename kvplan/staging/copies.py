@@ -51,6 +51,10 @@ BoxShape = tuple[int, tuple[Dim, ...]]
 Boxes = dict[BoxShape, list[tuple[Origin, Origin]]]
 """Boxes by shape: where each begins on both sides, the destination's first."""
 
+DESTINATION: Final = 0
+SOURCE: Final = 1
+"""The indices of both sides, wherever a pair has one thing for each."""
+
 ROLES: Final = ("destination", "source")
 """The names that errors give to the block tables of both sides."""
 
@@ -144,7 +148,7 @@ class CopyTemplate:
         if table.scattered is None or not positions.size:
             return positions
         # the table has gaps: only the positions whose blocks it has
-        group = self.groups[0]
+        group = self.groups[DESTINATION]
         block_ordinals = local_index(group, positions) // slots(group)
         return positions[np.isin(block_ordinals, table.scattered)]
 
@@ -162,9 +166,9 @@ class CopyTemplate:
         """Yield the copies of the runs of ``num_tokens`` tokens that begin at some positions."""
         if not starts.size:
             return
-        offsets = [self._offsets(side, starts, tables[side]) for side in (0, 1)]
+        offsets = [self._offsets(side, starts, tables[side]) for side in (DESTINATION, SOURCE)]
         for (length_bytes, dims), origins in self.boxes[num_tokens].items():
-            sides = [_copy_side(side, origins, offsets[side], dims) for side in (0, 1)]
+            sides = [_copy_side(side, origins, offsets[side], dims) for side in (DESTINATION, SOURCE)]
             yield Copy(sides[0], sides[1], tuple([dim[0] for dim in dims]), length_bytes)
 
     def _offsets(self, side: int, positions: Ints, table: Blocks) -> Ints:
