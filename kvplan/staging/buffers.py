@@ -21,40 +21,45 @@ destination's order, and then writes long runs from there.
   twice the most blocks that a window touches, and twice one state.
 - S8: ``W`` is the greatest that fits.
 
->>> fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20)
-Fit(num_positions=2032, places=((0, 127), (1040384, 1)))
+>>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places
+>>> attention
+Place(offset_bytes=0, slot_blocks=127)
+>>> state
+Place(offset_bytes=1040384, slot_blocks=1)
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from functools import partial
+from itertools import chain
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import INT64_END, instance, name
+from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle, period, slots
 from kvplan.plan.cells import Cell
 from kvplan.plan.transfer import TransferPlan, shares
-from kvplan.staging.copies import SOURCE, BothGroups, CopyTemplate, joined_dims
-
-NumberedView = tuple[int, View]
-"""A view, and its index among the views of the peer."""
+from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate, joined_dims
 
 MAX_RUNS: Final = 1 << 18
-"""The most runs of a frame that rule S3 is applied to. The views of a larger frame are packed by themselves."""
+"""The most runs of a frame that rule S3 is applied to; larger frames are packed view by view."""
 
 Demand = tuple[Group, int]
 """A group, and the bytes of one block of a pool."""
+
+Spans = dict[str, tuple[int, int]]
+"""An interval of coordinates for each axis."""
 
 ALIGNMENT: Final = 64
 """Pools begin at multiples of this many bytes, so that copies can use wide words."""
@@ -63,91 +68,126 @@ MAX_WINDOW: Final = 1 << 30
 """The most positions of a chunk, so that block ids fit."""
 
 
+class PeerView(NamedTuple):
+    """A view of a peer, or the buffer's in its place, and its number among the peer's views."""
+
+    number: int
+    view: View
+
+
 @attrs.frozen(eq=False)
 class Pool:
     """Views that share blocks of ``block_bytes``, placed as in a pool of one block.
 
-    ``inner_bytes`` of a block are contiguous; fewer than all where blocks lie inside the outermost axes.
+    ``inner_bytes`` of a block are contiguous; fewer than all where blocks lie inside the outermost
+    axes.
     """
 
-    views: tuple[NumberedView, ...]
+    views: tuple[PeerView, ...]
     block_bytes: int
     inner_bytes: int
 
-    def placed(self, group: str, region: str, offset_bytes: int, num_blocks: int) -> Iterator[NumberedView]:
-        """The views in a pool of ``num_blocks`` blocks that begins at an offset of a region."""
+    def placed(
+        self,
+        group: str,
+        region: str,
+        offset_bytes: int,
+        num_blocks: int,
+    ) -> Iterator[PeerView]:
+        """Yield the views in a pool of ``num_blocks`` blocks that begins at an offset."""
         for number, view in self.views:
-            times = [1 if axis.stride_bytes < self.inner_bytes else num_blocks for axis in view.axes]
-            axes = [attrs.evolve(a, stride_bytes=a.stride_bytes * n) for a, n in zip(view.axes, times, strict=True)]
-            at = offset_bytes + view.offset_bytes
-            yield number, View(view.name, group, region, view.dtype, axes, num_blocks, self.inner_bytes, at)
+            placed = View(
+                view.name,
+                group,
+                region,
+                view.dtype,
+                [self._spread(axis, num_blocks) for axis in view.axes],
+                num_blocks,
+                self.inner_bytes,
+                offset_bytes + view.offset_bytes,
+            )
+            yield PeerView(number, placed)
+
+    def _spread(self, axis: Axis, num_blocks: int) -> Axis:
+        """Return an axis that steps over all blocks, if blocks lie inside it."""
+        if axis.stride_bytes < self.inner_bytes:
+            return axis
+        return attrs.evolve(axis, stride_bytes=axis.stride_bytes * num_blocks)
 
 
 @attrs.frozen(eq=False)
 class StagingBuffer:
     """Staging memory for one peer, described as a worker under the peer's key.
 
-    ``side`` is the peer's: 0 for a destination, 1 for a source. ``groups`` has the buffer's group for each pair of
-    groups. The blocks of a group form two buffer slots of ``slot_blocks`` each, by group name. ``numbers`` has the
-    index of a view, by the name of its group and the index of the peer's view.
+    ``side`` is the peer's: 0 for a destination, 1 for a source. ``groups`` has the buffer's group
+    for each pair of groups. The blocks of a group form two buffer slots of ``slot_blocks`` each, by
+    group name. ``view_indices`` has the index of a view, by the name of its group and the number of
+    the peer's view.
     """
 
     worker: Worker
     side: int
     groups: Mapping[BothGroups, Group]
     slot_blocks: Mapping[str, int]
-    numbers: Mapping[tuple[str, int], int]
+    view_indices: Mapping[tuple[str, int], int]
 
     def local_step(self, cells: Iterable[Cell]) -> list[Cell]:
-        """The cells between the buffer and its worker, given those between the peer and the worker."""
+        """Return the cells between the buffer and its worker, given those of peer and worker."""
         return self._replacing(self.side, cells)
 
     def transfer_step(self, peer: Worker, cells: Iterable[Cell]) -> list[Cell]:
-        """The cells between the buffer and the peer, given those between the worker and the peer.
+        """Return the cells between the buffer and the peer, given those of worker and peer.
 
-        A worker writes just what is needed, and reads all that the buffer has room for: then runs are long.
+        A worker writes just what is needed, and reads all that the buffer has room for: then runs
+        are long.
         """
-        if self.side == 0:
-            return self._replacing(1, cells)
-        made = []
-        for (_, theirs), group in self.groups.items():
-            ours, source = _only(self.worker, group), _only(peer, theirs)
-            made += [cell for *_, found in shares([ours], [source], (), 1) for cell in found]
-        return made
+        if self.side == DESTINATION:
+            return self._replacing(SOURCE, cells)
+        transferred = list[Cell]()
+        for (_, source_group), group in self.groups.items():
+            destination = _only(self.worker, group)
+            source = _only(peer, source_group)
+            for *_, share in shares([destination], [source], (), 1):
+                transferred += share
+        return transferred
 
     def _replacing(self, side: int, cells: Iterable[Cell]) -> list[Cell]:
-        """Cells with the buffer's views on one side, one for each geometry that these have.
+        """Return cells with the buffer's views on one side, one for each geometry that these have.
 
         Coordinates and positions stay, so that no other byte moves.
         """
-        replaced = []
+        replaced = list[Cell]()
         geometry_of = np.array(self.worker.geometry_of, np.int64)
         for cell in cells:
-            # one element for each tensor of the cell: the buffer's view of it, and that view's geometry
+            # one element for each tensor: the buffer's view of it, and the index of its geometry
             views = self._views(cell)
-            geometries = geometry_of[views]
-            for number in distinct(geometries).tolist():
-                has_geometry = geometries == number
-                with_buffer = (self.worker, self.worker.geometries[number], views[has_geometry])
+            geometry_indices = geometry_of[views]
+            for geometry_index in distinct(geometry_indices).tolist():
+                has_geometry = geometry_indices == geometry_index
                 match = cell.match.of_tensors(has_geometry)
+                geometry = self.worker.geometries[geometry_index]
                 if side == SOURCE:
-                    replaced.append(attrs.evolve(cell, match=match.with_source(*with_buffer), source=0))
+                    match = match.with_source(self.worker, geometry, views[has_geometry])
+                    replaced.append(attrs.evolve(cell, match=match, source=0))
                 else:
-                    replaced.append(attrs.evolve(cell, match=match.with_destination(*with_buffer), destination=0))
+                    match = match.with_destination(self.worker, geometry, views[has_geometry])
+                    replaced.append(attrs.evolve(cell, match=match, destination=0))
         return replaced
 
     def _views(self, cell: Cell) -> Ints:
         """Return the index of the buffer's view of each tensor of a cell."""
         group_name = self.groups[_groups(cell)].name
-        peer_views = view_numbers(cell)[self.side].tolist()
-        return np.array([self.numbers[group_name, peer_view] for peer_view in peer_views], np.int64)
+        numbers = view_numbers(cell)[self.side].tolist()
+        indices = [self.view_indices[group_name, number] for number in numbers]
+        return np.array(indices, np.int64)
 
 
 @attrs.frozen(eq=False)
 class StagedPeer:
-    """Both steps between a worker and one peer: ``transfer`` is the plan between ``buffer`` and the peer.
+    """Both steps between a worker and one peer.
 
-    The plan's local worker is the buffer's, under the key of the worker. ``templates`` make the local copies.
+    ``transfer`` is the plan between ``buffer`` and the peer; its local worker is the buffer's,
+    under the key of the worker. ``templates`` make the local copies.
     """
 
     buffer: StagingBuffer
@@ -156,80 +196,132 @@ class StagedPeer:
 
 
 def view_numbers(cell: Cell) -> tuple[Ints, Ints]:
-    """For each tensor of a cell, the index of its view among the destination's, and among the source's."""
-    ours, theirs = cell.match.views
-    return ours[:, cell.destination], theirs[:, cell.match.sources.column[cell.source]]
+    """Return the number of each tensor's view among the destination's, and among the source's."""
+    destination_views, source_views = cell.match.views
+    column = cell.match.sources.column[cell.source]
+    return destination_views[:, cell.destination], source_views[:, column]
 
 
-def pools(peer: Worker, cells: Iterable[Cell], side: int, whole: bool = False) -> dict[BothGroups, tuple[Pool, ...]]:
-    """The pools for a peer's side of these cells, by rules S1 to S4."""
-    needed: dict[BothGroups, dict[int, dict[str, tuple[int, int]]]] = {}
+def pools(
+    peer: Worker,
+    cells: Iterable[Cell],
+    side: int,
+    whole: bool = False,
+) -> dict[BothGroups, tuple[Pool, ...]]:
+    """Return the pools for a peer's side of these cells, by rules S1 to S4."""
+    pools_of = {}
+    for groups, spans_by_view in _needed_spans(cells, side).items():
+        views = []
+        for number, spans in spans_by_view.items():
+            view = peer.views[number]
+            views.append(PeerView(number, view if whole else _trimmed(view, spans)))
+        pools_of[groups] = tuple(chain.from_iterable(map(_pools, _frames(views))))
+    return pools_of
+
+
+def _needed_spans(cells: Iterable[Cell], side: int) -> dict[BothGroups, dict[int, Spans]]:
+    """Return the spans that cells need, by pair of groups and by number of the peer's view."""
+    needed: dict[BothGroups, dict[int, Spans]] = {}
     for cell in cells:
-        views = needed.setdefault(_groups(cell), {})
+        spans_by_view = needed.setdefault(_groups(cell), {})
         for number in view_numbers(cell)[side].tolist():
-            spans = views.setdefault(number, {})
+            spans = spans_by_view.setdefault(number, {})
             for axis, part in cell.parts.items():
-                (low, high), (start, stop) = part.span, spans.get(axis, part.span)
-                spans[axis] = min(low, start), max(high, stop)
-    found = {}
-    for groups, views in needed.items():
-        numbered = [
-            (number, peer.views[number] if whole else _trimmed(peer.views[number], spans))
-            for number, spans in views.items()
-        ]
-        found[groups] = tuple(pool for frame in _frames(numbered) for pool in _pools(frame))
-    return found
+                start, stop = part.span
+                low, high = spans.get(axis, part.span)
+                spans[axis] = min(start, low), max(stop, high)
+    return needed
+
+
+class Place(NamedTuple):
+    """Where a pool is: its offset in the region, and the blocks of each of its two buffer slots."""
+
+    offset_bytes: int
+    slot_blocks: int
 
 
 @attrs.frozen
 class Fit:
-    """The positions of a window and, for each pool, its offset in the region and the blocks of one buffer slot."""
+    """The positions of a window and the place of each pool."""
 
     num_positions: int
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
+
+
+class _Layout(NamedTuple):
+    """The places of pools, and where the last one ends."""
+
+    places: tuple[Place, ...]
+    end_bytes: int
 
 
 def fit(demands: Sequence[Demand], size_bytes: int) -> Fit:
-    """The longest window for which the pools of ``demands`` fit into a region. Raises ``MEMORY`` if none does."""
-    periods = {period(group) for group, _ in demands if group.tokens_per_block is not None} or {MAX_WINDOW}
+    """Return the longest window for which the pools of ``demands`` fit into a region.
+
+    Raises ``MEMORY`` if none does.
+    """
+    token_groups = [group for group, _ in demands if group.tokens_per_block is not None]
+    periods = {period(group) for group in token_groups} or {MAX_WINDOW}
+    # rule S6: windows are multiples of a grain, and the coarsest grain that fits is the best
     for grain in sorted({math.lcm(*periods), *periods, math.gcd(*periods), 1}, reverse=True):
         windows = range(grain, MAX_WINDOW + 1, grain)
-        fitting = bisect_right(windows, size_bytes, key=lambda window: _laid_out(demands, window, grain)[1])
-        if fitting:
-            return Fit(fitting * grain, _laid_out(demands, fitting * grain, grain)[0])
-    needed = _laid_out(demands, 1, 1)[1]
-    expected, got = f"a staging region of at least {needed} bytes, two blocks of each group", f"{size_bytes}"
+        num_fitting = bisect_right(windows, size_bytes, key=partial(_end_bytes, demands, grain))
+        if num_fitting:
+            longest = windows[num_fitting - 1]
+            return Fit(longest, _laid_out(demands, grain, longest).places)
+    needed_bytes = _end_bytes(demands, 1, 1)
     raise KVPlanError(
-        "MEMORY", "stage a request", expected=expected, got=got, needed_bytes=needed, size_bytes=size_bytes
+        "MEMORY",
+        "stage a request",
+        expected=f"a staging region of at least {needed_bytes} bytes, two blocks of each group",
+        got=f"{size_bytes}",
+        needed_bytes=needed_bytes,
+        size_bytes=size_bytes,
     )
 
 
 def blocks_touched(group: Group, window: int, grain: int) -> int:
-    """The most blocks of a group that one window touches; windows begin at multiples of ``grain``.
+    """Return the most blocks of a group that one window touches.
 
-    >>> [blocks_touched(Group("attn", 16), *window) for window in ((64, 64), (64, 8), (64, 1), (8, 8))]
-    [4, 5, 5, 1]
+    Windows begin at multiples of ``grain``.
+
+    >>> [blocks_touched(Group("attn", 16), 64, grain) for grain in (64, 8, 1)]
+    [4, 5, 5]
+    >>> blocks_touched(Group("attn", 16), 8, 8)
+    1
     """
     if group.tokens_per_block is None:
         return 1
-    every, run = cycle(group), group.context.interleave_tokens
-    if grain % every:
-        held, step = window // every * run + min(window % every, run), 1
+    num_slots = slots(group)
+    interleave = group.context.interleave_tokens
+    num_turns, rest = divmod(window, cycle(group))
+    if grain % cycle(group):
+        # a window begins anywhere in a cycle of the context, so anywhere in a block
+        most_held = num_turns * interleave + min(rest, interleave)
+        slot_step = 1
     else:
-        held, step = window // group.context.size, math.gcd(grain // group.context.size, slots(group))
-    # the worker holds at most `held` positions of a window, which begins at most `slots - step` slots into a block
-    return (slots(group) - step + held - 1) // slots(group) + 1
+        most_held = window // group.context.size
+        slot_step = math.gcd(grain // group.context.size, num_slots)
+    # the worker holds at most `most_held` positions of a window, the first one at most
+    # `num_slots - slot_step` slots into a block
+    return (num_slots - slot_step + most_held - 1) // num_slots + 1
 
 
-def _laid_out(demands: Sequence[Demand], window: int, grain: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The places of the pools, and where the last one ends."""
-    places, end = [], 0
-    touched = {group: blocks_touched(group, window, grain) for group in {group for group, _ in demands}}
+def _end_bytes(demands: Sequence[Demand], grain: int, window: int) -> int:
+    return _laid_out(demands, grain, window).end_bytes
+
+
+def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
+    """Return the places of pools for windows of some length, one pool after the other."""
+    groups = {group for group, _ in demands}
+    touched = {group: blocks_touched(group, window, grain) for group in groups}
+    places = []
+    end = 0
     for group, block_bytes in demands:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        places.append((offset, touched[group]))
+        places.append(Place(offset, touched[group]))
         end = offset + 2 * touched[group] * block_bytes
-    return tuple(places), end
+    return _Layout(tuple(places), end)
 
 
 def staging_buffer(
@@ -238,150 +330,209 @@ def staging_buffer(
     side: int,
     region: str,
     pools_of: Mapping[BothGroups, Sequence[Pool]],
-    places: Iterator[tuple[int, int]],
+    places: Iterator[Place],
 ) -> StagingBuffer:
-    """The buffer for a peer in a region of ``local``; ``places`` has each pool's offset and the blocks of a slot."""
+    """Return the buffer for a peer in a region of ``local``; ``places`` has each pool's place."""
     groups: dict[BothGroups, Group] = {}
     slot_blocks: dict[str, int] = {}
     views: list[View] = []
-    numbers: dict[tuple[str, int], int] = {}
-    for pair, frames in pools_of.items():
-        group = groups[pair] = attrs.evolve(pair[side], name="<-".join(each.name for each in pair))
-        for pool in frames:
-            offset, slot_blocks[group.name] = next(places)
-            for number, view in pool.placed(group.name, region, offset, 2 * slot_blocks[group.name]):
-                numbers[group.name, number] = len(views)
+    view_indices: dict[tuple[str, int], int] = {}
+    for both_groups, group_pools in pools_of.items():
+        group_name = "<-".join(group.name for group in both_groups)
+        groups[both_groups] = attrs.evolve(both_groups[side], name=group_name)
+        for pool in group_pools:
+            place = next(places)
+            slot_blocks[group_name] = place.slot_blocks
+            num_blocks = 2 * place.slot_blocks
+            for number, view in pool.placed(group_name, region, place.offset_bytes, num_blocks):
+                view_indices[group_name, number] = len(views)
                 views.append(view)
     worker = Worker(peer.engine_id, peer.rank, local.regions, groups.values(), views)
-    return StagingBuffer(worker, side, groups, slot_blocks, numbers)
+    return StagingBuffer(worker, side, groups, slot_blocks, view_indices)
 
 
 def _groups(cell: Cell) -> BothGroups:
-    ours, theirs = cell.sides
-    return ours.group, theirs.group
+    destination, source = cell.sides
+    return destination.group, source.group
 
 
 def _only(worker: Worker, group: Group) -> Worker:
-    """A worker with the views of one group: another group may hold some of the same, in other blocks."""
+    """Return a worker with the views of one group: another may have the same in other blocks."""
     views = [view for view in worker.views if view.group == group.name]
     return worker if len(views) == len(worker.views) else attrs.evolve(worker, views=views)
 
 
 def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:
-    """The part of a view that is needed, by rule S2."""
-    digits = Counter(axis.name for axis in view.axes)
-    axes, offset = [], view.offset_bytes
+    """Return the part of a view that is needed, by rule S2."""
+    num_digits = Counter(axis.name for axis in view.axes)
+    axes = []
+    offset_bytes = view.offset_bytes
     for axis in view.axes:
         start, stop = axis.start, axis.stop
-        if digits[axis.name] == 1 and axis.name != TOKEN:
+        if num_digits[axis.name] == 1 and axis.name != TOKEN:
             start, stop = spans.get(axis.name, (start, stop))  # cells leave out axes of size 1
-        offset += (start - axis.start) * axis.stride_bytes
+        offset_bytes += (start - axis.start) * axis.stride_bytes
         axes.append(attrs.evolve(axis, start=start, stop=stop))
-    return attrs.evolve(view, axes=axes, offset_bytes=offset)
+    return attrs.evolve(view, axes=axes, offset_bytes=offset_bytes)
 
 
-def _step(view: View) -> int:
-    """Bytes from block to block; of a view of one block, as if the next one were far away."""
+def _block_step(view: View) -> int:
+    """Return the bytes from block to block; the block after the only one is far away."""
     return view.block_stride_bytes if view.num_blocks > 1 else INT64_END
 
 
-def _span(view: View) -> int:
-    """Bytes from the first to the last byte of a block, both included."""
+def _span_bytes(view: View) -> int:
+    """Return the bytes from the first to the last byte of a block, both included."""
     return sum((axis.extent - 1) * axis.stride_bytes for axis in view.axes) + view.itemsize
 
 
-def _frames(views: Iterable[NumberedView]) -> Iterator[list[NumberedView]]:
-    """The frames of rule S3. A view that spans more than one block stride is alone."""
-    by_step: dict[tuple[str, int], list[NumberedView]] = {}
-    for number, view in sorted(views, key=operator.itemgetter(0)):
-        if _span(view) > _step(view):
-            yield [(number, view)]
+def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
+    """Yield the frames of rule S3. A view that spans more than one block stride is alone."""
+    by_step: dict[tuple[str, int], list[PeerView]] = {}
+    for peer_view in sorted(views, key=lambda peer_view: peer_view.number):
+        view = peer_view.view
+        if _span_bytes(view) > _block_step(view):
+            yield [peer_view]
         else:
-            by_step.setdefault((view.region, _step(view)), []).append((number, view))
-    for (_, step), pool in by_step.items():
-        frame: list[NumberedView] = []
-        for number, view in sorted(pool, key=lambda item: item[1].offset_bytes):
-            if frame and view.offset_bytes + _span(view) > frame[0][1].offset_bytes + step:
+            by_step.setdefault((view.region, _block_step(view)), []).append(peer_view)
+    for (_, step), same_step in by_step.items():
+        frame: list[PeerView] = []
+        for peer_view in sorted(same_step, key=lambda peer_view: peer_view.view.offset_bytes):
+            end = peer_view.view.offset_bytes + _span_bytes(peer_view.view)
+            if frame and end > frame[0].view.offset_bytes + step:
                 yield frame
                 frame = []
-            frame.append((number, view))
+            frame.append(peer_view)
         yield frame
 
 
-def _pools(frame: Sequence[NumberedView]) -> Iterator[Pool]:
-    """The pool of a frame by rule S3, or of each of its views by rule S4."""
+def _pools(frame: Sequence[PeerView]) -> Iterator[Pool]:
+    """Yield the pool of a frame by rule S3, or of each of its views by rule S4."""
     if len(frame) > 1 and (pool := _packed_together(frame)):
         yield pool
     else:
-        for number, view in frame:
-            yield _packed_alone(number, view)
+        for peer_view in frame:
+            yield _packed_alone(peer_view)
 
 
-def _packed_alone(number: int, view: View) -> Pool:
-    """The pool of one view."""
-    axes, length, inner = list(view.axes), view.itemsize, 0
-    for i in sorted(range(len(axes)), key=lambda i: view.axes[i].stride_bytes):
-        if not inner and axes[i].stride_bytes > _step(view):
-            inner = length
-        axes[i] = attrs.evolve(axes[i], stride_bytes=length)
-        length *= axes[i].extent
-    return Pool(((number, attrs.evolve(view, axes=axes, num_blocks=1, offset_bytes=0)),), length, inner or length)
+def _packed_alone(peer_view: PeerView) -> Pool:
+    """Return the pool of one view."""
+    number, view = peer_view
+    axes = list(view.axes)
+    length_bytes = view.itemsize
+    inner_bytes = 0
+    for digit in sorted(range(len(axes)), key=lambda digit: view.axes[digit].stride_bytes):
+        if not inner_bytes and axes[digit].stride_bytes > _block_step(view):
+            inner_bytes = length_bytes  # the peer's blocks lie inside this axis
+        axes[digit] = attrs.evolve(axes[digit], stride_bytes=length_bytes)
+        length_bytes *= axes[digit].extent
+    packed = attrs.evolve(view, axes=axes, num_blocks=1, offset_bytes=0)
+    return Pool((PeerView(number, packed),), length_bytes, inner_bytes or length_bytes)
 
 
-def _packed_together(frame: Sequence[NumberedView]) -> Pool | None:
-    """The pool of a frame without the bytes between its runs; none where strides cannot express it."""
-    # the bytes of a view's runs, and their number
-    lengths = [joined_dims(view.itemsize, [(a.extent, a.stride_bytes) for a in view.axes])[0] for _, view in frame]
-    counts = [view.block_bytes // length for (_, view), length in zip(frame, lengths, strict=True)]
-    if sum(counts) > MAX_RUNS:
+@attrs.frozen(eq=False)
+class _Packing:
+    """The runs of block 0 of a frame, ascending: where each starts, at the peer and when packed."""
+
+    starts: Ints
+    packed_starts: Ints
+    num_bytes: int
+
+    @classmethod
+    def of(cls, starts: Ints, run_bytes: Ints) -> _Packing:
+        """Return the packing of runs in any order: each begins where the runs before it end."""
+        order = np.argsort(starts)
+        ends = np.cumsum(run_bytes[order])
+        return cls(starts[order], ends - run_bytes[order], int(ends[-1]))
+
+    def offsets(self, starts: int | Ints) -> Ints:
+        """Return the packed offset of the runs that start at these offsets."""
+        packed: Ints = self.packed_starts[np.searchsorted(self.starts, starts)]
+        return packed
+
+    def view(self, view: View, run_bytes: int) -> View:
+        """Return a view whose offset and strides lead to the packed places of its first runs."""
+        offset_bytes = int(self.offsets(view.offset_bytes))
+        axes = list(view.axes)
+        for digit, axis in enumerate(axes):
+            if axis.stride_bytes >= run_bytes:
+                next_offset = int(self.offsets(view.offset_bytes + axis.stride_bytes))
+                axes[digit] = attrs.evolve(axis, stride_bytes=next_offset - offset_bytes)
+        return attrs.evolve(view, axes=axes, num_blocks=1, offset_bytes=offset_bytes)
+
+
+def _packed_together(frame: Sequence[PeerView]) -> Pool | None:
+    """Return the pool of a frame without the bytes between its runs.
+
+    Return None where strides cannot express it.
+    """
+    # one element for each view: the bytes of its runs, and their number
+    views = [view for _, view in frame]
+    run_bytes = list(map(_run_bytes, views))
+    num_runs = [view.block_bytes // length for view, length in zip(views, run_bytes, strict=True)]
+    if sum(num_runs) > MAX_RUNS:
         return None
-    starts = [_run_starts(view, length) for (_, view), length in zip(frame, lengths, strict=True)]
-    # one entry for each run of block 0 of all views, by offset; packed, it begins where the runs before it end
-    length = np.repeat(lengths, counts)
-    order = np.argsort(start := np.concatenate(starts))
-    start, end = start[order], np.cumsum(length[order])
-
-    def packed(offset: int | Ints) -> Ints:
-        at = np.searchsorted(start, offset)
-        begin: Ints = end[at] - length[order[at]]
-        return begin
-
-    views = []
-    for (number, view), run, before in zip(frame, lengths, starts, strict=True):
-        first, axes = int(packed(view.offset_bytes)), list(view.axes)
-        for i, axis in enumerate(axes):
-            if axis.stride_bytes >= run:
-                step = int(packed(view.offset_bytes + axis.stride_bytes)) - first
-                axes[i] = attrs.evolve(axis, stride_bytes=step)
-        made = attrs.evolve(view, axes=axes, num_blocks=1, offset_bytes=first)
-        if not np.array_equal(packed(before), _run_starts(made, run)):
+    run_starts = list(map(_run_starts, views, run_bytes))
+    packing = _Packing.of(np.concatenate(run_starts), np.repeat(run_bytes, num_runs))
+    packed_views = []
+    for (number, view), length, starts in zip(frame, run_bytes, run_starts, strict=True):
+        packed = packing.view(view, length)
+        # the strides of its first runs must lead to all its runs
+        if not np.array_equal(packing.offsets(starts), _run_starts(packed, length)):
             return None
-        views.append((number, made))
-    return Pool(tuple(views), int(end[-1]), int(end[-1]))
+        packed_views.append(PeerView(number, packed))
+    return Pool(tuple(packed_views), packing.num_bytes, packing.num_bytes)
 
 
-def _run_starts(view: View, run: int) -> Ints:
-    """The offset of each run of block 0. Axes of smaller strides than ``run`` lie inside runs."""
-    start = np.array(view.offset_bytes, np.int64)
+def _run_bytes(view: View) -> int:
+    """Return the bytes of each run of a view."""
+    dims = [(axis.extent, axis.stride_bytes) for axis in view.axes]
+    run_bytes, _ = joined_dims(view.itemsize, dims)
+    return run_bytes
+
+
+def _run_starts(view: View, run_bytes: int) -> Ints:
+    """Return the offset of each run of block 0."""
+    # axes of smaller strides than the bytes of a run lie inside runs
+    starts = np.array(view.offset_bytes, np.int64)
     for axis in view.axes:
-        if axis.stride_bytes >= run:
-            start = np.add.outer(start, np.arange(axis.extent) * axis.stride_bytes)
-    return start.reshape(-1)
+        if axis.stride_bytes >= run_bytes:
+            starts = np.add.outer(starts, np.arange(axis.extent) * axis.stride_bytes)
+    return starts.reshape(-1)
 
 
 def checked_staging(local: Worker, value: str) -> Region:
-    """The region that a worker has set aside for staging; it must exist, and no view may use its bytes."""
-    key = name(value, "staging")
+    """Return the region that a worker has set aside for staging.
+
+    Raises ``NAME`` where it does not exist, and ``OVERLAP`` where a view uses its bytes.
+    """
+    region_name = name(value, "staging")
     regions = {region.name: region for region in instance(Worker, local, "local").regions}
-    if key not in regions:
-        action, expected = f"stage in a region of {local.label}", f"one of {', '.join(map(repr, regions)) or 'none'}"
-        raise KVPlanError("NAME", action, expected=expected, got=f"{key!r}", name=key)
-    region = regions[key]
+    if region_name not in regions:
+        raise KVPlanError(
+            "NAME",
+            f"stage in a region of {local.label}",
+            expected=f"one of {', '.join(map(repr, regions)) or 'none'}",
+            got=f"{region_name!r}",
+            name=region_name,
+        )
+    region = regions[region_name]
     for view in local.views:
-        other = regions[view.region]
-        start, stop = max(other.address, region.address), min(other.end, region.end)
-        if start < stop and (other.memory, other.device_id) == (region.memory, region.device_id):
-            action, got = f"stage in region {key!r} of {local.label}", f"view {view.name!r} in region {other.name!r}"
-            expected = "memory that no view has"
-            raise KVPlanError("OVERLAP", action, expected=expected, got=got, region=key, view=view.name)
+        view_region = regions[view.region]
+        if _overlap(view_region, region):
+            raise KVPlanError(
+                "OVERLAP",
+                f"stage in region {region_name!r} of {local.label}",
+                expected="memory that no view has",
+                got=f"view {view.name!r} in region {view_region.name!r}",
+                region=region_name,
+                view=view.name,
+            )
     return region
+
+
+def _overlap(region: Region, other_region: Region) -> bool:
+    """Return whether two regions share a byte."""
+    if (region.memory, region.device_id) != (other_region.memory, other_region.device_id):
+        return False
+    return max(region.address, other_region.address) < min(region.end, other_region.end)
