@@ -49,6 +49,7 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle, period, slots
 from kvplan.plan.cells import Cell
+from kvplan.plan.specs import Pair
 from kvplan.plan.transfer import TransferPlan, shares
 from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate, joined_dims
 
@@ -193,6 +194,17 @@ class StagedPeer:
     buffer: StagingBuffer
     transfer: TransferPlan
     templates: tuple[CopyTemplate, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """The only pair of the transfer."""
+        (pair,) = self.transfer.pairs
+        return pair
+
+    def templates_of(self, group: Group) -> list[CopyTemplate]:
+        """Return the templates of the copies from or to a group of the buffer."""
+        side = self.buffer.side
+        return [template for template in self.templates if template.groups[side] == group]
 
 
 def view_numbers(cell: Cell) -> tuple[Ints, Ints]:

@@ -361,12 +361,13 @@ def _spans(dim: Dim) -> list[int]:
 
 def merged(boxes: Boxes) -> Boxes:
     """Return the boxes that rule S10 leaves: joined along the most frequent step, repeatedly."""
-    while _num_boxes(fewer_boxes := _joined(boxes)) < _num_boxes(boxes):
+    while num_boxes(fewer_boxes := _joined(boxes)) < num_boxes(boxes):
         boxes = fewer_boxes
     return boxes
 
 
-def _num_boxes(boxes: Boxes) -> int:
+def num_boxes(boxes: Boxes) -> int:
+    """Return the number of boxes of all shapes."""
     return sum(map(len, boxes.values()))
 
 

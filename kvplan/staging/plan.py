@@ -21,10 +21,12 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import attrs
 import numpy as np
 
+from kvplan._arrays import Ints
 from kvplan._checks import ID_END, having
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
@@ -44,8 +46,17 @@ from kvplan.plan.transfer import (
     pair_of,
     shares,
 )
-from kvplan.staging.buffers import StagedPeer, checked_staging, fit, pools, staging_buffer
-from kvplan.staging.copies import BothGroups, Copy, copy_templates, ordinals
+from kvplan.staging.buffers import (
+    Demand,
+    Pool,
+    StagedPeer,
+    StagingBuffer,
+    checked_staging,
+    fit,
+    pools,
+    staging_buffer,
+)
+from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, Copy, copy_templates, ordinals
 from kvplan.staging.cost import StagedCost, staged_cost
 
 GroupRanges = Mapping[str, Range]
@@ -56,6 +67,8 @@ WantedRanges = Mapping[BothGroups, Range]
 
 BlockTables = Mapping[str, Blocks]
 """Block tables by group name."""
+
+Item = TypeVar("Item")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -78,7 +91,8 @@ class Chunk:
         return self.specs[0].operation
 
     def __repr__(self) -> str:
-        moved, copied = (sum(part.num_bytes for part in step) for step in (self.specs, self.copies))
+        moved = sum(spec.num_bytes for spec in self.specs)
+        copied = sum(copy.num_bytes for copy in self.copies)
         if self.operation == "READ":
             steps = f"{count(moved, 'byte')} read, {copied} copied into place"
         else:
@@ -106,17 +120,29 @@ class StagedPlan:
         return self.direct.operation
 
     @property
+    def local_side(self) -> int:
+        """0 where the local worker is the destination, 1 where it is the source."""
+        return _local_side(self.operation)
+
+    @property
     def transfers(self) -> tuple[TransferPlan, ...]:
-        """The plan between each staging buffer and its peer; its local worker has all regions of the local worker."""
+        """The plan between each staging buffer and its peer.
+
+        Its local worker has all regions of the local worker.
+        """
         return tuple(peer.transfer for peer in self.peers)
 
     @cached_property
     def closing(self) -> tuple[ReadSpec, ...]:
-        """A spec of no bytes for each transfer: carried out after all chunks, it notifies the remote worker."""
-        return tuple([spec for plan in self.transfers for spec in plan.idle.values()])
+        """A spec of no bytes for each transfer.
+
+        Carried out after all chunks, it notifies the remote worker.
+        """
+        specs = [plan.idle.values() for plan in self.transfers]
+        return tuple(itertools.chain.from_iterable(specs))
 
     def cost(self, tokens: int | None = None) -> StagedCost:
-        """What a request of ``tokens`` positions takes, staged and directly, counted without block tables.
+        """Return what a request of ``tokens`` positions takes, counted without block tables.
 
         ``None``: the fewest positions after which the direct plan repeats. Raises what :func:`kvplan.plan.cost.cost`
         does.
@@ -131,29 +157,44 @@ class StagedPlan:
         tokens: Tokens = None,
         buffer_slots: Iterator[int] | None = None,
     ) -> Iterator[Chunk]:
-        """What one request moves, chunk by chunk. Takes and raises what :meth:`TransferPlan.bind` does.
+        """Return what one request moves, chunk by chunk.
 
-        The second step of a chunk may begin when its first step is done: see :class:`Chunk`. A chunk may begin to fill
-        a buffer slot when the chunk before it in that slot is done. ``buffer_slots`` gives each chunk its slot when the
-        chunk is made; by default they alternate. Requests that share a staging region share one such iterator.
+        Takes and raises what :meth:`TransferPlan.bind` does.
+
+        The second step of a chunk may begin when its first step is done: see :class:`Chunk`. A
+        chunk may begin to fill a buffer slot when the chunk before it in that slot is done.
+        ``buffer_slots`` gives each chunk its slot when the chunk is made; by default they
+        alternate. Requests that share a staging region share one such iterator.
         """
-        if buffer_slots is not None:
+        if buffer_slots is None:
+            buffer_slots = itertools.cycle((0, 1))
+        else:
             having("__next__", buffer_slots, "buffer_slots", "an iterator of slots")
         self.direct.check(local=local, remote=remote, tokens=tokens)
-        tables, near = ((local, remote), 0) if self.operation == "READ" else ((remote, local), 1)
-        wants = [
-            {
-                groups: wanted(groups[0], tables[0][groups[0].name], range_of(tokens, groups[near]), SIDES[near])
-                for groups in peer.buffer.groups
-            }
-            for peer in self.peers
-        ]
-        ranges = list(chunk_ranges(wants, tables[0], self.num_positions, near))
-        pairs = [pair for plan in self.transfers for pair in plan.pairs]
-        if any(table.num_ids > ID_END for pair in pairs for table in (pair.local_table, pair.remote_table)):
+        tables = (local, remote) if self.local_side == DESTINATION else (remote, local)
+        wants = [self._wanted(peer, tables[DESTINATION], tokens) for peer in self.peers]
+        ranges = list(chunk_ranges(wants, tables[DESTINATION], self.num_positions, self.local_side))
+        if self._has_wide_ids:
             # making all chunks raises where an id that is needed does not fit
             deque(self._chunks(ranges, wants, tables, itertools.repeat(0)), maxlen=0)
-        return self._chunks(ranges, wants, tables, itertools.cycle((0, 1)) if buffer_slots is None else buffer_slots)
+        return self._chunks(ranges, wants, tables, buffer_slots)
+
+    @cached_property
+    def _has_wide_ids(self) -> bool:
+        """Some id of a transfer may not fit."""
+        tables = [peer.pair.local_table for peer in self.peers]
+        tables += [peer.pair.remote_table for peer in self.peers]
+        return any(table.num_ids > ID_END for table in tables)
+
+    def _wanted(self, peer: StagedPeer, tables: BlockTables, tokens: Tokens) -> WantedRanges:
+        """Return the ranges that a peer serves, given the destination's block tables."""
+        ranges = {}
+        for groups in peer.buffer.groups:
+            destination = groups[DESTINATION]
+            tokens_given = range_of(tokens, groups[self.local_side])
+            table = tables[destination.name]
+            ranges[groups] = wanted(destination, table, tokens_given, SIDES[self.local_side])
+        return ranges
 
     def _chunks(
         self,
@@ -162,99 +203,166 @@ class StagedPlan:
         tables: tuple[BlockTables, BlockTables],
         buffer_slots: Iterator[int],
     ) -> Iterator[Chunk]:
-        slot = None
-        for part in ranges:
-            # a range in which nothing moves leaves its slot to the next one
-            slot = next(buffer_slots) if slot is None else slot
-            steps = [self._steps(*each, part, slot, tables) for each in zip(self.peers, wants, strict=True)]
-            copies = tuple([copy for _, found in steps for copy in found])
+        """Yield the chunks of a request, one for each of ``ranges`` in which something moves."""
+        slot: int | None = None
+        for tokens in ranges:
+            if slot is None:  # a range in which nothing moves leaves its slot to the next one
+                slot = next(buffer_slots)
+            specs = list[ReadSpec]()
+            copies = list[Copy]()
+            for peer, peer_wants in zip(self.peers, wants, strict=True):
+                spec, peer_copies = self._steps(peer, peer_wants, tokens, slot, tables)
+                specs.append(spec)
+                copies += peer_copies
             if copies:
-                yield Chunk(part, tuple([spec for spec, _ in steps]), copies, slot)
+                yield Chunk(tokens, tuple(specs), tuple(copies), slot)
                 slot = None
 
     def _steps(
         self,
         peer: StagedPeer,
         wants: WantedRanges,
-        part: GroupRanges,
+        tokens: GroupRanges,
         slot: int,
         tables: tuple[BlockTables, BlockTables],
     ) -> tuple[ReadSpec, list[Copy]]:
-        """Both steps of a part of a request with one peer, through a buffer slot."""
-        near, far = 1 - peer.buffer.side, peer.buffer.side
-        staged, spans, copies = dict[str, Blocks](), dict[str, Range](), list[Copy]()
-        for groups, group in peer.buffer.groups.items():
-            (start, stop), (low, high) = part[groups[near].name], wants[groups]
-            low, high = max(low, start), min(high, stop)
-            templates = [template for template in peer.templates if template.groups[far] == group]
-            positions = [template.positions(tables[0][groups[0].name], low, high) for template in templates]
-            # rule S14: the peer's blocks that have one of these positions, in blocks of the slot from its first one on
-            blocks = ordinals(groups[far], positions)
-            first = slot * peer.buffer.slot_blocks[group.name]
-            ids, every = np.arange(first, first + blocks.size), (0, POSITION_END)  # all other blocks are gaps
-            staged[group.name] = table = Blocks(ids, ordinals=blocks, listed=every)
-            spans[group.name] = (low, high) if blocks.size else (0, 0)
-            ends = [table if side == far else tables[side][groups[side].name] for side in (0, 1)]
-            for template, position in zip(templates, positions, strict=True):
-                copies += template.copies(position, low, high, (ends[0], ends[1]))
-        remote = {groups[far].name: tables[far][groups[far].name] for groups in peer.buffer.groups}
-        (spec,) = peer.transfer.bind(local=staged, remote=remote, tokens=spans)
+        """Return both steps of a part of a request with one peer, through a buffer slot."""
+        peer_side = peer.buffer.side
+        local_side = self.local_side
+        staged_tables = dict[str, Blocks]()
+        staged_ranges = dict[str, Range]()
+        remote_tables = dict[str, Blocks]()
+        copies = list[Copy]()
+        for groups, buffer_group in peer.buffer.groups.items():
+            local_table = tables[local_side][groups[local_side].name]
+            remote_tables[groups[peer_side].name] = tables[peer_side][groups[peer_side].name]
+            start, stop = tokens[groups[local_side].name]
+            low, high = wants[groups]
+            low = max(low, start)
+            high = min(high, stop)
+            # one array for each template of the group: the positions of the chunk that it copies
+            templates = peer.templates_of(buffer_group)
+            destination_table = tables[DESTINATION][groups[DESTINATION].name]
+            positions = [template.positions(destination_table, low, high) for template in templates]
+            slot_table = _slot_table(peer.buffer, groups, slot, positions)
+            staged_tables[buffer_group.name] = slot_table
+            staged_ranges[buffer_group.name] = (low, high) if slot_table.ids.size else (0, 0)
+            copied_tables = _both(local_side, local_table, slot_table)
+            for template, copied_positions in zip(templates, positions, strict=True):
+                copies += template.copies(copied_positions, low, high, copied_tables)
+        (spec,) = peer.transfer.bind(
+            local=staged_tables,
+            remote=remote_tables,
+            tokens=staged_ranges,
+        )
         return spec, copies
 
     def __repr__(self) -> str:
         peers = count(len(self.peers), "source" if self.operation == "READ" else "destination")
-        return f"<StagedPlan {self.direct.local.label}: {peers}, {count(self.num_positions, 'position')} at a time>"
+        positions = count(self.num_positions, "position")
+        return f"<StagedPlan {self.direct.local.label}: {peers}, {positions} at a time>"
+
+
+def _slot_table(
+    buffer: StagingBuffer,
+    groups: BothGroups,
+    slot: int,
+    positions: Iterable[Ints],
+) -> Blocks:
+    """Return the block table of a buffer slot for the peer's blocks of some positions, rule S14.
+
+    They fill the slot from its first block on. All other blocks are gaps.
+    """
+    block_ordinals = ordinals(groups[buffer.side], positions)
+    first_block = slot * buffer.slot_blocks[buffer.groups[groups].name]
+    block_ids = np.arange(first_block, first_block + block_ordinals.size)
+    return Blocks(block_ids, ordinals=block_ordinals, listed=(0, POSITION_END))
+
+
+def _local_side(operation: str) -> int:
+    """Return the side that is local: a destination reads, and a source writes."""
+    return DESTINATION if operation == "READ" else SOURCE
+
+
+def _both(local_side: int, local: Item, peer: Item) -> tuple[Item, Item]:
+    """Return what the local worker and a peer have, the destination's first."""
+    return (local, peer) if local_side == DESTINATION else (peer, local)
 
 
 def chunk_ranges(
     wants: Iterable[WantedRanges], tables: BlockTables, window: int, local_side: int
 ) -> Iterator[GroupRanges]:
-    """The ranges of each chunk of a request, by local group: rule S13.
+    """Yield the ranges of each chunk of a request, by local group: rule S13.
 
-    ``wants`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0 where the
-    destination is local, 1 where the source is.
+    ``wants`` has the ranges of each peer, ``tables`` the destination's blocks. ``local_side`` is 0
+    where the destination is local, 1 where the source is.
 
-    >>> ours, theirs = Group("window", 16), Group("attn", 32)
-    >>> list(chunk_ranges([{(ours, theirs): (40, 100)}], {"window": Blocks(range(8))}, 64, local_side=1))
+    >>> destination, source = Group("window", 16), Group("attn", 32)
+    >>> wants = [{(destination, source): (40, 100)}]
+    >>> list(chunk_ranges(wants, {"window": Blocks(range(8))}, 64, local_side=1))
     [{'attn': (40, 64)}, {'attn': (64, 100)}]
     """
-    positions: dict[int, dict[str, Range]] = {}
-    states: dict[str, set[int]] = {}
-    empty, nothing = dict[str, Range](), dict[str, Range]()
-    for groups, (low, high) in (item for ranges in wants for item in ranges.items()):
-        key, group, table = groups[local_side].name, groups[0], tables[groups[0].name]
-        empty[key] = 0, 0
-        if group.tokens_per_block is None:
-            inside = (low <= table.ordinals) & (table.ordinals < high)
-            states.setdefault(key, set()).update(table.ordinals[inside].tolist())
-            continue
-        for number in _windows(group, table, low, high, window):
-            start, stop = max(low, number * window), min(high, (number + 1) * window)
-            first, last = positions.setdefault(number, {}).get(key, (start, stop))
-            positions[number][key] = min(first, start), max(last, stop)
-    with_tokens = [positions[number] for number in sorted(positions)]
-    each = [[(key, (at, at + 1)) for at in sorted(found)] for key, found in states.items()]
-    with_states = [dict(filter(None, some)) for some in itertools.zip_longest(*each)]
-    for some, others in itertools.zip_longest(with_tokens, with_states, fillvalue=nothing):
-        yield {**empty, **some, **others}
+    no_ranges = dict[str, Range]()
+    tokens_by_window: dict[int, dict[str, Range]] = {}
+    states_by_group: dict[str, set[int]] = {}
+    for ranges in wants:
+        for groups, (low, high) in ranges.items():
+            destination = groups[DESTINATION]
+            local_name = groups[local_side].name
+            table = tables[destination.name]
+            no_ranges[local_name] = (0, 0)
+            if destination.tokens_per_block is None:
+                states = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
+                states_by_group.setdefault(local_name, set()).update(states.tolist())
+                continue
+            for number in _windows(destination, table, low, high, window):
+                start = max(low, number * window)
+                stop = min(high, (number + 1) * window)
+                token_ranges = tokens_by_window.setdefault(number, {})
+                first, last = token_ranges.get(local_name, (start, stop))
+                token_ranges[local_name] = min(first, start), max(last, stop)
+    token_chunks = [tokens_by_window[number] for number in sorted(tokens_by_window)]
+    state_chunks = _state_chunks(states_by_group)
+    nothing_more = dict[str, Range]()
+    chunks = itertools.zip_longest(token_chunks, state_chunks, fillvalue=nothing_more)
+    for token_ranges, state_ranges in chunks:
+        yield {**no_ranges, **token_ranges, **state_ranges}
+
+
+def _state_chunks(states_by_group: Mapping[str, set[int]]) -> list[dict[str, Range]]:
+    """Return the ranges of states of each chunk: the n-th one has the n-th state of each group."""
+    num_chunks = max(map(len, states_by_group.values()), default=0)
+    chunks = [dict[str, Range]() for _ in range(num_chunks)]
+    for group_name, states in states_by_group.items():
+        for nth, state in enumerate(sorted(states)):
+            chunks[nth][group_name] = (state, state + 1)
+    return chunks
 
 
 def _windows(group: Group, table: Blocks, low: int, high: int, window: int) -> Iterable[int]:
-    """The numbers of the windows in which a destination has blocks for some of ``[low, high)``."""
+    """Return the numbers of the windows in which a destination has blocks for ``[low, high)``."""
     if low >= high:
         return ()
     if table.scattered is None:
         return range(low // window, (high - 1) // window + 1)
-    # for each block the positions of its first and last slot, then the windows that these are in
-    start = position_of(group, table.scattered * slots(group))
-    last = position_of(group, (table.scattered + 1) * slots(group) - 1)
-    begin, end = np.maximum(start, low) // window, np.minimum(last, high - 1) // window
-    return {number for one, other in zip(begin.tolist(), end.tolist(), strict=True) for number in range(one, other + 1)}
+    # one element for each block: the windows of its first and of its last position in the range
+    first_slots = table.scattered * slots(group)
+    first_positions = position_of(group, first_slots)
+    last_positions = position_of(group, first_slots + slots(group) - 1)
+    first_windows = np.maximum(first_positions, low) // window
+    last_windows = np.minimum(last_positions, high - 1) // window
+    numbers = set[int]()
+    for first, last in zip(first_windows.tolist(), last_windows.tolist(), strict=True):
+        numbers.update(range(first, last + 1))
+    return numbers
 
 
 @attrs.frozen(eq=False)
 class Shares:
-    """What a worker moves, planned once for all strategies: the ``direct`` plan, and each peer with its ``cells``."""
+    """The ``direct`` plan of a worker, and the ``cells`` that it exchanges with each peer.
+
+    They are planned once for all strategies.
+    """
 
     direct: TransferPlan
     cells: tuple[tuple[Worker, Sequence[Cell]], ...]
@@ -269,41 +377,81 @@ class Shares:
         not_transferred: Iterable[str],
         replicas: int,
     ) -> Shares:
-        """What a worker reads or, with its siblings, writes. Raises what :func:`plan_writes` does."""
-        peers, others = checked_workers("remotes", remotes, local), checked_workers("siblings", siblings, local)
-        skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
-        reads, cells = operation == "READ", list[tuple[Worker, Sequence[Cell]]]()
-        pairs, known = {worker.key: idle_pair(worker) for worker in peers}, Planned()
-        destinations, sources = ((local,), peers) if reads else (peers, (local, *others))
-        for destination, source, some in shares(destinations, sources, skipped, sharing):
+        """Return what a worker reads or, with its siblings, writes.
+
+        Raises what :func:`plan_writes` does.
+        """
+        peers = checked_workers("remotes", remotes, local)
+        writers = checked_workers("siblings", siblings, local)
+        skipped = checked_names(not_transferred)
+        num_replicas = checked_replicas(replicas)
+        reads = operation == "READ"
+        destinations = (local,) if reads else peers
+        sources = peers if reads else (local, *writers)
+        planned = Planned()
+        pairs = {worker.key: idle_pair(worker) for worker in peers}
+        cells = list[tuple[Worker, Sequence[Cell]]]()
+        for destination, source, share in shares(destinations, sources, skipped, num_replicas):
             peer = source if reads else destination
             if reads or source is local:
-                cells.append((peer, some))
-                pairs[peer.key] = _pair(operation, local, peer, some, known)
-        direct = TransferPlan(operation, local, peers, others, skipped, tuple(pairs.values()))
+                cells.append((peer, share))
+                pairs[peer.key] = _pair(operation, local, peer, share, planned)
+        direct = TransferPlan(operation, local, peers, writers, skipped, tuple(pairs.values()))
         return cls(direct, tuple(cells))
 
     def staged(self, region: Region, whole: bool = False) -> StagedPlan:
-        """The plan in two steps, through a region of the local worker."""
-        local, operation = self.direct.local, self.direct.operation
-        side = 1 if operation == "READ" else 0
-        needed = [pools(peer, cells, side, whole) for peer, cells in self.cells]
-        demands = [(pair[side], pool.block_bytes) for each in needed for pair, some in each.items() for pool in some]
-        fitted = fit(demands, region.size_bytes)
-        places, known, peers = iter(fitted.places), Planned(), list[StagedPeer]()
-        for (peer, cells), pools_of in zip(self.cells, needed, strict=True):
-            buffer = staging_buffer(local, peer, side, region.name, pools_of, places)
-            mine = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
-            pair = _pair(operation, mine, peer, buffer.transfer_step(peer, cells), known)
-            transfer = attrs.evolve(self.direct, local=mine, remotes=(peer,), pairs=(pair,))
-            peers.append(StagedPeer(buffer, transfer, copy_templates(local.regions, buffer.local_step(cells))))
+        """Return the plan in two steps, through a region of the local worker."""
+        local = self.direct.local
+        peer_side = 1 - _local_side(self.direct.operation)
+        pools_of_peers = [pools(peer, cells, peer_side, whole) for peer, cells in self.cells]
+        fitted = fit(_demands(pools_of_peers, peer_side), region.size_bytes)
+        places = iter(fitted.places)
+        planned = Planned()
+        peers = list[StagedPeer]()
+        for (peer, cells), pools_of in zip(self.cells, pools_of_peers, strict=True):
+            buffer = staging_buffer(local, peer, peer_side, region.name, pools_of, places)
+            transfer = self._transfer(buffer, peer, cells, planned)
+            templates = copy_templates(local.regions, buffer.local_step(cells))
+            peers.append(StagedPeer(buffer, transfer, templates))
         return StagedPlan(self.direct, tuple(peers), fitted.num_positions, region.name)
 
+    def _transfer(
+        self,
+        buffer: StagingBuffer,
+        peer: Worker,
+        cells: Sequence[Cell],
+        planned: Planned,
+    ) -> TransferPlan:
+        """Return the plan between a staging buffer, under the key of its worker, and its peer."""
+        local = self.direct.local
+        staging_worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
+        share = buffer.transfer_step(peer, cells)
+        pair = _pair(self.direct.operation, staging_worker, peer, share, planned)
+        return attrs.evolve(self.direct, local=staging_worker, remotes=(peer,), pairs=(pair,))
 
-def _pair(operation: str, local: Worker, peer: Worker, cells: Sequence[Cell], known: Planned) -> Pair:
-    """The pair of a worker and a peer that move these cells; ``known`` has what equal pairs share."""
-    sides, near = ((local, peer), 0) if operation == "READ" else ((peer, local), 1)
-    return pair_of(cells, sides, near, known)
+
+def _demands(
+    pools_of_peers: Iterable[Mapping[BothGroups, Iterable[Pool]]],
+    peer_side: int,
+) -> list[Demand]:
+    """Return the demands of all pools, in the order in which they lie in the staging region."""
+    demands = list[Demand]()
+    for pools_of in pools_of_peers:
+        for groups, group_pools in pools_of.items():
+            demands += [(groups[peer_side], pool.block_bytes) for pool in group_pools]
+    return demands
+
+
+def _pair(
+    operation: str,
+    local: Worker,
+    peer: Worker,
+    cells: Sequence[Cell],
+    planned: Planned,
+) -> Pair:
+    """Return the pair of a worker and a peer that move cells, with what ``planned`` has of it."""
+    local_side = _local_side(operation)
+    return pair_of(cells, _both(local_side, local, peer), local_side, planned)
 
 
 def stage(
@@ -315,7 +463,7 @@ def stage(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> StagedPlan:
-    """The plan by which ``local`` reads from ``remotes`` into its region ``staging``, and copies bytes into place.
+    """Return the plan by which ``local`` reads into its region ``staging``, and copies from there.
 
     No view of ``local`` may use that region. With ``whole``, everything that a source's views hold along an axis is
     read where any of it is needed: more bytes, in longer runs. Other arguments are those of :func:`plan_reads`.
@@ -352,7 +500,7 @@ def stage_writes(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> StagedPlan:
-    """The plan by which ``local`` copies bytes into its region ``staging``, and writes them to ``remotes`` from there.
+    """Return the plan by which ``local`` copies into its region ``staging``, and writes from there.
 
     No view of ``local`` may use that region. Other arguments are those of :func:`plan_writes`. Each writer of an engine
     may stage or write directly: it writes the same bytes.
