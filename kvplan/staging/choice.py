@@ -23,21 +23,24 @@ from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import checked_staging
-from kvplan.staging.cost import staged_cost
+from kvplan.staging.cost import StagedCost, staged_cost
 from kvplan.staging.plan import Shares, StagedPlan
 
 AUTO: Final = "auto"
 STRATEGIES: Final = MappingProxyType(
-    {"READ": ("direct", "receive-staged", "receive-staged-whole"), "WRITE": ("direct", "send-staged")}
+    {
+        "READ": ("direct", "receive-staged", "receive-staged-whole"),
+        "WRITE": ("direct", "send-staged"),
+    }
 )
 
 
 @attrs.frozen
 class Rates:
-    """Seconds for each transfer, descriptor and byte between workers, and for each local copy and byte of it.
+    """Seconds for each transfer, descriptor and byte between workers, and each local copy and byte.
 
-    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five, for reads or for writes.
-    Raises ``TYPE``, ``RANGE`` or ``NAME``.
+    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five, for reads
+    or for writes. Raises ``TYPE``, ``RANGE`` or ``NAME``.
 
     >>> rates = Rates("nowhere", transfer_s=1e-4, descriptor_s=4e-6, byte_s=2.5e-10, copy_s=1e-5, copied_byte_s=1e-10)
     >>> round(rates.seconds(transfers=1, descriptors=1000, num_bytes=4_000_000), 6)
@@ -53,16 +56,24 @@ class Rates:
 
     def __attrs_post_init__(self) -> None:
         settle(self, "rates", name, "measured")
-        settle(self, "rates", seconds, "transfer_s", "descriptor_s", "byte_s", "copy_s", "copied_byte_s")
+        settle(self, "rates", seconds, "transfer_s", "descriptor_s", "byte_s")
+        settle(self, "rates", seconds, "copy_s", "copied_byte_s")
 
     def seconds(
-        self, *, transfers: int, descriptors: int, num_bytes: int, copies: int = 0, copied_bytes: int = 0
+        self,
+        *,
+        transfers: int,
+        descriptors: int,
+        num_bytes: int,
+        copies: int = 0,
+        copied_bytes: int = 0,
     ) -> float:
-        """How long these take, one after the other. Raises ``TYPE`` or ``RANGE``."""
+        """Return how long these take, one after the other. Raises ``TYPE`` or ``RANGE``."""
         for number in (transfers, descriptors, num_bytes, copies, copied_bytes):
             integer(number, "what takes time")
-        moved = transfers * self.transfer_s + descriptors * self.descriptor_s + num_bytes * self.byte_s
-        return moved + copies * self.copy_s + copied_bytes * self.copied_byte_s
+        transfer_s = transfers * self.transfer_s + descriptors * self.descriptor_s
+        transfer_s += num_bytes * self.byte_s
+        return transfer_s + copies * self.copy_s + copied_bytes * self.copied_byte_s
 
     def save(self, path: Path | str) -> None:
         """Write the rates to a JSON file."""
@@ -70,17 +81,20 @@ class Rates:
 
     @classmethod
     def load(cls, path: Path | str) -> Rates:
-        """Read what :meth:`save` wrote. Raises ``MESSAGE`` for a file that is not JSON, ``KEY`` for another object."""
+        """Read what :meth:`save` wrote.
+
+        Raises ``MESSAGE`` for a file that is not JSON, ``KEY`` for another object.
+        """
+        action = f"read rates from {path}"
         try:
-            found = json.loads(Path(path).read_text())
+            rates = json.loads(Path(path).read_text())
         except ValueError as error:
-            raise KVPlanError("MESSAGE", f"read rates from {path}", expected="JSON", got=str(error)) from None
+            raise KVPlanError("MESSAGE", action, expected="JSON", got=str(error)) from None
         names = [field.name for field in attrs.fields(cls)]
-        if not isinstance(found, dict) or sorted(found) != sorted(names):
-            raise KVPlanError(
-                "KEY", f"read rates from {path}", expected=f"the keys {', '.join(names)}", got=shown(found)
-            )
-        return cls(**found)
+        if not isinstance(rates, dict) or sorted(rates) != sorted(names):
+            expected = f"the keys {', '.join(names)}"
+            raise KVPlanError("KEY", action, expected=expected, got=shown(rates))
+        return cls(**rates)
 
 
 SHARED_MEMORY: Final = Rates(
@@ -100,7 +114,7 @@ own: networks and GPUs differ.
 
 @attrs.frozen(eq=False)
 class Option:
-    """One strategy: what moves between workers, the local copies, and the time that all of it takes, in seconds.
+    """One strategy: what moves between workers, the local copies, and the time that both take.
 
     ``plan`` is a :class:`~kvplan.TransferPlan` or, where it is staged, a :class:`~kvplan.staging.StagedPlan` for a
     :class:`~kvplan.staging.Pipeline`.
@@ -115,22 +129,38 @@ class Option:
     seconds: float
 
     @classmethod
-    def of(cls, strategy: str, plan: TransferPlan | StagedPlan, direct: Cost, rates: Rates) -> Option:
-        """The option of a plan, for the requests that cost ``direct`` in one step."""
+    def of(
+        cls,
+        strategy: str,
+        plan: TransferPlan | StagedPlan,
+        direct: Cost,
+        rates: Rates,
+    ) -> Option:
+        """Return the option of a plan, for the requests that cost ``direct`` in one step."""
         if isinstance(plan, StagedPlan):
-            found = staged_cost(direct, plan.peers, plan.num_positions)
-            moved, chunks, copies, copied = found.transfers, found.num_chunks, found.num_copies, found.direct.num_bytes
+            cost = staged_cost(direct, plan.peers, plan.num_positions)
+            copied_bytes = direct.num_bytes
         else:
-            moved, chunks, copies, copied = direct, 1, 0, 0
-        transfers = chunks * sum(1 for pair in moved.pairs if pair.lengths)
-        seconds = rates.seconds(
-            transfers=transfers,
-            descriptors=moved.num_descriptors,
+            # one step, as a single chunk without copies
+            copied_bytes = 0
+            cost = StagedCost(direct, direct, num_copies=0, num_chunks=1, staging_bytes=0)
+        moved = cost.transfers
+        num_transfers = cost.num_chunks * sum(1 for pair in moved.pairs if pair.lengths)
+        return cls(
+            strategy=strategy,
+            plan=plan,
+            num_transfers=num_transfers,
+            num_descriptors=moved.num_descriptors,
             num_bytes=moved.num_bytes,
-            copies=copies,
-            copied_bytes=copied,
+            num_copies=cost.num_copies,
+            seconds=rates.seconds(
+                transfers=num_transfers,
+                descriptors=moved.num_descriptors,
+                num_bytes=moved.num_bytes,
+                copies=cost.num_copies,
+                copied_bytes=copied_bytes,
+            ),
         )
-        return cls(strategy, plan, transfers, moved.num_descriptors, moved.num_bytes, copies, seconds)
 
     def __str__(self) -> str:
         moved = f"{count(self.num_descriptors, 'descriptor')}, {size(self.num_bytes)}"
@@ -163,7 +193,9 @@ class Choice:
         return "\n".join([*lines, f"  by rates of {self.rates.measured}"])
 
     def __repr__(self) -> str:
-        return f"<Choice for {self.local}, {count(self.tokens, 'token')}: {self.best.strategy} of {len(self.options)}>"
+        tokens = count(self.tokens, "token")
+        best = f"{self.best.strategy} of {len(self.options)}"
+        return f"<Choice for {self.local}, {tokens}: {best}>"
 
 
 def choose(
@@ -179,7 +211,7 @@ def choose(
     not_transferred: Iterable[str] = (),
     replicas: int = 1,
 ) -> Choice:
-    """The strategies by which ``local`` reads from ``remotes``, or with ``operation="WRITE"`` writes to them.
+    """Return the strategies by which ``local`` reads from ``remotes``, or writes to them.
 
     ``tokens`` is the number of positions of a usual request. ``staging`` names the region of ``local`` that staging may
     use; without one there is only the direct plan. ``strategy`` is ``"auto"``, or the one strategy to plan: of reads
@@ -202,29 +234,47 @@ def choose(
     Raises what planning does. ``"auto"`` leaves out strategies that have too little memory. Raises ``NAME`` for an
     unknown operation or strategy, and for staging without a region.
     """
-    tokens, rates = integer(tokens, "tokens of a request"), instance(Rates, rates, "rates")
+    tokens = integer(tokens, "tokens of a request")
+    rates = instance(Rates, rates, "rates")
+    action = "choose a strategy"
     if not is_one_of(operation, STRATEGIES):
-        raise KVPlanError("NAME", "choose a strategy", expected="operation READ or WRITE", got=shown(operation))
-    strategies, siblings = STRATEGIES[operation], members(Worker, siblings, "siblings")
-    if not is_one_of(strategy, (AUTO, *strategies)):
-        expected = f"one of {', '.join((AUTO, *strategies))}"
-        raise KVPlanError("NAME", "choose a strategy", expected=expected, got=shown(strategy))
-    if strategy != AUTO:
-        strategies = (strategy,)
-    elif staging is None:
-        strategies = ("direct",)
-    shared = Shares.of(operation, local, remotes, siblings if operation == "WRITE" else (), not_transferred, replicas)
-    direct, options, refused = shared.direct.cost(tokens), list[Option](), dict[str, KVPlanError]()
-    for each in strategies:
+        expected = "operation READ or WRITE"
+        raise KVPlanError("NAME", action, expected=expected, got=shown(operation))
+    siblings = members(Worker, siblings, "siblings")
+    if not is_one_of(strategy, (AUTO, *STRATEGIES[operation])):
+        expected = f"one of {', '.join((AUTO, *STRATEGIES[operation]))}"
+        raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
+    writers = siblings if operation == "WRITE" else ()
+    shared = Shares.of(operation, local, remotes, writers, not_transferred, replicas)
+    direct_cost = shared.direct.cost(tokens)
+    options = list[Option]()
+    refused = dict[str, KVPlanError]()
+    candidates = _candidates(operation, strategy, staging)
+    for candidate in candidates:
         try:
-            plan: TransferPlan | StagedPlan = shared.direct
-            if each != "direct":
-                region = checked_staging(local, "" if staging is None else staging)
-                plan = shared.staged(region, whole=each == "receive-staged-whole")
-            options.append(Option.of(each, plan, direct, rates))
+            plan = _plan(shared, candidate, staging)
+            options.append(Option.of(candidate, plan, direct_cost, rates))
         except KVPlanError as error:
-            if error.code != "MEMORY" or len(strategies) == 1:
+            if error.code != "MEMORY" or len(candidates) == 1:
                 raise
-            refused[each] = error
+            refused[candidate] = error
     options.sort(key=lambda option: option.seconds)
     return Choice(local.label, tokens, rates, tuple(options), refused)
+
+
+def _candidates(operation: str, strategy: str, staging: str | None) -> tuple[str, ...]:
+    """Return the strategies to plan."""
+    if strategy != AUTO:
+        return (strategy,)
+    return ("direct",) if staging is None else STRATEGIES[operation]
+
+
+def _plan(shared: Shares, strategy: str, staging: str | None) -> TransferPlan | StagedPlan:
+    """Return the plan of a strategy.
+
+    Raises ``NAME``, ``OVERLAP`` or ``MEMORY`` for a staging region that cannot serve.
+    """
+    if strategy == "direct":
+        return shared.direct
+    region = checked_staging(shared.direct.local, "" if staging is None else staging)
+    return shared.staged(region, whole=strategy == "receive-staged-whole")

@@ -1,10 +1,11 @@
-"""Staged cost: what a request takes in two steps, beside what it takes directly, counted without block tables."""
+"""Staged cost: what a request takes in two steps, and directly, counted without block tables."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import attrs
 
@@ -13,7 +14,7 @@ from kvplan.describe.views import Group
 from kvplan.plan.align import before, period, position_of, repeated, slots
 from kvplan.plan.cost import Cost, PairCost, cost, of_groups
 from kvplan.staging.buffers import StagedPeer
-from kvplan.staging.copies import CopyTemplate, ordinals
+from kvplan.staging.copies import DESTINATION, CopyTemplate, num_boxes, ordinals
 
 
 @attrs.frozen(repr=False)
@@ -34,18 +35,23 @@ class StagedCost:
 
     @property
     def read_amplification(self) -> float:
-        """Bytes that move between workers for each byte that is needed: above 1 only where a destination reads."""
-        return self.transfers.num_bytes / self.direct.num_bytes if self.direct.num_bytes else 1.0
+        """Bytes that move between workers for each byte needed: above 1 only for reads."""
+        if not self.direct.num_bytes:
+            return 1.0
+        return self.transfers.num_bytes / self.direct.num_bytes
 
     def __str__(self) -> str:
-        copies, chunks = count(self.num_copies, "local copy"), count(self.num_chunks, "chunk")
+        copies = count(self.num_copies, "local copy")
+        chunks = count(self.num_chunks, "chunk")
+        staging_bytes = count(self.staging_bytes, "byte")
         lines = [
             _line("directly", self.direct),
             _line("staged", self.transfers),
-            f"  at most {copies} in {chunks}, {count(self.staging_bytes, 'byte')} of staging memory",
+            f"  at most {copies} in {chunks}, {staging_bytes} of staging memory",
         ]
         if self.read_amplification > 1:
-            lines.append(f"  read amplification: {self.read_amplification:.3g} bytes read for each byte needed")
+            amplification = f"{self.read_amplification:.3g} bytes read for each byte needed"
+            lines.append(f"  read amplification: {amplification}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -54,73 +60,99 @@ class StagedCost:
         return f"<StagedCost of {tokens}: {descriptors}, {self.direct.num_descriptors} directly>"
 
 
-def _line(how: str, found: Cost) -> str:
-    tokens, moved = str(found).splitlines()[0].split(": ", 1)
+def _line(how: str, cost: Cost) -> str:
+    """Return the first line of a cost, with how it moves after the tokens."""
+    tokens, moved = str(cost).splitlines()[0].split(": ", 1)
     return f"{tokens} {how}: {moved}"
 
 
 def staged_cost(direct: Cost, peers: Sequence[StagedPeer], num_positions: int) -> StagedCost:
-    """The cost of the requests that cost ``direct`` in one step, in chunks of ``num_positions``.
+    """Return the cost in chunks of ``num_positions`` of requests that cost ``direct`` in one step.
 
     Raises what :func:`kvplan.plan.cost.cost` does.
     """
-    chunks = max(-(-direct.tokens // num_positions), 1) if peers else 0
-    copies = sum(_num_copies(each, direct.tokens, num_positions) for peer in peers for each in peer.templates)
+    num_chunks = max(-(-direct.tokens // num_positions), 1) if peers else 0
+    num_copies = 0
+    staging_bytes = 0
+    for peer in peers:
+        for template in peer.templates:
+            num_copies += _num_copies(template, direct.tokens, num_positions)
+        for view in peer.buffer.worker.views:
+            staging_bytes = max(staging_bytes, view.end_bytes)
     return StagedCost(
         direct=direct,
         transfers=_transfers(direct.operation, peers, direct.tokens),
-        num_copies=chunks * copies,
-        num_chunks=chunks,
-        staging_bytes=max((view.end_bytes for peer in peers for view in peer.buffer.worker.views), default=0),
+        num_copies=num_chunks * num_copies,
+        num_chunks=num_chunks,
+        staging_bytes=staging_bytes,
     )
 
 
 def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
-    """The most copies of one chunk: those of runs, and where chunks or the request cut runs, those of single tokens."""
-    run = template.run_tokens
-    whole = template.groups[0].tokens_per_block is None or not (window % run or tokens % run)
-    return sum(
-        len(origins) for tokens in ((run,) if whole else (run, 1)) for origins in template.boxes[tokens].values()
-    )
+    """Return the most copies of one chunk: of runs and, where runs are cut, of single tokens."""
+    run_tokens = template.run_tokens
+    num_copies = num_boxes(template.boxes[run_tokens])
+    is_state = template.groups[DESTINATION].tokens_per_block is None
+    if is_state or not (window % run_tokens or tokens % run_tokens):
+        return num_copies
+    # chunks, or the end of the request, cut runs
+    return num_copies + num_boxes(template.boxes[1])
 
 
 def _transfers(operation: str, peers: Sequence[StagedPeer], tokens: int) -> Cost:
-    """What moves between workers: of reads, without the blocks of sources that nothing is needed of."""
-    found = cost(operation, [(peer.transfer.local.key, pair) for peer in peers for pair in peer.transfer.pairs], tokens)
+    """Return what moves between workers. Reads skip source blocks from which nothing is needed."""
+    pairs = [(peer.transfer.local.key, peer.pair) for peer in peers]
+    all_blocks = cost(operation, pairs, tokens)
     if operation == "WRITE":
-        return found
-    pairs = [_needed_only(pair, peer, tokens) for pair, peer in zip(found.pairs, peers, strict=True)]
-    return attrs.evolve(found, pairs=tuple(pairs))
+        return all_blocks
+    pair_costs = zip(all_blocks.pairs, peers, strict=True)
+    needed = [_needed_only(pair_cost, peer, tokens) for pair_cost, peer in pair_costs]
+    return attrs.evolve(all_blocks, pairs=tuple(needed))
 
 
-def _needed_only(pair: PairCost, peer: StagedPeer, tokens: int) -> PairCost:
-    """The cost of a transfer without the blocks that no copy takes anything of; full blocks all cost the same."""
-    num_ids, lengths = 0, Counter[int]()
-    (moved,) = peer.transfer.pairs
-    for groups in moved.group_pairs:
-        group, parts = groups.groups[0], [(1, tokens)]
-        if group.tokens_per_block is not None:
-            templates = [template for template in peer.templates if template.groups[1] == group]
-            full, last = _blocks_needed(group, templates, tokens)
-            parts = [(full, slots(group)), (1, last)]
-        for times, held in parts:
-            stop = position_of(group, held - 1) + 1 if held else 0
-            ids, found = of_groups((moved.local_table, moved.remote_table), groups, stop)
-            num_ids += times * ids
-            lengths.update({length: times * number for length, number in found.items() if times})
-    return attrs.evolve(pair, num_ids=num_ids, lengths=dict(sorted(lengths.items())))
+def _needed_only(pair_cost: PairCost, peer: StagedPeer, tokens: int) -> PairCost:
+    """Return the cost of a transfer without the blocks from which no copy takes anything."""
+    tables = peer.pair.local_table, peer.pair.remote_table
+    num_ids = 0
+    lengths = Counter[int]()
+    for group_pair in peer.pair.group_pairs:
+        group = group_pair.groups[DESTINATION]
+        for needed in _needed_blocks(group, peer.templates_of(group), tokens):
+            stop = position_of(group, needed.num_slots - 1) + 1 if needed.num_slots else 0
+            block_ids, block_lengths = of_groups(tables, group_pair, stop)
+            num_ids += needed.num_blocks * block_ids
+            if needed.num_blocks:
+                for length, number in block_lengths.items():
+                    lengths[length] += needed.num_blocks * number
+    return attrs.evolve(pair_cost, num_ids=num_ids, lengths=dict(sorted(lengths.items())))
 
 
-def _blocks_needed(group: Group, templates: Iterable[CopyTemplate], tokens: int) -> tuple[int, int]:
-    """Of a source's blocks with a position that moves: how many are full, and how many tokens the last one has."""
-    templates = tuple(templates)
-    every = math.lcm(period(group), *(template.period for template in templates))
-    periods, rest = divmod(tokens, every)
-    full = last = 0
-    for times, stop in ((periods, every), (1, rest)):
+class _NeededBlocks(NamedTuple):
+    """Blocks of a source from which copies take something, and the slots that each has filled."""
+
+    num_blocks: int
+    num_slots: int
+
+
+def _needed_blocks(
+    group: Group,
+    templates: Iterable[CopyTemplate],
+    tokens: int,
+) -> Iterator[_NeededBlocks]:
+    """Yield the blocks that a request needs: the full ones, which cost alike, and the last one."""
+    if group.tokens_per_block is None:
+        yield _NeededBlocks(1, tokens)
+        return
+    carried = [(template.carried, template.period) for template in templates]
+    common_period = math.lcm(period(group), *(template_period for _, template_period in carried))
+    num_periods, rest = divmod(tokens, common_period)
+    num_full = 0
+    last_slots = 0
+    for times, stop in ((num_periods, common_period), (1, rest)):
         # ordinals of the blocks that copies take anything of, the last of which may not be full
-        blocks = ordinals(group, [repeated(template.carried, template.period, 0, stop) for template in templates])
-        end, held = divmod(before(group, stop), slots(group))
-        full += times * int((blocks < end).sum())
-        last = held if (blocks == end).any() else 0
-    return full, last
+        block_ordinals = ordinals(group, [repeated(*starts, 0, stop) for starts in carried])
+        last_ordinal, num_slots = divmod(before(group, stop), slots(group))
+        num_full += times * int((block_ordinals < last_ordinal).sum())
+        last_slots = num_slots if (block_ordinals == last_ordinal).any() else 0
+    yield _NeededBlocks(num_full, slots(group))
+    yield _NeededBlocks(1, last_slots)
