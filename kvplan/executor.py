@@ -1,21 +1,24 @@
 """Executors: the interface through which a connector moves a plan's bytes.
 
 A plan says which bytes move, and an executor moves them. All executors follow these rules, which
-:mod:`kvplan.testing.executors` tests; :class:`kvplan.testing.FakeNetwork` has executors over fake memory:
+:mod:`kvplan.testing.executors` tests; :class:`kvplan.testing.FakeNetwork` has executors over fake
+memory:
 
 - E1: The caller polls a transfer until it settles. :meth:`Executor.poll` never waits.
 - E2: A settled transfer touches no byte. Only then may the caller reuse its local blocks.
-- E3: When a transfer is DONE, its executor sends the remote worker one notice with the request's name and attempt, also
-  where there was no byte to move. A transfer that is FAILED or CANCELLED sends none: the caller may try again, or give
-  the request up with :meth:`Executor.notify`. Nor does a pair whose tables are empty, which nobody awaits, nor a
-  transfer started with ``notify=False``: where a request takes several transfers with one worker, only the last one
+- E3: When a transfer is DONE, its executor sends the remote worker one notice with the request's
+  name and attempt, also where there was no byte to move. A transfer that is FAILED or CANCELLED
+  sends none: the caller may try again, or give the request up with :meth:`Executor.notify`. Nor
+  does a pair whose tables are empty, which nobody awaits, nor a transfer started with
+  ``notify=False``: where a request takes several transfers with one worker, only the last one
   notifies, and the caller starts it when all others are done.
-- E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects no other transfer.
-- E5: The remote workers of a plan must equal the workers that the executor knows. Its local worker needs the same key
-  and the same regions, but its views may differ. So the worker that owns a staging buffer can also prepare plans whose
-  local worker describes only that buffer.
-- E6: A notice names the connected worker that it came from, whatever its sender claims. Notices of others are not
-  delivered. :class:`PendingRequests` knows from whom a request still awaits one.
+- E4: A failure under way becomes the transfer's ``error``. It raises nothing and affects no other
+  transfer.
+- E5: The remote workers of a plan must equal the workers that the executor knows. Its local worker
+  needs the same key and the same regions, but its views may differ. So the worker that owns a
+  staging buffer can also prepare plans whose local worker describes only that buffer.
+- E6: A notice names the connected worker that it came from, whatever its sender claims. Notices of
+  others are not delivered. :class:`PendingRequests` knows from whom a request still awaits one.
 """
 
 from __future__ import annotations
@@ -40,16 +43,23 @@ MAX_REQUEST: Final = 1024
 
 
 def request_name(value: Any) -> str:
-    """``value`` as the name of a request, printable and not too long. Raises ``TYPE`` or ``NAME``."""
+    """Return ``value`` as the name of a request, printable and not too long.
+
+    Raises ``TYPE`` or ``NAME``.
+    """
     request = _checks.name(value, "name of a request")
     if len(request) > MAX_REQUEST:
-        got = f"{len(request)} characters"
-        raise KVPlanError("NAME", "read name of a request", expected=f"at most {MAX_REQUEST} characters", got=got)
+        raise KVPlanError(
+            "NAME",
+            "read name of a request",
+            expected=f"at most {MAX_REQUEST} characters",
+            got=f"{len(request)} characters",
+        )
     return request
 
 
 def attempt_number(value: Any) -> int:
-    """``value`` as the number of an attempt. Raises ``TYPE`` or ``RANGE``."""
+    """Return ``value`` as the number of an attempt. Raises ``TYPE`` or ``RANGE``."""
     return _checks.integer(value, "attempt")
 
 
@@ -74,13 +84,13 @@ class Status(enum.Enum):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the transfer touches no more bytes."""
+        """The transfer touches no more bytes."""
         return self is not Status.RUNNING
 
 
 def _status(value: Any) -> Status:
-    found: Status = _checks.instance(Status, value, "status of a transfer")
-    return found
+    status: Status = _checks.instance(Status, value, "status of a transfer")
+    return status
 
 
 def _settled_status(value: Any) -> Status:
@@ -93,9 +103,9 @@ def _settled_status(value: Any) -> Status:
 class Transfer:
     """One spec under way, for the request named ``request``.
 
-    ``status`` is the result of the last poll. ``error`` is set where the status is FAILED. ``notifies`` says whether
-    the remote worker gets a :class:`Notice` at the end, with ``attempt``. Raises ``TYPE``, ``NAME`` or ``RANGE`` for
-    what can name no request or attempt.
+    ``status`` is the result of the last poll. ``error`` is set where the status is FAILED.
+    ``notifies`` says whether the remote worker gets a :class:`Notice` at the end, with ``attempt``.
+    Raises ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
     """
 
     spec: ReadSpec
@@ -121,11 +131,11 @@ class Transfer:
 
 @attrs.frozen
 class Notice:
-    """What a worker receives when another worker has read all bytes of a request from it, or written them to it.
+    """A message to a worker: another one has read all bytes of a request from it, or written them.
 
     ``engine_id`` and ``rank`` name the other worker. ``attempt`` is the number that it passed to
-    :meth:`Executor.start`. Where ``status`` is FAILED or CANCELLED it has given the request up, and touches no byte of
-    it any more.
+    :meth:`Executor.start`. Where ``status`` is FAILED or CANCELLED it has given the request up, and
+    touches no byte of it any more.
     """
 
     engine_id: str
@@ -140,19 +150,27 @@ class Notice:
 
 @attrs.define(eq=False)
 class _PendingRequest:
-    """The workers that have not notified a request's attempt so far, and what the others have said."""
+    """The workers that have not notified a request's attempt, and what has been said of it."""
 
     attempt: int
     workers: set[Key]
     status: Status = Status.DONE
 
+    def receive(self, worker: Key, status: Status) -> None:
+        """Take what a worker has said, if it is awaited. The first status but DONE stays."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+            if self.status is Status.DONE:
+                self.status = status
+
 
 class PendingRequests:
     """The requests whose blocks must stay as they are until other workers have notified this one.
 
-    These are requests that others read from this worker, or write to it. A notice counts once for each worker. One
-    that comes twice, from a worker that is not awaited, of another attempt or of a request that is not pending changes
-    nothing, and nothing of it is kept. Not for several threads at once.
+    These are requests that others read from this worker, or write to it. A notice counts once for
+    each worker. One that comes twice, from a worker that is not awaited, of another attempt or of a
+    request that is not pending changes nothing, and nothing of it is kept. Not for several threads
+    at once.
 
     >>> pending = PendingRequests()
     >>> pending.add("request 1", [("decode", 0), ("decode", 1)])
@@ -166,33 +184,39 @@ class PendingRequests:
         self._awaited: dict[str, _PendingRequest] = {}
 
     def add(self, request: str, workers: Iterable[Key], *, attempt: int = 0) -> None:
-        """Await a notice from each worker, as :class:`kvplan.plan.Completions` lists them, before they can send one.
+        """Await a notice from each worker, before they can send one.
 
-        Replaces an earlier attempt. Tell the workers the attempt together with the blocks: blocks that are used again
-        under the same name need another number. Raises ``TYPE``, ``NAME`` or ``RANGE``.
+        :class:`kvplan.plan.Completions` lists the workers.
+
+        Replaces an earlier attempt. Tell the workers the attempt together with the blocks: blocks
+        that are used again under the same name need another number. Raises ``TYPE``, ``NAME`` or
+        ``RANGE``.
         """
-        awaited = {key_of(worker, "worker to await") for worker in _checks.members(tuple, workers, "workers to await")}
+        keys = _checks.members(tuple, workers, "workers to await")
+        awaited = {key_of(key, "worker to await") for key in keys}
         self._awaited[request_name(request)] = _PendingRequest(attempt_number(attempt), awaited)
 
     def discard(self, request: str) -> None:
-        """Await nothing more of a request, if it is pending. Its blocks are safe only if no worker can touch them."""
+        """Await nothing more of a request, if it is pending.
+
+        Its blocks are safe only if no worker can touch them.
+        """
         self._awaited.pop(request_name(request), None)
 
     def receive(self, notices: Iterable[Notice]) -> dict[str, Status]:
-        """Take notices, and return the requests that await none any more: their blocks may be used again.
+        """Take notices, and return the requests whose blocks may be used again: they await none.
 
         A request is DONE if all workers have said so, otherwise as the first other one has said.
         """
         for notice in _checks.members(Notice, notices, "notices"):
-            awaited = self._awaited.get(notice.request)
-            worker = (notice.engine_id, notice.rank)
-            if awaited is not None and awaited.attempt == notice.attempt and worker in awaited.workers:
-                awaited.workers.remove(worker)
-                if awaited.status is Status.DONE:
-                    awaited.status = notice.status
-        settled = {request: awaited.status for request, awaited in self._awaited.items() if not awaited.workers}
-        for request in settled:
-            del self._awaited[request]
+            pending = self._awaited.get(notice.request)
+            if pending is not None and pending.attempt == notice.attempt:
+                pending.receive((notice.engine_id, notice.rank), notice.status)
+        settled = dict[str, Status]()
+        for request, pending in [*self._awaited.items()]:
+            if not pending.workers:
+                settled[request] = pending.status
+                del self._awaited[request]
         return settled
 
     def __len__(self) -> int:
@@ -206,13 +230,25 @@ class Executor(Protocol):
     """Carries out the specs of one local worker. Use an executor from one thread at a time."""
 
     def prepare(self, plan: TransferPlan) -> None:
-        """Prepare for the specs of a plan, once. Raises ``PEER`` where a worker is not the one in the plan, rule E5."""
+        """Prepare for the specs of a plan, once.
 
-    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
-        """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
+        Raises ``PEER`` where a worker is not the one in the plan, rule E5.
+        """
 
-        Raises ``TRANSFER`` where the spec's plan is not prepared; ``TYPE``, ``NAME`` or ``RANGE`` for what can name no
-        request or attempt.
+    def start(
+        self,
+        spec: ReadSpec,
+        request: str,
+        *,
+        attempt: int = 0,
+        notify: bool = True,
+    ) -> Transfer:
+        """Start to move the bytes of a spec.
+
+        With ``notify``, the remote worker gets a notice when all have moved.
+
+        Raises ``TRANSFER`` where the spec's plan is not prepared; ``TYPE``, ``NAME`` or ``RANGE``
+        for what can name no request or attempt.
         """
 
     def poll(self, transfer: Transfer) -> Status:
@@ -225,23 +261,24 @@ class Executor(Protocol):
         """Free what a settled transfer holds. Raises ``TRANSFER`` for a running one."""
 
     def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """Send a worker a notice without a transfer: that this one gives a request up, FAILED or CANCELLED.
+        """Send a worker a notice that this one gives a request up, FAILED or CANCELLED.
 
-        Do so when all transfers of the request with that worker are settled. Raises ``PEER`` for a worker that is not
-        connected; ``TYPE``, ``NAME`` or ``RANGE`` as :meth:`start` does.
+        Do so when all transfers of the request with that worker are settled. Raises ``PEER`` for a
+        worker that is not connected; ``TYPE``, ``NAME`` or ``RANGE`` as :meth:`start` does.
         """
 
     def notices(self) -> tuple[Notice, ...]:
-        """The notices that have arrived from other workers since the last call."""
+        """Return the notices that have arrived from other workers since the last call."""
 
 
 def not_connected(key: Key) -> KVPlanError:
-    """The error for a worker that the executor does not know."""
-    return KVPlanError("PEER", f"find worker {label_of(key)}", expected="a connected worker", got="none of that name")
+    """Return the error for a worker that the executor does not know."""
+    action = f"find worker {label_of(key)}"
+    return KVPlanError("PEER", action, expected="a connected worker", got="none of that name")
 
 
 def unprepared(spec: ReadSpec) -> KVPlanError:
-    """The error of :meth:`Executor.start` for a spec whose tables the executor does not know."""
+    """Return the error of :meth:`Executor.start` for a spec whose tables the executor lacks."""
     return KVPlanError(
         "TRANSFER",
         f"start a transfer with {label_of(spec.remote)}",
@@ -254,7 +291,7 @@ def unprepared(spec: ReadSpec) -> KVPlanError:
 
 
 def still_running(request: str, action: str) -> KVPlanError:
-    """The error for an action that has to wait until a transfer is settled."""
+    """Return the error for an action that has to wait until a transfer is settled."""
     return KVPlanError(
         "TRANSFER",
         action,
@@ -265,17 +302,24 @@ def still_running(request: str, action: str) -> KVPlanError:
     )
 
 
-def not_planned_for(worker: Worker, known: Worker | None, whose: str) -> KVPlanError:
-    """The error of :meth:`Executor.prepare` where the executor does not know a plan's worker, or knows another one."""
-    got, hint = "no such worker", ""
-    if known is not None and known.key == worker.key:
-        got, hint = "another description of it", "plan again with the worker's present offer"
-    elif known is not None:
-        got = f"worker {known.label}"
+def not_planned_for(worker: Worker, present: Worker | None, side: str) -> KVPlanError:
+    """Return the error of :meth:`Executor.prepare` for a plan's ``local`` or ``remote`` worker.
+
+    ``present`` is the worker that the executor knows in its place, if any.
+    """
+    hint = ""
+    if present is None:
+        got = "no such worker"
+    elif present.key == worker.key:
+        got = "another description of it"
+        hint = "plan again with the worker's present offer"
+    else:
+        got = f"worker {present.label}"
+    equal_part = "regions" if side == "local" else "description"
     return KVPlanError(
         "PEER",
-        f"prepare a plan with {whose} worker {worker.label}",
-        expected=f"that worker with the same {'regions' if whose == 'local' else 'description'} as in the plan",
+        f"prepare a plan with {side} worker {worker.label}",
+        expected=f"that worker with the same {equal_part} as in the plan",
         got=got,
         hint=hint,
         worker=worker.label,
@@ -283,7 +327,7 @@ def not_planned_for(worker: Worker, known: Worker | None, whose: str) -> KVPlanE
 
 
 def check_local(plan: TransferPlan, worker: Worker) -> None:
-    """Check that an executor's ``worker`` can be the local worker of a plan, rule E5. Raises ``PEER``."""
+    """Check that an executor's ``worker`` can be a plan's local one, rule E5. Raises ``PEER``."""
     _checks.having("pairs", plan, "plan", "a TransferPlan")
     if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):
         raise not_planned_for(plan.local, worker, "local")

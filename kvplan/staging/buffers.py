@@ -1,24 +1,28 @@
-"""Staging buffers: memory in which a worker stores what it exchanges with a peer, in the peer's own byte order.
+"""Staging buffers: memory for what a worker exchanges with a peer, in the peer's own byte order.
 
-Runs are long where both sides store bytes in the same order. A destination of another order therefore reads long runs
-into a staging buffer, and then copies the bytes into place locally. A source copies bytes into a staging buffer in the
-destination's order, and then writes long runs from there.
+Runs are long where both sides store bytes in the same order. A destination of another order
+therefore reads long runs into a staging buffer, and then copies the bytes into place locally. A
+source copies bytes into a staging buffer in the destination's order, and then writes long runs from
+there.
 
-- S1: a staging buffer has a group for each pair of groups, of the destination and of the source, between which bytes
-  move. It has the block size and the context of the peer's group.
-- S2: the group has each view of the peer that takes part: along an axis of one digit the interval that is needed, or
-  with ``whole`` all that the peer holds; along the token axis, and axes of several digits, always all.
-- S3: views whose blocks lie within one block stride of the peer's pool form a *frame*. The buffer drops the bytes of a
-  frame that are not needed, and stores the others in the peer's order. So one run of a peer's block is one run of the
-  buffer's, across axes, layers, K and V, and scales.
-- S4: each view is packed by itself where strides cannot express rule S3, and where blocks lie inside other axes: its
-  digits and blocks are ordered by the strides that they have at the peer.
-- S5: each frame has a *pool* of its own. The pools of all peers follow each other in the staging region.
-- S6: a chunk covers a window of ``W`` positions; the kth begins at ``k * W``. ``W`` is a multiple of the period after
-  which the blocks and contexts of all groups repeat, so that few blocks are cut. If no such window fits, ``W`` is a
-  multiple of the longest period of a single group that fits, then of what divides all periods, then any number.
-- S7: every staging buffer has room for two chunks, so that one is filled while the other is emptied: for each group
-  twice the most blocks that a window touches, and twice one state.
+- S1: a staging buffer has a group for each pair of groups, of the destination and of the source,
+  between which bytes move. It has the block size and the context of the peer's group.
+- S2: the group has each view of the peer that takes part: along an axis of one digit the interval
+  that is needed, or with ``whole`` all that the peer holds; along the token axis, and axes of
+  several digits, always all.
+- S3: views whose blocks lie within one block stride of the peer's pool form a *frame*. The buffer
+  drops the bytes of a frame that are not needed, and stores the others in the peer's order. So one
+  run of a peer's block is one run of the buffer's, across axes, layers, K and V, and scales.
+- S4: each view is packed by itself where strides cannot express rule S3, and where blocks lie
+  inside other axes: its digits and blocks are ordered by the strides that they have at the peer.
+- S5: each frame has a *pool* of its own. The pools of all peers follow each other in the staging
+  region.
+- S6: a chunk covers a window of ``W`` positions; the kth begins at ``k * W``. ``W`` is a multiple
+  of the period after which the blocks and contexts of all groups repeat, so that few blocks are
+  cut. If no such window fits, ``W`` is a multiple of the longest period of a single group that
+  fits, then of what divides all periods, then any number.
+- S7: every staging buffer has room for two chunks, so that one is filled while the other is
+  emptied: for each group twice the most blocks that a window touches, and twice one state.
 - S8: ``W`` is the greatest that fits.
 
 >>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places

@@ -1,9 +1,10 @@
-"""Strategies: the ways to move what a worker needs, directly or staged, and which of them takes the least time.
+"""Strategies: the ways to move what a worker needs, and which of them takes the least time.
 
-What each strategy takes is counted from its plan's tables, for requests whose blocks are scattered. How long that takes
-is computed from :class:`Rates`: a time for each transfer, descriptor and byte between workers, and for each local copy,
-once for each of its origins, and byte of it. Steps are taken to follow each other; where they overlap, as on a GPU,
-staging takes less time than computed, never more.
+What each strategy takes is counted from its plan's tables, for requests whose blocks are scattered.
+How long that takes is computed from :class:`Rates`: a time for each transfer, descriptor and byte
+between workers, and for each local copy, once for each of its origins, and byte of it. Steps are
+taken to follow each other; where they overlap, as on a GPU, staging takes less time than computed,
+never more.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ STRATEGIES: Final = MappingProxyType(
 class Rates:
     """Seconds for each transfer, descriptor and byte between workers, and each local copy and byte.
 
-    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five, for reads
-    or for writes. Raises ``TYPE``, ``RANGE`` or ``NAME``.
+    ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five, for
+    reads or for writes. Raises ``TYPE``, ``RANGE`` or ``NAME``.
 
     >>> rates = Rates("nowhere", transfer_s=1e-4, descriptor_s=4e-6, byte_s=2.5e-10, copy_s=1e-5, copied_byte_s=1e-10)
     >>> round(rates.seconds(transfers=1, descriptors=1000, num_bytes=4_000_000), 6)
@@ -105,10 +106,10 @@ SHARED_MEMORY: Final = Rates(
     copy_s=2.6e-5,
     copied_byte_s=8.2e-10,
 )
-"""The rates that :func:`kvplan.staging.choose` uses by default: medians of nine calibrations, torch with one thread.
+"""The default rates of :func:`kvplan.staging.choose`: medians of nine calibrations, one thread.
 
-They are of reads, with UCX's copies between processes (CMA), which :data:`kvplan_nixl.UCX` does without. Measure your
-own: networks and GPUs differ.
+They are of reads, with UCX's copies between processes (CMA), which :data:`kvplan_nixl.UCX` does
+without. Measure your own: networks and GPUs differ.
 """
 
 
@@ -116,8 +117,8 @@ own: networks and GPUs differ.
 class Option:
     """One strategy: what moves between workers, the local copies, and the time that both take.
 
-    ``plan`` is a :class:`~kvplan.TransferPlan` or, where it is staged, a :class:`~kvplan.staging.StagedPlan` for a
-    :class:`~kvplan.staging.Pipeline`.
+    ``plan`` is a :class:`~kvplan.TransferPlan` or, where it is staged, a
+    :class:`~kvplan.staging.StagedPlan` for a :class:`~kvplan.staging.Pipeline`.
     """
 
     strategy: str
@@ -213,10 +214,11 @@ def choose(
 ) -> Choice:
     """Return the strategies by which ``local`` reads from ``remotes``, or writes to them.
 
-    ``tokens`` is the number of positions of a usual request. ``staging`` names the region of ``local`` that staging may
-    use; without one there is only the direct plan. ``strategy`` is ``"auto"``, or the one strategy to plan: of reads
-    ``"direct"``, ``"receive-staged"`` or ``"receive-staged-whole"``, of writes ``"direct"`` or ``"send-staged"``.
-    Other arguments are those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`.
+    ``tokens`` is the number of positions of a usual request. ``staging`` names the region of
+    ``local`` that staging may use; without one there is only the direct plan. ``strategy`` is
+    ``"auto"``, or the one strategy to plan: of reads ``"direct"``, ``"receive-staged"`` or
+    ``"receive-staged-whole"``, of writes ``"direct"`` or ``"send-staged"``. Other arguments are
+    those of :func:`plan_reads`, :func:`plan_writes` and :func:`stage`.
 
     >>> import attrs
     >>> from kvplan import Model, Region
@@ -231,8 +233,8 @@ def choose(
     >>> choice.best.plan
     <StagedPlan decode/0: 1 source, 288 positions at a time>
 
-    Raises what planning does. ``"auto"`` leaves out strategies that have too little memory. Raises ``NAME`` for an
-    unknown operation or strategy, and for staging without a region.
+    Raises what planning does. ``"auto"`` leaves out strategies that have too little memory. Raises
+    ``NAME`` for an unknown operation or strategy, and for staging without a region.
     """
     tokens = integer(tokens, "tokens of a request")
     rates = instance(Rates, rates, "rates")

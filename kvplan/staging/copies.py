@@ -1,16 +1,17 @@
 """Strided local copies: between a staging buffer and a worker's own blocks, in one process.
 
-- S9: the segments of both sides and the intervals of a cell cut each axis into intervals of constant stride. A *box* is
-  a product of such intervals, for one token of one tensor.
-- S10: boxes of equal shape in the same regions, whose offsets grow by one step on either side, become one box with one
-  more extent: layers, K and V, the digits of an axis. Boxes of equal shape that remain are *origins* of one copy, such
-  as layers in regions of their own. So one copy serves all layers.
-- S11: positions are copied in runs of ``L``: the greatest length for which the runs that begin at multiples of ``L``
-  lie within one block and one digit on both sides, and move completely or not at all. Runs that a request's range cuts
-  are copied token by token.
+- S9: the segments of both sides and the intervals of a cell cut each axis into intervals of
+  constant stride. A *box* is a product of such intervals, for one token of one tensor.
+- S10: boxes of equal shape in the same regions, whose offsets grow by one step on either side,
+  become one box with one more extent: layers, K and V, the digits of an axis. Boxes of equal shape
+  that remain are *origins* of one copy, such as layers in regions of their own. So one copy serves
+  all layers.
+- S11: positions are copied in runs of ``L``: the greatest length for which the runs that begin at
+  multiples of ``L`` lie within one block and one digit on both sides, and move completely or not at
+  all. Runs that a request's range cuts are copied token by token.
 
-So a request takes at most two copies for each shape of box, one of runs and one of single tokens. A copy never writes
-a byte twice.
+So a request takes at most two copies for each shape of box, one of runs and one of single tokens. A
+copy never writes a byte twice.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class CopySide:
 class Copy:
     """Boxes of ``extents`` runs of ``length_bytes``, copied within one worker.
 
-    The nth box of the nth origin of the source goes to the nth box of the nth origin of the destination.
+    The nth box of the nth origin of the source goes to the nth box of the nth origin of the
+    destination.
     """
 
     destination: CopySide
@@ -100,7 +102,7 @@ class Copy:
         return num_boxes * math.prod(self.extents) * self.length_bytes
 
     def ranges(self) -> tuple[Descriptors, Descriptors]:
-        """Return what is written and what is read: (n, 3) uint64 of a run's address, length, device."""
+        """Return what is written and what is read: (n, 3) uint64 of address, length, device."""
         return self._ranges(self.destination), self._ranges(self.source)
 
     def _ranges(self, side: CopySide) -> Descriptors:
@@ -128,11 +130,11 @@ class Copy:
 
 @attrs.frozen(eq=False)
 class CopyTemplate:
-    """The copies between two groups, for any block tables: boxes of ``run_tokens`` tokens, and of a single token.
+    """The copies between two groups, for any block tables: of runs, and of single tokens.
 
-    ``groups`` are those of the copies' destination and source, of which one is a staging buffer's; ``sides`` the
-    geometry of a view of each. Of every ``period`` positions, those in ``carried`` move. ``boxes`` has the boxes of
-    runs by the tokens of a run.
+    ``groups`` are those of the copies' destination and source, of which one is a staging buffer's;
+    ``sides`` the geometry of a view of each. Of every ``period`` positions, those in ``carried``
+    move. ``boxes`` has the boxes of runs by the tokens of a run.
     """
 
     groups: BothGroups
@@ -154,7 +156,7 @@ class CopyTemplate:
 
     def copies(self, positions: Ints, low: int, high: int, tables: BothTables) -> Iterator[Copy]:
         """Yield the copies of some positions in ``[low, high)``, by rule S11."""
-        # one element for each position: where its run starts, and whether the range has the whole run
+        # one element for each position: where its run starts, and whether the range has all of it
         run_starts = positions // self.run_tokens * self.run_tokens
         is_whole = (run_starts >= low) & (run_starts + self.run_tokens <= high)
         # a whole run is copied from its first position on, what the range cuts token by token
@@ -168,8 +170,10 @@ class CopyTemplate:
             return
         offsets = [self._offsets(side, starts, tables[side]) for side in (DESTINATION, SOURCE)]
         for (length_bytes, dims), origins in self.boxes[num_tokens].items():
-            sides = [_copy_side(side, origins, offsets[side], dims) for side in (DESTINATION, SOURCE)]
-            yield Copy(sides[0], sides[1], tuple([dim[0] for dim in dims]), length_bytes)
+            destination = _copy_side(DESTINATION, origins, offsets[DESTINATION], dims)
+            source = _copy_side(SOURCE, origins, offsets[SOURCE], dims)
+            extents = tuple([dim[0] for dim in dims])
+            yield Copy(destination, source, extents, length_bytes)
 
     def _offsets(self, side: int, positions: Ints, table: Blocks) -> Ints:
         """Return how far behind an origin, the first slot of block 0, each position is."""
@@ -193,7 +197,7 @@ def _copy_side(
 
 
 def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[CopyTemplate, ...]:
-    """Return the templates of all copies of cells within one worker, one for each paging of tokens."""
+    """Return the templates of the copies of cells within one worker, one for each paging."""
     by_paging: dict[Hashable, list[Cell]] = {}
     for cell in cells:
         by_paging.setdefault(_paging(cell), []).append(cell)

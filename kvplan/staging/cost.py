@@ -21,10 +21,11 @@ from kvplan.staging.copies import DESTINATION, CopyTemplate, num_boxes, ordinals
 class StagedCost:
     """What one request takes whose blocks are scattered, from position 0 on; states move once.
 
-    ``direct`` is what a direct plan takes, ``transfers`` what moves between workers when staged. Staging also takes at
-    most ``num_copies`` local copies, one for each origin, in at most ``num_chunks`` chunks, and ``staging_bytes`` of a
-    staging region. Where chunks end inside blocks, more descriptors than these move between workers.
-    See :func:`kvplan.staging.stage_writes`.
+    ``direct`` is what a direct plan takes, ``transfers`` what moves between workers when staged.
+    Staging also takes at most ``num_copies`` local copies, one for each origin, in at most
+    ``num_chunks`` chunks, and ``staging_bytes`` of a staging region. Where chunks end inside
+    blocks, more descriptors than these move between workers. See
+    :func:`kvplan.staging.stage_writes`.
     """
 
     direct: Cost

@@ -1,27 +1,33 @@
 """Pipelines: carry out staged requests, one chunk between workers while another is copied.
 
-A :class:`Pipeline` has a staging region, an :class:`~kvplan.Executor` for transfers and a :class:`Copier` for local
-copies. It takes requests of any plans that stage in this region, such as one for each remote engine. A chunk of a
-``READ`` is transferred and then copied, one of a ``WRITE`` the other way round.
+A :class:`Pipeline` has a staging region, an :class:`~kvplan.Executor` for transfers and a
+:class:`Copier` for local copies. It takes requests of any plans that stage in this region, such as
+one for each remote engine. A chunk of a ``READ`` is transferred and then copied, one of a ``WRITE``
+the other way round.
 
-- D1: chunks go through the staging region in the order in which their requests were submitted, and alternate between
-  the buffer slots, also from one request to the next. Requests wait; none fails because there are many.
-- D2: a buffer slot is refilled only when all transfers of its previous chunk are settled, and its copies are done. Each
-  plan has its buffer slots elsewhere in the region, so a chunk of another plan waits until this holds of both slots.
-- D3: the second step of a chunk begins when all of the first step is done; never if a transfer or copy has failed.
-- D4: each peer is notified once, under the request's name, when all chunks of the request have been transferred, and
-  never otherwise, unless the caller wants no notices. Notices need no buffer slot: a request of no bytes may be done
-  before earlier requests.
-- D5: when a request fails, or the caller cancels it, its transfers are cancelled and no more of it begins. It is
-  settled when its transfers are, and the copies that had begun are done. Only its own blocks may have been written. A
-  transfer that cannot be stopped holds its buffer slot until it ends.
-- D6: what fails under way becomes the request's ``error``, never an exception, and affects no other request.
+- D1: chunks go through the staging region in the order in which their requests were submitted, and
+  alternate between the buffer slots, also from one request to the next. Requests wait; none fails
+  because there are many.
+- D2: a buffer slot is refilled only when all transfers of its previous chunk are settled, and its
+  copies are done. Each plan has its buffer slots elsewhere in the region, so a chunk of another
+  plan waits until this holds of both slots.
+- D3: the second step of a chunk begins when all of the first step is done; never if a transfer or
+  copy has failed.
+- D4: each peer is notified once, under the request's name, when all chunks of the request have been
+  transferred, and never otherwise, unless the caller wants no notices. Notices need no buffer slot:
+  a request of no bytes may be done before earlier requests.
+- D5: when a request fails, or the caller cancels it, its transfers are cancelled and no more of it
+  begins. It is settled when its transfers are, and the copies that had begun are done. Only its own
+  blocks may have been written. A transfer that cannot be stopped holds its buffer slot until it
+  ends.
+- D6: what fails under way becomes the request's ``error``, never an exception, and affects no other
+  request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import attrs
@@ -46,16 +52,19 @@ class Copier(Protocol):
         """
 
     def done(self, ticket: Any) -> bool:
-        """Whether copies are done, without waiting. Raises :class:`~kvplan.KVPlanError` if they have failed."""
+        """Return whether copies are done, without waiting.
+
+        Raises :class:`~kvplan.KVPlanError` if they have failed.
+        """
 
 
 @attrs.define(eq=False, repr=False)
 class StagedTransfer:
     """A request in a pipeline.
 
-    ``status`` is the result of the last poll; ``error`` is set if that is FAILED. When the request is settled, nothing
-    touches its blocks any more; if it is DONE, all their bytes are in place. ``num_bytes`` counts the bytes of chunks
-    that have begun, as a direct plan would move them.
+    ``status`` is the result of the last poll; ``error`` is set if that is FAILED. When the request
+    is settled, nothing touches its blocks any more; if it is DONE, all their bytes are in place.
+    ``num_bytes`` counts the bytes of chunks that have begun, as a direct plan would move them.
     """
 
     request: str = attrs.field(converter=request_name)
@@ -69,7 +78,7 @@ class StagedTransfer:
 
 @attrs.define(eq=False)
 class _StagedRequest:
-    """A request of a plan: ``chunks`` still to be made, None when all are made, and how it is going to end.
+    """A request of a plan: ``chunks`` still to be made, None when all are, and how it will end.
 
     ``notifies`` says whether its peers are still to be notified.
     """
@@ -97,11 +106,26 @@ class _Work:
     has_moved: bool = False
 
 
-class Pipeline:
-    """Moves requests through a staging region of the executor's worker, which nothing else may use meanwhile.
+class _NextChunk(NamedTuple):
+    """A chunk that is made and waits for its buffer slot, and its request."""
 
-    Raises ``MEMORY`` where another pipeline of the executor has the staging region, as long as anything refers to that
-    pipeline. Not for several threads at once.
+    request: _StagedRequest
+    chunk: Chunk
+
+
+def _in_turn(request: _StagedRequest, steps: Iterable[Iterator[None]]) -> Iterator[None]:
+    """Take steps by rule D3: each begins when the one before is done, if nothing has failed."""
+    for step in steps:
+        if not request.is_stopped:
+            for _ in step:
+                yield
+
+
+class Pipeline:
+    """Moves requests through a staging region of the executor's worker, which nothing else uses.
+
+    Raises ``MEMORY`` where another pipeline of the executor has the staging region, as long as
+    anything refers to that pipeline. Not for several threads at once.
 
     >>> import attrs
     >>> from kvplan import Blocks, Model, Region
@@ -125,7 +149,7 @@ class Pipeline:
     """
 
     _by_region: ClassVar[WeakValueDictionary[tuple[int, str], Pipeline]] = WeakValueDictionary()
-    """The pipeline that has a staging region, by the identity of its executor and the name of the region."""
+    """The pipeline of a staging region, by the identity of its executor and the region's name."""
 
     def __init__(self, executor: Executor, staging: str, copier: Copier) -> None:
         self._executor = having("prepare", executor, "executor", "an Executor")
@@ -134,7 +158,7 @@ class Pipeline:
         self.num_chunks = 0
         """Chunks that have begun."""
         self._requests: dict[StagedTransfer, _StagedRequest] = {}
-        self._next: tuple[_StagedRequest, Chunk] | None = None
+        self._next: _NextChunk | None = None
         self._under_way: list[_Work] = []
         self._last_slot = 1
         if self._by_region.setdefault((id(executor), staging), self) is not self:
@@ -161,92 +185,124 @@ class Pipeline:
         tokens: Tokens = None,
         notify: bool = True,
     ) -> StagedTransfer:
-        """Begin a request of a plan, or queue it. With ``notify``, each peer gets a notice when all bytes have moved.
+        """Begin a request of a plan, or queue it.
 
-        Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued; raises ``MEMORY`` for a plan that
-        stages in another region. The request owns its blocks until it is settled. Blocks that a writer sends must be
-        filled by now; on a GPU, :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does.
-        Ids are made chunk by chunk.
+        With ``notify``, each peer gets a notice when all bytes have moved.
+
+        Takes and raises what :meth:`StagedPlan.bind` does, before anything is queued; raises
+        ``MEMORY`` for a plan that stages in another region. The request owns its blocks until it is
+        settled. Blocks that a writer sends must be filled by now; on a GPU,
+        :class:`kvplan_nixl.rearrange.TorchCopier` waits for what torch's present stream does. Ids
+        are made chunk by chunk.
         """
-        transfer, notifies = StagedTransfer(request), instance(bool, notify, "notify")
+        transfer = StagedTransfer(request)
+        notifies = instance(bool, notify, "notify")
         if instance(StagedPlan, plan, "plan").staging != self.staging:
-            action, expected = f"submit request {request!r}", f"a plan that stages in {self.staging!r}"
-            raise KVPlanError("MEMORY", action, expected=expected, got=f"one in {plan.staging!r}")
-        chunks = plan.bind(local=local, remote=remote, tokens=tokens, buffer_slots=self._slots())
+            raise KVPlanError(
+                "MEMORY",
+                f"submit request {request!r}",
+                expected=f"a plan that stages in {self.staging!r}",
+                got=f"one in {plan.staging!r}",
+            )
+        slots = self._slots()
+        chunks = plan.bind(local=local, remote=remote, tokens=tokens, buffer_slots=slots)
         self._requests[transfer] = _StagedRequest(transfer, plan, chunks, notifies)
         self._begin_chunks()
         return transfer
 
     def poll(self) -> tuple[StagedTransfer, ...]:
-        """Continue without waiting, by a step or two in each buffer slot; return the requests that are now settled."""
-        self._under_way = [work for work in self._under_way if work.slot is None or not self._is_over(work)]
+        """Continue without waiting, and return the requests that are now settled.
+
+        Takes a step or two in each buffer slot.
+        """
+        self._advance_all(in_slots=True)
         self._begin_chunks()
         self._notify()
-        self._under_way = [work for work in self._under_way if work.slot is not None or not self._is_over(work)]
+        self._advance_all(in_slots=False)
+        settled = list[StagedTransfer]()
         busy = self._busy()
-        settled = [
-            request
-            for request in self._requests.values()
-            if request not in busy and (request.is_stopped or not request.notifies)
-        ]
-        for request in settled:
-            request.transfer.status, request.transfer.error = request.ends, request.error
-            del self._requests[request.transfer]
-        return tuple([request.transfer for request in settled])
+        for request in [*self._requests.values()]:
+            if request not in busy and (request.is_stopped or not request.notifies):
+                request.transfer.status = request.ends
+                request.transfer.error = request.error
+                del self._requests[request.transfer]
+                settled.append(request.transfer)
+        return tuple(settled)
 
     def cancel(self, transfer: StagedTransfer) -> None:
-        """Ask a running request to stop. It is CANCELLED when nothing of it is under way any more."""
+        """Ask a running request to stop. It is CANCELLED when nothing of it is under way."""
         if instance(StagedTransfer, transfer, "transfer") in self._requests:
             self._stop(self._requests[transfer], Status.CANCELLED)
 
     def release(self, transfer: StagedTransfer) -> None:
-        """Check that a request is settled: then it holds nothing. Raises ``TRANSFER`` for one that is running."""
+        """Check that a request is settled: then it holds nothing.
+
+        Raises ``TRANSFER`` for one that is running.
+        """
         if not instance(StagedTransfer, transfer, "transfer").status.is_settled:
             raise still_running(transfer.request, "release a staged transfer")
 
     def _slots(self) -> Iterator[int]:
-        """For each chunk that is made, the slot that did not begin last."""
+        """Yield for each chunk that is made the slot that did not begin last."""
         while True:
             yield 1 - self._last_slot
 
     def _busy(self, but_moved: bool = False) -> set[_StagedRequest]:
-        """The requests with chunks to be made or carried out; with ``but_moved``, without those that have moved."""
+        """Return the requests with chunks to be made or carried out.
+
+        With ``but_moved``, leave out those whose transfers have all moved.
+        """
         busy = {request for request in self._requests.values() if request.chunks is not None}
         if self._next is not None:
-            busy.add(self._next[0])
-        return busy.union(work.request for work in self._under_way if not (but_moved and work.has_moved))
+            busy.add(self._next.request)
+        for work in self._under_way:
+            if not (but_moved and work.has_moved):
+                busy.add(work.request)
+        return busy
 
     def _begin_chunks(self) -> None:
-        """Rules D1 and D2. One chunk more than can begin is made, while bytes move."""
-        while (following := self._following()) is not None:
+        """Begin chunks by rules D1 and D2. One more than can begin is made, while bytes move."""
+        while (following := self._following()) is not None and self._may_begin(following):
             request, chunk = following
-            for work in self._under_way:
-                if work.slot == chunk.buffer_slot or (work.slot is not None and work.request.plan is not request.plan):
-                    return
-            self._next, self._last_slot = None, chunk.buffer_slot
+            self._next = None
+            self._last_slot = chunk.buffer_slot
             self.num_chunks += 1
             request.transfer.num_bytes += sum(copy.num_bytes for copy in chunk.copies)
             # a peer that exchanges nothing of this chunk needs no transfer
             specs = [spec for spec in chunk.specs if spec.local_ids.size]
             self._begin(_Work(request, chunk.buffer_slot), specs, chunk.copies)
 
-    def _following(self) -> tuple[_StagedRequest, Chunk] | None:
-        """The chunk to begin next."""
+    def _may_begin(self, following: _NextChunk) -> bool:
+        """Return whether a chunk's buffer slot is free, and the other one is not another plan's."""
+        for work in self._under_way:
+            if work.slot is None:
+                continue
+            is_same_plan = work.request.plan is following.request.plan
+            if work.slot == following.chunk.buffer_slot or not is_same_plan:
+                return False
+        return True
+
+    def _following(self) -> _NextChunk | None:
+        """Return the chunk to begin next, made if need be."""
         for request in self._requests.values():
             while self._next is None and request.chunks is not None:
-                try:
-                    chunk = next(request.chunks, None)
-                except KVPlanError as error:
-                    self._stop(request, Status.FAILED, error)
-                else:
-                    if chunk is None:
-                        request.chunks = None
-                    else:
-                        self._next = request, chunk
+                self._make_chunk(request, request.chunks)
         return self._next
 
+    def _make_chunk(self, request: _StagedRequest, chunks: Iterator[Chunk]) -> None:
+        """Make the next chunk of a request, if there is one."""
+        try:
+            chunk = next(chunks, None)
+        except KVPlanError as error:
+            self._stop(request, Status.FAILED, error)
+            return
+        if chunk is None:
+            request.chunks = None
+        else:
+            self._next = _NextChunk(request, chunk)
+
     def _notify(self) -> None:
-        """Rule D4."""
+        """Notify the peers of requests whose chunks have all been transferred, by rule D4."""
         unmoved = self._busy(but_moved=True)
         for request in self._requests.values():
             if request.notifies and request not in unmoved and not request.is_stopped:
@@ -254,40 +310,68 @@ class Pipeline:
                 self._begin(_Work(request, slot=None), request.plan.closing)
 
     def _begin(self, work: _Work, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
-        """Rule D3: a step begins when the one before is done, unless the request is stopped by then."""
+        """Begin some work, and take its first step. A ``READ`` copies last, a ``WRITE`` first."""
         steps = [self._transfer(work, specs)]
         if copies:
-            steps.insert(1 if work.request.plan.operation == "READ" else 0, self._copy(work, copies))
-        work.steps = (None for step in steps if not work.request.is_stopped for _ in step)
+            copying = self._copy(work, copies)
+            steps.insert(1 if work.request.plan.operation == "READ" else 0, copying)
+        work.steps = _in_turn(work.request, steps)
         self._under_way.append(work)
-        if self._is_over(work):
+        if not self._advance(work):
             self._under_way.remove(work)
 
-    def _is_over(self, work: _Work) -> bool:
-        """Continue some work; whether nothing of it is left."""
-        return next(work.steps, work) is work
+    def _advance_all(self, in_slots: bool) -> None:
+        """Continue what is under way in buffer slots, or the notices, and keep what is not over."""
+        unfinished = []
+        for work in self._under_way:
+            is_in_slot = work.slot is not None
+            if is_in_slot != in_slots or self._advance(work):
+                unfinished.append(work)
+        self._under_way = unfinished
+
+    def _advance(self, work: _Work) -> bool:
+        """Continue some work by one step, and return whether anything of it is left."""
+        try:
+            next(work.steps)
+        except StopIteration:
+            return False
+        return True
 
     def _transfer(self, work: _Work, specs: Iterable[ReadSpec]) -> Iterator[None]:
         """Start transfers, and wait until they are settled."""
-        request, running = work.request, True
+        self._start(work, specs)
+        is_running = True
+        while is_running:
+            yield
+            is_running = self._poll_transfers(work)
+        self._release_transfers(work)
+        work.has_moved = True
+
+    def _start(self, work: _Work, specs: Iterable[ReadSpec]) -> None:
+        """Start the transfers of specs. Those of a chunk notify nobody."""
+        request = work.request.transfer.request
+        notify = work.slot is None
         try:
             for spec in specs:
-                work.transfers.append(self._executor.start(spec, request.transfer.request, notify=work.slot is None))
+                work.transfers.append(self._executor.start(spec, request, notify=notify))
         except KVPlanError as error:
-            self._stop(request, Status.FAILED, error)
-        while running:
-            yield
-            for transfer in work.transfers:
-                status = self._executor.poll(transfer)
-                if status.is_settled and status is not Status.DONE:
-                    self._stop(request, status, transfer.error)
-            running = not all(transfer.status.is_settled for transfer in work.transfers)
+            self._stop(work.request, Status.FAILED, error)
+
+    def _poll_transfers(self, work: _Work) -> bool:
+        """Poll all transfers, and return whether one is still running."""
+        for transfer in work.transfers:
+            status = self._executor.poll(transfer)
+            if status.is_settled and status is not Status.DONE:
+                self._stop(work.request, status, transfer.error)
+        return not all(transfer.status.is_settled for transfer in work.transfers)
+
+    def _release_transfers(self, work: _Work) -> None:
+        """Release all transfers, which are settled."""
         while work.transfers:
             try:
                 self._executor.release(work.transfers.pop())
             except KVPlanError as error:
-                self._stop(request, Status.FAILED, error)
-        work.has_moved = True
+                self._stop(work.request, Status.FAILED, error)
 
     def _copy(self, work: _Work, copies: Sequence[Copy]) -> Iterator[None]:
         """Begin copies, and wait until they are done."""
@@ -298,13 +382,21 @@ class Pipeline:
         except KVPlanError as error:
             self._stop(work.request, Status.FAILED, error)
 
-    def _stop(self, request: _StagedRequest, ends: Status, error: KVPlanError | None = None) -> None:
-        """Rule D5. The first reason to stop is how a request ends."""
+    def _stop(
+        self,
+        request: _StagedRequest,
+        ends: Status,
+        error: KVPlanError | None = None,
+    ) -> None:
+        """Stop a request by rule D5. The first reason to stop is how it ends."""
         if error is not None:
-            error.__traceback__ = None  # its frames refer to this pipeline, which would keep its staging region
+            # its frames refer to this pipeline, which would keep its staging region
+            error.__traceback__ = None
         if not request.is_stopped:
-            request.ends, request.error, request.chunks = ends, error, None
-        if self._next is not None and self._next[0] is request:
+            request.ends = ends
+            request.error = error
+            request.chunks = None
+        if self._next is not None and self._next.request is request:
             self._next = None
         for work in self._under_way:
             if work.request is request:

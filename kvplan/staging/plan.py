@@ -1,17 +1,18 @@
-"""Staged plans: requests that move in two steps, for pairs of engines whose layouts leave only short runs.
+"""Staged plans: requests that move in two steps, for layouts that leave only short runs.
 
-A destination reads long runs of a source into a staging buffer, and then copies the bytes into place by strided local
-copies. Or a source first copies what a destination needs into a staging buffer in the destination's order, and then
-writes long runs from there. Either way an ordinary plan moves bytes between workers. Buffers lie in one region, which
-the caller has set aside.
+A destination reads long runs of a source into a staging buffer, and then copies the bytes into
+place by strided local copies. Or a source first copies what a destination needs into a staging
+buffer in the destination's order, and then writes long runs from there. Either way an ordinary plan
+moves bytes between workers. Buffers lie in one region, which the caller has set aside.
 
-- S12: both steps together write the bytes that a direct plan would, from the same sources, and otherwise only the
-  staging region. Bytes that are read but not needed stay in the staging region; bytes that are not needed are never
-  written to a peer.
-- S13: a request moves in *chunks*, one for each window of positions that has any. Chunk n also carries the n-th state
-  of each local state group. Chunks alternate between two buffer slots: a slot is refilled only after its previous
-  contents were copied out, or sent.
-- S14: the buffer slot of a chunk holds the blocks of the peer that have a position of the chunk, and no others.
+- S12: both steps together write the bytes that a direct plan would, from the same sources, and
+  otherwise only the staging region. Bytes that are read but not needed stay in the staging region;
+  bytes that are not needed are never written to a peer.
+- S13: a request moves in *chunks*, one for each window of positions that has any. Chunk n also
+  carries the n-th state of each local state group. Chunks alternate between two buffer slots: a
+  slot is refilled only after its previous contents were copied out, or sent.
+- S14: the buffer slot of a chunk holds the blocks of the peer that have a position of the chunk,
+  and no others.
 - S15: a wrong request is refused before there is any chunk.
 """
 
@@ -75,9 +76,10 @@ Item = TypeVar("Item")
 class Chunk:
     """A part of a request: ``specs``, one for each of the plan's transfers, and local ``copies``.
 
-    A ``READ`` carries out all specs first, then all copies; a ``WRITE`` all copies first, then all specs. The first
-    step fills ``buffer_slot``, 0 or 1, and the second one empties it. ``tokens`` has the chunk's ranges by local group:
-    a direct plan moves the same for these ranges, where the destination has all their blocks.
+    A ``READ`` carries out all specs first, then all copies; a ``WRITE`` all copies first, then all
+    specs. The first step fills ``buffer_slot``, 0 or 1, and the second one empties it. ``tokens``
+    has the chunk's ranges by local group: a direct plan moves the same for these ranges, where the
+    destination has all their blocks.
     """
 
     tokens: GroupRanges
@@ -104,9 +106,10 @@ class Chunk:
 class StagedPlan:
     """What a worker moves in two steps, for any request.
 
-    ``direct`` is the plan that moves the same in one step. ``peers`` has a staging buffer for each remote worker that
-    bytes move from or to, and both steps through it. The buffers are in the local worker's region ``staging``. A chunk
-    covers ``num_positions`` positions. A plan never changes: threads may share it and bind at once.
+    ``direct`` is the plan that moves the same in one step. ``peers`` has a staging buffer for each
+    remote worker that bytes move from or to, and both steps through it. The buffers are in the
+    local worker's region ``staging``. A chunk covers ``num_positions`` positions. A plan never
+    changes: threads may share it and bind at once.
     """
 
     direct: TransferPlan
@@ -144,8 +147,8 @@ class StagedPlan:
     def cost(self, tokens: int | None = None) -> StagedCost:
         """Return what a request of ``tokens`` positions takes, counted without block tables.
 
-        ``None``: the fewest positions after which the direct plan repeats. Raises what :func:`kvplan.plan.cost.cost`
-        does.
+        ``None``: the fewest positions after which the direct plan repeats. Raises what
+        :func:`kvplan.plan.cost.cost` does.
         """
         return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
@@ -465,8 +468,9 @@ def stage(
 ) -> StagedPlan:
     """Return the plan by which ``local`` reads into its region ``staging``, and copies from there.
 
-    No view of ``local`` may use that region. With ``whole``, everything that a source's views hold along an axis is
-    read where any of it is needed: more bytes, in longer runs. Other arguments are those of :func:`plan_reads`.
+    No view of ``local`` may use that region. With ``whole``, everything that a source's views hold
+    along an axis is read where any of it is needed: more bytes, in longer runs. Other arguments are
+    those of :func:`plan_reads`.
 
     >>> from kvplan import Blocks, Model, Region
     >>> model = Model.shipped("qwen2.5-1.5b")
@@ -484,8 +488,9 @@ def stage(
     >>> [spec.num_descriptors for spec in staged.direct.bind(**tables, tokens=(10, 190))]
     [9772]
 
-    Raises what :func:`plan_reads` does; ``NAME`` for a region that ``local`` does not have, ``OVERLAP`` for one that
-    its views use, and ``MEMORY`` for one without room for two blocks of each group.
+    Raises what :func:`plan_reads` does; ``NAME`` for a region that ``local`` does not have,
+    ``OVERLAP`` for one that its views use, and ``MEMORY`` for one without room for two blocks of
+    each group.
     """
     region = checked_staging(local, staging)
     return Shares.of("READ", local, remotes, (), not_transferred, replicas).staged(region, whole)
@@ -502,8 +507,8 @@ def stage_writes(
 ) -> StagedPlan:
     """Return the plan by which ``local`` copies into its region ``staging``, and writes from there.
 
-    No view of ``local`` may use that region. Other arguments are those of :func:`plan_writes`. Each writer of an engine
-    may stage or write directly: it writes the same bytes.
+    No view of ``local`` may use that region. Other arguments are those of :func:`plan_writes`. Each
+    writer of an engine may stage or write directly: it writes the same bytes.
 
     >>> from kvplan import Blocks, Model, Region
     >>> model = Model.shipped("qwen2.5-1.5b")

@@ -1,6 +1,7 @@
 """Fakes: executors and a copier over fake memory, for tests without a network.
 
-They follow the rules of :mod:`kvplan.executor` and :mod:`kvplan.staging.pipeline`, as those that serve do.
+They follow the rules of :mod:`kvplan.executor` and :mod:`kvplan.staging.pipeline`, as those that
+serve do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvplan.verification import FakeMemory
 
 
 class FakeNetwork:
-    """Executors of several workers over one :class:`~kvplan.verification.FakeMemory`, for tests without a network.
+    """Executors of several workers over one :class:`~kvplan.verification.FakeMemory`.
 
     A transfer moves its bytes when it is first polled. So one that is cancelled before moves none.
 
@@ -78,7 +79,14 @@ class FakeExecutor:
                 raise not_planned_for(remote, worker, "remote")
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
-    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> Transfer:
+    def start(
+        self,
+        spec: ReadSpec,
+        request: str,
+        *,
+        attempt: int = 0,
+        notify: bool = True,
+    ) -> Transfer:
         """Return a transfer that has moved no byte yet."""
         transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
         if spec.local_table not in self._prepared:
@@ -128,7 +136,10 @@ class FakeExecutor:
 
 @attrs.frozen(eq=False)
 class FakeCopier:
-    """The :class:`~kvplan.staging.Copier` of a worker in fake memory. Copies are done as soon as they begin."""
+    """The :class:`~kvplan.staging.Copier` of a worker in fake memory.
+
+    Copies are done as soon as they begin.
+    """
 
     memory: FakeMemory
     key: Key
