@@ -27,9 +27,9 @@ there.
 
 >>> attention, state = fit([(Group("attn", 16), 4096), (Group("state"), 1000)], 1 << 20).places
 >>> attention
-Place(offset_bytes=0, slot_blocks=127)
+PoolPlace(offset_bytes=0, slot_blocks=127)
 >>> state
-Place(offset_bytes=1040384, slot_blocks=1)
+PoolPlace(offset_bytes=1040384, slot_blocks=1)
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _needed_spans(cells: Iterable[Cell], side: int) -> dict[BothGroups, dict[int
     return needed
 
 
-class Place(NamedTuple):
+class PoolPlace(NamedTuple):
     """Where a pool is: its offset in the region, and the blocks of each of its two buffer slots."""
 
     offset_bytes: int
@@ -261,13 +261,13 @@ class Fit:
     """The positions of a window and the place of each pool."""
 
     num_positions: int
-    places: tuple[Place, ...]
+    places: tuple[PoolPlace, ...]
 
 
 class _Layout(NamedTuple):
     """The places of pools, and where the last one ends."""
 
-    places: tuple[Place, ...]
+    places: tuple[PoolPlace, ...]
     end_bytes: int
 
 
@@ -335,7 +335,7 @@ def _laid_out(demands: Sequence[Demand], grain: int, window: int) -> _Layout:
     end = 0
     for group, block_bytes in demands:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        places.append(Place(offset, touched[group]))
+        places.append(PoolPlace(offset, touched[group]))
         end = offset + 2 * touched[group] * block_bytes
     return _Layout(tuple(places), end)
 
@@ -346,7 +346,7 @@ def staging_buffer(
     side: int,
     region: str,
     pools_of: Mapping[BothGroups, Sequence[Pool]],
-    places: Iterator[Place],
+    places: Iterator[PoolPlace],
 ) -> StagingBuffer:
     """Return the buffer for a peer in a region of ``local``; ``places`` has each pool's place."""
     groups: dict[BothGroups, Group] = {}
@@ -447,7 +447,7 @@ def _packed_alone(peer_view: PeerView) -> Pool:
 
 
 @attrs.frozen(eq=False)
-class _Packing:
+class _RunMap:
     """The runs of block 0 of a frame, ascending: where each starts, at the peer and when packed."""
 
     starts: Ints
@@ -455,8 +455,8 @@ class _Packing:
     num_bytes: int
 
     @classmethod
-    def of(cls, starts: Ints, run_bytes: Ints) -> _Packing:
-        """Return the packing of runs in any order: each begins where the runs before it end."""
+    def of(cls, starts: Ints, run_bytes: Ints) -> _RunMap:
+        """Return the map of runs in any order: each begins where the runs before it end."""
         order = np.argsort(starts)
         ends = np.cumsum(run_bytes[order])
         return cls(starts[order], ends - run_bytes[order], int(ends[-1]))
@@ -489,15 +489,15 @@ def _packed_together(frame: Sequence[PeerView]) -> Pool | None:
     if sum(num_runs) > MAX_RUNS:
         return None
     run_starts = list(map(_run_starts, views, run_bytes))
-    packing = _Packing.of(np.concatenate(run_starts), np.repeat(run_bytes, num_runs))
+    run_map = _RunMap.of(np.concatenate(run_starts), np.repeat(run_bytes, num_runs))
     packed_views = []
     for (number, view), length, starts in zip(frame, run_bytes, run_starts, strict=True):
-        packed = packing.view(view, length)
+        packed = run_map.view(view, length)
         # the strides of its first runs must lead to all its runs
-        if not np.array_equal(packing.offsets(starts), _run_starts(packed, length)):
+        if not np.array_equal(run_map.offsets(starts), _run_starts(packed, length)):
             return None
         packed_views.append(PeerView(number, packed))
-    return Pool(tuple(packed_views), packing.num_bytes, packing.num_bytes)
+    return Pool(tuple(packed_views), run_map.num_bytes, run_map.num_bytes)
 
 
 def _run_bytes(view: View) -> int:

@@ -269,18 +269,19 @@ def _boxes(regions: Sequence[Region], cells: Iterable[Cell], num_tokens: int) ->
     for cell in cells:
         itemsize = cell.sides[0].itemsize
         run_dim = (num_tokens, *(int(side.segments[TOKEN].stride[0]) for side in cell.sides))
-        pieces = [(piece, joined_dims(itemsize, [run_dim, *piece.dims])) for piece in _pieces(cell)]
+        token_boxes = list(_token_boxes(cell))
+        shapes = [joined_dims(itemsize, [run_dim, *token_box.dims]) for token_box in token_boxes]
         # for each tensor of the cell, the region and the offset of its view on both sides
         destinations, sources = cell.match.places(cell.destination, cell.source).tolist()
         for destination, source in zip(destinations, sources, strict=True):
-            for piece, shape in pieces:
-                to_origin = regions[destination[0]], destination[1] + piece.offsets[0]
-                from_origin = regions[source[0]], source[1] + piece.offsets[1]
+            for token_box, shape in zip(token_boxes, shapes, strict=True):
+                to_origin = regions[destination[0]], destination[1] + token_box.offsets[0]
+                from_origin = regions[source[0]], source[1] + token_box.offsets[1]
                 boxes.setdefault(shape, []).append((to_origin, from_origin))
     return merged(boxes)
 
 
-class _Piece(NamedTuple):
+class _TokenBox(NamedTuple):
     """A box of one token of one tensor: its offset in the block on both sides, and its dims."""
 
     offsets: tuple[int, int]
@@ -294,14 +295,14 @@ class _Interval(NamedTuple):
     dim: Dim
 
 
-def _pieces(cell: Cell) -> Iterator[_Piece]:
+def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
     """Yield the boxes of one token of one tensor, by rule S9."""
     axes = [axis for axis in cell.parts if axis != TOKEN]
     for intervals in itertools.product(*[_intervals(cell, axis) for axis in axes]):
         destination_offset = sum(interval.offsets[0] for interval in intervals)
         source_offset = sum(interval.offsets[1] for interval in intervals)
         dims = tuple(interval.dim for interval in intervals)
-        yield _Piece((destination_offset, source_offset), dims)
+        yield _TokenBox((destination_offset, source_offset), dims)
 
 
 def _intervals(cell: Cell, axis: str) -> list[_Interval]:

@@ -128,7 +128,7 @@ def _needed_only(pair_cost: PairCost, peer: StagedPeer, tokens: int) -> PairCost
     return attrs.evolve(pair_cost, num_ids=num_ids, lengths=dict(sorted(lengths.items())))
 
 
-class _NeededBlocks(NamedTuple):
+class _SourceBlocks(NamedTuple):
     """Blocks of a source from which copies take something, and the slots that each has filled."""
 
     num_blocks: int
@@ -139,10 +139,10 @@ def _needed_blocks(
     group: Group,
     templates: Iterable[CopyTemplate],
     tokens: int,
-) -> Iterator[_NeededBlocks]:
+) -> Iterator[_SourceBlocks]:
     """Yield the blocks that a request needs: the full ones, which cost alike, and the last one."""
     if group.tokens_per_block is None:
-        yield _NeededBlocks(1, tokens)
+        yield _SourceBlocks(1, tokens)
         return
     carried = [(template.carried, template.period) for template in templates]
     common_period = math.lcm(period(group), *(template_period for _, template_period in carried))
@@ -155,5 +155,5 @@ def _needed_blocks(
         last_ordinal, num_slots = divmod(before(group, stop), slots(group))
         num_full += times * int((block_ordinals < last_ordinal).sum())
         last_slots = num_slots if (block_ordinals == last_ordinal).any() else 0
-    yield _NeededBlocks(num_full, slots(group))
-    yield _NeededBlocks(1, last_slots)
+    yield _SourceBlocks(num_full, slots(group))
+    yield _SourceBlocks(1, last_slots)

@@ -106,7 +106,7 @@ class _Work:
     has_moved: bool = False
 
 
-class _NextChunk(NamedTuple):
+class _PendingChunk(NamedTuple):
     """A chunk that is made and waits for its buffer slot, and its request."""
 
     request: _StagedRequest
@@ -158,7 +158,7 @@ class Pipeline:
         self.num_chunks = 0
         """Chunks that have begun."""
         self._requests: dict[StagedTransfer, _StagedRequest] = {}
-        self._next: _NextChunk | None = None
+        self._next: _PendingChunk | None = None
         self._under_way: list[_Work] = []
         self._last_slot = 1
         if self._by_region.setdefault((id(executor), staging), self) is not self:
@@ -272,7 +272,7 @@ class Pipeline:
             specs = [spec for spec in chunk.specs if spec.local_ids.size]
             self._begin(_Work(request, chunk.buffer_slot), specs, chunk.copies)
 
-    def _may_begin(self, following: _NextChunk) -> bool:
+    def _may_begin(self, following: _PendingChunk) -> bool:
         """Return whether a chunk's buffer slot is free, and the other one is not another plan's."""
         for work in self._under_way:
             if work.slot is None:
@@ -282,7 +282,7 @@ class Pipeline:
                 return False
         return True
 
-    def _following(self) -> _NextChunk | None:
+    def _following(self) -> _PendingChunk | None:
         """Return the chunk to begin next, made if need be."""
         for request in self._requests.values():
             while self._next is None and request.chunks is not None:
@@ -299,7 +299,7 @@ class Pipeline:
         if chunk is None:
             request.chunks = None
         else:
-            self._next = _NextChunk(request, chunk)
+            self._next = _PendingChunk(request, chunk)
 
     def _notify(self) -> None:
         """Notify the peers of requests whose chunks have all been transferred, by rule D4."""

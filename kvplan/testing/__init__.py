@@ -17,7 +17,7 @@ from kvplan.describe import Blocks, Worker
 from kvplan.describe.blocks import Tokens
 from kvplan.describe.worker import Key
 from kvplan.plan import plan_mesh
-from kvplan.testing.fakes import FakeCopier, FakeExecutor, FakeNetwork
+from kvplan.testing.network import FakeCopier, FakeExecutor, FakeNetwork
 from kvplan.verification import Report, verify
 
 __all__ = ["FakeCopier", "FakeExecutor", "FakeNetwork", "assert_copies"]

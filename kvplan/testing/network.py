@@ -1,4 +1,4 @@
-"""Fakes: executors and a copier over fake memory, for tests without a network.
+"""A fake network: executors and a copier over fake memory, for tests without a transfer library.
 
 They follow the rules of :mod:`kvplan.executor` and :mod:`kvplan.staging.pipeline`, as those that
 serve do.
