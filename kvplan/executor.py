@@ -210,9 +210,11 @@ class PendingRequests:
         """
         for notice in _checks.members(Notice, notices, "notices"):
             pending = self._awaited.get(notice.request)
+            # a notice of an earlier attempt may come late
             if pending is not None and pending.attempt == notice.attempt:
                 pending.receive((notice.engine_id, notice.rank), notice.status)
         settled = dict[str, Status]()
+        # a copy, because settled requests leave the table meanwhile
         for request, pending in [*self._awaited.items()]:
             if not pending.workers:
                 settled[request] = pending.status
@@ -329,6 +331,7 @@ def not_planned_for(worker: Worker, present: Worker | None, side: str) -> KVPlan
 def check_local(plan: TransferPlan, worker: Worker) -> None:
     """Check that an executor's ``worker`` can be a plan's local one, rule E5. Raises ``PEER``."""
     _checks.having("pairs", plan, "plan", "a TransferPlan")
+    # its views may differ: a plan of a staging buffer has only those of the buffer
     if (plan.local.key, plan.local.regions) != (worker.key, worker.regions):
         raise not_planned_for(plan.local, worker, "local")
 

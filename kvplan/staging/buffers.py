@@ -148,6 +148,7 @@ class StagingBuffer:
         """
         if self.side == DESTINATION:
             return self._replacing(SOURCE, cells)
+        # the buffer is planned as a destination of the peer, with all that both hold
         transferred = list[Cell]()
         for (_, source_group), group in self.groups.items():
             destination = _only(self.worker, group)
@@ -243,6 +244,7 @@ def _needed_spans(cells: Iterable[Cell], side: int) -> dict[BothGroups, dict[int
         for number in view_numbers(cell)[side].tolist():
             spans = spans_by_view.setdefault(number, {})
             for axis, part in cell.parts.items():
+                # several cells may need parts of one view: the span of all of them
                 start, stop = part.span
                 low, high = spans.get(axis, part.span)
                 spans[axis] = min(start, low), max(stop, high)
@@ -316,6 +318,7 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
         most_held = num_turns * interleave + min(rest, interleave)
         slot_step = 1
     else:
+        # a window begins where a cycle does, so it begins only at some slots of a block
         most_held = window // group.context.size
         slot_step = math.gcd(grain // group.context.size, num_slots)
     # the worker holds at most `most_held` positions of a window, the first one at most
@@ -359,6 +362,7 @@ def staging_buffer(
         for pool in group_pools:
             place = next(places)
             slot_blocks[group_name] = place.slot_blocks
+            # two buffer slots, rule S7
             num_blocks = 2 * place.slot_blocks
             for number, view in pool.placed(group_name, region, place.offset_bytes, num_blocks):
                 view_indices[group_name, number] = len(views)
@@ -380,6 +384,7 @@ def _only(worker: Worker, group: Group) -> Worker:
 
 def _trimmed(view: View, spans: Mapping[str, tuple[int, int]]) -> View:
     """Return the part of a view that is needed, by rule S2."""
+    # an axis of several digits stays whole: one interval of it is no interval of each digit
     num_digits = Counter(axis.name for axis in view.axes)
     axes = []
     offset_bytes = view.offset_bytes
@@ -411,9 +416,11 @@ def _frames(views: Iterable[PeerView]) -> Iterator[list[PeerView]]:
             yield [peer_view]
         else:
             by_step.setdefault((view.region, _block_step(view)), []).append(peer_view)
+    # views of one region and one block stride may share a block, those of others cannot
     for (_, step), same_step in by_step.items():
         frame: list[PeerView] = []
         for peer_view in sorted(same_step, key=lambda peer_view: peer_view.view.offset_bytes):
+            # a view that ends behind the start of the frame's next block begins another frame
             end = peer_view.view.offset_bytes + _span_bytes(peer_view.view)
             if frame and end > frame[0].view.offset_bytes + step:
                 yield frame
@@ -437,6 +444,7 @@ def _packed_alone(peer_view: PeerView) -> Pool:
     axes = list(view.axes)
     length_bytes = view.itemsize
     inner_bytes = 0
+    # from the finest axis on, each steps over all that the finer ones hold
     for digit in sorted(range(len(axes)), key=lambda digit: view.axes[digit].stride_bytes):
         if not inner_bytes and axes[digit].stride_bytes > _block_step(view):
             inner_bytes = length_bytes  # the peer's blocks lie inside this axis
@@ -471,6 +479,7 @@ class _RunMap:
         offset_bytes = int(self.offsets(view.offset_bytes))
         axes = list(view.axes)
         for digit, axis in enumerate(axes):
+            # the step from the first run to the next one along the axis; inside runs, steps stay
             if axis.stride_bytes >= run_bytes:
                 next_offset = int(self.offsets(view.offset_bytes + axis.stride_bytes))
                 axes[digit] = attrs.evolve(axis, stride_bytes=next_offset - offset_bytes)

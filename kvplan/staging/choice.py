@@ -248,6 +248,7 @@ def choose(
         raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
     writers = siblings if operation == "WRITE" else ()
     shared = Shares.of(operation, local, remotes, writers, not_transferred, replicas)
+    # all strategies share the cells, and the bytes that are needed
     direct_cost = shared.direct.cost(tokens)
     options = list[Option]()
     refused = dict[str, KVPlanError]()
@@ -257,6 +258,7 @@ def choose(
             plan = _plan(shared, candidate, staging)
             options.append(Option.of(candidate, plan, direct_cost, rates))
         except KVPlanError as error:
+            # other strategies may take less memory
             if error.code != "MEMORY" or len(candidates) == 1:
                 raise
             refused[candidate] = error

@@ -198,6 +198,7 @@ def _copy_side(
 
 def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[CopyTemplate, ...]:
     """Return the templates of the copies of cells within one worker, one for each paging."""
+    # cells of equal paging share the slots that they copy, so all their boxes form one template
     by_paging: dict[Hashable, list[Cell]] = {}
     for cell in cells:
         by_paging.setdefault(_paging(cell), []).append(cell)
@@ -310,6 +311,7 @@ def _intervals(cell: Cell, axis: str) -> list[_Interval]:
     destination, source = (side.segments[axis] for side in cell.sides)
     intervals = []
     for low, high in cell.parts[axis].intervals.tolist():
+        # both sides step evenly between neighbouring bounds
         bounds = {low, high}
         bounds.update(_bounds_inside(destination, low, high))
         bounds.update(_bounds_inside(source, low, high))
@@ -348,6 +350,7 @@ def joined_dims(length: int, dims: Iterable[Dim]) -> BoxShape:
     joined: list[Dim] = []
     longer_dims = [dim for dim in dims if dim[0] > 1]
     for extent, *strides in sorted(longer_dims, key=lambda dim: dim[1:]):
+        # what follows a run directly, on all sides, makes it longer
         if not joined and set(strides) == {length}:
             length *= extent
         elif joined and strides == _spans(joined[-1]):
@@ -381,6 +384,7 @@ def _joined(boxes: Boxes) -> Boxes:
     joined: Boxes = {}
     for (length_bytes, dims), origins in boxes.items():
         offsets_by_regions: dict[tuple[Region, Region], list[tuple[int, int]]] = {}
+        # where boxes of one shape begin, for each pair of regions
         for (to_region, to_offset), (from_region, from_offset) in origins:
             regions = to_region, from_region
             offsets_by_regions.setdefault(regions, []).append((to_offset, from_offset))
@@ -402,10 +406,12 @@ def _chains(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int
     """
     neighbours = itertools.pairwise(offsets)
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in neighbours]
+    # strides are not negative, so a step back begins another chain
     steps_forward = Counter(step for step in steps if min(step) >= 0)
     usual_step = steps_forward.most_common(1)[0][0] if steps_forward else (0, 0)
     first = 0
     for last in range(len(offsets)):
+        # a chain ends at an offset that the usual step does not follow
         if last == len(steps) or steps[last] != usual_step:
             yield offsets[first], (last - first + 1, *usual_step)
             first = last + 1

@@ -72,6 +72,7 @@ def staged_cost(direct: Cost, peers: Sequence[StagedPeer], num_positions: int) -
 
     Raises what :func:`kvplan.plan.cost.cost` does.
     """
+    # states alone still take a chunk
     num_chunks = max(-(-direct.tokens // num_positions), 1) if peers else 0
     num_copies = 0
     staging_bytes = 0
@@ -103,6 +104,7 @@ def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
 def _transfers(operation: str, peers: Sequence[StagedPeer], tokens: int) -> Cost:
     """Return what moves between workers. Reads skip source blocks from which nothing is needed."""
     pairs = [(peer.transfer.local.key, peer.pair) for peer in peers]
+    # as if every block of the peers were needed
     all_blocks = cost(operation, pairs, tokens)
     if operation == "WRITE":
         return all_blocks
@@ -119,6 +121,7 @@ def _needed_only(pair_cost: PairCost, peer: StagedPeer, tokens: int) -> PairCost
     for group_pair in peer.pair.group_pairs:
         group = group_pair.groups[DESTINATION]
         for needed in _needed_blocks(group, peer.templates_of(group), tokens):
+            # blocks are alike, so the request's first one stands for each of them
             stop = position_of(group, needed.num_slots - 1) + 1 if needed.num_slots else 0
             block_ids, block_lengths = of_groups(tables, group_pair, stop)
             num_ids += needed.num_blocks * block_ids
@@ -149,6 +152,7 @@ def _needed_blocks(
     num_periods, rest = divmod(tokens, common_period)
     num_full = 0
     last_slots = 0
+    # whole periods repeat; the rest of the request is counted once
     for times, stop in ((num_periods, common_period), (1, rest)):
         # ordinals of the blocks that copies take anything of, the last of which may not be full
         block_ordinals = ordinals(group, [repeated(*starts, 0, stop) for starts in carried])

@@ -160,6 +160,7 @@ class Pipeline:
         self._requests: dict[StagedTransfer, _StagedRequest] = {}
         self._next: _PendingChunk | None = None
         self._under_way: list[_Work] = []
+        # the first chunk goes to slot 0
         self._last_slot = 1
         if self._by_region.setdefault((id(executor), staging), self) is not self:
             raise KVPlanError(
@@ -215,11 +216,13 @@ class Pipeline:
 
         Takes a step or two in each buffer slot.
         """
+        # chunks that end free slots for the next ones, and requests without further chunks notify
         self._advance_all(in_slots=True)
         self._begin_chunks()
         self._notify()
         self._advance_all(in_slots=False)
         settled = list[StagedTransfer]()
+        # nothing of a settled request is left to do, and no peer of a request that is done waits
         busy = self._busy()
         for request in [*self._requests.values()]:
             if request not in busy and (request.is_stopped or not request.notifies):
@@ -275,6 +278,7 @@ class Pipeline:
     def _may_begin(self, following: _PendingChunk) -> bool:
         """Return whether a chunk's buffer slot is free, and the other one is not another plan's."""
         for work in self._under_way:
+            # notices need no buffer slot
             if work.slot is None:
                 continue
             is_same_plan = work.request.plan is following.request.plan
@@ -303,6 +307,7 @@ class Pipeline:
 
     def _notify(self) -> None:
         """Notify the peers of requests whose chunks have all been transferred, by rule D4."""
+        # a peer may reuse its blocks when all is transferred, while the last chunk is still copied
         unmoved = self._busy(but_moved=True)
         for request in self._requests.values():
             if request.notifies and request not in unmoved and not request.is_stopped:
@@ -311,6 +316,7 @@ class Pipeline:
 
     def _begin(self, work: _Work, specs: Iterable[ReadSpec], copies: Sequence[Copy] = ()) -> None:
         """Begin some work, and take its first step. A ``READ`` copies last, a ``WRITE`` first."""
+        # the first step fills the buffer slot, and the second one empties it
         steps = [self._transfer(work, specs)]
         if copies:
             copying = self._copy(work, copies)

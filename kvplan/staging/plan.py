@@ -241,6 +241,7 @@ class StagedPlan:
             remote_tables[groups[peer_side].name] = tables[peer_side][groups[peer_side].name]
             start, stop = tokens[groups[local_side].name]
             low, high = wants[groups]
+            # the part of the chunk that this peer serves
             low = max(low, start)
             high = min(high, stop)
             # one array for each template of the group: the positions of the chunk that it copies
@@ -277,6 +278,7 @@ def _slot_table(
     They fill the slot from its first block on. All other blocks are gaps.
     """
     block_ordinals = ordinals(groups[buffer.side], positions)
+    # ids of the second slot's blocks follow those of the first one's
     first_block = slot * buffer.slot_blocks[buffer.groups[groups].name]
     block_ids = np.arange(first_block, first_block + block_ordinals.size)
     return Blocks(block_ids, ordinals=block_ordinals, listed=(0, POSITION_END))
@@ -315,16 +317,19 @@ def chunk_ranges(
             table = tables[destination.name]
             no_ranges[local_name] = (0, 0)
             if destination.tokens_per_block is None:
+                # a state is a block, so its ordinal is the block's
                 states = table.ordinals[(low <= table.ordinals) & (table.ordinals < high)]
                 states_by_group.setdefault(local_name, set()).update(states.tolist())
                 continue
             for number in _windows(destination, table, low, high, window):
+                # several peers may serve a window: the range that covers what all of them serve
                 start = max(low, number * window)
                 stop = min(high, (number + 1) * window)
                 token_ranges = tokens_by_window.setdefault(number, {})
                 first, last = token_ranges.get(local_name, (start, stop))
                 token_ranges[local_name] = min(first, start), max(last, stop)
     token_chunks = [tokens_by_window[number] for number in sorted(tokens_by_window)]
+    # chunk n has the n-th window with positions, and the n-th state of each group
     state_chunks = _state_chunks(states_by_group)
     nothing_more = dict[str, Range]()
     chunks = itertools.zip_longest(token_chunks, state_chunks, fillvalue=nothing_more)
@@ -389,6 +394,7 @@ class Shares:
         skipped = checked_names(not_transferred)
         num_replicas = checked_replicas(replicas)
         reads = operation == "READ"
+        # a writer plans with its siblings, so that they agree which of them writes what all hold
         destinations = (local,) if reads else peers
         sources = peers if reads else (local, *writers)
         planned = Planned()
@@ -396,6 +402,7 @@ class Shares:
         cells = list[tuple[Worker, Sequence[Cell]]]()
         for destination, source, share in shares(destinations, sources, skipped, num_replicas):
             peer = source if reads else destination
+            # what siblings write is theirs to move
             if reads or source is local:
                 cells.append((peer, share))
                 pairs[peer.key] = _pair(operation, local, peer, share, planned)
@@ -408,6 +415,7 @@ class Shares:
         peer_side = 1 - _local_side(self.direct.operation)
         pools_of_peers = [pools(peer, cells, peer_side, whole) for peer, cells in self.cells]
         fitted = fit(_demands(pools_of_peers, peer_side), region.size_bytes)
+        # pools lie one after the other in the region, peer by peer
         places = iter(fitted.places)
         planned = Planned()
         peers = list[StagedPeer]()
