@@ -1,17 +1,20 @@
-"""Certificates: a proof, from what a plan gives to bind and to NIXL, that every request moves the right bytes.
+"""Certificates: proofs that every request of a plan moves the right bytes.
 
-NIXL is given the rows of both tables and pairs of ids. The ids of a request are ``base + step * block id + sub``
-whatever its blocks are, and repeat after a period of positions. So it is enough to follow every descriptor of one
-period, with block ids left open. Nothing here knows how tables are made.
+A proof uses what a plan gives to bind and to NIXL: the rows of both tables and pairs of ids. The
+ids of a request are ``base + step * block id + sub`` whatever its blocks are, and repeat after a
+period of positions. So it is enough to follow every descriptor of one period, with block ids left
+open. Nothing here knows how tables are made.
 
-- K1: A plan has the form that bind relies on: one pair for each remote worker, under its name; tables that number the
-  elements of rows in the regions of its workers; series that repeat within the period of their groups, in ascending
-  order, with the blocks of these positions; cuts that ascend.
-- K2: The ids of all blocks of the pool stay in their row, and advance from block to block by the stride of the blocks.
-- K3: A descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every part lies in one
-  piece on each side, of the same tensor, position and number.
-- K4: A run stays inside one cut, and a token is one position. What runs move, the tokens at the ends of a range move in
-  their place.
+- K1: A plan has the form that bind relies on: one pair for each remote worker, under its name;
+  tables that number the elements of rows in the regions of its workers; series that repeat within
+  the period of their groups, in ascending order, with the blocks of these positions; cuts that
+  ascend.
+- K2: The ids of all blocks of the pool stay in their row, and advance from block to block by the
+  stride of the blocks.
+- K3: A descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every
+  part lies in one piece on each side, of the same tensor, position and number.
+- K4: A run stays inside one cut, and a token is one position. What runs move, the tokens at the
+  ends of a range move in their place.
 - K5: A period fills every piece of the destination once, in each of its blocks.
 """
 
@@ -19,8 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -30,7 +32,14 @@ from kvplan._checks import ID_END
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.verification.labels import Weights, local_slots, numbering, pieces_of_slot, positions_of, slots_of_block
+from kvplan.verification.labels import (
+    Weights,
+    local_slots,
+    numbering,
+    pieces_of_slot,
+    positions_of,
+    slots_of_block,
+)
 from kvplan.verification.requests import plans_of
 from kvplan.verification.tables import (
     BYTES_END,
@@ -44,19 +53,22 @@ from kvplan.verification.tables import (
 
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
-    from kvplan.plan.rows import GroupPair, PeriodBlocks, RunIds
+    from kvplan.plan.rows import GroupPair, RunIds, TokenIds
     from kvplan.plan.transfer import TransferPlan
 
 MAX_PARTS: Final = 1 << 25
 """A certificate follows at most this many descriptors and parts of them for each destination."""
 
+SIDES: Final = (0, 1)
+"""The destination and the source: indices into all that has one value for each side."""
+
 
 @attrs.frozen
 class Certificate:
-    """What was proved: each of the ``num_bytes`` bytes of a period of positions arrives where it belongs, once.
+    """A proof that every byte of a period of positions arrives where it belongs, once.
 
-    They were checked in ``num_parts`` parts. ``complete`` is false if some writers of an engine are not among the
-    plans, so that what they write is missing.
+    The ``num_bytes`` bytes were checked in ``num_parts`` parts. ``complete`` is false if some
+    writers of an engine are not among the plans, so that what they write is missing.
     """
 
     num_bytes: int
@@ -65,57 +77,83 @@ class Certificate:
 
 
 def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certificate:
-    """The proof that every request bound to a plan, or to plans that belong together, moves the right bytes.
+    """Prove that every request of a plan, or of plans that belong together, moves the right bytes.
 
-    It takes some time once, like planning, and none in ``bind``. The plan of one writer proves what it writes; the
-    plans of all writers, or a mesh, also prove that no byte is missing.
+    It takes some time once, like planning, and none in ``bind``. The plan of one writer proves what
+    it writes; the plans of all writers, or a mesh, also prove that no byte is missing.
 
     >>> from kvplan import Model, certify, plan_reads
-    >>> decode, prefill = (Model.shipped("qwen2.5-1.5b").engine(name, tp=2, num_blocks=9) for name in "dp")
+    >>> model = Model.shipped("qwen2.5-1.5b")
+    >>> decode, prefill = (model.engine(name, tp=2, num_blocks=9) for name in "dp")
     >>> certify(plan_reads(decode[0], prefill))
     Certificate(num_bytes=229376, num_parts=448, complete=True)
 
-    Raises ``PROOF`` if a plan moves wrong bytes, and ``RANGE`` if it is too large to follow. ``details`` of a wrong
-    byte have the ``tensor``, and the ``region`` and ``row`` of its descriptor on both sides.
+    Raises ``PROOF`` if a plan moves wrong bytes, and ``RANGE`` if it is too large to follow.
+    ``details`` of a wrong byte have the ``tensor``, and the ``region`` and ``row`` of its
+    descriptor on both sides.
     """
-    given = plans_of(plan)
-    writers = {plan.local.key for plan in given if plan.operation == "WRITE"}
-    destinations: dict[Key, tuple[str, ...]] = {}
-    pairs: dict[Key, list[PairTables]] = {}
+    plans = plans_of(plan)
     workers: dict[Key, Worker] = {}
-    for plan in given:
-        reads = plan.operation == "READ"
-        for worker in (plan.local, *plan.remotes):
-            # A writer may describe its staging buffer differently for each peer: in the same regions.
-            known, writes = workers.setdefault(worker.key, worker), worker is plan.local and not reads
-            if known.regions != worker.regions or (known != worker and not writes):
-                raise refusal(f"plans with {worker.label}", "one description of the worker", "two")
-        for worker in (plan.local,) if reads else plan.remotes:
-            skipped = destinations.setdefault(worker.key, plan.not_transferred)
-            if {*skipped} != {*plan.not_transferred}:
-                raise refusal(f"plans for {worker.label}", f"not_transferred {skipped}", f"{plan.not_transferred}")
-        for pair in pairs_of(plan):
+    skipped: dict[Key, tuple[str, ...]] = {}  # the tensors that are not transferred, by destination
+    pairs: dict[Key, list[PairTables]] = {}  # by destination
+    for checked in plans:
+        _add_workers(workers, checked)
+        _add_skipped(skipped, checked)
+        for pair in pairs_of(checked):
             pairs.setdefault(pair.sides[0].worker.key, []).append(pair)
-    complete = all(plan.operation == "READ" or {other.key for other in plan.siblings} <= writers for plan in given)
-    num_bytes = num_parts = 0
-    for key, skipped in destinations.items():
-        for proved in _Proof(workers[key], skipped, complete).of(pairs.get(key, ())):
-            num_bytes += proved[0]
-            num_parts += proved[1]
+    complete = _have_all_writers(plans)
+    num_bytes = 0
+    num_parts = 0
+    for key, names in skipped.items():
+        proof = _Proof(workers[key], names, complete)
+        for moved in proof.moved_by_group(pairs.get(key, ())):
+            num_bytes += int(moved.length.sum())
+            num_parts += moved.length.size
     return Certificate(num_bytes, num_parts, complete)
 
 
-def _positions(group: Group, ordinal: Ints, slot: Ints) -> Ints:
-    """The position in each slot of blocks."""
-    return positions_of(group, ordinal * slots_of(group) + slot)
+def _add_workers(workers: dict[Key, Worker], plan: TransferPlan) -> None:
+    """Add the workers of a plan. Raises ``PROOF`` if another plan describes one differently."""
+    for worker in (plan.local, *plan.remotes):
+        described = workers.setdefault(worker.key, worker)
+        # A writer may describe its staging buffer differently for each peer: in the same regions.
+        writes = worker is plan.local and plan.operation != "READ"
+        if described.regions != worker.regions or (described != worker and not writes):
+            raise refusal(f"plans with {worker.label}", "one description of the worker", "two")
+
+
+def _add_skipped(skipped: dict[Key, tuple[str, ...]], plan: TransferPlan) -> None:
+    """Add the destinations of a plan. Raises ``PROOF`` if another plan skips other tensors."""
+    for worker in (plan.local,) if plan.operation == "READ" else plan.remotes:
+        names = skipped.setdefault(worker.key, plan.not_transferred)
+        if {*names} != {*plan.not_transferred}:
+            got = f"{plan.not_transferred}"
+            raise refusal(f"plans for {worker.label}", f"not_transferred {names}", got)
+
+
+def _have_all_writers(plans: Iterable[TransferPlan]) -> bool:
+    """Return whether every writer that a plan names as a sibling has a plan too."""
+    writing = [plan for plan in plans if plan.operation == "WRITE"]
+    writers = {plan.local.key for plan in writing}
+    return all(worker.key in writers for plan in writing for worker in plan.siblings)
+
+
+class PartRanges(NamedTuple):
+    """The parts of ranges that are split at pieces: indices of range and piece, start, length."""
+
+    range: Ints
+    piece: Ints
+    start: Ints
+    length: Ints
 
 
 @attrs.frozen(eq=False)
 class Pieces:
-    """The pieces that a worker has of some tensors in one group, in block 0, by ascending start: arrays of one length.
+    """The pieces that a worker has of some tensors in one group, in block 0, by ascending start:
+    arrays of one length.
 
-    ``start`` counts through the worker's regions, placed one behind another. ``tensor`` is an index; ``number`` is
-    the number of the first byte (:mod:`kvplan.verification.labels`).
+    ``start`` counts through the worker's regions, placed one behind another. ``tensor`` is an
+    index; ``number`` is the number of the first byte (:mod:`kvplan.verification.labels`).
     """
 
     start: Ints
@@ -126,69 +164,113 @@ class Pieces:
     block_stride: Ints
     num_blocks: Ints
 
-    def cut(self, start: Ints, length: Ints) -> tuple[Ints, Ints, Ints, Ints] | None:
-        """Split ranges at the pieces. For each part: the index of its range and of its piece, its start, its length.
+    def cut(self, start: Ints, length: Ints) -> PartRanges | None:
+        """Split ranges at the pieces. Return ``None`` if some byte of a range is in no piece.
 
-        ``None`` if some byte of a range is in no piece. Raises ``RANGE`` for too many parts.
+        Raises ``RANGE`` for too many parts.
         """
         # Range i overlaps the pieces [low[i], high[i]); they follow each other in the arrays.
         low = np.searchsorted(self.start, start, "right") - 1
         high = np.searchsorted(self.start, start + length, "left")
         if (low < 0).any():
             return None
-        number = high - low
-        _check_limit("parts of descriptors", int(number.sum()))
-        of = np.repeat(np.arange(start.size), number)
+        num_parts = high - low
+        _check_limit("parts of descriptors", int(num_parts.sum()))
+
+        # A part is what a range and a piece have in common.
+        range_of_part = np.repeat(np.arange(start.size), num_parts)
         piece = listed(np.stack([low, high], axis=1))
-        begin = np.maximum(start[of], self.start[piece])
-        size = np.minimum((start + length)[of], (self.start + self.length)[piece]) - begin
-        if (size <= 0).any() or size.sum() != length.sum():
+        part_start = np.maximum(start[range_of_part], self.start[piece])
+        range_stop = (start + length)[range_of_part]
+        piece_stop = (self.start + self.length)[piece]
+        part_length = np.minimum(range_stop, piece_stop) - part_start
+        if (part_length <= 0).any() or part_length.sum() != length.sum():
             return None
-        return of, piece, begin, size
+        return PartRanges(range_of_part, piece, part_start, part_length)
+
+
+@attrs.frozen
+class ProofTensor:
+    """A tensor of the destination: its index, a view of it, and how its bytes are numbered."""
+
+    index: int
+    view: View
+    weights: Weights
 
 
 def _elements(view: View | Geometry) -> tuple[object, ...]:
-    """What all views of a tensor have in common: the dtype, and the axes but for the token axis and those of size 1."""
-    return view.dtype, sorted((name, size) for name, size in view.sizes.items() if size > 1 and name != TOKEN)
+    """Return what all views of a tensor share: dtype, and axes of more than one element."""
+    sizes = sorted((name, size) for name, size in view.sizes.items() if size > 1 and name != TOKEN)
+    return view.dtype, sizes
 
 
-def _pieces(worker: Worker, group: Group, tensors: Mapping[str, tuple[int, View, Weights]]) -> Pieces:
-    """The pieces that a worker has of ``tensors``, each given with its index, one view and its weights, in a group."""
+def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) -> Pieces:
+    """Return the pieces that a worker has of ``tensors``, by name, in a group."""
     # Views of one geometry and one numbering have the same pieces at different offsets.
-    equal: dict[tuple[int, Weights], list[int]] = {}
-    for view, geometry in enumerate(worker.geometry_of):
-        found = tensors.get(worker.views[view].name)
-        if found and worker.geometries[geometry].group == group:
-            equal.setdefault((geometry, found[2]), []).append(view)
-    base, columns = region_starts(worker), [np.empty((7, 0), np.int64)]
-    for (geometry, weights), views in equal.items():
-        of = worker.geometries[geometry]
-        for name in dict.fromkeys(worker.views[view].name for view in views):
-            if _elements(of) != _elements(tensors[name][1]):
-                raise refusal(f"{name} of {worker.label}", f"{_elements(tensors[name][1])}", f"{_elements(of)}")
-        offset, number, length = pieces_of_slot(of, weights)
-        _check_limit(f"pieces of {worker.label}", slots_of(group) * offset.size * len(views))
-        slots = slots_of_block(of)
-        region, place = worker.places[views].T
-        tensor = np.array([tensors[worker.views[view].name][0] for view in views])
-        # Every column by view, slot and piece.
+    alike: dict[tuple[int, Weights], list[int]] = {}
+    for view_index, geometry_index in enumerate(worker.geometry_of):
+        tensor = tensors.get(worker.views[view_index].name)
+        if tensor and worker.geometries[geometry_index].group == group:
+            alike.setdefault((geometry_index, tensor.weights), []).append(view_index)
+
+    starts = region_starts(worker)
+    columns = [np.empty((7, 0), np.int64)]
+    for (geometry_index, weights), view_indices in alike.items():
+        geometry = worker.geometries[geometry_index]
+        _check_elements(worker, geometry, view_indices, tensors)
+        offset, number, length = pieces_of_slot(geometry, weights)
+        num_pieces = slots_of(group) * offset.size * len(view_indices)
+        _check_limit(f"pieces of {worker.label}", num_pieces)
+        slot_offset = slots_of_block(geometry)
+        region, view_offset = worker.places[view_indices].T
+        view_start = starts[region] + view_offset
+        tensor_index = np.array([tensors[worker.views[i].name].index for i in view_indices])
+        # Each field of Pieces by view, slot and piece.
         fields = (
-            (base[region] + place)[:, None, None] + slots[:, None] + offset,
+            view_start[:, None, None] + slot_offset[:, None] + offset,
             length,
-            np.arange(slots.size)[:, None],
-            tensor[:, None, None],
+            np.arange(slot_offset.size)[:, None],
+            tensor_index[:, None, None],
             number,
-            of.block_stride_bytes,
-            of.num_blocks,
+            geometry.block_stride_bytes,
+            geometry.num_blocks,
         )
         columns.append(np.stack(np.broadcast_arrays(*fields)).reshape(7, -1))
-    found_all = np.concatenate(columns, axis=1)
-    return Pieces(*found_all[:, np.argsort(found_all[0])])
+    pieces = np.concatenate(columns, axis=1)
+    return Pieces(*pieces[:, np.argsort(pieces[0])])
+
+
+def _check_elements(
+    worker: Worker,
+    geometry: Geometry,
+    view_indices: Iterable[int],
+    tensors: Mapping[str, ProofTensor],
+) -> None:
+    """Raise ``PROOF`` unless these views have the elements that the destination has."""
+    for name in dict.fromkeys(worker.views[view_index].name for view_index in view_indices):
+        expected = _elements(tensors[name].view)
+        if _elements(geometry) != expected:
+            raise refusal(f"{name} of {worker.label}", f"{expected}", f"{_elements(geometry)}")
+
+
+@attrs.frozen(eq=False)
+class GroupTables:
+    """One group of the destination and one of a source: their ids, the tables of these, and the
+    pieces of both sides.
+
+    ``period`` is that of the proof: a multiple of the period of the ids.
+    """
+
+    pair: PairTables
+    ids: GroupPair
+    pieces: tuple[Pieces, Pieces]
+    period: int
 
 
 @attrs.frozen(eq=False)
 class BlockRanges:
-    """One side of some descriptors: block ordinals by position; by run and position the row, and the range in block 0.
+    """One side of some descriptors: block ordinals by position; by run and position the row, and
+    the range in block 0.
 
     ``start`` advances by ``step`` from block to block.
     """
@@ -200,176 +282,399 @@ class BlockRanges:
     step: Ints
 
 
+@attrs.frozen(eq=False)
+class DescriptorPieces:
+    """The parts of descriptors that are split at the pieces of both sides, arrays of one length.
+
+    ``descriptor`` is the index of the descriptor; ``piece`` and ``start`` have one array for each
+    side.
+    """
+
+    descriptor: Ints
+    piece: tuple[Ints, Ints]
+    start: tuple[Ints, Ints]
+    length: Ints
+
+
+@attrs.frozen(eq=False)
+class PlacedRanges:
+    """Bytes that are moved into pieces of the destination, arrays of one length.
+
+    ``ordinal`` is that of the block; ``start`` counts from the first byte of the piece.
+    """
+
+    piece: Ints
+    ordinal: Ints
+    start: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, parts: Iterable[PlacedRanges]) -> PlacedRanges:
+        """Return the ranges of all parts in one."""
+        columns = [ranges.columns() for ranges in parts]
+        return cls(*np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1))
+
+    def columns(self) -> Ints:
+        """Return one column for each range, (4, ranges)."""
+        return np.stack([self.piece, self.ordinal, self.start, self.length])
+
+
 class _Proof:
     """The proof for one destination worker."""
 
     def __init__(self, worker: Worker, skipped: Sequence[str], complete: bool) -> None:
-        self.worker, self.complete = worker, complete
+        self.worker = worker
+        self.complete = complete
         self.names = [name for name in worker.tensors if name not in skipped]
         views = [worker.views[worker.tensors[name][0]] for name in self.names]
-        self.tensors = {view.name: (i, view, numbering(view)) for i, view in enumerate(views)}
-        self.number = 0  # of descriptors followed so far, and of their parts
+        self.tensors: dict[str, ProofTensor] = {}
+        for index, view in enumerate(views):
+            self.tensors[view.name] = ProofTensor(index, view, numbering(view))
+        self.num_followed = 0  # descriptors, and their parts
 
-    def of(self, pairs: Sequence[PairTables]) -> Iterator[tuple[int, int]]:
-        """The bytes proved, and their parts, by group."""
+    def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[PlacedRanges]:
+        """Yield what all pairs move into each group in a period, when it is proved."""
         for group in self.worker.groups:
-            ours = _pieces(self.worker, group, self.tensors)
-            given = [(pair, groups) for pair in pairs for groups in pair.group_pairs if groups.groups[0] == group]
-            period = math.lcm(period_of(group), *(groups.period for _, groups in given))
-            moved = [np.empty((4, 0), np.int64)]
-            for pair, groups in given:
-                theirs = _pieces(pair.sides[1].worker, groups.groups[1], self.tensors)
-                follow = partial(self.follow, pair, groups, (ours, theirs), period)
-                runs = [follow(one, one.starts) for one in groups.runs]
-                tokens = [follow(one, one.carried) for one in groups.tokens]
-                instead = [parts for one, parts in zip(groups.tokens, tokens, strict=True) if one.joined]
-                if not np.array_equal(self.filled(group, ours, runs), self.filled(group, ours, instead)):
-                    raise refusal(pair, "tokens that move what runs move, at the ends of a range", "other bytes")
-                moved += tokens
-            self.check_whole(
-                group, ours, self.filled(group, ours, moved), period // (group.context.size * slots_of(group))
-            )
-            yield sum(int(parts[3].sum()) for parts in moved), sum(parts.shape[1] for parts in moved)
+            pieces = _pieces(self.worker, group, self.tensors)
+            ids_by_pair = list(_ids_of_group(pairs, group))
+            period = math.lcm(period_of(group), *(ids.period for _, ids in ids_by_pair))
+            moved = []
+            for pair, ids in ids_by_pair:
+                source_pieces = _pieces(pair.sides[1].worker, ids.groups[1], self.tensors)
+                moved += self.follow(GroupTables(pair, ids, (pieces, source_pieces), period))
+            together = PlacedRanges.of(moved)
+            filled = self.filled(group, pieces, together)
+            num_blocks = period // (group.context.size * slots_of(group))
+            self.check_whole(group, pieces, filled, num_blocks)
+            yield together
 
-    def follow(
-        self, pair: PairTables, groups: GroupPair, pieces: tuple[Pieces, Pieces], period: int, ids: Any, starts: Ints
+    def follow(self, tables: GroupTables) -> list[PlacedRanges]:
+        """Return what the tokens of a pair of groups move.
+
+        Raises ``PROOF`` if its runs move other bytes (K4).
+        """
+        by_runs = [self.follow_runs(tables, runs) for runs in tables.ids.runs]
+        by_tokens = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
+        in_place_of_runs = []
+        for tokens, moved in zip(tables.ids.tokens, by_tokens, strict=True):
+            if tokens.joined:
+                in_place_of_runs.append(moved)
+        group = tables.ids.groups[0]
+        pieces = tables.pieces[0]
+        expected = self.filled(group, pieces, PlacedRanges.of(by_runs))
+        filled = self.filled(group, pieces, PlacedRanges.of(in_place_of_runs))
+        if not np.array_equal(expected.columns(), filled.columns()):
+            rule = "tokens that move what runs move, at the ends of a range"
+            raise refusal(tables.pair, rule, "other bytes")
+        return by_tokens
+
+    def follow_runs(self, tables: GroupTables, runs: RunIds) -> PlacedRanges:
+        """Return what a series of joined runs moves in a period."""
+        positions = self.positions(tables, runs, runs.starts)
+        sides = []
+        for side in SIDES:
+            group = tables.ids.groups[side]
+            ordinal = local_slots(group, positions) // slots_of(group)
+            terms = _terms_of_blocks(tables, side, runs, ordinal)
+            sides.append(_ranges(tables, side, runs, ordinal, terms))
+        parts = self.split(tables, sides[0], sides[1])
+        byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
+        start = positions[parts.descriptor % positions.size]
+        _check_in_cuts(tables, start, byte_positions)
+        return _placed(tables, sides[0], parts)
+
+    def follow_tokens(self, tables: GroupTables, tokens: TokenIds) -> PlacedRanges:
+        """Return what a series of single tokens moves in a period. Each is one position (K4)."""
+        positions = self.positions(tables, tokens, tokens.carried)
+        sides = []
+        for side in SIDES:
+            group = tables.ids.groups[side]
+            ordinal, slot = np.divmod(local_slots(group, positions), slots_of(group))
+            sides.append(_ranges(tables, side, tokens, ordinal, tokens.sub[side][slot]))
+        parts = self.split(tables, sides[0], sides[1])
+        byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
+        if (positions[parts.descriptor % positions.size] != byte_positions).any():
+            raise refusal(tables.pair, "a token to be one position", "several")
+        return _placed(tables, sides[0], parts)
+
+    def positions(self, tables: GroupTables, ids: RunIds | TokenIds, starts: Ints) -> Ints:
+        """Return where the descriptors of a series begin in a period, and count them."""
+        num_descriptors = tables.period // ids.every * starts.size * ids.base.shape[1]
+        self.count(f"{tables.pair}, {tables.period} positions", num_descriptors)
+        # By period of the series, then by start.
+        return np.add.outer(np.arange(0, tables.period, ids.every), starts).reshape(-1)
+
+    def split(
+        self,
+        tables: GroupTables,
+        destination: BlockRanges,
+        source: BlockRanges,
+    ) -> DescriptorPieces:
+        """Split descriptors at the pieces of both sides (K3).
+
+        Raises ``PROOF`` for bytes that no piece has.
+        """
+        unequal = np.flatnonzero(destination.length != source.length)
+        if unequal.size:
+            first = unequal[0]
+            details = _places(tables.pair, destination.row[first], source.row[first])
+            expected = f"descriptors of equal lengths, {destination.length[first]} bytes"
+            got = f"{source.length[first]} at the source"
+            raise refusal(tables.pair, expected, got, **details)
+        # First split at the pieces of the destination, then the same bytes at those of the source.
+        coarse = tables.pieces[0].cut(destination.start, destination.length)
+        fine = None
+        if coarse is not None:
+            moved_by = source.start[coarse.range] - destination.start[coarse.range]
+            fine = tables.pieces[1].cut(coarse.start + moved_by, coarse.length)
+        if coarse is None or fine is None:
+            where = "destination" if coarse is None else "source"
+            expected = "descriptors of bytes that views hold"
+            raise refusal(tables.pair, expected, f"other bytes at the {where}")
+        self.count("parts of descriptors", fine.length.size)
+        # `fine.range` is the coarse part that each fine part belongs to.
+        descriptor = coarse.range[fine.range]
+        start = fine.start - source.start[descriptor] + destination.start[descriptor]
+        piece = coarse.piece[fine.range]
+        return DescriptorPieces(descriptor, (piece, fine.piece), (start, fine.start), fine.length)
+
+    def check_bytes(
+        self,
+        tables: GroupTables,
+        destination: BlockRanges,
+        source: BlockRanges,
+        parts: DescriptorPieces,
     ) -> Ints:
-        """What a series of ids moves in a period, (4, parts): piece, block ordinal, first byte, length (K3)."""
-        self.count(f"{pair}, {period} positions", period // ids.every * starts.size * ids.base.shape[1])
-        position = np.add.outer(np.arange(0, period, ids.every), starts).reshape(-1)
-        ours, theirs = (_ranges(pair, groups, ids, i, position) for i in (0, 1))
-        if (unequal := np.flatnonzero(ours.length != theirs.length)).size:
-            at = unequal[0]
-            details = _places(pair, ours.row[at], theirs.row[at])
-            got = f"{theirs.length[at]} at the source"
-            raise refusal(pair, f"descriptors of equal lengths, {ours.length[at]} bytes", got, **details)
-        # Split the destination's ranges at its pieces, then the same bytes at the pieces of the source.
-        cut = pieces[0].cut(ours.start, ours.length)
-        again = cut and pieces[1].cut(theirs.start[cut[0]] + cut[2] - ours.start[cut[0]], cut[3])
-        if not cut or not again:
-            where = "source" if cut else "destination"
-            raise refusal(pair, "descriptors of bytes that views hold", f"other bytes at the {where}")
-        part, other, other_begin, size = again
-        self.count("parts of descriptors", size.size)
-        # By part: `of` is its descriptor, and `at` the position of that in the period.
-        of, piece = cut[0][part], cut[1][part]
-        begin, at = other_begin - theirs.start[of] + ours.start[of], of % position.size
-        held_by = []
-        for i, ranges, which, first in ((0, ours, piece, begin), (1, theirs, other, other_begin)):
-            side, step = pieces[i], ranges.step[of]
-            # Only block 0 has these ids if the pool has one block.
-            behind = (side.block_stride[which] != step) & (groups.num_blocks[i] > 1)
-            if behind.any() or groups.num_blocks[i] > side.num_blocks[which].min():
-                raise refusal(pair, "ids that follow the blocks of every view", "other ids")
-            held = _positions(groups.groups[i], ranges.ordinal[at], side.slot[which])
-            held_by.append((side.tensor[which], held, side.number[which] + first - side.start[which]))
-        for what, mine, its in zip(("tensor", "position", "byte"), *held_by, strict=True):
-            if (wrong := np.flatnonzero(mine != its)).size:
-                n = wrong[0]
-                name, values = self.names[held_by[0][0][n]], (int(mine[n]), int(its[n]))
-                named = [self.names[value] for value in values] if what == "tensor" else values
-                details = _places(pair, ours.row[of[n]], theirs.row[of[n]]) | {"tensor": name, what: tuple(named)}
-                raise refusal(pair, f"{what} {named[0]} of {name}", f"{named[1]}", **details)
-        _check_spans(pair, groups, hasattr(ids, "blocks"), position[at], held_by[0][1])
-        return np.stack([piece, ours.ordinal[at], begin - pieces[0].start[piece], size])
+        """Return the position of each part.
 
-    def count(self, what: str, number: int) -> None:
-        """Add to what was followed so far; its sum has a limit too."""
-        self.number += number
-        _check_limit(what, self.number)
+        Raises ``PROOF`` if the two sides of a part hold different bytes (K3).
+        """
+        expected = _held(tables, 0, destination, parts)
+        held = _held(tables, 1, source, parts)
+        for field in expected:
+            wrong = np.flatnonzero(expected[field] != held[field])
+            if wrong.size:
+                part = wrong[0]
+                descriptor = parts.descriptor[part]
+                name = self.names[expected["tensor"][part]]
+                values: list[Any] = [int(expected[field][part]), int(held[field][part])]
+                if field == "tensor":
+                    values = [self.names[index] for index in values]
+                details = _places(tables.pair, destination.row[descriptor], source.row[descriptor])
+                details |= {"tensor": name, field: tuple(values)}
+                expected_byte = f"{field} {values[0]} of {name}"
+                raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
+        return expected["position"]
 
-    def filled(self, group: Group, ours: Pieces, parts: Sequence[Ints]) -> Ints:
-        """The parts by piece, block ordinal and first byte, joined where they continue each other; none twice (K5)."""
-        every = np.concatenate([np.empty((4, 0), np.int64), *parts], axis=1)
-        if not every.size:
-            return every
-        every = every[:, np.lexsort(every[2::-1])]
-        end = every[2] + every[3]
-        same = (every[:2, 1:] == every[:2, :-1]).all(0)
-        if (again := np.flatnonzero(same & (every[2, 1:] < end[:-1]))).size:
-            piece, ordinal = every[:2, again[0] + 1].tolist()
-            raise self.wrong(group, ours, piece, ordinal, "bytes moved twice")
-        first = heads(same & (every[2, 1:] == end[:-1]))
-        joined = every[:, first]
-        joined[3] = np.add.reduceat(every[3], first)
-        return joined
+    def count(self, subject: str, number: int) -> None:
+        """Add to the number of descriptors and parts followed so far. Raises ``RANGE``."""
+        self.num_followed += number
+        _check_limit(subject, self.num_followed)
 
-    def check_whole(self, group: Group, ours: Pieces, filled: Ints, blocks: int) -> None:
-        """Raise ``PROOF`` unless every piece of the blocks of a period is filled (K5), if all writers are known."""
-        piece, ordinal, _, size = filled
-        whole = (piece * blocks + ordinal)[size == ours.length[piece]]
-        if self.complete and whole.size < ours.start.size * blocks:
-            # Whole pieces ascend: the first that is missing is where they are no longer 0, 1, 2, ...
+    def filled(self, group: Group, pieces: Pieces, moved: PlacedRanges) -> PlacedRanges:
+        """Return the ranges in order, joined where they continue each other.
+
+        Raises ``PROOF`` if two overlap (K5).
+        """
+        if not moved.piece.size:
+            return moved
+        # Columns in the order of piece, block ordinal and first byte: overlapping ranges are
+        # neighbours.
+        order = np.lexsort((moved.start, moved.ordinal, moved.piece))
+        piece = moved.piece[order]
+        ordinal = moved.ordinal[order]
+        start = moved.start[order]
+        length = moved.length[order]
+        stop = start + length
+        same_piece = (piece[1:] == piece[:-1]) & (ordinal[1:] == ordinal[:-1])
+        overlapping = np.flatnonzero(same_piece & (start[1:] < stop[:-1]))
+        if overlapping.size:
+            later = overlapping[0] + 1
+            got = "bytes moved twice"
+            raise self.wrong(group, pieces, int(piece[later]), int(ordinal[later]), got)
+        first = heads(same_piece & (start[1:] == stop[:-1]))
+        joined_length = np.add.reduceat(length, first)
+        return PlacedRanges(piece[first], ordinal[first], start[first], joined_length)
+
+    def check_whole(
+        self,
+        group: Group,
+        pieces: Pieces,
+        filled: PlacedRanges,
+        num_blocks: int,
+    ) -> None:
+        """Raise ``PROOF`` unless every piece of a period's blocks is filled (K5).
+
+        Without the plans of all writers, bytes may be missing.
+        """
+        is_whole = filled.length == pieces.length[filled.piece]
+        # Pieces of all blocks, numbered by piece and block ordinal.
+        whole = (filled.piece * num_blocks + filled.ordinal)[is_whole]
+        if self.complete and whole.size < pieces.start.size * num_blocks:
+            # Whole pieces ascend: the first that is missing is where they are no longer 0, 1, 2,
+            # ...
             missing = int(np.append(whole != np.arange(whole.size), True).argmax())
-            raise self.wrong(group, ours, *divmod(missing, blocks), "bytes not moved")
+            raise self.wrong(group, pieces, *divmod(missing, num_blocks), "bytes not moved")
 
-    def wrong(self, group: Group, ours: Pieces, piece: int, ordinal: int, got: str) -> KVPlanError:
-        """The error for a piece of a block that is not filled once."""
-        name = self.names[ours.tensor[piece]]
-        position = int(_positions(group, np.array(ordinal), ours.slot[piece]))
-        region = self.worker.regions[np.searchsorted(region_starts(self.worker), ours.start[piece], "right") - 1].name
-        details: dict[str, Any] = {"tensor": name, "position": position, "region": region}
-        what = f"the plan for {self.worker.label}"
-        return refusal(what, f"every byte of {name}, position {position}, once", got, **details)
+    def wrong(
+        self,
+        group: Group,
+        pieces: Pieces,
+        piece: int,
+        ordinal: int,
+        got: str,
+    ) -> KVPlanError:
+        """Return the error for a piece of a block that is not filled once."""
+        name = self.names[pieces.tensor[piece]]
+        position = int(_positions(group, np.array(ordinal), pieces.slot[piece]))
+        starts = region_starts(self.worker)
+        region_index = np.searchsorted(starts, pieces.start[piece], "right") - 1
+        details: dict[str, Any] = {
+            "tensor": name,
+            "position": position,
+            "region": self.worker.regions[region_index].name,
+        }
+        expected = f"every byte of {name}, position {position}, once"
+        return refusal(f"the plan for {self.worker.label}", expected, got, **details)
 
 
-def _ranges(pair: PairTables, groups: GroupPair, ids: Any, i: int, position: Ints) -> BlockRanges:
-    """The descriptors of one side at each position. Raises ``PROOF`` for an id outside the row of its series (K2)."""
-    side, group, last, step = pair.sides[i], groups.groups[i], groups.num_blocks[i] - 1, ids.step[i]
-    ordinal, slot = np.divmod(local_slots(group, position), slots_of(group))
-    more = _terms_of_blocks(pair, group, ids, ids.blocks[i], ordinal) if hasattr(ids, "blocks") else ids.sub[i][slot]
-    number = (ids.base[i].astype(np.int64) + more).reshape(-1)
-    # The row of each id is the last that begins at or before it; `within` is the element of the row.
-    row = np.searchsorted(side.first, number, "right") - 1
-    within = number - side.first[row]
-    end = min(int(side.count.sum()), ID_END if ids.base.dtype == np.int32 else BYTES_END)
-    wrong = (row < 0) | (step * last >= np.minimum(side.count[row], end - side.first[row]) - within)
+def _ids_of_group(pairs: Iterable[PairTables], group: Group) -> Iterator[tuple[PairTables, GroupPair]]:
+    """Yield the ids that move bytes into a group, each with its pair of workers."""
+    for pair in pairs:
+        for ids in pair.group_pairs:
+            if ids.groups[0] == group:
+                yield pair, ids
+
+
+def _positions(group: Group, ordinal: Ints, slot: Ints) -> Ints:
+    """Return the position in each slot of blocks."""
+    return positions_of(group, ordinal * slots_of(group) + slot)
+
+
+def _ranges(
+    tables: GroupTables,
+    side: int,
+    ids: RunIds | TokenIds,
+    ordinal: Ints,
+    terms: Ints,
+) -> BlockRanges:
+    """Return one side of the descriptors of a series; ``terms`` are what block or slot add to the
+    ids.
+
+    Raises ``PROOF`` for an id outside the row of its series (K2).
+    """
+    table = tables.pair.sides[side]
+    last_block = tables.ids.num_blocks[side] - 1
+    step = ids.step[side]
+    # The id of each descriptor in block 0, by run and position.
+    number = (ids.base[side].astype(np.int64) + terms).reshape(-1)
+    # The row of each id is the last that begins at or before it; `element` is the element of the
+    # row.
+    row = np.searchsorted(table.first, number, "right") - 1
+    element = number - table.first[row]
+    end = min(int(table.count.sum()), ID_END if ids.base.dtype == np.int32 else BYTES_END)
+    # Rows may list more elements than ids can number.
+    num_elements = np.minimum(table.count[row], end - table.first[row])
+    wrong = (row < 0) | (step * last_block >= num_elements - element)
     if wrong.any():
-        at = wrong.argmax()
-        expected = f"ids of {last + 1} blocks that stay in row {row[at]} of {side.worker.label}"
-        details: dict[str, Any] = {"row": int(row[at]), "id": int(number[at]), "step": step}
-        raise refusal(pair, expected, f"{number[at]} and every {step} from there", **details)
-    return BlockRanges(
-        ordinal, row, side.start[row] + within * side.stride[row], side.length[row], step * side.stride[row]
-    )
+        first = wrong.argmax()
+        where = f"row {row[first]} of {table.worker.label}"
+        expected = f"ids of {last_block + 1} blocks that stay in {where}"
+        details: dict[str, Any] = {"row": int(row[first]), "id": int(number[first]), "step": step}
+        got = f"{number[first]} and every {step} from there"
+        raise refusal(tables.pair, expected, got, **details)
+    start = table.start[row] + element * table.stride[row]
+    return BlockRanges(ordinal, row, start, table.length[row], step * table.stride[row])
 
 
-def _terms_of_blocks(pair: PairTables, group: Group, runs: RunIds, listed: PeriodBlocks, ordinal: Ints) -> Ints:
-    """What the listed blocks add to ids, for every period; they must be those of the positions (K1).
+def _terms_of_blocks(tables: GroupTables, side: int, runs: RunIds, ordinal: Ints) -> Ints:
+    """Return what the listed blocks add to ids, for every period; they must be those of the
+    positions (K1).
 
     ``ordinal`` has the true block ordinals of all starts, period after period.
     """
-    size = runs.starts.size
-    periods = ordinal.size // size
-    after = local_slots(group, runs.starts + periods * runs.every) // slots_of(group)
-    true = np.concatenate([ordinal, after])
-    expected = np.add.outer(np.arange(periods + 1) * listed.num_blocks, listed.ordinal).reshape(-1)
-    if (true != expected).any() or (listed.step and (np.diff(true) != listed.step).any()):
-        raise refusal(pair, f"blocks {true[:size].tolist()} of group {group.name!r}", f"{listed.ordinal.tolist()}")
-    return np.zeros(ordinal.size, np.int64) if listed.sub is None else np.tile(listed.sub, periods)
+    group = tables.ids.groups[side]
+    blocks = runs.blocks[side]
+    num_starts = runs.starts.size
+    num_periods = ordinal.size // num_starts
+    # One period more than is followed, for the step from the last block to the next.
+    next_slots = local_slots(group, runs.starts + num_periods * runs.every)
+    true = np.concatenate([ordinal, next_slots // slots_of(group)])
+    first_of_period = np.arange(num_periods + 1) * blocks.num_blocks
+    expected = np.add.outer(first_of_period, blocks.ordinal).reshape(-1)
+    if (true != expected).any() or (blocks.step and (np.diff(true) != blocks.step).any()):
+        expected_blocks = f"blocks {true[:num_starts].tolist()} of group {group.name!r}"
+        raise refusal(tables.pair, expected_blocks, f"{blocks.ordinal.tolist()}")
+    if blocks.sub is None:
+        return np.zeros(ordinal.size, np.int64)
+    return np.tile(blocks.sub, num_periods)
 
 
-def _check_spans(pair: PairTables, groups: GroupPair, joined: bool, start: Ints, position: Ints) -> None:
-    """Rule K4, for descriptors that begin at positions ``start`` and have bytes of ``position``."""
-    if not joined:
-        if (start != position).any():
-            raise refusal(pair, "a token to be one position", "several")
-        return
-    low, high = np.array([(-1, -1), *groups.cuts], np.int64).T
-    # `turn` is where the period of each descriptor begins; `cut` is the last cut that begins at or before it.
-    turn = start - start % groups.period
-    cut = np.searchsorted(low, start - turn, "right") - 1
-    inside = (start < turn + high[cut]) & (turn + low[cut] <= position) & (position < turn + high[cut])
+def _held(
+    tables: GroupTables,
+    side: int,
+    ranges: BlockRanges,
+    parts: DescriptorPieces,
+) -> dict[str, Ints]:
+    """Return which bytes one side of each part holds: the tensor, the position and the number of
+    the first byte.
+
+    Raises ``PROOF`` for ids that do not follow the blocks of a view (K2).
+    """
+    pieces = tables.pieces[side]
+    piece = parts.piece[side]
+    # Only block 0 has these ids if the pool has one block.
+    num_blocks = tables.ids.num_blocks[side]
+    behind = (pieces.block_stride[piece] != ranges.step[parts.descriptor]) & (num_blocks > 1)
+    if behind.any() or num_blocks > pieces.num_blocks[piece].min():
+        raise refusal(tables.pair, "ids that follow the blocks of every view", "other ids")
+    ordinal = _ordinals(ranges, parts)
+    return {
+        "tensor": pieces.tensor[piece],
+        "position": _positions(tables.ids.groups[side], ordinal, pieces.slot[piece]),
+        "byte": pieces.number[piece] + parts.start[side] - pieces.start[piece],
+    }
+
+
+def _ordinals(ranges: BlockRanges, parts: DescriptorPieces) -> Ints:
+    """Return the block ordinal of each part."""
+    # Descriptors are listed by run and position: positions repeat with every run.
+    return ranges.ordinal[parts.descriptor % ranges.ordinal.size]
+
+
+def _placed(tables: GroupTables, ranges: BlockRanges, parts: DescriptorPieces) -> PlacedRanges:
+    """Return where parts arrive, by the ``ranges`` of the destination."""
+    piece = parts.piece[0]
+    start = parts.start[0] - tables.pieces[0].start[piece]
+    return PlacedRanges(piece, _ordinals(ranges, parts), start, parts.length)
+
+
+def _check_in_cuts(tables: GroupTables, start: Ints, position: Ints) -> None:
+    """Raise ``PROOF`` if a part of a run lies outside the cut in which the run begins (K4).
+
+    ``start`` is the position at which the run of each part begins, ``position`` that of the part.
+    """
+    period = tables.ids.period
+    low, high = np.array([(-1, -1), *tables.ids.cuts], np.int64).T
+    # Of each run: where its period begins, and the last cut that begins at or before it.
+    period_start = start - start % period
+    cut = np.searchsorted(low, start - period_start, "right") - 1
+    cut_start = period_start + low[cut]
+    cut_stop = period_start + high[cut]
+    inside = (start < cut_stop) & (cut_start <= position) & (position < cut_stop)
     if not inside.all():
-        raise refusal(pair, "every run to stay inside a cut", "a run that does not")
+        raise refusal(tables.pair, "every run to stay inside a cut", "a run that does not")
 
 
-def _places(pair: PairTables, *rows: int, **details: Any) -> dict[str, Any]:
-    """Details of an error: beside others, the row of a descriptor on both sides, and its region."""
-    names = [side.worker.regions[side.region[row]].name for side, row in zip(pair.sides, rows, strict=True)]
-    return {"row": tuple(map(int, rows)), "region": tuple(names), **details}
+def _places(pair: PairTables, *rows: int) -> dict[str, Any]:
+    """Return details of an error: the row of a descriptor on both sides, and its region."""
+    regions = []
+    for table, row in zip(pair.sides, rows, strict=True):
+        regions.append(table.worker.regions[table.region[row]].name)
+    return {"row": tuple(map(int, rows)), "region": tuple(regions)}
 
 
-def _check_limit(what: str, number: int) -> None:
+def _check_limit(subject: str, number: int) -> None:
     if number > MAX_PARTS:
-        raise refusal(what, f"at most {MAX_PARTS} parts to follow", f"{number}", "RANGE", number=number)
+        expected = f"at most {MAX_PARTS} parts to follow"
+        raise refusal(subject, expected, f"{number}", "RANGE", number=number)
