@@ -478,8 +478,7 @@ class _Proof:
         """
         if not moved.piece.size:
             return moved
-        # Columns in the order of piece, block ordinal and first byte: overlapping ranges are
-        # neighbours.
+        # By piece, block ordinal and first byte: ranges that overlap are neighbours.
         order = np.lexsort((moved.start, moved.ordinal, moved.piece))
         piece = moved.piece[order]
         ordinal = moved.ordinal[order]
@@ -511,8 +510,7 @@ class _Proof:
         # Pieces of all blocks, numbered by piece and block ordinal.
         whole = (filled.piece * num_blocks + filled.ordinal)[is_whole]
         if self.complete and whole.size < pieces.start.size * num_blocks:
-            # Whole pieces ascend: the first that is missing is where they are no longer 0, 1, 2,
-            # ...
+            # Whole pieces ascend: the first missing one is where they are no longer 0, 1, 2, ...
             missing = int(np.append(whole != np.arange(whole.size), True).argmax())
             raise self.wrong(group, pieces, *divmod(missing, num_blocks), "bytes not moved")
 
@@ -538,7 +536,10 @@ class _Proof:
         return refusal(f"the plan for {self.worker.label}", expected, got, **details)
 
 
-def _ids_of_group(pairs: Iterable[PairTables], group: Group) -> Iterator[tuple[PairTables, GroupPair]]:
+def _ids_of_group(
+    pairs: Iterable[PairTables],
+    group: Group,
+) -> Iterator[tuple[PairTables, GroupPair]]:
     """Yield the ids that move bytes into a group, each with its pair of workers."""
     for pair in pairs:
         for ids in pair.group_pairs:

@@ -37,7 +37,7 @@ from kvplan.verification.labels import (
     window,
 )
 from kvplan.verification.memory import ByteRanges, FakeMemory
-from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of
+from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of_group
 
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
@@ -209,7 +209,7 @@ class _Check:
     def wanted(self, view: View, tokens: Tokens) -> Ints:
         """The positions of a view that the request needs: those of ``tokens``, or what its parts need."""
         group = self.groups[view.group]
-        span = range_of(tokens, group, view.group)
+        span = range_of_group(tokens, group, view.group)
         if span is None:
             return np.unique(np.concatenate([need.positions(view, group) for need in self.job.needs.values()]))
         positions = needed(group, None, span)
