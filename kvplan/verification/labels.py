@@ -1,23 +1,25 @@
-"""Labels: a different number for every byte that a destination worker needs, and where in memory each label belongs.
+"""Labels: a different number for every byte that a destination worker needs, and its place.
 
-The bytes of a tensor at one position are *numbered* in the order in which the destination stores them; both sides of a
-transfer use the same numbers. So a byte arrives where it belongs if tensor, position and number are equal. A *piece* is
-a run of bytes in one slot of a block that are contiguous in memory and in number.
+The bytes of a tensor at one position are *numbered* in the order in which the destination stores
+them; both sides of a transfer use the same numbers. So a byte arrives where it belongs if tensor,
+position and number are equal. A *piece* is a run of bytes in one slot of a block that are
+contiguous in memory and in number.
 
-Everything here follows from the address formula of a view and from two rules, so that plans can be checked by code that
-does not know how plans are made:
+Everything here follows from the address formula of a view and from two rules, so that plans can be
+checked by code that does not know how plans are made:
 
-- Q1: a destination worker needs the elements of its views whose tensor some source has, at the positions of the range
-  that its context holds; in a state group, at the block ordinals of the range. It needs nothing where its block table
-  has a gap.
-- Q2: a context (rank ``r``, size ``n``, interleave ``i``) holds position ``p`` if ``p // i % n == r``, in local slot
-  ``p // (n * i) * i + p % i``. Divided by tokens_per_block, that is block ordinal and slot in the block.
+- Q1: a destination worker needs the elements of its views whose tensor some source has, at the
+  positions of the range that its context holds; in a state group, at the block ordinals of the
+  range. It needs nothing where its block table has a gap.
+- Q2: a context (rank ``r``, size ``n``, interleave ``i``) holds position ``p`` if
+  ``p // i % n == r``, in local slot ``p // (n * i) * i + p % i``. Divided by tokens_per_block, that
+  is block ordinal and slot in the block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -38,36 +40,49 @@ Weights = tuple[tuple[str, int], ...]
 
 
 def numbering(view: View | Geometry) -> Weights:
-    """The weights that number a tensor's bytes as ``view`` stores them: finest axis first, one-element axes last.
+    """Return the weights that number a tensor's bytes as ``view`` stores them: finest axis first.
 
-    Axes of size 1 have none: the other side may lack them.
+    Axes with one element here come last. Axes of size 1 have no weight: the other side may lack
+    them.
     """
-    sizes = {name: size for name, size in view.sizes.items() if size > 1}
-    steps = {name: [a.stride_bytes for a in view.axes if a.name == name and a.extent > 1] for name in sizes}
-    weight, weights = view.itemsize, []
-    for name in sorted(steps, key=lambda name: min(steps[name], default=math.inf)):
-        if name != TOKEN:
-            weights.append((name, weight))
-            weight *= sizes[name]
+    sizes = {name: size for name, size in view.sizes.items() if size > 1 and name != TOKEN}
+    shortest_stride = dict.fromkeys(sizes, math.inf)
+    for axis in view.axes:
+        if axis.name in sizes and axis.extent > 1:
+            shortest_stride[axis.name] = min(shortest_stride[axis.name], axis.stride_bytes)
+    weight = view.itemsize
+    weights = []
+    for name in sorted(sizes, key=lambda name: shortest_stride[name]):
+        weights.append((name, weight))
+        weight *= sizes[name]
     return tuple(weights)
 
 
 def pieces_of_slot(
-    view: View | Geometry, weights: Weights, parts: Mapping[str, Range] | None = None
+    view: View | Geometry,
+    weights: Weights,
+    parts: Mapping[str, Range] | None = None,
 ) -> tuple[Ints, Ints, int]:
-    """The pieces of one slot: the offset of each, the number of its first byte, and the length of all of them.
+    """Return the pieces of one slot: their offsets, the numbers of their first bytes, one length.
 
-    With ``parts``, only coordinates inside these intervals, perhaps none; an axis of several digits is not narrowed.
+    With ``parts``, only coordinates inside these intervals, perhaps none; an axis of several digits
+    is not narrowed.
 
-    >>> view = View("a", "g", "r", "uint8", (Axis("head", 0, 2, 8, 16), Axis("dim", 0, 4, 4, 1)), 1, 0)
+    >>> axes = (Axis("head", 0, 2, 8, 16), Axis("dim", 0, 4, 4, 1))
+    >>> view = View("a", "g", "r", "uint8", axes, 1, 0)
     >>> pieces_of_slot(view, numbering(view))
     (array([ 0, 16]), array([0, 4]), 4)
     """
-    offset, number, length = np.zeros(1, np.int64), np.zeros(1, np.int64), view.itemsize
-    for axis, weight in sorted(_weighted(view.axes, dict(weights)), key=lambda pair: pair[0].stride_bytes):
+    # At first one element; then its pieces along every axis, from the finest to the coarsest.
+    offset = np.zeros(1, np.int64)
+    number = np.zeros(1, np.int64)
+    length = view.itemsize
+    for axis, weight in sorted(_weighted(view.axes, dict(weights)), key=_stride_of_weighted):
         low, high = axis.start, axis.stop
         if parts and axis.name in parts and axis.size == view.sizes[axis.name]:
-            low, high = max(low, parts[axis.name][0]), min(high, parts[axis.name][1])
+            part_start, part_stop = parts[axis.name]
+            low = max(low, part_start)
+            high = min(high, part_stop)
         extent = max(high - low, 0)
         offset = offset + (low - axis.start) * axis.stride_bytes
         number = number + low * weight
@@ -82,103 +97,132 @@ def pieces_of_slot(
 
 
 def slots_of_block(view: View | Geometry) -> Ints:
-    """The offset of each slot in a block, in order: one slot for a view without token axis."""
+    """Return the offset of each slot in a block: one slot for a view without token axis."""
     offset = np.zeros(1, np.int64)
     for axis in view.axes:
         if axis.name == TOKEN:
-            offset = np.add.outer(offset, np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes).reshape(-1)
+            # Every slot of the coarser digits, once for each value of this digit.
+            steps = np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes
+            offset = np.add.outer(offset, steps).reshape(-1)
     return offset
 
 
-def _weighted(axes: tuple[Axis, ...], weights: Mapping[str, int]) -> list[tuple[Axis, int]]:
-    """Every axis but the token axis, with its weight. The weight of a digit counts the finer digits of its name."""
-    found = []
+def _weighted(axes: Sequence[Axis], weights: Mapping[str, int]) -> list[tuple[Axis, int]]:
+    """Return every axis but the token axis, with its weight.
+
+    The weight of a digit counts the finer digits of its name.
+    """
+    weighted = []
     for i, axis in enumerate(axes):
         if axis.name != TOKEN:
-            finer = math.prod(other.size for other in axes[i + 1 :] if other.name == axis.name)
-            found.append((axis, weights[axis.name] * finer if axis.size > 1 else 0))
-    return found
+            finer_digits = [finer.size for finer in axes[i + 1 :] if finer.name == axis.name]
+            weight = weights[axis.name] * math.prod(finer_digits) if axis.size > 1 else 0
+            weighted.append((axis, weight))
+    return weighted
+
+
+def _stride_of_weighted(weighted: tuple[Axis, int]) -> int:
+    axis, _ = weighted
+    return axis.stride_bytes
 
 
 @attrs.frozen
 class Place:
-    """What a worker stores at an address: ``what`` in words, and the block and slot of ``view`` if it is in a view."""
+    """An address of a worker, in words, and the block and slot of ``view`` if it is in a view."""
 
     worker: Worker
     address: int
-    what: str = "no region"
+    words: str = "no region"
     region: Region | None = None
     view: View | None = None
     block: int = 0
     slot: int = 0
 
     def __str__(self) -> str:
-        return f"{self.what}, address {self.address:#x} of {self.worker.label}"
+        return f"{self.words}, address {self.address:#x} of {self.worker.label}"
 
 
 def locate(worker: Worker, address: int, device_id: int) -> Place:
-    """The place of an address: the address formula of the worker's views, inverted. The first matching view counts.
+    """Return the place of an address: the address formula of the worker's views, inverted.
+
+    The first view that has the address counts.
 
     >>> from kvplan import Group
-    >>> view = View("mla", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 8), Axis("dim", 0, 6, 6, 1)), 10, 32)
+    >>> axes = (Axis("token", 0, 4, 4, 8), Axis("dim", 0, 6, 6, 1))
+    >>> view = View("mla", "attn", "kv", "uint8", axes, 10, 32)
     >>> worker = Worker("decode", 0, (Region("kv", 4096, 320),), (Group("attn", 4),), (view,))
     >>> print(locate(worker, 4096 + 3 * 32 + 2 * 8 + 5, 0))
     mla dim 5 byte 0 in group attn block 3 slot 2, address 0x1075 of decode/0
     >>> print(locate(worker, 4096 + 7, 0))
     padding of region kv, address 0x1007 of decode/0
     """
-    found = Place(worker, address)
+    place = Place(worker, address)
     for region in worker.regions:
         offset = address - region.address
         if region.device_id == device_id and 0 <= offset < region.size_bytes:
-            found = Place(worker, address, f"padding of region {region.name}", region)
+            place = Place(worker, address, f"padding of region {region.name}", region)
             for view in worker.views:
-                if view.region == region.name and (element := _invert(view, offset - view.offset_bytes)):
-                    return Place(worker, address, element[0], region, view, *element[1:])
-    return found
+                if view.region != region.name:
+                    continue
+                element = _element_at(view, offset - view.offset_bytes)
+                if element is not None:
+                    words, block, slot = element
+                    return Place(worker, address, words, region, view, block, slot)
+    return place
 
 
-def _invert(view: View, offset: int) -> tuple[str, int, int] | None:
-    """The element at an offset from a view's first byte, if there is one: in words, its block and its slot."""
-    dims = [(view.block_stride_bytes if view.num_blocks > 1 else 0, view.num_blocks, -1)]
+def _element_at(view: View, offset: int) -> tuple[str, int, int] | None:
+    """Return the element at an offset of a view: in words, its block and its slot."""
+    # Stride and extent of each dimension, and the index of its axis; that of the blocks is -1.
+    block_stride = view.block_stride_bytes if view.num_blocks > 1 else 0
+    dims = [(block_stride, view.num_blocks, -1)]
     dims += [(axis.stride_bytes, axis.extent, i) for i, axis in enumerate(view.axes)]
-    at = {}
+    index: dict[int, int] = {}
     # The longest stride first: what is left of the offset is that of the finer axes.
     for stride, extent, i in sorted(dims, reverse=True):
-        at[i] = min(max(offset, 0) // stride, extent - 1) if extent > 1 else 0
-        offset -= at[i] * stride
+        index[i] = min(max(offset, 0) // stride, extent - 1) if extent > 1 else 0
+        offset -= index[i] * stride
     if not 0 <= offset < view.itemsize:
         return None
     coordinates: dict[str, int] = {}
     for i, axis in enumerate(view.axes):
-        coordinates[axis.name] = coordinates.get(axis.name, 0) * axis.size + axis.start + at[i]
+        coarser = coordinates.get(axis.name, 0)
+        coordinates[axis.name] = coarser * axis.size + axis.start + index[i]
     slot = coordinates.pop(TOKEN, None)
-    words = " ".join([view.name, *(f"{name} {value}" for name, value in sorted(coordinates.items())), f"byte {offset}"])
-    words += f" in group {view.group} block {at[-1]}" + ("" if slot is None else f" slot {slot}")
-    return words, at[-1], slot or 0
+    words = [view.name]
+    words += [f"{name} {coordinate}" for name, coordinate in sorted(coordinates.items())]
+    words.append(f"byte {offset} in group {view.group} block {index[-1]}")
+    if slot is not None:
+        words.append(f"slot {slot}")
+    return " ".join(words), index[-1], slot or 0
 
 
 def listed_slots(group: Group, blocks: Blocks | None) -> Ints:
-    """The local slots that a block table has blocks for, ascending: ``tokens_per_block`` for each block."""
+    """Return the local slots that a block table has blocks for, ascending."""
     slots = group.tokens_per_block or 1
     ordinals = np.empty(0, np.int64) if blocks is None else blocks.ordinals
     return np.add.outer(ordinals * slots, np.arange(slots)).reshape(-1)
 
 
 def local_slots(group: Group, positions: Ints) -> Ints:
-    """The local slots of positions that the group's context holds (rule Q2)."""
-    run, size = group.context.interleave_tokens, group.context.size
-    return positions // (size * run) * run + positions % run
+    """Return the local slots of positions that the group's context holds (rule Q2)."""
+    interleave = group.context.interleave_tokens
+    cycle = group.context.size * interleave
+    return positions // cycle * interleave + positions % interleave
 
 
 def positions_of(group: Group, slots: Ints) -> Ints:
-    """The positions in local slots: rule Q2, inverted."""
-    run, size, rank = group.context.interleave_tokens, group.context.size, group.context.rank
-    return slots // run * (size * run) + rank * run + slots % run
+    """Return the positions in local slots: rule Q2, inverted."""
+    interleave = group.context.interleave_tokens
+    cycle = group.context.size * interleave
+    first = group.context.rank * interleave
+    return slots // interleave * cycle + first + slots % interleave
 
 
 def needed(group: Group, blocks: Blocks | None, tokens: Range | None) -> Ints:
-    """The positions of a range that the group's context holds, or without one all in its blocks (Q1), ascending.
+    """Return the positions of a range that the group's context holds, ascending (Q1).
+
+    Without a range, these are all positions in its blocks.
 
     >>> from kvplan import Context
     >>> group = Group("attn", 4, Context(rank=1, size=2, interleave_tokens=2))
@@ -192,26 +236,35 @@ def needed(group: Group, blocks: Blocks | None, tokens: Range | None) -> Ints:
     if tokens is None:
         return positions_of(group, listed_slots(group, blocks))
     positions = np.arange(*tokens, dtype=np.int64)
-    held = positions // group.context.interleave_tokens % group.context.size == group.context.rank
+    turns = positions // group.context.interleave_tokens
+    held = turns % group.context.size == group.context.rank
     if blocks is not None and blocks.has_gaps:
         held &= np.isin(local_slots(group, positions), listed_slots(group, blocks))
     return np.asarray(positions[held])
 
 
 def position_at(place: Place, tables: Mapping[str, Blocks]) -> int | None:
-    """The position that a request's block tables give to a place; ``None`` if they do not have its block."""
-    if place.view is None or (blocks := tables.get(place.view.group)) is None:
+    """Return the position that a request has at a place; ``None`` if it does not have its block."""
+    blocks = None if place.view is None else tables.get(place.view.group)
+    if place.view is None or blocks is None:
         return None
-    group = next(group for group in place.worker.groups if group.name == place.view.group)
-    slots = blocks.ordinals[blocks.ids == place.block] * (group.tokens_per_block or 1) + place.slot
+    group = _group_of(place.worker, place.view)
+    ordinals = blocks.ordinals[blocks.ids == place.block]
+    slots = ordinals * (group.tokens_per_block or 1) + place.slot
     return int(positions_of(group, slots)[0]) if slots.size else None
+
+
+def _group_of(worker: Worker, view: View) -> Group:
+    return next(group for group in worker.groups if group.name == view.group)
 
 
 @attrs.frozen(eq=False)
 class Labels:
-    """The labels of one tensor: ``base``, plus the bytes of all positions since the first, plus the byte's number.
+    """The labels of one tensor.
 
-    ``parts`` are the coordinates that the destination has along each axis: no others are labelled in the sources.
+    A label is ``base``, plus the bytes of all positions since the first, plus the byte's number.
+    ``parts`` are the coordinates that the destination has along each axis: no others are labelled
+    in the sources.
     """
 
     name: str
@@ -224,60 +277,83 @@ class Labels:
 
     @property
     def bytes_per_position(self) -> int:
-        """The distance between the labels of neighbouring positions."""
+        """Return the distance between the labels of neighbouring positions."""
         return self.itemsize * math.prod(self.sizes[name] for name, _ in self.weights)
 
     @property
     def end(self) -> int:
-        """The label after the last one."""
-        positions = int(self.positions[-1] - self.positions[0]) + 1 if self.positions.size else 0
-        return self.base + positions * self.bytes_per_position
+        """Return the label after the last one."""
+        if not self.positions.size:
+            return self.base
+        num_positions = int(self.positions[-1] - self.positions[0]) + 1
+        return self.base + num_positions * self.bytes_per_position
 
     def first(self, positions: Ints) -> Ints:
-        """The first label of each position."""
+        """Return the first label of each position."""
         return np.asarray(self.base + (positions - self.positions[0]) * self.bytes_per_position)
 
     def describe(self, label: int) -> str:
-        """The byte that a label of this tensor means, by coordinates."""
+        """Return the byte that a label of this tensor means, by coordinates."""
         position, byte = divmod(label - self.base, self.bytes_per_position)
-        words = [f"{name} {byte // weight % self.sizes[name]}" for name, weight in sorted(self.weights)]
+        words = [self.name]
+        for name, weight in sorted(self.weights):
+            words.append(f"{name} {byte // weight % self.sizes[name]}")
         words.append(f"byte {byte % self.itemsize} of position {position + int(self.positions[0])}")
-        return f"{self.name} {' '.join(words)}"
+        return " ".join(words)
 
 
-def number(views: Iterable[tuple[View, Ints]]) -> dict[str, Labels]:
-    """Labels by tensor, from 1 on, for destination views with the positions that each needs.
+def label_tensors(positions_by_view: Iterable[tuple[View, Ints]]) -> dict[str, Labels]:
+    """Return labels by tensor, from 1 on, for destination views with the positions that each needs.
 
     >>> from kvplan import Axis
-    >>> view = View("layers.0", "attn", "kv", "float16", (Axis("token", 0, 4, 4, 4), Axis("dim", 0, 2, 2, 2)), 9, 16)
-    >>> labels = number([(view, np.arange(100, 104))])["layers.0"]
+    >>> axes = (Axis("token", 0, 4, 4, 4), Axis("dim", 0, 2, 2, 2))
+    >>> view = View("layers.0", "attn", "kv", "float16", axes, 9, 16)
+    >>> labels = label_tensors([(view, np.arange(100, 104))])["layers.0"]
     >>> labels.base, labels.end, labels.describe(7)
     (1, 17, 'layers.0 dim 1 byte 0 of position 101')
     """
-    found: dict[str, tuple[View, Ints, dict[str, Range]]] = {}
-    for view, wanted in views:
-        first, positions, parts = found.get(view.name, (view, wanted, {}))
-        for axis in view.axes:
-            # The part of an axis in several digits is no interval: take all of it.
-            whole = view.sizes[axis.name]
-            low, high = (axis.start, axis.stop) if axis.size == whole else (0, whole)
-            known = parts.get(axis.name, (low, high))
-            parts[axis.name] = min(low, known[0]), max(high, known[1])
-        found[view.name] = first, np.union1d(positions, wanted), parts
-    made: dict[str, Labels] = {}
+    first_view: dict[str, View] = {}
+    positions: dict[str, Ints] = {}
+    parts: dict[str, dict[str, Range]] = {}
+    for view, needed_positions in positions_by_view:
+        first_view.setdefault(view.name, view)
+        before = positions.get(view.name, needed_positions)
+        positions[view.name] = np.union1d(before, needed_positions)
+        _extend_parts(parts.setdefault(view.name, {}), view)
+    labels: dict[str, Labels] = {}
     base = 1
-    for name, (view, positions, parts) in found.items():
-        made[name] = Labels(name, base, positions, numbering(view), view.sizes, view.itemsize, parts)
-        base = made[name].end
-    return made
+    for name, view in first_view.items():
+        weights = numbering(view)
+        labels[name] = Labels(
+            name,
+            base,
+            positions[name],
+            weights,
+            view.sizes,
+            view.itemsize,
+            parts[name],
+        )
+        base = labels[name].end
+    return labels
+
+
+def _extend_parts(parts: dict[str, Range], view: View) -> None:
+    """Extend the part of each axis by that of a view."""
+    for axis in view.axes:
+        size = view.sizes[axis.name]
+        # The part of an axis in several digits is no interval: take all of it.
+        low, high = (axis.start, axis.stop) if axis.size == size else (0, size)
+        part_start, part_stop = parts.get(axis.name, (low, high))
+        parts[axis.name] = min(low, part_start), max(high, part_stop)
 
 
 @attrs.frozen(eq=False)
 class Window:
-    """A view's bytes for some positions: ``cells[start[i] + offset[j]]`` is piece ``j`` of ``positions[i]``.
+    """A view's bytes for some positions.
 
-    ``cells`` are all runs of cells in the view's region that are as long as a piece; ``number`` has the number of each
-    piece's first byte.
+    Piece ``j`` of ``positions[i]`` is ``cells[start[i] + offset[j]]``.
+    ``cells`` are all runs of cells in the view's region that are as long as a piece; ``number`` has
+    the number of each piece's first byte.
     """
 
     labels: Labels
@@ -288,24 +364,40 @@ class Window:
     number: Ints
 
     def chunks(self) -> Iterator[tuple[Ints, Cells]]:
-        """Indices into ``cells``, (positions, pieces), and labels, (positions, pieces, bytes), some at a time."""
-        length = self.cells.shape[1]
-        step = max(1, CHUNK_CELLS // max(self.offset.size * length, 1))
-        number = np.add.outer(self.number, np.arange(length)).astype(self.cells.dtype)
-        for low in range(0, self.positions.size, step):
-            some = slice(low, low + step)
-            first = self.labels.first(self.positions[some]).astype(self.cells.dtype)
-            yield np.add.outer(self.start[some], self.offset), np.add.outer(first, number)
+        """Yield indices into ``cells`` and the labels that belong there, chunk by chunk.
+
+        Indices are (positions, pieces), labels (positions, pieces, bytes).
+        """
+        piece_length = self.cells.shape[1]
+        positions_per_chunk = max(1, CHUNK_CELLS // max(self.offset.size * piece_length, 1))
+        # The number of every byte of a position, (pieces, bytes).
+        number = np.add.outer(self.number, np.arange(piece_length)).astype(self.cells.dtype)
+        for low in range(0, self.positions.size, positions_per_chunk):
+            chunk = slice(low, low + positions_per_chunk)
+            first = self.labels.first(self.positions[chunk]).astype(self.cells.dtype)
+            yield np.add.outer(self.start[chunk], self.offset), np.add.outer(first, number)
 
 
-def window(memory: FakeMemory, worker: Worker, view: View, labels: Labels, blocks: Blocks | None) -> Window:
-    """A view's bytes for all positions of its tensor that the worker holds in its blocks."""
-    group = next(group for group in worker.groups if group.name == view.group)
-    positions = labels.positions[np.isin(labels.positions, needed(group, blocks, None), assume_unique=True)]
+def window(
+    memory: FakeMemory,
+    worker: Worker,
+    view: View,
+    labels: Labels,
+    blocks: Blocks | None,
+) -> Window:
+    """Return a view's bytes for all positions of its tensor that the worker holds in its blocks."""
+    group = _group_of(worker, view)
+    in_blocks = needed(group, blocks, None)
+    is_held = np.isin(labels.positions, in_blocks, assume_unique=True)
+    positions = labels.positions[is_held]
+    # The offset of each position in the region.
     ordinal, slot = np.divmod(local_slots(group, positions), group.tokens_per_block or 1)
     start = view.offset_bytes + slots_of_block(view)[slot]
     if blocks is not None:
-        # Ordinals ascend, and each position's is among them: so this is the place of its block in the table.
-        start += blocks.ids[np.searchsorted(blocks.ordinals, ordinal)].astype(np.int64) * view.block_stride_bytes
-    offset, numbers, length = pieces_of_slot(view, labels.weights, labels.parts)
-    return Window(labels, runs_of(memory.region(worker, view), length), positions, start, offset, numbers)
+        # Ordinals ascend, and each position's is among them: so this is the place of its block in
+        # the table.
+        block = blocks.ids[np.searchsorted(blocks.ordinals, ordinal)]
+        start += block.astype(np.int64) * view.block_stride_bytes
+    offset, number, length = pieces_of_slot(view, labels.weights, labels.parts)
+    cells = runs_of(memory.region(worker, view), length)
+    return Window(labels, cells, positions, start, offset, number)

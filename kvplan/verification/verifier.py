@@ -28,11 +28,11 @@ from kvplan.errors import KVPlanError
 from kvplan.verification.labels import (
     Place,
     Window,
+    label_tensors,
     listed_slots,
     local_slots,
     locate,
     needed,
-    number,
     position_at,
     window,
 )
@@ -201,7 +201,7 @@ class _Check:
         offered = {name for need in job.needs.values() for name in need.offered}
         self.views = [view for view in job.worker.views if view.name in offered]
         self.positions = [self.wanted(view, tokens) for view in self.views]
-        self.labels = number(zip(self.views, self.positions, strict=True))
+        self.labels = label_tensors(zip(self.views, self.positions, strict=True))
         end = max((labels.end for labels in self.labels.values()), default=1)
         label_bytes = 4 if end < 1 << 32 else 8
         self.memory = FakeMemory(self.workers.values(), label_bytes=label_bytes, poison=(1 << 8 * label_bytes) - 1)

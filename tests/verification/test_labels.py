@@ -8,7 +8,7 @@ import pytest
 
 from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
 from kvplan.verification import FakeMemory
-from kvplan.verification.labels import local_slots, locate, needed, number, position_at, window
+from kvplan.verification.labels import label_tensors, local_slots, locate, needed, position_at, window
 from tests.small import engine
 
 TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
@@ -47,7 +47,7 @@ def test_q2_held_positions_fill_the_local_slots_in_order(context: Context) -> No
 def test_labels_are_as_many_as_bytes_and_all_different() -> None:
     """Every byte of every element of every position has a number of its own, for two tensors."""
     other = View("layers.1", "attn", "kv", "uint8", (Axis("token", 0, 4, 4, 1),), 6, 4)
-    tensors = number([(VIEW, np.arange(5, 8)), (other, np.arange(5, 8))])
+    tensors = label_tensors([(VIEW, np.arange(5, 8)), (other, np.arange(5, 8))])
     assert (tensors["layers.0"].base, tensors["layers.0"].end) == (1, 1 + 3 * 6 * 2 * 2)
     assert (tensors["layers.1"].base, tensors["layers.1"].end) == (73, 76)
     described = {tensors["layers.0"].describe(label) for label in range(1, 73)}
@@ -57,7 +57,7 @@ def test_labels_are_as_many_as_bytes_and_all_different() -> None:
 
 def test_a_window_finds_each_byte_by_the_formula_of_the_view() -> None:
     """Token digits, a part of the heads, an offset and a pad: label and address agree for every byte."""
-    tensors = number([(VIEW, np.arange(2, 11))])
+    tensors = label_tensors([(VIEW, np.arange(2, 11))])
     blocks = Blocks([4, 2], first=1)
     with FakeMemory([WORKER], label_bytes=4) as memory:
         seen = window(memory, WORKER, VIEW, tensors["layers.0"], blocks)
@@ -83,7 +83,7 @@ def test_a_source_is_labelled_only_where_the_destination_has_coordinates() -> No
     other = attrs.evolve(VIEW, axes=(attrs.evolve(AXES[0], start=0, stop=2), *AXES[1:]))
     digits = attrs.evolve(VIEW, axes=(Axis("head", 1, 2, 2, 0), Axis("head", 0, 2, 3, 8), *AXES[1:]))
     for view, source, heads in ((part, VIEW, {"head 4"}), (other, VIEW, set()), (digits, VIEW, {"head 3", "head 4"})):
-        labels = number([(view, np.arange(4, 8))])["layers.0"]
+        labels = label_tensors([(view, np.arange(4, 8))])["layers.0"]
         with FakeMemory([WORKER], label_bytes=4) as memory:
             seen = window(memory, WORKER, source, labels, Blocks([0], first=1))
             words = [labels.describe(label) for _, some in seen.chunks() for label in some.reshape(-1).tolist()]
