@@ -1,16 +1,17 @@
-"""Which bytes a plan copies from where to where, in tensors, heads, tokens and blocks.
+"""The bytes that a plan copies, from where to where, in tensors, heads, tokens and blocks.
 
-A request is bound to the plan, and the resulting descriptors are cut where a block or a :class:`Box` of either side
-ends. The coordinates of each end come from its own address and its own worker's views, so they are a check of the plan:
-both ends of a copy have to agree. Without block tables the request is an example: the first blocks of each group, local
-ids ascending and remote ids descending, so that no two blocks are neighbours on both sides.
+A request is bound to the plan, and the resulting descriptors are cut where a block or a
+:class:`Box` of either side ends. The coordinates of each end come from its own address and its own
+worker's views, so they are a check of the plan: both ends of a copy have to agree. Without block
+tables the request is an example: the first blocks of each group, local ids ascending and remote ids
+descending, so that no two blocks are neighbours on both sides.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -29,17 +30,17 @@ from kvplan.plan.bind import range_of
 from kvplan.plan.transfer import TransferPlan
 
 POSITION: Final = "position"
-"""The axis of a request's positions, which is the same on both sides, unlike that of tokens in a block."""
+"""The axis of a request's positions: the same on both sides, unlike that of tokens in a block."""
 
 MAX_BLOCKS: Final = 4
-"""Blocks and contexts of both sides repeat after a period: this many local blocks are drawn for it at most."""
+"""At most this many local blocks are drawn for a period, after which both sides repeat."""
 
 MAX_POSITIONS: Final = 1024
 
 
 @attrs.frozen
 class CopyEnd:
-    """One end of a copy: a box of block ``ordinal`` of the request, whose block id is ``block``, on one worker."""
+    """One end of a copy: a box of block ``ordinal`` of the request, whose id is ``block``."""
 
     worker: Worker = attrs.field(repr=False)
     map: BlockMap = attrs.field(repr=False)
@@ -49,56 +50,70 @@ class CopyEnd:
 
     @property
     def region(self) -> str:
-        """The name of the region."""
+        """Return the name of the region."""
         return self.worker.regions[self.map.places[0][0]].name
 
     @property
     def region_offset(self) -> int:
-        """The offset in the region, in bytes."""
-        return self.map.places[0][1] + self.block * self.map.block_stride_bytes + self.box.start
+        """Return the offset in the region, in bytes."""
+        _, first_byte = self.map.places[0]
+        return first_byte + self.block * self.map.block_stride_bytes + self.box.start
 
     @property
     def path(self) -> Path:
-        """The path of the box, with positions in place of tokens."""
-        tokens = [interval for interval in self.box.path if interval.axis == TOKEN][-1:]
-        return tuple(
-            self._positions(interval) if interval.axis == TOKEN else interval
-            for interval in self.box.path
-            if interval.axis != TOKEN or interval in tokens
-        )
+        """Return the path of the box, with positions in place of tokens."""
+        path = []
+        finest_tokens = [interval for interval in self.box.path if interval.axis == TOKEN][-1:]
+        for interval in self.box.path:
+            if interval.axis != TOKEN:
+                path.append(interval)
+            elif interval in finest_tokens:
+                path.append(self._positions(interval))
+        return tuple(path)
 
     @property
     def positions(self) -> Interval:
-        """All positions in the block, of a token group."""
+        """Return all positions in the block, of a token group."""
         return self._positions(Interval(TOKEN, 0, slots(self.map.group)))
 
     @property
     def coordinates(self) -> str:
-        """The tensors that the bytes belong to, each with its interval on every axis."""
-        return "; ".join(f"{self.map.tensors[i]}: {self._intervals(self.map.views[i])}" for i in self.box.views)
+        """Return the tensors that the bytes belong to, each with its interval on every axis."""
+        tensors = []
+        for view_index in self.box.views:
+            intervals = self._intervals(self.map.views[view_index])
+            tensors.append(f"{self.map.tensors[view_index]}: {intervals}")
+        return "; ".join(tensors)
 
     def _intervals(self, view: View) -> str:
+        """Return the interval on every axis of a view."""
         path = {interval.axis: interval for interval in self.path}
-        found = []
-        for axis, whole in view.sizes.items():
-            if axis == TOKEN:
+        texts = []
+        for axis_name, axis_size in view.sizes.items():
+            if axis_name == TOKEN:
                 held = path.get(POSITION) or self.positions
-                found.append(f"position {held if held.has_gaps else f'[{held.start}, {held.stop})'}")
+                positions = f"{held}" if held.has_gaps else f"[{held.start}, {held.stop})"
+                texts.append(f"position {positions}")
                 continue
-            all_held = segments([one for one in view.axes if one.name == axis])
-            held = path.get(axis) or Interval(axis, all_held.start[0], all_held.stop[-1])
-            found.append(f"{axis} [{held.start}, {held.stop}) of {whole}")
-        return ", ".join(found)
+            whole = segments([axis for axis in view.axes if axis.name == axis_name])
+            held = path.get(axis_name) or Interval(axis_name, whole.start[0], whole.stop[-1])
+            texts.append(f"{axis_name} [{held.start}, {held.stop}) of {axis_size}")
+        return ", ".join(texts)
 
     def _positions(self, tokens: Interval) -> Interval:
-        group, first = self.map.group, self.ordinal * slots(self.map.group)
-        low, high = (position_of(group, first + slot) for slot in (tokens.start, tokens.stop - 1))
+        """Return the positions of an interval of slots, with gaps where other contexts are."""
+        group = self.map.group
+        first_slot = self.ordinal * slots(group)
+        low = position_of(group, first_slot + tokens.start)
+        high = position_of(group, first_slot + tokens.stop - 1)
         has_gaps = high - low > tokens.stop - 1 - tokens.start
         return Interval(POSITION, low, high + 1, has_gaps=has_gaps)
 
     def __str__(self) -> str:
-        which = f" block {self.ordinal}" if self.map.group.tokens_per_block is not None else ""
-        return f"{self.worker.label}{which}, block id {self.block}, region {self.region} + {self.region_offset}"
+        is_token_group = self.map.group.tokens_per_block is not None
+        ordinal = f" block {self.ordinal}" if is_token_group else ""
+        block = f"block id {self.block}"
+        return f"{self.worker.label}{ordinal}, {block}, region {self.region} + {self.region_offset}"
 
 
 @attrs.frozen
@@ -115,7 +130,7 @@ class BoxCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this copy."""
+        """Return the number of bytes of this copy."""
         return self.local.box.stop - self.local.box.start
 
 
@@ -123,8 +138,9 @@ class BoxCopy:
 class Panel:
     """The copies of one layer, of which ``num_layers`` are equal.
 
-    ``tensors`` are those of all layers, ``tokens`` the positions, the first of those ``asked`` for; ``None`` for a
-    state. ``is_example`` says that no block tables were given, so that block ids mean nothing.
+    ``tensors`` are those of all layers, ``tokens`` the positions, the first of those ``asked`` for;
+    ``None`` for a state. ``is_example`` says that no block tables were given, so that block ids
+    mean nothing.
     """
 
     tensors: tuple[str, ...]
@@ -137,137 +153,230 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """The names of the tensors, equal layers folded."""
+        """Return the names of the tensors, equal layers folded."""
         return folded(self.tensors)
 
     @property
     def facts(self) -> str:
-        """How much is copied."""
-        lengths = [copy.num_bytes for copy in self.copies]
-        moved = f"{size(sum(lengths))} in {count(len(lengths), 'copy')} of {sizes(min(lengths), max(lengths))}"
-        where = f"positions [{self.tokens[0]}, {self.tokens[1]})" if self.tokens else "one state"
-        if self.tokens and self.tokens != self.asked:
-            drawn, every = (_blocks_of(self.copies[0].local.map.group, each) for each in (self.tokens, self.asked))
-            first = "block" if drawn == 1 else count(drawn, "block")
-            where += f" of [{self.asked[0]}, {self.asked[1]}), first {first} of {every},"
+        """Return in words how much is copied."""
         layers = f" of one of {self.num_layers} equal layers" if self.num_layers > 1 else ""
-        return f"{where}{layers}: {moved}"
+        lengths = [copy.num_bytes for copy in self.copies]
+        copies = f"{count(len(lengths), 'copy')} of {sizes(min(lengths), max(lengths))}"
+        return f"{self._positions()}{layers}: {size(sum(lengths))} in {copies}"
+
+    def _positions(self) -> str:
+        """Return in words the positions that are drawn, and those asked for if they are more."""
+        if self.tokens is None:
+            return "one state"
+        drawn = f"positions [{self.tokens[0]}, {self.tokens[1]})"
+        if self.tokens == self.asked:
+            return drawn
+        group = self.copies[0].local.map.group
+        num_drawn = _num_blocks(group, self.tokens)
+        blocks = "block" if num_drawn == 1 else count(num_drawn, "block")
+        asked = f"[{self.asked[0]}, {self.asked[1]})"
+        return f"{drawn} of {asked}, first {blocks} of {_num_blocks(group, self.asked)},"
+
+    def with_layer(self, tensors: Iterable[str]) -> Panel:
+        """Return the panel with one more equal layer, of these tensors."""
+        together = tuple(dict.fromkeys([*self.tensors, *tensors]))
+        return attrs.evolve(self, tensors=together, num_layers=self.num_layers + 1)
 
     def details(self, copy: BoxCopy) -> str:
-        """One copy in four lines: what the bytes are, both ends, and the length of the descriptor."""
-        ends = (copy.remote, copy.local) if self.operation == "READ" else (copy.local, copy.remote)
-        moved = f"{count(copy.num_bytes, 'byte')} from {ends[0]}\nto {ends[1]}"
+        """Return one copy in four lines: its bytes, both ends, and the length of the descriptor."""
+        source, destination = copy.local, copy.remote
+        if self.operation == "READ":
+            source, destination = destination, source
+        moved = f"{count(copy.num_bytes, 'byte')} from {source}\nto {destination}"
         return f"{copy.local.coordinates}\n{moved}\ndescriptor of {count(copy.run_bytes, 'byte')}"
 
 
 def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tuple[Panel, ...]:
-    """What a plan copies for a request, the arguments of ``bind``: a panel for each kind of layer that it copies.
+    """Return what a plan copies for a request, the arguments of ``bind``: a panel for each kind of
+    layer.
 
-    Layers are of one kind if their blocks have equal bytes, and equal copies. Raises what :meth:`TransferPlan.bind`
-    does, and ``RANGE`` for a block of too many pieces.
+    Layers are of one kind if their blocks have equal bytes, and equal copies. Raises what
+    :meth:`TransferPlan.bind` does, and ``RANGE`` for a block of too many pieces.
     """
-    ours, theirs = block_maps(plan.local), [block_maps(worker) for worker in plan.remotes]
+    local_maps = block_maps(plan.local)
+    remote_maps = [block_maps(worker) for worker in plan.remotes]
     if request is not None:
-        plan.bind(**request)  # names what is wrong with the whole request, before it is reduced to one group
-    far = [_single(maps) for maps in theirs]
-    kinds: dict[Any, tuple[tuple[BoxCopy, ...], list[tuple[str, ...]]]] = {}
+        # Names what is wrong with the whole request, before it is reduced to one group.
+        plan.bind(**request)
+    remotes = [_single(maps) for maps in remote_maps]
+    drawn: dict[Any, Panel] = {}
     for group in plan.local.groups:
-        found = excerpt(plan, group, [ours, *theirs], request)
-        if found is None:
+        part = excerpt(plan, group, [local_maps, *remote_maps], request)
+        if part is None:
             continue
-        part, asked = found
-        near = _single([one for one in ours if one.group == group])
-        numbers = {layer: i for i, layer in enumerate(dict.fromkeys(one.layer for one, _ in near))}
-        rows = _moved(plan, part, near, far, numbers)
-        starts = np.searchsorted(rows[:, LAYER], np.arange(len(numbers) + 1)).tolist()
-        for layer, (first, stop) in zip(numbers, itertools.pairwise(starts), strict=True):
-            maps = [one for one, _ in near if one.layer == layer]
-            shapes = tuple((one.axes, one.size_bytes, one.rest_bytes, one.block_stride_bytes) for one in maps)
-            tokens = None if group.tokens_per_block is None else part["tokens"][group.name]
-            kind = shapes, tokens, asked, rows[first:stop, COMPARED].tobytes()
-            if first < stop and kind not in kinds:
-                kinds[kind] = tuple(_copies(plan, rows[first:stop], near, far)), []
-            if first < stop:
-                kinds[kind][1].append(tuple(name for one in maps for name in one.tensors))
-    return tuple(
-        Panel(
-            tensors=tuple(dict.fromkeys(itertools.chain(*names))),
-            num_layers=len(names),
-            tokens=tokens,
-            asked=asked,
-            operation=plan.operation,
-            is_example=request is None,
-            copies=copies,
-        )
-        for (_, tokens, asked, _), (copies, names) in kinds.items()
-    )
+        bind_request, asked = part
+        is_token_group = group.tokens_per_block is not None
+        tokens = bind_request["tokens"][group.name] if is_token_group else None
+        local = _single([block_map for block_map in local_maps if block_map.group == group])
+        for maps, rows in _rows_by_layer(plan, bind_request, local, remotes):
+            shapes = tuple(_shape(block_map) for block_map in maps)
+            kind = shapes, tokens, asked, rows[:, COMPARED].tobytes()
+            names = itertools.chain(*(block_map.tensors for block_map in maps))
+            if kind in drawn:
+                drawn[kind] = drawn[kind].with_layer(names)
+                continue
+            drawn[kind] = Panel(
+                tensors=tuple(dict.fromkeys(names)),
+                num_layers=1,
+                tokens=tokens,
+                asked=asked,
+                operation=plan.operation,
+                is_example=request is None,
+                copies=tuple(_copies(plan, rows, local, remotes)),
+            )
+    return tuple(drawn.values())
+
+
+def _shape(block_map: BlockMap) -> tuple[Any, ...]:
+    """Return what is equal in block maps of equal bytes."""
+    sizes_and_stride = block_map.size_bytes, block_map.rest_bytes, block_map.block_stride_bytes
+    return block_map.axes, *sizes_and_stride
+
+
+def _rows_by_layer(
+    plan: TransferPlan,
+    request: Mapping[str, Any],
+    local: _Maps,
+    remotes: Sequence[_Maps],
+) -> Iterator[tuple[list[BlockMap], Ints]]:
+    """Yield the block maps of each local layer that a request copies, and its rows."""
+    layers = dict.fromkeys(block_map.layer for block_map, _ in local)
+    number_of_layer = {layer: i for i, layer in enumerate(layers)}
+    rows = _moved(plan, request, local, remotes, number_of_layer)
+    bounds = np.searchsorted(rows[:, LAYER], np.arange(len(layers) + 1)).tolist()
+    for layer, (first, stop) in zip(layers, itertools.pairwise(bounds), strict=True):
+        if first < stop:
+            maps = [block_map for block_map, _ in local if block_map.layer == layer]
+            yield maps, rows[first:stop]
 
 
 def excerpt(
-    plan: TransferPlan, group: Group, maps: Sequence[Sequence[BlockMap]], request: Mapping[str, Any] | None
+    plan: TransferPlan,
+    group: Group,
+    maps: Sequence[Sequence[BlockMap]],
+    request: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], Range] | None:
-    """The part of a request that is drawn, as the arguments of ``bind``: the first blocks of one local group.
+    """Return the part of a request that is drawn, as the arguments of ``bind``: the first blocks of
+    one local group.
 
-    It is one period of both sides at most. Other groups copy nothing, so that each address is in one group. The range
-    is what the whole request copies of the group; ``None`` if that is nothing.
+    It is one period of both sides at most. Other groups copy nothing, so that each address is in
+    one group. The range is what the whole request copies of the group; ``None`` if that is nothing.
     """
-    tensors = {view.name for view in plan.local.views if view.group == group.name}
-    others = [found.group for side in maps[1:] for found in side if tensors.intersection(found.tensors)]
-    turn = math.ceil(period(group, *others) / slots(group) / group.context.size)
+    remote_groups = _remote_groups(plan, group, maps[1:])
+    turn = math.ceil(period(group, *remote_groups) / slots(group) / group.context.size)
     if request is None:
-        request = _example(plan, group, others, maps, turn)
-        start, stop = asked = request["tokens"]
+        request = _example(plan, group, remote_groups, maps, turn)
+        asked = request["tokens"]
+        start, stop = asked
     else:
-        needed = [(group, request["local"])]
-        if plan.operation == "WRITE":
-            needed = [(other, request["remote"]) for other in others]
-        listed = [(one, tables[one.name]) for one, tables in needed if one.name in tables]
-        if not listed:
+        covered = _asked(plan, group, remote_groups, request)
+        if covered is None:
             return None
-        ranges = [reach(one, table.first, table.stop - table.first) for one, table in listed]
-        ranges += filter(None, [range_of(request["tokens"], group)])
-        start, stop = asked = max(low for low, _ in ranges), min(high for _, high in ranges)
+        asked = covered
+        start, stop = asked
         if group.tokens_per_block is None:
             stop = min(stop, start + 1)
         else:
-            end = reach(group, before(group, start) // slots(group), min(turn, MAX_BLOCKS))[1]
+            first_block = before(group, start) // slots(group)
+            _, end = reach(group, first_block, min(turn, MAX_BLOCKS))
             stop = min(stop, end, start + MAX_POSITIONS)
-    tokens = {other.name: (start, stop) if other == group else (0, 0) for other in plan.local.groups}
-    return ({**request, "tokens": tokens}, asked) if start < stop else None
+    if start >= stop:
+        return None
+    tokens = {local_group.name: (0, 0) for local_group in plan.local.groups}
+    tokens[group.name] = (start, stop)
+    return {**request, "tokens": tokens}, asked
 
 
-def _blocks_of(group: Group, positions: Range) -> int:
-    """How many blocks hold some of the positions."""
-    first, stop = (before(group, position) for position in positions)
-    return -(-stop // slots(group)) - first // slots(group)
+def _remote_groups(
+    plan: TransferPlan,
+    group: Group,
+    maps: Sequence[Sequence[BlockMap]],
+) -> list[Group]:
+    """Return the group of every remote block map that has a tensor of the local group."""
+    tensors = {view.name for view in plan.local.views if view.group == group.name}
+    groups = []
+    for worker_maps in maps:
+        holding = [maps for maps in worker_maps if tensors.intersection(maps.tensors)]
+        groups += [block_map.group for block_map in holding]
+    return groups
+
+
+def _asked(
+    plan: TransferPlan,
+    group: Group,
+    remote_groups: Sequence[Group],
+    request: Mapping[str, Any],
+) -> Range | None:
+    """Return the positions of a group that a request copies; ``None`` without a block table."""
+    groups: Sequence[Group] = [group]
+    tables = request["local"]
+    if plan.operation == "WRITE":
+        groups = remote_groups
+        tables = request["remote"]
+    ranges = []
+    for destination_group in groups:
+        if destination_group.name in tables:
+            table = tables[destination_group.name]
+            ranges.append(reach(destination_group, table.first, table.stop - table.first))
+    if not ranges:
+        return None
+    requested = range_of(request["tokens"], group)
+    if requested:
+        ranges.append(requested)
+    return max(low for low, _ in ranges), min(high for _, high in ranges)
+
+
+def _num_blocks(group: Group, positions: Range) -> int:
+    """Return how many blocks hold some of the positions."""
+    start, stop = positions
+    return -(-before(group, stop) // slots(group)) - before(group, start) // slots(group)
 
 
 def _example(
-    plan: TransferPlan, group: Group, others: Sequence[Group], maps: Sequence[Sequence[BlockMap]], turn: int
+    plan: TransferPlan,
+    group: Group,
+    remote_groups: Sequence[Group],
+    maps: Sequence[Sequence[BlockMap]],
+    turn: int,
 ) -> dict[str, Any]:
-    """A request of ``turn`` blocks, or of the first two, as far as the pools of both sides go."""
+    """Return a request of ``turn`` blocks, or of the first two, as far as the pools go."""
     stop = 1
     if group.tokens_per_block is not None:
         pool = _pool(maps[:1], group)
-        ends = [reach(group, 0, pool)[1], *(reach(other, 0, _pool(maps[1:], other))[1] for other in others)]
-        blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
-        stop = min(blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
-    local = {other.name: Blocks([]) for other in plan.local.groups}
+        # Where the last block of each side's smallest pool ends.
+        ends = [reach(group, 0, pool)[1]]
+        ends += [reach(far_group, 0, _pool(maps[1:], far_group))[1] for far_group in remote_groups]
+        num_blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
+        stop = min(num_blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
+    local = {local_group.name: Blocks([]) for local_group in plan.local.groups}
     local[group.name] = Blocks(range(-(-before(group, stop) // slots(group))))
-    remote = {other.name: Blocks([]) for worker in plan.remotes for other in worker.groups}
-    for other in others:
-        number = max(-(-before(other, stop) // slots(other)), remote[other.name].ids.size)
-        remote[other.name] = Blocks(range(number)[::-1])
+    remote: dict[str, Blocks] = {}
+    for worker in plan.remotes:
+        remote |= {remote_group.name: Blocks([]) for remote_group in worker.groups}
+    for remote_group in remote_groups:
+        num_blocks = -(-before(remote_group, stop) // slots(remote_group))
+        num_blocks = max(num_blocks, remote[remote_group.name].ids.size)
+        remote[remote_group.name] = Blocks(range(num_blocks)[::-1])
     return {"local": local, "remote": remote, "tokens": (0, stop)}
 
 
 def _pool(sides: Sequence[Sequence[BlockMap]], group: Group) -> int:
-    """The fewest blocks that a pool of the group has."""
-    return min((found.num_blocks for side in sides for found in side if found.group.name == group.name), default=1)
+    """Return the fewest blocks that a pool of the group has."""
+    maps = itertools.chain(*sides)
+    return min((member.num_blocks for member in maps if member.group.name == group.name), default=1)
 
 
-LAYER, MAP, ORDINAL, REMOTE, OFFSET, ID, FAR_MAP, FAR_ORDINAL, FAR_OFFSET, FAR_ID, LENGTH, RUN = range(12)
-"""Columns of :func:`_moved`. Of each end: the block map, the ordinal and id of the block and the offset in it."""
+LAYER, MAP, ORDINAL, REMOTE, OFFSET, ID = range(6)
+FAR_MAP, FAR_ORDINAL, FAR_OFFSET, FAR_ID, LENGTH, RUN = range(6, 12)
+"""Columns of :func:`_moved`. Of each end: the block map, ordinal and id of the block, offset in it.
+
+``FAR`` is the remote end. ``REMOTE`` is the index of the worker.
+"""
 
 COMPARED: Final = (ORDINAL, REMOTE, OFFSET, FAR_ORDINAL, FAR_OFFSET, LENGTH)
 """Columns that are equal in layers of one kind."""
@@ -277,54 +386,105 @@ _Maps = Sequence[tuple[BlockMap, Ints]]
 
 
 def _single(maps: Sequence[BlockMap]) -> _Maps:
-    return [(one, found.pieces) for found in maps for one in found.layers()]
+    """Return the maps of single layers; equal layers have equal pieces."""
+    single = []
+    for block_map in maps:
+        single += [(layer, block_map.pieces) for layer in block_map.layers()]
+    return single
 
 
 def _moved(
-    plan: TransferPlan, part: Mapping[str, Any], ours: _Maps, theirs: Sequence[_Maps], numbers: Mapping[Any, int]
+    plan: TransferPlan,
+    request: Mapping[str, Any],
+    local_maps: _Maps,
+    remote_maps: Sequence[_Maps],
+    number_of_layer: Mapping[Any, int],
 ) -> Ints:
-    """The bytes that descriptors move, cut where a piece ends on either side, (n, 12), in order of the local side.
+    """Return the bytes that descriptors move, cut where a piece ends on either side, in order of
+    the local side.
 
-    ``numbers`` has the number of each layer.
+    They are (n, 12), with a column for each name above.
     """
-    near = _BlockPieces.of(plan.local, ours, part["local"], numbers, by_layer=False)
-    found = [np.empty((0, 12), np.int64)]
-    specs = [each for one in by_remote_group(plan) for each in enumerate(one.bind(**part))]
-    for index, spec in specs:
-        maps = theirs[index]
-        local, remote = spec.descriptors()
-        if not len(local):
-            continue
-        far = _BlockPieces.of(plan.remotes[index], maps, part["remote"], numbers, by_layer=True)
-        run = local[:, 1].astype(np.int64)
-        # first by the pieces of the local side, which tell the layer; then each result by those of the remote side
-        of, skip, length, mine = near.cut(0 * run, local[:, 0], run, local[:, 2])
-        address = remote[of, 0] + skip.astype(np.uint64)
-        again, skip, length, other = far.cut(mine[:, 0], address, length, remote[of, 2])
-        layer, number, ordinal, block, offset = mine[again].T
-        _, far_number, far_ordinal, far_block, far_offset = other.T
-        ends = [layer, number, ordinal, 0 * layer + index, offset + skip, block]
-        ends += [far_number, far_ordinal, far_offset, far_block]
-        found.append(np.stack([*ends, length, run[of][again]], axis=1))
-    rows = np.concatenate(found)
+    tables = request["local"]
+    local_pieces = _BlockPieces.of(plan.local, local_maps, tables, number_of_layer, by_layer=False)
+    moved = [np.empty((0, 12), np.int64)]
+    for group_plan in by_remote_group(plan):
+        for index, spec in enumerate(group_plan.bind(**request)):
+            local, remote = spec.descriptors()
+            if not len(local):
+                continue
+            remote_pieces = _BlockPieces.of(
+                plan.remotes[index],
+                remote_maps[index],
+                request["remote"],
+                number_of_layer,
+                by_layer=True,
+            )
+            moved.append(_moved_of_worker(local_pieces, remote_pieces, local, remote, index))
+    rows = np.concatenate(moved)
     return rows[np.lexsort(rows[:, [OFFSET, REMOTE, ORDINAL, MAP, LAYER]].T)]
 
 
+def _moved_of_worker(
+    local_pieces: _BlockPieces,
+    remote_pieces: _BlockPieces,
+    local: npt.NDArray[np.uint64],
+    remote: npt.NDArray[np.uint64],
+    index: int,
+) -> Ints:
+    """Return the rows of descriptors between the local worker and the remote one of this index."""
+    run_bytes = local[:, 1].astype(np.int64)
+    # First by the pieces of the local side, which tell the layer.
+    all_layers = 0 * run_bytes
+    cut = local_pieces.cut(all_layers, local[:, 0], run_bytes, local[:, 2])
+    descriptor, skip, length, local_rows = cut
+    # Then each part by the pieces of the remote side; `part` is the index of a part of the first
+    # cut.
+    address = remote[descriptor, 0] + skip.astype(np.uint64)
+    device = remote[descriptor, 2]
+    part, skip, length, remote_rows = remote_pieces.cut(local_rows[:, 0], address, length, device)
+    layer, number, ordinal, block, offset = local_rows[part].T
+    _, remote_number, remote_ordinal, remote_block, remote_offset = remote_rows.T
+    columns = [
+        layer,
+        number,
+        ordinal,
+        0 * layer + index,
+        offset + skip,
+        block,
+        remote_number,
+        remote_ordinal,
+        remote_offset,
+        remote_block,
+        length,
+        run_bytes[descriptor][part],
+    ]
+    return np.stack(columns, axis=1)
+
+
 def by_remote_group(plan: TransferPlan) -> Iterator[TransferPlan]:
-    """The plan with each group of the remote workers alone: groups may share a pool, and an example's blocks."""
-    far = 1 if plan.operation == "READ" else 0
-    for name in dict.fromkeys(groups.groups[far].name for pair in plan.pairs for groups in pair.group_pairs):
-        kept = [tuple(g for g in pair.group_pairs if g.groups[far].name == name) for pair in plan.pairs]
-        pairs = zip(plan.pairs, kept, strict=True)
-        yield attrs.evolve(plan, pairs=tuple(attrs.evolve(pair, group_pairs=groups) for pair, groups in pairs))
+    """Yield the plan with each group of the remote workers alone.
+
+    Groups may share a pool, and an example's blocks.
+    """
+    remote = 1 if plan.operation == "READ" else 0
+    names: dict[str, None] = {}
+    for pair in plan.pairs:
+        names |= {group_pair.groups[remote].name: None for group_pair in pair.group_pairs}
+    for name in names:
+        pairs = []
+        for pair in plan.pairs:
+            kept = [ids for ids in pair.group_pairs if ids.groups[remote].name == name]
+            pairs.append(attrs.evolve(pair, group_pairs=tuple(kept)))
+        yield attrs.evolve(plan, pairs=tuple(pairs))
 
 
 @attrs.frozen(eq=False)
 class _BlockPieces:
-    """The contiguous pieces of a request's blocks on one worker, ascending by ``key`` and by their first address.
+    """The contiguous pieces of a request's blocks on one worker, by ``key`` and first address.
 
-    ``key`` is made of layer and device, or of the device alone. ``rows`` (n, 5) has the number of the layer and of the
-    map, the ordinal and id of the block, and the offset in it.
+    ``key`` is made of layer and device, or of the device alone. ``rows`` (n, 5) has the number of
+    the layer and of the map, the ordinal and id of the block, and the offset in it.
     """
 
     key: Ints
@@ -339,75 +499,106 @@ class _BlockPieces:
         worker: Worker,
         maps: _Maps,
         tables: Mapping[str, Blocks],
-        numbers: Mapping[Any, int],
+        number_of_layer: Mapping[Any, int],
         by_layer: bool,
     ) -> _BlockPieces:
+        """Return the pieces of the blocks in ``tables``, of the layers that have a number."""
         devices = np.array(sorted({region.device_id for region in worker.regions}), np.uint64)
-        keys, starts, rows = [np.empty(0, np.int64)], [np.empty(0, np.uint64)], [np.empty((0, 5), np.int64)]
-        for number, (one, pieces) in enumerate(maps):
-            (region, first_byte), table, layer = one.places[0], tables.get(one.group.name), numbers.get(one.layer)
+        keys = [np.empty(0, np.int64)]
+        starts = [np.empty(0, np.uint64)]
+        rows = [np.empty((0, 5), np.int64)]
+        for number, (block_map, pieces) in enumerate(maps):
+            table = tables.get(block_map.group.name)
+            layer = number_of_layer.get(block_map.layer)
             if table is None or layer is None:
                 continue
+            region_index, first_byte = block_map.places[0]
+            region = worker.regions[region_index]
             ids, first = np.unique(table.ids, return_index=True)  # a source may have a block twice
-            # one row for each piece of each block
-            block, ordinal = (np.repeat(each.astype(np.int64), len(pieces)) for each in (ids, table.ordinals[first]))
+            # One row for each piece of each block.
+            block = np.repeat(ids.astype(np.int64), len(pieces))
+            ordinal = np.repeat(table.ordinals[first], len(pieces))
             offset = np.tile(pieces[:, 0], ids.size)
-            rows.append(np.stack([0 * block + layer, 0 * block + number, ordinal, block, offset], axis=1))
-            at = first_byte + block * one.block_stride_bytes + offset
-            starts.append(np.uint64(worker.regions[region].address) + at.astype(np.uint64))
-            device = np.searchsorted(devices, np.uint64(worker.regions[region].device_id))
+            columns = [0 * block + layer, 0 * block + number, ordinal, block, offset]
+            rows.append(np.stack(columns, axis=1))
+            region_offset = first_byte + block * block_map.block_stride_bytes + offset
+            starts.append(np.uint64(region.address) + region_offset.astype(np.uint64))
+            device = np.searchsorted(devices, np.uint64(region.device_id))
             keys.append(0 * block + layer * by_layer * devices.size + device)
-        key, start = np.concatenate(keys), np.concatenate(starts)
+        key = np.concatenate(keys)
+        start = np.concatenate(starts)
         order = np.lexsort((start, key))
         return cls(key[order], start[order], np.concatenate(rows)[order], devices, by_layer)
 
     def cut(
-        self, layer: Ints, address: npt.NDArray[np.uint64], length: Ints, device: npt.NDArray[np.uint64]
+        self,
+        layer: Ints,
+        address: npt.NDArray[np.uint64],
+        length: Ints,
+        device: npt.NDArray[np.uint64],
     ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Ranges of bytes, cut where a piece ends. Of each result: the index of its range, the bytes before it in
-        that range, its length, and the row of its piece with the offset of its first byte."""
+        """Cut ranges of bytes where a piece ends.
+
+        Return of each part: the index of its range, the bytes before it in that range, its length,
+        and the row of its piece with the offset of its first byte.
+        """
         key = layer * self.by_layer * self.devices.size + np.searchsorted(self.devices, device)
-        first, last = self._find(key, address), self._find(key, address + (length - 1).astype(np.uint64))
-        number = last - first + 1
-        of = np.repeat(np.arange(number.size), number)
+        first = self._find(key, address)
+        last = self._find(key, address + (length - 1).astype(np.uint64))
+        num_parts = last - first + 1
+        range_of_part = np.repeat(np.arange(num_parts.size), num_parts)
         piece = listed(np.stack([first, last + 1], axis=1))
-        begin = np.maximum(address[of], self.start[piece])
-        skip = (begin - address[of]).astype(np.int64)
-        is_last = np.append(of[1:] != of[:-1], True)
-        stop = np.where(is_last, length[of], np.append(skip[1:], 0))
+        # A part begins with its piece or with its range, and ends where the next part begins.
+        begin = np.maximum(address[range_of_part], self.start[piece])
+        skip = (begin - address[range_of_part]).astype(np.int64)
+        is_last = np.append(range_of_part[1:] != range_of_part[:-1], True)
+        stop = np.where(is_last, length[range_of_part], np.append(skip[1:], 0))
         rows = self.rows[piece]
         rows[:, -1] += (begin - self.start[piece]).astype(np.int64)
-        return of, skip, stop - skip, rows
+        return range_of_part, skip, stop - skip, rows
 
     def _find(self, key: Ints, address: npt.NDArray[np.uint64]) -> Ints:
-        """The index of the piece that has each address: the last of its key that starts there or before."""
+        """Return the piece of each address: the last of its key that starts there or before."""
+        # Ranks in place of addresses: key and rank fit one number.
         starts = np.unique(self.start)
-        mine, asked = (np.searchsorted(starts, each, "right") for each in (self.start, address))
+        rank_of_piece = np.searchsorted(starts, self.start, "right")
+        rank = np.searchsorted(starts, address, "right")
         scale = starts.size + 1
-        return np.searchsorted(self.key * scale + mine, key * scale + asked, "right") - 1
+        return np.searchsorted(self.key * scale + rank_of_piece, key * scale + rank, "right") - 1
 
 
-def _copies(plan: TransferPlan, rows: Ints, ours: _Maps, theirs: Sequence[_Maps]) -> Iterator[BoxCopy]:
-    """The copies of one layer, cut into boxes of both sides."""
+def _copies(
+    plan: TransferPlan,
+    rows: Ints,
+    local_maps: _Maps,
+    remote_maps: Sequence[_Maps],
+) -> Iterator[BoxCopy]:
+    """Yield the copies of one layer, cut into boxes of both sides."""
     for row in rows.tolist():
-        index, near = row[REMOTE], ours[row[MAP]][0]
-        far = theirs[index][row[FAR_MAP]][0]
-        for mine, other in _paired([(near, row[OFFSET]), (far, row[FAR_OFFSET])], row[LENGTH]):
-            local = CopyEnd(plan.local, near, row[ORDINAL], row[ID], mine)
-            remote = CopyEnd(plan.remotes[index], far, row[FAR_ORDINAL], row[FAR_ID], other)
+        index = row[REMOTE]
+        local_map, _ = local_maps[row[MAP]]
+        remote_map, _ = remote_maps[index][row[FAR_MAP]]
+        sides = [(local_map, row[OFFSET]), (remote_map, row[FAR_OFFSET])]
+        for local_box, remote_box in _paired(sides, row[LENGTH]):
+            local = CopyEnd(plan.local, local_map, row[ORDINAL], row[ID], local_box)
+            remote_worker = plan.remotes[index]
+            block = row[FAR_ORDINAL], row[FAR_ID]
+            remote = CopyEnd(remote_worker, remote_map, *block, remote_box)
             yield BoxCopy(local, remote, index, row[RUN])
 
 
 def _paired(sides: Sequence[tuple[BlockMap, int]], length: int) -> Iterator[tuple[Box, Box]]:
-    """``length`` bytes from an offset in each of two maps, cut until every part is one box on both sides."""
-    cuts, found = {0, length}, set[int]()
-    while cuts != found:
-        found = set(cuts)
-        boxes = [
-            [box for low, high in itertools.pairwise(sorted(found)) for box in one.boxes(at + low, at + high)]
-            for one, at in sides
-        ]
-        cuts |= {
-            edge - at for (_, at), side in zip(sides, boxes, strict=True) for b in side for edge in (b.start, b.stop)
-        }
-    return zip(*boxes, strict=True)
+    """Return bytes from an offset in each of two maps, cut until every part is one box on both."""
+    cuts = {0, length}
+    cuts_before = set[int]()
+    while cuts != cuts_before:
+        cuts_before = set(cuts)
+        boxes_of_sides = []
+        for block_map, offset in sides:
+            boxes: list[Box] = []
+            for low, high in itertools.pairwise(sorted(cuts_before)):
+                boxes += block_map.boxes(offset + low, offset + high)
+            boxes_of_sides.append(boxes)
+            for box in boxes:
+                cuts |= {box.start - offset, box.stop - offset}
+    return zip(*boxes_of_sides, strict=True)

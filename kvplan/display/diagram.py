@@ -1,8 +1,8 @@
-"""What to draw of a block or of a plan: columns of bytes in order of address, under headers that name coordinates.
+"""Diagrams of a block or a plan: columns of bytes by address, under headers with coordinates.
 
-Text and SVG are drawn from the same diagrams. A block map makes one; a panel makes two, for the source and for the
-destination, that show the same copies. What repeats is folded: a diagram has the first parts of an axis and the last,
-or the copies at which something changes.
+Text and SVG are drawn from the same diagrams. A block map makes one; a panel makes two, for the
+source and for the destination, that show the same copies. What repeats is folded: a diagram has the
+first parts of an axis and the last, or the copies at which something changes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ BLOCK: Final = "block"
 REGION: Final = "region"
 
 NOTE: Final = "byte: offset in one block"
-"""What the numbers of bytes are. It counts from the first byte that is drawn of a block."""
+"""The meaning of the numbers of bytes. They count from the first byte drawn of a block."""
 
 MAX_COLUMNS: Final = 20
 """A drawing shows about so many copies of a panel, or columns of a block map, at most."""
 
 FEW: Final = 12
-"""A drawing that is too wide for a line shows fewer copies, down to this number; then it goes on below."""
+"""A drawing too wide for a line shows fewer copies, down to this number; then it goes on below."""
 
 MAX_VALUES: Final = 8
 """Of an axis on which copies have more intervals than this, some are folded."""
 
 OPENINGS: Final = ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False))
-"""How far to open a block map, the furthest first: how many parts of an axis, and whether each of them or the first."""
+"""Ways to open a block map, the furthest first: the parts of an axis, and whether all open."""
 
 Fill = Literal["bytes", "rest", "fold"]
 """Bytes that are shown; bytes that hold something else or are not copied; or columns that are left out."""
@@ -43,7 +43,8 @@ Fill = Literal["bytes", "rest", "fold"]
 
 @attrs.frozen
 class Column:
-    """Bytes ``[start, stop)`` of a block and the path to them. ``copy`` is the index of a panel's copy.
+    """Bytes ``[start, stop)`` of a block and the path to them. ``copy`` is the index of a panel's
+    copy.
 
     ``colour`` is the name of the colour in the legend, and ``hover`` the text that the mouse shows.
     """
@@ -59,7 +60,7 @@ class Column:
 
 @attrs.frozen
 class Header:
-    """The interval above the columns from the ``first`` to the ``last``, in ``rows`` rows from ``row`` on."""
+    """The interval above the columns from ``first`` to ``last``, in ``rows`` rows from ``row`` on."""
 
     row: int
     rows: int
@@ -79,32 +80,42 @@ class Diagram:
 
     @classmethod
     def of(cls, columns: Iterable[Column]) -> Diagram:
-        """The diagram of some columns; neighbours that are folded become one."""
-        made: list[Column] = []
+        """Return the diagram of some columns; neighbours that are folded become one."""
+        joined: list[Column] = []
         for column in columns:
-            if column.fill == "fold" and made and made[-1].fill == "fold":
-                made[-1] = attrs.evolve(made[-1], path=common(made[-1].path, column.path), stop=column.stop)
+            if column.fill == "fold" and joined and joined[-1].fill == "fold":
+                before = joined[-1]
+                path = common(before.path, column.path)
+                joined[-1] = attrs.evolve(before, path=path, stop=column.stop)
             else:
-                made.append(column)
-        headers = tuple(_headers(made))
+                joined.append(column)
+        headers = tuple(_headers(joined))
         axes = []
-        for row in range(max(map(_depth, made), default=0)):
-            names = {header.interval.axis for header in headers if header.row == row and header.interval}
+        for row in range(max(map(_depth, joined), default=0)):
+            intervals = [header.interval for header in headers if header.row == row]
+            names = {interval.axis for interval in intervals if interval}
             axes.append(names.pop() if len(names) == 1 else "")
-        return cls(tuple(made), headers, tuple(axes))
+        return cls(tuple(joined), headers, tuple(axes))
 
-    def text(self, header: Header, more: bool = False) -> str:
-        """The text of a header: with its axis where the row has several, and with ``more`` if there is any."""
+    def text(self, header: Header, with_more: bool = False) -> str:
+        """Return the text of a header.
+
+        It has the axis where the row has several, and ``more`` of its interval if asked for.
+        """
         interval = header.interval
         if interval is None:
             return ""
-        text = str(interval) if self.axes[header.row] or interval.name else f"{interval.axis} {interval}"
-        return f"{text}: {interval.more}" if more and interval.more else text
+        has_name = self.axes[header.row] or interval.name
+        text = str(interval) if has_name else f"{interval.axis} {interval}"
+        return f"{text}: {interval.more}" if with_more and interval.more else text
 
 
 @attrs.frozen
 class Drawing:
-    """A block map or a panel: one diagram, or the source's and the destination's. ``choices`` has the fullest first."""
+    """A block map or a panel: one diagram, or the source's and the destination's.
+
+    ``choices`` has the fullest first.
+    """
 
     title: str
     facts: str
@@ -112,100 +123,152 @@ class Drawing:
 
 
 def common(a: Path, b: Path) -> Path:
-    """The intervals with which both paths begin."""
-    return tuple(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    """Return the intervals with which both paths begin."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return tuple(interval for interval, _ in pairs)
 
 
 def _depth(column: Column) -> int:
-    """How many rows a column needs. A fold has a row of its own below its path."""
+    """Return how many rows a column needs. A fold has a row of its own below its path."""
     return len(column.path) + (column.fill == "fold")
 
 
 def _headers(columns: Sequence[Column]) -> Iterator[Header]:
+    """Yield the headers, row by row: one for neighbouring columns whose paths agree up to the row."""
     depth = max(map(_depth, columns), default=0)
     for row in range(depth):
         first = 0
         while first < len(columns):
-            column, last = columns[first], first
+            column = columns[first]
+            last = first
             if len(column.path) > row:
-                while last + 1 < len(columns) and columns[last + 1].path[: row + 1] == column.path[: row + 1]:
-                    last += 1
+                last = _last_alike(columns, first, row + 1)
                 below = columns[first : last + 1]
                 rows = 1 if max(map(_depth, below)) > row + 1 else depth - row
-                fill: Fill = "rest" if all(one.fill == "rest" for one in below) else "bytes"
+                fill: Fill = "rest" if {column.fill for column in below} == {"rest"} else "bytes"
                 yield Header(row, rows, first, last, fill, column.path[row])
             elif len(column.path) == row and (column.fill == "fold" or not column.path):
                 yield Header(row, depth - row, first, first, column.fill, None)
             first = last + 1
 
 
-def map_diagrams(one: BlockMap) -> Iterator[tuple[Diagram]]:
-    """A block map, opened less and less far. The fastest axis is never opened."""
-    for keep, every in OPENINGS:
-        end = one.size_bytes + one.rest_bytes
-        columns = _opened(one.all_layers, (), 0, end, keep, every)
-        yield (Diagram.of(_with_colour(column, one) for column in columns),)
+def _last_alike(columns: Sequence[Column], first: int, depth: int) -> int:
+    """Return the last column after ``first`` up to which paths begin with the same intervals."""
+    path = columns[first].path[:depth]
+    last = first
+    while last + 1 < len(columns) and columns[last + 1].path[:depth] == path:
+        last += 1
+    return last
 
 
-def _with_colour(column: Column, one: BlockMap) -> Column:
-    """A column with its hover text, and a colour for each tensor, K and V apart."""
-    hover = _at(column.start, column.stop)
+def map_diagrams(block_map: BlockMap) -> Iterator[tuple[Diagram]]:
+    """Yield a block map, opened less and less far. The fastest axis is never opened."""
+    end = block_map.size_bytes + block_map.rest_bytes
+    for max_parts, opens_all in OPENINGS:
+        columns = _opened(block_map.all_layers, (), 0, end, max_parts, opens_all)
+        yield (Diagram.of(_with_colour(column, block_map) for column in columns),)
+
+
+def _with_colour(column: Column, block_map: BlockMap) -> Column:
+    """Return a column with its hover text, and a colour for each tensor, K and V apart."""
+    hover = _in_block(column.start, column.stop)
     if column.fill != "bytes":
         return attrs.evolve(column, hover=hover)
-    tensors = [one.axes[0].tensor, *(interval.name for interval in column.path if interval.axis == TENSOR)]
-    colour = " ".join([tensors[-1], *(str(interval) for interval in column.path if interval.axis == "kv")])
+    tensor = block_map.axes[0].tensor
+    for interval in column.path:
+        if interval.axis == TENSOR:
+            tensor = interval.name
+    keys_or_values = [str(interval) for interval in column.path if interval.axis == "kv"]
     where = ", ".join(f"{interval.axis} {interval}" for interval in column.path)
+    colour = " ".join([tensor, *keys_or_values])
     return attrs.evolve(column, hover=f"{where}\n{hover}", colour=colour)
 
 
-def _at(start: int, stop: int) -> str:
+def _in_block(start: int, stop: int) -> str:
     return f"{count(stop - start, 'byte')} at byte {start} of the block"
 
 
-def _opened(axes: Sequence[StridedAxis], path: Path, base: int, end: int, keep: int, every: bool) -> Iterator[Column]:
-    """The columns of bytes ``[base, end)``: ``keep`` parts of each axis, ``every`` one opened or the first alone."""
-    at = base
-    for axis, here in named(axes, path):
-        start, number = base + axis.offset, len(axis.coordinates)
-        if at < start:
-            yield Column("rest", path, at, start)
-        at = base + axis.stop
+def _opened(
+    axes: Sequence[StridedAxis],
+    path: Path,
+    base: int,
+    end: int,
+    max_parts: int,
+    opens_all: bool,
+) -> Iterator[Column]:
+    """Yield the columns of bytes ``[base, end)``.
+
+    They show ``max_parts`` parts of each axis. All of these are opened, or the first alone.
+    """
+    reached = base
+    for axis, axis_path in named(axes, path):
+        start = base + axis.offset
+        stop = base + axis.stop
+        if reached < start:
+            yield Column("rest", path, reached, start)
+        reached = stop
+        last = len(axis.coordinates) - 1
         if not axis.inside:
-            yield Column("bytes", here or (axis.interval(0, number - 1),), start, at)
-            continue
-        if keep == 1 and number > 1:
-            yield Column("bytes", extend(here, axis.interval(0, number - 1)), start, at)
-            continue
-        shown = [*range(number)] if number <= keep + 1 else [*range(keep - 1), number - 1]
-        for before, i in itertools.pairwise([-1, *shown]):
-            low = start + i * axis.step
-            inner, stop = extend(here, axis.interval(i, i)), low + axis.size
-            if i > before + 1:
-                yield Column("fold", here, start + (before + 1) * axis.step, low)
-            if (every or i == 0) and any(one.inside or len(axis.inside) > 1 for one in axis.inside):
-                yield from _opened(axis.inside, inner, low, stop, keep, every)
-            else:
-                yield Column("bytes", inner, low, stop)
-            if i + 1 < number and axis.size < axis.step:
-                yield Column("rest", here, stop, low + axis.step)
-    if at < end:
-        yield Column("rest", path, at, end)
+            yield Column("bytes", axis_path or (axis.interval(0, last),), start, stop)
+        elif max_parts == 1 and last > 0:
+            yield Column("bytes", extend(axis_path, axis.interval(0, last)), start, stop)
+        else:
+            yield from _opened_parts(axis, axis_path, start, max_parts, opens_all)
+    if reached < end:
+        yield Column("rest", path, reached, end)
+
+
+def _opened_parts(
+    axis: StridedAxis,
+    path: Path,
+    start: int,
+    max_parts: int,
+    opens_all: bool,
+) -> Iterator[Column]:
+    """Yield the columns of an axis that begins at byte ``start``: its first parts and the last."""
+    num_parts = len(axis.coordinates)
+    shown = [*range(num_parts)]
+    if num_parts > max_parts + 1:
+        shown = [*range(max_parts - 1), num_parts - 1]
+    for before, part in itertools.pairwise([-1, *shown]):
+        part_start = start + part * axis.step
+        part_stop = part_start + axis.size
+        part_path = extend(path, axis.interval(part, part))
+        if part > before + 1:
+            yield Column("fold", path, start + (before + 1) * axis.step, part_start)
+        can_open = any(inner.inside or len(axis.inside) > 1 for inner in axis.inside)
+        if can_open and (opens_all or part == 0):
+            yield from _opened(axis.inside, part_path, part_start, part_stop, max_parts, opens_all)
+        else:
+            yield Column("bytes", part_path, part_start, part_stop)
+        if part + 1 < num_parts and axis.size < axis.step:
+            yield Column("rest", path, part_stop, part_start + axis.step)
 
 
 def panel_diagrams(panel: Panel) -> Iterator[tuple[Diagram, ...]]:
-    """The source's side and the destination's, with fewer and fewer copies. Both show the same ones."""
+    """Yield the source's side and the destination's, with fewer and fewer copies on both."""
     values, ranked = _values(panel.copies)
-    ends = [copy.remote for copy in panel.copies], [copy.local for copy in panel.copies]
-    sides = [
-        _blocks(side, None if panel.is_example else panel.tokens)
-        for side in (ends if panel.operation == "READ" else ends[::-1])
-    ]
-    for most in range(MAX_COLUMNS, FEW - 1, -1):
-        shown = _chosen(values, ranked, most)
-        yield tuple(
-            Diagram.of(column for path, block in blocks for column in _block_columns(panel, path, block, shown))
-            for blocks in sides
-        )
+    source = [copy.remote for copy in panel.copies]
+    destination = [copy.local for copy in panel.copies]
+    if panel.operation != "READ":
+        source, destination = destination, source
+    tokens = None if panel.is_example else panel.tokens
+    sides = [_blocks(source, tokens), _blocks(destination, tokens)]
+    for max_copies in range(MAX_COLUMNS, FEW - 1, -1):
+        shown = _chosen(values, ranked, max_copies)
+        yield tuple(_panel_diagram(panel, blocks, shown) for blocks in sides)
+
+
+def _panel_diagram(
+    panel: Panel,
+    blocks: Sequence[tuple[Path, _Block]],
+    shown: frozenset[int],
+) -> Diagram:
+    """Return the diagram of one side of a panel."""
+    columns: list[Column] = []
+    for path, block in blocks:
+        columns += _block_columns(panel, path, block, shown)
+    return Diagram.of(columns)
 
 
 _Values = Sequence[Mapping[Any, tuple[int, int]]]
@@ -216,42 +279,58 @@ _Ranked = Mapping[Any, Sequence[tuple[int, int]]]
 
 
 def _values(copies: Sequence[BoxCopy]) -> tuple[_Values, _Ranked]:
-    """The interval of each copy on each axis, and the order in which those of each axis are shown.
+    """Return the interval of each copy on each axis, and the order in which each axis is shown.
 
-    First come the first, the last and the second; then both sides of the first and of the last change of block or
-    remote worker; then the rest.
+    First come the first, the last and the second; then both sides of the first and of the last
+    change of block or remote worker; then the rest.
     """
     values: list[dict[Any, tuple[int, int]]] = []
-    near: dict[Any, dict[tuple[int, int], set[Any]]] = {}
+    places: dict[Any, dict[tuple[int, int], set[Any]]] = {}
     for copy in copies:
-        tensors = tuple(interval.name for interval in copy.local.path if interval.axis == TENSOR)
-        found = {(tensors, one.axis): (one.start, one.stop) for one in copy.local.path if one.axis != TENSOR}
-        found[tensors, BLOCK] = copy.local.ordinal, copy.local.ordinal + 1
-        values.append(found)
-        where = copy.remote_index, copy.remote.map.places, copy.remote.ordinal, copy.local.ordinal
-        for key, value in found.items():
-            near.setdefault(key, {}).setdefault(value, set()).add(where)
-    ranked = {}
-    for key, beside in near.items():
-        order = sorted(beside)
-        changes = [i for i in range(1, len(order)) if beside[order[i]] != beside[order[i - 1]]]
-        first = [0, len(order) - 1, min(1, len(order) - 1)]
-        first += [at for i in (*changes[:1], *changes[-1:]) for at in (i, i - 1)]
-        ranked[key] = [order[i] for i in dict.fromkeys([*first, *range(len(order))])]
+        path = copy.local.path
+        tensors = tuple(interval.name for interval in path if interval.axis == TENSOR)
+        value_of_axis: dict[Any, tuple[int, int]] = {}
+        for interval in path:
+            if interval.axis != TENSOR:
+                value_of_axis[tensors, interval.axis] = interval.start, interval.stop
+        value_of_axis[tensors, BLOCK] = copy.local.ordinal, copy.local.ordinal + 1
+        values.append(value_of_axis)
+        remote_place = copy.remote_index, copy.remote.map.places, copy.remote.ordinal
+        for axis, value in value_of_axis.items():
+            places_of_value = places.setdefault(axis, {}).setdefault(value, set())
+            places_of_value.add((*remote_place, copy.local.ordinal))
+    ranked = {axis: _rank(places_by_value) for axis, places_by_value in places.items()}
     return values, ranked
 
 
-def _chosen(values: _Values, ranked: _Ranked, most: int) -> frozenset[int]:
-    """The indices of about ``most`` copies: fewer intervals of each axis, until the copies that have them are few."""
+def _rank(places_by_value: Mapping[tuple[int, int], set[Any]]) -> list[tuple[int, int]]:
+    """Return the intervals of an axis, those first that are shown first."""
+    order = sorted(places_by_value)
+    changes = []
+    for i, (before, after) in enumerate(itertools.pairwise(order)):
+        if places_by_value[before] != places_by_value[after]:
+            changes.append(i + 1)
+    first = [0, len(order) - 1, min(1, len(order) - 1)]
+    for i in (*changes[:1], *changes[-1:]):
+        first += [i, i - 1]
+    return [order[i] for i in dict.fromkeys([*first, *range(len(order))])]
+
+
+def _chosen(values: _Values, ranked: _Ranked, max_copies: int) -> frozenset[int]:
+    """Return the indices of about ``max_copies`` copies.
+
+    Each axis keeps fewer and fewer intervals, until the copies that have them are few.
+    """
     shown = list(range(len(values)))
-    keep = {key: len(order) if len(shown) <= most else min(len(order), MAX_VALUES) for key, order in ranked.items()}
+    max_values = len(values) if len(shown) <= max_copies else MAX_VALUES
+    num_kept = {axis: min(len(order), max_values) for axis, order in ranked.items()}
     while True:
-        taken = {key: frozenset(order[: keep[key]]) for key, order in ranked.items()}
-        shown = [i for i in shown if all(value in taken[key] for key, value in values[i].items())]
-        longest = max(keep, key=lambda key: (min(keep[key], 3), len(ranked[key])))
-        if len(shown) <= most or keep[longest] == 1:
+        kept = {axis: frozenset(order[: num_kept[axis]]) for axis, order in ranked.items()}
+        shown = [i for i in shown if all(value in kept[axis] for axis, value in values[i].items())]
+        longest = max(num_kept, key=lambda axis: (min(num_kept[axis], 3), len(ranked[axis])))
+        if len(shown) <= max_copies or num_kept[longest] == 1:
             return frozenset(shown)
-        keep[longest] -= 1
+        num_kept[longest] -= 1
 
 
 _Block = Sequence[tuple[int, CopyEnd]]
@@ -259,55 +338,102 @@ _Block = Sequence[tuple[int, CopyEnd]]
 
 
 def _blocks(ends: Sequence[CopyEnd], tokens: Range | None) -> list[tuple[Path, _Block]]:
-    """The blocks on one side, by worker, region and ordinal, each with the path to it.
+    """Return the blocks on one side, by worker, region and ordinal, each with the path to it.
 
     Blocks of a request have their ids, and the positions of its ``tokens`` that they hold.
     """
-    blocks: dict[Any, list[tuple[int, CopyEnd]]] = {}
+    ends_by_block: dict[Any, list[tuple[int, CopyEnd]]] = {}
     for i, end in enumerate(ends):
-        blocks.setdefault((end.worker.key, end.map.places, end.ordinal), []).append((i, end))
-    has_regions = len({key[:2] for key in blocks}) > len({key[0] for key in blocks})
-    found: list[tuple[Path, _Block]] = []
-    for key in sorted(blocks):
-        block = sorted(blocks[key], key=lambda each: each[1].box.start)
-        (_, end), *_ = block
+        key = end.worker.key, end.map.places, end.ordinal
+        ends_by_block.setdefault(key, []).append((i, end))
+    workers = {worker for worker, _, _ in ends_by_block}
+    has_regions = len({(worker, places) for worker, places, _ in ends_by_block}) > len(workers)
+    blocks: list[tuple[Path, _Block]] = []
+    for key in sorted(ends_by_block):
+        block = sorted(ends_by_block[key], key=_first_byte)
+        _, end = block[0]
         path = [Interval(WORKER, 0, 1, end.worker.label)]
         if has_regions:
             path.append(Interval(REGION, 0, 1, end.region))
         if end.map.group.tokens_per_block is not None:
-            name, held = "" if tokens is None else f"{end.ordinal} (id {end.block})", end.positions
-            if tokens and not held.name:
-                held = attrs.evolve(held, start=max(held.start, tokens[0]), stop=min(held.stop, tokens[1]))
-            path.append(Interval(BLOCK, end.ordinal, end.ordinal + 1, name, f"positions {held}"))
-        found.append((tuple(path), block))
-    return found
+            path.append(_block_interval(end, tokens))
+        blocks.append((tuple(path), block))
+    return blocks
 
 
-def _block_columns(panel: Panel, path: Path, block: _Block, shown: frozenset[int]) -> Iterator[Column]:
-    """The columns of one block: the copies that are ``shown``, and what is between them."""
-    one = block[0][1].map
+def _first_byte(indexed_end: tuple[int, CopyEnd]) -> int:
+    _, end = indexed_end
+    return end.box.start
+
+
+def _block_interval(end: CopyEnd, tokens: Range | None) -> Interval:
+    """Return the interval of a block: its ordinal, its id in a request, and the positions in it."""
+    positions = end.positions
+    name = ""
+    if tokens is not None:
+        name = f"{end.ordinal} (id {end.block})"
+    if tokens and not positions.name:
+        start = max(positions.start, tokens[0])
+        stop = min(positions.stop, tokens[1])
+        positions = attrs.evolve(positions, start=start, stop=stop)
+    return Interval(BLOCK, end.ordinal, end.ordinal + 1, name, f"positions {positions}")
+
+
+def _block_columns(
+    panel: Panel,
+    path: Path,
+    block: _Block,
+    shown: frozenset[int],
+) -> Iterator[Column]:
+    """Yield the columns of one block: the copies that are ``shown``, and the bytes between them."""
+    _, last_end = block[-1]
+    block_map = last_end.map
     if not any(i in shown for i, _ in block):
-        yield Column("fold", path[:1], 0, one.size_bytes)
+        yield Column("fold", path[:1], 0, block_map.size_bytes)
         return
-    at, last, is_folded = 0, path, False
+    reached = 0
+    last_path = path
+    is_folded = False
     for i, end in block:
         if i not in shown:
             is_folded = True
             continue
-        here, copy = (*path, *end.path), panel.copies[i]
-        yield from _between(end, at, end.box.start, path, common(last, here), is_folded)
-        label, details = copy.remote.worker.label, panel.details(copy)
-        yield Column("bytes", here, end.box.start, end.box.stop, details, label, i)
-        at, last, is_folded = end.box.stop, here, False
-    yield from _between(block[-1][1], at, one.size_bytes + one.rest_bytes, path, path, is_folded)
+        copy = panel.copies[i]
+        copy_path = (*path, *end.path)
+        shared_path = common(last_path, copy_path)
+        yield from _between(end, reached, end.box.start, path, shared_path, is_folded)
+        yield Column(
+            fill="bytes",
+            path=copy_path,
+            start=end.box.start,
+            stop=end.box.stop,
+            hover=panel.details(copy),
+            colour=copy.remote.worker.label,
+            copy=i,
+        )
+        reached = end.box.stop
+        last_path = copy_path
+        is_folded = False
+    block_end = block_map.size_bytes + block_map.rest_bytes
+    yield from _between(last_end, reached, block_end, path, path, is_folded)
 
 
-def _between(end: CopyEnd, start: int, stop: int, path: Path, here: Path, is_folded: bool) -> Iterator[Column]:
-    """What is between two copies of a block: a fold, or bytes that are not copied, with their own path if one box."""
+def _between(
+    end: CopyEnd,
+    start: int,
+    stop: int,
+    block_path: Path,
+    path: Path,
+    is_folded: bool,
+) -> Iterator[Column]:
+    """Yield the column between two copies of a block: a fold, or bytes that are not copied.
+
+    These have their own path if they are one box.
+    """
     if is_folded:
-        yield Column("fold", here, start, stop)
+        yield Column("fold", path, start, stop)
     elif start < stop:
         boxes = tuple(end.map.boxes(start, stop))
         if [(box.start, box.stop) for box in boxes] == [(start, stop)]:
-            here = (*path, *attrs.evolve(end, box=boxes[0]).path)
-        yield Column("rest", here, start, stop, _at(start, stop))
+            path = (*block_path, *attrs.evolve(end, box=boxes[0]).path)
+        yield Column("rest", path, start, stop, _in_block(start, stop))

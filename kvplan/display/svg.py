@@ -187,7 +187,7 @@ def _draw_headers(
         if interval and interval.axis == WORKER and interval.name in colours:
             _add(group, "rect", **box, class_=f"tint {colours[interval.name]}")
         number = str(interval.start) if interval and interval.axis == BLOCK else ""
-        texts = [diagram.text(header, more=True), diagram.text(header), str(interval or ""), number]
+        texts = [diagram.text(header, with_more=True), diagram.text(header), str(interval or ""), number]
         for text in [text for text in texts if text and _fits(text, high - low, LETTER)][:1]:
             _add(group, "text", text, **middle)
 
