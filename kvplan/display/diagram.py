@@ -38,7 +38,7 @@ OPENINGS: Final = ((4, True), (3, True), (4, False), (3, False), (2, False), (1,
 """Ways to open a block map, the furthest first: the parts of an axis, and whether all open."""
 
 Fill = Literal["bytes", "rest", "fold"]
-"""Bytes that are shown; bytes that hold something else or are not copied; or columns that are left out."""
+"""Bytes that are shown; bytes that are not copied or hold something else; columns left out."""
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ class Column:
 
 @attrs.frozen
 class Header:
-    """The interval above the columns from ``first`` to ``last``, in ``rows`` rows from ``row`` on."""
+    """The interval above columns ``first`` to ``last``, in ``rows`` rows from ``row`` on."""
 
     row: int
     rows: int
@@ -72,7 +72,7 @@ class Header:
 
 @attrs.frozen
 class Diagram:
-    """Columns with their headers. ``axes`` has the name of each row, empty where a row has several axes."""
+    """Columns with their headers. ``axes`` names each row, empty where a row has several axes."""
 
     columns: tuple[Column, ...]
     headers: tuple[Header, ...]
@@ -134,7 +134,7 @@ def _depth(column: Column) -> int:
 
 
 def _headers(columns: Sequence[Column]) -> Iterator[Header]:
-    """Yield the headers, row by row: one for neighbouring columns whose paths agree up to the row."""
+    """Yield the headers, row by row: one for neighbours whose paths agree up to the row."""
     depth = max(map(_depth, columns), default=0)
     for row in range(depth):
         first = 0

@@ -1,8 +1,9 @@
-"""explain: any value of kvplan as plain text, in one line, in a few lines with equal layers folded, or row by row."""
+"""explain: any value of kvplan as plain text, in one line, in a few lines, or row by row."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from kvplan._checks import integer, is_one_of
 from kvplan._text import WIDTH, count, fold, intervals, shown, size, sizes
 from kvplan.describe.blocks import Blocks
-from kvplan.describe.views import Group, View
+from kvplan.describe.views import Group, Region, View
 from kvplan.describe.worker import Worker, label_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import PeerError
@@ -29,34 +30,40 @@ Detail = Literal["line", "workers", "rows"]
 
 DETAILS: Final[tuple[Detail, ...]] = ("line", "workers", "rows")
 
+TABLE_HEADS: Final = ("ids", "address", "length", "device", "stride", "count", "region")
+
 MAX_IDS: Final = 8
 """Of more block ids than this, a line has the first and the last."""
 
 
 def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) -> str:
-    """A value of kvplan as plain text, without a line break at the end.
+    """Return a value of kvplan as plain text, without a line break at the end.
 
     ``detail`` says how much text:
 
     - ``line``: one line of at most ``width`` characters, for a log. What is longer is cut.
-    - ``workers``: a few lines of at most ``width`` characters, the first of which is that line. Regions and views of a
-      worker are folded where they differ in name and place only. A plan has a line for each remote worker that moves
-      bytes.
-    - ``rows``: every region and view of a worker, every row of a plan's tables, every descriptor of a spec. Nothing is
-      folded, cut or left out.
+    - ``workers``: a few lines of at most ``width`` characters, the first of which is that line.
+      Regions and views of a worker are folded where they differ in name and place only. A plan has
+      a line for each remote worker that moves bytes.
+    - ``rows``: every region and view of a worker, every row of a plan's tables, every descriptor of
+      a spec. Nothing is folded, cut or left out.
 
-    Other values, such as a cost, are their own ``str``, and its first line. Raises ``TYPE`` for anything that is not a
-    value of kvplan, ``NAME`` for another ``detail``, and ``RANGE`` for a ``width`` below 40.
+    Other values, such as a cost, are their own ``str``, and its first line. Raises ``TYPE`` for
+    anything that is not a value of kvplan, ``NAME`` for another ``detail``, and ``RANGE`` for a
+    ``width`` below 40.
 
     >>> from kvplan import Axis, Group, Region, View, Worker, explain, plan_reads
     >>> def worker(engine, tp, rank):
     ...     heads = 8 // tp
+    ...     size = heads * 4096
     ...     axes = (Axis("head", rank * heads, rank * heads + heads, 8, 4096),
     ...             Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2))
-    ...     size = heads * 4096
-    ...     return Worker(engine, rank, [Region(f"kv.{i}", (rank + 1 << 40) + (i << 30), 100 * size) for i in (0, 1)],
-    ...                   [Group("attn", 16)],
-    ...                   [View(f"layers.{i}.k", "attn", f"kv.{i}", "bfloat16", axes, 100, size) for i in (0, 1)])
+    ...     regions, views = [], []
+    ...     for i in (0, 1):
+    ...         regions.append(Region(f"kv.{i}", (rank + 1 << 40) + (i << 30), 100 * size))
+    ...         name = f"layers.{i}.k"
+    ...         views.append(View(name, "attn", f"kv.{i}", "bfloat16", axes, 100, size))
+    ...     return Worker(engine, rank, regions, [Group("attn", 16)], views)
     >>> decode = worker("decode", 2, 1)
     >>> print(explain(decode))
     decode/1: 2 views of 2 tensors in 2 regions, 1 group
@@ -81,15 +88,19 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
     """
     if not is_one_of(detail, DETAILS):
         raise KVPlanError("NAME", "explain a value", expected=f"detail in {', '.join(DETAILS)}", got=shown(detail))
-    lines, width = _lines(value, detail == "rows"), integer(width, "width of an explanation", low=40)
+    lines = _lines(value, detail == "rows")
+    width = integer(width, "width of an explanation", low=40)
     if detail == "line":
         line = next(lines)
         return line if len(line) <= width else f"{line[: width - 3]}..."
-    return "\n".join(lines if detail == "rows" else [part for line in lines for part in fit(line, width)])
+    if detail == "workers":
+        lines = itertools.chain.from_iterable(fit(line, width) for line in lines)
+    return "\n".join(lines)
 
 
 def fit(line: str, width: int = WIDTH) -> list[str]:
-    """A line in lines of at most ``width`` characters, each after the first indented by four more.
+    """Return a line in lines of at most ``width`` characters, all but the first indented by four
+    more.
 
     >>> [len(text) for text in fit("  " + 50 * "word ")]
     [116, 120, 25]
@@ -100,10 +111,16 @@ def fit(line: str, width: int = WIDTH) -> list[str]:
 
 @functools.singledispatch
 def _lines(value: object, rows: bool) -> Iterator[str]:
-    """The lines of a value, with all ``rows`` or folded. The first says what it is."""
+    """Yield the lines of a value, with all ``rows`` or folded. The first is its summary."""
     if not type(value).__module__.startswith("kvplan."):
-        hint = "an engine is a tuple of workers: explain(engine[0])" if isinstance(value, tuple) else ""
-        raise KVPlanError("TYPE", "explain a value", expected="a value of kvplan", got=type(value).__name__, hint=hint)
+        is_engine = isinstance(value, tuple)
+        raise KVPlanError(
+            "TYPE",
+            "explain a value",
+            expected="a value of kvplan",
+            got=type(value).__name__,
+            hint="an engine is a tuple of workers: explain(engine[0])" if is_engine else "",
+        )
     yield from str(value).splitlines()
 
 
@@ -112,25 +129,35 @@ def _worker(worker: Worker, rows: bool) -> Iterator[str]:
     yield str(worker)
     for group in worker.groups:
         yield from _indented(_group(group, rows))
-    for regions in _equal(worker.regions, None if rows else operator.attrgetter("size_bytes", "memory", "device_id")):
-        first, several = regions[0], len(regions) > 1
-        names, held = (
-            fold(one.name for one in regions),
-            count(first.size_bytes, "byte") if rows else size(first.size_bytes),
-        )
-        where = f"{first.memory} {first.device_id}, {'the first at' if several else 'at'} {first.address:#x}"
-        yield f"  region{'s' * several} {names}: {held}{' each' * several}, {where}"
-    shape = operator.attrgetter("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
-    for views in _equal(worker.views, None if rows else shape):
+    region_key = operator.attrgetter("size_bytes", "memory", "device_id")
+    for regions in _equal(worker.regions, None if rows else region_key):
+        yield f"  {_regions(regions, rows)}"
+    view_key = operator.attrgetter("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
+    for views in _equal(worker.views, None if rows else view_key):
         yield from _indented(_views(views, rows))
+
+
+def _regions(regions: Sequence[Region], rows: bool) -> str:
+    """Return in words regions that differ in name and address only."""
+    first = regions[0]
+    names = fold(region.name for region in regions)
+    num_bytes = count(first.size_bytes, "byte") if rows else size(first.size_bytes)
+    device = f"{first.memory} {first.device_id}"
+    if len(regions) > 1:
+        return f"regions {names}: {num_bytes} each, {device}, the first at {first.address:#x}"
+    return f"region {names}: {num_bytes}, {device}, at {first.address:#x}"
 
 
 @_lines.register
 def _group(group: Group, rows: bool) -> Iterator[str]:
-    held = "one state" if group.tokens_per_block is None else count(group.tokens_per_block, "token")
-    context, interleave = group.context, count(group.context.interleave_tokens, "position")
-    shared = f", context rank {context.rank} of {context.size}, interleaved by {interleave}" if context.size > 1 else ""
-    yield f"group {group.name}: {held} per block{shared}"
+    tokens = group.tokens_per_block
+    content = "one state" if tokens is None else count(tokens, "token")
+    context = ""
+    if group.context.size > 1:
+        interleave = count(group.context.interleave_tokens, "position")
+        rank = f"context rank {group.context.rank} of {group.context.size}"
+        context = f", {rank}, interleaved by {interleave}"
+    yield f"group {group.name}: {content} per block{context}"
 
 
 @_lines.register
@@ -139,23 +166,26 @@ def _view(view: View, rows: bool) -> Iterator[str]:
 
 
 def _views(views: Sequence[View], rows: bool) -> Iterator[str]:
-    """Views that differ in name and place only."""
+    """Yield in words views that differ in name and place only."""
     first = views[0]
-    where = f" at byte {first.offset_bytes} of region {first.region}" if rows else ""
-    held = f"{first.block_bytes} bytes in each of {count(first.num_blocks, 'block')}, stride {first.block_stride_bytes}"
-    name = f"view{'s' * (len(views) > 1)} {fold(view.name for view in views)}"
-    yield f"{name} in group {first.group}{where}: {first.dtype}, {held}"
+    place = f" at byte {first.offset_bytes} of region {first.region}" if rows else ""
+    title = f"view{'s' * (len(views) > 1)} {fold(view.name for view in views)}"
+    blocks = f"each of {count(first.num_blocks, 'block')}, stride {first.block_stride_bytes}"
+    content = f"{first.dtype}, {first.block_bytes} bytes in {blocks}"
+    yield f"{title} in group {first.group}{place}: {content}"
     yield from _indented(map(str, first.axes))
 
 
 @_lines.register
 def _blocks(blocks: Blocks, rows: bool) -> Iterator[str]:
-    some = ", ".join(map(str, blocks.ids[:MAX_IDS].tolist())) or "none"
-    more = f", ... {blocks.ids[-1]}" if blocks.ids.size > MAX_IDS else ""
-    which = "blocks" if blocks.scattered is None else f"{blocks.ids.size} of blocks"
-    times = int(np.count_nonzero(blocks.ids == blocks.twice))
-    again = f"; id {blocks.twice} {times} times" if times else ""
-    yield f"{which} [{blocks.first}, {blocks.stop}) of a request: ids {some}{more}{again}"
+    ids = ", ".join(map(str, blocks.ids[:MAX_IDS].tolist())) or "none"
+    if blocks.ids.size > MAX_IDS:
+        ids += f", ... {blocks.ids[-1]}"
+    num_repeats = int(np.count_nonzero(blocks.ids == blocks.twice))
+    if num_repeats:
+        ids += f"; id {blocks.twice} {num_repeats} times"
+    title = "blocks" if blocks.scattered is None else f"{blocks.ids.size} of blocks"
+    yield f"{title} [{blocks.first}, {blocks.stop}) of a request: ids {ids}"
     if rows:
         for ordinal, block in zip(blocks.ordinals.tolist(), blocks.ids.tolist(), strict=True):
             yield f"  block {ordinal} of the request: id {block}"
@@ -167,28 +197,40 @@ def _plan(plan: TransferPlan, rows: bool) -> Iterator[str]:
     yield f"{_ends(plan)}: {_totals(pairs)}"
     for pair in plan.pairs if rows else pairs:
         yield from _indented(_pair(pair, rows, f"{_arrow(plan.operation)} {label_of(pair.remote)}"))
-    every = [groups for pair in pairs for groups in pair.group_pairs if not all(one.joined for one in groups.tokens)]
-    near = 0 if plan.operation == "READ" else 1
-    for name in dict.fromkeys(each.groups[near].name for each in every if min(map(slots, each.groups)) > 1):
-        yield f"  group {name}: tokens move one by one; see advise for layouts, choose for staging, with longer runs"
+    hint = "see advise for layouts, choose for staging, with longer runs"
+    for name in _groups_by_token(plan, pairs):
+        yield f"  group {name}: tokens move one by one; {hint}"
+
+
+def _groups_by_token(plan: TransferPlan, pairs: Iterable[Pair]) -> dict[str, None]:
+    """Return the local groups of several tokens per block whose tokens move one by one."""
+    local = 0 if plan.operation == "READ" else 1
+    names: dict[str, None] = {}
+    for pair in pairs:
+        for ids in pair.group_pairs:
+            is_joined = all(tokens.joined for tokens in ids.tokens)
+            if not is_joined and min(map(slots, ids.groups)) > 1:
+                names[ids.groups[local].name] = None
+    return names
 
 
 def _ends(plan: TransferPlan) -> str:
-    """Which worker reads from or writes to how many of the others."""
-    moving = sum(pair.local_table.num_ids > 0 for pair in plan.pairs)
+    """Return in words which worker reads from or writes to how many others."""
+    num_moving = sum(pair.local_table.num_ids > 0 for pair in plan.pairs)
     verb = "reads from" if plan.operation == "READ" else "writes to"
-    return f"{plan.local.label} {verb} {moving} of {count(len(plan.remotes), 'worker')}"
+    return f"{plan.local.label} {verb} {num_moving} of {count(len(plan.remotes), 'worker')}"
 
 
 def _arrow(operation: str) -> str:
-    """Which way bytes go, with the local worker on the left."""
+    """Return the way that bytes go, with the local worker on the left."""
     return "<-" if operation == "READ" else "->"
 
 
 def _totals(pairs: Iterable[Pair]) -> str:
     tables = [pair.local_table for pair in pairs]
-    ids, number = sum(table.num_ids for table in tables), sum(len(table.rows) for table in tables)
-    return f"{count(ids, 'id')} in {count(number, 'local row')}"
+    num_ids = sum(table.num_ids for table in tables)
+    num_rows = sum(len(table.rows) for table in tables)
+    return f"{count(num_ids, 'id')} in {count(num_rows, 'local row')}"
 
 
 @_lines.register
@@ -208,35 +250,41 @@ def _table(table: Table, rows: bool) -> Iterator[str]:
 
 
 def _in_rows(table: Table, row: str) -> str:
-    """How many ids there are in how many rows, rows of one length together, the longest first."""
+    """Return in words the number of ids and of rows of each length, the longest first."""
     lengths, numbers = np.unique(table.rows[:, 1], return_counts=True)
-    found = [(number, size(length)) for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True)][::-1]
-    texts = [f"{count(number, row) if i == 0 else number} of {length}" for i, (number, length) in enumerate(found)]
+    texts: list[str] = []
+    for length, number in zip(lengths[::-1].tolist(), numbers[::-1].tolist(), strict=True):
+        num_rows = number if texts else count(number, row)
+        texts.append(f"{num_rows} of {size(length)}")
     return f"{count(table.num_ids, 'id')} in {', '.join(texts)}" if texts else "nothing"
 
 
 def rows_of(table: Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table as ``Table.rows`` has them, each with its ids ``[first_id, stop_id)`` and its region."""
-    for first, region, row in zip(table.first.tolist(), table.region.tolist(), table.rows.tolist(), strict=True):
-        numbers = dict(zip(("address", "length", "device", "stride", "count"), row, strict=True))
-        name = table.regions[region].name
-        yield {"first_id": first, "stop_id": first + numbers["count"], **numbers, "region": name}
+    """Yield the rows of a table, each with its ids ``[first_id, stop_id)`` and its region."""
+    fields = ("address", "length", "device", "stride", "count")
+    columns = table.first.tolist(), table.region.tolist(), table.rows.tolist()
+    for first_id, region_index, row in zip(*columns, strict=True):
+        numbers = dict(zip(fields, row, strict=True))
+        ids = {"first_id": first_id, "stop_id": first_id + numbers["count"]}
+        yield {**ids, **numbers, "region": table.regions[region_index].name}
 
 
 def _columns(table: Table) -> Iterator[str]:
-    """Every row of a table, below heads."""
-    rows = [
-        (f"[{row['first_id']}, {row['stop_id']})", f"{row['address']:#x}", *map(str, [*row.values()][3:]))
-        for row in rows_of(table)
-    ]
-    return _aligned([("ids", "address", "length", "device", "stride", "count", "region"), *rows])
+    """Yield every row of a table, below heads."""
+    lines: list[Sequence[str]] = [TABLE_HEADS]
+    for row in rows_of(table):
+        ids = f"[{row['first_id']}, {row['stop_id']})"
+        numbers = [str(row[head]) for head in TABLE_HEADS[2:]]
+        lines.append([ids, f"{row['address']:#x}", *numbers])
+    return _aligned(lines)
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Words in columns, the last one to the left and others to the right."""
+    """Yield words in columns, the last one to the left and the rest to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for *words, last in lines:
-        yield "  ".join([*(word.rjust(width) for word, width in zip(words, widths, strict=False)), last])
+        cells = [word.rjust(width) for word, width in zip(words, widths, strict=False)]
+        yield "  ".join([*cells, last])
 
 
 @_lines.register
@@ -247,33 +295,45 @@ def _mesh(mesh: MeshPlan, rows: bool) -> Iterator[str]:
     for plan in mesh.plans:
         yield from _indented(_plan(plan, rows))
     if rows:
-        for key, each in mesh.completions.items():
-            sends, awaits = (", ".join(map(label_of, keys)) or "nobody" for keys in (each.sends, each.awaits))
+        for key, completions in mesh.completions.items():
+            sends = ", ".join(map(label_of, completions.sends)) or "nobody"
+            awaits = ", ".join(map(label_of, completions.awaits)) or "nobody"
             yield f"  {label_of(key)} sends completions to {sends}, awaits those of {awaits}"
         return
+    # Workers without a plan, folded where they await equally many completions.
     planned = {plan.local.key for plan in mesh.plans}
-    awaited = [(*key, len(each.awaits)) for key, each in mesh.completions.items() if key not in planned]
-    for workers in _equal(awaited, operator.itemgetter(0, 2)):
-        (engine, _, number), several = workers[0], len(workers) > 1
+    awaiting = []
+    for key, completions in mesh.completions.items():
+        if key not in planned:
+            awaiting.append((*key, len(completions.awaits)))
+    for workers in _equal(awaiting, operator.itemgetter(0, 2)):
+        engine, _, number = workers[0]
         ranks = intervals(rank for _, rank, _ in workers)
-        yield f"  {engine}/{ranks}{': each awaits' if several else ' awaits'} {count(number, 'completion')}"
+        verb = ": each awaits" if len(workers) > 1 else " awaits"
+        yield f"  {engine}/{ranks}{verb} {count(number, 'completion')}"
 
 
 @_lines.register
 def _spec(spec: ReadSpec, rows: bool) -> Iterator[str]:
-    near, far = spec.descriptors()
-    local, remote = label_of(spec.local), label_of(spec.remote)
-    ends, lengths = f"{local} {_arrow(spec.operation)} {remote}", near[:, 1].tolist()
+    local, remote = spec.descriptors()
+    local_label = label_of(spec.local)
+    remote_label = label_of(spec.remote)
+    ends = f"{local_label} {_arrow(spec.operation)} {remote_label}"
+    lengths = local[:, 1].tolist()
     if not lengths:
         yield f"{ends}: nothing"
         return
     number = count(len(lengths), "descriptor")
     yield f"{ends}: {size(spec.num_bytes)} in {number} of {sizes(min(lengths), max(lengths))}"
     if rows:
-        both = zip(near.tolist(), far.tolist(), strict=True)
-        found = [(f"{n}", f"{device}", f"{a:#x}", f"{other}", f"{b:#x}") for (a, n, device), (b, _, other) in both]
-        heads = ("length", "device", f"address of {local}", "device", f"address of {remote}")
-        yield from _indented(_aligned([heads, *found]))
+        remote_address = f"address of {remote_label}"
+        lines = [["length", "device", f"address of {local_label}", "device", remote_address]]
+        for local_range, remote_range in zip(local.tolist(), remote.tolist(), strict=True):
+            address, length, device = local_range
+            remote_start, _, remote_device = remote_range
+            ends_of_copy = f"{device}", f"{address:#x}", f"{remote_device}", f"{remote_start:#x}"
+            lines.append([f"{length}", *ends_of_copy])
+        yield from _indented(_aligned(lines))
 
 
 @_lines.register
@@ -296,7 +356,7 @@ def _peer_error(error: PeerError, rows: bool) -> Iterator[str]:
 
 
 def _equal(values: Iterable[Any], key: Callable[[Any], Hashable] | None) -> list[list[Any]]:
-    """The values in lists of equal ``key``, in order of appearance; each by itself if there is no key."""
+    """Return values in lists of equal ``key``, in order of appearance; one by one without a key."""
     lists: dict[Hashable, list[Any]] = {}
     for i, value in enumerate(values):
         lists.setdefault(i if key is None else key(value), []).append(value)
