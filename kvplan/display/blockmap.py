@@ -443,7 +443,7 @@ def _boxes(
     base: int,
     path: Path,
 ) -> Iterator[Box]:
-    """Yield the boxes of bytes ``[start, stop)``; ``axes`` are in a part that begins at ``base``."""
+    """Yield the boxes of bytes ``[start, stop)``; ``axes`` are in a part from ``base`` on."""
     for axis, axis_path in named(axes, path):
         axis_start = base + axis.offset
         low = max(start, axis_start)

@@ -87,7 +87,8 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
       [3400, 6600)  0x30040000000     256       0     256   3200  kv.1
     """
     if not is_one_of(detail, DETAILS):
-        raise KVPlanError("NAME", "explain a value", expected=f"detail in {', '.join(DETAILS)}", got=shown(detail))
+        expected = f"detail in {', '.join(DETAILS)}"
+        raise KVPlanError("NAME", "explain a value", expected=expected, got=shown(detail))
     lines = _lines(value, detail == "rows")
     width = integer(width, "width of an explanation", low=40)
     if detail == "line":
@@ -235,7 +236,8 @@ def _totals(pairs: Iterable[Pair]) -> str:
 
 @_lines.register
 def _pair(pair: Pair, rows: bool, title: str = "") -> Iterator[str]:
-    yield f"{title or f'pair with {label_of(pair.remote)}'}: {_in_rows(pair.local_table, 'local row')}"
+    title = title or f"pair with {label_of(pair.remote)}"
+    yield f"{title}: {_in_rows(pair.local_table, 'local row')}"
     for side, table in (("local", pair.local_table), ("remote", pair.remote_table)):
         if rows and table.num_ids:
             yield f"  {side} rows"

@@ -1,4 +1,4 @@
-"""Pictures of what a worker's blocks look like and of what a plan copies, for terminals, notebooks and web pages."""
+"""Pictures of a worker's blocks and of a plan's copies, for terminals, notebooks and pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Picture:
     svg: str
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file: the SVG where its name ends in ``.svg``, the text where it ends in ``.txt``.
+        """Write the picture to a file: the SVG to a name in ``.svg``, the text to one in ``.txt``.
 
         Raises ``NAME`` for any other name, and where the file cannot be written.
 
@@ -48,14 +48,18 @@ class Picture:
             ending = Path(path).suffix.lower()
         except TypeError:
             raise wrong_type("path of a picture", "a path", path) from None
-        expected, got = "a path that ends in .svg or .txt", repr(os.fspath(path))
-        if ending in (".svg", ".txt"):
-            try:
-                Path(path).write_text(self.svg if ending == ".svg" else f"{self.text}\n", encoding="utf-8")
-                return
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                expected, got = "a path that can be written to", f"{got}: {reason}"
+        contents = {".svg": self.svg, ".txt": f"{self.text}\n"}
+        got = repr(os.fspath(path))
+        if ending not in contents:
+            expected = "a path that ends in .svg or .txt"
+            raise KVPlanError("NAME", "save a picture", expected=expected, got=got)
+        try:
+            Path(path).write_text(contents[ending], encoding="utf-8")
+        except (OSError, ValueError) as error:
+            expected = "a path that can be written to"
+            got += f": {getattr(error, 'strerror', None) or str(error)}"
+        else:
+            return
         raise KVPlanError("NAME", "save a picture", expected=expected, got=got)
 
     def _repr_svg_(self) -> str:
@@ -77,14 +81,15 @@ def show(
     about: str = "",
     width: int = WIDTH,
 ) -> Picture:
-    """A picture of a worker, what one block looks like, or of a plan, which bytes go where.
+    """Return a picture of one block of a worker, or of the bytes that a plan copies.
 
-    Rows are axes, from the slowest in memory to the fastest; columns are bytes. What repeats is folded, and equal
-    layers are drawn once. In the picture of a plan, letters or ribbons connect the bytes that are copied. It shows the
-    first blocks of the request that ``local``, ``remote`` and ``tokens`` describe, as :meth:`TransferPlan.bind` takes
-    them, with their block ids, and says what all of it moves; without these arguments, the first blocks of an example.
-    ``about`` is a line under the title of the SVG. ``width`` is how many characters a line of the text may have: what
-    is wider goes on below.
+    Rows are axes, from the slowest in memory to the fastest; columns are bytes. What repeats is
+    folded, and equal layers are drawn once. In the picture of a plan, letters or ribbons connect
+    the bytes that are copied. It shows the first blocks of the request that ``local``, ``remote``
+    and ``tokens`` describe, as :meth:`TransferPlan.bind` takes them, with their block ids, and says
+    what all of it moves; without these arguments, the first blocks of an example. ``about`` is a
+    line under the title of the SVG. ``width`` is how many characters a line of the text may have:
+    what is wider goes on below.
 
     >>> from kvplan import Model, plan_reads, show
     >>> model = Model.shipped("llama-3.1-70b")
@@ -118,44 +123,67 @@ def show(
     <BLANKLINE>
     byte: offset in one block
 
-    Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a ``width`` below 1 and
-    for blocks of too many pieces, and what ``bind`` raises.
+    Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a
+    ``width`` below 1 and for blocks of too many pieces, and what ``bind`` raises.
     """
     about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
     if isinstance(value, Worker):
         return _picture(f"One block of {value.label}", block_maps(value), about, width)
     if isinstance(value, TransferPlan):
-        is_given = any(part is not None for part in (local, remote, tokens))
-        near, far = ({} if part is None else part for part in (local, remote))
-        request: Request | None = {"local": near, "remote": far, "tokens": tokens} if is_given else None
-        found = panels(value, request)
-        remotes = fold(dict.fromkeys(copy.remote.worker.label for panel in found for copy in panel.copies)) or "nobody"
-        verb = "reads from" if value.operation == "READ" else "writes to"
-        title = f"{value.local.label} {verb} {remotes}"
-        if request is not None:
-            specs = value.bind(**request)
-            copied = count(sum(spec.num_descriptors for spec in specs), "descriptor")
-            title = f"{title}: {size(sum(spec.num_bytes for spec in specs))} in {copied}"
-        return _picture(title, found, about, width)
+        request: Request | None = None
+        if any(argument is not None for argument in (local, remote, tokens)):
+            local = {} if local is None else local
+            remote = {} if remote is None else remote
+            request = {"local": local, "remote": remote, "tokens": tokens}
+        drawn = panels(value, request)
+        return _picture(_title(value, drawn, request), drawn, about, width)
     hints = {
         MeshPlan: "a mesh has a plan for each worker: show(mesh.plans[0])",
         tuple: "an engine is a tuple of workers: show(engine[0])",
     }
-    got, hint = type(value).__name__, hints.get(type(value), "")
-    raise KVPlanError("TYPE", "show a value", expected="a Worker or a TransferPlan", got=got, hint=hint)
+    raise KVPlanError(
+        "TYPE",
+        "show a value",
+        expected="a Worker or a TransferPlan",
+        got=type(value).__name__,
+        hint=hints.get(type(value), ""),
+    )
 
 
-def _picture(title: str, of: Sequence[BlockMap] | Sequence[Panel], about: str, width: int) -> Picture:
-    """The picture of block maps or of panels."""
-    remotes = {
-        copy.remote_index: copy.remote.worker.label for one in of if isinstance(one, Panel) for copy in one.copies
-    }
+def _title(plan: TransferPlan, drawn: Sequence[Panel], request: Request | None) -> str:
+    """Return who copies from or to whom, and how much a request copies."""
+    labels: dict[str, None] = {}
+    for panel in drawn:
+        labels |= {copy.remote.worker.label: None for copy in panel.copies}
+    verb = "reads from" if plan.operation == "READ" else "writes to"
+    title = f"{plan.local.label} {verb} {fold(labels) or 'nobody'}"
+    if request is None:
+        return title
+    specs = plan.bind(**request)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    num_descriptors = sum(spec.num_descriptors for spec in specs)
+    return f"{title}: {size(num_bytes)} in {count(num_descriptors, 'descriptor')}"
+
+
+def _picture(
+    title: str,
+    drawn: Sequence[BlockMap] | Sequence[Panel],
+    about: str,
+    width: int,
+) -> Picture:
+    """Return the picture of block maps or of panels."""
+    remotes: dict[int, str] = {}
+    for part in drawn:
+        if isinstance(part, Panel):
+            remotes |= {copy.remote_index: copy.remote.worker.label for copy in part.copies}
     rest = "not moved" if remotes else "padding, or other groups' bytes"
+    labels = [label for _, label in sorted(remotes.items())]
+    svg = draw_svg(title, about, _drawings(drawn), labels, rest)
+    return Picture(title, draw_text(_drawings(drawn), rest, width), svg)
 
-    def drawings() -> Iterator[Drawing]:
-        for one in of:
-            yield Drawing(one.title, one.facts, panel_diagrams(one) if isinstance(one, Panel) else map_diagrams(one))
 
-    svg = draw_svg(title, about, drawings(), [label for _, label in sorted(remotes.items())], rest)
-    return Picture(title, draw_text(drawings(), rest, width), svg)
+def _drawings(drawn: Sequence[BlockMap] | Sequence[Panel]) -> Iterator[Drawing]:
+    for part in drawn:
+        choices = panel_diagrams(part) if isinstance(part, Panel) else map_diagrams(part)
+        yield Drawing(part.title, part.facts, choices)

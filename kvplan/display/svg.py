@@ -1,7 +1,8 @@
 """Drawings as SVG, with no script, in the reader's light or dark scheme, the same for equal values.
 
-The source's bytes are above and the destination's below, each with its slowest axis at the edge of the picture. Ribbons
-between them are copies, in the colour of the remote worker. The mouse shows coordinates, addresses and bytes.
+The source's bytes are above and the destination's below, each with its slowest axis at the edge of
+the picture. Ribbons between them are copies, in the colour of the remote worker. The mouse shows
+coordinates, addresses and bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ BYTES: Final = 22
 RIBBONS: Final = 110
 LETTER: Final = 7.2
 DIGIT: Final = 6.9
-"""Pixels: the width of the picture, where columns begin, the margin, the heights of a row of headers, of bytes and of
-ribbons, and the approximate widths of a letter and of a small digit."""
+"""Pixels: the width of the picture, where columns begin, the margin, the heights of a row of
+headers, of bytes and of ribbons, and the approximate widths of a letter and of a small digit."""
 
 COLOURS: Final = 10
 
@@ -56,7 +57,13 @@ STYLE: Final = """
 """ + "".join(f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n" for i in range(COLOURS))
 
 
-def draw_svg(title: str, about: str, drawings: Iterable[Drawing], names: Sequence[str], rest: str) -> str:
+def draw_svg(
+    title: str,
+    about: str,
+    drawings: Iterable[Drawing],
+    names: Sequence[str],
+    rest: str,
+) -> str:
     """The picture: titles, a legend of the ``names`` that have colours and of the hatched ``rest``, the drawings."""
     parts = [(drawing, _fitting(drawing.choices)) for drawing in drawings]
     every = [column for _, diagrams in parts for diagram in diagrams for column in diagram.columns]
@@ -109,7 +116,12 @@ def _draw_legend(root: Element, top: float, colours: Mapping[str, str]) -> float
     return y + 8
 
 
-def _draw_part(root: Element, y: float, diagrams: Sequence[Diagram], colours: Mapping[str, str]) -> float:
+def _draw_part(
+    root: Element,
+    y: float,
+    diagrams: Sequence[Diagram],
+    colours: Mapping[str, str],
+) -> float:
     """A block; or the source's blocks, the destination's, and ribbons between them. Returns where it ends."""
     top, *others = diagrams
     above = _spans(top)
@@ -192,7 +204,13 @@ def _draw_headers(
             _add(group, "text", text, **middle)
 
 
-def _draw_bytes(root: Element, diagram: Diagram, spans: _ColumnSpans, y: float, colours: Mapping[str, str]) -> None:
+def _draw_bytes(
+    root: Element,
+    diagram: Diagram,
+    spans: _ColumnSpans,
+    y: float,
+    colours: Mapping[str, str],
+) -> None:
     """The bytes of each column on their colour: from the first to the last where there is room in all columns."""
     _add(root, "text", "byte", x=LEFT - 10, y=y + 15, class_="axis")
     shown = [(column, span) for column, span in zip(diagram.columns, spans, strict=True) if column.fill != "fold"]

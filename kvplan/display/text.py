@@ -1,10 +1,13 @@
-"""Drawings as plain text: a line for each axis, the slowest at the top, and bytes from left to right.
+"""Drawings as plain text: a line for each axis, the slowest at the top, and bytes from left to
+right.
 
-The order of the lines is the order of the axes in memory. What is too wide goes on below, each part with its lines.
+The order of the lines is the order of the axes in memory. What is too wide goes on below, each part
+with its lines.
 """
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
@@ -12,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvplan._text import WIDTH
-from kvplan.display.diagram import MAX_COLUMNS, NOTE, Diagram, Drawing, Header, common
+from kvplan.display.diagram import MAX_COLUMNS, NOTE, Column, Diagram, Drawing, Header, common
 
 FOLD: Final = "···"
 REST: Final = "░"
@@ -24,41 +27,56 @@ NONE: Final[Mapping[int | None, str]] = MappingProxyType({})
 
 
 def draw_text(drawings: Iterable[Drawing], rest: str, width: int = WIDTH) -> str:
-    """Drawings one below the other. The legend says what the ``rest`` is that is hatched."""
-    texts = [
-        "\n".join([*wrap(drawing.title, width), *wrap(drawing.facts, width), _drawn(drawing, width)])
-        for drawing in drawings
-    ]
+    """Return drawings one below the other. The legend says what the hatched ``rest`` is."""
+    texts = []
+    for drawing in drawings:
+        titles = [*wrap(drawing.title, width), *wrap(drawing.facts, width)]
+        texts.append("\n".join([*titles, _drawn(drawing, width)]))
     legend = f"{REST} {rest}; {NOTE}" if any(REST in text for text in texts) else NOTE
     return "\n\n".join([*texts, legend]) if texts else ""
 
 
 def _drawn(drawing: Drawing, width: int) -> str:
-    """The fullest choice that fits, with a letter below each copy, which it has on both sides."""
+    """Return the fullest choice that fits, with a letter below each copy, the same on both sides."""
     for number, diagrams in enumerate(drawing.choices):
-        shown = sorted(column.copy for column in diagrams[0].columns if column.copy is not None)
-        letters = dict[int | None, str](zip(shown, string.ascii_letters, strict=False))
+        copies = [column.copy for column in diagrams[0].columns if column.copy is not None]
+        letters = dict[int | None, str](zip(sorted(copies), string.ascii_letters, strict=False))
         # of a block map, three opened parts of each axis are worth a second line
-        is_worth = number == 1 and len(diagrams) == 1 and len(diagrams[0].columns) <= MAX_COLUMNS
+        is_map = len(diagrams) == 1
+        is_worth = number == 1 and is_map and len(diagrams[0].columns) <= MAX_COLUMNS
         if is_worth or all(_width(_lines(diagram, letters)) <= width for diagram in diagrams):
             break
     top, *bottom = (list(_wrapped(diagram, width, letters)) for diagram in diagrams)
-    parts = [*top, *(lines[::-1] for side in bottom for lines in side)]
+    parts = [*top]
+    for side in bottom:
+        parts += [lines[::-1] for lines in side]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _wrapped(diagram: Diagram, width: int, letters: Mapping[int | None, str] = NONE) -> Iterator[list[str]]:
-    """A diagram in parts that fit, each of one column at least. A part ends where the slowest axis goes on."""
-    columns, first = diagram.columns, 0
+def _wrapped(
+    diagram: Diagram,
+    width: int,
+    letters: Mapping[int | None, str] = NONE,
+) -> Iterator[list[str]]:
+    """Yield a diagram in parts that fit, of one column at least.
+
+    A part ends where the slowest axis goes on.
+    """
+    columns = diagram.columns
+    first = 0
     while first < len(columns):
         last = len(columns)
-        while last > first + 1 and _width(_lines(Diagram.of(columns[first:last]), letters)) > width:
+        while last > first + 1 and _part_width(columns[first:last], letters) > width:
             last -= 1
         if last < len(columns):
             ends = range(last, first + (last - first) // 3, -1)
             last = min(ends, key=lambda end: len(common(columns[end - 1].path, columns[end].path)))
         yield _lines(Diagram.of(columns[first:last]), letters)
         first = last
+
+
+def _part_width(columns: Sequence[Column], letters: Mapping[int | None, str]) -> int:
+    return _width(_lines(Diagram.of(columns), letters))
 
 
 def _width(lines: Sequence[str]) -> int:
@@ -70,10 +88,11 @@ _HeaderTexts = list[tuple[int, int, str]]
 
 
 def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NONE) -> list[str]:
-    """A diagram: its headers, the byte at which each column begins, and the letters of copies."""
+    """Return a diagram: its headers, the byte at which each column begins, and letters of copies."""
     columns = diagram.columns
     rows = [_header_row(diagram, row) for row in range(len(diagram.axes))]
-    rows.append([(i, i, "" if column.fill == "fold" else str(column.start)) for i, column in enumerate(columns)])
+    starts = ["" if column.fill == "fold" else str(column.start) for column in columns]
+    rows.append([(i, i, start) for i, start in enumerate(starts)])
     names = [*diagram.axes, "byte"]
     if letters:
         rest = [REST if column.fill == "rest" else "" for column in columns]
@@ -85,28 +104,38 @@ def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NONE) -> list[s
         return sum(widths[first : last + 1]) + 2 * (last - first)
 
     # texts over few columns first: what a text lacks is added to its last column
-    for _, first, last, letters_of in sorted(
-        (last - first, first, last, len(t)) for row in rows for first, last, t in row
-    ):
-        widths[last] += max(letters_of - room(first, last), 0)
+    texts = itertools.chain.from_iterable(rows)
+    for first, last, text in sorted(texts, key=_span_and_length):
+        widths[last] += max(len(text) - room(first, last), 0)
     margin = max(map(len, names))
-    cells = ("".join(f"│ {text:<{room(first, last)}}" for first, last, text in row) for row in rows)
-    return [f"{name:<{margin}} {line}│" for name, line in zip(names, cells, strict=True)]
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        cells = [f"│ {text:<{room(first, last)}}" for first, last, text in row]
+        lines.append(f"{name:<{margin}} {''.join(cells)}│")
+    return lines
+
+
+def _span_and_length(header_text: tuple[int, int, str]) -> tuple[int, ...]:
+    first, last, text = header_text
+    return last - first, first, last, len(text)
 
 
 def _header_row(diagram: Diagram, row: int) -> _HeaderTexts:
-    """The texts of one row. A header of several rows has its text in the first of them."""
-    spans = {
-        header.first: (header.last, _text(diagram, header) if header.row == row else "")
-        for header in diagram.headers
-        if header.row <= row < header.row + header.rows
-    }
-    found: _HeaderTexts = []
-    while (at := found[-1][1] + 1 if found else 0) < len(diagram.columns):
-        column = diagram.columns[at]
+    """Return the texts of one row. A header of several rows has its text in the first of them."""
+    spans: dict[int, tuple[int, str]] = {}
+    for header in diagram.headers:
+        if header.row <= row < header.row + header.rows:
+            text = _text(diagram, header) if header.row == row else ""
+            spans[header.first] = header.last, text
+    texts: _HeaderTexts = []
+    first = 0
+    while first < len(diagram.columns):
+        column = diagram.columns[first]
         blank = REST if column.fill == "rest" and len(column.path) == row else ""
-        found.append((at, *spans.get(at, (at, blank))))
-    return found
+        last, text = spans.get(first, (first, blank))
+        texts.append((first, last, text))
+        first = last + 1
+    return texts
 
 
 def _text(diagram: Diagram, header: Header) -> str:
