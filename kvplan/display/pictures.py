@@ -93,7 +93,8 @@ def show(
 
     >>> from kvplan import Model, plan_reads, show
     >>> model = Model.shipped("llama-3.1-70b")
-    >>> prefill, decode = model.engine("prefill", tp=8), model.engine("decode", tp=4, layout="BLNHC")
+    >>> prefill = model.engine("prefill", tp=8)
+    >>> decode = model.engine("decode", tp=4, layout="BLNHC")
     >>> print(show(decode[1]))
     layers.0-79.attn
     one of 80 equal layers, 16384 bytes in each of 4096 blocks of group attn, stride 1310720

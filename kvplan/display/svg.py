@@ -15,7 +15,17 @@ from typing import Any, Final
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from kvplan.display.diagram import BLOCK, MAX_COLUMNS, NOTE, WORKER, Column, Diagram, Drawing, common
+from kvplan.display.diagram import (
+    BLOCK,
+    MAX_COLUMNS,
+    NOTE,
+    WORKER,
+    Column,
+    Diagram,
+    Drawing,
+    Header,
+    common,
+)
 
 WIDTH: Final = 1160
 LEFT: Final = 84
@@ -36,12 +46,15 @@ NARROW: Final[Mapping[str, float]] = MappingProxyType({"bytes": 0.0, "fold": 24.
 """Widths of columns that do not share the room."""
 
 STYLE: Final = """
-.kvplan { --bg: #ffffff; --ink: #1f2328; --faint: #6b7280; --cell: #eef0f3; --line: #c5cad3; --on: #10131a; --veil: .33;
+.kvplan { --bg: #ffffff; --ink: #1f2328; --faint: #6b7280; --cell: #eef0f3; \
+--line: #c5cad3; --on: #10131a; --veil: .33;
   --c0: #6ea4f4; --c1: #f5ae5b; --c2: #74c69d; --c3: #e78ab0; --c4: #ab98de;
   --c5: #e3cf5b; --c6: #6cc5d6; --c7: #c79f7c; --c8: #a2b57f; --c9: #ef8a80 }
-@media (prefers-color-scheme: dark) { .kvplan { --bg: #0f1318; --ink: #e6e9ee; --faint: #8d97a5; --cell: #1e242c;
+@media (prefers-color-scheme: dark) { .kvplan { --bg: #0f1318; --ink: #e6e9ee; \
+--faint: #8d97a5; --cell: #1e242c;
   --line: #3a434f; --veil: .42 } }
-.kvplan text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink) }
+.kvplan text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; \
+fill: var(--ink) }
 .kvplan .title { font-size: 17px; font-weight: 600 }
 .kvplan .panel { font-size: 13px; font-weight: 600 }
 .kvplan .faint { fill: var(--faint) }
@@ -54,7 +67,10 @@ STYLE: Final = """
 .kvplan .rest { fill: url(#kvplan-rest) }
 .kvplan path, .kvplan .cell .tint { opacity: var(--veil) }
 .kvplan path:hover { opacity: .9 }
-""" + "".join(f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n" for i in range(COLOURS))
+""" + "".join(
+    f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n"  # one rule for each colour
+    for i in range(COLOURS)
+)
 
 
 def draw_svg(
@@ -64,38 +80,53 @@ def draw_svg(
     names: Sequence[str],
     rest: str,
 ) -> str:
-    """The picture: titles, a legend of the ``names`` that have colours and of the hatched ``rest``, the drawings."""
+    """Return the picture: titles, a legend, the drawings.
+
+    The legend has the ``names`` that have colours, and the hatched ``rest``.
+    """
     parts = [(drawing, _fitting(drawing.choices)) for drawing in drawings]
-    every = [column for _, diagrams in parts for diagram in diagrams for column in diagram.columns]
-    named = dict.fromkeys([*names, *(column.colour for column in every if column.colour)])
-    colours = {name: f"c{i % COLOURS}" for i, name in enumerate(named)}
+    columns: list[Column] = []
+    for _, diagrams in parts:
+        for diagram in diagrams:
+            columns += diagram.columns
+    coloured = dict.fromkeys([*names, *(column.colour for column in columns if column.colour)])
+    colours = {name: f"c{i % COLOURS}" for i, name in enumerate(coloured)}
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "kvplan", "role": "img"})
     _add(root, "title", title)
     _add(root, "style", STYLE)
-    tile = {"width": 5, "height": 5}
-    pattern = _add(_add(root, "defs"), "pattern", id="kvplan-rest", **tile, patternUnits="userSpaceOnUse")
-    _add(pattern, "rect", **tile, fill="var(--bg)")
-    _add(pattern, "line", x1=0, y1=5, x2=5, y2=0, stroke="var(--line)")
+    _add_hatching(root)
     _add(root, "rect", width="100%", height="100%", rx=8, fill="var(--bg)")
     _add(root, "text", title, x=EDGE, y=34, class_="title")
     if about:
         _add(root, "text", about, x=EDGE, y=54, class_="faint")
-    has_rest = any(column.fill == "rest" for column in every)
-    y = _draw_legend(root, 62.0 if about else 42.0, colours | ({rest: "rest"} if has_rest else {}))
+    legend = dict(colours)
+    if any(column.fill == "rest" for column in columns):
+        legend[rest] = "rest"
+    y = _draw_legend(root, 62.0 if about else 42.0, legend)
     for drawing, diagrams in parts:
         y += 34
         _add(root, "text", drawing.title, x=EDGE, y=y, class_="panel")
         _add(root, "text", drawing.facts, x=WIDTH - EDGE, y=y, class_="faint end")
         y = _draw_part(root, y + 12, diagrams, colours)
     height = math.ceil(y + EDGE)
-    for key, value in (("viewBox", f"0 0 {WIDTH} {height}"), ("width", str(WIDTH)), ("height", str(height))):
-        root.set(key, value)
+    root.set("viewBox", f"0 0 {WIDTH} {height}")
+    root.set("width", str(WIDTH))
+    root.set("height", str(height))
     ElementTree.indent(root, " ")
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
+def _add_hatching(root: Element) -> None:
+    """Add the pattern that fills bytes that are not copied."""
+    defs = _add(root, "defs")
+    tile = {"width": 5, "height": 5}
+    pattern = _add(defs, "pattern", id="kvplan-rest", **tile, patternUnits="userSpaceOnUse")
+    _add(pattern, "rect", **tile, fill="var(--bg)")
+    _add(pattern, "line", x1=0, y1=5, x2=5, y2=0, stroke="var(--line)")
+
+
 def _fitting(choices: Iterable[tuple[Diagram, ...]]) -> tuple[Diagram, ...]:
-    """The first choice of both sides of a plan; of a block, the first of few columns."""
+    """Return the first choice of both sides of a plan; of a block, the first of few columns."""
     for diagrams in choices:
         if len(diagrams) > 1 or len(diagrams[0].columns) <= MAX_COLUMNS:
             break
@@ -103,15 +134,17 @@ def _fitting(choices: Iterable[tuple[Diagram, ...]]) -> tuple[Diagram, ...]:
 
 
 def _draw_legend(root: Element, top: float, colours: Mapping[str, str]) -> float:
-    """What colours mean, in as many lines as it takes; returns where it ends."""
-    x, y = float(EDGE), top + 16
-    for name, kind in colours.items():
-        wide = 34 + len(name) * LETTER
-        if x + wide > WIDTH - EDGE - len(LEGEND) * LETTER:
-            x, y = float(EDGE), y + ROW
-        _add(root, "rect", x=x, y=y - 10, width=11, height=11, rx=2, class_=kind)
+    """Draw the meaning of colours, in as many lines as it takes; return where it ends."""
+    x = float(EDGE)
+    y = top + 16
+    for name, colour in colours.items():
+        width = 34 + len(name) * LETTER
+        if x + width > WIDTH - EDGE - len(LEGEND) * LETTER:
+            x = float(EDGE)
+            y += ROW
+        _add(root, "rect", x=x, y=y - 10, width=11, height=11, rx=2, class_=colour)
         _add(root, "text", name, x=x + 16, y=y, class_="faint")
-        x += wide
+        x += width
     _add(root, "text", LEGEND, x=WIDTH - EDGE, y=y, class_="faint end")
     return y + 8
 
@@ -122,55 +155,73 @@ def _draw_part(
     diagrams: Sequence[Diagram],
     colours: Mapping[str, str],
 ) -> float:
-    """A block; or the source's blocks, the destination's, and ribbons between them. Returns where it ends."""
-    top, *others = diagrams
-    above = _spans(top)
-    is_plan = bool(others)
-    _draw_headers(root, top, above, y, colours if is_plan else {}, is_down=False)
+    """Draw a block, or the source's blocks, the destination's, and ribbons between them.
+
+    Return where it ends.
+    """
+    top, *bottoms = diagrams
+    top_spans = _spans(top)
+    is_plan = bool(bottoms)
+    _draw_headers(root, top, top_spans, y, colours if is_plan else {}, is_down=False)
     y += len(top.axes) * ROW
-    _draw_bytes(root, top, above, y, colours)
+    _draw_bytes(root, top, top_spans, y, colours)
     y += BYTES
-    for bottom in others:
-        below, end = _spans(bottom), y + RIBBONS
-        _add(root, "text", "↓", x=LEFT - 10, y=(y + end) / 2 + 4, class_="axis")
-        target = {column.copy: span for column, span in zip(bottom.columns, below, strict=True)}
-        for column, span in zip(top.columns, above, strict=True):
+    for bottom in bottoms:
+        bottom_spans = _spans(bottom)
+        bytes_y = y + RIBBONS
+        _add(root, "text", "↓", x=LEFT - 10, y=(y + bytes_y) / 2 + 4, class_="axis")
+        columns = zip(bottom.columns, bottom_spans, strict=True)
+        span_of_copy = {column.copy: span for column, span in columns}
+        for column, span in zip(top.columns, top_spans, strict=True):
             if column.copy is not None:
-                ribbon = _ribbon(span, target[column.copy], y + 1, end - 2)
-                _add(_add(root, "path", d=ribbon, class_=colours[column.colour]), "title", column.hover)
-        _draw_bytes(root, bottom, below, end, colours)
-        _draw_headers(root, bottom, below, end + BYTES, colours, is_down=True)
-        y = end + BYTES + len(bottom.axes) * ROW
+                outline = _ribbon(span, span_of_copy[column.copy], y + 1, bytes_y - 2)
+                ribbon = _add(root, "path", d=outline, class_=colours[column.colour])
+                _add(ribbon, "title", column.hover)
+        _draw_bytes(root, bottom, bottom_spans, bytes_y, colours)
+        headers_y = bytes_y + BYTES
+        _draw_headers(root, bottom, bottom_spans, headers_y, colours, is_down=True)
+        y = headers_y + len(bottom.axes) * ROW
     return y
 
 
 def _ribbon(top: tuple[float, float], bottom: tuple[float, float], y0: float, y1: float) -> str:
-    """The outline of a band from one span to another below it."""
-    (a, b), (c, d), bend = top, bottom, RIBBONS * 0.45
-    curve = f"M{a:.1f} {y0:.1f}C{a:.1f} {y0 + bend:.1f} {c:.1f} {y1 - bend:.1f} {c:.1f} {y1:.1f}H{d:.1f}"
-    return f"{curve}C{d:.1f} {y1 - bend:.1f} {b:.1f} {y0 + bend:.1f} {b:.1f} {y0:.1f}Z"
+    """Return the outline of a band from one span to another below it."""
+    left, right = top
+    low, high = bottom
+    bend0 = y0 + RIBBONS * 0.45
+    bend1 = y1 - RIBBONS * 0.45
+    down = f"M{left:.1f} {y0:.1f}C{left:.1f} {bend0:.1f} {low:.1f} {bend1:.1f} {low:.1f} {y1:.1f}"
+    up = f"C{high:.1f} {bend1:.1f} {right:.1f} {bend0:.1f} {right:.1f} {y0:.1f}Z"
+    return f"{down}H{high:.1f}{up}"
 
 
 _ColumnSpans = Sequence[tuple[float, float]]
-"""Where each column begins and ends, from left to right."""
+"""The left and right edge of each column, from left to right."""
 
 
 def _spans(diagram: Diagram) -> _ColumnSpans:
-    """The columns from the left to the right edge: wider for more bytes, with wider gaps where slower axes change."""
+    """Return the spans of columns over the whole width.
+
+    Columns of more bytes are wider, and gaps where slower axes change.
+    """
     columns = diagram.columns
     gaps = [_gap(a, b, len(diagram.axes)) for a, b in itertools.pairwise(columns)]
     narrow = [NARROW[column.fill] for column in columns]
     width = WIDTH - LEFT - EDGE
-    squeeze = min(1.0, width / 2 / max(sum(narrow) + sum(gaps), 1))
+    # Gaps and narrow columns take half of the width at most; the bytes share the room that is left.
+    fixed = sum(narrow) + sum(gaps)
+    squeeze = min(1.0, width / 2 / max(fixed, 1))
     sizes = [column.stop - column.start if column.fill == "bytes" else 0 for column in columns]
-    least = min(filter(None, sizes), default=1)
-    weight = [1 + 0.3 * math.log2(size / least) if size else 0 for size in sizes]
-    room = (width - squeeze * (sum(narrow) + sum(gaps))) / max(sum(weight), 1)
-    x, found = float(LEFT), []
-    for share, extra, gap in zip(weight, narrow, [*gaps, 0.0], strict=True):
-        found.append((x, x + share * room + squeeze * extra))
-        x = found[-1][1] + squeeze * gap
-    return found
+    smallest = min(filter(None, sizes), default=1)
+    weights = [1 + 0.3 * math.log2(size / smallest) if size else 0 for size in sizes]
+    room = (width - squeeze * fixed) / max(sum(weights), 1)
+    x = float(LEFT)
+    spans = []
+    for weight, narrow_width, gap in zip(weights, narrow, [*gaps, 0.0], strict=True):
+        right = x + weight * room + squeeze * narrow_width
+        spans.append((x, right))
+        x = right + squeeze * gap
+    return spans
 
 
 def _gap(a: Column, b: Column, depth: int) -> float:
@@ -178,30 +229,49 @@ def _gap(a: Column, b: Column, depth: int) -> float:
 
 
 def _draw_headers(
-    root: Element, diagram: Diagram, spans: _ColumnSpans, y: float, colours: Mapping[str, str], *, is_down: bool
+    root: Element,
+    diagram: Diagram,
+    spans: _ColumnSpans,
+    y: float,
+    colours: Mapping[str, str],
+    *,
+    is_down: bool,
 ) -> None:
-    """The headers, the slowest axis at the bottom if ``is_down``; workers that have a colour in it."""
+    """Draw the headers, with the slowest axis at the bottom if ``is_down``.
+
+    Workers that have a colour are drawn in it.
+    """
     depth = len(diagram.axes)
     for row, axis in enumerate(diagram.axes):
-        at = y + (depth - 1 - row if is_down else row) * ROW
-        _add(root, "text", axis, x=LEFT - 10, y=at + 14, class_="axis")
+        row_y = y + (depth - 1 - row if is_down else row) * ROW
+        _add(root, "text", axis, x=LEFT - 10, y=row_y + 14, class_="axis")
     group = _add(root, "g", class_="cell")
     for header in diagram.headers:
-        (low, _), (_, high) = spans[header.first], spans[header.last]
-        at = y + (depth - header.row - header.rows if is_down else header.row) * ROW
-        middle = {"x": (low + high) / 2, "y": at + header.rows * ROW / 2 + 4}
+        left, _ = spans[header.first]
+        _, right = spans[header.last]
+        header_y = y + (depth - header.row - header.rows if is_down else header.row) * ROW
+        middle = {"x": (left + right) / 2, "y": header_y + header.rows * ROW / 2 + 4}
         if header.fill == "fold":
             _add(group, "text", "⋯", **middle, class_="faint")
             continue
-        box = {"x": low, "y": at, "width": high - low, "height": header.rows * ROW - 1}
+        height = header.rows * ROW - 1
+        box = {"x": left, "y": header_y, "width": right - left, "height": height}
         _add(group, "rect", **box, class_="still" if header.fill == "rest" else "")
         interval = header.interval
         if interval and interval.axis == WORKER and interval.name in colours:
             _add(group, "rect", **box, class_=f"tint {colours[interval.name]}")
-        number = str(interval.start) if interval and interval.axis == BLOCK else ""
-        texts = [diagram.text(header, with_more=True), diagram.text(header), str(interval or ""), number]
-        for text in [text for text in texts if text and _fits(text, high - low, LETTER)][:1]:
+        text = _fitting_text(diagram, header, right - left)
+        if text:
             _add(group, "text", text, **middle)
+
+
+def _fitting_text(diagram: Diagram, header: Header, width: float) -> str:
+    """Return the longest text of a header that fits, or none."""
+    interval = header.interval
+    number = str(interval.start) if interval and interval.axis == BLOCK else ""
+    full_text = diagram.text(header, with_more=True)
+    texts = [full_text, diagram.text(header), str(interval or ""), number]
+    return next((text for text in texts if text and _fits(text, width, LETTER)), "")
 
 
 def _draw_bytes(
@@ -211,19 +281,28 @@ def _draw_bytes(
     y: float,
     colours: Mapping[str, str],
 ) -> None:
-    """The bytes of each column on their colour: from the first to the last where there is room in all columns."""
+    """Draw the bytes of each column on their colour.
+
+    They are numbered from the first to the last where there is room in all columns.
+    """
     _add(root, "text", "byte", x=LEFT - 10, y=y + 15, class_="axis")
-    shown = [(column, span) for column, span in zip(diagram.columns, spans, strict=True) if column.fill != "fold"]
-    texts = {column: f"{column.start}-{column.stop - 1}" for column, _ in shown if column.colour}
-    if not all(_fits(texts[column], high - low, DIGIT) for column, (low, high) in shown if column.colour):
-        texts = {column: str(column.start) for column in texts}
-    for column, (low, high) in shown:
+    coloured = []
+    for column, (left, right) in zip(diagram.columns, spans, strict=True):
+        if column.colour:
+            coloured.append((column, right - left))
+    texts = {column: f"{column.start}-{column.stop - 1}" for column, _ in coloured}
+    if not all(_fits(texts[column], width, DIGIT) for column, width in coloured):
+        texts = {column: str(column.start) for column, _ in coloured}
+    for column, (left, right) in zip(diagram.columns, spans, strict=True):
+        if column.fill == "fold":
+            continue
+        width = right - left
         group = _add(root, "g")
         _add(group, "title", column.hover)
-        kind = colours.get(column.colour, "rest")
-        _add(group, "rect", x=low, y=y, width=high - low, height=BYTES - 1, class_=kind)
-        if column in texts and _fits(texts[column], high - low, DIGIT):
-            _add(group, "text", texts[column], x=(low + high) / 2, y=y + 15, class_="byte")
+        colour = colours.get(column.colour, "rest")
+        _add(group, "rect", x=left, y=y, width=width, height=BYTES - 1, class_=colour)
+        if column in texts and _fits(texts[column], width, DIGIT):
+            _add(group, "text", texts[column], x=(left + right) / 2, y=y + 15, class_="byte")
 
 
 def _fits(text: str, width: float, letter: float) -> bool:
@@ -231,12 +310,16 @@ def _fits(text: str, width: float, letter: float) -> bool:
 
 
 def _add(parent: Element, tag: str, content: str = "", /, **attributes: Any) -> Element:
-    """A new last child. Numbers have one decimal; ``class_`` is the attribute ``class``; empty ones are left out."""
-    values = {
-        key.rstrip("_"): f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
-        for key, value in attributes.items()
-        if value != ""
-    }
-    element = ElementTree.SubElement(parent, tag, values)
+    """Add a last child, and return it.
+
+    Numbers have one decimal; ``class_`` is the attribute ``class``; empty ones are left out.
+    """
+    texts = {}
+    for key, attribute in attributes.items():
+        is_float = isinstance(attribute, float)
+        text = f"{attribute:.1f}".removesuffix(".0") if is_float else str(attribute)
+        if text:
+            texts[key.rstrip("_")] = text
+    element = ElementTree.SubElement(parent, tag, texts)
     element.text = content or None
     return element

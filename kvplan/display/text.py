@@ -21,7 +21,7 @@ FOLD: Final = "···"
 REST: Final = "░"
 
 MAX_REST: Final = 8
-"""The coordinates of bytes that are not copied are printed if they have at most so many characters."""
+"""Coordinates of bytes that are not copied are printed up to this number of characters."""
 
 NONE: Final[Mapping[int | None, str]] = MappingProxyType({})
 
@@ -37,7 +37,7 @@ def draw_text(drawings: Iterable[Drawing], rest: str, width: int = WIDTH) -> str
 
 
 def _drawn(drawing: Drawing, width: int) -> str:
-    """Return the fullest choice that fits, with a letter below each copy, the same on both sides."""
+    """Return the fullest choice that fits, with one letter on both sides below each copy."""
     for number, diagrams in enumerate(drawing.choices):
         copies = [column.copy for column in diagrams[0].columns if column.copy is not None]
         letters = dict[int | None, str](zip(sorted(copies), string.ascii_letters, strict=False))
@@ -88,7 +88,7 @@ _HeaderTexts = list[tuple[int, int, str]]
 
 
 def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NONE) -> list[str]:
-    """Return a diagram: its headers, the byte at which each column begins, and letters of copies."""
+    """Return a diagram: headers, the byte at which each column begins, and letters of copies."""
     columns = diagram.columns
     rows = [_header_row(diagram, row) for row in range(len(diagram.axes))]
     starts = ["" if column.fill == "fold" else str(column.start) for column in columns]
