@@ -215,6 +215,7 @@ def folded(names: Iterable[str]) -> str:
     names = tuple(names)
     parts = [split(name) for name in names]
     prefixes = {before for before, _, _ in parts}
+    # Layers fold if all names differ in their number alone, or in what follows it.
     suffixes = tuple(dict.fromkeys(after for _, _, after in parts))
     numbers = [number for _, number, _ in parts if number is not None]
     if len(suffixes) == 1 or len(numbers) < len(parts) or len(prefixes) > 1:
@@ -239,6 +240,7 @@ def block_maps(worker: Worker) -> tuple[BlockMap, ...]:
         before, number, _ = split(view.name)
         key = view.region, view.group, view.block_stride_bytes, before, number
         views_by_layer.setdefault(key, []).append((view, worker.geometries[geometry]))
+    # Layers are equal if their views have the same geometries at the same distances.
     equal_layers: dict[Any, list[_Layer]] = {}
     starts: dict[tuple[str, str], list[int]] = {}
     for (region, group, _, before, _), layer in views_by_layer.items():
@@ -306,6 +308,7 @@ def _layer_axis(places: Sequence[tuple[int, int]], numbers: Sequence[int | None]
     """Return the axis of layers that are in one region at one step; nothing for others."""
     steps = {after - before for (_, before), (_, after) in itertools.pairwise(places)}
     coordinates = tuple(number for number in numbers if number is not None)
+    # Layers in several regions, or at unequal steps, are no axis.
     is_one_region = len({region for region, _ in places}) == 1
     is_one_step = len(steps) == 1 and min(steps) > 0
     if not is_one_region or not is_one_step or len(coordinates) < len(places):
@@ -331,10 +334,12 @@ def _chain(view_index: int, view: View, strides: _Strides) -> StridedAxis:
     _, number, suffix = split(view.name)
     name = suffix.lstrip("._") if number is not None and suffix.strip("._") else view.name
     views = (view_index,)
+    # From the fastest axis to the slowest, each around the one before.
     chain = StridedAxis(name, views, "element", range(1), 1, 0, view.itemsize, view.itemsize)
     inside: tuple[StridedAxis, ...] = ()
     widths: dict[str, int] = {}
     gaps: set[str] = set()
+    # Axes of one coordinate have no meaningful stride: they are outside.
     slowest_first = sorted(strides, key=lambda s: (len(s[1]) > 1, -s[2]))
     for depth, (axis, coordinates, stride) in reversed([*enumerate(slowest_first)]):
         size = chain.stop
@@ -381,6 +386,7 @@ def _merged(axes: Sequence[StridedAxis]) -> tuple[StridedAxis, ...]:
 
     Those whose bytes alternate become one, if they are equal; else they stay apart.
     """
+    # A cluster has axes whose bytes overlap, from the first byte to the last.
     clusters: list[list[StridedAxis]] = []
     end = -1
     for axis in sorted(axes, key=lambda axis: axis.offset):
@@ -395,9 +401,11 @@ def _united(axes: Sequence[StridedAxis]) -> list[StridedAxis]:
     """Return equal axes of different tensors as one axis with all tensors inside; else nothing."""
     first = axes[0]
     has_step = len(first.coordinates) > 1
+    # A step means nothing where there is one coordinate.
     kinds = {(axis.axis, axis.coordinates, axis.width, axis.step * has_step) for axis in axes}
     if len(axes) == 1 or len(kinds) > 1:
         return []
+    # What is inside each axis, at offsets from the first byte of the first axis.
     parts = []
     views: list[int] = []
     for axis in axes:
@@ -457,6 +465,7 @@ def _boxes(
                 num_parts = max(min(num_whole, len(axis.coordinates) - part), 1)
             end = part_start + (num_parts - 1) * axis.step + axis.size
             if low <= part_start and end <= high and not axis.gaps:
+                # Whole parts are one box; else look for boxes inside the part.
                 interval = axis.interval(part, part + num_parts - 1)
                 yield Box(part_start, end, extend(axis_path, interval), axis.views)
             else:
@@ -481,6 +490,7 @@ def _pieces(axes: Sequence[StridedAxis], title: str) -> Ints:
         if num_pieces > MAX_PIECES:
             expected = f"at most {MAX_PIECES} contiguous pieces of a block"
             raise KVPlanError("RANGE", f"draw {title}", expected=expected, got=f"{num_pieces}")
+        # One row for each piece of each part.
         part_start = axis.offset + np.arange(num_parts) * axis.step
         pieces.append((part_start[:, None, None] + inner).reshape(-1, 2))
     start, stop = np.concatenate(pieces).T

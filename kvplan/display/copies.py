@@ -63,6 +63,7 @@ class CopyEnd:
     def path(self) -> Path:
         """Return the path of the box, with positions in place of tokens."""
         path = []
+        # Tokens in digits: the finest digit counts from where the coarser ones are.
         finest_tokens = [interval for interval in self.box.path if interval.axis == TOKEN][-1:]
         for interval in self.box.path:
             if interval.axis != TOKEN:
@@ -210,6 +211,7 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
         if part is None:
             continue
         bind_request, asked = part
+        # A state has no positions to draw.
         is_token_group = group.tokens_per_block is not None
         tokens = bind_request["tokens"][group.name] if is_token_group else None
         local = _single([block_map for block_map in local_maps if block_map.group == group])
@@ -248,6 +250,7 @@ def _rows_by_layer(
     layers = dict.fromkeys(block_map.layer for block_map, _ in local)
     number_of_layer = {layer: i for i, layer in enumerate(layers)}
     rows = _moved(plan, request, local, remotes, number_of_layer)
+    # Rows ascend by layer: layer i has the rows [bounds[i], bounds[i + 1]).
     bounds = np.searchsorted(rows[:, LAYER], np.arange(len(layers) + 1)).tolist()
     for layer, (first, stop) in zip(layers, itertools.pairwise(bounds), strict=True):
         if first < stop:
@@ -268,6 +271,7 @@ def excerpt(
     one group. The range is what the whole request copies of the group; ``None`` if that is nothing.
     """
     remote_groups = _remote_groups(plan, group, maps[1:])
+    # The local blocks after which both sides repeat.
     turn = math.ceil(period(group, *remote_groups) / slots(group) / group.context.size)
     if request is None:
         request = _example(plan, group, remote_groups, maps, turn)
@@ -287,6 +291,7 @@ def excerpt(
             stop = min(stop, end, start + MAX_POSITIONS)
     if start >= stop:
         return None
+    # An empty range for all other groups: they copy nothing.
     tokens = {local_group.name: (0, 0) for local_group in plan.local.groups}
     tokens[group.name] = (start, stop)
     return {**request, "tokens": tokens}, asked
@@ -353,6 +358,7 @@ def _example(
         ends += [reach(far_group, 0, _pool(maps[1:], far_group))[1] for far_group in remote_groups]
         num_blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
         stop = min(num_blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
+    # Local ids ascend and remote ids descend: no two blocks are neighbours on both sides.
     local = {local_group.name: Blocks([]) for local_group in plan.local.groups}
     local[group.name] = Blocks(range(-(-before(group, stop) // slots(group))))
     remote: dict[str, Blocks] = {}
@@ -421,6 +427,7 @@ def _moved(
                 by_layer=True,
             )
             moved.append(_moved_of_worker(local_pieces, remote_pieces, local, remote, index))
+    # By layer, map, block, worker and offset: in the order of the local memory.
     rows = np.concatenate(moved)
     return rows[np.lexsort(rows[:, [OFFSET, REMOTE, ORDINAL, MAP, LAYER]].T)]
 
@@ -443,6 +450,7 @@ def _moved_of_worker(
     address = remote[descriptor, 0] + skip.astype(np.uint64)
     device = remote[descriptor, 2]
     part, skip, length, remote_rows = remote_pieces.cut(local_rows[:, 0], address, length, device)
+    # Columns of both ends; the layer is that of the local side.
     layer, number, ordinal, block, offset = local_rows[part].T
     _, remote_number, remote_ordinal, remote_block, remote_offset = remote_rows.T
     columns = [
@@ -527,6 +535,7 @@ class _BlockPieces:
             keys.append(0 * block + layer * by_layer * devices.size + device)
         key = np.concatenate(keys)
         start = np.concatenate(starts)
+        # Pieces in the order in which _find looks for them.
         order = np.lexsort((start, key))
         return cls(key[order], start[order], np.concatenate(rows)[order], devices, by_layer)
 
@@ -542,6 +551,7 @@ class _BlockPieces:
         Return of each part: the index of its range, the bytes before it in that range, its length,
         and the row of its piece with the offset of its first byte.
         """
+        # A range lies in the pieces [first[i], last[i]] of its key.
         key = layer * self.by_layer * self.devices.size + np.searchsorted(self.devices, device)
         first = self._find(key, address)
         last = self._find(key, address + (length - 1).astype(np.uint64))
@@ -589,6 +599,7 @@ def _copies(
 
 def _paired(sides: Sequence[tuple[BlockMap, int]], length: int) -> Iterator[tuple[Box, Box]]:
     """Return bytes from an offset in each of two maps, cut until every part is one box on both."""
+    # A box of one side may end inside a box of the other: cut there, and look again.
     cuts = {0, length}
     cuts_before = set[int]()
     while cuts != cuts_before:

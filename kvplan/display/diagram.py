@@ -81,6 +81,7 @@ class Diagram:
     @classmethod
     def of(cls, columns: Iterable[Column]) -> Diagram:
         """Return the diagram of some columns; neighbours that are folded become one."""
+        # Folds that touch show one thing: that columns are left out.
         joined: list[Column] = []
         for column in columns:
             if column.fill == "fold" and joined and joined[-1].fill == "fold":
@@ -93,6 +94,7 @@ class Diagram:
         axes = []
         for row in range(max(map(_depth, joined), default=0)):
             intervals = [header.interval for header in headers if header.row == row]
+            # A row has an axis name only if all its headers are of one axis.
             names = {interval.axis for interval in intervals if interval}
             axes.append(names.pop() if len(names) == 1 else "")
         return cls(tuple(joined), headers, tuple(axes))
@@ -144,9 +146,11 @@ def _headers(columns: Sequence[Column]) -> Iterator[Header]:
             if len(column.path) > row:
                 last = _last_alike(columns, first, row + 1)
                 below = columns[first : last + 1]
+                # A header with no deeper row below it reaches down to the bytes.
                 rows = 1 if max(map(_depth, below)) > row + 1 else depth - row
                 fill: Fill = "rest" if {column.fill for column in below} == {"rest"} else "bytes"
                 yield Header(row, rows, first, last, fill, column.path[row])
+            # Folds, and columns without any path, have an empty header under their path.
             elif len(column.path) == row and (column.fill == "fold" or not column.path):
                 yield Header(row, depth - row, first, first, column.fill, None)
             first = last + 1
@@ -204,6 +208,7 @@ def _opened(
     for axis, axis_path in named(axes, path):
         start = base + axis.offset
         stop = base + axis.stop
+        # Bytes between two axes are padding, or of other groups.
         if reached < start:
             yield Column("rest", path, reached, start)
         reached = stop
@@ -227,6 +232,7 @@ def _opened_parts(
 ) -> Iterator[Column]:
     """Yield the columns of an axis that begins at byte ``start``: its first parts and the last."""
     num_parts = len(axis.coordinates)
+    # A fold is worth its column only if it hides two parts or more.
     shown = [*range(num_parts)]
     if num_parts > max_parts + 1:
         shown = [*range(max_parts - 1), num_parts - 1]
@@ -236,6 +242,7 @@ def _opened_parts(
         part_path = extend(path, axis.interval(part, part))
         if part > before + 1:
             yield Column("fold", path, start + (before + 1) * axis.step, part_start)
+        # An inner axis of single elements tells nothing that the part does not tell.
         can_open = any(inner.inside or len(axis.inside) > 1 for inner in axis.inside)
         if can_open and (opens_all or part == 0):
             yield from _opened(axis.inside, part_path, part_start, part_stop, max_parts, opens_all)
@@ -295,6 +302,7 @@ def _values(copies: Sequence[BoxCopy]) -> tuple[_Values, _Ranked]:
                 value_of_axis[tensors, interval.axis] = interval.start, interval.stop
         value_of_axis[tensors, BLOCK] = copy.local.ordinal, copy.local.ordinal + 1
         values.append(value_of_axis)
+        # The blocks and the worker that copies of these intervals connect: _rank looks for changes.
         remote_place = copy.remote_index, copy.remote.map.places, copy.remote.ordinal
         for axis, value in value_of_axis.items():
             places_of_value = places.setdefault(axis, {}).setdefault(value, set())
@@ -306,6 +314,7 @@ def _values(copies: Sequence[BoxCopy]) -> tuple[_Values, _Ranked]:
 def _rank(places_by_value: Mapping[tuple[int, int], set[Any]]) -> list[tuple[int, int]]:
     """Return the intervals of an axis, those first that are shown first."""
     order = sorted(places_by_value)
+    # Where the connected blocks or workers change from one interval to the next.
     changes = []
     for i, (before, after) in enumerate(itertools.pairwise(order)):
         if places_by_value[before] != places_by_value[after]:
@@ -327,6 +336,7 @@ def _chosen(values: _Values, ranked: _Ranked, max_copies: int) -> frozenset[int]
     while True:
         kept = {axis: frozenset(order[: num_kept[axis]]) for axis, order in ranked.items()}
         shown = [i for i in shown if all(value in kept[axis] for axis, value in values[i].items())]
+        # Of the axes with three intervals left, or else two, shorten the one with the most in all.
         longest = max(num_kept, key=lambda axis: (min(num_kept[axis], 3), len(ranked[axis])))
         if len(shown) <= max_copies or num_kept[longest] == 1:
             return frozenset(shown)
@@ -342,6 +352,7 @@ def _blocks(ends: Sequence[CopyEnd], tokens: Range | None) -> list[tuple[Path, _
 
     Blocks of a request have their ids, and the positions of its ``tokens`` that they hold.
     """
+    # Blocks of one worker may lie in several regions: a block is known by all three.
     ends_by_block: dict[Any, list[tuple[int, CopyEnd]]] = {}
     for i, end in enumerate(ends):
         key = end.worker.key, end.map.places, end.ordinal
@@ -433,6 +444,7 @@ def _between(
     if is_folded:
         yield Column("fold", path, start, stop)
     elif start < stop:
+        # One box has coordinates to show; several would need a column each.
         boxes = tuple(end.map.boxes(start, stop))
         if [(box.start, box.stop) for box in boxes] == [(start, stop)]:
             path = (*block_path, *attrs.evolve(end, box=boxes[0]).path)

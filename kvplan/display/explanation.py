@@ -130,6 +130,7 @@ def _worker(worker: Worker, rows: bool) -> Iterator[str]:
     yield str(worker)
     for group in worker.groups:
         yield from _indented(_group(group, rows))
+    # Folded, regions are one line if they differ in name and address only; so are views.
     region_key = operator.attrgetter("size_bytes", "memory", "device_id")
     for regions in _equal(worker.regions, None if rows else region_key):
         yield f"  {_regions(regions, rows)}"
@@ -182,6 +183,7 @@ def _blocks(blocks: Blocks, rows: bool) -> Iterator[str]:
     ids = ", ".join(map(str, blocks.ids[:MAX_IDS].tolist())) or "none"
     if blocks.ids.size > MAX_IDS:
         ids += f", ... {blocks.ids[-1]}"
+    # `twice` is None in a table without repeats: no id equals it.
     num_repeats = int(np.count_nonzero(blocks.ids == blocks.twice))
     if num_repeats:
         ids += f"; id {blocks.twice} {num_repeats} times"
@@ -253,6 +255,7 @@ def _table(table: Table, rows: bool) -> Iterator[str]:
 
 def _in_rows(table: Table, row: str) -> str:
     """Return in words the number of ids and of rows of each length, the longest first."""
+    # Ascending lengths, each with its number of rows.
     lengths, numbers = np.unique(table.rows[:, 1], return_counts=True)
     texts: list[str] = []
     for length, number in zip(lengths[::-1].tolist(), numbers[::-1].tolist(), strict=True):
@@ -283,6 +286,7 @@ def _columns(table: Table) -> Iterator[str]:
 
 def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield words in columns, the last one to the left and the rest to the right."""
+    # A width for each column of words.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for *words, last in lines:
         cells = [word.rjust(width) for word, width in zip(words, widths, strict=False)]

@@ -48,6 +48,7 @@ class Picture:
             ending = Path(path).suffix.lower()
         except TypeError:
             raise wrong_type("path of a picture", "a path", path) from None
+        # The ending chooses what is written.
         contents = {".svg": self.svg, ".txt": f"{self.text}\n"}
         got = repr(os.fspath(path))
         if ending not in contents:
@@ -174,6 +175,7 @@ def _picture(
     width: int,
 ) -> Picture:
     """Return the picture of block maps or of panels."""
+    # Colours in the order of the plan's remote workers, so that panels agree.
     remotes: dict[int, str] = {}
     for part in drawn:
         if isinstance(part, Panel):

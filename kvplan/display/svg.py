@@ -67,10 +67,7 @@ fill: var(--ink) }
 .kvplan .rest { fill: url(#kvplan-rest) }
 .kvplan path, .kvplan .cell .tint { opacity: var(--veil) }
 .kvplan path:hover { opacity: .9 }
-""" + "".join(
-    f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n"  # one rule for each colour
-    for i in range(COLOURS)
-)
+""" + "".join(f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n" for i in range(COLOURS))
 
 
 def draw_svg(
@@ -99,6 +96,7 @@ def draw_svg(
     _add(root, "text", title, x=EDGE, y=34, class_="title")
     if about:
         _add(root, "text", about, x=EDGE, y=54, class_="faint")
+    # The hatching is explained only if there is some.
     legend = dict(colours)
     if any(column.fill == "rest" for column in columns):
         legend[rest] = "rest"
@@ -171,6 +169,7 @@ def _draw_part(
         bytes_y = y + RIBBONS
         _add(root, "text", "↓", x=LEFT - 10, y=(y + bytes_y) / 2 + 4, class_="axis")
         columns = zip(bottom.columns, bottom_spans, strict=True)
+        # Both sides show the same copies: each ribbon has a span on either side.
         span_of_copy = {column.copy: span for column, span in columns}
         for column, span in zip(top.columns, top_spans, strict=True):
             if column.copy is not None:
@@ -212,6 +211,7 @@ def _spans(diagram: Diagram) -> _ColumnSpans:
     fixed = sum(narrow) + sum(gaps)
     squeeze = min(1.0, width / 2 / max(fixed, 1))
     sizes = [column.stop - column.start if column.fill == "bytes" else 0 for column in columns]
+    # A column of twice the bytes is 30 % of a unit wider, so that small ones stay readable.
     smallest = min(filter(None, sizes), default=1)
     weights = [1 + 0.3 * math.log2(size / smallest) if size else 0 for size in sizes]
     room = (width - squeeze * fixed) / max(sum(weights), 1)
@@ -269,6 +269,7 @@ def _fitting_text(diagram: Diagram, header: Header, width: float) -> str:
     """Return the longest text of a header that fits, or none."""
     interval = header.interval
     number = str(interval.start) if interval and interval.axis == BLOCK else ""
+    # From the longest text to the shortest.
     full_text = diagram.text(header, with_more=True)
     texts = [full_text, diagram.text(header), str(interval or ""), number]
     return next((text for text in texts if text and _fits(text, width, LETTER)), "")
@@ -290,6 +291,7 @@ def _draw_bytes(
     for column, (left, right) in zip(diagram.columns, spans, strict=True):
         if column.colour:
             coloured.append((column, right - left))
+    # First and last byte in all columns, or the first byte in all: never a mixture.
     texts = {column: f"{column.start}-{column.stop - 1}" for column, _ in coloured}
     if not all(_fits(texts[column], width, DIGIT) for column, width in coloured):
         texts = {column: str(column.start) for column, _ in coloured}

@@ -69,6 +69,7 @@ def _wrapped(
         while last > first + 1 and _part_width(columns[first:last], letters) > width:
             last -= 1
         if last < len(columns):
+            # Of the last two thirds of what fits, the end at which the paths differ the most.
             ends = range(last, first + (last - first) // 3, -1)
             last = min(ends, key=lambda end: len(common(columns[end - 1].path, columns[end].path)))
         yield _lines(Diagram.of(columns[first:last]), letters)
@@ -91,6 +92,7 @@ def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NONE) -> list[s
     """Return a diagram: headers, the byte at which each column begins, and letters of copies."""
     columns = diagram.columns
     rows = [_header_row(diagram, row) for row in range(len(diagram.axes))]
+    # One text for each column: the byte at which it begins.
     starts = ["" if column.fill == "fold" else str(column.start) for column in columns]
     rows.append([(i, i, start) for i, start in enumerate(starts)])
     names = [*diagram.axes, "byte"]
@@ -122,6 +124,7 @@ def _span_and_length(header_text: tuple[int, int, str]) -> tuple[int, ...]:
 
 def _header_row(diagram: Diagram, row: int) -> _HeaderTexts:
     """Return the texts of one row. A header of several rows has its text in the first of them."""
+    # The headers that cross this row, by their first column.
     spans: dict[int, tuple[int, str]] = {}
     for header in diagram.headers:
         if header.row <= row < header.row + header.rows:

@@ -1,4 +1,5 @@
-"""Check plans: carry them out in fake memory and compare every byte, or prove them from their tables.
+"""Check plans: carry them out in fake memory and compare every byte, or prove them from their
+tables.
 
 Nothing here shares code with the planner.
 """

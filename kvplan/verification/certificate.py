@@ -149,8 +149,9 @@ class PartRanges(NamedTuple):
 
 @attrs.frozen(eq=False)
 class Pieces:
-    """The pieces that a worker has of some tensors in one group, in block 0, by ascending start:
-    arrays of one length.
+    """The pieces that a worker has of some tensors in one group, in block 0, by ascending start.
+
+    All are arrays of one length.
 
     ``start`` counts through the worker's regions, placed one behind another. ``tensor`` is an
     index; ``number`` is the number of the first byte (:mod:`kvplan.verification.labels`).

@@ -312,6 +312,7 @@ def label_tensors(positions_by_view: Iterable[tuple[View, Ints]]) -> dict[str, L
     >>> labels.base, labels.end, labels.describe(7)
     (1, 17, 'layers.0 dim 1 byte 0 of position 101')
     """
+    # Several views may hold parts of one tensor: they share the numbering of the first.
     first_view: dict[str, View] = {}
     positions: dict[str, Ints] = {}
     parts: dict[str, dict[str, Range]] = {}
@@ -387,6 +388,7 @@ def window(
 ) -> Window:
     """Return a view's bytes for all positions of its tensor that the worker holds in its blocks."""
     group = _group_of(worker, view)
+    # Of the labelled positions, those that the worker's context and blocks hold.
     in_blocks = needed(group, blocks, None)
     is_held = np.isin(labels.positions, in_blocks, assume_unique=True)
     positions = labels.positions[is_held]

@@ -53,6 +53,7 @@ def expand(rows: npt.ArrayLike, ids: npt.ArrayLike) -> ByteRanges:
     """
     table = np.asarray(rows, np.uint64).reshape(-1, 5)
     index = np.asarray(ids, np.int64)
+    # Row r numbers its elements [id_ends[r] - counts[r], id_ends[r]).
     counts = table[:, 4].astype(np.int64)
     id_ends = np.cumsum(counts)  # the id after the last one of each row
     num_ids = int(counts.sum())
@@ -296,6 +297,7 @@ class FakeMemory:
             chunk = slice(low, low + copies_per_chunk)
             for offset in range(0, length, CHUNK_CELLS):
                 num_cells = min(CHUNK_CELLS, length - offset)
+                # (copies, cells): row i is a copy's part, from the first cell of the copy on.
                 copied = runs_of(source, num_cells)[first_read[chunk] + offset]
                 if self.poison:
                     copied[copied == 0] = self.poison
@@ -335,6 +337,7 @@ class FakeMemory:
         length = integer(length, "length", low=1)
         if device_id is None:
             regions = cells.worker.regions
+            # Without a device, the only one that has the address.
             holding = [region for region in regions if region.address <= address < region.end]
             devices = {region.device_id for region in holding}
             device_id = devices.pop() if len(devices) == 1 else 0
@@ -373,6 +376,7 @@ class _WorkerCells:
         up to it, and the address of which the first cell of all would be.
         """
         columns = []
+        # `origin` is the address that cell 0 would have if overlapping regions went back to it.
         origin = 0
         reach = -1
         for region in regions:

@@ -155,6 +155,7 @@ class Job:
         tables = [need.blocks[group] for need in self.needs.values() if group in need.blocks]
         if len(tables) < 2:
             return tables[0] if tables else None
+        # The block id of each ordinal, as the first table has it.
         ids: dict[int, int] = {}
         for table in tables:
             for ordinal, block in zip(table.ordinals.tolist(), table.ids.tolist(), strict=True):
@@ -228,6 +229,7 @@ def _add_part(
     for plan, specs in _bound(plans, local, remote, tokens):
         writes = plan.operation == "WRITE"
         for remote_worker, spec in zip(plan.remotes, specs, strict=True):
+            # Sides of a READ; a WRITE has them the other way round.
             destination, source = plan.local, remote_worker
             blocks, source_blocks = local, remote
             if writes:
@@ -247,6 +249,7 @@ def _add_part(
                 job.has_ids = False
             if fault:
                 fault = f"copy from {source.label}: {fault}"
+            # Moves go from the source to the destination: of a READ, that is from remote to local.
             if spec.operation != "WRITE":
                 pair = pair[::-1]
                 ranges = ranges[::-1]
@@ -348,6 +351,7 @@ def _paired(name: str, sides: Any) -> RangePair:
         expected = "as many local descriptors as remote ones"
         got = f"{len(local)} and {len(remote)}"
         raise KVPlanError("SIZE", f"read {name}", expected=expected, got=got)
+    # Column 1 is the length.
     unequal = np.flatnonzero(local[:, 1] != remote[:, 1])
     if unequal.size:
         first = unequal[0]

@@ -57,6 +57,7 @@ class WorkerTable:
             raise refusal(_name_of_table(worker), expected, ", ".join(map(str, regions)))
         _check_ids(worker, table)
         offset = _offsets_in_regions(worker, table, regions)
+        # Addresses as offsets through all regions, so that 64 bits with a sign suffice.
         start = region_starts(worker)[table.region] + offset
         length, stride, count = table.rows[:, [1, 3, 4]].T.astype(np.int64)
         return cls(worker, table.region, table.first, start, length, stride, count)
@@ -174,6 +175,7 @@ def _check_cuts(pair: PairTables, ids: Any) -> None:
     for cut in ids.cuts:
         if type(cut) is not tuple or not _are_counts(cut, 0) or cut[0] >= cut[1]:
             raise _malformed(pair, "cuts", ids.cuts)
+    # All bounds in order: cuts may touch, but not overlap.
     bounds = [0, *itertools.chain(*ids.cuts), ids.period]
     if bounds != sorted(bounds):
         raise _malformed(pair, "cuts", ids.cuts)

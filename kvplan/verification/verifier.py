@@ -237,10 +237,12 @@ class _Check:
         group = self.groups[view.group]
         tokens = range_of_group(tokens, group, view.group)
         if tokens is None:
+            # Parts may overlap: each position counts once.
             by_part = [need.positions(view, group) for need in self.job.needs.values()]
             return np.unique(np.concatenate(by_part))
         positions = needed(group, None, tokens)
         in_blocks = listed_slots(group, self.tables[view.group])
+        # Positions whose slot is in no block of the table.
         lost = positions[~np.isin(local_slots(group, positions), in_blocks)]
         if lost.size:
             num_lost = count(lost.size, "position")
@@ -249,6 +251,7 @@ class _Check:
 
     def memory_for_labels(self) -> FakeMemory:
         """Return memory whose cells are wide enough for all labels and the poison."""
+        # The poison is the highest number that a cell holds: no label may reach it.
         end = max((labels.end for labels in self.labels.values()), default=1)
         label_bytes = 4 if end < 1 << 32 else 8
         poison = (1 << 8 * label_bytes) - 1
@@ -321,6 +324,7 @@ class _Check:
         """Compare the cells of a view with the labels that belong there."""
         held = self.held(view)
         for index, labels in held.chunks():
+            # (positions, pieces, bytes), as the labels are.
             cells = held.cells[index]
             self.num_needed += cells.size
             if np.array_equal(cells, labels):
@@ -363,6 +367,7 @@ class _Check:
         device = place.region.device_id
         last_first = reversed(self.carried_out)
         move = next(m for m in last_first if _holding(m.writes, place.address, device).size)
+        # Of several copies to the byte, the last one left its value there.
         copy = _holding(move.writes, place.address, device)[-1]
         first_read, _, source_device = move.reads[copy].tolist()
         address = first_read + place.address - int(move.writes[copy, 0])
@@ -385,6 +390,7 @@ class _Check:
             address, _, device = writes[np.flatnonzero(num_repeated)[0]].tolist()
             place = locate(self.worker, address, device)
             self.fail("DISJOINT", f"{_bytes(num_repeated.sum())} written again, first: {place}")
+        # Each written byte once, less the needed bytes that were written: by rule O1, foreign ones.
         num_distinct = int(writes[:, 1].sum()) - int(num_repeated.sum())
         num_foreign = num_distinct - (self.num_needed - self.num_wrong["COVER"])
         if num_foreign < 0:
@@ -413,6 +419,7 @@ class _Check:
     def tails(self) -> Iterator[Tail]:
         """Yield the slots of the request's blocks that no view needs, as intervals."""
         for group in self.worker.groups:
+            # Positions of all views of the group.
             used = []
             for view, positions in zip(self.views, self.positions, strict=True):
                 if view.group == group.name:
@@ -438,6 +445,7 @@ def _bytes(number: int) -> str:
 def _holding(ranges: ByteRanges, address: int, device_id: int) -> Ints:
     """Return the indices of the ranges that contain a byte."""
     start, length, device = ranges.T
+    # Compared with the last byte: start + length may be 2**64, which wraps.
     is_holding = (start <= address) & (address <= start + (length - 1))
     return np.flatnonzero((device == device_id) & is_holding)
 
@@ -452,6 +460,7 @@ def _repeated_bytes(writes: ByteRanges) -> npt.NDArray[np.uint64]:
         # The furthest last byte of all ranges before each: what a range has up to there was written
         # before.
         reach = np.maximum.accumulate(last)[:-1]
+        # Ranges that begin before an earlier one has ended.
         is_over = start[1:] <= reach
         overlap = np.minimum(last[1:], reach) - start[1:] + np.uint64(1)
         num_repeated[on_device[1:][is_over]] = overlap[is_over]
