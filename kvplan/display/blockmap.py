@@ -230,10 +230,9 @@ _Layer = Sequence[tuple[View, Geometry]]
 
 
 def block_maps(worker: Worker) -> tuple[BlockMap, ...]:
-    """Return what one block of each group holds: a map for each layer and region, equal ones
-    folded.
+    """Return what one block of each group holds: a map for each layer and region.
 
-    The first number in a tensor's name is its layer.
+    Equal maps are folded. The first number in a tensor's name is its layer.
     """
     views_by_layer: dict[Any, list[tuple[View, Geometry]]] = {}
     for view, geometry in zip(worker.views, worker.geometry_of, strict=True):

@@ -193,9 +193,9 @@ class Panel:
 
 
 def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tuple[Panel, ...]:
-    """Return what a plan copies for a request, the arguments of ``bind``: a panel for each kind of
-    layer.
+    """Return what a plan copies for a request: a panel for each kind of layer.
 
+    The request has the arguments of ``bind``.
     Layers are of one kind if their blocks have equal bytes, and equal copies. Raises what
     :meth:`TransferPlan.bind` does, and ``RANGE`` for a block of too many pieces.
     """
@@ -264,11 +264,11 @@ def excerpt(
     maps: Sequence[Sequence[BlockMap]],
     request: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], Range] | None:
-    """Return the part of a request that is drawn, as the arguments of ``bind``: the first blocks of
-    one local group.
+    """Return the part of a request that is drawn: the first blocks of one local group.
 
-    It is one period of both sides at most. Other groups copy nothing, so that each address is in
-    one group. The range is what the whole request copies of the group; ``None`` if that is nothing.
+    The part has the arguments of ``bind``. It is one period of both sides at most. Other groups
+    copy nothing, so that each address is in one group. The range is what the whole request copies
+    of the group; ``None`` if that is nothing.
     """
     remote_groups = _remote_groups(plan, group, maps[1:])
     # The local blocks after which both sides repeat.
@@ -406,10 +406,9 @@ def _moved(
     remote_maps: Sequence[_Maps],
     number_of_layer: Mapping[Any, int],
 ) -> Ints:
-    """Return the bytes that descriptors move, cut where a piece ends on either side, in order of
-    the local side.
+    """Return the bytes that descriptors move, cut where a piece ends on either side.
 
-    They are (n, 12), with a column for each name above.
+    They are in order of the local side, (n, 12), with a column for each name above.
     """
     tables = request["local"]
     local_pieces = _BlockPieces.of(plan.local, local_maps, tables, number_of_layer, by_layer=False)

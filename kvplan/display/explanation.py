@@ -100,8 +100,7 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
 
 
 def fit(line: str, width: int = WIDTH) -> list[str]:
-    """Return a line in lines of at most ``width`` characters, all but the first indented by four
-    more.
+    """Return a line in lines of at most ``width`` characters, the later ones indented by four more.
 
     >>> [len(text) for text in fit("  " + 50 * "word ")]
     [116, 120, 25]

@@ -1,8 +1,7 @@
-"""Drawings as plain text: a line for each axis, the slowest at the top, and bytes from left to
-right.
+"""Drawings as plain text: a line for each axis, the slowest at the top.
 
-The order of the lines is the order of the axes in memory. What is too wide goes on below, each part
-with its lines.
+Bytes go from left to right. The order of the lines is the order of the axes in memory. What is too
+wide goes on below, each part with its lines.
 """
 
 from __future__ import annotations

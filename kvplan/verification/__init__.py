@@ -1,5 +1,4 @@
-"""Check plans: carry them out in fake memory and compare every byte, or prove them from their
-tables.
+"""Check plans: carry them out in fake memory, or prove them from their tables.
 
 Nothing here shares code with the planner.
 """

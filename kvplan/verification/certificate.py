@@ -256,8 +256,7 @@ def _check_elements(
 
 @attrs.frozen(eq=False)
 class GroupTables:
-    """One group of the destination and one of a source: their ids, the tables of these, and the
-    pieces of both sides.
+    """One group of the destination and one of a source: ids, tables, and pieces of both sides.
 
     ``period`` is that of the proof: a multiple of the period of the ids.
     """
@@ -270,9 +269,9 @@ class GroupTables:
 
 @attrs.frozen(eq=False)
 class BlockRanges:
-    """One side of some descriptors: block ordinals by position; by run and position the row, and
-    the range in block 0.
+    """One side of some descriptors, in block 0.
 
+    Block ordinals are by position, everything else by run and position.
     ``start`` advances by ``step`` from block to block.
     """
 
@@ -560,10 +559,10 @@ def _ranges(
     ordinal: Ints,
     terms: Ints,
 ) -> BlockRanges:
-    """Return one side of the descriptors of a series; ``terms`` are what block or slot add to the
-    ids.
+    """Return one side of the descriptors of a series.
 
-    Raises ``PROOF`` for an id outside the row of its series (K2).
+    ``terms`` are what the block or the slot of each position adds to the ids. Raises ``PROOF`` for
+    an id outside the row of its series (K2).
     """
     table = tables.pair.sides[side]
     last_block = tables.ids.num_blocks[side] - 1
@@ -590,10 +589,10 @@ def _ranges(
 
 
 def _terms_of_blocks(tables: GroupTables, side: int, runs: RunIds, ordinal: Ints) -> Ints:
-    """Return what the listed blocks add to ids, for every period; they must be those of the
-    positions (K1).
+    """Return what the listed blocks add to ids, for every period.
 
-    ``ordinal`` has the true block ordinals of all starts, period after period.
+    Raises ``PROOF`` unless they are the blocks of the positions (K1). ``ordinal`` has the true
+    block ordinals of all starts, period after period.
     """
     group = tables.ids.groups[side]
     blocks = runs.blocks[side]
@@ -618,8 +617,7 @@ def _held(
     ranges: BlockRanges,
     parts: DescriptorPieces,
 ) -> dict[str, Ints]:
-    """Return which bytes one side of each part holds: the tensor, the position and the number of
-    the first byte.
+    """Return the tensor, the position and the first byte's number of one side of each part.
 
     Raises ``PROOF`` for ids that do not follow the blocks of a view (K2).
     """

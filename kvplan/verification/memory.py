@@ -223,8 +223,7 @@ class FakeMemory:
         )
 
     def execute(self, spec: ReadSpec, *, by_ids: bool = False) -> None:
-        """Move the bytes of ``spec``: from remote to local for a READ, from local to remote for a
-        WRITE.
+        """Move the bytes of ``spec``, from remote to local for a READ, the other way for a WRITE.
 
         Uses its coalesced descriptors or, with ``by_ids``, the range of each id. Raises ``BOUNDS``
         for a range outside the regions and ``SIZE`` for two ranges of different lengths, before

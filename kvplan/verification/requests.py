@@ -97,8 +97,7 @@ def _joined(local: ByteRanges, remote: ByteRanges) -> ByteRanges:
 
 @attrs.frozen(eq=False)
 class Need:
-    """The block tables and the range of positions of one part of a request, at a destination
-    worker.
+    """The block tables and positions of one part of a request, at a destination worker.
 
     ``offered`` has the tensors that some source has. Where ranges are given by the groups of the
     source, as for a WRITE, it has the name of the tensor's group there.

@@ -1,5 +1,4 @@
-"""verify: carry out plans in fake memory, check every byte by its coordinates, and report, promise
-by promise.
+"""verify: carry out plans in fake memory, check every byte, and report, promise by promise.
 
 The sources are filled with labels (:mod:`kvplan.verification.labels`) where their views hold the
 positions of the request, the plans' copies are carried out, and each destination view is compared
@@ -158,8 +157,7 @@ def verify(
     tokens: Tokens = None,
     copies: Mapping[KeyPair, tuple[Any, Any]] | None = None,
 ) -> Report:
-    """Carry out ``plan``, or several plans together, in fake memory, and check every byte of every
-    destination.
+    """Carry out one or more plans in fake memory, and check every byte of every destination.
 
     ``local``, ``remote`` and ``tokens`` are the arguments of ``bind``. Pass the write plans of all
     sources of an engine together: from a single one, nobody can know whether its siblings write the
