@@ -26,9 +26,9 @@ PLAIN = """
     handshake header http info integer interval job kv labels layout layouts lease leases list listener llm lmcache
     local logical map match matrix memory mesh message messages mismatch model models move need network notice
     of option options overlap page panel parallel part peer pending picture pictures pieces pipeline place
-    placed plan pool pools problem prompt proof ranges rank rates record report request requests result schema search
-    segments server sglang shared shares side source sources staged status stored strategies strided suggestion svg
-    table tables tail tails template tensorrt testing text token transfer transmission trial trials verification
+    placed plan pool pools problem prompt proof ranges rank rates record registry report request requests result schema
+    search segments server sglang shared shares side source sources staged status stored strategies strided suggestion
+    svg table tables tail tails template tensorrt testing text token transfer transmission trial trials verification
     verifier vllm whole window work workspace
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""

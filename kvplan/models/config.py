@@ -1,13 +1,13 @@
 """Reading a Hugging Face config.json: what each layer caches, or a refusal that names the key.
 
-:func:`read` applies what the file's :class:`Family` says; the families are in :mod:`kvplan.models.families`. The other
-functions read single values.
+:func:`read` applies what the file's :class:`Family` says; the families are in
+:mod:`kvplan.models.families`. The other functions read single values.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,14 +27,20 @@ Config = Mapping[str, Any]
 Keys = str | tuple[str, ...]
 """A key, or several names of one value: the first name that has a value counts."""
 
-CacheReader = Callable[[Config], Layer]
-"""Reads the tensors that a layer of one kind caches. ``dtype`` of the configuration is that of the weights."""
+AttentionReader = Callable[[Config, str, int | None], Layer]
+"""Reads the tensors of a layer that attends, for a group and a window."""
+
+StateReader = Callable[[Config], Layer]
+"""Reads the tensors of a recurrent state. ``dtype`` of the configuration is that of the weights."""
 
 LayerRule = Callable[[Config], list[str]]
 """The kind of each layer of a file that has no list of layer types."""
 
+KeyRule = Callable[[Config], Config]
+"""Computes keys from those that a file has."""
+
 BOTH: Final = "both"
-"""The kind of a layer that attends and has a state. The kinds of other layers are the names of their groups."""
+"""The kind of a layer that attends and has a state. Other kinds are the names of their groups."""
 
 NONE: Final = "none"
 """The kind of a layer without a cache."""
@@ -56,237 +62,422 @@ LAYER_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "deepseek_sparse_attention": FULL,
     }
 )
-"""The kind of a layer by its type; the last four are older names (``remap_legacy_layer_types`` of transformers)."""
+"""The kind of a layer by its type.
+
+The last four are older names (``remap_legacy_layer_types`` of transformers).
+"""
+
+TYPE_NEEDS: Final[Mapping[str, str]] = MappingProxyType(
+    {"chunked_attention": "attention_chunk_size", "indexed_attention": "index_head_dim"}
+)
+"""The key that a family must read for its files to have layers of a type."""
 
 NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
-SIZES: Final = frozenset((*NUM_LAYERS, *NUM_HEADS, *HIDDEN, "kv_lora_rank", "qk_rope_head_dim")) - {"num_heads"}
-"""Keys that a file always states. Only a nested decoder leaves them out if it has the defaults of its class."""
+LATENT: Final = ("kv_lora_rank", "qk_rope_head_dim")
+DRAFTS: Final = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+    "num_mtp_layers",
+)
 
-ANYWHERE: Final = frozenset(("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "num_heads"))
-"""Keys that a file of any family may state, whether the model reads them or not."""
+SIZES: Final = frozenset((*NUM_LAYERS, *NUM_HEADS, *HIDDEN, *LATENT)) - {"num_heads"}
+"""Keys that a file always states.
+
+Only a nested decoder leaves them out if it has the defaults of its class.
+"""
+
+CACHE_KEYS: Final = frozenset(
+    (
+        # Other names of the numbers of layers and heads, and of the model's width
+        *("n_layer", "n_layers", "num_layers", "n_head", "n_heads", "attention_heads"),
+        *("n_embd", "d_model"),
+        # K and V
+        *("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num"),
+        *("multi_query", "multi_query_attention", "new_decoder_architecture", "attn_config"),
+        *("attention_head_dim", "kv_channels", "v_head_dim", "share_q_dim"),
+        *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
+        *("num_kv_shared_layers", "use_cla"),
+        # Latents and indexers
+        *("kv_lora_rank", "qk_rope_head_dim", "use_dsa"),
+        *("index_head_dim", "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern"),
+        "indexer_types",
+        # Windows
+        *("sliding_window", "sliding_window_size", "local_attention", "attention_chunk_size"),
+        *("use_sliding_window", "max_window_layers", "sliding_window_pattern"),
+        *("prefix_dense_sliding_window_pattern", "global_attn_every_n_layers"),
+        *("swa_head_dim", "swa_v_head_dim", "swa_num_key_value_heads"),
+        *("swa_kv_lora_rank", "swa_qk_rope_head_dim"),
+        # The kind of each layer
+        *("attn_layer_indices", "attn_layer_offset", "attn_layer_period", "attn_type_list"),
+        *("full_attention_interval", "full_attn_idxs", "hybrid_layer_ids", "hybrid_layer_pattern"),
+        *("hybrid_override_pattern", "layer_group_size", "layers_block_type"),
+        *("no_rope_layers", "no_rope_layer_interval"),
+        # Recurrent states
+        *("conv_kernel", "conv_L_cache", "short_conv_kernel_size", "expand", "n_groups"),
+        *("state_size", "ssm_state_size", "n_mamba_heads"),
+        *("mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand"),
+        *("mamba_head_dim", "mamba_headdim", "mamba_n_groups", "mamba_ngroups"),
+        *("mamba_n_heads", "mamba_num_heads"),
+        *("linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"),
+        *("linear_key_head_dim", "linear_num_key_heads"),
+        *("linear_value_head_dim", "linear_num_value_heads"),
+    )
+)
+"""Keys that change the cache: a file that has one is refused if its family doesn't read it."""
 
 NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a file has its decoder."""
 
 WAY_OUT: Final = (
-    "a model that keeps K and V of each head is known by its sizes: {'model_type': 'llama', 'num_hidden_layers': 40, "
-    "'num_key_value_heads': 10, 'head_dim': 128}, or 'layers=40,kv_heads=10,head_dim=128' on the command line; "
-    "describe any other as Views of Workers, and verify a file of their offers"
+    "a model that keeps K and V of each head is known by its sizes: {'model_type': 'llama', "
+    "'num_hidden_layers': 40, 'num_key_value_heads': 10, 'head_dim': 128}, or "
+    "'layers=40,kv_heads=10,head_dim=128' on the command line; describe any other as Views of "
+    "Workers, and verify a file of their offers"
 )
 LIKE: Final = "if it stores what a known type does, add --like llama, or like='llama';"
 
 
+def _frozen(keys: Config) -> Config:
+    return MappingProxyType({**keys})
+
+
 @attrs.frozen
 class Family:
-    """How to read the files of one ``model_type``: what each kind of layer caches, and of which kind each layer is.
+    """How to read the files of one ``model_type``: what layers cache, and of which kind each is.
 
-    ``defaults`` are the keys that the family reads, with the values of those that a file leaves out. ``keys`` computes
-    more of them from the others. ``layers`` is the rule for files without a list of layer types. ``attention`` and
-    ``state`` read what a layer caches that attends or has a state. ``last`` is the kind of the last layer, whatever the
-    list or the rule says.
+    ``defaults`` are the keys that the family reads, with the values of those that a file leaves
+    out. ``keys`` computes more of them from the others. ``layers`` is the rule for files without a
+    list of layer types. ``attention`` and ``state`` read what a layer caches that attends or has a
+    state. ``last`` is the kind of the last layer, whatever the list or the rule says.
     """
 
-    defaults: Config
+    defaults: Config = attrs.field(converter=_frozen)
     layers: LayerRule
-    attention: Callable[[Config, str, int | None], Layer]
-    state: CacheReader | None = None
-    keys: Callable[[Config], Config] | None = None
+    attention: AttentionReader
+    state: StateReader | None = None
+    keys: KeyRule | None = None
     last: str | None = None
 
     def cache(self, kind: str, config: Config) -> Layer:
-        """What a layer of a kind caches. ``swa_head_dim`` is the ``head_dim`` of layers that slide, and so on."""
-        attends: Layer = ()
-        prefix = "swa_" if kind == SLIDING else "full_"
-        own = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
-        config = {**config, **{key: value for key, value in own.items() if value is not None}}
+        """Return what a layer of a kind caches.
+
+        ``swa_head_dim`` is the ``head_dim`` of layers that slide, and so on.
+        """
+        config = {**config, **_keys_of_kind(kind, config)}
+        tensors: Layer = ()
         if kind == SLIDING:
-            attends = self.attention(config, SLIDING, count(config, "sliding_window"))
+            tensors = self.attention(config, SLIDING, count(config, "sliding_window"))
         elif kind in (FULL, BOTH):
-            attends = self.attention(config, FULL, None)
-        return (*attends, *(self.state(config) if self.state and kind in (STATE, BOTH) else ()))
+            tensors = self.attention(config, FULL, None)
+        if self.state is not None and kind in (STATE, BOTH):
+            tensors += self.state(config)
+        return tensors
 
 
-def read(
-    config: Any,
-    families: Mapping[str, Family],
-    nested: Mapping[str, str],
-    refused: Mapping[str, str],
-    drafts: bool,
-    like: str | None = None,
-) -> tuple[str, Layers, Layers, str, int | None]:
-    """The model type, the tensors of each layer and draft layer, the cache's dtype, and how many query heads there are.
+def _keys_of_kind(kind: str, config: Config) -> dict[str, Any]:
+    """Return the keys that are stated for layers of one kind alone, without the prefix."""
+    prefix = "swa_" if kind == SLIDING else "full_"
+    keys = {}
+    for key, value in config.items():
+        if key.startswith(prefix) and value is not None:
+            keys[key.removeprefix(prefix)] = value
+    return keys
 
-    ``config`` is a parsed config.json. A decoder under one of the keys :data:`NESTED` is read as a model of its own; if
-    it has no ``model_type``, ``nested`` has it by the outer one. ``per_layer_config`` states the exceptions of single
-    layers. The last ``num_kv_shared_layers`` layers use the cache of an earlier layer, so they have no tensors. With
-    ``drafts``, there are ``num_nextn_predict_layers`` draft layers (multi-token prediction), with the tensors of the
+
+@attrs.frozen
+class Registry:
+    """All values of ``model_type`` that kvplan can read, or has a reason not to read.
+
+    ``families`` say how to read the known ones. ``outer`` has the family of a decoder without a
+    ``model_type``, by the ``model_type`` of the file around it. ``refused`` has the reasons.
+    """
+
+    families: Mapping[str, Family]
+    outer: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+@attrs.frozen
+class ModelConfig:
+    """What a config.json says about the caches of a model.
+
+    ``layers`` and ``drafts`` have the tensors of each layer and draft layer. ``dtype`` is that of
+    the attention cache. ``query_heads`` counts the heads that attend, if the file states it.
+    """
+
+    model_type: str
+    layers: Layers
+    drafts: Layers
+    dtype: str
+    query_heads: int | None
+
+
+def read(config: Any, registry: Registry, with_drafts: bool, like: str | None = None) -> ModelConfig:
+    """Return what the layers of a model cache, by its config.json.
+
+    ``config`` is a parsed config.json. A decoder under one of the keys :data:`NESTED` is read as a
+    model of its own; if it has no ``model_type``, the registry has it by the outer one.
+    ``per_layer_config`` states the exceptions of single layers. The last ``num_kv_shared_layers``
+    layers use the cache of an earlier layer, so they have no tensors. ``with_drafts`` adds
+    ``num_nextn_predict_layers`` draft layers (multi-token prediction), with the tensors of the
     model's attention layers. A decoder of an unknown type is read as one of the type ``like``.
 
-    Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing key, an unusable
-    value, or a key that changes the cache in another family but isn't read in this one.
+    Raises ``TYPE`` if ``config`` is not a mapping, ``CONFIG`` for an unknown model type, a missing
+    key, an unusable value, or one of the :data:`CACHE_KEYS` that the file's family doesn't read.
 
-    >>> from kvplan.models.families import FAMILIES, OUTER, REFUSED
-    >>> keys = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    >>> model_type, layers, _, weights, _ = read(keys, FAMILIES, OUTER, REFUSED, drafts=False)
-    >>> len(layers), layers[0][0].axes, weights
+    >>> from kvplan.models.families import REGISTRY
+    >>> keys = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
+    >>> sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    >>> model = read({**keys, **sizes}, REGISTRY, with_drafts=False)
+    >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
-    quantized = config.get("quantization_config") if isinstance(config, Mapping) else None
-    config, family = _decoder(config, families, nested, refused, like)
-    cache = _cache_dtype(quantized or config.get("quantization_config"), config["dtype"])
+    quantization = config.get("quantization_config") if isinstance(config, Mapping) else None
+    config, family = _decoder(config, registry, like)
+    cache_dtype = _cache_dtype(quantization or config.get("quantization_config"), config["dtype"])
     kinds = _kinds(config, family)
-    owners = len(kinds)
-    if "num_kv_shared_layers" in family.defaults:
-        owners -= count(config, "num_kv_shared_layers", 0, low=0, high=len(kinds))
-        if not {*kinds[owners:]} <= {*kinds[:owners]}:
-            expected = "for each layer that shares a cache, an earlier layer of the same kind that has one"
-            raise unusable("num_kv_shared_layers", expected, config["num_kv_shared_layers"])
-    exceptions = _exceptions(config, len(kinds))
-    made: dict[tuple[str, str], Layer] = {}
-    layers: list[Layer] = []
-    for layer, kind in enumerate(kinds[:owners]):
-        of_layer = exceptions.get(layer, {})
-        key = kind, json.dumps(of_layer, sort_keys=True, default=str)
-        if key not in made:
-            made[key] = family.cache(kind, {**config, **of_layer})
-            if FULL not in kinds and BOTH not in kinds:  # if all slide, they form the one group that full layers form
-                swap = (attrs.evolve(t, group=FULL) if t.group == SLIDING else t for t in made[key])
-                made[key] = tuple(swap)
-        layers.append(made[key])
-    number = count(config, DRAFTS, high=MAX_LAYERS) if drafts else 0
-    draft = next((layer for layer in layers if any(t.group == FULL for t in layer)), ())
-    if number and not draft:
-        raise unusable(key_of(config, DRAFTS), "none in a model without attention layers", number)
-    draft = tuple(tensor for tensor in draft if tensor.paged)
-    heads = count(config, NUM_HEADS) if config.get(key_of(config, NUM_HEADS)) is not None else None
-    return config["model_type"], (*layers, *[()] * (len(kinds) - owners)), (draft,) * number, cache, heads
+    # Layers that own a cache come first, then those that share one of theirs.
+    num_owners = _num_owners(config, family, kinds)
+    owners = _owners(config, family, kinds, num_owners)
+    sharers: Layers = ((),) * (len(kinds) - num_owners)
+    num_drafts = count(config, DRAFTS, high=MAX_LAYERS) if with_drafts else 0
+    drafts = (_draft(config, owners, num_drafts),) * num_drafts
+    states_heads = config.get(key_of(config, NUM_HEADS)) is not None
+    query_heads = count(config, NUM_HEADS) if states_heads else None
+    return ModelConfig(config["model_type"], (*owners, *sharers), drafts, cache_dtype, query_heads)
 
 
-DRAFTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
+def _cache_dtype(quantization: Any, weights_dtype: str) -> str:
+    """Return fp8 if a quantized file says so, else the dtype of the weights.
 
-
-def _cache_dtype(quantized: Any, weights: str) -> str:
-    """fp8 if a quantized file says so (``kv_cache_scheme``, ``kv_cache_quant_algo``), else the dtype of the weights."""
-    if not isinstance(quantized, Mapping):
-        return weights
-    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
-    scheme = quantized.get(key_of(quantized, keys))
-    stated = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, Mapping) else str(scheme).lower()
-    if scheme is not None and stated not in (("float", 8), "fp8"):
+    The keys are ``kv_cache_scheme`` and ``kv_cache_quant_algo``.
+    """
+    if not isinstance(quantization, Mapping):
+        return weights_dtype
+    key = key_of(quantization, ("kv_cache_scheme", "kv_cache_quant_algo"))
+    scheme = quantization.get(key)
+    if scheme is None:
+        return weights_dtype
+    if isinstance(scheme, Mapping):
+        is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    else:
+        is_fp8 = str(scheme).lower() == "fp8"
+    if not is_fp8:
         expected = "fp8; remove it and plan any other cache with Model.quantized or --bits"
-        raise unusable(key_of(quantized, keys), expected, scheme)
-    return weights if scheme is None else "float8_e4m3fn"
+        raise unusable(key, expected, scheme)
+    return "float8_e4m3fn"
 
 
-def _exceptions(config: Config, layers: int) -> dict[int, Config]:
-    """What ``per_layer_config`` states of single layers, by their number."""
-    given = config.get("per_layer_config") or {}
-    numbers = {str(layer): layer for layer in range(layers)}
-    if not isinstance(given, Mapping) or not all(
-        str(layer) in numbers and isinstance(keys, Mapping) for layer, keys in given.items()
+def _num_owners(config: Config, family: Family, kinds: Sequence[str]) -> int:
+    """Return how many layers have a cache of their own; the last ones may share earlier caches."""
+    if "num_kv_shared_layers" not in family.defaults:
+        return len(kinds)
+    num_shared = count(config, "num_kv_shared_layers", 0, low=0, high=len(kinds))
+    num_owners = len(kinds) - num_shared
+    if not {*kinds[num_owners:]} <= {*kinds[:num_owners]}:
+        earlier = "an earlier layer of the same kind that has one"
+        expected = f"for each layer that shares a cache, {earlier}"
+        raise unusable("num_kv_shared_layers", expected, config["num_kv_shared_layers"])
+    return num_owners
+
+
+def _owners(config: Config, family: Family, kinds: Sequence[str], num_owners: int) -> Layers:
+    """Return the tensors of each layer with a cache of its own. Equal layers share one tuple."""
+    exceptions = _exceptions(config, len(kinds))
+    all_slide = FULL not in kinds and BOTH not in kinds
+    layer_of: dict[tuple[str, str], Layer] = {}
+    layers: list[Layer] = []
+    for layer_number, kind in enumerate(kinds[:num_owners]):
+        own_keys = exceptions.get(layer_number, {})
+        content = kind, json.dumps(own_keys, sort_keys=True, default=str)
+        if content not in layer_of:
+            layer = family.cache(kind, {**config, **own_keys})
+            # Layers that all slide form the one group that full layers form.
+            layer_of[content] = _as_full(layer) if all_slide else layer
+        layers.append(layer_of[content])
+    return tuple(layers)
+
+
+def _as_full(layer: Layer) -> Layer:
+    """Return the layer with sliding tensors in the group of full attention."""
+    return tuple(attrs.evolve(t, group=FULL) if t.group == SLIDING else t for t in layer)
+
+
+def _draft(config: Config, layers: Layers, num_drafts: int) -> Layer:
+    """Return the tensors of a draft layer: those of the first layer with full attention."""
+    layers_that_attend = (layer for layer in layers if any(t.group == FULL for t in layer))
+    layer = next(layers_that_attend, ())
+    if num_drafts and not layer:
+        expected = "none in a model without attention layers"
+        raise unusable(key_of(config, DRAFTS), expected, num_drafts)
+    return tuple(tensor for tensor in layer if tensor.paged)
+
+
+def _exceptions(config: Config, num_layers: int) -> dict[int, Config]:
+    """Return what ``per_layer_config`` states of single layers, by their number."""
+    per_layer = config.get("per_layer_config") or {}
+    number_of = {str(layer_number): layer_number for layer_number in range(num_layers)}
+    if not isinstance(per_layer, Mapping) or not all(
+        str(layer) in number_of and isinstance(keys, Mapping) for layer, keys in per_layer.items()
     ):
-        raise unusable("per_layer_config", "a mapping of layers to mappings of keys", given)
-    return {numbers[str(layer)]: keys for layer, keys in given.items()}
+        raise unusable("per_layer_config", "a mapping of layers to mappings of keys", per_layer)
+    return {number_of[str(layer)]: keys for layer, keys in per_layer.items()}
 
 
-def _decoder(
-    config: Any, families: Mapping[str, Family], nested: Mapping[str, str], refused: Mapping[str, str], like: str | None
-) -> tuple[dict[str, Any], Family]:
-    """The keys of the decoder with the defaults of its family and the weights' ``dtype``, and the family."""
+def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[str, Any], Family]:
+    """Return the keys of the decoder and its family.
+
+    The keys include the defaults of the family, those that it computes, and the weights' ``dtype``.
+    """
     if not isinstance(config, Mapping):
-        expected, got = "a mapping, as json.load makes it of a config.json", type(config).__name__
+        got = type(config).__name__
+        expected = "a mapping, as json.load makes it of a config.json"
         raise KVPlanError("TYPE", "read a model configuration", expected=expected, got=got)
-    weights, sizes = dtype(config, "bfloat16"), SIZES
-    inner: Any
+    weights_dtype = dtype(config, "bfloat16")
+    stated_always = SIZES
+    # A file of several modalities has its decoder inside, perhaps more than one level deep.
     while isinstance(config, Mapping) and not config.get("is_encoder_decoder"):
-        inner = next((config[key] for key in NESTED if isinstance(config.get(key), Mapping)), None)
-        if inner is None:
+        decoder = _nested_decoder(config)
+        if decoder is None:
             break
-        config, sizes = {"model_type": nested.get(str(config.get("model_type"))), **inner}, frozenset()
-        weights = dtype(config, weights)
+        config = {"model_type": registry.outer.get(str(config.get("model_type"))), **decoder}
+        stated_always = frozenset()
+        weights_dtype = dtype(config, weights_dtype)
+    model_type = _model_type(config, registry, like)
+    family = registry.families[model_type]
+    defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
+    config = {**defaults, **config, "model_type": model_type, "dtype": weights_dtype}
+    _check_keys(config, family)
+    computed = family.keys(config) if family.keys else {}
+    return {**config, **computed}, family
+
+
+def _nested_decoder(config: Config) -> Config | None:
+    decoders = (config[key] for key in NESTED if isinstance(config.get(key), Mapping))
+    return next(decoders, None)
+
+
+def _model_type(config: Config, registry: Registry, like: str | None) -> str:
+    """Return the type as which to read a decoder. Raises ``CONFIG`` if there is none."""
+    families = registry.families
     model_type = config.get("model_type")
-    model_type = nested.get(str(model_type), model_type)
-    reason = refused.get(str(model_type))
+    model_type = registry.outer.get(str(model_type), model_type)
+    reason = registry.refused.get(str(model_type))
     if config.get("is_encoder_decoder"):
         reason = "the decoder also reads a cache of the encoder's outputs, which has no block table"
-    if like is not None and not reason:
-        if model_type in families:
-            what, expected = f"read a model configuration like {like!r}", "one of an unknown type"
-            raise KVPlanError("CONFIG", what, expected=expected, got=repr(model_type), model_type=model_type)
-        model_type = like
-    if not isinstance(model_type, str) or model_type not in families or reason:
+    action = "read a model configuration"
+    if reason:
         raise KVPlanError(
             "CONFIG",
-            f"read a model configuration of type {model_type!r}" if reason else "read a model configuration",
-            expected="a model whose cache is known"
-            if reason
-            else f"one of the {len(families)} types in models.FAMILIES",
-            got=reason or repr(model_type),
-            hint=WAY_OUT if reason else f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip(),
+            f"{action} of type {model_type!r}",
+            expected="a model whose cache is known",
+            got=reason,
+            hint=WAY_OUT,
             model_type=model_type,
         )
-    family = families[model_type]
-    defaults = {key: value for key, value in family.defaults.items() if key not in sizes}
-    config = {**defaults, **config, "model_type": model_type, "dtype": weights}
-    _check_keys(config, family, families)
-    return {**config, **(family.keys(config) if family.keys else {})}, family
-
-
-def _check_keys(config: Config, family: Family, families: Mapping[str, Family]) -> None:
-    """Raises ``CONFIG`` for a key that changes the cache in some family, but that this one doesn't read."""
-    known = {"use_cla", *(key for other in families.values() for key in other.defaults)} - {*family.defaults} - ANYWHERE
-    if config.get("use_sliding_window") is False or config.get("layer_types") or config.get("sliding_window") is None:
-        known = {key for key in known if "window" not in key}
-    for key in sorted(known & {*config}):
-        if config[key] not in (None, False, 0, [], {}):
-            what = f"read a model configuration of type {config['model_type']!r}"
-            hint = f"remove {key!r} if the model doesn't use it; {WAY_OUT}"
+    if like is not None:
+        if model_type in families:
             raise KVPlanError(
                 "CONFIG",
-                what,
+                f"{action} like {like!r}",
+                expected="one of an unknown type",
+                got=repr(model_type),
+                model_type=model_type,
+            )
+        model_type = like
+    if not isinstance(model_type, str) or model_type not in families:
+        raise KVPlanError(
+            "CONFIG",
+            action,
+            expected=f"one of the {len(families)} types in models.FAMILIES",
+            got=repr(model_type),
+            hint=f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip(),
+            model_type=model_type,
+        )
+    return model_type
+
+
+def _check_keys(config: Config, family: Family) -> None:
+    """Raise ``CONFIG`` for a key that changes the cache, but that the family doesn't read."""
+    foreign_keys = {*CACHE_KEYS} - {*family.defaults}
+    # Files often state the window that their model doesn't use, or layer types decide about it.
+    slides = config.get("sliding_window") is not None
+    if config.get("use_sliding_window") is False or config.get("layer_types") or not slides:
+        foreign_keys = {key for key in foreign_keys if "window" not in key}
+    for key in sorted(foreign_keys & {*config}):
+        if config[key] not in (None, False, 0, [], {}):
+            raise KVPlanError(
+                "CONFIG",
+                f"read a model configuration of type {config['model_type']!r}",
                 expected=f"no {key!r}, which this type doesn't have",
                 got=repr(config[key]),
-                hint=hint,
+                hint=f"remove {key!r} if the model doesn't use it; {WAY_OUT}",
                 key=key,
             )
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """The kind of each layer: as the file lists them, or by the rule of the family."""
+    """Return the kind of each layer: as the file lists them, or by the rule of the family."""
     key = key_of(config, ("layer_types", "layers_block_type"))
-    types = config.get(key)
-    if types is None:
-        kinds = family.layers(config)
-    else:
-        has = {FULL, SLIDING, NONE, *([STATE, BOTH] if family.state else [])}
-        needs = {"chunked_attention": "attention_chunk_size", "indexed_attention": "index_head_dim"}
-        known = [
-            layer_type
-            for layer_type, kind in LAYER_TYPES.items()
-            if kind in has and needs.get(layer_type, "hidden_size") in {*family.defaults, "hidden_size"}
-        ]
-        listed = isinstance(types, list | tuple) and 0 < len(types) <= MAX_LAYERS and {*map(str, types)} <= {*known}
-        layers = count(config, NUM_LAYERS, len(types) if listed else None, high=MAX_LAYERS)
-        if not listed or len(types) != layers:
-            raise unusable(key, f"{layers} of {', '.join(known)}", types)
-        kinds = [LAYER_TYPES[layer_type] for layer_type in types]
+    is_listed = config.get(key) is not None
+    kinds = _listed_kinds(config, key, family) if is_listed else family.layers(config)
     return kinds if family.last is None else [*kinds[:-1], family.last]
 
 
+def _possible_types(family: Family) -> list[str]:
+    """Return the layer types that files of a family may list."""
+    kinds = {FULL, SLIDING, NONE}
+    if family.state:
+        kinds |= {STATE, BOTH}
+    layer_types = []
+    for layer_type, kind in LAYER_TYPES.items():
+        needed_key = TYPE_NEEDS.get(layer_type)
+        if kind in kinds and (needed_key is None or needed_key in family.defaults):
+            layer_types.append(layer_type)
+    return layer_types
+
+
+def _listed_kinds(config: Config, key: str, family: Family) -> list[str]:
+    """Return the kind of each layer type under a key: as many as the file has layers."""
+    possible_types = _possible_types(family)
+    types = config[key]
+    # Values of any kind may stand in the list, so they are compared as text.
+    is_sequence = isinstance(types, list | tuple) and 0 < len(types) <= MAX_LAYERS
+    is_list_of_types = is_sequence and {*map(str, types)} <= {*possible_types}
+    default = len(types) if is_list_of_types else None
+    num_layers = count(config, NUM_LAYERS, default, high=MAX_LAYERS)
+    if not is_list_of_types or len(types) != num_layers:
+        raise unusable(key, f"{num_layers} of {', '.join(possible_types)}", types)
+    return [LAYER_TYPES[layer_type] for layer_type in types]
+
+
 def shipped_configs() -> dict[str, Any]:
-    """The configurations that come with this package, by model name in lower case, reduced to the keys that matter.
+    """Return the configurations that come with this package, by model name in lower case.
+
+    They are reduced to the keys that matter.
 
     >>> shipped_configs()["llama-3.1-8b"]["num_key_value_heads"]
     8
     """
-    found: dict[str, Any] = json.loads(resources.files("kvplan.models").joinpath("shipped.json").read_bytes())
-    return found
+    file = resources.files("kvplan.models").joinpath("shipped.json")
+    configs: dict[str, Any] = json.loads(file.read_bytes())
+    return configs
 
 
-def count(config: Config, keys: Keys, default: int | None = None, *, low: int = 1, high: int = MAX_COUNT) -> int:
-    """The integer under a key. Raises ``CONFIG`` if there is none, or if it lies outside ``[low, high)``.
+def count(
+    config: Config,
+    keys: Keys,
+    default: int | None = None,
+    *,
+    low: int = 1,
+    high: int = MAX_COUNT,
+) -> int:
+    """Return the integer under a key.
+
+    Raises ``CONFIG`` if there is none, or if it lies outside ``[low, high)``.
 
     >>> count({"n_groups": None, "mamba_n_groups": 8}, ("n_groups", "mamba_n_groups"))
     8
@@ -294,9 +485,9 @@ def count(config: Config, keys: Keys, default: int | None = None, *, low: int = 
     key = key_of(config, keys)
     value = config.get(key, default)
     if value is None:
-        what = f"read a model configuration of type {config.get('model_type')!r}"
+        action = f"read a model configuration of type {config.get('model_type')!r}"
         got = "null" if key in config else "no such key"
-        raise KVPlanError("CONFIG", what, expected=f"a value for key {key!r}", got=got, key=key)
+        raise KVPlanError("CONFIG", action, expected=f"a value for key {key!r}", got=got, key=key)
     try:
         return integer(value, key, low=low, high=high)
     except KVPlanError:
@@ -304,23 +495,28 @@ def count(config: Config, keys: Keys, default: int | None = None, *, low: int = 
 
 
 def dtype(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -> str:
-    """The element type under a key. ``dtype`` takes precedence over ``torch_dtype``, as in transformers."""
-    given = config.get(key_of(config, keys))
-    given = default if given is None else given
-    found = str(given).removeprefix("torch.")
-    if found not in ITEMSIZE:
-        raise unusable(keys if isinstance(keys, str) else keys[0], f"a dtype of {', '.join(ITEMSIZE)}", given)
-    return found
+    """Return the element type under a key.
+
+    ``dtype`` takes precedence over ``torch_dtype``, as in transformers.
+    """
+    value = config.get(key_of(config, keys))
+    if value is None:
+        value = default
+    dtype_name = str(value).removeprefix("torch.")
+    if dtype_name not in ITEMSIZE:
+        key = keys if isinstance(keys, str) else keys[0]
+        raise unusable(key, f"a dtype of {', '.join(ITEMSIZE)}", value)
+    return dtype_name
 
 
 def key_of(config: Config, keys: Keys) -> str:
-    """The first of the keys that has a value, or else the first."""
+    """Return the first of the keys that has a value, or else the first."""
     if isinstance(keys, str):
         return keys
     return next((key for key in keys if config.get(key) is not None), keys[0])
 
 
 def unusable(key: str, expected: str, value: Any) -> KVPlanError:
-    """The error for a value that no model can have."""
-    what = f"use {key!r} of a model configuration"
-    return KVPlanError("CONFIG", what, expected=expected, got=repr(value), key=key, value=value)
+    """Return the error for a value that no model can have."""
+    action = f"use {key!r} of a model configuration"
+    return KVPlanError("CONFIG", action, expected=expected, got=repr(value), key=key, value=value)

@@ -31,7 +31,7 @@ from kvplan.describe.views import Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.models.config import read, shipped_configs
-from kvplan.models.families import FAMILIES, OUTER, REFUSED
+from kvplan.models.families import REGISTRY
 from kvplan.models.layouts import Layout, Page
 from kvplan.models.parallel import MAX_RANKS, Parallel, RankPart, flag, stages_of
 from kvplan.models.pools import Addresses, place_pools, size_of
@@ -93,8 +93,14 @@ class Model:
         kvplan.errors.KVPlanError: CONFIG: cannot read a model configuration of type 'llama': \
 expected a value for key 'hidden_size', got no such key
         """
-        model_type, layers, drafts, dtype, heads = read(config, FAMILIES, OUTER, REFUSED, with_draft_layers, like)
-        return cls(model_type if model_name is None else model_name, layers, dtype, drafts, heads)
+        contents = read(config, REGISTRY, with_draft_layers, like)
+        return cls(
+            contents.model_type if model_name is None else model_name,
+            contents.layers,
+            contents.dtype,
+            contents.drafts,
+            contents.query_heads,
+        )
 
     @classmethod
     def shipped(cls, model_name: str) -> Model:

@@ -6,10 +6,12 @@ import ast
 import re
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplan import KVPlanError, Model
-from kvplan.models import FAMILIES
+from kvplan.models import FAMILIES, families
+from kvplan.models.config import CACHE_KEYS, Registry, read
 from kvplan.models.tensors import Layers, Tensor
 
 ATTENTION = [
@@ -592,3 +594,29 @@ def test_an_unusable_value_of_a_family_is_named(key: str, config: dict[str, Any]
     with pytest.raises(KVPlanError) as caught:
         Model.from_config({"num_hidden_layers": 2, **config})
     assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", key)
+
+
+def test_a_key_of_a_family_changes_how_no_other_is_read() -> None:
+    """A family may read rope_theta, which Llama files have, and they are read as before."""
+    known = FAMILIES["qwen3"]
+    turning = attrs.evolve(known, defaults={**known.defaults, "rope_theta": 10000})
+    registry = Registry({**FAMILIES, "turning": turning}, families.OUTER, families.REFUSED)
+    keys = config("llama", rope_theta=500000)
+    assert read(keys, registry, with_drafts=False) == read(keys, families.REGISTRY, with_drafts=False)
+    assert read({**keys, "model_type": "turning"}, registry, with_drafts=False).model_type == "turning"
+
+
+def test_each_key_of_a_family_is_refused_or_stated_anywhere() -> None:
+    """A key that only some families read changes the cache; those of any file are sizes."""
+    anywhere = {"num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim", "num_heads"}
+    of_families = {key for family in FAMILIES.values() for key in family.defaults}
+    assert of_families == ({*CACHE_KEYS} - {"use_cla"}) | anywhere
+
+
+def test_the_families_cannot_be_changed() -> None:
+    """No value of the module is a mutable container, nor are the defaults of a family."""
+    values = {name: value for name, value in vars(families).items() if not name.startswith("__")}
+    assert [name for name, value in values.items() if isinstance(value, dict | list | set)] == []
+    for family in FAMILIES.values():
+        with pytest.raises(TypeError):
+            family.defaults["rope_theta"] = 10000  # type: ignore[index]
