@@ -4,7 +4,8 @@
 has without weights on a CPU, lets vLLM make its KV cache groups, and compares groups, layers, block sizes, page sizes,
 shapes, dtypes and windows with ``model.engine``. It does so for the last rank of TP 1, of TP 2 with heads and groups
 that both ranks hold, and of TP 3 with heads and groups that the ranks divide. The other ranks are not there: a cache
-depends on how many there are, not on what they say. All families take three minutes; arguments name some of them.
+depends on how many there are, not on what they say. All families take three minutes, and their verdicts are written to
+vllm_verdicts.json, from which ``python -m tests.models.page`` makes a page; arguments name some of them.
 
 Exit status 1: one is wrong, or none is equal, as without vLLM.
 """
@@ -19,7 +20,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,6 +35,7 @@ from transformers.models.auto import modeling_auto
 
 from kvplan import KVPlanError, Model
 from kvplan.models import FAMILIES
+from tests.models.page import write_verdicts
 from tests.models.walk import CLASSES, EXCEPTIONS, KEYS, ROPE, TINY, model_types, stated
 
 SIZES: Final[dict[str, Any]] = {
@@ -418,7 +420,7 @@ def shortly(error: Exception) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Judge the families named, or all that kvplan reads."""
+    """Judge the families named, or all that kvplan reads, and then write the verdicts."""
     from vllm.model_executor.models import registry
     from vllm.triton_utils import triton
 
@@ -427,31 +429,25 @@ def main(names: list[str]) -> int:
     triton.set_allocator = torch.cuda.Stream = MagicMock()
     registry._run_in_subprocess = lambda function: function()  # a process for each model would take ten seconds
     TYPES.update(model_types())
-    found: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    names = names or sorted([*FAMILIES, LING_2])
-    for number, name in enumerate(names, 1):
+    by_family: dict[str, list[tuple[str, str]]] = {}
+    judged = names or sorted([*FAMILIES, LING_2])
+    for number, name in enumerate(judged, 1):
         started = time.perf_counter()
-        results: list[str] = []
+        results: list[tuple[str, str]] = []
         for ranks in RANKS:
-            if ranks > 1 and results[0] != "equal":
+            if ranks > 1 and results[0][0] != "equal":
                 break
-            result, why = verdict(name, ranks)
-            results.append(result)
-            found[result, why][name].append(ranks)
+            results.append(verdict(name, ranks))
+        by_family[name] = results
         spent = time.perf_counter() - started
-        print(f"[{number}/{len(names)}] {name}: {', '.join(results)}, {spent:.1f} s", flush=True)
-    print("\n| TP | result | families | why |\n|---|---|---|---|")
-    for (result, why), families in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]))):
-        for judged in dict.fromkeys(map(tuple, families.values())):
-            which = [name for name, ranks_of in families.items() if tuple(ranks_of) == judged]
-            print(f"| {', '.join(map(str, judged))} | {result} | {len(which)}: {', '.join(which)} | {why} |")
-    print()
-    for ranks in RANKS:
+        print(f"[{number}/{len(judged)}] {name}: {'; '.join(map(': '.join, results))}, {spent:.1f} s", flush=True)
+    if not names:
+        write_verdicts(by_family)
+    for place, ranks in enumerate(RANKS):
         counts = Counter(dict.fromkeys(("equal", "wrong"), 0))
-        for (result, _), families in found.items():
-            counts[result] += sum(ranks in judged for judged in families.values())
+        counts.update(results[place][0] for results in by_family.values() if place < len(results))
         print(f"TP {ranks}:", ", ".join(f"{count} {result}" for result, count in counts.items()))
-    verdicts = {result for result, _ in found}
+    verdicts = {result for results in by_family.values() for result, _ in results}
     return 0 if "equal" in verdicts and not verdicts & {"wrong", "refused"} else 1
 
 

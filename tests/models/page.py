@@ -1,0 +1,125 @@
+"""Generates `docs/reference/models.md` from the families: `python -m tests.models.page` writes it.
+
+What vLLM allocates for each family is in vllm_verdicts.json, which ``.ci/engines models`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvplan.models import FAMILIES, REFUSED
+from kvplan.models.config import NUM_HEADS, Family
+from kvplan.models.families import OUTER, mla, sparse_mla
+
+HERE: Final = Path(__file__).parent
+PAGE: Final = HERE.parent.parent / "docs" / "reference" / "models.md"
+VERDICTS: Final = HERE / "vllm_verdicts.json"
+
+Verdicts = Mapping[str, Sequence[tuple[str, str]]]
+"""For each family, the result at TP 1, 2 and 3, and the reason; at TP 1 alone if that is not equal."""
+
+TOP: Final = """# Model types
+
+Look up here whether kvplan reads a `config.json`, by its `model_type`. [Use a model](../how-to/models.md#other-models)
+says what to do for a type that is not read, or not listed.
+
+## Types that are read
+
+What layers cache is by kind: *K and V* of each head, *latents* for all heads (MLA), the keys of an *indexer*, and
+recurrent *states*; *window* means that some or all layers may slide. The last column is [what vLLM 0.32
+allocates](../how-to/models.md#what-vllm-allocates) for a tiny model of the type: *equal* to what kvplan plans at these
+sizes of TP, or why vLLM says nothing about it.
+
+| `model_type` | layers cache | vLLM |
+|---|---|---|
+"""
+
+OUTSIDE: Final = """
+## Other names, and types around a decoder
+
+A file of one of these types is read as the type on the right, or has a decoder of that type under a key such as
+`text_config`. If the decoder states a `model_type`, that one counts.
+
+| `model_type` of the file | read as |
+|---|---|
+"""
+
+NOT_READ: Final = """
+## Types that are not read
+
+kvplan refuses these files with the reason:
+
+| `model_type` | reason |
+|---|---|
+"""
+
+
+def verdicts() -> Verdicts:
+    """Return what the judge has written."""
+    found: Verdicts = json.loads(VERDICTS.read_text())
+    return found
+
+
+def write_verdicts(by_family: Verdicts) -> None:
+    """Write what the judge has found: one family a line."""
+    rows = (f"{json.dumps(name)}: {json.dumps(results)}" for name, results in sorted(by_family.items()))
+    VERDICTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def page() -> str:
+    """Return the text of the page."""
+    judged = verdicts()
+    models = sorted(judged)  # a model type, or one with an architecture where a type has two
+    read = [f"| {_code(model)} | {_caches(model)} | {_says(judged[model])} |" for model in models]
+    outer = [f"| {_code(model_type)} | {_code(inner)} |" for model_type, inner in sorted(OUTER.items())]
+    refused = [f"| {_code(model_type)} | {reason} |" for model_type, reason in sorted(REFUSED.items())]
+    parts = (TOP, *_lines(read), OUTSIDE, *_lines(outer), NOT_READ, *_lines(refused))
+    return "".join(parts)
+
+
+def _lines(rows: Sequence[str]) -> Iterator[str]:
+    return (f"{row}\n" for row in rows)
+
+
+def _code(model: str) -> str:
+    """Return a model type as code, with its architecture if it has several."""
+    model_type, _, architecture = model.partition("/")
+    return f"`{model_type}` ({architecture})" if architecture else f"`{model_type}`"
+
+
+def _caches(model: str) -> str:
+    """Return what the layers of a family cache, in words."""
+    family = FAMILIES[model.partition("/")[0]]
+    words = _attention(family)
+    if family.state is not None:
+        words.append("states")
+    return ", ".join(words)
+
+
+def _attention(family: Family) -> list[str]:
+    if family.state is not None and not {*family.defaults} & {*NUM_HEADS[:1], "num_key_value_heads"}:
+        return []
+    words = ["latents" if family.attention in (mla, sparse_mla) else "K and V"]
+    if family.attention is sparse_mla:
+        words.append("indexer")
+    if any("window" in key or key == "attention_chunk_size" for key in family.defaults):
+        words.append("window")
+    return words
+
+
+def _says(results: Sequence[tuple[str, str]]) -> str:
+    """Return the results at each size of TP, those that are equal first."""
+    equal = [str(ranks) for ranks, (result, _) in enumerate(results, 1) if result == "equal"]
+    words = [f"equal at TP {', '.join(equal)}"] if equal else []
+    for ranks, (result, reason) in enumerate(results, 1):
+        if result != "equal":
+            at = f" at TP {ranks}" if equal else ""
+            words.append(f"{result}{at}: {reason}")
+    return "; ".join(words)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
