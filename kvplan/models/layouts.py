@@ -31,6 +31,7 @@ its connectors for NIXL and MoRI-IO accept ``DS`` only. SGLang stores ``SD`` for
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -67,19 +68,27 @@ STEP: Final = "step"
 MAX_PAD_BYTES: Final = 1 << 40
 
 
-def check_word(known: tuple[str, ...], value: Any, what: str, hint: str = "") -> None:
-    """Raises ``LAYOUT`` unless ``value`` is one of the ``known`` words."""
-    if not isinstance(value, str) or value not in known:
-        expected = f"one of {', '.join(known)}"
-        raise KVPlanError("LAYOUT", f"read {what}", expected=expected, got=repr(value), hint=hint, value=value)
+def check_word(words: tuple[str, ...], value: Any, subject: str, hint: str = "") -> None:
+    """Raise ``LAYOUT`` unless ``value`` is one of the ``words``."""
+    if not isinstance(value, str) or value not in words:
+        raise KVPlanError(
+            "LAYOUT",
+            f"read {subject}",
+            expected=f"one of {', '.join(words)}",
+            got=repr(value),
+            hint=hint,
+            value=value,
+        )
 
 
 @attrs.frozen
 class Layout:
-    """How a pool of blocks lies in memory: one of :data:`ORDERS`, :data:`KV_FORMS` and :data:`CONV_ORDERS`, and more.
+    """How a pool of blocks lies in memory.
 
-    ``pad_bytes`` is the gap after each block. ``kernel_tokens`` is how many slots a kernel block has; None: blocks are
-    not divided. Raises ``LAYOUT`` for an unknown word, ``TYPE`` or ``RANGE`` for a bad number.
+    ``order`` is one of :data:`ORDERS`, ``kv`` of :data:`KV_FORMS`, ``conv`` of :data:`CONV_ORDERS`.
+    ``pad_bytes`` is the gap after each block. ``kernel_tokens`` is how many slots a kernel block
+    has; None: blocks are not divided. Raises ``LAYOUT`` for an unknown word, ``TYPE`` or ``RANGE``
+    for a bad number.
 
     >>> Layout("LBHNC", kv="interleaved")
     Traceback (most recent call last):
@@ -94,8 +103,9 @@ class Layout:
     conv: str = "DS"
 
     def __attrs_post_init__(self) -> None:
-        other = OTHER_NAMES.get(str(self.order))
-        check_word(ORDERS, self.order, "layout", f"vLLM's {self.order} is {other}" if other else LETTERS)
+        order_of_name = OTHER_NAMES.get(str(self.order))
+        hint = f"vLLM's {self.order} is {order_of_name}" if order_of_name else LETTERS
+        check_word(ORDERS, self.order, "layout", hint)
         check_word(KV_FORMS, self.kv, "kv")
         check_word(CONV_ORDERS, self.conv, "conv")
         settle(self, "a layout", integer, "pad_bytes", high=MAX_PAD_BYTES)
@@ -105,15 +115,17 @@ class Layout:
     @property
     def inside(self) -> str:
         """The letters inside a page: those after both layer and block."""
-        return self.order[max(map(self.order.index, "LB")) + 1 :]
+        innermost_around = max(map(self.order.index, "LB"))
+        return self.order[innermost_around + 1 :]
 
 
 @attrs.frozen
 class LocalTensor:
     """The part of the logical tensor ``name`` that one worker holds, before a layout gives it strides.
 
-    ``axes`` say which part of each global size the worker holds; their strides mean nothing. Content axes (any but
-    ``kv``, ``head`` and ``token``) are ordered from the slowest to the fastest.
+    ``axes`` say which part of each global size the worker holds; their strides mean nothing.
+    Content axes (any but ``kv``, ``head`` and ``token``) are ordered from the slowest to the
+    fastest.
     """
 
     name: str
@@ -122,38 +134,47 @@ class LocalTensor:
     axes: tuple[Axis, ...]
 
     def __attrs_post_init__(self) -> None:
-        what = f"place tensor {self.name!r}"
+        action = f"place tensor {self.name!r}"
         for axis in self.axes:
             if axis.name in (LAYER, BLOCK):
                 expected = f"axes other than {LAYER!r} and {BLOCK!r}, which its pool has"
-                raise KVPlanError("AXES", what, expected=expected, got=repr(axis.name), axis=axis.name)
+                got = repr(axis.name)
+                raise KVPlanError("AXES", action, expected=expected, got=got, axis=axis.name)
         if self.dtype not in ITEMSIZE:
             expected = f"a dtype of {', '.join(ITEMSIZE)}"
-            raise KVPlanError("DTYPE", what, expected=expected, got=repr(self.dtype), dtype=self.dtype)
+            got = repr(self.dtype)
+            raise KVPlanError("DTYPE", action, expected=expected, got=got, dtype=self.dtype)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of data in one block."""
         return ITEMSIZE[self.dtype] * math.prod(axis.extent for axis in self.axes)
 
+    def has(self, axis_name: str) -> bool:
+        """Return True if the tensor has an axis of this name."""
+        return any(axis.name == axis_name for axis in self.axes)
+
 
 @attrs.frozen
 class Page:
-    """What one block stores of one layer: sections of interleaved tensors. The name is for the region of the layer."""
+    """The part of a block that one layer has: sections of interleaved tensors.
+
+    The name is for the region of the layer.
+    """
 
     name: str
     sections: tuple[tuple[LocalTensor, ...], ...]
 
     @classmethod
     def of(cls, *tensors: LocalTensor) -> Page:
-        """A page of one section, named after its first tensor."""
+        """Return a page of one section, named after its first tensor."""
         return cls(tensors[0].name, (tensors,))
 
     @property
     def tensors(self) -> Iterator[LocalTensor]:
         """The tensors of all sections."""
-        return (tensor for section in self.sections for tensor in section)
+        return itertools.chain.from_iterable(self.sections)
 
-    def has(self, axis: str) -> bool:
-        """Whether any of the tensors has an axis of this name."""
-        return any(own.name == axis for tensor in self.tensors for own in tensor.axes)
+    def has(self, axis_name: str) -> bool:
+        """Return True if any of the tensors has an axis of this name."""
+        return any(tensor.has(axis_name) for tensor in self.tensors)

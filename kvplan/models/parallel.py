@@ -15,6 +15,7 @@ spread: every rank has the states of its heads.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -34,10 +35,10 @@ SCALES: Final = ("inline", "page", "region")
 """Where the scales of a quantized cache are: beside each head's values, behind those of all heads, or apart."""
 
 
-def flag(value: Any, what: str) -> bool:
-    """``value``, which must be True or False."""
+def flag(value: Any, subject: str) -> bool:
+    """Return ``value``, which must be True or False."""
     if not isinstance(value, bool):
-        raise wrong_type(what, "True or False", value)
+        raise wrong_type(subject, "True or False", value)
     return value
 
 
@@ -45,10 +46,13 @@ def flag(value: Any, what: str) -> bool:
 class Parallel:
     """The sizes of tensor, pipeline, decode context and prefill context parallelism of one engine.
 
-    >>> [Parallel(tp=2, pcp=2, dcp=4).context(pcp_rank, tp_rank).rank for pcp_rank in (0, 1) for tp_rank in (0, 1)]
+    >>> sizes = Parallel(tp=2, pcp=2, dcp=4)
+    >>> [sizes.context(pcp_rank, tp_rank).rank for pcp_rank in (0, 1) for tp_rank in (0, 1)]
     [0, 2, 1, 3]
-    >>> print(Parallel(pcp=2).context(1, 0), Parallel(pcp=2, pcp_spreads=True).context(1, 0), sep="; ")
-    Context(rank=0, size=1, interleave_tokens=1); Context(rank=1, size=2, interleave_tokens=1)
+    >>> print(Parallel(pcp=2).context(1, 0))
+    Context(rank=0, size=1, interleave_tokens=1)
+    >>> print(Parallel(pcp=2, pcp_spreads=True).context(1, 0))
+    Context(rank=1, size=2, interleave_tokens=1)
     """
 
     tp: int = 1
@@ -64,28 +68,51 @@ class Parallel:
         flag(self.pcp_spreads, "pcp_spreads")
 
     def context(self, pcp_rank: int, tp_rank: int) -> Context:
-        """Which positions the worker holds."""
+        """Return the context of a worker: which positions it holds."""
         if self.pcp_spreads:
-            return Context(pcp_rank * self.dcp + tp_rank % self.dcp, self.pcp * self.dcp, self.interleave)
-        return Context((tp_rank * self.pcp + pcp_rank) % self.dcp, self.dcp, self.interleave)
+            rank = pcp_rank * self.dcp + tp_rank % self.dcp
+            return Context(rank, self.pcp * self.dcp, self.interleave)
+        rank = (tp_rank * self.pcp + pcp_rank) % self.dcp
+        return Context(rank, self.dcp, self.interleave)
 
     def check(self, model_name: str, tensors: Iterable[Tensor]) -> None:
-        """Raises ``LAYOUT`` if no rank would hold some positions of one of the ``tensors``."""
-        copies, what = 1 if self.pcp_spreads else self.pcp, f"spread positions of {model_name}"
-        ranks = self.tp * copies
-        if ranks % self.dcp:
-            expected = f"dcp that divides {'tp' if copies == 1 else 'tp * pcp'} {ranks}, whose ranks it reuses"
-            raise KVPlanError("LAYOUT", what, expected=expected, got=f"{self.dcp}", tp=self.tp, dcp=self.dcp)
+        """Raise ``LAYOUT`` if no rank would hold some positions of one of the ``tensors``."""
+        action = f"spread positions of {model_name}"
+        # PCP ranks that replicate the cache hold it as often as TP ranks do.
+        pcp_copies = 1 if self.pcp_spreads else self.pcp
+        num_ranks = self.tp * pcp_copies
+        if num_ranks % self.dcp:
+            reused = "tp" if pcp_copies == 1 else "tp * pcp"
+            raise KVPlanError(
+                "LAYOUT",
+                action,
+                expected=f"dcp that divides {reused} {num_ranks}, whose ranks it reuses",
+                got=f"{self.dcp}",
+                tp=self.tp,
+                dcp=self.dcp,
+            )
         for tensor in tensors:
-            holders, heads = tensor.replicas(self.tp) * copies, tensor.shards
+            num_heads = tensor.shards
+            holders = tensor.replicas(self.tp) * pcp_copies
             if holders < self.dcp:
-                expected = f"dcp <= {holders}, the number of the {ranks} ranks that hold each of {heads} heads"
-                got = f"{self.dcp}"
-                raise KVPlanError("LAYOUT", what, expected=expected, got=got, tp=self.tp, dcp=self.dcp, heads=heads)
+                holding = f"the {num_ranks} ranks that hold each of {num_heads} heads"
+                raise KVPlanError(
+                    "LAYOUT",
+                    action,
+                    expected=f"dcp <= {holders}, the number of {holding}",
+                    got=f"{self.dcp}",
+                    tp=self.tp,
+                    dcp=self.dcp,
+                    heads=num_heads,
+                )
 
 
-def stages_of(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:
-    """The layers of each pipeline stage: as many as given, or equally many.
+def stages_of(
+    num_layers: int,
+    pp: int,
+    layers_per_stage: Sequence[int] | None = None,
+) -> list[range]:
+    """Return the layers of each pipeline stage: as many as stated, or equally many.
 
     The remainder of equal stages goes to the stages before the last, one layer each, the latest first
     (``get_pp_indices`` of vllm/distributed/utils.py, 0.33). Raises ``LAYOUT`` if a stage has no layers, or if the
@@ -95,26 +122,40 @@ def stages_of(num_layers: int, pp: int, layers_per_stage: Sequence[int] | None =
     ([range(0, 3), range(3, 5)], [range(0, 1), range(1, 5)])
     """
     if layers_per_stage is None:
-        if pp > num_layers:
-            raise _uneven(f"pp <= {num_layers}, the number of layers", f"{pp}", pp, num_layers)
-        each, rest = divmod(num_layers, pp)
-        given = [each + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp)]
+        layer_counts = _equal_stages(num_layers, pp)
     else:
-        given = [integer(layers, "layers_per_stage", low=1, high=MAX_LAYERS) for layers in layers_per_stage]
-    if sum(given) != num_layers or len(given) != pp:
-        raise _uneven(f"{num_layers} layers in {pp} stages", f"{sum(given)} in {len(given)}", pp, num_layers)
-    return [range(sum(given[:stage]), sum(given[: stage + 1])) for stage in range(pp)]
+        layer_counts = []
+        for num_layers_of_stage in layers_per_stage:
+            length = integer(num_layers_of_stage, "layers_per_stage", low=1, high=MAX_LAYERS)
+            layer_counts.append(length)
+    if sum(layer_counts) != num_layers or len(layer_counts) != pp:
+        got = f"{sum(layer_counts)} in {len(layer_counts)}"
+        raise _uneven(f"{num_layers} layers in {pp} stages", got, pp, num_layers)
+    stops = list(itertools.accumulate(layer_counts))
+    return [range(stop - length, stop) for stop, length in zip(stops, layer_counts, strict=True)]
+
+
+def _equal_stages(num_layers: int, pp: int) -> list[int]:
+    """Return the number of layers of each stage, as equal as can be."""
+    if pp > num_layers:
+        expected = f"pp <= {num_layers}, the number of layers"
+        raise _uneven(expected, f"{pp}", pp, num_layers)
+    num_layers_of_stage, remainder = divmod(num_layers, pp)
+    first_longer = pp - 1 - remainder
+    return [num_layers_of_stage + (first_longer <= stage < pp - 1) for stage in range(pp)]
 
 
 def _uneven(expected: str, got: str, pp: int, layers: int) -> KVPlanError:
-    return KVPlanError("LAYOUT", "divide layers into stages", expected=expected, got=got, pp=pp, layers=layers)
+    action = "divide layers into stages"
+    return KVPlanError("LAYOUT", action, expected=expected, got=got, pp=pp, layers=layers)
 
 
 @attrs.frozen
 class RankPart:
     """The part of any layer that tensor-parallel rank ``rank`` of ``ranks`` holds.
 
-    ``blocks`` says how many tokens a block of each token group has. ``dtype`` is that of tensors without one.
+    ``blocks`` says how many tokens a block of each token group has. ``dtype`` is that of tensors
+    without one.
 
     >>> from kvplan.models.tensors import attention
     >>> local = RankPart(1, 2, {"attn": 16}).tensor(attention(8, 128)[0])
@@ -132,20 +173,24 @@ class RankPart:
         check_word(SCALES, self.scales, "scales")
 
     def tensor(self, tensor: Tensor, prefix: str = "") -> LocalTensor:
-        """The rank's part of a tensor, named by ``prefix`` and its kind."""
+        """Return the rank's part of a tensor, named by ``prefix`` and its kind."""
         axes = tensor.local_axes(self.rank, self.ranks)
         if tensor.paged:
-            tokens = self.blocks[tensor.group]
-            axes += (Axis(TOKEN, 0, tokens, tokens, 0),)
+            slots = self.blocks[tensor.group]
+            axes += (Axis(TOKEN, 0, slots, slots, 0),)
         return LocalTensor(prefix + tensor.kind, tensor.group, tensor.dtype or self.dtype, axes)
 
     def pages(self, layer: Layer, prefix: str = "") -> Iterator[tuple[str, Page]]:
-        """The rank's pages of a layer, each with the name of its pool."""
+        """Yield the rank's pages of a layer, each with the name of its pool."""
         pages: dict[tuple[str, str], dict[str, list[LocalTensor]]] = {}
         for tensor in layer:
-            apart = tensor.scale_of is not None and self.scales == "region"
-            pool = tensor.kind if apart else tensor.pool
-            section = tensor.scale_of if tensor.scale_of and self.scales == "inline" else tensor.section
-            pages.setdefault((tensor.group, pool), {}).setdefault(section, []).append(self.tensor(tensor, prefix))
+            pool = tensor.pool
+            section = tensor.section
+            if tensor.scale_of is not None and self.scales == "region":
+                pool = tensor.kind
+            elif tensor.scale_of and self.scales == "inline":
+                section = tensor.scale_of
+            sections = pages.setdefault((tensor.group, pool), {})
+            sections.setdefault(section, []).append(self.tensor(tensor, prefix))
         for (group, pool), sections in pages.items():
             yield f"{group}.{pool}", Page(prefix + pool, tuple(map(tuple, sections.values())))
