@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import Any
 
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -73,29 +72,29 @@ def carried(staged: StagedPlan, request: Request) -> dict[Key, list[Copy]]:
     return found
 
 
-def moved(case: Case, worker: Worker, request: Request, whole: bool, more: int, **others: int) -> list[Copy]:
+def moved(case: Case, worker: Worker, request: Request, whole: bool, more: int) -> list[Copy]:
     """What a staged plan of reads of a case copies for a request."""
-    skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
-    plan = partial(stage, remotes=case.sources, staging=NAME, whole=whole, **skipped)
+    skipped = case.not_transferred
+    plan = partial(stage, remotes=case.sources, staging=NAME, whole=whole, not_transferred=skipped)
     return carried(in_least_memory(worker, DEVICE, more, plan), request).get(worker.key, [])
 
 
-def written(case: Case, worker: Worker, request: Request, more: int, **others: int) -> dict[Key, list[Copy]]:
+def written(case: Case, worker: Worker, request: Request, more: int) -> dict[Key, list[Copy]]:
     """What a staged plan of writes of a case copies for a request, by destination."""
-    skipped: dict[str, Any] = {"not_transferred": case.not_transferred, **others}
+    skipped = case.not_transferred
     siblings = [other for other in case.sources if other is not worker]
-    plan = partial(stage_writes, remotes=case.destinations, siblings=siblings, staging=NAME, **skipped)
+    plan = partial(stage_writes, remotes=case.destinations, siblings=siblings, staging=NAME, not_transferred=skipped)
     return carried(in_least_memory(worker, DEVICE, more, plan), request)
 
 
 @fewer(4)
-@given(cases(), st.booleans(), SIZES, st.integers(1, 3))
-def test_any_engines_are_right_when_staged(case: Case, whole: bool, more: int, replicas: int) -> None:
+@given(cases(), st.booleans(), SIZES)
+def test_any_engines_are_right_when_staged(case: Case, whole: bool, more: int) -> None:
     """Also states, several groups, pipeline stages, digits, gaps between bytes, shared pools and replicas."""
     held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[0])) for source in case.sources}
     for plan in map(case.reads, case.destinations):
         needed = contents(plan.local, case.tables[0], case.spans[0])
-        copies = moved(case, plan.local, case.request(plan), whole, more, replicas=replicas)
+        copies = moved(case, plan.local, case.request(plan), whole, more)
         assert problems(needed, held, copies) == []
 
 
@@ -108,18 +107,16 @@ def test_gaps_in_block_tables_are_left_alone(case: Case, whole: bool, more: int,
 
 
 @fewer(4)
-@given(cases(), SIZES, st.integers(1, 3))
-def test_any_engines_write_the_same_staged_and_directly(case: Case, more: int, replicas: int) -> None:
+@given(cases(), SIZES)
+def test_any_engines_write_the_same_staged_and_directly(case: Case, more: int) -> None:
     """All sources together write every byte once, and each the bytes that it would write directly."""
     held = {source.key: contents(source, case.tables[1], dict.fromkeys(case.spans[1])) for source in case.sources}
     every: dict[Key, list[Copy]] = {worker.key: [] for worker in case.destinations}
     for source in case.sources:
         siblings = [other for other in case.sources if other is not source]
-        direct = plan_writes(
-            source, case.destinations, siblings, not_transferred=case.not_transferred, replicas=replicas
-        )
+        direct = plan_writes(source, case.destinations, siblings, not_transferred=case.not_transferred)
         request = case.request(direct)
-        found = written(case, source, request, more, replicas=replicas)
+        found = written(case, source, request, more)
         for spec in direct.bind(**request):
             assert sorted(found.get(spec.remote, [])) == sorted(copies_of(spec))
         for at, copies in found.items():

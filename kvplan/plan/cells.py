@@ -10,8 +10,6 @@
 - C4: Each replica set is read from its chosen holder with the fewest bytes assigned so far. States and tokens are
   counted apart, because the number of tokens to a state is unknown before a request. Ties, here and in C3, are broken
   by ``destination.rank % candidates``, so every worker computes the same choice without communication.
-- C5: With ``replicas=n``, the tensors are divided evenly into n shares, and each share is assigned as if it belonged to
-  a destination of its own, one rank after the share before it.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import attrs
 import numpy as np
@@ -60,7 +58,7 @@ class Cell:
         return self.match.destination[self.destination], self.match.sources.views[self.source][1]
 
 
-def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
+def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
     """All cells of a destination, each with one source.
 
     Raises ``TENSOR`` for tensors that no source has, else ``COVER`` for parts that no source holds, listing them all.
@@ -99,11 +97,8 @@ def cells(matches: Sequence[Match], replicas: int = 1) -> tuple[Cell, ...]:
             missing=tuple(missing),
             sources=tuple(worker.label for worker in sources),
         )
-    replica_sets, made = np.array(held), list[Cell]()  # (cells, sources) bool
-    for turn, (which, share) in enumerate(_shares(found, _divide(matches, destination, replicas), replicas)):
-        owners = _owners(share, replica_sets[which], destination.rank * replicas + turn)
-        made += [attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(share, owners, strict=True)]
-    return tuple(made)
+    owners = _owners(found, np.array(held), destination.rank)
+    return tuple([attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(found, owners, strict=True)])
 
 
 def _hint(name: str, sources: Iterable[Worker]) -> str:
@@ -113,41 +108,6 @@ def _hint(name: str, sources: Iterable[Worker]) -> str:
     near = difflib.get_close_matches(name, layer[:FEW]) or layer[:3]
     theirs = f"the sources have {', '.join(map(repr, near))}: compare shows both sides; " if near else ""
     return f"{theirs}name tensors in not_transferred if they need not move"
-
-
-def _divide(matches: Sequence[Match], destination: Worker, replicas: int) -> dict[str, int]:
-    """The share of each tensor, in ``[0, replicas)``, by rule C5.
-
-    Consecutive tensors of equal shape and equal holders stay in one share, which keeps runs long.
-    """
-    equal: dict[Any, list[str]] = {}
-    for one in matches:
-        sizes = sorted((axis, size) for axis, size in one.destination[0].sizes.items() if axis != TOKEN)
-        key = (one.destination[0].dtype, *sizes, frozenset(one.sources.worker.tolist()))
-        equal.setdefault(key, []).extend(one.names)
-    order = {name: i for i, name in enumerate(destination.tensors)}
-    return {
-        name: (at * replicas // len(names) + turn) % replicas
-        for turn, names in enumerate(equal.values())
-        for at, name in enumerate(sorted(names, key=order.__getitem__))
-    }
-
-
-def _shares(found: Sequence[Cell], share: Mapping[str, int], replicas: int) -> Iterator[tuple[Ints, list[Cell]]]:
-    """For each share, the indices of the cells that it takes part in, and those cells with its tensors alone."""
-    for turn in range(replicas):
-        mine = [_take(cell, [share[name] == turn for name in cell.match.names]) for cell in found]
-        which = np.flatnonzero([len(cell.match.names) for cell in mine])
-        yield which, [mine[i] for i in which.tolist()]
-
-
-def _take(cell: Cell, which: Sequence[bool]) -> Cell:
-    """The cell with some of its match's tensors; ``which`` has a flag for each."""
-    if all(which):
-        return cell
-    names, rows = tuple(itertools.compress(cell.match.names, which)), np.flatnonzero(which)
-    ours, theirs = cell.match.views
-    return attrs.evolve(cell, match=attrs.evolve(cell.match, names=names, views=(ours[rows], theirs[rows])))
 
 
 def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:

@@ -22,7 +22,6 @@ from kvplan.plan.transfer import (
     Planned,
     TransferPlan,
     checked_names,
-    checked_replicas,
     checked_workers,
     pair_of,
     shares,
@@ -86,7 +85,6 @@ def plan_mesh(
     operation: Literal["READ", "WRITE"] = "READ",
     *,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> MeshPlan:
     """The plans of two whole engines: the reads of every destination worker, or the writes of every source worker.
 
@@ -96,12 +94,12 @@ def plan_mesh(
         raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
     needy = checked_workers("destinations", destinations)
     holders = checked_workers("sources", sources, *needy)
-    skipped, sharing = checked_names(not_transferred, *needy, *holders), checked_replicas(replicas)
+    skipped = checked_names(not_transferred, *needy, *holders)
     reads, known = operation == "READ", Planned()
     near, far = (needy, holders) if reads else (holders, needy)
     idle = {worker.key: idle_pair(worker) for worker in far}
     pairs = {worker.key: dict(idle) for worker in near}
-    for destination, source, share in shares(needy, holders, skipped, sharing):
+    for destination, source, share in shares(needy, holders, skipped):
         local, remote = (destination, source) if reads else (source, destination)
         pairs[local.key][remote.key] = pair_of(share, (destination, source), 0 if reads else 1, known)
     plans = []
@@ -116,7 +114,6 @@ def contacts(
     sources: Iterable[Worker],
     *,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> Mapping[Key, tuple[Key, ...]]:
     """For each worker of both engines, the workers of the other engine that it exchanges bytes with.
 
@@ -133,9 +130,8 @@ def contacts(
     """
     needy = checked_workers("destinations", destinations)
     holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
-    sharing = checked_replicas(replicas)
     found: dict[Key, list[Key]] = {worker.key: [] for worker in (*needy, *holders)}
-    for destination, source, _ in shares(needy, holders, skipped, sharing):
+    for destination, source, _ in shares(needy, holders, skipped):
         found[destination.key].append(source.key)
         found[source.key].append(destination.key)
     return {key: tuple(others) for key, others in found.items()}

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import instance, integer, members, wrong_type
+from kvplan._checks import instance, members, wrong_type
 from kvplan._text import shown
 from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker
@@ -31,9 +31,6 @@ from kvplan.plan.specs import Pair, ReadSpec, idle_pair
 
 Planned = dict[tuple[Any, ...], tuple[tuple[GroupPair, ...], tuple[Ints, Ints], Ints]]
 """Ids, rows and base offsets of pairs that are planned already, by the key of their geometry, for reuse."""
-
-MAX_REPLICAS: Final = 1 << 10
-"""The most sources among which a replica set may be divided."""
 
 SIDES: Final = ("local", "remote")
 NO_RANGE: Final = "no token range given: every position in the destination's blocks is transferred"
@@ -227,10 +224,6 @@ def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tup
     return workers
 
 
-def checked_replicas(value: int) -> int:
-    return integer(value, "replicas", low=1, high=MAX_REPLICAS)
-
-
 def checked_names(values: Iterable[str], *workers: Worker) -> tuple[str, ...]:
     """The names of tensors that are not transferred; each must be known to some of ``workers``, if any are given."""
     names = members(str, values, "not_transferred")
@@ -251,30 +244,25 @@ def plan_reads(
     remotes: Iterable[Worker],
     *,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> TransferPlan:
     """The plan by which ``local``, the destination, reads all that it needs from ``remotes``, the sources.
 
     ``not_transferred`` names tensors of ``local`` that need no source. If several remotes hold the same bytes, one of
-    them is chosen, so that remotes are few and descriptors long; both sides compute the same choice. With
-    ``replicas=n``, up to n of them share the tensors instead, which balances the load of replicated sources: n is best
-    about the number of sources per destination. Readers, writers and ``contacts`` must use the same number.
+    them is chosen, so that remotes are few and descriptors long; both sides compute the same choice.
 
     >>> from kvplan import Model, plan_reads
     >>> model = Model.shipped("deepseek-v2-lite")  # 27 latents, which every rank has
     >>> decode, prefill = model.engine("decode", tp=2, num_blocks=9), model.engine("prefill", tp=4, num_blocks=9)
     >>> [pair.num_bytes for pair in plan_reads(decode[1], prefill).cost().pairs]
     [0, 497664, 0, 0]
-    >>> [pair.num_bytes for pair in plan_reads(decode[1], prefill, replicas=2).cost().pairs]
-    [0, 0, 258048, 239616]
 
     Raises ``TENSOR`` or ``COVER`` for what no remote holds, ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE`` where a tensor
     differs between the sides, ``WORKER`` for a worker given twice, ``RANGE`` for what is too large to list.
     """
     sources = checked_workers("remotes", remotes, local)
-    skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
+    skipped = checked_names(not_transferred)
     pairs, known = {worker.key: idle_pair(worker) for worker in sources}, Planned()
-    for _, source, share in shares([local], sources, skipped, sharing):
+    for _, source, share in shares([local], sources, skipped):
         pairs[source.key] = pair_of(share, (local, source), 0, known)
     return TransferPlan("READ", local, sources, (), skipped, tuple(pairs.values()))
 
@@ -285,7 +273,6 @@ def plan_writes(
     siblings: Iterable[Worker] = (),
     *,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> TransferPlan:
     """The plan by which ``local``, a source, writes its part of what ``remotes``, the destinations, need.
 
@@ -294,16 +281,16 @@ def plan_writes(
     """
     destinations = checked_workers("remotes", remotes, local)
     others = checked_workers("siblings", siblings, local)
-    skipped, sharing = checked_names(not_transferred), checked_replicas(replicas)
+    skipped = checked_names(not_transferred)
     pairs, known = {worker.key: idle_pair(worker) for worker in destinations}, Planned()
-    for destination, source, share in shares(destinations, (local, *others), skipped, sharing):
+    for destination, source, share in shares(destinations, (local, *others), skipped):
         if source is local:
             pairs[destination.key] = pair_of(share, (destination, local), 1, known)
     return TransferPlan("WRITE", local, destinations, others, skipped, tuple(pairs.values()))
 
 
 def shares(
-    destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str], replicas: int
+    destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str]
 ) -> Iterator[tuple[Worker, Worker, list[Cell]]]:
     """Every destination and source that exchange bytes, with their cells.
 
@@ -312,7 +299,7 @@ def shares(
     offered = Sources(sorted(sources, key=lambda worker: worker.key))
     for destination in destinations:
         served: dict[int, list[Cell]] = {}
-        for cell in cells(match(destination, offered, skipped), replicas):
+        for cell in cells(match(destination, offered, skipped)):
             served.setdefault(int(cell.match.sources.worker[cell.source]), []).append(cell)
         for source, share in sorted(served.items()):
             yield destination, offered.workers[source], share

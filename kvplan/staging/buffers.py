@@ -153,7 +153,7 @@ class StagingBuffer:
         for (_, source_group), group in self.groups.items():
             destination = _only(self.worker, group)
             source = _only(peer, source_group)
-            for *_, share in shares([destination], [source], (), 1):
+            for *_, share in shares([destination], [source], ()):
                 transferred += share
         return transferred
 

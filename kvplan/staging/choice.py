@@ -210,7 +210,6 @@ def choose(
     siblings: Iterable[Worker] = (),
     rates: Rates = SHARED_MEMORY,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> Choice:
     """Return the strategies by which ``local`` reads from ``remotes``, or writes to them.
 
@@ -247,7 +246,7 @@ def choose(
         expected = f"one of {', '.join((AUTO, *STRATEGIES[operation]))}"
         raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
     writers = siblings if operation == "WRITE" else ()
-    shared = Shares.of(operation, local, remotes, writers, not_transferred, replicas)
+    shared = Shares.of(operation, local, remotes, writers, not_transferred)
     # all strategies share the cells, and the bytes that are needed
     direct_cost = shared.direct.cost(tokens)
     options = list[Option]()

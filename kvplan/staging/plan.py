@@ -42,7 +42,6 @@ from kvplan.plan.transfer import (
     Planned,
     TransferPlan,
     checked_names,
-    checked_replicas,
     checked_workers,
     pair_of,
     shares,
@@ -383,7 +382,6 @@ class Shares:
         remotes: Iterable[Worker],
         siblings: Iterable[Worker],
         not_transferred: Iterable[str],
-        replicas: int,
     ) -> Shares:
         """Return what a worker reads or, with its siblings, writes.
 
@@ -392,7 +390,6 @@ class Shares:
         peers = checked_workers("remotes", remotes, local)
         writers = checked_workers("siblings", siblings, local)
         skipped = checked_names(not_transferred)
-        num_replicas = checked_replicas(replicas)
         reads = operation == "READ"
         # a writer plans with its siblings, so that they agree which of them writes what all hold
         destinations = (local,) if reads else peers
@@ -400,7 +397,7 @@ class Shares:
         planned = Planned()
         pairs = {worker.key: idle_pair(worker) for worker in peers}
         cells = list[tuple[Worker, Sequence[Cell]]]()
-        for destination, source, share in shares(destinations, sources, skipped, num_replicas):
+        for destination, source, share in shares(destinations, sources, skipped):
             peer = source if reads else destination
             # what siblings write is theirs to move
             if reads or source is local:
@@ -472,7 +469,6 @@ def stage(
     staging: str,
     whole: bool = False,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> StagedPlan:
     """Return the plan by which ``local`` reads into its region ``staging``, and copies from there.
 
@@ -501,7 +497,7 @@ def stage(
     each group.
     """
     region = checked_staging(local, staging)
-    return Shares.of("READ", local, remotes, (), not_transferred, replicas).staged(region, whole)
+    return Shares.of("READ", local, remotes, (), not_transferred).staged(region, whole)
 
 
 def stage_writes(
@@ -511,7 +507,6 @@ def stage_writes(
     *,
     staging: str,
     not_transferred: Iterable[str] = (),
-    replicas: int = 1,
 ) -> StagedPlan:
     """Return the plan by which ``local`` copies into its region ``staging``, and writes from there.
 
@@ -531,4 +526,4 @@ def stage_writes(
     Raises what :func:`plan_writes` does, and what :func:`stage` does for a staging region.
     """
     region = checked_staging(local, staging)
-    return Shares.of("WRITE", local, remotes, siblings, not_transferred, replicas).staged(region)
+    return Shares.of("WRITE", local, remotes, siblings, not_transferred).staged(region)

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, KVPlanError, Region, View, Worker, plan_reads, verify
+from kvplan import Axis, Group, KVPlanError, Region, View, Worker, plan_reads
 from kvplan._text import FEW
 from kvplan.plan.cells import cells, choose, parts
 from kvplan.plan.match import Part, Sources, match
@@ -157,58 +157,11 @@ def test_c4_states_do_not_weigh_on_who_sends_tokens():
     assert sorted(choose(held, weight, states, 0)[2:].tolist()) == [0, 1]
 
 
-def of_tensors(ours, sources, replicas):
+def of_tensors(ours, sources):
     """The rank that serves each tensor of a destination."""
-    found = cells(match(ours, Sources(sources)), replicas)
+    found = cells(match(ours, Sources(sources)))
     ranks = [sources[cell.match.sources.worker[cell.source]].rank for cell in found]
     return {name: rank for cell, rank in zip(found, ranks, strict=True) for name in cell.match.names}
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 9])
-def test_c5_every_tensor_is_in_one_share(replicas):
-    """C5: tensors are divided into neighbours, as many to a share as can be, and none is lost."""
-    (ours,) = engine("d", heads=1, layers=8)
-    sources = engine("p", tp=4, heads=1, layers=8)
-    served = of_tensors(ours, sources, replicas)
-    assert served.keys() == set(ours.tensors)
-    ranks = [served[f"layers.{layer}"] for layer in range(8)]
-    if replicas <= 4:
-        expected = [-(-8 * (i + 1) // replicas) - -(-8 * i // replicas) for i in range(replicas)]
-        assert [len(list(same)) for _, same in itertools.groupby(ranks)] == expected
-
-
-def test_c5_destinations_use_replicas_in_turn():
-    """C5: four destinations of sixteen replicas, four to each, ask each replica for a share."""
-    sources = engine("p", tp=16, heads=1, layers=4)
-    ranks = [set(of_tensors(ours, sources, 4).values()) for ours in engine("d", tp=4, heads=1, layers=4)]
-    assert ranks == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}]
-
-
-def test_c5_stages_are_divided_each_by_itself():
-    """C5: what each of two pipeline stages holds on two ranks is shared by these two, and no share is a stage."""
-    (ours,) = engine("d", heads=1, layers=4)
-    stages = [
-        Worker("p", worker.rank + 2 * stage, worker.regions, worker.groups, worker.views[2 * stage : 2 * stage + 2])
-        for stage, worker in itertools.product(range(2), engine("p", tp=2, heads=1, layers=4))
-    ]
-    assert sorted(of_tensors(ours, stages, 2).values()) == [0, 1, 2, 3]
-
-
-def test_c5_what_nobody_holds_is_listed_once():
-    """C5: shares do not take an error apart."""
-    (ours,) = engine("d", tp=1, heads=8)
-    sources = [engine("p", tp=4, heads=8)[i] for i in (0, 2)]
-    with pytest.raises(KVPlanError, match=r"got layers\.0 and 1 like it: head \[2, 4\) \[6, 8\) of 8$"):
-        cells(match(ours, Sources(sources)), 2)
-
-
-@pytest.mark.parametrize(("replicas", "code"), [(0, "RANGE"), (1 << 10, "RANGE"), (True, "TYPE"), ("2", "TYPE")])
-def test_a_bad_number_of_replicas_is_refused(replicas, code):
-    """Replicas are a number from 1 on."""
-    (ours,) = engine("d")
-    with pytest.raises(KVPlanError) as caught:
-        plan_reads(ours, engine("p"), replicas=replicas)
-    assert caught.value.code == code
 
 
 def test_c2_what_is_missing_is_told_by_all_its_axes():
@@ -280,24 +233,8 @@ def test_c4_equal_replica_sets_are_weighed_in_one_order():
     sources = [
         attrs.evolve(flat("p", {key: every[key] for key in every if str(rank) in key}), rank=rank) for rank in range(4)
     ]
-    served = of_tensors(flat("d", every), sources, 1)
+    served = of_tensors(flat("d", every), sources)
     assert [served[str(which)] for which in held] == [0, 1, 2, 3, 0, 0, 0, 1, 1, 2]
-
-
-def test_c5_tensors_of_each_size_are_divided():
-    """C5: large and small tensors are divided apart, in the destination's order, and take turns at the first share."""
-    sizes = {f"t.{i}": (60 if i in (0, 1, 2, 10) else 4, "uint8", 1) for i in range(12)}
-    ours, sources = flat("decode", sizes), [attrs.evolve(flat("p", sizes), rank=rank) for rank in range(3)]
-    served = of_tensors(ours, sources, 3)
-    assert [served[name] for name in sizes] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 0, 2, 0]
-
-
-def test_c5_shares_keep_the_places_of_their_tensors():
-    """C5: what each of two replicas sends of four layers is verified byte for byte."""
-    (ours,), sources = engine("d", heads=1, layers=4), engine("p", tp=2, heads=1, layers=4)
-    plan = plan_reads(ours, sources, replicas=2)
-    assert [len(pair.local_table.rows) > 0 for pair in plan.pairs] == [True, True]
-    assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(1, 7)).ok
 
 
 def test_c2_each_tensor_that_is_not_whole_is_told():

@@ -166,9 +166,10 @@ def test_without_destinations_there_is_nothing_to_plan():
 
 
 def test_contacts_are_in_order_of_their_names():
-    """The second of two destinations shares three layers among the last of four replicas and the first two."""
-    found = contacts(engine("d", tp=2, heads=1, layers=3), engine("p", tp=4, heads=1, layers=3), replicas=3)
-    assert found["d", 1] == (("p", 0), ("p", 1), ("p", 3))
+    """A destination's sources are in order of their keys, however they are passed."""
+    sources = engine("p", tp=8, heads=8, layers=1)
+    found = contacts(engine("d", tp=2, heads=8, layers=1), sources[::-1])
+    assert found["d", 1] == (("p", 4), ("p", 5), ("p", 6), ("p", 7))
 
 
 def test_a_name_that_no_worker_has_is_no_tensor_to_leave_out():

@@ -72,7 +72,7 @@ def read_from_a_tensor(tensor: object, region: Region) -> View:
 
 def planned(decode: list[Worker], prefill: tuple[Worker, ...]) -> TransferPlan:
     """Any iterables of workers."""
-    plan = kvplan.plan_reads(decode[0], iter(prefill), not_transferred=["layers.7.k"], replicas=2)
+    plan = kvplan.plan_reads(decode[0], iter(prefill), not_transferred=["layers.7.k"])
     assert_type(plan, TransferPlan)
     assert_type(kvplan.plan_writes(prefill[0], decode, siblings=prefill[1:]), TransferPlan)
     mesh = kvplan.plan_mesh(decode, prefill, operation="WRITE")
