@@ -13,9 +13,10 @@ indexer, scales in a region of their own), each takes a numbered page.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -34,45 +35,81 @@ ENGINE_BYTES: Final = 1 << 46
 
 
 def place_pools(
-    layout: Layout, pools: Mapping[str, Sequence[Page]], num_blocks: int, *, shared: bool = False
+    layout: Layout,
+    pools: Mapping[str, Sequence[Page]],
+    num_blocks: int,
+    *,
+    shared: bool = False,
 ) -> tuple[list[View], dict[str, int]]:
-    """The views of all pools, and the size of each region in bytes. A pool has a page for each of its layers.
+    """Return the views of all pools, and the size of each region in bytes.
 
-    ``shared`` pools use the same memory. Raises ``LAYOUT`` if their pages are not contiguous.
+    A pool has a page for each of its layers. ``shared`` pools use the same memory. Raises
+    ``LAYOUT`` if their pages are not contiguous.
     """
     layouts = {pool: _layout_of(layout, pages[0]) for pool, pages in pools.items()}
-    page_bytes, first_page, used = 0, dict.fromkeys(pools, 0), {"": 0}
+    page_bytes = 0
+    num_pages = 0
+    first_page = dict.fromkeys(pools, 0)
     if shared and pools:
-        if "H" not in layout.inside or (layout.kernel_tokens is not None and not layout.order.startswith("L")):
-            what = f"place pools {', '.join(pools)} in the same memory"
-            expected = "heads inside layer and block, and kernel blocks inside a layer's block"
-            got = f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}"
-            raise KVPlanError("LAYOUT", what, expected=expected, got=got, layout=layout.order)
+        _check_shareable(layout, pools)
         page_bytes = max(size_of(layouts[pool], pages[0]) for pool, pages in pools.items())
-        for pool, pages in pools.items():  # the pools of one group take consecutive pages, each group from page 0 on
-            group = next(pages[0].tensors).group
-            first_page[pool] = used.get(group, 0)
-            used[group] = first_page[pool] + len(pages)
+        first_page, num_pages = _number_pages(pools)
     views: list[View] = []
     sizes: dict[str, int] = {}
     for pool, pages in pools.items():
-        region, first = pool, first_page[pool]
-        if shared:  # a page without K and V shares the memory of K alone if they are split
+        region = pool
+        if shared:
+            # A page without K and V shares the memory of K alone if they are split.
             suffix = ".k" if layout.kv == "split" and not pages[0].has(KV) else ""
             region = f"pool{suffix}"
-            pages = [attrs.evolve(page, name=f"pool.{n}{suffix}") for n, page in enumerate(pages, first)]
-        room = {"page_bytes": page_bytes, "num_pages": max(used.values()), "first_page": first}
-        placed, regions = place(layouts[pool], region, pages, num_blocks, **room)
-        views += placed
-        sizes |= regions
+            numbered = enumerate(pages, first_page[pool])
+            pages = [attrs.evolve(page, name=f"pool.{n}{suffix}") for n, page in numbered]
+        pool_views, pool_sizes = place(
+            layouts[pool],
+            region,
+            pages,
+            num_blocks,
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            first_page=first_page[pool],
+        )
+        views += pool_views
+        sizes |= pool_sizes
     return views, sizes
 
 
 def _layout_of(layout: Layout, page: Page) -> Layout:
-    """The layout of a page. A page without token slots stays contiguous in every layout."""
+    """Return the layout of a page. A page without token slots stays contiguous in every layout."""
     if page.has(TOKEN):
         return layout
     return attrs.evolve(layout, order="LBHNC" if layout.order.startswith("L") else "BLHNC")
+
+
+def _check_shareable(layout: Layout, pools: Mapping[str, Sequence[Page]]) -> None:
+    """Raise ``LAYOUT`` if a page is not contiguous, so that no other pool can use its memory."""
+    has_loose_kernel_blocks = layout.kernel_tokens is not None and not layout.order.startswith("L")
+    if "H" not in layout.inside or has_loose_kernel_blocks:
+        raise KVPlanError(
+            "LAYOUT",
+            f"place pools {', '.join(pools)} in the same memory",
+            expected="heads inside layer and block, and kernel blocks inside a layer's block",
+            got=f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}",
+            layout=layout.order,
+        )
+
+
+def _number_pages(pools: Mapping[str, Sequence[Page]]) -> tuple[dict[str, int], int]:
+    """Return the number of each pool's first page, and how many pages a block has.
+
+    The pools of one group take consecutive pages, each group from page 0 on.
+    """
+    first_page: dict[str, int] = {}
+    num_pages_of: dict[str, int] = {}
+    for pool, pages in pools.items():
+        group = next(pages[0].tensors).group
+        first_page[pool] = num_pages_of.get(group, 0)
+        num_pages_of[group] = first_page[pool] + len(pages)
+    return first_page, max(num_pages_of.values())
 
 
 def place(
@@ -85,17 +122,19 @@ def place(
     num_pages: int = 0,
     first_page: int = 0,
 ) -> tuple[tuple[View, ...], dict[str, int]]:
-    """The views of the tensors of one pool, all pages of equal shape, and the size in bytes of each region.
+    """Return the views of the tensors of one pool, and the size in bytes of each region.
 
-    Each page is one layer of the pool. A region is named after its page if ``L`` is the slowest dimension, else after
-    the ``pool``; ``split`` appends ``.k`` and ``.v``. So that pools of unequal pages can share their memory, a page
-    takes at least ``page_bytes``, a block has at least ``num_pages`` pages, and these layers are the pages from
-    ``first_page`` on. Raises ``LAYOUT`` if the pages differ in shape, if tensors of a section differ in heads or slots,
-    or if blocks do not divide into kernel blocks.
+    Each page is one layer of the pool, and all have equal shapes. A region is named after its page
+    if ``L`` is the slowest dimension, else after the ``pool``; ``split`` appends ``.k`` and ``.v``.
+    So that pools of unequal pages can share their memory, a page takes at least ``page_bytes``, a
+    block has at least ``num_pages`` pages, and these layers are the pages from ``first_page`` on.
+    Raises ``LAYOUT`` if the pages differ in shape, if tensors of a section differ in heads or
+    slots, or if blocks do not divide into kernel blocks.
 
     >>> axes = (Axis("kv", 0, 2, 2, 0), Axis("head", 4, 8, 8, 0),
     ...         Axis("token", 0, 16, 16, 0), Axis("dim", 0, 128, 128, 0))
-    >>> layers = [Page.of(LocalTensor(f"layers.{i}.attn", "attn", "bfloat16", axes)) for i in range(2)]
+    >>> names = ["layers.0.attn", "layers.1.attn"]
+    >>> layers = [Page.of(LocalTensor(name, "attn", "bfloat16", axes)) for name in names]
     >>> views, sizes = place(Layout("BLNHC"), "pool", layers, num_blocks=100)
     >>> print(*views[1].axes, sep="; ")
     token [0, 16) of 16 stride 2048; head [4, 8) of 8 stride 512; kv [0, 2) of 2 stride 256;
@@ -104,122 +143,215 @@ def place(
     (32768, 65536, {'pool': 6553600})
     """
     num_blocks = integer(num_blocks, "num_blocks of a pool", low=1, high=1 << 40)
-    alone = layout.order.startswith("L")
-    members = {page.name: [page] for page in pages} if alone else {pool: list(pages)}
+    has_region_per_layer = layout.order.startswith("L")
+    pages_of_region = {pool: list(pages)}
+    if has_region_per_layer:
+        pages_of_region = {page.name: [page] for page in pages}
     views: list[View] = []
     sizes: dict[str, int] = {}
-    for region, layers in members.items():
-        _check_equal(region, layers)
-        first, room = (0, 1) if alone else (first_page, max(num_pages, first_page + len(layers)))
-        for suffix, page in _kv_parts(layout, layers[0]):
-            outer = _outer(layout, region, page, room, num_blocks)
-            inner, span = _inner(layout, region, page)
-            around, steps, sizes[region + suffix] = _around(layout, outer, span, page_bytes)
-            for index, layer in enumerate(layers, first):
-                for tensor, (offset, axes) in zip(layer.tensors, inner, strict=True):
-                    placed = tensor.dtype, (*around, *axes), num_blocks, steps[BLOCK], index * steps[LAYER] + offset
-                    views.append(View(tensor.name, tensor.group, region + suffix, *placed))
+    for region, region_pages in pages_of_region.items():
+        _check_equal(region, region_pages)
+        first_layer = 0 if has_region_per_layer else first_page
+        num_layers = 1
+        if not has_region_per_layer:
+            num_layers = max(num_pages, first_page + len(region_pages))
+        for suffix, page in _kv_parts(layout, region_pages[0]):
+            outer_axes = _outer(layout, region, page, num_layers, num_blocks)
+            placed_page = _inner(layout, region, page)
+            around = _around(layout, outer_axes, placed_page.size_bytes, page_bytes)
+            sizes[region + suffix] = around.size_bytes
+            for layer, layer_page in enumerate(region_pages, first_layer):
+                page_offset = layer * around.layer_stride_bytes
+                tensors = zip(layer_page.tensors, placed_page.tensors, strict=True)
+                for tensor, (offset, inner_axes) in tensors:
+                    view = View(
+                        tensor.name,
+                        tensor.group,
+                        region + suffix,
+                        tensor.dtype,
+                        (*around.axes, *inner_axes),
+                        num_blocks,
+                        around.block_stride_bytes,
+                        page_offset + offset,
+                    )
+                    views.append(view)
     return tuple(views), sizes
 
 
 def size_of(layout: Layout, page: Page) -> int:
-    """Bytes between consecutive pages of a pool without the pad of a block; of K or V alone if they are split.
+    """Return the bytes between consecutive pages of a pool without the pad of a block.
+
+    If K and V are split, they are those of K or V alone.
 
     >>> axes = (Axis("head", 0, 4, 8, 0), Axis("state", 0, 128, 128, 0))
     >>> size_of(Layout(), Page.of(LocalTensor("layers.0.ssm", "state", "float32", axes)))
     2048
     """
-    spans = []
+    sizes = []
     for _, part in _kv_parts(layout, page):
-        _, span = _inner(layout, page.name, part)
-        spans.append(span * math.prod(axis.extent for axis in _outer(layout, page.name, part, 1, 1)))
-    return max(spans)
+        size_bytes = _inner(layout, page.name, part).size_bytes
+        outer_axes = _outer(layout, page.name, part, 1, 1)
+        sizes.append(size_bytes * math.prod(axis.extent for axis in outer_axes))
+    return max(sizes)
 
 
-def _check_equal(region: str, layers: Sequence[Page]) -> None:
-    first = layers[0]
-    for page in layers[1:]:
-        for ours, theirs in zip(first.tensors, page.tensors, strict=False):
-            if (theirs.group, theirs.dtype, theirs.axes) != (ours.group, ours.dtype, ours.axes):
-                what = f"place tensor {theirs.name!r} in region {region!r}"
-                expected = f"the group, dtype and axes of {ours.name!r}"
-                got = f"{theirs.group!r}, {theirs.dtype}, {'; '.join(map(str, theirs.axes))}"
-                raise KVPlanError("LAYOUT", what, expected=expected, got=got, first=ours.name, second=theirs.name)
-        counts, found = ([*map(len, one.sections)] for one in (first, page))
-        if counts != found:
-            what = f"place page {page.name!r} in region {region!r}"
-            expected = f"the sections of {first.name!r}, which hold {sum(counts)} tensors"
-            got = f"{sum(found)} tensors in {len(found)} sections"
-            raise KVPlanError("LAYOUT", what, expected=expected, got=got, first=first.name, second=page.name)
+def _check_equal(region: str, pages: Sequence[Page]) -> None:
+    """Raise ``LAYOUT`` if pages of one region differ in their tensors or sections."""
+    first_page = pages[0]
+    for page in pages[1:]:
+        for first, second in zip(first_page.tensors, page.tensors, strict=False):
+            if (second.group, second.dtype, second.axes) != (first.group, first.dtype, first.axes):
+                axes = "; ".join(map(str, second.axes))
+                raise KVPlanError(
+                    "LAYOUT",
+                    f"place tensor {second.name!r} in region {region!r}",
+                    expected=f"the group, dtype and axes of {first.name!r}",
+                    got=f"{second.group!r}, {second.dtype}, {axes}",
+                    first=first.name,
+                    second=second.name,
+                )
+        expected_lengths = [*map(len, first_page.sections)]
+        lengths = [*map(len, page.sections)]
+        if lengths != expected_lengths:
+            num_tensors = sum(expected_lengths)
+            raise KVPlanError(
+                "LAYOUT",
+                f"place page {page.name!r} in region {region!r}",
+                expected=f"the sections of {first_page.name!r}, which hold {num_tensors} tensors",
+                got=f"{sum(lengths)} tensors in {len(lengths)} sections",
+                first=first_page.name,
+                second=page.name,
+            )
 
 
 def _kv_parts(layout: Layout, page: Page) -> list[tuple[str, Page]]:
-    """The page, or its K and its V if they are split, each with the suffix of its region."""
-    for tensor in page.tensors if layout.kv != "content" and page.has(TOKEN) and page.has(HEAD) else ():
-        if all(axis.name != KV for axis in tensor.axes):
-            what, expected = f"split page {page.name!r} into K and V", f"a {KV!r} axis in each of its tensors"
-            hint = "K and V of unequal sizes are beside each other: kv=content"
-            got = f"none in {tensor.name!r}"
-            raise KVPlanError("LAYOUT", what, expected=expected, got=got, hint=hint, tensor=tensor.name)
+    """Return the page, or its K and its V if they are split.
+
+    Each comes with the suffix of its region.
+    """
+    if layout.kv != "content" and page.has(TOKEN) and page.has(HEAD):
+        _check_has_kv(page)
     if layout.kv != "split" or not page.has(KV):
         return [("", page)]
-    return [
-        (suffix, attrs.evolve(page, sections=tuple(tuple(k_or_v(t, index) for t in part) for part in page.sections)))
-        for index, suffix in enumerate((".k", ".v"))
-    ]
+    return [(".k", _part_of_page(page, 0)), (".v", _part_of_page(page, 1))]
+
+
+def _check_has_kv(page: Page) -> None:
+    for tensor in page.tensors:
+        if not tensor.has(KV):
+            raise KVPlanError(
+                "LAYOUT",
+                f"split page {page.name!r} into K and V",
+                expected=f"a {KV!r} axis in each of its tensors",
+                got=f"none in {tensor.name!r}",
+                hint="K and V of unequal sizes are beside each other: kv=content",
+                tensor=tensor.name,
+            )
+
+
+def _part_of_page(page: Page, index: int) -> Page:
+    sections = tuple(_part_of_section(section, index) for section in page.sections)
+    return attrs.evolve(page, sections=sections)
+
+
+def _part_of_section(section: Sequence[LocalTensor], index: int) -> tuple[LocalTensor, ...]:
+    return tuple(k_or_v(tensor, index) for tensor in section)
 
 
 def k_or_v(tensor: LocalTensor, index: int) -> LocalTensor:
-    """K (0) or V (1) of a tensor."""
-    axes = (attrs.evolve(a, start=index, stop=index + 1) if a.name == KV else a for a in tensor.axes)
+    """Return K (0) or V (1) of a tensor."""
+    axes = list(tensor.axes)
+    for place_of_axis, axis in enumerate(axes):
+        if axis.name == KV:
+            axes[place_of_axis] = attrs.evolve(axis, start=index, stop=index + 1)
     return attrs.evolve(tensor, axes=tuple(axes))
 
 
-def _outer(layout: Layout, region: str, page: Page, num_layers: int, num_blocks: int) -> list[Axis]:
-    """The dimensions around a page, from the slowest to the fastest. All of its tensors must have the same."""
-    around = [letter for letter in layout.order if letter not in layout.inside]
-    found: list[list[Axis]] = []
+def _outer(
+    layout: Layout,
+    region: str,
+    page: Page,
+    num_layers: int,
+    num_blocks: int,
+) -> list[Axis]:
+    """Return the dimensions around a page, from the slowest to the fastest.
+
+    All of its tensors must have the same.
+    """
+    letters_around = [letter for letter in layout.order if letter not in layout.inside]
+    axes_of_page: list[Axis] | None = None
     for tensor in page.tensors:
         axes = _by_letter(layout, region, tensor)
         axes["L"] = [Axis(LAYER, 0, num_layers, num_layers, 0)]
         axes["B"].insert(0, Axis(BLOCK, 0, num_blocks, num_blocks, 0))
-        found.append([axis for letter in around for axis in axes[letter]])
-        found[-1] += [axis for axis in tensor.axes if axis.name == KV and layout.kv == "axis"]
-        _check_common(region, tensor, found[0], found[-1])
-    return found[0]
+        outer_axes = _chained(axes, letters_around)
+        if layout.kv == "axis":
+            outer_axes += [axis for axis in tensor.axes if axis.name == KV]
+        if axes_of_page is None:
+            axes_of_page = outer_axes
+        _check_common(region, tensor, axes_of_page, outer_axes)
+    assert axes_of_page is not None  # a page has a tensor
+    return axes_of_page
 
 
-def _inner(layout: Layout, region: str, page: Page) -> tuple[list[tuple[int, list[Axis]]], int]:
-    """Each tensor's offset in the page and its axes there with their strides, and the size of the page in bytes."""
-    placed: list[tuple[int, list[Axis]]] = []
-    start = 0
+def _chained(axes: Mapping[str, list[Axis]], letters: Iterable[str]) -> list[Axis]:
+    return list(itertools.chain.from_iterable(axes[letter] for letter in letters))
+
+
+@attrs.frozen
+class _PlacedPage:
+    """A page with strides: each tensor's offset in it and its axes there, and how large it is."""
+
+    tensors: Sequence[tuple[int, list[Axis]]]
+    size_bytes: int
+
+
+def _inner(layout: Layout, region: str, page: Page) -> _PlacedPage:
+    """Return a page with the strides of its tensors: section after section."""
+    placed_tensors: list[tuple[int, list[Axis]]] = []
+    section_offset = 0
     for section in page.sections:
-        shared: list[list[Axis]] = []
+        axes_of_section: list[Axis] | None = None
         contents: list[tuple[list[Axis], int]] = []
         for tensor in section:
             axes = _by_letter(layout, region, tensor)
-            shared.append([axis for letter in layout.inside[:-1] for axis in axes[letter]])
+            inner_axes = _chained(axes, layout.inside[:-1])
             contents.append(_dense(axes["C"], ITEMSIZE[tensor.dtype]))
-            _check_common(region, tensor, shared[0], shared[-1])
-        common, size = _dense(shared[0], sum(slot_bytes for _, slot_bytes in contents))
-        offset = start
-        for content, slot_bytes in contents:
-            placed.append((offset, common + content))
-            offset += slot_bytes
-        start += size
-    return placed, start
+            if axes_of_section is None:
+                axes_of_section = inner_axes
+            _check_common(region, tensor, axes_of_section, inner_axes)
+        # A slot of the section has the contents of all its tensors, side by side.
+        slot_bytes = sum(content_bytes for _, content_bytes in contents)
+        common_axes, section_bytes = _dense(axes_of_section or (), slot_bytes)
+        offset = section_offset
+        for content_axes, content_bytes in contents:
+            placed_tensors.append((offset, common_axes + content_axes))
+            offset += content_bytes
+        section_offset += section_bytes
+    return _PlacedPage(placed_tensors, section_offset)
 
 
-def _check_common(region: str, tensor: LocalTensor, first: list[Axis], other: list[Axis]) -> None:
-    if first != other:
-        what = f"place tensor {tensor.name!r} in region {region!r}"
-        expected, got = ("; ".join(map(str, axes)) or "neither heads nor slots" for axes in (first, other))
-        hint = "heads and slots inside a page are the same for all tensors of a section, those around it for the page"
-        raise KVPlanError("LAYOUT", what, expected=expected, got=got, hint=hint, tensor=tensor.name)
+def _check_common(
+    region: str,
+    tensor: LocalTensor,
+    first_axes: list[Axis],
+    axes: list[Axis],
+) -> None:
+    if axes != first_axes:
+        neither = "neither heads nor slots"
+        inside = "heads and slots inside a page are the same for all tensors of a section"
+        raise KVPlanError(
+            "LAYOUT",
+            f"place tensor {tensor.name!r} in region {region!r}",
+            expected="; ".join(map(str, first_axes)) or neither,
+            got="; ".join(map(str, axes)) or neither,
+            hint=f"{inside}, those around it for the page",
+            tensor=tensor.name,
+        )
 
 
 def _by_letter(layout: Layout, region: str, tensor: LocalTensor) -> dict[str, list[Axis]]:
-    """A tensor's axes by letter. The count of kernel blocks in a block belongs to ``B``."""
+    """Return a tensor's axes by letter. The count of kernel blocks in a block belongs to ``B``."""
     axes: dict[str, list[Axis]] = {letter: [] for letter in "LBHNC"}
     for axis in tensor.axes:
         if axis.name == TOKEN:
@@ -236,39 +368,63 @@ def _by_letter(layout: Layout, region: str, tensor: LocalTensor) -> dict[str, li
 
 
 def _kernel_blocks(layout: Layout, region: str, tokens: int) -> tuple[list[Axis], list[Axis]]:
-    """The token axis of a block as kernel blocks, if there are several, and their slots."""
+    """Return the token axis of a block as kernel blocks, if there are several, and their slots."""
     slots = layout.kernel_tokens or tokens
     if tokens % slots:
-        what = f"divide the blocks of region {region!r} into kernel blocks"
-        expected, got = f"kernel_tokens that divides tokens_per_block {tokens}", f"{slots}"
-        raise KVPlanError("LAYOUT", what, expected=expected, got=got, tokens_per_block=tokens, kernel_tokens=slots)
-    count = tokens // slots
-    return [Axis(TOKEN, 0, count, count, 0)] if count > 1 else [], [Axis(TOKEN, 0, slots, slots, 0)]
+        raise KVPlanError(
+            "LAYOUT",
+            f"divide the blocks of region {region!r} into kernel blocks",
+            expected=f"kernel_tokens that divides tokens_per_block {tokens}",
+            got=f"{slots}",
+            tokens_per_block=tokens,
+            kernel_tokens=slots,
+        )
+    num_kernel_blocks = tokens // slots
+    block_axes = []
+    if num_kernel_blocks > 1:
+        block_axes.append(Axis(TOKEN, 0, num_kernel_blocks, num_kernel_blocks, 0))
+    return block_axes, [Axis(TOKEN, 0, slots, slots, 0)]
 
 
-def _dense(axes: Sequence[Axis], span: int) -> tuple[list[Axis], int]:
-    """The axes with strides that leave no gap around ``span`` bytes, and the bytes that they span."""
-    placed: list[Axis] = []
+def _dense(axes: Sequence[Axis], size_bytes: int) -> tuple[list[Axis], int]:
+    """Return the axes around ``size_bytes``, without gaps, and the bytes that they span."""
+    placed_axes: list[Axis] = []
     for axis in reversed(axes):
-        placed.insert(0, attrs.evolve(axis, stride_bytes=span))
-        span *= axis.extent
-    return placed, span
+        placed_axes.insert(0, attrs.evolve(axis, stride_bytes=size_bytes))
+        size_bytes *= axis.extent
+    return placed_axes, size_bytes
 
 
-def _around(layout: Layout, outer: list[Axis], span: int, page_bytes: int) -> tuple[list[Axis], dict[str, int], int]:
-    """Around a page of ``span`` bytes: the axes of a tensor, the strides of layers and blocks, and the bytes of all."""
-    fastest = LAYER if layout.order.index("L") > layout.order.index("B") else BLOCK
+@attrs.frozen
+class _PoolAxes:
+    """The dimensions around the pages of a pool, with strides.
+
+    ``axes`` are those of a tensor: any but layers and blocks, which have strides of their own.
+    """
+
+    axes: list[Axis]
+    layer_stride_bytes: int
+    block_stride_bytes: int
+    size_bytes: int
+
+
+def _around(layout: Layout, outer: list[Axis], size_bytes: int, page_bytes: int) -> _PoolAxes:
+    """Return the dimensions around a page, which takes ``page_bytes`` at least."""
+    order = layout.order
+    fastest = LAYER if order.index("L") > order.index("B") else BLOCK
     axes: list[Axis] = []
-    steps: dict[str, int] = {}
+    strides: dict[str, int] = {}
     for axis in reversed(outer):
-        span = max(span, page_bytes) if axis.name == fastest else span
-        span += layout.pad_bytes if axis.name == BLOCK else 0
+        if axis.name == fastest:
+            size_bytes = max(size_bytes, page_bytes)
+        if axis.name == BLOCK:
+            size_bytes += layout.pad_bytes
         if axis.name in (LAYER, BLOCK):
-            steps[axis.name] = span
+            strides[axis.name] = size_bytes
         else:
-            axes.insert(0, attrs.evolve(axis, stride_bytes=span))
-        span *= axis.extent
-    return axes, steps, span
+            axes.insert(0, attrs.evolve(axis, stride_bytes=size_bytes))
+        size_bytes *= axis.extent
+    return _PoolAxes(axes, strides[LAYER], strides[BLOCK], size_bytes)
 
 
 @attrs.define
@@ -280,11 +436,17 @@ class Addresses:
     used_bytes: int = 0
 
     def region(self, region: str, size_bytes: int, rank: int) -> Region:
-        """The next region."""
+        """Return the next region."""
         base = (1 + zlib.crc32(self.engine_id.encode()) % 65535) * ENGINE_BYTES
         address = base + self.used_bytes
         self.used_bytes += (size_bytes // ALIGNMENT_BYTES + 2) * ALIGNMENT_BYTES
         if self.used_bytes > ENGINE_BYTES:
-            what, expected = f"place engine {self.engine_id!r}", f"at most {ENGINE_BYTES} bytes of regions"
-            raise KVPlanError("RANGE", what, expected=expected, got=f"{self.used_bytes}", size_bytes=self.used_bytes)
-        return Region(region, address, size_bytes, self.memory, rank if self.memory == "VRAM" else 0)
+            raise KVPlanError(
+                "RANGE",
+                f"place engine {self.engine_id!r}",
+                expected=f"at most {ENGINE_BYTES} bytes of regions",
+                got=f"{self.used_bytes}",
+                size_bytes=self.used_bytes,
+            )
+        device_id = rank if self.memory == "VRAM" else 0
+        return Region(region, address, size_bytes, self.memory, device_id)
