@@ -158,11 +158,10 @@ def _check_form(pair: PairTables, ids: Any) -> None:
 
 def _check_groups(pair: PairTables, ids: Any) -> None:
     """Raise ``PROOF`` unless the groups are of the two workers, with a period common to both."""
-    if len(ids.groups) != 2:
+    sides = zip(pair.sides, ids.groups, strict=False)
+    is_known = all(group in table.worker.groups for table, group in sides)
+    if len(ids.groups) != 2 or not is_known:
         raise _malformed(pair, "groups", ids.groups)
-    for table, group in zip(pair.sides, ids.groups, strict=True):
-        if group not in table.worker.groups:
-            raise _malformed(pair, "groups", ids.groups)
     if not all(table.first.size for table in pair.sides):
         raise _malformed(pair, "rows", 0)
     if not _is_count(ids.period, 1) or any(ids.period % period_of(group) for group in ids.groups):
