@@ -378,7 +378,7 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
             hint=WAY_OUT,
             model_type=model_type,
         )
-    if like is not None:
+    if like is not None and (model_type is None or isinstance(model_type, str)):
         if model_type in families:
             raise KVPlanError(
                 "CONFIG",

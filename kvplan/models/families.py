@@ -357,9 +357,8 @@ def sliding_heads(config: Config) -> Config:
     """
     num_heads = config.get("swa_num_key_value_heads")
     keys = {"swa_num_key_value_heads": num_heads or 2 * count(config, "num_key_value_heads")}
-    tokens_before = config.get("sliding_window_size")
-    if tokens_before is not None:
-        keys["sliding_window"] = tokens_before + 1
+    if config.get("sliding_window_size") is not None:
+        keys["sliding_window"] = count(config, "sliding_window_size") + 1
     return keys
 
 

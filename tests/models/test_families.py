@@ -620,3 +620,16 @@ def test_the_families_cannot_be_changed() -> None:
     for family in FAMILIES.values():
         with pytest.raises(TypeError):
             family.defaults["rope_theta"] = 10000  # type: ignore[index]
+
+
+def test_a_type_that_is_no_string_is_refused_whatever_it_is_read_like() -> None:
+    """A type that cannot be looked up is no unknown type."""
+    with pytest.raises(KVPlanError, match=r"CONFIG: cannot read a model configuration: .*got \[\]"):
+        Model.from_config({"model_type": []}, like="llama")
+
+
+def test_the_window_of_sliding_heads_is_a_count() -> None:
+    """MiMo-V2 states the positions before a token; what is no integer is refused."""
+    keys = {"model_type": "mimo_v2_flash", "num_key_value_heads": 4, "sliding_window_size": "128"}
+    with pytest.raises(KVPlanError, match=r"CONFIG: .*sliding_window_size"):
+        Model.from_config(keys)
