@@ -35,7 +35,18 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplan.describe import Axis, Blocks, Context, Group, Region, Request, View, Worker, region_of, view_of
+from kvplan.describe import (
+    Axis,
+    Blocks,
+    Context,
+    Group,
+    Region,
+    Request,
+    View,
+    Worker,
+    region_of,
+    view_of,
+)
 from kvplan.errors import KVPlanError
 from kvplan.plan import (
     MeshPlan,
@@ -118,12 +129,17 @@ def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return importlib.import_module(f"kvplan.{name}")
     where = "" if name.startswith("_") else _where(name)
-    raise AttributeError(f"module 'kvplan' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__])
+    raise AttributeError(
+        f"module 'kvplan' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__]
+    )
 
 
 def _where(name: str) -> str:
     """For a message: which room has a public name that this door does not have."""
-    rooms = (importlib.import_module(room) for room in (*(f"kvplan.{room}" for room in ROOMS), "kvplan_nixl"))
+    rooms = (
+        importlib.import_module(room)
+        for room in (*(f"kvplan.{room}" for room in ROOMS), "kvplan_nixl")
+    )
     return next((f"; {room.__name__} has it" for room in rooms if name in room.__all__), "")
 
 

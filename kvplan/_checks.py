@@ -39,7 +39,11 @@ def integer(value: Any, what: str, low: int = 0, high: int = INT64_END) -> int:
         raise wrong_type(what, "an integer", value) from None
     if not low <= number < high:
         raise KVPlanError(
-            "RANGE", f"read {what}", expected=f"an integer in [{low}, {high})", got=shown(number), value=number
+            "RANGE",
+            f"read {what}",
+            expected=f"an integer in [{low}, {high})",
+            got=shown(number),
+            value=number,
         )
     return number
 
@@ -64,7 +68,14 @@ def at_most(limit: int, number: int, unit: str, what: str, **details: Any) -> No
     kvplan.errors.KVPlanError: RANGE: cannot plan for d/0: expected at most 8 cells, got 9
     """
     if number > limit:
-        raise KVPlanError("RANGE", what, expected=f"at most {limit} {unit}", got=f"{number}", value=number, **details)
+        raise KVPlanError(
+            "RANGE",
+            what,
+            expected=f"at most {limit} {unit}",
+            got=f"{number}",
+            value=number,
+            **details,
+        )
 
 
 def name(value: Any, what: str) -> str:
@@ -77,7 +88,11 @@ def name(value: Any, what: str) -> str:
         raise wrong_type(what, "a string", value)
     if not value or not value.isprintable():
         raise KVPlanError(
-            "NAME", f"read {what}", expected="a non-empty string of printable characters", got=shown(value), value=value
+            "NAME",
+            f"read {what}",
+            expected="a non-empty string of printable characters",
+            got=shown(value),
+            value=value,
         )
     return str.__str__(value)
 
@@ -123,7 +138,9 @@ def seconds(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(what, "a number of seconds", value)
     if not 0 <= value < SECONDS_END:
-        raise KVPlanError("RANGE", f"read {what}", expected=f"seconds in [0, {SECONDS_END:g})", got=shown(value))
+        raise KVPlanError(
+            "RANGE", f"read {what}", expected=f"seconds in [0, {SECONDS_END:g})", got=shown(value)
+        )
     return float(value)
 
 
@@ -144,4 +161,6 @@ def wrong_type(what: str, expected: str, got: Any) -> KVPlanError:
 def settle(owner: Any, kind: str, check: Callable[..., Any], *fields: str, **limits: int) -> None:
     """Replace fields of a frozen value under construction by what :func:`integer` or :func:`name` makes of them."""
     for field in fields:
-        object.__setattr__(owner, field, check(getattr(owner, field), f"{field} of {kind}", **limits))
+        object.__setattr__(
+            owner, field, check(getattr(owner, field), f"{field} of {kind}", **limits)
+        )

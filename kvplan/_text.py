@@ -53,7 +53,9 @@ def fold(names: Iterable[str]) -> str:
     for name in names:
         before, number, after = split(name)
         numbers.setdefault((before, after), []).extend([] if number is None else [number])
-    return ", ".join(f"{before}{intervals(found)}{after}" for (before, after), found in numbers.items())
+    return ", ".join(
+        f"{before}{intervals(found)}{after}" for (before, after), found in numbers.items()
+    )
 
 
 def intervals(numbers: Iterable[int]) -> str:
@@ -79,7 +81,11 @@ def meant(name: str, known: Iterable[str]) -> str:
     """
     lower, names = name.lower(), tuple(known)
     *others, last = [lower] if lower in names else difflib.get_close_matches(lower, names) or [""]
-    return f"did you mean {' or '.join(filter(None, (', '.join(map(repr, others)), repr(last))))}?" if last else ""
+    return (
+        f"did you mean {' or '.join(filter(None, (', '.join(map(repr, others)), repr(last))))}?"
+        if last
+        else ""
+    )
 
 
 def count(number: int, what: str) -> str:
@@ -88,7 +94,9 @@ def count(number: int, what: str) -> str:
     >>> count(1, "byte"), count(2, "byte"), count(2, "copy"), count(2, "box")
     ('1 byte', '2 bytes', '2 copies', '2 boxes')
     """
-    several = f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
+    several = (
+        f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
+    )
     return f"{number} {what if number == 1 else several}"
 
 

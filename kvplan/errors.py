@@ -65,10 +65,21 @@ class KVPlanError(ValueError):
     hint: str
     details: Mapping[str, Any]
 
-    def __init__(self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any) -> None:
+    def __init__(
+        self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any
+    ) -> None:
         assert code in CODES, code
-        super().__init__(f"{code}: cannot {action}: expected {expected}, got {got}" + (f" ({hint})" if hint else ""))
-        self.code, self.action, self.expected, self.got, self.hint = code, action, expected, got, hint
+        super().__init__(
+            f"{code}: cannot {action}: expected {expected}, got {got}"
+            + (f" ({hint})" if hint else "")
+        )
+        self.code, self.action, self.expected, self.got, self.hint = (
+            code,
+            action,
+            expected,
+            got,
+            hint,
+        )
         self.details = MappingProxyType(details)
 
     def with_hint(self, hint: str) -> KVPlanError:
@@ -76,8 +87,17 @@ class KVPlanError(ValueError):
         return _rebuild(self.code, self.action, self.expected, self.got, hint, dict(self.details))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.code, self.action, self.expected, self.got, self.hint, dict(self.details))
+        return _rebuild, (
+            self.code,
+            self.action,
+            self.expected,
+            self.got,
+            self.hint,
+            dict(self.details),
+        )
 
 
-def _rebuild(code: str, action: str, expected: str, got: str, hint: str, details: dict[str, Any]) -> KVPlanError:
+def _rebuild(
+    code: str, action: str, expected: str, got: str, hint: str, details: dict[str, Any]
+) -> KVPlanError:
     return KVPlanError(code, action, expected=expected, got=got, hint=hint, **details)

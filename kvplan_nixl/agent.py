@@ -35,7 +35,9 @@ except ImportError as missing:  # nixl itself, or the wheel with its library
     raise ImportError(f"kvplan_nixl needs NIXL: pip install 'nixl>=1.5.1,<2' ({missing})") from None
 
 NIXL_ERRORS: Final = tuple(
-    kind for kind in vars(nixl._bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
+    kind
+    for kind in vars(nixl._bindings).values()
+    if isinstance(kind, type) and issubclass(kind, Exception)
 )
 """All exception types of NIXL. They have no common base."""
 
@@ -126,11 +128,15 @@ def ranges_of(regions: Iterable[Region]) -> Iterator[Range]:
 
 def checked_backends(value: Any) -> dict[str, dict[str, str]]:
     """Options by the names of backends. Raises ``TYPE`` where NIXL would raise what it likes."""
-    if not isinstance(value, Mapping) or not all(isinstance(options, Mapping) for options in value.values()):
+    if not isinstance(value, Mapping) or not all(
+        isinstance(options, Mapping) for options in value.values()
+    ):
         raise wrong_type("backends", "a mapping of options by name", value)
     return {
         instance(str, backend, "name of a backend"): {
-            instance(str, option, "option of a backend"): instance(str, setting, "option of a backend")
+            instance(str, option, "option of a backend"): instance(
+                str, setting, "option of a backend"
+            )
             for option, setting in options.items()
         }
         for backend, options in value.items()
@@ -140,7 +146,9 @@ def checked_backends(value: Any) -> dict[str, dict[str, str]]:
 class Agent:
     """One NIXL agent. ``backends`` are options by backend name, in order of preference."""
 
-    def __init__(self, name: str, backends: Mapping[str, Mapping[str, str]], progress_thread: bool) -> None:
+    def __init__(
+        self, name: str, backends: Mapping[str, Mapping[str, str]], progress_thread: bool
+    ) -> None:
         self.name = name
         config = nixl.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
         self._open: Any = None
@@ -150,7 +158,9 @@ class Agent:
         except FAILURES as error:
             text = " ".join(str(error).split())
         if self._open is None:  # raised after the exception of NIXL is gone
-            raise KVPlanError("BACKEND", "make a NIXL agent", expected="no error", got=f"NIXL: {text}")
+            raise KVPlanError(
+                "BACKEND", "make a NIXL agent", expected="no error", got=f"NIXL: {text}"
+            )
         self._handles: WeakSet[Handle] = WeakSet()
         self._registered: Counter[Range] = Counter()
         self._loaded: set[str] = set()
@@ -166,7 +176,10 @@ class Agent:
         known = self._agent.get_plugin_list()
         if backend not in known:
             raise KVPlanError(
-                "BACKEND", "make a NIXL agent", expected=f"a backend among {', '.join(known)}", got=repr(backend)
+                "BACKEND",
+                "make a NIXL agent",
+                expected=f"a backend among {', '.join(known)}",
+                got=repr(backend),
             )
         self._do(
             lambda agent: agent.create_backend(backend, options),
@@ -178,7 +191,9 @@ class Agent:
         kinds = self._agent.get_backend_mem_types(backend)
         self._kinds[backend] = frozenset(kind.removesuffix("_SEG") for kind in kinds)
 
-    def _do(self, call: Callable[[Any], Made], code: str, action: str, expected: str, **details: Any) -> Made:
+    def _do(
+        self, call: Callable[[Any], Made], code: str, action: str, expected: str, **details: Any
+    ) -> Made:
         """What ``call`` returns for NIXL's agent. What it raises becomes an error that does not refer to NIXL."""
         agent = self._agent
         try:
@@ -210,7 +225,9 @@ class Agent:
     def _agent(self) -> Any:
         """NIXL's agent. Raises ``BACKEND`` after :meth:`close`."""
         if self._open is None:
-            raise KVPlanError("BACKEND", "use a NIXL agent", expected="an open agent", got="a closed one")
+            raise KVPlanError(
+                "BACKEND", "use a NIXL agent", expected="an open agent", got="a closed one"
+            )
         return self._open
 
     def backend_for(self, *kinds: str) -> str:
@@ -254,7 +271,12 @@ class Agent:
                 return known
         entry = (start, stop - start, device_id, "")
         expected = "a backend that accepts it"
-        self._do(lambda agent: agent.register_memory([entry], memory), "BACKEND", f"register {memory} memory", expected)
+        self._do(
+            lambda agent: agent.register_memory([entry], memory),
+            "BACKEND",
+            f"register {memory} memory",
+            expected,
+        )
         self._registered[wanted] = 1
         return wanted
 
@@ -283,18 +305,27 @@ class Agent:
         """Load a remote agent's metadata. Raises ``PEER`` unless it is that of the agent ``name``."""
         action = f"load the metadata of NIXL agent {name!r}"
         expected = "a reachable agent with a common backend"
-        loaded = self._do(lambda agent: agent.add_remote_agent(metadata), "PEER", action, expected, agent=name)
+        loaded = self._do(
+            lambda agent: agent.add_remote_agent(metadata), "PEER", action, expected, agent=name
+        )
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         self._loaded.add(found)
         if found != name:
             self.unload(found)
-            raise KVPlanError("PEER", action, expected="that agent's", got=f"those of {found!r}", agent=name)
+            raise KVPlanError(
+                "PEER", action, expected="that agent's", got=f"those of {found!r}", agent=name
+            )
 
     def unload(self, name: str) -> None:
         """Forget a remote agent, if NIXL still knows it."""
         self._loaded.discard(name)
         with suppress(KVPlanError):  # NIXL has already forgotten an agent that disconnected
-            self._do(lambda agent: agent.remove_remote_agent(name), "PEER", "forget a NIXL agent", "one that is loaded")
+            self._do(
+                lambda agent: agent.remove_remote_agent(name),
+                "PEER",
+                "forget a NIXL agent",
+                "one that is loaded",
+            )
 
     def prepare(self, owner: str, kind: str, rows: npt.NDArray[np.uint64], backend: str) -> Handle:
         """Prepare strided rows, shape (n, 5), in the memory of ``owner``: an agent's name, or :data:`LOCAL`.
@@ -313,7 +344,9 @@ class Agent:
     def make(self, operation: str, local: Handle, remote: Handle, ids: tuple[Any, Any]) -> Handle:
         """Make a transfer to post. Raises ``PEER`` or ``TRANSFER``."""
         return self._handle(
-            lambda agent: agent.make_prepped_xfer(operation, local.nixl, ids[0], remote.nixl, ids[1]),
+            lambda agent: agent.make_prepped_xfer(
+                operation, local.nixl, ids[0], remote.nixl, ids[1]
+            ),
             "TRANSFER",
             "make a transfer",
             "no error",
@@ -330,7 +363,9 @@ class Agent:
 
     def is_done(self, handle: Handle) -> bool:
         """Whether a transfer is done. Raises ``PEER`` or ``TRANSFER`` where it has failed."""
-        return self._is_done(lambda agent: agent.check_xfer_state(handle.nixl), "carry out a transfer")
+        return self._is_done(
+            lambda agent: agent.check_xfer_state(handle.nixl), "carry out a transfer"
+        )
 
     def _is_done(self, call: Callable[[Any], str], action: str) -> bool:
         state = self._do(call, "TRANSFER", action, "no error")
@@ -357,5 +392,7 @@ class Agent:
     def messages(self) -> list[tuple[str, bytes]]:
         """The messages that have arrived since the last call, each with its sender's name, in order for each sender."""
         action = "read notifications"
-        by_sender = self._do(lambda agent: agent.get_new_notifs(), "TRANSFER", action, "a working agent")
+        by_sender = self._do(
+            lambda agent: agent.get_new_notifs(), "TRANSFER", action, "a working agent"
+        )
         return [(sender, message) for sender, sent in by_sender.items() for message in sent]

@@ -69,7 +69,15 @@ def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor
     region = region_of(tensor, "memory")
     groups = {f"{length}": length for length in LENGTHS}
     views = [
-        View(group, group, region.name, "uint8", (Axis("byte", 0, length, length, 1),), size // length, length)
+        View(
+            group,
+            group,
+            region.name,
+            "uint8",
+            (Axis("byte", 0, length, length, 1),),
+            size // length,
+            length,
+        )
         for group, length in groups.items()
     ]
     return Worker(engine_id, 0, (region,), tuple(map(Group, groups)), views), tensor
@@ -80,11 +88,15 @@ def allocated(device: str, size: int) -> torch.Tensor:
     try:
         made = torch.ones(size, dtype=torch.uint8, device=device)
         if made.is_cuda:
-            torch.cuda.set_device(made.device)  # before an executor is made, or UCX leaves out CUDA IPC
+            torch.cuda.set_device(
+                made.device
+            )  # before an executor is made, or UCX leaves out CUDA IPC
         return made
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         got = " ".join(str(error).split())
-    raise KVPlanError("MEMORY", f"allocate {size} bytes of {device}", expected="a device that has them", got=got)
+    raise KVPlanError(
+        "MEMORY", f"allocate {size} bytes of {device}", expected="a device that has them", got=got
+    )
 
 
 def serve(channel: Connection, device: str, size: int) -> None:
@@ -96,9 +108,14 @@ def serve(channel: Connection, device: str, size: int) -> None:
         channel.recv_bytes()
 
 
-def mover(executor: NixlExecutor, plan: TransferPlan, length: int, ours: Ints, theirs: Ints) -> Callable[[], None]:
+def mover(
+    executor: NixlExecutor, plan: TransferPlan, length: int, ours: Ints, theirs: Ints
+) -> Callable[[], None]:
     """A function that moves blocks of a length once."""
-    tables = [{f"{each}": Blocks(ids if each == length else []) for each in LENGTHS} for ids in (ours, theirs)]
+    tables = [
+        {f"{each}": Blocks(ids if each == length else []) for each in LENGTHS}
+        for ids in (ours, theirs)
+    ]
 
     def once() -> None:
         (spec,) = plan.bind(local=tables[0], remote=tables[1])
@@ -117,7 +134,9 @@ def peer(device: str, size: int) -> Iterator[bytes]:
     """The envelope of a worker of another process, which runs until the context ends."""
     context = multiprocessing.get_context("spawn")
     channel, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, device, size), daemon=True)  # it ends with this process
+    process = context.Process(
+        target=serve, args=(theirs, device, size), daemon=True
+    )  # it ends with this process
     process.start()
     theirs.close()  # so that receiving fails when the process ends
     with channel:
@@ -157,7 +176,10 @@ def copiers(device: str, size: int) -> Iterator[Work]:
     cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
     copier = TorchCopier(tensors)
     for number in (1, size // LAYERS // BLOCK):
-        yield (LAYERS, LAYERS * number * BLOCK), partial(copied, copier, [heads(cache, staging, number)])
+        yield (
+            (LAYERS, LAYERS * number * BLOCK),
+            partial(copied, copier, [heads(cache, staging, number)]),
+        )
 
 
 def copied(copier: TorchCopier, copies: Sequence[Copy]) -> None:
@@ -183,7 +205,9 @@ def heads(cache: Region, staging: Region, number: int) -> Copy:
     pool = cache.size_bytes // LAYERS // BLOCK
     here, there = np.random.default_rng(1).permutation(pool)[:number], np.arange(number)
     ours, theirs = (
-        CopySide(tuple((region, layer * pool * BLOCK) for layer in range(LAYERS)), index * BLOCK, strides)
+        CopySide(
+            tuple((region, layer * pool * BLOCK) for layer in range(LAYERS)), index * BLOCK, strides
+        )
         for region, index, strides in (
             (cache, here, (TOKENS * SMALL, SMALL)),
             (staging, there, (SMALL, HEADS * SMALL)),
@@ -203,7 +227,9 @@ def calibrate(device: str = "cpu", size: int = SIZE, operation: str = "READ") ->
     name(device, "device")
     integer(size, "size", low=MANY * SMALL)
     if not is_one_of(operation, PLANS):
-        raise KVPlanError("NAME", "calibrate", expected=f"operation {' or '.join(PLANS)}", got=shown(operation))
+        raise KVPlanError(
+            "NAME", "calibrate", expected=f"operation {' or '.join(PLANS)}", got=shown(operation)
+        )
     worker, _held = memory("local", device, size)
     with peer(device, size) as envelope, NixlExecutor(worker) as executor:
         moves = list(movers(executor, PLANS[operation](worker, [executor.connect(envelope)]), size))

@@ -30,7 +30,9 @@ REQUESTS: Final = (1000, 17, 600)
 """The number of tokens of each request."""
 
 NOISE: Final = torch.Generator().manual_seed(1)
-RANDOM_BITS: Final = torch.randint(1 << 14, (max(REQUESTS), 2, HEADS, DIM), dtype=torch.int16, generator=NOISE)
+RANDOM_BITS: Final = torch.randint(
+    1 << 14, (max(REQUESTS), 2, HEADS, DIM), dtype=torch.int16, generator=NOISE
+)
 """The same in both processes. As bfloat16 all of them are finite numbers."""
 
 TIMEOUT_S: Final = 120.0
@@ -58,15 +60,28 @@ DECODE: Final = Shape("decode", 3, 24, 300, "kv block head token dim")
 def make_worker(shape: Shape, rank: int) -> tuple[Worker, list[torch.Tensor]]:
     """A worker and its caches, one tensor for each layer."""
     heads = shape.heads(rank)
-    sizes = {"block": shape.num_blocks, "token": shape.tokens_per_block, "kv": 2, "head": len(heads), "dim": DIM}
-    caches = [torch.zeros([sizes[name] for name in shape.pattern.split()], dtype=torch.bfloat16) for _ in range(LAYERS)]
+    sizes = {
+        "block": shape.num_blocks,
+        "token": shape.tokens_per_block,
+        "kv": 2,
+        "head": len(heads),
+        "dim": DIM,
+    }
+    caches = [
+        torch.zeros([sizes[name] for name in shape.pattern.split()], dtype=torch.bfloat16)
+        for _ in range(LAYERS)
+    ]
     regions = [region_of(cache, f"kv.{i}") for i, cache in enumerate(caches)]
     parts = {"head": (heads.start, heads.stop, HEADS)}
     views = [
-        view_of(cache, shape.pattern, name=f"layers.{i}.attn", group="attn", region=region, parts=parts)
+        view_of(
+            cache, shape.pattern, name=f"layers.{i}.attn", group="attn", region=region, parts=parts
+        )
         for i, (cache, region) in enumerate(zip(caches, regions, strict=True))
     ]
-    return Worker(shape.engine_id, rank, regions, [Group("attn", shape.tokens_per_block)], views), caches
+    return Worker(
+        shape.engine_id, rank, regions, [Group("attn", shape.tokens_per_block)], views
+    ), caches
 
 
 def handshake(channel: Connection, executors: list[NixlExecutor]) -> list[Worker]:
@@ -91,7 +106,10 @@ def receive(channel: Connection) -> bytes:
 
 def values(request: int, layer: int, tokens: int, heads: range) -> torch.Tensor:
     """What prefill computes, ``[token, kv, head, dim]``: different values for each request and layer."""
-    bits = RANDOM_BITS[:tokens, :, heads.start : heads.stop] + 257 * (request * LAYERS + layer) & 0x3FFF
+    bits = (
+        RANDOM_BITS[:tokens, :, heads.start : heads.stop] + 257 * (request * LAYERS + layer)
+        & 0x3FFF
+    )
     return bits.view(torch.bfloat16)
 
 
@@ -108,7 +126,11 @@ def prefill(channel: Connection) -> None:
         for rank, (_, caches) in enumerate(made):
             for layer, cache in enumerate(caches):
                 fill(cache, ids, values(request, layer, tokens, PREFILL.heads(rank)))
-        message: dict[str, Any] = {"request": f"request {request}", "tokens": tokens, "ids": ids.tolist()}
+        message: dict[str, Any] = {
+            "request": f"request {request}",
+            "tokens": tokens,
+            "ids": ids.tolist(),
+        }
         for executor, pending in waiting:
             pending.add(message["request"], completions[executor.worker.key].awaits)
         channel.send_bytes(json.dumps(message).encode())
@@ -126,7 +148,9 @@ def quiet() -> None:
 
 def fill(cache: torch.Tensor, ids: torch.Tensor, computed: torch.Tensor) -> None:
     """Write the values of a request's tokens into blocks of a prefill cache."""
-    padded = torch.zeros(len(ids) * PREFILL.tokens_per_block, *computed.shape[1:], dtype=computed.dtype)
+    padded = torch.zeros(
+        len(ids) * PREFILL.tokens_per_block, *computed.shape[1:], dtype=computed.dtype
+    )
     padded[: len(computed)] = computed
     cache[ids] = padded.unflatten(0, (len(ids), -1)).permute(0, 2, 3, 1, 4)
 
@@ -160,7 +184,9 @@ def decode(channel: Connection) -> bool:
             read(executor, its, message["request"])
         done = time.perf_counter()
         wrong = sum(
-            not torch.equal(tokens_of(cache, ids, tokens), values(request, layer, tokens, DECODE.heads(rank)))
+            not torch.equal(
+                tokens_of(cache, ids, tokens), values(request, layer, tokens, DECODE.heads(rank))
+            )
             for rank, (_, caches) in enumerate(made)
             for layer, cache in enumerate(caches)
         )
@@ -199,7 +225,9 @@ def main() -> int:
     print("starting a prefill process")
     context = multiprocessing.get_context("spawn")
     channel, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs,), daemon=True)  # daemon: it ends with this process
+    process = context.Process(
+        target=prefill, args=(theirs,), daemon=True
+    )  # daemon: it ends with this process
     process.start()
     theirs.close()  # so that reading fails when the process ends
     with channel:

@@ -76,9 +76,14 @@ class Envelope:
         begin = len(MAGIC) + DIGEST_BYTES
         head = begin + LENGTHS.size
         if not data.startswith(MAGIC) or len(data) < head:
-            raise _unusable(f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[: len(MAGIC)]!r}")
+            raise _unusable(
+                f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[: len(MAGIC)]!r}"
+            )
         if not hmac.compare_digest(data[len(MAGIC) : begin], _digest(key, data[begin:])):
-            raise _unusable("one that was made with the key of this engine, and not changed since", "another one")
+            raise _unusable(
+                "one that was made with the key of this engine, and not changed since",
+                "another one",
+            )
         name_bytes, metadata_bytes, offer_bytes = LENGTHS.unpack_from(data, begin)
         if name_bytes > MAX_NAME_BYTES or metadata_bytes > MAX_METADATA_BYTES:
             raise _unusable(

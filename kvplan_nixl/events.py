@@ -37,7 +37,13 @@ class Peer:
     error: KVPlanError | None = None
 
     def __str__(self) -> str:
-        state = "connected" if self.is_connected else "disconnected" if self.error is None else f"lost: {self.error}"
+        state = (
+            "connected"
+            if self.is_connected
+            else "disconnected"
+            if self.error is None
+            else f"lost: {self.error}"
+        )
         return f"{self.worker.label} {state}"
 
 
@@ -115,7 +121,9 @@ class Unwatched:
     def settled(self, transfer: Transfer) -> None:
         """The transfer has settled."""
         if transfer.status is Status.FAILED:
-            LOGGER.warning("%s: %s", repr(transfer), str(transfer.error))  # text: records are kept, transfers are not
+            LOGGER.warning(
+                "%s: %s", repr(transfer), str(transfer.error)
+            )  # text: records are kept, transfers are not
 
 
 UNWATCHED: Final = Unwatched()
@@ -143,7 +151,10 @@ class Watch(Unwatched):
         self._marks.append(perf_counter_ns())
         event = self._event(transfer)
         LOGGER.log(
-            logging.WARNING if event.status is Status.FAILED else logging.DEBUG, "%s", event, extra={"event": event}
+            logging.WARNING if event.status is Status.FAILED else logging.DEBUG,
+            "%s",
+            event,
+            extra={"event": event},
         )
         if self._listener is not None:
             tell(self._listener, event)
@@ -168,4 +179,8 @@ class Watch(Unwatched):
 
 def watch(listener: Listener | None) -> Unwatched:
     """The watch of a transfer that starts."""
-    return UNWATCHED if listener is None and not LOGGER.isEnabledFor(logging.DEBUG) else Watch(listener)
+    return (
+        UNWATCHED
+        if listener is None and not LOGGER.isEnabledFor(logging.DEBUG)
+        else Watch(listener)
+    )

@@ -132,7 +132,9 @@ class NixlExecutor:
             each if each is None else having("__call__", each, name, "a function")
             for name, each in (("on_event", on_event), ("on_peer", on_peer))
         )
-        self._agent = Agent(f"{agent_prefix(worker)}{uuid.uuid4().hex}", checked_backends(backends), progress_thread)
+        self._agent = Agent(
+            f"{agent_prefix(worker)}{uuid.uuid4().hex}", checked_backends(backends), progress_thread
+        )
         try:
             self._agent.register(worker.regions)
         except KVPlanError:
@@ -157,7 +159,9 @@ class NixlExecutor:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The remote workers that are connected or lost. A worker that dies is lost when a transfer or notice fails."""
-        return tuple(Peer(peer.worker, peer.lost is None, peer.lost) for peer in self._peers.values())
+        return tuple(
+            Peer(peer.worker, peer.lost is None, peer.lost) for peer in self._peers.values()
+        )
 
     def connect(self, envelope: bytes) -> Worker:
         """Connect to a remote worker by its envelope, and return the worker, to plan with.
@@ -169,7 +173,11 @@ class NixlExecutor:
         """
         opened = Envelope.unpack(envelope, self._key)
         known = self._peers.get(opened.worker.key)
-        if known is not None and (known.agent, known.worker, known.lost) == (opened.agent, opened.worker, None):
+        if known is not None and (known.agent, known.worker, known.lost) == (
+            opened.agent,
+            opened.worker,
+            None,
+        ):
             return known.worker
         self._make_room(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
@@ -223,7 +231,9 @@ class NixlExecutor:
             if pair.remote_table not in peer.rows:
                 kinds = kind_of(pair.local_table), kind_of(pair.remote_table)
                 backend = self._agent.backend_for(*kinds)
-                remote_rows = self._agent.prepare(peer.agent, kinds[1], pair.remote_table.rows, backend)
+                remote_rows = self._agent.prepare(
+                    peer.agent, kinds[1], pair.remote_table.rows, backend
+                )
                 local_rows = self._prepare_local(kinds[0], pair.local_table, backend)
                 peer.rows[pair.remote_table] = Rows(pair.local_table, local_rows, remote_rows)
 
@@ -235,13 +245,17 @@ class NixlExecutor:
             prepared = self._local[key] = self._agent.prepare(LOCAL, kind, table.rows, backend)
         return prepared
 
-    def start(self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True) -> NixlTransfer:
+    def start(
+        self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
+    ) -> NixlTransfer:
         """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
 
         The bytes move in the background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan
         is not prepared; ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
         """
-        transfer = NixlTransfer(spec, request, notifies=notify, attempt=attempt, watch=watch(self._on_event))
+        transfer = NixlTransfer(
+            spec, request, notifies=notify, attempt=attempt, watch=watch(self._on_event)
+        )
         if not len(spec.local_table.rows):
             self._settle(transfer)
             return transfer
@@ -253,7 +267,9 @@ class NixlExecutor:
             raise unprepared(spec)
         transfer.peer = peer
         if peer.lost is not None:
-            self._settle(transfer, peer.lost.with_hint(peer.lost.hint))  # a copy, which the caller may raise
+            self._settle(
+                transfer, peer.lost.with_hint(peer.lost.hint)
+            )  # a copy, which the caller may raise
             return transfer
         try:
             if not spec.local_ids.size or self._post(transfer, peer, rows):
@@ -357,7 +373,11 @@ class NixlExecutor:
         """The notices that have arrived from connected workers since the last call. Ignores any other message."""
         unread = self._unread + self._agent.messages()
         self._unread.clear()
-        senders = {peer.agent: key for key, peer in self._peers.items() if peer.attached is None} if unread else {}
+        senders = (
+            {peer.agent: key for key, peer in self._peers.items() if peer.attached is None}
+            if unread
+            else {}
+        )
         found = []
         for agent, data in unread:
             if agent in senders:
@@ -402,14 +422,18 @@ class NixlExecutor:
                 "PEER",
                 f"connect {worker.label}",
                 expected="a worker that is not connected",
-                got="another process that is connected as that worker" if known is not None else "this worker",
+                got="another process that is connected as that worker"
+                if known is not None
+                else "this worker",
                 hint="disconnect it first" if known is not None else "",
                 worker=worker.label,
             )
 
     def __repr__(self) -> str:
         transfers = sum(len(peer.held) for peer in (*self._peers.values(), *self._left))
-        return f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {transfers} transfers>"
+        return (
+            f"<NixlExecutor {self.worker.label}: {len(self._peers)} peers, {transfers} transfers>"
+        )
 
 
 def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) -> bool:

@@ -58,7 +58,9 @@ class Memory:
 
 def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
     """The memory of tensors, each storage once."""
-    return tuple({tensor.untyped_storage().data_ptr(): Memory(tensor) for tensor in tensors}.values())
+    return tuple(
+        {tensor.untyped_storage().data_ptr(): Memory(tensor) for tensor in tensors}.values()
+    )
 
 
 def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
@@ -110,7 +112,10 @@ class TorchCopier:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if not isinstance(tensors, Mapping):
             raise wrong_type("tensors of a copier", "a mapping of tensors by region", tensors)
-        devices = {tensor.device for tensor in members(torch.Tensor, tensors.values(), "tensors of a copier")}
+        devices = {
+            tensor.device
+            for tensor in members(torch.Tensor, tensors.values(), "tensors of a copier")
+        }
         if len(devices) != 1:
             raise KVPlanError(
                 "MEMORY",
@@ -147,7 +152,9 @@ class TorchCopier:
         ):  # CUDA allows no query of an event meanwhile
             return False
         try:
-            return bool(having("query", ticket, "ticket of copies", "one that begin returned").query())
+            return bool(
+                having("query", ticket, "ticket of copies", "one that begin returned").query()
+            )
         except RuntimeError as error:
             raise _refused(error) from None
 
@@ -163,7 +170,9 @@ class TorchCopier:
             into, out_of = (self._tensor(side.index) for side in rows)
             for written, read in zip(*self._strided(copy, rows), strict=True):
                 if into is not None:
-                    written.index_copy_(0, into, read if out_of is None else read.index_select(0, out_of))
+                    written.index_copy_(
+                        0, into, read if out_of is None else read.index_select(0, out_of)
+                    )
                 elif out_of is not None:
                     torch.index_select(read, 0, out_of, out=written)
                 else:
@@ -172,8 +181,12 @@ class TorchCopier:
     def _tensor(self, index: Ints | None) -> torch.Tensor | None:
         if index is None:
             return None
-        made = torch.tensor(index)  # torch keeps pinned memory, and uses it again when the copy from it is done
-        return made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
+        made = torch.tensor(
+            index
+        )  # torch keeps pinned memory, and uses it again when the copy from it is done
+        return (
+            made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
+        )
 
     def _strided(self, copy: Copy, rows: tuple[BoxRows, BoxRows]) -> list[list[torch.Tensor]]:
         """Both sides' boxes, from each origin on, as tensors of the widest word that fits all."""
@@ -182,13 +195,19 @@ class TorchCopier:
             [self._place(region, offset + row.offset_bytes) for region, offset in side.origins]
             for side, row in zip(sides, rows, strict=True)
         ]
-        strides = [(row.stride_bytes, *side.strides_bytes) for side, row in zip(sides, rows, strict=True)]
-        numbers = [number for found in places for memory, at in found for number in (memory.address, at)]
+        strides = [
+            (row.stride_bytes, *side.strides_bytes) for side, row in zip(sides, rows, strict=True)
+        ]
+        numbers = [
+            number for found in places for memory, at in found for number in (memory.address, at)
+        ]
         word = math.gcd(max(WORDS), copy.length_bytes, *strides[0], *strides[1], *numbers)
         shape = *copy.extents, copy.length_bytes // word
         return [
             [
-                memory.words(word).as_strided((row.count, *shape), (*[each // word for each in stride], 1), at // word)
+                memory.words(word).as_strided(
+                    (row.count, *shape), (*[each // word for each in stride], 1), at // word
+                )
                 for memory, at in found
             ]
             for found, row, stride in zip(places, rows, strides, strict=True)
@@ -210,7 +229,12 @@ class TorchCopier:
 
 def _refused(error: RuntimeError) -> KVPlanError:
     text = " ".join(str(error).split())
-    return KVPlanError("MEMORY", "rearrange bytes by torch", expected="copies within memory", got=f"{text} of torch")
+    return KVPlanError(
+        "MEMORY",
+        "rearrange bytes by torch",
+        expected="copies within memory",
+        got=f"{text} of torch",
+    )
 
 
 def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, TorchCopier | None]:
@@ -235,11 +259,22 @@ def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, TorchCopier | 
 def tensor_at(region: Region) -> torch.Tensor:
     """The bytes of a region, whose memory something else keeps."""
     if region.memory == "DRAM":
-        return torch.frombuffer((ctypes.c_uint8 * region.size_bytes).from_address(region.address), dtype=torch.uint8)
-    shared = {"shape": (region.size_bytes,), "typestr": "|u1", "data": (region.address, False), "version": 3}
-    found = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shared), device=f"cuda:{region.device_id}")
+        return torch.frombuffer(
+            (ctypes.c_uint8 * region.size_bytes).from_address(region.address), dtype=torch.uint8
+        )
+    shared = {
+        "shape": (region.size_bytes,),
+        "typestr": "|u1",
+        "data": (region.address, False),
+        "version": 3,
+    }
+    found = torch.as_tensor(
+        SimpleNamespace(__cuda_array_interface__=shared), device=f"cuda:{region.device_id}"
+    )
     if found.data_ptr() != region.address:  # torch has copied the bytes to another device
-        raise KVPlanError("MEMORY", f"share region {region.name!r}", expected=f"{region.address:#x}", got="a copy")
+        raise KVPlanError(
+            "MEMORY", f"share region {region.name!r}", expected=f"{region.address:#x}", got="a copy"
+        )
     return found
 
 
@@ -275,7 +310,10 @@ def paired(into: Ints, out_of: Ints) -> list[tuple[BoxRows, BoxRows]]:
     """
     parts = min(
         (list(strips(at)) for at in (into, out_of)),
-        key=lambda parts: (sum(not (is_even(into[part]) or is_even(out_of[part])) for part in parts), len(parts)),
+        key=lambda parts: (
+            sum(not (is_even(into[part]) or is_even(out_of[part])) for part in parts),
+            len(parts),
+        ),
     )
     return [(BoxRows.of(into[part]), BoxRows.of(out_of[part])) for part in parts]
 
@@ -327,5 +365,7 @@ def tables(at: Ints) -> Iterator[Ints]:
 def _even_rows(table: Ints) -> int:
     """How many rows, from the first on, are at the same distance from the one before."""
     step = table[min(1, len(table) - 1), 0] - table[0, 0]
-    uneven = np.flatnonzero((table != np.add.outer(np.arange(len(table)) * step, table[0])).any(axis=1))
+    uneven = np.flatnonzero(
+        (table != np.add.outer(np.arange(len(table)) * step, table[0])).any(axis=1)
+    )
     return int(uneven[0]) if uneven.size else len(table)

@@ -45,7 +45,9 @@ def adapter_of(path: str) -> str:
     A folder is read once, and again when one of its files has changed.
     """
     try:
-        changed_ns = tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(path)))
+        changed_ns = tuple(
+            sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(path))
+        )
     except OSError:  # it is in a hub
         return path
     return _adapter(path, changed_ns)

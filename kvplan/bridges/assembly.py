@@ -64,7 +64,9 @@ class RankInfo:
 
 def differ(code: str, action: str, expected: object, got: object) -> KVPlanError:
     """The error for a fact of an engine that contradicts the model, or another fact; its details are both facts."""
-    return KVPlanError(code, action, expected=f"{expected}", got=f"{got}", wanted=expected, found=got)
+    return KVPlanError(
+        code, action, expected=f"{expected}", got=f"{got}", wanted=expected, found=got
+    )
 
 
 def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
@@ -81,7 +83,9 @@ def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
                 raise
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 got = f"{type(error).__name__}: {error}"
-                raise KVPlanError("TYPE", f"read the objects of {release}", expected="those of it", got=got) from error
+                raise KVPlanError(
+                    "TYPE", f"read the objects of {release}", expected="those of it", got=got
+                ) from error
 
         return cast(Bridge, read)
 
@@ -107,7 +111,9 @@ class Assembly:
         base, taken = tensors[0].group, {group.name for group in self.groups}
         names = (f"{base}.{i}" if i else base for i in range(len(taken) + 1))
         context = self.info.context if spread and tokens is not None else Context()
-        self.groups.append(Group(next(name for name in names if name not in taken), tokens, context))
+        self.groups.append(
+            Group(next(name for name in names if name not in taken), tokens, context)
+        )
 
     def pages(self, layer: int) -> dict[str, Page]:
         """What a block of the current group stores of a layer, by pool."""
@@ -122,7 +128,12 @@ class Assembly:
         pages = self.pages(layer)
         more = sorted(pages.keys() - {ATTENTION, *beside})
         if more or ATTENTION not in pages:
-            raise differ("LAYOUT", f"read the cache of layer {layer}", "K and V, or a latent", ", ".join(more))
+            raise differ(
+                "LAYOUT",
+                f"read the cache of layer {layer}",
+                "K and V, or a latent",
+                ", ".join(more),
+            )
         ((tensor,),) = pages[ATTENTION].sections
         return tensor
 
@@ -130,7 +141,12 @@ class Assembly:
         """What a layer's indexer stores. Raises ``LAYOUT`` if the model has no indexer."""
         pages = self.pages(layer)
         if INDEX not in pages:
-            raise differ("LAYOUT", f"read the cache of layer {layer}", f"no indexer in {self.model.name}", "one")
+            raise differ(
+                "LAYOUT",
+                f"read the cache of layer {layer}",
+                f"no indexer in {self.model.name}",
+                "one",
+            )
         return pages[INDEX]
 
     def _layer(self, number: int, tokens: int | None) -> tuple[str, Layer]:
@@ -145,10 +161,20 @@ class Assembly:
         if not tensors:
             kind = "states" if tokens is None else "tokens"
             cached = ", ".join(tensor.kind for tensor in layer) or "nothing"
-            raise differ("GROUP", f"place {prefix}* of {self.model.name}", f"a layer that caches {kind}", cached)
+            raise differ(
+                "GROUP",
+                f"place {prefix}* of {self.model.name}",
+                f"a layer that caches {kind}",
+                cached,
+            )
         for tensor in tensors:
             if tensor.scale_of is not None:
-                raise differ("LAYOUT", f"place {prefix}{tensor.kind}", "a cache without scales", tensor.scale_of)
+                raise differ(
+                    "LAYOUT",
+                    f"place {prefix}{tensor.kind}",
+                    "a cache without scales",
+                    tensor.scale_of,
+                )
         return prefix, tensors
 
     def add(self, memory: Any, pattern: str, tensor: LocalTensor, *, join: int = 1) -> None:
@@ -158,13 +184,21 @@ class Assembly:
         that the tensor lacks. If ``join`` is more than 1, that many consecutive kernel blocks of the memory are one
         block. Raises ``SIZE`` if lengths differ or kernel blocks are left over, ``DTYPE`` if element types differ.
         """
-        raw = view_of(memory, pattern, name=tensor.name, group=self.groups[-1], region=everywhere(memory))
+        raw = view_of(
+            memory, pattern, name=tensor.name, group=self.groups[-1], region=everywhere(memory)
+        )
         if raw.num_blocks % join:
             what = f"join the kernel blocks of {tensor.name!r}"
             raise differ("SIZE", what, f"a multiple of {join}", f"{raw.num_blocks} kernel blocks")
         check_dtype(tensor, raw.dtype)
-        axes, stride, blocks = _axes(raw, tensor, join), raw.block_stride_bytes * join, raw.num_blocks // join
-        view = attrs.evolve(raw, axes=axes, dtype=tensor.dtype, num_blocks=blocks, block_stride_bytes=stride)
+        axes, stride, blocks = (
+            _axes(raw, tensor, join),
+            raw.block_stride_bytes * join,
+            raw.num_blocks // join,
+        )
+        view = attrs.evolve(
+            raw, axes=axes, dtype=tensor.dtype, num_blocks=blocks, block_stride_bytes=stride
+        )
         self.views.append((device_of(memory), view))
 
     def add_page(self, memory: Any, page: Page, conv: str = "DS") -> None:
@@ -174,15 +208,28 @@ class Assembly:
         block have gaps.
         """
         dims = " ".join(f"dim{i}" for i in range(1, len(memory.shape)))
-        raw = view_of(memory, f"block {dims}", name=page.name, group=self.groups[-1], region=everywhere(memory))
+        raw = view_of(
+            memory,
+            f"block {dims}",
+            name=page.name,
+            group=self.groups[-1],
+            region=everywhere(memory),
+        )
         placed, sizes = place(Layout(conv=conv), page.name, [page], 1)
         span = raw.end_bytes - raw.offset_bytes - (raw.num_blocks - 1) * raw.block_stride_bytes
         for code, size in (("SIZE", raw.block_bytes), ("STRIDE", span)):
             if size != sizes[page.name]:
-                raise differ(code, f"read page {page.name!r}", f"blocks of {sizes[page.name]} bytes", f"{size} bytes")
+                raise differ(
+                    code,
+                    f"read page {page.name!r}",
+                    f"blocks of {sizes[page.name]} bytes",
+                    f"{size} bytes",
+                )
         for view in placed:
             at = raw.offset_bytes + view.offset_bytes
-            moved = attrs.evolve(raw, name=view.name, dtype=view.dtype, axes=view.axes, offset_bytes=at)
+            moved = attrs.evolve(
+                raw, name=view.name, dtype=view.dtype, axes=view.axes, offset_bytes=at
+            )
             self.views.append((device_of(memory), moved))
 
     def finish(self) -> Worker:
@@ -195,12 +242,24 @@ class Assembly:
                 joined[-1] = device, joined[-1][1], max(stop, joined[-1][2])
             else:
                 joined.append((device, start, stop))
-        regions = [Region(f"kv.{i}", start, stop - start, *device) for i, (device, start, stop) in enumerate(joined)]
+        regions = [
+            Region(f"kv.{i}", start, stop - start, *device)
+            for i, (device, start, stop) in enumerate(joined)
+        ]
         views = []
-        for device, view in self.views:  # its region is the last one that starts before the view ends
+        for (
+            device,
+            view,
+        ) in self.views:  # its region is the last one that starts before the view ends
             region = regions[bisect_right(joined, (device, view.end_bytes)) - 1]
-            views.append(attrs.evolve(view, region=region.name, offset_bytes=view.offset_bytes - region.address))
-        return Worker(self.info.engine_id, self.info.rank, regions, self.groups, views, self.model.name)
+            views.append(
+                attrs.evolve(
+                    view, region=region.name, offset_bytes=view.offset_bytes - region.address
+                )
+            )
+        return Worker(
+            self.info.engine_id, self.info.rank, regions, self.groups, views, self.model.name
+        )
 
 
 def _axes(raw: View, tensor: LocalTensor, join: int) -> tuple[Axis, ...]:
@@ -208,12 +267,20 @@ def _axes(raw: View, tensor: LocalTensor, join: int) -> tuple[Axis, ...]:
     own = {axis.name: axis for axis in tensor.axes}
     named = {axis.name for axis in raw.axes}
     inner = [axis for axis in tensor.axes if axis.name not in named and axis.name != TOKEN]
-    axes = [Axis(TOKEN, 0, join, join, raw.block_stride_bytes)] if join > 1 or TOKEN in own.keys() - named else []
+    axes = (
+        [Axis(TOKEN, 0, join, join, raw.block_stride_bytes)]
+        if join > 1 or TOKEN in own.keys() - named
+        else []
+    )
     for axis in raw.axes:
         if axis.name == CONTENT:
-            _check_size(tensor, "*".join(inside.name for inside in inner), _extent(inner), axis.extent)
+            _check_size(
+                tensor, "*".join(inside.name for inside in inner), _extent(inner), axis.extent
+            )
             for i, inside in enumerate(inner):  # each steps over all axes after it
-                axes.append(attrs.evolve(inside, stride_bytes=axis.stride_bytes * _extent(inner[i + 1 :])))
+                axes.append(
+                    attrs.evolve(inside, stride_bytes=axis.stride_bytes * _extent(inner[i + 1 :]))
+                )
         elif axis.name in own or axis.extent > 1:
             axes.append(axis)
     if CONTENT not in named:
@@ -222,14 +289,18 @@ def _axes(raw: View, tensor: LocalTensor, join: int) -> tuple[Axis, ...]:
         wanted = own[name].extent if name in own else 1
         _check_size(tensor, name, wanted, _extent(axis for axis in axes if axis.name == name))
     return tuple(
-        attrs.evolve(own[axis.name], stride_bytes=axis.stride_bytes) if axis.extent == own[axis.name].extent else axis
+        attrs.evolve(own[axis.name], stride_bytes=axis.stride_bytes)
+        if axis.extent == own[axis.name].extent
+        else axis
         for axis in axes
     )
 
 
 def _check_size(tensor: LocalTensor, name: str, wanted: int, found: int) -> None:
     if wanted != found:
-        raise differ("SIZE", f"read axis {name!r} of tensor {tensor.name!r}", f"{wanted} coordinates", found)
+        raise differ(
+            "SIZE", f"read axis {name!r} of tensor {tensor.name!r}", f"{wanted} coordinates", found
+        )
 
 
 def _extent(axes: Iterable[Axis]) -> int:
@@ -243,7 +314,9 @@ def check_dtype(tensor: LocalTensor, given: Any) -> None:
         raise differ("DTYPE", f"read tensor {tensor.name!r}", tensor.dtype, found)
 
 
-def strided(memory: Any, dtype: str, address: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
+def strided(
+    memory: Any, dtype: str, address: int, shape: Sequence[int], strides: Sequence[int]
+) -> Any:
     """A tensor at an address of the device of ``memory``, with strides in bytes."""
     return SimpleNamespace(
         shape=tuple(shape),
@@ -260,7 +333,9 @@ def everywhere(memory: Any) -> Region:
 
 
 def conv_order(
-    sections: Sequence[Sequence[LocalTensor]], shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]
+    sections: Sequence[Sequence[LocalTensor]],
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[Any],
 ) -> str:
     """Whether a layer's states of these shapes have steps inside channels (``DS``) or outside (``SD``).
 
@@ -272,7 +347,12 @@ def conv_order(
     'SD'
     """
     if not len(sections) == len(shapes) == len(dtypes):
-        raise differ("SIZE", f"read the states of {sections[0][0].name!r}", f"{len(sections)} states", len(shapes))
+        raise differ(
+            "SIZE",
+            f"read the states of {sections[0][0].name!r}",
+            f"{len(sections)} states",
+            len(shapes),
+        )
     order = "DS"
     for section, shape, dtype in zip(sections, shapes, dtypes, strict=True):
         for tensor in section:
@@ -285,7 +365,7 @@ def conv_order(
                 continue
         if tuple(shape) != extents:
             hint = "steps of drafts after the state's own are padding: describe the state in a View"
-            raise differ("SIZE", f"read the state of {section[0].name!r}", f"shape {extents}", tuple(shape)).with_hint(
-                hint
-            )
+            raise differ(
+                "SIZE", f"read the state of {section[0].name!r}", f"shape {extents}", tuple(shape)
+            ).with_hint(hint)
     return order

@@ -30,7 +30,9 @@ PATTERNS: Final = MappingProxyType(
 
 
 @reads_engine("LMCache 0.5.6")
-def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequence[int]] | None = None) -> Worker:
+def from_lmcache(
+    model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequence[int]] | None = None
+) -> Worker:
     """A worker whose blocks are the chunks of an LMCache, from one of its ``MemoryObj``.
 
     All chunks of one ``PagedTensorMemoryAllocator`` are a pool, and ``metadata.address`` of a chunk is its block id. A
@@ -58,12 +60,19 @@ def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequ
     parts = [range(len(model.layers))] if layers is None else layers
     address, step, blocks = _pool(assembly, chunk)
     if not len(shapes) == len(dtypes) == len(parts):
-        raise differ("SIZE", "read a chunk of LMCache", f"lists of layers for {len(shapes)} shapes", len(parts))
+        raise differ(
+            "SIZE",
+            "read a chunk of LMCache",
+            f"lists of layers for {len(shapes)} shapes",
+            len(parts),
+        )
     for shape, dtype, numbers in zip(shapes, dtypes, parts, strict=True):
         names = PATTERNS.get((meta.fmt.name, len(shape)), "").split()
         if not names:
             known = ", ".join(f"{name} of {n} dimensions" for name, n in PATTERNS)
-            raise differ("LAYOUT", "read a chunk of LMCache", known, f"{meta.fmt.name} of {len(shape)}")
+            raise differ(
+                "LAYOUT", "read a chunk of LMCache", known, f"{meta.fmt.name} of {len(shape)}"
+            )
         strides = [ITEMSIZE.get(dtype, 0) * math.prod(shape[i + 1 :]) for i in range(len(shape))]
         dims = dict(zip(names, zip(shape, strides, strict=True), strict=True))
         count, layer_step = dims.pop("layer", (0, 0))
@@ -73,7 +82,9 @@ def from_lmcache(model: Model, info: RankInfo, chunk: Any, layers: Sequence[Sequ
             if not (count and assembly.groups):
                 assembly.begin_group(layer, dims["token"][0])
             lengths, steps = zip(*dims.values(), strict=True)
-            array = strided(chunk.raw_data, dtype, address + i * layer_step, (blocks, *lengths), (step, *steps))
+            array = strided(
+                chunk.raw_data, dtype, address + i * layer_step, (blocks, *lengths), (step, *steps)
+            )
             assembly.add(array, " ".join(["block", *dims]), assembly.attention(layer))
         address += shape[0] * strides[0]
     return assembly.finish()
@@ -88,7 +99,12 @@ def _pool(assembly: Assembly, chunk: Any) -> tuple[int, int, int]:
     buffer, step = _flat(allocator.buffer), allocator.align_bytes
     at = buffer.offset_bytes + chunk.metadata.address * step
     if raw.offset_bytes != at:
-        raise differ("BOUNDS", f"read chunk {chunk.metadata.address} of LMCache", f"{at:#x}", f"{raw.offset_bytes:#x}")
+        raise differ(
+            "BOUNDS",
+            f"read chunk {chunk.metadata.address} of LMCache",
+            f"{at:#x}",
+            f"{raw.offset_bytes:#x}",
+        )
     assembly.allocations.add((device_of(allocator.buffer), buffer.offset_bytes, buffer.end_bytes))
     return buffer.offset_bytes, step, len(allocator.paged_buffers)
 

@@ -67,9 +67,21 @@ def _parts(pool: Any) -> Iterator[tuple[Any, dict[int, int]]]:
     if hasattr(pool, "swa_kv_pool"):
         ring = getattr(pool, "swa_req_ring_size", None)
         if ring is not None:
-            raise differ("LAYOUT", "read a pool of SGLang", "pages of tokens", f"a ring of {ring} for each request")
+            raise differ(
+                "LAYOUT",
+                "read a pool of SGLang",
+                "pages of tokens",
+                f"a ring of {ring} for each request",
+            )
         for part, sliding in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
-            yield part, {layer: at for layer, (at, is_swa) in pool.layers_mapping.items() if is_swa == sliding}
+            yield (
+                part,
+                {
+                    layer: at
+                    for layer, (at, is_swa) in pool.layers_mapping.items()
+                    if is_swa == sliding
+                },
+            )
     elif hasattr(pool, "full_kv_pool"):
         yield pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping)
     else:
@@ -84,11 +96,18 @@ def _add_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> None:
         latent = assembly.attention(layer, "index")
         assembly.add(pool.kv_buffer[index], "block head content", latent, join=pool.page_size)
         keys = getattr(pool, "index_k_with_scale_buffer", None)
-        if keys is not None and keys[index].shape[0]:  # a layer that reuses the choice of the one before has no keys
+        if (
+            keys is not None and keys[index].shape[0]
+        ):  # a layer that reuses the choice of the one before has no keys
             assembly.add_page(keys[index], assembly.index(layer))
         return
     if pool.kv_cache_layout not in PATTERNS:
-        raise differ("LAYOUT", "read a pool of SGLang", f"one of {', '.join(PATTERNS)}", repr(pool.kv_cache_layout))
+        raise differ(
+            "LAYOUT",
+            "read a pool of SGLang",
+            f"one of {', '.join(PATTERNS)}",
+            repr(pool.kv_cache_layout),
+        )
     both, join = assembly.attention(layer), pool.page_size if pool.kv_cache_layout == "nhd" else 1
     for i, buffers in enumerate((pool.k_buffer, pool.v_buffer)):
         assembly.add(buffers[index], PATTERNS[pool.kv_cache_layout][i], k_or_v(both, i), join=join)
@@ -99,7 +118,12 @@ def _add_states(assembly: Assembly, pool: Any) -> None:
     for index, layer in enumerate(pool.mamba_layer_ids):
         if not index:
             assembly.begin_group(layer, None)
-        sections, states = assembly.pages(layer)[STATE].sections, [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
-        order = conv_order(sections, [state.shape[2:] for state in states], [state.dtype for state in states])
+        sections, states = (
+            assembly.pages(layer)[STATE].sections,
+            [*pool.mamba_cache.conv, pool.mamba_cache.temporal],
+        )
+        order = conv_order(
+            sections, [state.shape[2:] for state in states], [state.dtype for state in states]
+        )
         for section, state in zip(sections, states, strict=True):
             assembly.add_page(state[index], Page.of(*section), order)

@@ -14,12 +14,16 @@ from kvplan.bridges.assembly import Assembly, RankInfo, differ, reads_engine
 from kvplan.describe.worker import Worker
 from kvplan.models.model import Model
 
-PATTERNS: Final = MappingProxyType({"NHD": "block kv token head content", "HND": "block kv head token content"})
+PATTERNS: Final = MappingProxyType(
+    {"NHD": "block kv token head content", "HND": "block kv head token content"}
+)
 """Dimensions of the buffers, by the ``kv_layout`` of the attention backend."""
 
 
 @reads_engine("TensorRT-LLM")
-def from_tensorrt_llm(model: Model, info: RankInfo, kv_cache_manager: Any, kv_layout: str) -> Worker:
+def from_tensorrt_llm(
+    model: Model, info: RankInfo, kv_cache_manager: Any, kv_layout: str
+) -> Worker:
     """The worker of a TensorRT-LLM rank, from the ``KVCacheManager`` of its PyTorch backend.
 
     Its pools are ``[block, layer, kv, values of a block]``. The attention backend decides how the values of K and of V
@@ -44,7 +48,12 @@ def from_tensorrt_llm(model: Model, info: RankInfo, kv_cache_manager: Any, kv_la
     prefill/0: 28 views of 28 tensors in 1 region, 1 group; head [4, 8) of 8 stride 8192
     """
     if not is_one_of(kv_layout, PATTERNS):
-        raise differ("LAYOUT", "read a pool of TensorRT-LLM", f"one of {', '.join(PATTERNS)}", repr(kv_layout))
+        raise differ(
+            "LAYOUT",
+            "read a pool of TensorRT-LLM",
+            f"one of {', '.join(PATTERNS)}",
+            repr(kv_layout),
+        )
     assembly = Assembly(model, info)
     windows = kv_cache_manager.max_attention_window_vec
     tables: dict[int, list[int]] = {}

@@ -15,7 +15,16 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kvplan._checks import instance, is_one_of
-from kvplan.bridges.assembly import CONTENT, Assembly, RankInfo, conv_order, differ, everywhere, reads_engine, strided
+from kvplan.bridges.assembly import (
+    CONTENT,
+    Assembly,
+    RankInfo,
+    conv_order,
+    differ,
+    everywhere,
+    reads_engine,
+    strided,
+)
 from kvplan.describe.tensors import view_of
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
@@ -134,7 +143,9 @@ def from_vllm(
         assembly.begin_group(first_layer, tokens, spread=getattr(spec, "dcp_sharded", True))
         for name in names:
             if name not in kv_caches:
-                raise differ("NAME", "place a layer of vLLM", "a cache for each", f"none for {name!r}")
+                raise differ(
+                    "NAME", "place a layer of vLLM", "a cache for each", f"none for {name!r}"
+                )
             first = len(assembly.views)
             layer_spec = specs.get(name, group.kv_cache_spec)
             number = _layer_of(name, layer_spec, numbered_apart)
@@ -156,10 +167,16 @@ def _pattern(cache: Any, known: Sequence[str], num_layers: int = 0) -> list[str]
     fits = [
         names
         for names in map(str.split, known)
-        if len(names) == len(shape) and all(lengths.get(name, n) == n for name, n in zip(names, shape, strict=True))
+        if len(names) == len(shape)
+        and all(lengths.get(name, n) == n for name, n in zip(names, shape, strict=True))
     ]
     if len(fits) != 1:
-        raise differ("LAYOUT", "read a cache of vLLM", f"the shape of one of {', '.join(map(repr, known))}", shape)
+        raise differ(
+            "LAYOUT",
+            "read a cache of vLLM",
+            f"the shape of one of {', '.join(map(repr, known))}",
+            shape,
+        )
     return fits[0]
 
 
@@ -172,7 +189,9 @@ def _by_layer(cache: Any, tensors: Sequence[Any]) -> dict[str, Any]:
     shape = raw.num_blocks, *(axis.extent for axis in inner)
     strides = raw.block_stride_bytes, *(axis.stride_bytes for axis in inner)
     return {
-        name: strided(cache, raw.dtype, raw.offset_bytes + i * axes[LAYER].stride_bytes, shape, strides)
+        name: strided(
+            cache, raw.dtype, raw.offset_bytes + i * axes[LAYER].stride_bytes, shape, strides
+        )
         for i, tensor in enumerate(tensors)
         for name in _names(tensor)
     }
@@ -228,16 +247,30 @@ def _half(cache: Any, half: int, dims: str, tensor: LocalTensor) -> tuple[Any, s
     raw = view_of(cache, PATTERN, name=tensor.name, group=tensor.group, region=everywhere(cache))
     (head, token, content), size = raw.axes, raw.itemsize
     if content.extent % 2:
-        raise differ("SIZE", f"read tensor {tensor.name!r}", "K and V of equal length", f"{content.extent} elements")
+        raise differ(
+            "SIZE",
+            f"read tensor {tensor.name!r}",
+            "K and V of equal length",
+            f"{content.extent} elements",
+        )
     if (token.stride_bytes, content.stride_bytes) != (content.extent * size, size):
         got = f"slots {token.stride_bytes} bytes apart, elements {content.stride_bytes}"
-        raise differ("STRIDE", f"read tensor {tensor.name!r}", "dense slots in each head of a block", got)
+        raise differ(
+            "STRIDE", f"read tensor {tensor.name!r}", "dense slots in each head of a block", got
+        )
     left = {TOKEN: token.extent, "dim": content.extent // 2}
     elements = math.prod(left.values())
-    digits = [(name, int(inner or 0)) for name, _, inner in (part.partition(":") for part in dims.split())]
+    digits = [
+        (name, int(inner or 0)) for name, _, inner in (part.partition(":") for part in dims.split())
+    ]
     for name, inner in digits:
         if inner and left[name] % inner:
-            raise differ("SIZE", f"read axis {name!r} of tensor {tensor.name!r}", f"a multiple of {inner}", left[name])
+            raise differ(
+                "SIZE",
+                f"read axis {name!r} of tensor {tensor.name!r}",
+                f"a multiple of {inner}",
+                left[name],
+            )
         left[name] //= inner or 1
     shape = [inner or left[name] for name, inner in digits]
     strides = [size * math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -255,7 +288,9 @@ def _check_place(assembly: Assembly, name: str, first: int, tensor: Any, index: 
     """Checks that the views from ``first`` on lie where a ``KVCacheTensor`` places its layer number ``index``."""
     (device, view), what = assembly.views[first], f"place the cache of {name!r}"
     if view.block_stride_bytes != tensor.block_stride:
-        raise differ("STRIDE", what, f"blocks {tensor.block_stride} bytes apart", view.block_stride_bytes)
+        raise differ(
+            "STRIDE", what, f"blocks {tensor.block_stride} bytes apart", view.block_stride_bytes
+        )
     start = view.offset_bytes - tensor.offset - index * tensor.layer_stride
     assembly.allocations.add((device, start, start + tensor.size))
     known = sorted(allocation for allocation in assembly.allocations if allocation[0] == device)

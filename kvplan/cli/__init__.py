@@ -11,7 +11,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command (``None``: the arguments of this process) and return its exit status; ``--help`` lists them."""
     for package in ("click", "rich"):
         if importlib.util.find_spec(package) is None:
-            print(f"kvplan: the command line needs {package}: pip install click rich", file=sys.stderr)
+            print(
+                f"kvplan: the command line needs {package}: pip install click rich", file=sys.stderr
+            )
             return 2
     from kvplan.cli.app import run
 

@@ -75,7 +75,9 @@ class Suggestion:
 
     def __str__(self) -> str:
         by_engine: dict[str, dict[str, list[str]]] = {}
-        for name, change in (item for changes in (self.changes, *self.same_cost) for item in changes.items()):
+        for name, change in (
+            item for changes in (self.changes, *self.same_cost) for item in changes.items()
+        ):
             key, _, value = change.partition("=")
             by_engine.setdefault(name, {}).setdefault(key, []).append(value)
         texts = [
@@ -109,8 +111,12 @@ class Advice:
         table = [f"{'descriptors':>12}{'fewer':>9}{'size':>13}{'rows':>8}  change"]
         for each in (*(each for each in self.helpful if each not in single[SHOWN:]), self.now):
             fewer = f"{self.now.descriptors / max(each.descriptors, 1):,.4g}x"
-            table.append(f"{each.descriptors:>12,}{fewer:>9}{size(each.usual_bytes):>13}{each.rows:>8,}  {each}")
-        return "\n".join(table if self.helpful else [*table, f"No change helps ({len(self.options)} tried)."])
+            table.append(
+                f"{each.descriptors:>12,}{fewer:>9}{size(each.usual_bytes):>13}{each.rows:>8,}  {each}"
+            )
+        return "\n".join(
+            table if self.helpful else [*table, f"No change helps ({len(self.options)} tried)."]
+        )
 
 
 def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) -> Advice:
@@ -156,17 +162,25 @@ class _Search:
                 else:
                     if engine not in found.values():
                         found[change] = engine
-                        self.not_run += [f"{name} {change}"] if all(reasons(model, changed).values()) else []
+                        self.not_run += (
+                            [f"{name} {change}"] if all(reasons(model, changed).values()) else []
+                        )
 
     def cost(self, changed: Changes, sampled: bool = False) -> Cost:
         """The cost with some changes; ``sampled`` counts one destination worker of each pipeline stage."""
         src, dst = (self.engines[name][changed.get(name, "")] for name in ("src", "dst"))
-        destinations = tuple({tuple(worker.tensors): worker for worker in dst}.values()) if sampled else dst
-        return plan_mesh(destinations, src, not_transferred=destination_drafts(dst, src)).cost(self.tokens)
+        destinations = (
+            tuple({tuple(worker.tensors): worker for worker in dst}.values()) if sampled else dst
+        )
+        return plan_mesh(destinations, src, not_transferred=destination_drafts(dst, src)).cost(
+            self.tokens
+        )
 
     def single(self, bar: Progress) -> Iterator[Suggestion]:
         """One suggestion for all changes of one engine that cost the same."""
-        every = [{name: change} for name, engines in self.engines.items() for change in engines if change]
+        every = [
+            {name: change} for name, engines in self.engines.items() for change in engines if change
+        ]
         same_cost: dict[Any, list[Suggestion]] = {}
         for changed in bar.track(every, description="advise"):
             found = Suggestion.of(changed, self.cost(changed))
@@ -177,17 +191,24 @@ class _Search:
     def best_pair(self, single: Suggestion, bar: Progress) -> Suggestion | None:
         """The pair of changes that costs least, if there is any; ``single`` is the best change of one engine."""
         every = []
-        for src, dst in itertools.product(*(filter(None, engines) for engines in self.engines.values())):
+        for src, dst in itertools.product(
+            *(filter(None, engines) for engines in self.engines.values())
+        ):
             changed = {"src": src, "dst": dst}
             same_key = src.partition("=")[0] == dst.partition("=")[0]
             if same_key or single.changes.items() <= changed.items():
                 every.append(changed)
-        sampled = [Suggestion.of(each, self.cost(each, sampled=True)) for each in bar.track(every, description="pairs")]
+        sampled = [
+            Suggestion.of(each, self.cost(each, sampled=True))
+            for each in bar.track(every, description="pairs")
+        ]
         best = min(sampled, key=BY_COST, default=None)
         return best and Suggestion.of(best.changes, self.cost(best.changes))
 
 
-def changes(model: Model, options: EngineOptions, other: EngineOptions) -> Iterator[tuple[str, EngineOptions]]:
+def changes(
+    model: Model, options: EngineOptions, other: EngineOptions
+) -> Iterator[tuple[str, EngineOptions]]:
     """The changes that make sense for a model, and the options with each.
 
     >>> found = changes(Model.shipped("deepseek-v3"), EngineOptions(), EngineOptions(block=48))
@@ -200,7 +221,9 @@ def changes(model: Model, options: EngineOptions, other: EngineOptions) -> Itera
         "layout": ORDERS,
         "kv": KV_FORMS if "kv" in axes else (),
         "conv": CONV_ORDERS if "step" in axes else (),
-        "block": [*dict.fromkeys((*BLOCK_SIZES, other.block))] if any(tensor.paged for tensor in tensors) else [],
+        "block": [*dict.fromkeys((*BLOCK_SIZES, other.block))]
+        if any(tensor.paged for tensor in tensors)
+        else [],
     }
     for key, value in ((key, value) for key, several in values.items() for value in several):
         if value != getattr(options, key):
@@ -228,13 +251,22 @@ def advise_command(given: Engines, tokens: int, as_json: bool) -> int:
     kvplan advise llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2,block=64
     """
     model, src, dst = model_only(given.model, given.name), given.src, given.dst
-    advice, sides = advise(model, src, dst, tokens), {"src": reasons(model, src), "dst": reasons(model, dst)}
+    advice, sides = (
+        advise(model, src, dst, tokens),
+        {"src": reasons(model, src), "dst": reasons(model, dst)},
+    )
     if as_json:
-        echo_json(given.to_json() | {"tokens": tokens, **attrs.asdict(advice), "not_run_because": sides})
+        echo_json(
+            given.to_json() | {"tokens": tokens, **attrs.asdict(advice), "not_run_because": sides}
+        )
     else:
         click.echo(f"{given}, {tokens} tokens in scattered blocks")
         click.echo(advice)
-        helpful = {f"{name} {change}" for each in advice.helpful for name, change in each.changes.items()}
+        helpful = {
+            f"{name} {change}" for each in advice.helpful for name, change in each.changes.items()
+        }
         unknown = [change for change in advice.not_run if change in helpful]
-        print_lines([*lines(sides), *([f"no engine here runs {', '.join(unknown)}"] if unknown else [])])
+        print_lines(
+            [*lines(sides), *([f"no engine here runs {', '.join(unknown)}"] if unknown else [])]
+        )
     return 0

@@ -42,7 +42,9 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         return _refuse(_misread(error), arguments)
     except MemoryError:
-        exhausted = KVPlanError("MEMORY", "carry out the transfer", expected="enough free memory", got="none left")
+        exhausted = KVPlanError(
+            "MEMORY", "carry out the transfer", expected="enough free memory", got="none left"
+        )
         return _refuse(exhausted, arguments)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -58,7 +60,9 @@ def _misread(error: click.ClickException) -> KVPlanError:
     context = error.ctx if isinstance(error, click.UsageError) else None
     expected = f"what '{context.command_path if context else 'kvplan'} --help' shows"
     hint = f"did you mean{suggestion.strip(').')}" if suggestion else ""
-    return KVPlanError("NAME", "read the command line", expected=expected, got=got[:1].lower() + got[1:], hint=hint)
+    return KVPlanError(
+        "NAME", "read the command line", expected=expected, got=got[:1].lower() + got[1:], hint=hint
+    )
 
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:

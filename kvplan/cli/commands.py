@@ -54,7 +54,9 @@ STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 )
 @click.option("--layers", metavar="N", help="Move only N layers, some of each kind.")
 @json_option
-def verify_command(given: Engines, tokens: tuple[int, int], layers: str | None, as_json: bool) -> int:
+def verify_command(
+    given: Engines, tokens: tuple[int, int], layers: str | None, as_json: bool
+) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
 
     The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and layouts.
@@ -64,7 +66,12 @@ def verify_command(given: Engines, tokens: tuple[int, int], layers: str | None, 
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
-    loaded, title, sides, moved = given.model, f"{given}, positions [{tokens[0]}, {tokens[1]})", {}, {}
+    loaded, title, sides, moved = (
+        given.model,
+        f"{given}, positions [{tokens[0]}, {tokens[1]})",
+        {},
+        {},
+    )
     if isinstance(loaded, Model):
         sides = {"src": reasons(loaded, given.src), "dst": reasons(loaded, given.dst)}
         if layers is not None:
@@ -72,12 +79,22 @@ def verify_command(given: Engines, tokens: tuple[int, int], layers: str | None, 
             title += f", {len(loaded.layers)} of {len(whole.layers)} layers"
             moved = {"layers": {"moved": len(loaded.layers), "of": len(whole.layers)}}
     elif layers is not None:
-        raise KVPlanError("CONFIG", "move some layers of offers", expected="no --layers", got=layers)
+        raise KVPlanError(
+            "CONFIG", "move some layers of offers", expected="no --layers", got=layers
+        )
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
         trial = Trial.of(PlacedRequest.of(loaded, given.src, given.dst, tokens))
     if as_json:
-        echo_json({"model": given.name, "tokens": list(tokens), **moved, **trial.to_json(), "not_run_because": sides})
+        echo_json(
+            {
+                "model": given.name,
+                "tokens": list(tokens),
+                **moved,
+                **trial.to_json(),
+                "not_run_because": sides,
+            }
+        )
     else:
         _print_trial(title, trial)
         print_lines(lines(sides))
@@ -90,7 +107,10 @@ def _print_trial(title: str, trial: Trial) -> None:
     console.print(title)
     for worker in trial.request.destinations:
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
-        ranks, moved = intervals(pair.remote[1] for pair in pairs), size(sum(pair.num_bytes for pair in pairs))
+        ranks, moved = (
+            intervals(pair.remote[1] for pair in pairs),
+            size(sum(pair.num_bytes for pair in pairs)),
+        )
         what = f"{moved} from src/{ranks}, {described(pairs)}" if pairs else "nothing"
         console.print(f"  {worker.label} reads {what}")
     if skipped := trial.request.not_transferred:
@@ -108,7 +128,9 @@ def _print_trial(title: str, trial: Trial) -> None:
     help="line: one line per engine; workers: one worker of each engine, and a line per pair; rows: everything.",
 )
 @json_option
-def explain_command(given: Engines, detail: Literal["line", "workers", "rows"], as_json: bool) -> int:
+def explain_command(
+    given: Engines, detail: Literal["line", "workers", "rows"], as_json: bool
+) -> int:
     """Describe both engines' memory and a plan's rows.
 
     With --json: each worker's offer, each row, and the completions that each worker sends and awaits.
@@ -117,12 +139,20 @@ def explain_command(given: Engines, detail: Literal["line", "workers", "rows"], 
     kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
     """
     sources, destinations = given.workers()
-    mesh = plan_mesh(destinations, sources, not_transferred=destination_drafts(destinations, sources))
+    mesh = plan_mesh(
+        destinations, sources, not_transferred=destination_drafts(destinations, sources)
+    )
     if as_json:
         engines = {"src": sources, "dst": destinations}
-        offers = {name: [json.loads(encode(worker)) for worker in engine] for name, engine in engines.items()}
+        offers = {
+            name: [json.loads(encode(worker)) for worker in engine]
+            for name, engine in engines.items()
+        }
         completions = {
-            label_of(key): {"sends": [*map(label_of, each.sends)], "awaits": [*map(label_of, each.awaits)]}
+            label_of(key): {
+                "sends": [*map(label_of, each.sends)],
+                "awaits": [*map(label_of, each.awaits)],
+            }
             for key, each in mesh.completions.items()
         }
         plans = [
@@ -130,19 +160,29 @@ def explain_command(given: Engines, detail: Literal["line", "workers", "rows"], 
                 "worker": plan.local.label,
                 "operation": plan.operation,
                 "not_transferred": plan.not_transferred,
-                "pairs": [{"remote": label_of(pair.remote), "rows": _rows_json(pair)} for pair in plan.pairs],
+                "pairs": [
+                    {"remote": label_of(pair.remote), "rows": _rows_json(pair)}
+                    for pair in plan.pairs
+                ],
             }
             for plan in mesh.plans
         ]
         echo_json(given.to_json() | {"offers": offers, "plans": plans, "completions": completions})
         return 0
     width = terminal_width()
-    for role, side, engine in (("source", given.src, sources), ("destination", given.dst, destinations)):
+    for role, side, engine in (
+        ("source", given.src, sources),
+        ("destination", given.dst, destinations),
+    ):
         shown = engine if detail == "rows" else engine[:1]
         title = f"{role}, {side.title(given.model)}: {count(len(engine), 'worker')}"
         title += "" if detail == "rows" else ", the first:"
         print_lines(click.wrap_text(title, width, subsequent_indent="    ").splitlines())
-        print_lines(line for worker in shown for line in explain(worker, detail=detail, width=width).splitlines())
+        print_lines(
+            line
+            for worker in shown
+            for line in explain(worker, detail=detail, width=width).splitlines()
+        )
         print_lines([] if detail == "line" else [""])
     print_lines(explain(mesh, detail=detail, width=width).splitlines())
     return 0
@@ -154,8 +194,15 @@ def _rows_json(pair: Pair) -> dict[str, Any]:
 
 @click.command("show", cls=EngineCommand)
 @engine_options
-@click.option("--rank", default="0", show_default=True, help="The destination worker whose plan is drawn.")
-@click.option("--svg", "path", metavar="FILE", help="Write the drawing to FILE, as .svg or .txt, and print no drawing.")
+@click.option(
+    "--rank", default="0", show_default=True, help="The destination worker whose plan is drawn."
+)
+@click.option(
+    "--svg",
+    "path",
+    metavar="FILE",
+    help="Write the drawing to FILE, as .svg or .txt, and print no drawing.",
+)
 @json_option
 def show_command(given: Engines, rank: str, path: str | None, as_json: bool) -> int:
     """Draw both engines' blocks, and which bytes go where.
@@ -184,7 +231,11 @@ def show_command(given: Engines, rank: str, path: str | None, as_json: bool) -> 
 
 def _draw(plan: TransferPlan) -> None:
     """A block of the first source that sends something, a block of the destination, and what moves between them."""
-    moving = [remote for remote, pair in zip(plan.remotes, plan.pairs, strict=True) if pair.local_table.num_ids]
+    moving = [
+        remote
+        for remote, pair in zip(plan.remotes, plan.pairs, strict=True)
+        if pair.local_table.num_ids
+    ]
     console = plain_console()
     width = terminal_width()
     for value in (*moving[:1], plan.local, plan):
@@ -273,9 +324,17 @@ def _read_offer(path: str) -> Worker | tuple[Problem, ...]:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         got = f"{path!r}: {(error.strerror if isinstance(error, OSError) else None) or error}"
-        raise KVPlanError("NAME", "read an offer", expected="a file that can be read, or -", got=got) from None
+        raise KVPlanError(
+            "NAME", "read an offer", expected="a file that can be read, or -", got=got
+        ) from None
     if len(data) > MAX_BYTES:
-        return (Problem("", "MESSAGE", f"cannot read a message: expected at most {MAX_BYTES} bytes, got more"),)
+        return (
+            Problem(
+                "",
+                "MESSAGE",
+                f"cannot read a message: expected at most {MAX_BYTES} bytes, got more",
+            ),
+        )
     try:
         return decode(data)
     except PeerError as error:

@@ -67,7 +67,9 @@ def _load(model: str) -> Model:
     if model != TWELVE_HEADS:
         return Model.shipped(model)
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 128}
-    return Model.from_config({"model_type": "llama", "hidden_size": 12 * 128, "num_hidden_layers": 8, **heads})
+    return Model.from_config(
+        {"model_type": "llama", "hidden_size": 12 * 128, "num_hidden_layers": 8, **heads}
+    )
 
 
 def _columns(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Text]:
@@ -80,7 +82,9 @@ def _columns(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Te
         "descriptors": f"{report.num_descriptors:,}",
         "of bytes": "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
         "moved": size(report.num_bytes),
-        "verified": Text("yes", style="green") if report.ok else Text(f"NO: {report.failures[0][0]}", style="bold red"),
+        "verified": Text("yes", style="green")
+        if report.ok
+        else Text(f"NO: {report.failures[0][0]}", style="bold red"),
     }
 
 
@@ -99,20 +103,28 @@ def demo_command(as_json: bool) -> int:
     omitted = () if console.width >= WIDTH else ("workers", "moved")
     columns = [name for name in (*WORDS, *NUMBERS) if name not in omitted]
     for name in columns:
-        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=name not in WORDS[1:])
+        table.add_column(
+            name, justify="left" if name in WORDS else "right", no_wrap=name not in WORDS[1:]
+        )
     trials = []
     with (
         progress_bar(disable=is_terminal and not as_json) as bar,
         Live(table, console=console, auto_refresh=False) as live,
     ):
         for model, src, dst in bar.track(EXAMPLES, description="demo"):
-            engines = EngineOptions.parse(src, "the demo's source"), EngineOptions.parse(dst, "the demo's destination")
+            engines = (
+                EngineOptions.parse(src, "the demo's source"),
+                EngineOptions.parse(dst, "the demo's destination"),
+            )
             trials.append(Trial.of(PlacedRequest.of(_load(model), *engines, TOKENS)))
             row = _columns(model, src, dst, trials[-1])
             table.add_row(*(row[name] for name in columns))
             live.refresh()
         if ENGINES.exists():
-            row = {**dict(zip(WORDS, ("llama in vLLM", "block=32", "block=64"), strict=True)), "verified": "not run"}
+            row = {
+                **dict(zip(WORDS, ("llama in vLLM", "block=32", "block=64"), strict=True)),
+                "verified": "not run",
+            }
             table.add_row(*(row.get(name, "") for name in columns))
             live.refresh()
     if not is_terminal:
@@ -120,6 +132,9 @@ def demo_command(as_json: bool) -> int:
     if ENGINES.exists():
         console.print(REAL_ENGINES, soft_wrap=True, highlight=False)
     if as_json:
-        cases = [{"model": model, **trial.to_json()} for (model, *_), trial in zip(EXAMPLES, trials, strict=True)]
+        cases = [
+            {"model": model, **trial.to_json()}
+            for (model, *_), trial in zip(EXAMPLES, trials, strict=True)
+        ]
         echo_json({"tokens": list(TOKENS), "cases": cases})
     return 0 if all(trial.report.ok for trial in trials) else 1

@@ -50,7 +50,9 @@ def _no_latents(model: Model, side: EngineOptions) -> Iterator[str]:
 
 def _states(model: Model, side: EngineOptions) -> Iterator[str]:
     """A single group of Mamba-2 is replicated; everything else of a state is divided."""
-    for units in sorted({tensor.shards for tensor in model.tensors if not tensor.paged and tensor.shards > 1}):
+    for units in sorted(
+        {tensor.shards for tensor in model.tensors if not tensor.paged and tensor.shards > 1}
+    ):
         if units % side.tp:
             yield f"tp={side.tp} does not divide the {units} heads, groups or channels of a state"
 
@@ -100,7 +102,11 @@ def _blocks_of_16(model: Model, side: EngineOptions) -> Iterator[str]:
 
 
 def _blocks_of_64(model: Model, side: EngineOptions) -> Iterator[str]:
-    if side.block is not None and side.block % 64 and any(tensor.kind == "index" for tensor in model.tensors):
+    if (
+        side.block is not None
+        and side.block % 64
+        and any(tensor.kind == "index" for tensor in model.tensors)
+    ):
         yield f"block={side.block}, no multiple of 64, in a model with an indexer"
 
 
@@ -146,9 +152,13 @@ def _compact(model: Model, side: EngineOptions) -> Iterator[str]:
 
 def _scales(model: Model, places: Mapping[str, str], side: EngineOptions) -> Iterator[str]:
     """``places`` is where scales are, by their dtype."""
-    for dtype in sorted({tensor.dtype or "" for tensor in model.tensors if tensor.scale_of is not None}):
+    for dtype in sorted(
+        {tensor.dtype or "" for tensor in model.tensors if tensor.scale_of is not None}
+    ):
         if places.get(dtype) != side.scales:
-            yield f"scales={side.scales} of {dtype}, " + (f"not {places[dtype]}" if dtype in places else "not stored")
+            yield f"scales={side.scales} of {dtype}, " + (
+                f"not {places[dtype]}" if dtype in places else "not stored"
+            )
 
 
 def _scales_in_vllm(model: Model, side: EngineOptions) -> Iterator[str]:
@@ -226,8 +236,14 @@ def words(model: Model) -> dict[str, dict[str, str]]:
 def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
     """As :func:`reasons`, but each engine has its :func:`words` for the keys that the text of a side leaves out."""
     given = dict(item.partition("=")[::2] for item in side.split(","))
-    texts = {engine: ",".join(f"{k}={v}" for k, v in (own | given).items()) for engine, own in words(model).items()}
-    return {engine: reasons(model, EngineOptions.parse(text, "a side"))[engine] for engine, text in texts.items()}
+    texts = {
+        engine: ",".join(f"{k}={v}" for k, v in (own | given).items())
+        for engine, own in words(model).items()
+    }
+    return {
+        engine: reasons(model, EngineOptions.parse(text, "a side"))[engine]
+        for engine, text in texts.items()
+    }
 
 
 def engines(why: Mapping[str, list[str]]) -> str:

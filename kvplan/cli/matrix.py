@@ -15,7 +15,15 @@ import attrs
 import click
 
 from kvplan.cli.engines import engines, reasons_of
-from kvplan.cli.options import EngineOptions, echo_json, in_bits, json_option, load, model_argument, progress_bar
+from kvplan.cli.options import (
+    EngineOptions,
+    echo_json,
+    in_bits,
+    json_option,
+    load,
+    model_argument,
+    progress_bar,
+)
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
@@ -50,7 +58,9 @@ class Mismatch:
         return {"differs": differs, "src": self.src, "dst": self.dst}
 
 
-def _each(differs: str, *pairs: str, needs: str | None = None, bits: int | None = None) -> list[Mismatch]:
+def _each(
+    differs: str, *pairs: str, needs: str | None = None, bits: int | None = None
+) -> list[Mismatch]:
     engines = (pair.split(" -> ") for pair in pairs)
     return [Mismatch(differs, src, dst, needs, bits) for src, dst in engines]
 
@@ -63,14 +73,28 @@ MISMATCHES: Final = (
     *_each("context", "pcp=2 -> tp=2", "pcp=2,dcp=2 -> tp=2", needs=TOKEN),
     *_each("context", "pcp=2,dcp=2,interleave=16 -> pcp=3,dcp=3", needs=TOKEN),
     *_each("context", "tp=16,pcp=2,dcp=2,spread=1 -> tp=16,pcp=2,dcp=4", needs=TOKEN),
-    *_each("block", "block=16 -> block=64", "block=64 -> block=16", "block=48 -> block=32", needs=TOKEN),
+    *_each(
+        "block", "block=16 -> block=64", "block=64 -> block=16", "block=48 -> block=32", needs=TOKEN
+    ),
     *_each("kernel blocks", "block=64,kernel=16 -> block=64", needs=TOKEN),
-    *_each("kernel blocks", "block=auto,kv=split,shared=1 -> tp=2,block=auto,kv=split,shared=1", needs=HYBRID),
-    *_each("pools", "shared=1 -> shared=0", "tp=2,shared=1 -> tp=4,shared=1,layout=BLHNC", needs=GROUPS),
+    *_each(
+        "kernel blocks",
+        "block=auto,kv=split,shared=1 -> tp=2,block=auto,kv=split,shared=1",
+        needs=HYBRID,
+    ),
+    *_each(
+        "pools", "shared=1 -> shared=0", "tp=2,shared=1 -> tp=4,shared=1,layout=BLHNC", needs=GROUPS
+    ),
     *_each("layout", "layout=LBNHC -> layout=LBHNC", "layout=LBHNC -> layout=BLHNC"),
     *_each("layout", "layout=BHLNC -> layout=LHBNC"),
     *_each("K and V", "kv=content -> kv=split", "kv=axis -> kv=content", needs=KV),
-    *_each("scales", "scales=inline -> scales=page", "tp=2,scales=region -> tp=4,scales=inline", needs=KV, bits=8),
+    *_each(
+        "scales",
+        "scales=inline -> scales=page",
+        "tp=2,scales=region -> tp=4,scales=inline",
+        needs=KV,
+        bits=8,
+    ),
     *_each("scales", "tp=4,scales=page -> tp=2,scales=region", needs=KV, bits=4),
     *_each("convolution", "conv=SD -> conv=DS", needs=STEP),
     *_each("padding", "pad=0 -> pad=4096"),
@@ -93,16 +117,28 @@ class Result:
     @classmethod
     def of(cls, model: Model, mismatch: Mismatch) -> Result:
         """Move a request across the mismatch."""
-        src, dst = EngineOptions.parse(mismatch.src, "the source"), EngineOptions.parse(mismatch.dst, "the destination")
+        src, dst = (
+            EngineOptions.parse(mismatch.src, "the source"),
+            EngineOptions.parse(mismatch.dst, "the destination"),
+        )
         quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
-        found = {"src": reasons_of(quantized, mismatch.src), "dst": reasons_of(quantized, mismatch.dst)}
+        found = {
+            "src": reasons_of(quantized, mismatch.src),
+            "dst": reasons_of(quantized, mismatch.dst),
+        }
         try:
             trial = Trial.of(PlacedRequest.of(quantized, src, dst, TOKENS))
         except KVPlanError as error:
             return cls(mismatch, "refused", str(error), None, found)
         if trial.report.ok:
             return cls(mismatch, "verified", None, trial, found)
-        return cls(mismatch, "wrong", " ".join(": ".join(trial.report.failures[0]).splitlines()), trial, found)
+        return cls(
+            mismatch,
+            "wrong",
+            " ".join(": ".join(trial.report.failures[0]).splitlines()),
+            trial,
+            found,
+        )
 
     def __str__(self) -> str:
         if self.reason is None and self.trial is not None:
@@ -111,13 +147,21 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; ``lengths`` are those of the shortest and the longest descriptor, in bytes."""
-        document: dict[str, Any] = {**self.mismatch.to_json(), "verdict": self.verdict, "reason": self.reason}
+        document: dict[str, Any] = {
+            **self.mismatch.to_json(),
+            "verdict": self.verdict,
+            "reason": self.reason,
+        }
         document["not_run_because"] = self.not_run_because
         if self.trial is None:
             return document
         report, lengths = self.trial.report, lengths_of(self.trial.pairs)
         lengths = lengths[:1] + lengths[-1:]
-        return document | {"bytes": report.num_bytes, "descriptors": report.num_descriptors, "lengths": lengths}
+        return document | {
+            "bytes": report.num_bytes,
+            "descriptors": report.num_descriptors,
+            "lengths": lengths,
+        }
 
 
 def shortened(model: Model) -> Model:
@@ -138,7 +182,11 @@ def mismatches(model: Model) -> list[Mismatch]:
     has |= {GROUPS} if len(model.groups) > 1 else set()
     has |= {HYBRID} if len({tensor.paged for tensor in tensors}) == 2 else set()
     rest = len(model.layers) - 1
-    return [attrs.evolve(each, src=each.src.format(rest=rest)) for each in MISMATCHES if each.needs in has]
+    return [
+        attrs.evolve(each, src=each.src.format(rest=rest))
+        for each in MISMATCHES
+        if each.needs in has
+    ]
 
 
 def markdown(results: Iterable[Result]) -> Iterator[str]:
@@ -170,7 +218,10 @@ def matrix_command(model: str, like: str | None, as_json: bool) -> int:
     whole = load(model, like=like)
     short = shortened(whole)
     with progress_bar() as bar:
-        results = [Result.of(short, mismatch) for mismatch in bar.track(mismatches(short), description="matrix")]
+        results = [
+            Result.of(short, mismatch)
+            for mismatch in bar.track(mismatches(short), description="matrix")
+        ]
     if as_json:
         layers = {"moved": len(short.layers), "of": len(whole.layers)}
         cells = [result.to_json() for result in results]

@@ -40,18 +40,16 @@ POOL: Final = 4096
 AUTO: Final = "auto"
 """The value of ``block`` that makes a block of attention as large as a recurrent state."""
 
-BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType({8: (8,), 4: (4, "float8_e4m3fn", 16)})
+BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
+    {8: (8,), 4: (4, "float8_e4m3fn", 16)}
+)
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
-MODEL: Final = (
-    "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 (and window=4096, heads=40)"
-)
+MODEL: Final = "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 (and window=4096, heads=40)"
 """What MODEL is on the command line, beside a shipped name."""
 
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
-KV_PLACES: Final = (
-    "content (K beside V for each token and head), axis (K, then V, in each block and layer), split (separate regions)"
-)
+KV_PLACES: Final = "content (K beside V for each token and head), axis (K, then V, in each block and layer), split (separate regions)"
 
 
 def in_bits(model: Model, bits: int) -> Model:
@@ -71,10 +69,19 @@ class EngineViews:
     @classmethod
     def of(cls, offers: Any) -> EngineViews:
         """From the offers by engine. Raises ``CONFIG`` if there are none of one engine, and what ``decode`` raises."""
-        if not isinstance(offers, dict) or not all(isinstance(offers.get(key), list) for key in ("src", "dst")):
+        if not isinstance(offers, dict) or not all(
+            isinstance(offers.get(key), list) for key in ("src", "dst")
+        ):
             expected = "a list of offers for each of src and dst"
-            raise KVPlanError("CONFIG", "load offers", expected=expected, got=f"{type(offers).__name__}")
-        return cls({key: tuple(decode(json.dumps(offer).encode()) for offer in offers[key]) for key in ("src", "dst")})
+            raise KVPlanError(
+                "CONFIG", "load offers", expected=expected, got=f"{type(offers).__name__}"
+            )
+        return cls(
+            {
+                key: tuple(decode(json.dumps(offer).encode()) for offer in offers[key])
+                for key in ("src", "dst")
+            }
+        )
 
 
 def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
@@ -92,11 +99,15 @@ def model_only(found: Model | EngineViews, name: str) -> Model:
     """``found``, which must be a model. Raises ``CONFIG`` for offers."""
     if isinstance(found, EngineViews):
         expected = "a model, since this command changes its engines"
-        raise KVPlanError("CONFIG", "load a model", expected=expected, got=f"{name!r}: offers", model=name)
+        raise KVPlanError(
+            "CONFIG", "load a model", expected=expected, got=f"{name!r}: offers", model=name
+        )
     return found
 
 
-def load_engines(model: str, bits: str | None = None, like: str | None = None) -> Model | EngineViews:
+def load_engines(
+    model: str, bits: str | None = None, like: str | None = None
+) -> Model | EngineViews:
     """The model, or the engines in a file with the key ``offers``, which don't take ``bits``."""
     if bits is not None:
         return in_bits(load(model, None, like), int(bits))
@@ -125,22 +136,37 @@ def load_engines(model: str, bits: str | None = None, like: str | None = None) -
 
 def _sized(text: str) -> Model:
     """A model that keeps K and V of each head, of its sizes. The number of query ``heads`` is only for engines."""
-    keys = {"layers": "num_hidden_layers", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    keys = {
+        "layers": "num_hidden_layers",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+    }
     optional = {"window": "sliding_window", "heads": "num_attention_heads"}
     given = dict(item.partition("=")[::2] for item in text.split(","))
     if not {*keys} <= {*given} <= {*keys, *optional}:
         expected = f"each of {', '.join(keys)}, and maybe {' and '.join(optional)}"
         got = ", ".join(given)
-        raise KVPlanError("CONFIG", "read the sizes of a model", expected=expected, got=got, model=text)
+        raise KVPlanError(
+            "CONFIG", "read the sizes of a model", expected=expected, got=got, model=text
+        )
     keys |= optional
-    sizes = {keys[key]: decimal(value, f"{key} of the model", 1, MAX_TOKENS) for key, value in given.items()}
+    sizes = {
+        keys[key]: decimal(value, f"{key} of the model", 1, MAX_TOKENS)
+        for key, value in given.items()
+    }
     return Model.from_config({"model_type": "mistral" if "window" in given else "llama", **sizes})
 
 
 def decimal(text: str, what: str, low: int, high: int) -> int:
     """The integer in ``[low, high)`` that ``text`` writes in ASCII digits. Raises ``TYPE`` or ``RANGE``."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        raise KVPlanError("TYPE", f"read {what}", expected="an integer in decimal digits", got=repr(text), value=text)
+        raise KVPlanError(
+            "TYPE",
+            f"read {what}",
+            expected="an integer in decimal digits",
+            got=repr(text),
+            value=text,
+        )
     return integer(int(text), what, low=low, high=high)
 
 
@@ -167,9 +193,19 @@ def _flag(text: str, what: str) -> bool:
     return bool(decimal(text, what, 0, 2))
 
 
-def _key(default: Any, about: str, reader: Callable[..., Any] = decimal, argument: str = "", **limits: int) -> Any:
+def _key(
+    default: Any,
+    about: str,
+    reader: Callable[..., Any] = decimal,
+    argument: str = "",
+    **limits: int,
+) -> Any:
     """A field: ``reader`` converts its text, ``about`` is its help, ``argument`` its name in :meth:`Model.engine`."""
-    about += f" (default: {int(default) if isinstance(default, bool) else default})" if default is not None else ""
+    about += (
+        f" (default: {int(default) if isinstance(default, bool) else default})"
+        if default is not None
+        else ""
+    )
     metadata = {"reader": partial(reader, **limits), "about": about, "argument": argument}
     return attrs.field(default=default, metadata=metadata)
 
@@ -193,18 +229,32 @@ class EngineOptions:
     pp: int = _size("pipeline-parallel size")
     dcp: int = _size("decode context-parallel size")
     pcp: int = _size("prefill context-parallel size")
-    interleave: int = _key(1, "consecutive positions on one context-parallel rank", low=1, high=MAX_TOKENS)
-    block: int | None = _key(16, f"tokens per block; {AUTO}: as a recurrent state", _block, "tokens_per_block")
+    interleave: int = _key(
+        1, "consecutive positions on one context-parallel rank", low=1, high=MAX_TOKENS
+    )
+    block: int | None = _key(
+        16, f"tokens per block; {AUTO}: as a recurrent state", _block, "tokens_per_block"
+    )
     layout: str = _word("LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}")
     kv: str = _word("content", f"where K and V are: {KV_PLACES}")
     pad: int = _key(0, "bytes of padding after each block", low=0, high=1 << 40)
-    blocks: int | None = _key(None, "blocks in the pool", argument="num_blocks", low=1, high=1 << 31)
-    conv: str = _word("DS", "convolution state: DS (channel, step) or SD (step, channel)", argument="conv_order")
-    stages: tuple[int, ...] | None = _key(None, "layers per pipeline stage, such as 10+22", _stages, "layers_per_stage")
-    kernel: int | None = _key(None, "tokens per kernel block", argument="kernel_tokens", low=1, high=MAX_TOKENS)
+    blocks: int | None = _key(
+        None, "blocks in the pool", argument="num_blocks", low=1, high=1 << 31
+    )
+    conv: str = _word(
+        "DS", "convolution state: DS (channel, step) or SD (step, channel)", argument="conv_order"
+    )
+    stages: tuple[int, ...] | None = _key(
+        None, "layers per pipeline stage, such as 10+22", _stages, "layers_per_stage"
+    )
+    kernel: int | None = _key(
+        None, "tokens per kernel block", argument="kernel_tokens", low=1, high=MAX_TOKENS
+    )
     shared: bool = _key(False, "1: the KV cache groups of a hybrid model share one pool", _flag)
     scales: str = _word("inline", "where scales of quantized K and V are: inline, page, region")
-    spread: bool = _key(False, "1: prefill context-parallel ranks hold different positions", _flag, "pcp_spreads")
+    spread: bool = _key(
+        False, "1: prefill context-parallel ranks hold different positions", _flag, "pcp_spreads"
+    )
     draft: str | None = _word(None, "shipped model that drafts tokens")
 
     @classmethod
@@ -219,9 +269,13 @@ class EngineOptions:
             key, _, value = item.partition("=")
             if key not in readers:
                 expected, hint = f"keys of {', '.join(readers)}", meant(_short(key), readers)
-                raise KVPlanError("LAYOUT", f"read {what}", expected=expected, got=repr(key), hint=hint, key=key)
+                raise KVPlanError(
+                    "LAYOUT", f"read {what}", expected=expected, got=repr(key), hint=hint, key=key
+                )
             if key in values:
-                raise KVPlanError("NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key)
+                raise KVPlanError(
+                    "NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key
+                )
             values[key] = readers[key](value, f"{key} of {what}")
         options = cls(**values)
         stages = options.pp if options.stages is None else max(options.pp, len(options.stages))
@@ -233,10 +287,14 @@ class EngineOptions:
         return "as offered" if isinstance(model, EngineViews) else str(self)
 
     def __str__(self) -> str:
-        given = attrs.asdict(self, recurse=False, filter=lambda field, value: value != field.default)
+        given = attrs.asdict(
+            self, recurse=False, filter=lambda field, value: value != field.default
+        )
         return ",".join(f"{key}={_text(value)}" for key, value in given.items()) or "tp=1"
 
-    def engine(self, model: Model | EngineViews, engine_id: str, num_blocks: int | None = None) -> tuple[Worker, ...]:
+    def engine(
+        self, model: Model | EngineViews, engine_id: str, num_blocks: int | None = None
+    ) -> tuple[Worker, ...]:
         """The engine's workers, each with a pool of ``num_blocks``; None: of ``blocks``, else :data:`POOL`."""
         if isinstance(model, EngineViews):
             if self != EngineOptions():
@@ -248,8 +306,12 @@ class EngineOptions:
         if self.shared:
             model = model.grouped()
         fields = [field for field in attrs.fields(EngineOptions) if field.name != "draft"]
-        arguments = {field.metadata["argument"] or field.name: getattr(self, field.name) for field in fields}
-        return model.engine(engine_id, **arguments | {"num_blocks": num_blocks or self.blocks or POOL})
+        arguments = {
+            field.metadata["argument"] or field.name: getattr(self, field.name) for field in fields
+        }
+        return model.engine(
+            engine_id, **arguments | {"num_blocks": num_blocks or self.blocks or POOL}
+        )
 
 
 def _short(key: str) -> str:
@@ -302,10 +364,14 @@ class EngineCommand(click.Command):
         offers = "For verify, explain and show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
         formatter.write_text(f"MODEL is a shipped name such as llama-3.1-8b, {MODEL}. {offers}")
         with formatter.section("Keys of --src and --dst"):
-            formatter.write_dl([(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)])
+            formatter.write_dl(
+                [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
+            )
 
 
-_like = click.option("--like", metavar="TYPE", help="Read a config.json of an unknown model_type as one of TYPE.")
+_like = click.option(
+    "--like", metavar="TYPE", help="Read a config.json of an unknown model_type as one of TYPE."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -327,12 +393,19 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(command)
     def run(
-        model: str, like: str | None, src: EngineOptions, dst: EngineOptions, bits: str | None, **options: Any
+        model: str,
+        like: str | None,
+        src: EngineOptions,
+        dst: EngineOptions,
+        bits: str | None,
+        **options: Any,
     ) -> int:
         return command(Engines(model, load_engines(model, bits, like), src, dst), **options)
 
     bits_help = "Quantize K and V: 8 has a scale for each head of a token, 4 has one for each 16 values (NVFP4)."
-    run = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(run)
+    run = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(
+        run
+    )
     run = _engine("--dst", help="The decode engine (destination).")(run)
     return model_argument(_engine("--src", help="The prefill engine (source).")(run))
 
@@ -367,4 +440,10 @@ def progress_bar(disable: bool = False) -> Progress:
     """A progress bar on stderr, which is erased at the end. It is only drawn if stderr is a terminal."""
     console = Console(stderr=True)
     hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
-    return Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False, disable=hidden)
+    return Progress(
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=hidden,
+    )

@@ -49,12 +49,18 @@ class PlacedRequest:
 
     @classmethod
     def of(
-        cls, model: Model | EngineViews, src: EngineOptions, dst: EngineOptions, tokens: tuple[int, int]
+        cls,
+        model: Model | EngineViews,
+        src: EngineOptions,
+        dst: EngineOptions,
+        tokens: tuple[int, int],
     ) -> PlacedRequest:
         """Positions ``[start, stop)`` on both engines. Raises ``BLOCKS`` if a pool has too few blocks for them."""
         src, sources, remote = _place(model, src, "src", tokens[1], SOURCE_SPREAD)
         dst, destinations, local = _place(model, dst, "dst", tokens[1], DESTINATION_SPREAD)
-        paged = [group.name for group in destinations[0].groups if group.tokens_per_block is not None]
+        paged = [
+            group.name for group in destinations[0].groups if group.tokens_per_block is not None
+        ]
         return cls(src, dst, sources, destinations, local, remote, dict.fromkeys(paged, tokens))
 
     @property
@@ -69,7 +75,9 @@ def _place(
     """An engine's options with the size of its pool, its workers, and a block table for each group."""
     most, offered = -(-stop // (options.block or 16)), isinstance(model, EngineViews)
     together = options.shared or offered  # offers don't say whether groups share a pool
-    while True:  # a shared pool is too small for all groups at first, unless the options say how large it is
+    while (
+        True
+    ):  # a shared pool is too small for all groups at first, unless the options say how large it is
         pool = options.blocks or most + most // 2 + 7
         workers = options.engine(model, engine_id, pool)
         needed = blocks_needed(workers, stop)
@@ -79,8 +87,13 @@ def _place(
         if offered or options.blocks is not None or most <= pool:
             break
     if most > pool:
-        action, expected = f"place a request of {stop} tokens on --{engine_id}", f"at least {most} blocks"
-        raise KVPlanError("BLOCKS", action, expected=expected, got=f"{pool}", needed=most, blocks=pool)
+        action, expected = (
+            f"place a request of {stop} tokens on --{engine_id}",
+            f"at least {most} blocks",
+        )
+        raise KVPlanError(
+            "BLOCKS", action, expected=expected, got=f"{pool}", needed=most, blocks=pool
+        )
     first, tables = 0, {}
     for group, number in needed.items():
         tables[group] = Blocks(scattered(first + number, pool, spread)[first:])
@@ -99,12 +112,18 @@ def sampled(model: Model, layers: int) -> Model:
     by_kind: dict[Any, list[int]] = {}
     for i, layer in enumerate(model.layers):
         by_kind.setdefault(layer, []).append(i)
-    layers = integer(layers, f"layers of {model.name}", low=len(by_kind), high=len(model.layers) + 1)
-    turns = [i for found in itertools.zip_longest(*by_kind.values()) for i in found if i is not None]
+    layers = integer(
+        layers, f"layers of {model.name}", low=len(by_kind), high=len(model.layers) + 1
+    )
+    turns = [
+        i for found in itertools.zip_longest(*by_kind.values()) for i in found if i is not None
+    ]
     return attrs.evolve(model, layers=tuple(model.layers[i] for i in sorted(turns[:layers])))
 
 
-def destination_drafts(destinations: Sequence[Worker], sources: Sequence[Worker]) -> tuple[str, ...]:
+def destination_drafts(
+    destinations: Sequence[Worker], sources: Sequence[Worker]
+) -> tuple[str, ...]:
     """The tensors of draft layers that only the destination has: they are not transferred."""
     offered = {name for worker in sources for name in worker.tensors}
     wanted = dict.fromkeys(name for worker in destinations for name in worker.tensors)
@@ -115,7 +134,11 @@ def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
     """By group, the most blocks that one worker needs for positions ``[0, stop)``; a state takes one block."""
     needed: dict[str, int] = {}
     for group in (group for worker in workers for group in worker.groups):
-        number = 1 if group.tokens_per_block is None else -(-before(group, stop) // group.tokens_per_block)
+        number = (
+            1
+            if group.tokens_per_block is None
+            else -(-before(group, stop) // group.tokens_per_block)
+        )
         needed[group.name] = max(needed.get(group.name, 0), number)
     return needed
 
@@ -141,7 +164,10 @@ def memory_needed(request: PlacedRequest, mesh: MeshPlan) -> int:
 
 def described(pairs: Sequence[PairCost]) -> str:
     """How many descriptors some pairs take, and their shortest and longest length."""
-    number, lengths = f"{sum(pair.num_descriptors for pair in pairs):,} descriptors", lengths_of(pairs)
+    number, lengths = (
+        f"{sum(pair.num_descriptors for pair in pairs):,} descriptors",
+        lengths_of(pairs),
+    )
     return f"{number} of {sizes(lengths[0], lengths[-1])}" if lengths else number
 
 
@@ -161,13 +187,24 @@ class Trial:
     @classmethod
     def of(cls, request: PlacedRequest) -> Trial:
         """Plan all destination workers, move the request, and verify. Raises ``MEMORY`` if memory can't suffice."""
-        mesh = plan_mesh(request.destinations, request.sources, not_transferred=request.not_transferred)
-        needed, available = memory_needed(request, mesh), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        mesh = plan_mesh(
+            request.destinations, request.sources, not_transferred=request.not_transferred
+        )
+        needed, available = (
+            memory_needed(request, mesh),
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
         if needed > available:
             action, hint = "carry out the transfer", "use fewer tokens, or more destination workers"
             expected = f"at most {available} bytes of labels, the memory of this machine"
-            raise KVPlanError("MEMORY", action, expected=expected, got=f"{needed}", hint=hint, needed=needed)
-        arguments: dict[str, Any] = {"local": request.local, "remote": request.remote, "tokens": request.tokens}
+            raise KVPlanError(
+                "MEMORY", action, expected=expected, got=f"{needed}", hint=hint, needed=needed
+            )
+        arguments: dict[str, Any] = {
+            "local": request.local,
+            "remote": request.remote,
+            "tokens": request.tokens,
+        }
         report = verify(mesh, **arguments)
         pairs = tuple(PairCost.of(spec) for plan in mesh.plans for spec in plan.bind(**arguments))
         return cls(request, pairs, report)

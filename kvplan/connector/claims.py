@@ -91,13 +91,17 @@ class ClaimAnswer:
     def of_fields(cls, message: ClaimMessage, fields: Any) -> ClaimAnswer:
         """Read the answer to a message. Raises ``MESSAGE``."""
         try:
-            answer = cls(*(members(bool, fields[kind], kind) for kind in ("claims", "done", "asks")))
+            answer = cls(
+                *(members(bool, fields[kind], kind) for kind in ("claims", "done", "asks"))
+            )
             numbers = [len(answer.claims), len(answer.done), len(answer.asks)]
             if numbers != [len(message.claims), len(message.done), len(message.asks)]:
                 raise ValueError(f"{numbers} answers")
         except (ValueError, TypeError, KeyError) as error:
             expected = "an answer to each claim"
-            raise KVPlanError("MESSAGE", "read answers", expected=expected, got=f"{error!r}") from None
+            raise KVPlanError(
+                "MESSAGE", "read answers", expected=expected, got=f"{error!r}"
+            ) from None
         return answer
 
 
@@ -111,7 +115,9 @@ def answer_claims(leases: Leases, start: str, message: ClaimMessage) -> ClaimAns
     """
     if message.start != start:
         leases.num_refused += len(message.claims) + len(message.asks)
-        return ClaimAnswer(*((False,) * len(part) for part in (message.claims, message.done, message.asks)))
+        return ClaimAnswer(
+            *((False,) * len(part) for part in (message.claims, message.done, message.asks))
+        )
     return ClaimAnswer(
         tuple(leases.claim(lease, reader) for lease, reader in message.claims),
         tuple(leases.end(lease, reader) for lease, reader in message.done),
@@ -252,7 +258,9 @@ class Claims:
             source_claims = SourceClaims(source)
             self._by_source[source] = source_claims
             thread_name = f"kvplan claims {source.engine_id}"
-            threading.Thread(target=self._run, args=(source_claims,), name=thread_name, daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(source_claims,), name=thread_name, daemon=True
+            ).start()
         self._changed.notify_all()
         return self._by_source[source]
 
@@ -284,7 +292,9 @@ class Claims:
                 due = source_claims.due(now)
                 if due is not None and due <= now:
                     return source_claims.message(now)
-                if self._is_closed or (due is None and now >= idle_until and not source_claims.refusals):
+                if self._is_closed or (
+                    due is None and now >= idle_until and not source_claims.refusals
+                ):
                     del self._by_source[source_claims.source]
                     return None
                 self._changed.wait(max(0.0, (idle_until if due is None else due) - now) or None)

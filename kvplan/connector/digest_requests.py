@@ -72,7 +72,9 @@ class DigestRequests:
         """Return the digests of all workers, None while they are not computed. Raises ``LEASE``, ``RANGE``."""
         if not self._leases.stands(request.lease):
             expected = "a lease that stands"
-            raise KVPlanError("LEASE", f"digest {request.lease!r}", expected=expected, got="one that is over")
+            raise KVPlanError(
+                "LEASE", f"digest {request.lease!r}", expected=expected, got="one that is over"
+            )
         with self._lock:
             if request not in self._answers:
                 if len(self._answers) >= MAX_REQUESTS:
@@ -98,7 +100,9 @@ class DigestRequests:
     def forget(self, lease: str) -> None:
         """Forget the requests of a lease that is over."""
         with self._lock:
-            self._answers = {request: kept for request, kept in self._answers.items() if request.lease != lease}
+            self._answers = {
+                request: kept for request, kept in self._answers.items() if request.lease != lease
+            }
 
 
 def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any] | None:
@@ -110,7 +114,9 @@ def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str,
     return {"digests": requests.ask(request)}
 
 
-def fetch_digests(source: Source, request: DigestRequest, timeout_s: float) -> list[Mapping[str, Any]]:
+def fetch_digests(
+    source: Source, request: DigestRequest, timeout_s: float
+) -> list[Mapping[str, Any]]:
     """Fetch the digests of all workers of an engine, when they have computed them. Raises ``PEER`` and ``MESSAGE``.
 
     An engine that is too busy to answer is asked again.
@@ -130,14 +136,20 @@ def fetch_digests(source: Source, request: DigestRequest, timeout_s: float) -> l
                 return digests
         time.sleep(POLL_S)
     expected = f"digests within {timeout_s:g} s"
-    raise silence or KVPlanError("PEER", f"check {request.lease!r} from {source}", expected=expected, got="none")
+    raise silence or KVPlanError(
+        "PEER", f"check {request.lease!r} from {source}", expected=expected, got="none"
+    )
 
 
 def _ask(source: Source, request: DigestRequest) -> list[Mapping[str, Any]] | None:
     """Ask an engine for digests once; returns None where it has not computed them yet."""
-    answer = exchange(f"{source}", source.host, source.port, "/digests", ANSWER_S, request.fields(source.start))
+    answer = exchange(
+        f"{source}", source.host, source.port, "/digests", ANSWER_S, request.fields(source.start)
+    )
     try:
         digests = json.loads(answer)["digests"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise KVPlanError("MESSAGE", "read digests", expected="digests as JSON", got=f"{error!r}") from None
+        raise KVPlanError(
+            "MESSAGE", "read digests", expected="digests as JSON", got=f"{error!r}"
+        ) from None
     return None if digests is None else [*members(dict, digests, "digests")]

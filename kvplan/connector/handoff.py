@@ -64,7 +64,11 @@ class Handoff:
         instance(Source, self.source, "source of a handoff")
         settle(self, "a handoff", name, "lease", "prompt")
         settle(self, "a handoff", integer, "num_tokens", high=POSITION_END)
-        members(Blocks, instance(Mapping, self.blocks, "blocks of a handoff").values(), "blocks of a handoff")
+        members(
+            Blocks,
+            instance(Mapping, self.blocks, "blocks of a handoff").values(),
+            "blocks of a handoff",
+        )
         for group, position in instance(Mapping, self.kept, "kept of a handoff").items():
             integer(position, f"kept of group {group}", high=POSITION_END)
 
@@ -127,7 +131,9 @@ def _blocks(listed: Any) -> Blocks:
     first, ids = listed
     ids = members(int, ids, "block ids")
     if len(ids) > MAX_BLOCKS:
-        raise KVPlanError("RANGE", "read a block table", expected=f"at most {MAX_BLOCKS} ids", got=f"{len(ids)}")
+        raise KVPlanError(
+            "RANGE", "read a block table", expected=f"at most {MAX_BLOCKS} ids", got=f"{len(ids)}"
+        )
     if -1 not in ids:
         return Blocks(ids, first)
     there = [i for i, block in enumerate(ids) if block != -1]
@@ -147,7 +153,9 @@ class WholeBlocks:
     first_whole: int
 
 
-def whole_blocks(tokens: Range, attended: int, tokens_per_block: int, listed: int, kept: int) -> WholeBlocks:
+def whole_blocks(
+    tokens: Range, attended: int, tokens_per_block: int, listed: int, kept: int
+) -> WholeBlocks:
     """Choose the positions of ``tokens`` that a group reads, so that each block that it fills is whole.
 
     A prefix cache keeps blocks, not positions: of a block that was read from the middle it keeps bytes that nobody

@@ -29,7 +29,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
 
-def serve(host: str, port: int, *, get: Callable[[str], Any], post: Callable[[str, Any], Any]) -> ThreadingHTTPServer:
+def serve(
+    host: str, port: int, *, get: Callable[[str], Any], post: Callable[[str, Any], Any]
+) -> ThreadingHTTPServer:
     """Start a server on threads of its own. Raises ``PEER`` where it can't listen.
 
     ``get`` takes a path and returns the answer, as JSON. ``post`` takes a path and what was sent
@@ -67,12 +69,16 @@ def serve(host: str, port: int, *, get: Callable[[str], Any], post: Callable[[st
         server = _Server((host, port), Handler)
     except OSError as error:
         expected = "an address of this machine, and a port that is free"
-        raise KVPlanError("PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}") from None
+        raise KVPlanError(
+            "PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}"
+        ) from None
     threading.Thread(target=server.serve_forever, name="kvplan http", daemon=True).start()
     return server
 
 
-def exchange(peer: str, host: str, port: int | None, path: str, timeout_s: float, sent: Any = None) -> bytes:
+def exchange(
+    peer: str, host: str, port: int | None, path: str, timeout_s: float, sent: Any = None
+) -> bytes:
     """What a peer answers to GET, or to POST where something is ``sent``. Raises ``PEER``.
 
     Without a port it is in ``host``.
@@ -88,7 +94,11 @@ def exchange(peer: str, host: str, port: int | None, path: str, timeout_s: float
             else:
                 connection.request("POST", path, json.dumps(sent).encode())
             with connection.getresponse() as response:
-                while (part := response.read1(1 << 20)) and size <= MAX_ANSWER_BYTES and time.monotonic() <= stop:
+                while (
+                    (part := response.read1(1 << 20))
+                    and size <= MAX_ANSWER_BYTES
+                    and time.monotonic() <= stop
+                ):
                     parts.append(part)
                     size += len(part)
     except (OSError, HTTPException, ValueError) as error:

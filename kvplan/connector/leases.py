@@ -63,7 +63,9 @@ class Leases:
     (False, 1)
     """
 
-    def __init__(self, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.lease_s: float = seconds(lease_s, "lease_s")
         self.num_refused: int = 0
         self._clock: Callable[[], float] = having("__call__", clock, "clock", "a function")

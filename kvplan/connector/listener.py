@@ -48,7 +48,9 @@ class Offers:
             workers = tuple(b64decode(worker, validate=True) for worker in fields["workers"])
             return cls(str(fields["engine_id"]), str(fields["start"]), workers)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise KVPlanError("MESSAGE", "read offers", expected="offers as JSON", got=repr(error)) from None
+            raise KVPlanError(
+                "MESSAGE", "read offers", expected="offers as JSON", got=repr(error)
+            ) from None
 
 
 class Listener:
@@ -79,7 +81,9 @@ class Listener:
         bind: str | None = None,
     ) -> None:
         fields = {"engine_id": name(engine_id, "engine_id"), "start": f"{time.time_ns():x}"}
-        offers = [b64encode(worker).decode() for worker in members(bytes, workers, "offers of a listener")]
+        offers = [
+            b64encode(worker).decode() for worker in members(bytes, workers, "offers of a listener")
+        ]
         instance(Leases, leases, "leases of a listener")
 
         def get(path: str) -> Any:
@@ -89,7 +93,9 @@ class Listener:
 
         def post(path: str, body: Any) -> Any:
             if path == "/claims":
-                return attrs.asdict(answer_claims(leases, fields["start"], ClaimMessage.of_fields(body)))
+                return attrs.asdict(
+                    answer_claims(leases, fields["start"], ClaimMessage.of_fields(body))
+                )
             if path == "/digests":
                 return answer_digests(self.digests, fields["start"], body)
             return None
@@ -106,7 +112,9 @@ class Listener:
 
 def fetch(source: Source, timeout_s: float) -> Offers:
     """Fetch the offers of an engine's workers. Raises ``MESSAGE``, and ``PEER``, also where it has restarted."""
-    answer = exchange(f"{instance(Source, source, 'source')}", source.host, source.port, "/", timeout_s)
+    answer = exchange(
+        f"{instance(Source, source, 'source')}", source.host, source.port, "/", timeout_s
+    )
     offers = Offers.decode(answer)
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
         raise KVPlanError(
@@ -122,9 +130,13 @@ def fetch(source: Source, timeout_s: float) -> Offers:
 def send_claims(source: Source, message: ClaimMessage) -> ClaimAnswer:
     """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
     sent = instance(ClaimMessage, message, "a message of claims").fields()
-    answer = exchange(f"{instance(Source, source, 'source')}", source.host, source.port, "/claims", ANSWER_S, sent)
+    answer = exchange(
+        f"{instance(Source, source, 'source')}", source.host, source.port, "/claims", ANSWER_S, sent
+    )
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise KVPlanError("MESSAGE", "read answers", expected="answers as JSON", got=f"{error!r}") from None
+        raise KVPlanError(
+            "MESSAGE", "read answers", expected="answers as JSON", got=f"{error!r}"
+        ) from None
     return ClaimAnswer.of_fields(message, fields)

@@ -182,7 +182,9 @@ class Reads:
         self._fetch = fetch_offers
         self._timeout_s = seconds(timeout_s, "timeout_s")
         self._pipeline = None if pipeline is None else instance(Pipeline, pipeline, "pipeline")
-        self._digest = None if digest is None else having("__call__", digest, "digest", "a function")
+        self._digest = (
+            None if digest is None else having("__call__", digest, "digest", "a function")
+        )
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
         self._num_chunks, self._moved = 0, 0.0  # of the pipeline, and when that was seen to change
         self._peers: dict[Source, _Peer] = {}
@@ -194,7 +196,9 @@ class Reads:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
         peer, now = self._peers.get(instance(Read, read, "read").source), time.monotonic()
         if peer is None:
-            peer = self._peers[read.source] = _Peer(read.source, now, self._shake_hands(read.source))
+            peer = self._peers[read.source] = _Peer(
+                read.source, now, self._shake_hands(read.source)
+            )
         peer.used = now
         if peer.ready is None:
             peer.waiting.append(read)
@@ -203,7 +207,11 @@ class Reads:
 
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that can't be read."""
-        self._end(ReadResult(name(request, "name of a request"), instance(KVPlanError, error, "error of a read")))
+        self._end(
+            ReadResult(
+                name(request, "name of a request"), instance(KVPlanError, error, "error of a read")
+            )
+        )
 
     def poll(self) -> list[ReadResult]:
         """The requests that have ended since the last call."""
@@ -228,7 +236,11 @@ class Reads:
                 job.is_late = True
                 request = job.read.request
                 late[request] = job.error
-                self._logger.error("blocks of request %r stay until its source answers or dies: %s", request, job.error)
+                self._logger.error(
+                    "blocks of request %r stay until its source answers or dies: %s",
+                    request,
+                    job.error,
+                )
         return late
 
     def _shake_hands(self, source: Source) -> Future[_Handshake]:
@@ -242,9 +254,13 @@ class Reads:
                 future.set_exception(error)
             except Exception as error:  # whatever it is, the requests that wait for this engine fail, and no others
                 action = f"shake hands with {source}"
-                future.set_exception(KVPlanError("PEER", action, expected="a plan", got=repr(error)))
+                future.set_exception(
+                    KVPlanError("PEER", action, expected="a plan", got=repr(error))
+                )
 
-        threading.Thread(target=run, name=f"kvplan handshake {source.engine_id}", daemon=True).start()
+        threading.Thread(
+            target=run, name=f"kvplan handshake {source.engine_id}", daemon=True
+        ).start()
         return future
 
     def _handshake(self, source: Source) -> _Handshake:
@@ -257,7 +273,9 @@ class Reads:
         """Rule R5."""
         if self._pipeline is not None:
             try:
-                return choose(self.worker, workers, tokens=TOKENS, staging=self._pipeline.staging).best.plan
+                return choose(
+                    self.worker, workers, tokens=TOKENS, staging=self._pipeline.staging
+                ).best.plan
             except KVPlanError as error:
                 if error.code != "RANGE":  # more descriptors than can be counted
                     raise
@@ -270,7 +288,9 @@ class Reads:
                 self._join(handshake)
             elif time.monotonic() - peer.began > self._timeout_s:
                 expected = f"an answer within {self._timeout_s:g} s"
-                raise KVPlanError("PEER", f"shake hands with {peer.source}", expected=expected, got="none")
+                raise KVPlanError(
+                    "PEER", f"shake hands with {peer.source}", expected=expected, got="none"
+                )
             else:
                 return
         except KVPlanError as error:
@@ -279,7 +299,9 @@ class Reads:
         peer.ready = handshake
         for other in [other for other in self._peers.values() if other is not peer]:
             idle_s = time.monotonic() - other.used
-            if other.ready and (other.source.engine_id == peer.source.engine_id or idle_s > MAX_AGE_S):
+            if other.ready and (
+                other.source.engine_id == peer.source.engine_id or idle_s > MAX_AGE_S
+            ):
                 self._forget(other.source, other.ready)
         self._logger.info("%s: %r", peer.source, handshake.plan)
         waiting, peer.waiting = peer.waiting, []
@@ -330,7 +352,9 @@ class Reads:
             if isinstance(handshake.plan, StagedPlan):
                 assert self._pipeline is not None
                 bound = _bound(job.direct, read)
-                job.transfers.append(self._pipeline.submit(handshake.plan, read.request, **bound, notify=False))
+                job.transfers.append(
+                    self._pipeline.submit(handshake.plan, read.request, **bound, notify=False)
+                )
             else:
                 self._start_directly(job)
         except KVPlanError as error:
@@ -351,7 +375,9 @@ class Reads:
             return
         for job in self._jobs:
             for transfer in [*job.transfers]:
-                if isinstance(transfer, StagedTransfer) and not (transfer.num_bytes or transfer.status.is_settled):
+                if isinstance(transfer, StagedTransfer) and not (
+                    transfer.num_bytes or transfer.status.is_settled
+                ):
                     pipeline.cancel(transfer)
                     job.transfers.remove(transfer)
                     if job.error is not None:
@@ -379,7 +405,11 @@ class Reads:
             else:
                 self._logger.warning("request %r is not confirmed yet: %s", job.read.request, error)
         interval_s = RETRY_S if job.is_settled else ASK_S
-        if job.answer is None and not (job.is_right or job.is_lost) and now - job.asked >= interval_s:
+        if (
+            job.answer is None
+            and not (job.is_right or job.is_lost)
+            and now - job.asked >= interval_s
+        ):
             job.asked = now
             job.answer = self._claims.ask(job.read.source, job.read.lease)
 
@@ -399,13 +429,17 @@ class Reads:
         if job.is_settled and (job.error is not None or job.is_right):
             self._jobs.remove(job)
             num_bytes = sum(transfer.num_bytes for transfer in job.transfers)
-            self._end(ReadResult(job.read.request, job.error, num_bytes, time.monotonic() - job.began))
+            self._end(
+                ReadResult(job.read.request, job.error, num_bytes, time.monotonic() - job.began)
+            )
 
     def _mismatch(self, job: _Job, expected: Future[list[Mapping[str, Any]]]) -> KVPlanError | None:
         """Compare what has arrived with what the source has."""
         assert self._digest is not None
         try:
-            error = mismatch(expected.result(), [self._digest(_bound(job.direct, job.read, to_block_end=False))])
+            error = mismatch(
+                expected.result(), [self._digest(_bound(job.direct, job.read, to_block_end=False))]
+            )
         except KVPlanError as failure:
             return failure
         if error is not None and error.code == "COVER":  # digests of other elements say nothing
@@ -422,7 +456,9 @@ class Reads:
             job.error = job.error or transfer.error
             if job.error is None and transfer.status is not Status.DONE:
                 action = f"read request {job.read.request!r} from {job.read.source}"
-                job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got="a cancelled transfer")
+                job.error = KVPlanError(
+                    "TRANSFER", action, expected="all its bytes", got="a cancelled transfer"
+                )
             is_gone = transfer.error is not None and transfer.error.code == "PEER"
             if is_gone and self._peers.get(job.peer.source) is job.peer:
                 del self._peers[job.peer.source]
@@ -434,7 +470,9 @@ class Reads:
             self._logger.error("request %r is not read: %s", ended.request, ended.error)
         else:
             seconds, num_bytes = ended.seconds, ended.num_bytes
-            self._logger.debug("request %r is read: %d bytes in %.3f s", ended.request, num_bytes, seconds)
+            self._logger.debug(
+                "request %r is read: %d bytes in %.3f s", ended.request, num_bytes, seconds
+            )
         self._ended.append(ended)
 
 
@@ -449,7 +487,9 @@ def _bound(plan: TransferPlan, read: Read, *, to_block_end: bool = True) -> Requ
         "local": {name: blocks for name, blocks in read.local.items() if name in ours},
         "remote": {name: blocks for name, blocks in read.remote.items() if name in theirs},
         "tokens": {
-            name: _to_block_end(plan, name, *tokens) if read.to_block_end and to_block_end else tokens
+            name: _to_block_end(plan, name, *tokens)
+            if read.to_block_end and to_block_end
+            else tokens
             for name, tokens in read.tokens.items()
             if name in ours
         },

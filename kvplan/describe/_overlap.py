@@ -59,7 +59,9 @@ class Shared:
     byte: int
 
 
-def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iterator[tuple[Shared, Shared]]:
+def overlaps(
+    *pools: Sequence[View], apart: Mapping[str, int] = NOWHERE
+) -> Iterator[tuple[Shared, Shared]]:
     """Every pair of views in a pool that share bytes, at least once, with one byte that they share.
 
     A pool is the views of one group in one region, or in a chain of regions that overlap; ``apart`` gives the
@@ -78,20 +80,28 @@ def overlaps(*pools: Sequence[View], apart: Mapping[str, int] = NOWHERE) -> Iter
     for view in (view for views in shared for view in views):
         number += _split(view)[0]
         if number > MAX_RUNS:
-            raise _too_many(view, "runs in the blocks of views that share regions", MAX_RUNS, number)
+            raise _too_many(
+                view, "runs in the blocks of views that share regions", MAX_RUNS, number
+            )
     for views in shared:
         splits = [_split(view) for view in views]
         lengths = [length for _, length, _ in splits]
-        start, owner = _starts([view.offset_bytes + apart.get(view.region, 0) for view in views], splits)
+        start, owner = _starts(
+            [view.offset_bytes + apart.get(view.region, 0) for view in views], splits
+        )
         for i, j in _near(views, lengths, start, owner):
             pairs += 1
             a, b = int(owner[i]), int(owner[j])
             if pairs > MAX_PAIRS:
                 raise _too_many(views[b], "pairs of runs to compare", MAX_PAIRS, pairs)
-            runs = [_StridedRun.of(views[n], int(start[at]), lengths[n]) for n, at in ((a, i), (b, j))]
+            runs = [
+                _StridedRun.of(views[n], int(start[at]), lengths[n]) for n, at in ((a, i), (b, j))
+            ]
             if a != b and (met := _meeting(*runs)):
                 pair = zip((views[a], views[b]), met[:2], strict=True)
-                one, other = (Shared(view, block, met[2] - apart.get(view.region, 0)) for view, block in pair)
+                one, other = (
+                    Shared(view, block, met[2] - apart.get(view.region, 0)) for view, block in pair
+                )
                 yield one, other
 
 
@@ -108,7 +118,11 @@ def where(first: Shared, second: Shared) -> str:
 
 def _too_many(view: View, what: str, limit: int, number: int) -> KVPlanError:
     return KVPlanError(
-        "RANGE", f"place view {view.name!r}", expected=f"at most {limit} {what}", got=f"{number}", value=number
+        "RANGE",
+        f"place view {view.name!r}",
+        expected=f"at most {limit} {what}",
+        got=f"{number}",
+        value=number,
     )
 
 
@@ -135,25 +149,34 @@ def _starts(offsets: Sequence[int], splits: Sequence[Split]) -> tuple[Unsigned, 
     for offset, (_, _, steps) in zip(offsets, splits, strict=True):
         part = np.array([offset], np.uint64)
         for stride, extent in steps:
-            part = np.add.outer(np.arange(extent, dtype=np.uint64) * np.uint64(stride), part).reshape(-1)
+            part = np.add.outer(
+                np.arange(extent, dtype=np.uint64) * np.uint64(stride), part
+            ).reshape(-1)
         parts.append(part)
     start = np.concatenate(parts)
     order = np.argsort(start, kind="stable")
     return start[order], np.repeat(np.arange(len(parts)), [part.size for part in parts])[order]
 
 
-def _near(views: Sequence[View], lengths: Sequence[int], start: Unsigned, owner: Ints) -> Iterator[tuple[int, int]]:
+def _near(
+    views: Sequence[View], lengths: Sequence[int], start: Unsigned, owner: Ints
+) -> Iterator[tuple[int, int]]:
     """Pairs of runs that may share a byte: their spans form one chain, and they overlap modulo its common step."""
     # Arrays of shape (runs,), by ascending start. A chain ends where a start lies beyond every byte seen so far.
     length = np.array(lengths, np.uint64)[owner]
-    reach = [(view.num_blocks - 1) * _step(view) + length - 1 for view, length in zip(views, lengths, strict=True)]
+    reach = [
+        (view.num_blocks - 1) * _step(view) + length - 1
+        for view, length in zip(views, lengths, strict=True)
+    ]
     step = np.array([_step(view) for view in views], np.uint64)[owner]
     last = np.maximum.accumulate(
         start + np.array(reach, np.uint64)[owner]
     )  # the last byte, not its end: 2**64 is no uint64
     first = np.flatnonzero(np.r_[True, start[1:] > last[:-1]])
     several = np.flatnonzero(np.diff(np.r_[first, start.size]) > 1)
-    for low, high in zip(first[several].tolist(), np.r_[first, start.size][several + 1].tolist(), strict=True):
+    for low, high in zip(
+        first[several].tolist(), np.r_[first, start.size][several + 1].tolist(), strict=True
+    ):
         modulus = int(np.gcd.reduce(step[low:high]))
         for i, j in _meet(start[low:high], length[low:high], modulus):
             yield low + i, low + j
@@ -187,7 +210,9 @@ def _meeting(a: _StridedRun, b: _StridedRun) -> tuple[int, int, int] | None:
         low, high = 0, int(0 <= reach < end)
     else:
         low, high = max(0, -(reach // a.step)), min(a.count, -((reach - end) // a.step))
-    if low >= high or (b.step and not _hits(high - low, a.step, reach + low * a.step, b.step, near)):
+    if low >= high or (
+        b.step and not _hits(high - low, a.step, reach + low * a.step, b.step, near)
+    ):
         return None
     first = reach + low * a.step
     i = low + (_first_hit(high - low, a.step, first, b.step, near) if b.step else 0)
@@ -201,7 +226,9 @@ def _first_hit(count: int, step: int, start: int, modulus: int, near: int) -> in
     >>> _first_hit(5, 3, 2, 7, 2)  # remainders 2 5 1 4 0
     2
     """
-    return bisect.bisect_left(range(1, count), 1, key=lambda i: _hits(i, step, start, modulus, near))
+    return bisect.bisect_left(
+        range(1, count), 1, key=lambda i: _hits(i, step, start, modulus, near)
+    )
 
 
 def _hits(count: int, step: int, start: int, modulus: int, near: int) -> int:

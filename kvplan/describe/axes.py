@@ -113,8 +113,13 @@ class Segments:
         ((4096, (0, 2, 0, 4096)), (8192, (0, 2, 0, 4096)), (0, (0, 1, 0, 0)))
         """
         found: list[int] = []
-        origin, which = 0, slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop))
-        columns = [side[which].tolist() for side in (self.start, self.stop, self.offset, self.stride)]
+        origin, which = (
+            0,
+            slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop)),
+        )
+        columns = [
+            side[which].tolist() for side in (self.start, self.stop, self.offset, self.stride)
+        ]
         for low, high, offset, stride in zip(*columns, strict=True):
             first, length = max(low, start), min(high, stop) - max(low, start)
             begin = offset + (first - low) * stride
@@ -153,7 +158,9 @@ def segments(digits: Sequence[Axis]) -> Segments:
     for digit in reversed(digits):
         whole = start.size == 1 and length == width
         if digit.extent == 1 or not whole or (width > 1 and digit.stride_bytes != length * stride):
-            at_most(MAX_SEGMENTS, digit.extent * start.size, "segments", f"describe axis {digit.name!r}")
+            at_most(
+                MAX_SEGMENTS, digit.extent * start.size, "segments", f"describe axis {digit.name!r}"
+            )
             # The segments repeat for every coordinate of this digit.
             steps = np.arange(digit.extent, dtype=np.int64)[:, None]
             start = ((digit.start + steps) * width + start).reshape(-1)
@@ -164,9 +171,13 @@ def segments(digits: Sequence[Axis]) -> Segments:
             length *= digit.extent
         width *= digit.size
     # Neighbouring segments that continue each other in coordinate and in offset become one.
-    first = heads((start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride))
+    first = heads(
+        (start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride)
+    )
     pieces = np.append(first[1:], start.size) - first
-    return Segments(start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride)
+    return Segments(
+        start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride
+    )
 
 
 def most_segments(axes: Sequence[Axis]) -> int:

@@ -33,17 +33,27 @@ Tokens = Range | Mapping[str, Range] | None
 _EXPECTED: Final = "a flat sequence of integers in host memory"
 
 
-def _integers(values: Any, what: str, end: int, dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _integers(
+    values: Any, what: str, end: int, dtype: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """``values``, integers in ``[0, end)``, twice in memory of their own: in their order, and ascending."""
     found = _array(values, dtype)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         got = f"{found.dtype} of shape {found.shape}"
-        raise KVPlanError("TYPE", "read a block table", expected="a flat sequence of integers", got=got)
+        raise KVPlanError(
+            "TYPE", "read a block table", expected="a flat sequence of integers", got=got
+        )
     ordered = found.copy()
     ordered.sort()
     if ordered.size and (ordered[0] < 0 or ordered[-1] >= end):
         wrong = int(next(value for value in found if not 0 <= value < end))
-        raise KVPlanError("BLOCKS", "read a block table", expected=f"{what} in [0, {end})", got=f"{wrong}", id=wrong)
+        raise KVPlanError(
+            "BLOCKS",
+            "read a block table",
+            expected=f"{what} in [0, {end})",
+            got=f"{wrong}",
+            id=wrong,
+        )
     # the bools of a list are 0 and 1 by now
     if ordered.size and ordered[0] < 2 and isinstance(values, list | tuple):
         types = {type(values[i]) for i in np.flatnonzero(found < 2).tolist()}
@@ -57,7 +67,9 @@ def _array(values: Any, dtype: str) -> npt.NDArray[Any]:
     try:
         if isinstance(values, list | tuple):
             try:
-                return np.frombuffer(array(dtype, values), dtype)  # two thirds of the time of np.asarray
+                return np.frombuffer(
+                    array(dtype, values), dtype
+                )  # two thirds of the time of np.asarray
             except (TypeError, OverflowError):  # numpy can say what is wrong with them
                 pass
         elif hasattr(values, "mask"):
@@ -115,18 +127,30 @@ class Blocks:
     twice: int | None
     """An id that appears more than once, or ``None``."""
 
-    def __init__(self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None, listed: Any = None) -> None:
+    def __init__(
+        self, ids: Any, first: Any = 0, null: Any = None, ordinals: Any = None, listed: Any = None
+    ) -> None:
         start = integer(first, "first of Blocks", high=POSITION_END)
         owned, ordered = _integers(ids, "ids", ID_END, "i")
         stop = start + owned.size
         covered, at = (start, stop), None
         if ordinals is not None:
             if start or null is not None:
-                raise KVPlanError("BLOCKS", "read a block table", expected="first and null, or ordinals", got="both")
+                raise KVPlanError(
+                    "BLOCKS",
+                    "read a block table",
+                    expected="first and null, or ordinals",
+                    got="both",
+                )
             owned, at = _ordered(owned, _integers(ordinals, "ordinals", POSITION_END, "q")[0])
             covered = _covered(at, listed)
         elif listed is not None:
-            raise KVPlanError("BLOCKS", "read a block table", expected="listed beside ordinals only", got=shown(listed))
+            raise KVPlanError(
+                "BLOCKS",
+                "read a block table",
+                expected="listed beside ordinals only",
+                got=shown(listed),
+            )
         elif null is not None:
             null = integer(null, "null of Blocks", high=ID_END)
             there = np.flatnonzero(owned != null)
@@ -158,7 +182,11 @@ class Blocks:
             return {"ids": self.ids.tolist(), **first}
         if self.null is None:
             made = {"ids": self.ids.tolist(), "ordinals": self.ordinals.tolist()}
-            return made if self.listed == _covered(self.ordinals, None) else {**made, "listed": self.listed}
+            return (
+                made
+                if self.listed == _covered(self.ordinals, None)
+                else {**made, "listed": self.listed}
+            )
         entries = np.full(stop - start, self.null)
         entries[self.ordinals - start] = self.ids
         return {"ids": entries.tolist(), **first, "null": self.null}
@@ -199,7 +227,9 @@ def _covered(ordinals: Ints, given: Any) -> tuple[int, int]:
     start, stop = interval(given, "listed of Blocks", POSITION_END + 1)
     if start > stop or (ordinals.size and (low < start or stop < high)):
         got = f"[{start}, {stop}) around [{low}, {high})"
-        raise KVPlanError("BLOCKS", "read a block table", expected="listed around all ordinals", got=got)
+        raise KVPlanError(
+            "BLOCKS", "read a block table", expected="listed around all ordinals", got=got
+        )
     return start, stop
 
 
@@ -209,8 +239,14 @@ def _ordered(ids: Ints, ordinals: Ints) -> tuple[Ints, Ints]:
     ordinals = ordinals[order]
     again = np.flatnonzero(ordinals[1:] == ordinals[:-1])
     if ordinals.size != ids.size or again.size:
-        got = f"ordinal {ordinals[again[0]]} twice" if again.size else f"{ordinals.size} of {ids.size} ids"
-        raise KVPlanError("BLOCKS", "read a block table", expected="an ordinal of its own for each id", got=got)
+        got = (
+            f"ordinal {ordinals[again[0]]} twice"
+            if again.size
+            else f"{ordinals.size} of {ids.size} ids"
+        )
+        raise KVPlanError(
+            "BLOCKS", "read a block table", expected="an ordinal of its own for each id", got=got
+        )
     return ids[order], read_only(ordinals)
 
 
@@ -218,15 +254,21 @@ def _bind(side: str, key: str) -> str:
     return " ".join(filter(None, ("bind", side, f"group {key!r}")))
 
 
-def check_blocks(key: str, blocks: object, num_blocks: int, is_destination: bool, side: str = "") -> None:
+def check_blocks(
+    key: str, blocks: object, num_blocks: int, is_destination: bool, side: str = ""
+) -> None:
     """Check the block table of one group against the smallest pool that it indexes.
 
     In a destination's table each block may appear once only.
     """
     if blocks is None:
-        raise KVPlanError("BLOCKS", _bind(side, key), expected="a block table", got="none", group=key, side=side)
+        raise KVPlanError(
+            "BLOCKS", _bind(side, key), expected="a block table", got="none", group=key, side=side
+        )
     if not isinstance(blocks, Blocks):
-        raise KVPlanError("TYPE", _bind(side, key), expected="Blocks", got=shown(blocks), group=key, side=side)
+        raise KVPlanError(
+            "TYPE", _bind(side, key), expected="Blocks", got=shown(blocks), group=key, side=side
+        )
     if blocks.highest >= num_blocks:
         raise KVPlanError(
             "BLOCKS",

@@ -87,9 +87,15 @@ def view_of(
     kv [0, 2) of 2 stride 16384; head [4, 8) of 8 stride 4096; token [0, 16) of 16 stride 256;
     dim [0, 128) of 128 stride 2
     """
-    for what, value, kind in (("name", name, str), ("region", region, Region), ("pattern", pattern, str)):
+    for what, value, kind in (
+        ("name", name, str),
+        ("region", region, Region),
+        ("pattern", pattern, str),
+    ):
         if not isinstance(value, kind):
-            raise wrong_type(f"the {what} of a tensor's view", f"a value of type {kind.__name__}", value)
+            raise wrong_type(
+                f"the {what} of a tensor's view", f"a value of type {kind.__name__}", value
+            )
     shape, strides, dtype, address = _read(tensor)
     names = pattern.split()
     if len(names) != len(shape) or names.count(BLOCK) != 1:
@@ -120,7 +126,9 @@ def view_of(
             got=f"{address:#x}",
             address=address,
         )
-    steps = [max(stride, 0) for stride in strides]  # a negative one is left only on a dimension of length 1
+    steps = [
+        max(stride, 0) for stride in strides
+    ]  # a negative one is left only on a dimension of length 1
     held = _parts(name, dict(zip(names, shape, strict=True)), names, {} if parts is None else parts)
     block = names.index(BLOCK)
     axes = [
@@ -128,7 +136,9 @@ def view_of(
         for key, length, step in zip(names, shape, steps, strict=True)
         if key != BLOCK
     ]
-    return View(name, group, region, dtype, axes, shape[block], steps[block], address - region.address)
+    return View(
+        name, group, region, dtype, axes, shape[block], steps[block], address - region.address
+    )
 
 
 def _check_memory(view: str, device: Device, region: Region) -> None:
@@ -146,7 +156,9 @@ def _check_memory(view: str, device: Device, region: Region) -> None:
         )
 
 
-def _parts(view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any) -> dict[str, tuple[int, int, int]]:
+def _parts(
+    view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any
+) -> dict[str, tuple[int, int, int]]:
     """``parts`` with exact integers. Each axis must appear once in the pattern and match its dimension's length."""
     if not isinstance(parts, Mapping):
         raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
@@ -185,15 +197,28 @@ def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         raise KVPlanError(
-            "DTYPE", "read a tensor", expected=f"a dtype of {', '.join(ITEMSIZE)}", got=shown(dtype), dtype=dtype
+            "DTYPE",
+            "read a tensor",
+            expected=f"a dtype of {', '.join(ITEMSIZE)}",
+            got=shown(dtype),
+            dtype=dtype,
         )
     shape = tuple(integer(n, "a dimension of a tensor") for n in tensor.shape)
     if not math.prod(shape):
-        raise KVPlanError("SIZE", "read a tensor", expected="at least one element", got=f"shape {shape}", shape=shape)
+        raise KVPlanError(
+            "SIZE",
+            "read a tensor",
+            expected="at least one element",
+            got=f"shape {shape}",
+            shape=shape,
+        )
     try:
         if not is_torch:
             return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])
-        strides, address = tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()), int(tensor.data_ptr())
+        strides, address = (
+            tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()),
+            int(tensor.data_ptr()),
+        )
     except RuntimeError:  # of a sparse tensor, in words of the framework's own
         address = 0
     if not address:

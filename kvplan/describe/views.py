@@ -30,7 +30,16 @@ ADDRESS_END: Final = 1 << 64
 ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict.fromkeys(("bool", "int8", "uint8"), 1),
-        **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+        **dict.fromkeys(
+            (
+                "float8_e4m3fn",
+                "float8_e4m3fnuz",
+                "float8_e5m2",
+                "float8_e5m2fnuz",
+                "float8_e8m0fnu",
+            ),
+            1,
+        ),
         **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
         **dict.fromkeys(("int32", "uint32", "float32"), 4),
         **dict.fromkeys(("int64", "uint64", "float64"), 8),
@@ -65,9 +74,23 @@ class Region:
         settle(self, "a region", integer, "size_bytes", low=1)
         settle(self, "a region", integer, "device_id")
         if self.memory not in MEMORY_KINDS:
-            action, expected = f"describe region {self.name!r}", f"memory in {', '.join(MEMORY_KINDS)}"
-            hint = "FILE describes a block device or an object: offsets in it" if self.memory in OTHER_KINDS else ""
-            raise KVPlanError("NAME", action, expected=expected, got=f"{self.memory!r}", hint=hint, memory=self.memory)
+            action, expected = (
+                f"describe region {self.name!r}",
+                f"memory in {', '.join(MEMORY_KINDS)}",
+            )
+            hint = (
+                "FILE describes a block device or an object: offsets in it"
+                if self.memory in OTHER_KINDS
+                else ""
+            )
+            raise KVPlanError(
+                "NAME",
+                action,
+                expected=expected,
+                got=f"{self.memory!r}",
+                hint=hint,
+                memory=self.memory,
+            )
         if self.end > ADDRESS_END:
             raise KVPlanError(
                 "BOUNDS",
@@ -238,7 +261,9 @@ class View:
 
     def _check_elements_apart(self) -> None:
         """No two elements share a byte: by ascending stride, each stride clears the bytes that finer axes span."""
-        steps = sorted((axis.stride_bytes, axis.extent, axis.name) for axis in self.axes if axis.extent > 1)
+        steps = sorted(
+            (axis.stride_bytes, axis.extent, axis.name) for axis in self.axes if axis.extent > 1
+        )
         if self.num_blocks > 1:
             steps = sorted([*steps, (self.block_stride_bytes, self.num_blocks, "block")])
         span = self.itemsize
@@ -269,7 +294,12 @@ class View:
     def end_bytes(self) -> int:
         """The offset in the region at which the last block ends."""
         span = sum((axis.extent - 1) * axis.stride_bytes for axis in self.axes)
-        return self.offset_bytes + (self.num_blocks - 1) * self.block_stride_bytes + span + self.itemsize
+        return (
+            self.offset_bytes
+            + (self.num_blocks - 1) * self.block_stride_bytes
+            + span
+            + self.itemsize
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -302,4 +332,6 @@ class Geometry:
     def segments(self) -> Mapping[str, Segments]:
         """The segments of each axis name. A state group has a token axis of one slot."""
         names = dict.fromkeys((TOKEN, *self.sizes))
-        return MappingProxyType({key: segments([a for a in self.axes if a.name == key]) for key in names})
+        return MappingProxyType(
+            {key: segments([a for a in self.axes if a.name == key]) for key in names}
+        )

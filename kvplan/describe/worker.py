@@ -162,7 +162,9 @@ class Worker:
             raise KVPlanError(
                 "NAME",
                 f"place view {view.name!r} of worker {self.label}",
-                expected=f"one of the {what}s {', '.join(map(repr, values))}" if values else f"a {what} of its worker",
+                expected=f"one of the {what}s {', '.join(map(repr, values))}"
+                if values
+                else f"a {what} of its worker",
                 got=f"{key!r}",
                 name=key,
             )
@@ -189,7 +191,9 @@ class Worker:
         joined = self._joined_regions()
         for view in self.views:
             pools.setdefault((joined[view.region][0], view.group), []).append(view)
-        for first, second in overlaps(*pools.values(), apart={region: apart for region, (_, apart) in joined.items()}):
+        for first, second in overlaps(
+            *pools.values(), apart={region: apart for region, (_, apart) in joined.items()}
+        ):
             raise KVPlanError(
                 "OVERLAP",
                 f"place view {second.view.name!r} of worker {self.label}",
@@ -205,8 +209,14 @@ class Worker:
         """For each region, the first region of its chain of overlapping ones, and its distance from that in bytes."""
         joined: dict[str, tuple[str, int]] = {}
         first, end, device = None, 0, ("", 0)
-        for region in sorted(self.regions, key=lambda region: (region.memory, region.device_id, region.address)):
-            if first is None or region.address >= end or device != (region.memory, region.device_id):
+        for region in sorted(
+            self.regions, key=lambda region: (region.memory, region.device_id, region.address)
+        ):
+            if (
+                first is None
+                or region.address >= end
+                or device != (region.memory, region.device_id)
+            ):
                 first, end, device = region, 0, (region.memory, region.device_id)
             end = max(end, region.end)
             joined[region.name] = (first.name, region.address - first.address)
@@ -230,7 +240,9 @@ class Worker:
             for (one, ours), (other, theirs) in itertools.combinations(sorted(pool.items()), 2):
                 if (one, other) not in found:
                     blocks = [attrs.evolve(view, num_blocks=1) for view in (*ours, *theirs)]
-                    found.update({(one, other): None} if next(overlaps(blocks, apart=apart), None) else {})
+                    found.update(
+                        {(one, other): None} if next(overlaps(blocks, apart=apart), None) else {}
+                    )
         return tuple(found)
 
     @cached_property
@@ -252,7 +264,9 @@ class Worker:
             known[key] = numbers.setdefault((*map(_DIGIT, view.axes), *key[1]), len(made))
             if known[key] == len(made):
                 group = groups[view.group]
-                made.append(Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes))
+                made.append(
+                    Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes)
+                )
         return tuple(made), tuple([known[key] for key in keys])
 
     @property
@@ -276,7 +290,14 @@ class Worker:
     def outline(self) -> tuple[Any, ...]:
         """All views with their places in the regions: equal for workers that differ in name and addresses alone."""
         names = tuple([view.name for view in self.views])
-        return self.model, self.groups, names, self.geometry_of, self.geometries, self.places.tobytes()
+        return (
+            self.model,
+            self.groups,
+            names,
+            self.geometry_of,
+            self.geometries,
+            self.places.tobytes(),
+        )
 
     @property
     def key(self) -> Key:
@@ -295,9 +316,7 @@ class Worker:
     def __str__(self) -> str:
         tensors = count(len({view.name for view in self.views}), "tensor")
         views, regions, groups = len(self.views), len(self.regions), len(self.groups)
-        return (
-            f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
-        )
+        return f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
 
     def __repr__(self) -> str:
         return f"<Worker {self}>"

@@ -67,7 +67,9 @@ fill: var(--ink) }
 .kvplan .rest { fill: url(#kvplan-rest) }
 .kvplan path, .kvplan .cell .tint { opacity: var(--veil) }
 .kvplan path:hover { opacity: .9 }
-""" + "".join(f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n" for i in range(COLOURS))
+""" + "".join(
+    f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n" for i in range(COLOURS)
+)
 
 
 def draw_svg(

@@ -76,9 +76,14 @@ class Comparison:
         if not self.differences:
             return title
         rows = [("field", self.local, self.remote, "effect", "where")]
-        rows += [(d.field, d.local, d.remote, f"{d.effect} {d.code}".strip(), d.where) for d in self.differences]
+        rows += [
+            (d.field, d.local, d.remote, f"{d.effect} {d.code}".strip(), d.where)
+            for d in self.differences
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+        cells = [
+            [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows
+        ]
         return "\n".join([title, *(f"  {'  '.join(row)}".rstrip() for row in cells)])
 
 
@@ -112,7 +117,9 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
             raise wrong_type("a side of a comparison", "a Worker", worker)
     not_transferred = members(str, not_transferred, "not_transferred")
     found: dict[Difference, list[str]] = {}
-    known: dict[tuple[Stored, Stored], list[Difference]] = {}  # layers are often equal on both sides
+    known: dict[
+        tuple[Stored, Stored], list[Difference]
+    ] = {}  # layers are often equal on both sides
     for name in dict.fromkeys((*local.tensors, *remote.tensors)):
         if name not in not_transferred:
             pair = _stored(local, name), _stored(remote, name)
@@ -122,12 +129,16 @@ def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()
                 found.setdefault(difference, []).append(name)
     made = [attrs.evolve(difference, where=fold(names)) for difference, names in found.items()]
     if local.model != remote.model and local.model and remote.model:
-        made.append(Difference("model", "worker", local.model, remote.model, REFUSED, REFUSALS["model"]))
+        made.append(
+            Difference("model", "worker", local.model, remote.model, REFUSED, REFUSALS["model"])
+        )
     mine, other = _regions(local), _regions(remote)
     if mine != other:
         made.append(Difference("regions", "worker", mine, other, PLANNED))
     made.sort(key=lambda difference: EFFECTS.index(difference.effect))
-    stays = tuple(name for name in remote.tensors if name not in local.tensors and name not in not_transferred)
+    stays = tuple(
+        name for name in remote.tensors if name not in local.tensors and name not in not_transferred
+    )
     return Comparison(local.label, remote.label, tuple(made), stays)
 
 
@@ -174,11 +185,17 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     yield "group", group.name
     if group.tokens_per_block is not None:
         yield "tokens per block", f"{group.tokens_per_block}"
-        yield "context", f"rank {context.rank} of {context.size}, interleave {context.interleave_tokens}"
+        yield (
+            "context",
+            f"rank {context.rank} of {context.size}, interleave {context.interleave_tokens}",
+        )
     yield "blocks", f"{geometry.num_blocks}"
     yield "block stride", f"{geometry.block_stride_bytes}"
     steps = [(axis.stride_bytes, axis.name) for axis in geometry.axes if axis.extent > 1]
-    yield "strides", ", ".join(f"{name} {stride}" for stride, name in sorted(steps, reverse=True)) or "none"
+    yield (
+        "strides",
+        ", ".join(f"{name} {stride}" for stride, name in sorted(steps, reverse=True)) or "none",
+    )
 
 
 def _part(digits: Sequence[Axis]) -> str:

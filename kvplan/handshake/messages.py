@@ -118,7 +118,9 @@ class Findings:
         self.count += 1
         self.first = self.first or error
         if self.count <= MAX_PROBLEMS:
-            self._problems.append(Problem(path, error.code, str(error).removeprefix(f"{error.code}: ")))
+            self._problems.append(
+                Problem(path, error.code, str(error).removeprefix(f"{error.code}: "))
+            )
 
     def attempt(self, path: str, make: Callable[..., Made], *parts: Any) -> Made | Any:
         """``make(*parts)``. :data:`BAD` if one of the parts is, or if ``make`` raises, which adds a problem."""
@@ -172,9 +174,13 @@ def _load(data: bytes) -> dict[str, Any]:
     try:
         value = DECODER.decode(data.decode())
     except UnicodeDecodeError as error:
-        raise _refused("MESSAGE", "UTF-8", f"byte {data[error.start]:#x} at {error.start}") from None
+        raise _refused(
+            "MESSAGE", "UTF-8", f"byte {data[error.start]:#x} at {error.start}"
+        ) from None
     except json.JSONDecodeError as error:
-        raise _refused("MESSAGE", "JSON", f"{error.msg.removesuffix(' at')} at character {error.pos}") from None
+        raise _refused(
+            "MESSAGE", "JSON", f"{error.msg.removesuffix(' at')} at character {error.pos}"
+        ) from None
     if not isinstance(value, dict):
         raise wrong_type("a message", "a mapping", value)
     return value
@@ -231,7 +237,9 @@ def _integer(digits: str) -> int:
 
 def _real(text: str) -> float:
     if len(text) > MAX_REAL or math.isinf(number := float(text)):
-        raise _refused("RANGE", f"numbers of at most {MAX_REAL} characters, below 1.8e308", shown(text))
+        raise _refused(
+            "RANGE", f"numbers of at most {MAX_REAL} characters, below 1.8e308", shown(text)
+        )
     return number
 
 

@@ -65,7 +65,9 @@ def encode(worker: Worker) -> bytes:
         raise KVPlanError("NAME", f"encode worker {worker.label}", expected=expected, got=got)
     if worker.model:
         extensions = {MODEL: worker.model, **extensions}
-    message = _json({"kvplan": VERSION, **offer} | ({"extensions": extensions} if extensions else {}))
+    message = _json(
+        {"kvplan": VERSION, **offer} | ({"extensions": extensions} if extensions else {})
+    )
     if extensions:
         parse(message, found)
     if found.first:
@@ -74,7 +76,9 @@ def encode(worker: Worker) -> bytes:
         expected, got, path = f"at most {MAX_BYTES} bytes", f"{len(message)}", ""
     else:
         return message
-    raise KVPlanError("RANGE", f"encode worker {worker.label}", expected=expected, got=got, hint=path)
+    raise KVPlanError(
+        "RANGE", f"encode worker {worker.label}", expected=expected, got=got, hint=path
+    )
 
 
 def fingerprint(worker: Worker) -> str:
@@ -126,12 +130,18 @@ def _offer(worker: Worker) -> dict[str, Any]:
         return memories.setdefault(parts, len(memories))
 
     regions = [
-        (*stem_and_number(region.name), memory(region.memory, region.device_id, region.size_bytes), region.address)
+        (
+            *stem_and_number(region.name),
+            memory(region.memory, region.device_id, region.size_bytes),
+            region.address,
+        )
         for region in worker.regions
     ]
     views = [
         (*stem_and_number(view.name), layout, *place)
-        for view, layout, place in zip(worker.views, worker.geometry_of, worker.places.tolist(), strict=True)
+        for view, layout, place in zip(
+            worker.views, worker.geometry_of, worker.places.tolist(), strict=True
+        )
     ]
     return {
         "engine_id": worker.engine_id,
@@ -219,11 +229,18 @@ def _worker(data: bytes, found: Findings) -> Any:
     if offer is BAD:
         return BAD
     engine_id, rank = offer["engine_id"], offer["rank"]
-    key = ("offer" if engine_id is BAD else engine_id, 0 if rank is BAD else rank)  # for messages, even if bad
+    key = (
+        "offer" if engine_id is BAD else engine_id,
+        0 if rank is BAD else rank,
+    )  # for messages, even if bad
     groups = _each(offer["groups"], lambda i, group: _group(group, f"groups[{i}]", found))
     memories = _each(offer["memories"], lambda i, memory: _memory(memory, f"memories[{i}]", found))
-    regions = _each(offer["regions"], lambda i, row: _region(offer["stems"], memories, i, row, found))
-    layouts = _each(offer["layouts"], lambda i, layout: _layout(layout, f"layouts[{i}]", key, groups, found))
+    regions = _each(
+        offer["regions"], lambda i, row: _region(offer["stems"], memories, i, row, found)
+    )
+    layouts = _each(
+        offer["layouts"], lambda i, layout: _layout(layout, f"layouts[{i}]", key, groups, found)
+    )
     views = _each(offer["views"], lambda i, row: _view(offer, regions, layouts, i, row, found))
     besides = "" if model is BAD else model, extensions
     return _whole(key, _good(regions), _good(groups), _good(views), besides, found)
@@ -245,7 +262,10 @@ def _pick(values: Any, index: Any, path: str, found: Findings) -> Any:
     if index < len(values):
         return values[index]
     expected = f"less than {len(values)}"
-    found.add(path, KVPlanError("RANGE", "look up an index", expected=expected, got=f"{index}", value=index))
+    found.add(
+        path,
+        KVPlanError("RANGE", "look up an index", expected=expected, got=f"{index}", value=index),
+    )
     return BAD
 
 
@@ -258,7 +278,9 @@ def _group(fields: Any, path: str, found: Findings) -> Any:
 
 def _memory(fields: Any, path: str, found: Findings) -> Any:
     """A region with the size and memory of those that refer to it; name and address come from each of them."""
-    parts = (BAD,) if fields is BAD else (fields["size_bytes"], fields["memory"], fields["device_id"])
+    parts = (
+        (BAD,) if fields is BAD else (fields["size_bytes"], fields["memory"], fields["device_id"])
+    )
     return found.attempt(path, Region, path, 0, *parts)
 
 
@@ -266,7 +288,9 @@ def _region(stems: Any, memories: Any, i: int, row: tuple[Any, ...], found: Find
     stem, number, memory, address = row
     full_name = _name(stems, stem, number, f"regions.stem[{i}]", found)
     template = _pick(memories, memory, f"regions.memory[{i}]", found)
-    parts = (BAD,) if template is BAD else (template.size_bytes, template.memory, template.device_id)
+    parts = (
+        (BAD,) if template is BAD else (template.size_bytes, template.memory, template.device_id)
+    )
     return found.attempt(f"regions.address[{i}]", Region, full_name, address, *parts)
 
 
@@ -274,7 +298,9 @@ def _name(stems: Any, stem: Any, number: Any, path: str, found: Findings) -> Any
     parts = _pick(stems, stem, path, found)
     if parts is BAD or number is BAD or BAD in parts.values():
         return BAD
-    return found.attempt(path, name, join(parts["before"], number, parts["after"]), "the name of a stem and a number")
+    return found.attempt(
+        path, name, join(parts["before"], number, parts["after"]), "the name of a stem and a number"
+    )
 
 
 def _layout(fields: Any, path: str, key: Key, groups: Any, found: Findings) -> Any:
@@ -295,7 +321,9 @@ def _layout(fields: Any, path: str, key: Key, groups: Any, found: Findings) -> A
     return BAD if worker is BAD else (view, group)
 
 
-def _view(offer: Any, regions: Any, layouts: Any, i: int, row: tuple[Any, ...], found: Findings) -> Any:
+def _view(
+    offer: Any, regions: Any, layouts: Any, i: int, row: tuple[Any, ...], found: Findings
+) -> Any:
     stem, number, layout, region, offset = row
     full_name = _name(offer["stems"], stem, number, f"views.stem[{i}]", found)
     template = _pick(layouts, layout, f"views.layout[{i}]", found)
@@ -340,10 +368,13 @@ def _check_inside(key: Key, views: Sequence[_Placed], found: Findings) -> None:
     last = max(over, key=lambda placed: placed.view.end_bytes)
     size, end = last.region.size_bytes, last.view.end_bytes
     if any(placed.view.end_bytes - placed.view.offset_bytes > size for placed in over) or (
-        len(over) > 1 and {placed.region.name for placed in over} == {placed.region.name for placed in views}
+        len(over) > 1
+        and {placed.region.name for placed in over} == {placed.region.name for placed in views}
     ):
         expected = f"at least {end} bytes, the end of view {last.view.name!r} of {count(last.view.num_blocks, 'block')}"
-        error = KVPlanError("BOUNDS", "fit views", expected=expected, got=f"{size}", size_bytes=size, end_bytes=end)
+        error = KVPlanError(
+            "BOUNDS", "fit views", expected=expected, got=f"{size}", size_bytes=size, end_bytes=end
+        )
         found.add(f"memories[{last.memory}].size_bytes", error)
         return
     for placed in over:

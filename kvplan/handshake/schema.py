@@ -89,7 +89,9 @@ Node = Integer | Text | ListOf | Record | Columns
 
 INDEX: Final = Integer()
 NUMBER: Final = Integer(or_null=True)
-AXIS: Final = Record({"name": Text(), "start": INDEX, "stop": INDEX, "size": INDEX, "stride_bytes": INDEX})
+AXIS: Final = Record(
+    {"name": Text(), "start": INDEX, "stop": INDEX, "size": INDEX, "stride_bytes": INDEX}
+)
 CONTEXT: Final = Record({"rank": INDEX, "size": INDEX, "interleave_tokens": INDEX})
 GROUP: Final = Record({"name": Text(), "tokens_per_block": NUMBER, "context": CONTEXT})
 LAYOUT: Final = Record(
@@ -103,9 +105,12 @@ LAYOUT: Final = Record(
 )
 MEMORY: Final = Record({"memory": Text(), "device_id": INDEX, "size_bytes": INDEX})
 STEM: Final = Record({"before": Text(or_empty=True), "after": Text(or_empty=True)})
-REGIONS: Final = Columns({"stem": INDEX, "number": NUMBER, "memory": INDEX, "address": Integer(ADDRESS_END)}, MAX_ROWS)
+REGIONS: Final = Columns(
+    {"stem": INDEX, "number": NUMBER, "memory": INDEX, "address": Integer(ADDRESS_END)}, MAX_ROWS
+)
 VIEWS: Final = Columns(
-    {"stem": INDEX, "number": NUMBER, "layout": INDEX, "region": INDEX, "offset_bytes": INDEX}, MAX_ROWS
+    {"stem": INDEX, "number": NUMBER, "layout": INDEX, "region": INDEX, "offset_bytes": INDEX},
+    MAX_ROWS,
 )
 OFFER: Final = Record(
     {
@@ -146,7 +151,9 @@ def _key(path: str) -> str:
 def _text(value: Any, what: str, or_empty: bool) -> str:
     if isinstance(value, str) and len(value) > MAX_NAME:
         expected = f"at most {MAX_NAME} characters"
-        raise KVPlanError("RANGE", f"read {what}", expected=expected, got=f"{len(value)}", value=len(value))
+        raise KVPlanError(
+            "RANGE", f"read {what}", expected=expected, got=f"{len(value)}", value=len(value)
+        )
     return "" if or_empty and value == "" else name(value, what)
 
 
@@ -156,10 +163,14 @@ def _many(node: ListOf, value: Any, path: str, found: Findings) -> Any:
         return BAD
     if len(value) > node.most:
         expected = f"at most {node.most} items"
-        found.add(path, KVPlanError("RANGE", f"read {_key(path)}", expected=expected, got=f"{len(value)}"))
+        found.add(
+            path, KVPlanError("RANGE", f"read {_key(path)}", expected=expected, got=f"{len(value)}")
+        )
         return BAD
     item = node.item
-    if isinstance(item, Integer) and all(type(each) is int and 0 <= each < item.high for each in value):
+    if isinstance(item, Integer) and all(
+        type(each) is int and 0 <= each < item.high for each in value
+    ):
         return value  # no problem in a column of thousands: do not make a path for each item
     return [read(item, each, f"{path}[{i}]", found) for i, each in enumerate(value)]
 
@@ -172,19 +183,32 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, found: Findings) 
     expected = f"keys {', '.join(fields)}"
     for key in [key for key in value if key not in fields]:
         got = shown(key)
-        found.add(dot + got.strip("'"), KVPlanError("KEY", "read a mapping", expected=expected, got=got))
+        found.add(
+            dot + got.strip("'"), KVPlanError("KEY", "read a mapping", expected=expected, got=got)
+        )
     for key in [key for key in fields if key not in value]:
-        found.add(f"{dot}{key}", KVPlanError("KEY", "read a mapping", expected=f"a key {key!r}", got="none"))
-    return {key: read(node, value[key], f"{dot}{key}", found) if key in value else BAD for key, node in fields.items()}
+        found.add(
+            f"{dot}{key}",
+            KVPlanError("KEY", "read a mapping", expected=f"a key {key!r}", got="none"),
+        )
+    return {
+        key: read(node, value[key], f"{dot}{key}", found) if key in value else BAD
+        for key, node in fields.items()
+    }
 
 
 def _columns(node: Columns, value: Any, path: str, found: Findings) -> Any:
-    record = _record({key: ListOf(item, node.most) for key, item in node.fields.items()}, value, path, found)
+    record = _record(
+        {key: ListOf(item, node.most) for key, item in node.fields.items()}, value, path, found
+    )
     if record is BAD or BAD in record.values():
         return BAD
     lengths = {key: len(column) for key, column in record.items()}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{key} of {length}" for key, length in lengths.items())
-        found.add(path, KVPlanError("SIZE", f"read {_key(path)}", expected="columns of one length", got=got))
+        found.add(
+            path,
+            KVPlanError("SIZE", f"read {_key(path)}", expected="columns of one length", got=got),
+        )
         return BAD
     return list(zip(*record.values(), strict=True))

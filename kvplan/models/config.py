@@ -215,7 +215,9 @@ class ModelConfig:
     query_heads: int | None
 
 
-def read(config: Any, registry: Registry, with_drafts: bool, like: str | None = None) -> ModelConfig:
+def read(
+    config: Any, registry: Registry, with_drafts: bool, like: str | None = None
+) -> ModelConfig:
     """Return what the layers of a model cache, by its config.json.
 
     ``config`` is a parsed config.json. A decoder under one of the keys :data:`NESTED` is read as a

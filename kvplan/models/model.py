@@ -107,8 +107,14 @@ expected a value for key 'hidden_size', got no such key
         """A model whose configuration comes with this package, by its name in lower case. Raises ``NAME``."""
         shipped = shipped_configs()
         if not is_one_of(model_name, shipped):
-            what, got, hint = "load a shipped model", shown(model_name), meant(str(model_name), shipped)
-            raise KVPlanError("NAME", what, expected="one of Model.names()", got=got, hint=hint, name=model_name)
+            what, got, hint = (
+                "load a shipped model",
+                shown(model_name),
+                meant(str(model_name), shipped),
+            )
+            raise KVPlanError(
+                "NAME", what, expected="one of Model.names()", got=got, hint=hint, name=model_name
+            )
         return cls.from_config(shipped[model_name], model_name)
 
     @classmethod
@@ -146,7 +152,9 @@ expected a value for key 'hidden_size', got no such key
         made = self._with(lambda layer: converted(layer, dtype, ssm_dtype))
         return made if dtype is None else attrs.evolve(made, dtype=dtype)
 
-    def quantized(self, bits: int = 8, scale_dtype: str = "float32", scale_elements: int | None = None) -> Model:
+    def quantized(
+        self, bits: int = 8, scale_dtype: str = "float32", scale_elements: int | None = None
+    ) -> Model:
         """This model with K and V of ``bits`` bits each, and scales that are divided among ranks with their heads.
 
         Each ``scale_elements`` elements of a token's head have one scale; None: the whole head has one. Values of less
@@ -170,13 +178,17 @@ expected a value for key 'hidden_size', got no such key
 
     def _with(self, change: Callable[[Layer], Layer]) -> Model:
         changed = {layer: change(layer) for layer in (*self.layers, *self.drafts)}
-        layers, drafts = (tuple(changed[layer] for layer in part) for part in (self.layers, self.drafts))
+        layers, drafts = (
+            tuple(changed[layer] for layer in part) for part in (self.layers, self.drafts)
+        )
         return attrs.evolve(self, layers=layers, drafts=drafts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The distinct logical tensors of all layers, drafts included, in order of appearance."""
-        return tuple(dict.fromkeys(tensor for layer in (*self.layers, *self.drafts) for tensor in layer))
+        return tuple(
+            dict.fromkeys(tensor for layer in (*self.layers, *self.drafts) for tensor in layer)
+        )
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -210,20 +222,37 @@ expected a value for key 'hidden_size', got no such key
         stop = integer(stop, "stop of a token range", low=start)
         groups = instance(Worker, worker, "worker").groups
         paged = {group.name for group in groups if group.tokens_per_block is not None}
-        windows = _farthest((view.group, self._window(view.name)) for view in worker.views if view.group in paged)
-        return {g: (start if window is None else max(start, stop - window), stop) for g, window in windows.items()}
+        windows = _farthest(
+            (view.group, self._window(view.name)) for view in worker.views if view.group in paged
+        )
+        return {
+            g: (start if window is None else max(start, stop - window), stop)
+            for g, window in windows.items()
+        }
 
     def _window(self, tensor: str) -> int | None:
         if tensor not in self._windows:
-            raise KVPlanError("NAME", f"find the window of {tensor!r}", expected=f"a tensor of {self.name}", got="none")
+            raise KVPlanError(
+                "NAME",
+                f"find the window of {tensor!r}",
+                expected=f"a tensor of {self.name}",
+                got="none",
+            )
         return self._windows[tensor]
 
     @cached_property
     def _windows(self) -> Mapping[str, int | None]:
         """The window of each tensor with tokens, by its name on workers."""
         layers = [("layers", self.layers), ("draft", self.drafts)]
-        numbered = ((f"{owner}.{i}", layer) for owner, part in layers for i, layer in enumerate(part))
-        return {f"{name}.{tensor.kind}": tensor.window for name, layer in numbered for tensor in layer if tensor.paged}
+        numbered = (
+            (f"{owner}.{i}", layer) for owner, part in layers for i, layer in enumerate(part)
+        )
+        return {
+            f"{name}.{tensor.kind}": tensor.window
+            for name, layer in numbered
+            for tensor in layer
+            if tensor.paged
+        }
 
     def __str__(self) -> str:
         drafts = f", {len(self.drafts)} draft layers" if self.drafts else ""
@@ -238,17 +267,26 @@ expected a value for key 'hidden_size', got no such key
         {'conv.x': 9216, 'conv.B': 768, 'conv.C': 768, 'ssm': 786432}
         """
         tp = integer(tp, "tp", low=1, high=MAX_RANKS)
-        part = RankPart(integer(rank, "rank", high=tp), tp, self.blocks(tp, tokens_per_block), self.dtype)
-        return tuple({tensor.kind: part.tensor(tensor).block_bytes for tensor in layer} for layer in self.layers)
+        part = RankPart(
+            integer(rank, "rank", high=tp), tp, self.blocks(tp, tokens_per_block), self.dtype
+        )
+        return tuple(
+            {tensor.kind: part.tensor(tensor).block_bytes for tensor in layer}
+            for layer in self.layers
+        )
 
-    def block_bytes(self, tp: int = 1, tokens_per_block: BlockTokens = 16, *, rank: int = 0) -> tuple[int, ...]:
+    def block_bytes(
+        self, tp: int = 1, tokens_per_block: BlockTokens = 16, *, rank: int = 0
+    ) -> tuple[int, ...]:
         """Bytes of one block in each layer, all its tensors together, on tensor-parallel rank ``rank``.
 
         >>> layers = Model.shipped("qwen3-8b").block_bytes()
         >>> layers[0], sum(layers)
         (65536, 2359296)
         """
-        return tuple(sum(layer.values()) for layer in self.tensor_bytes(tp, tokens_per_block, rank=rank))
+        return tuple(
+            sum(layer.values()) for layer in self.tensor_bytes(tp, tokens_per_block, rank=rank)
+        )
 
     def blocks(self, tp: int = 1, tokens_per_block: BlockTokens = 16) -> dict[str, int]:
         """Tokens in a block of each token group, where groups with smaller pages have longer blocks.
@@ -267,16 +305,25 @@ expected a value for key 'hidden_size', got no such key
             if {*tokens_per_block} != {*groups}:
                 expected = f"tokens_per_block of {', '.join(groups) or 'no group'}"
                 got = ", ".join(map(str, tokens_per_block)) or "none"
-                raise KVPlanError("NAME", f"page {self.name}", expected=expected, got=got, groups=groups)
+                raise KVPlanError(
+                    "NAME", f"page {self.name}", expected=expected, got=got, groups=groups
+                )
             return {group: _tokens(tokens_per_block[group]) for group in groups}
         tokens = _tokens(tokens_per_block)
         pages = dict.fromkeys(groups, 0)
-        for layer, part in product(dict.fromkeys(self.layers), self._parts(tp, dict.fromkeys(groups, tokens))):
+        for layer, part in product(
+            dict.fromkeys(self.layers), self._parts(tp, dict.fromkeys(groups, tokens))
+        ):
             for group in {tensor.group for tensor in layer if tensor.paged}:
-                size = sum(part.tensor(tensor).block_bytes for tensor in layer if tensor.group == group)
+                size = sum(
+                    part.tensor(tensor).block_bytes for tensor in layer if tensor.group == group
+                )
                 pages[group] = max(pages[group], size)
         largest = max(pages.values(), default=0)
-        return {g: tokens * largest // page if page and largest % page == 0 else tokens for g, page in pages.items()}
+        return {
+            g: tokens * largest // page if page and largest % page == 0 else tokens
+            for g, page in pages.items()
+        }
 
     def kernel_blocks(self, tp: int = 1, kernel_tokens: int = 16, kv: str = "content") -> int:
         """How many kernel blocks of ``kernel_tokens`` make a block of attention as large as a state, or larger.
@@ -293,7 +340,9 @@ expected a value for key 'hidden_size', got no such key
         for part in self._parts(tp, dict.fromkeys(self.groups, tokens)):
             largest = {True: 0, False: 0}  # the largest page with tokens, and the largest without
             for layer, paged in product(dict.fromkeys(self.layers), largest):
-                for _, page in part.pages(tuple(tensor for tensor in layer if tensor.paged == paged)):
+                for _, page in part.pages(
+                    tuple(tensor for tensor in layer if tensor.paged == paged)
+                ):
                     largest[paged] = max(largest[paged], size_of(layout, page))
             if largest[True]:
                 needed = max(needed, -(-largest[False] // largest[True]))
@@ -350,19 +399,25 @@ expected a value for key 'hidden_size', got no such key
         order = Layout(layout, kv, pad, kernel_tokens, conv_order)
         if tokens_per_block is None:
             order = attrs.evolve(order, kernel_tokens=kernel_tokens or 16)
-            tokens_per_block = (kernel_tokens or 16) * self.kernel_blocks(sizes.tp, kernel_tokens or 16, kv)
+            tokens_per_block = (kernel_tokens or 16) * self.kernel_blocks(
+                sizes.tp, kernel_tokens or 16, kv
+            )
         blocks = self.blocks(sizes.tp, tokens_per_block)
         parts = stages_of(len(self.layers), sizes.pp, layers_per_stage)
         sizes.check(self.name, (tensor for tensor in self.tensors if tensor.paged))
         together = flag(shared, "shared") and len(self.groups) > 1
         addresses = Addresses(name(engine_id, "engine_id"), name(memory, "memory"))
         workers, names = [], self.groups
-        for rank, (stage, pcp_rank, tp_rank) in enumerate(product(parts, range(sizes.pcp), range(sizes.tp))):
+        for rank, (stage, pcp_rank, tp_rank) in enumerate(
+            product(parts, range(sizes.pcp), range(sizes.tp))
+        ):
             context = sizes.context(pcp_rank, tp_rank)
             pools = self._pools(stage, RankPart(tp_rank, sizes.tp, blocks, self.dtype, scales))
             views, spans = place_pools(order, pools, num_blocks, shared=together)
             regions = [addresses.region(key, size, rank) for key, size in spans.items()]
-            groups = [Group(key, blocks[key], context) if key in blocks else Group(key) for key in names]
+            groups = [
+                Group(key, blocks[key], context) if key in blocks else Group(key) for key in names
+            ]
             workers.append(Worker(engine_id, rank, regions, groups, views, self.name))
         return tuple(workers)
 
@@ -388,7 +443,9 @@ def _farthest(windows: Iterable[tuple[str, int | None]]) -> dict[str, int | None
 
 
 def _layers(value: Any, what: str) -> Layers:
-    return tuple(members(Tensor, layer, f"a layer of {what}") for layer in members(tuple, value, what))
+    return tuple(
+        members(Tensor, layer, f"a layer of {what}") for layer in members(tuple, value, what)
+    )
 
 
 def _tokens(value: Any) -> int:

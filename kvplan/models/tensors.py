@@ -87,8 +87,13 @@ class Tensor:
         settle(self, "a tensor", integer, "shards", low=1, high=MAX_COUNT)
         sharded, shards, axes = self.sharded, self.shards, dict(self.axes)
         if sharded is not None and (sharded not in axes or axes[sharded] % shards):
-            what, expected = f"describe tensor {self.kind!r}", f"an axis {sharded!r} whose size {shards} shards divide"
-            raise KVPlanError("SIZE", what, expected=expected, got=f"{axes}", sharded=sharded, shards=shards)
+            what, expected = (
+                f"describe tensor {self.kind!r}",
+                f"an axis {sharded!r} whose size {shards} shards divide",
+            )
+            raise KVPlanError(
+                "SIZE", what, expected=expected, got=f"{axes}", sharded=sharded, shards=shards
+            )
 
     def shards_of(self, rank: int, ranks: int) -> range:
         """The shards that tensor-parallel rank ``rank`` of ``ranks`` holds."""
@@ -100,7 +105,10 @@ class Tensor:
         """How many of ``ranks`` tensor-parallel ranks hold each shard, at least; they are consecutive."""
         if self.sharded is None:
             return ranks
-        return min(-(-(unit + 1) * ranks // self.shards) - unit * ranks // self.shards for unit in range(self.shards))
+        return min(
+            -(-(unit + 1) * ranks // self.shards) - unit * ranks // self.shards
+            for unit in range(self.shards)
+        )
 
     def local_axes(self, rank: int, ranks: int) -> tuple[Axis, ...]:
         """The part of each axis that the rank holds. Strides are 0; a layout sets them."""
@@ -166,10 +174,15 @@ def mamba1(channels: int, state: int, steps: int, dtype: str, ssm_dtype: str) ->
     >>> [tensor.kind for tensor in mamba1(8192, 16, 3, "bfloat16", "float32")]
     ['conv.x', 'ssm']
     """
-    return (_conv("x", channels, 1, steps, dtype), _ssm((("channel", channels), ("state", state)), ssm_dtype))
+    return (
+        _conv("x", channels, 1, steps, dtype),
+        _ssm((("channel", channels), ("state", state)), ssm_dtype),
+    )
 
 
-def mamba2(heads: int, dim: int, groups: int, state: int, steps: int, dtype: str, ssm_dtype: str) -> Layer:
+def mamba2(
+    heads: int, dim: int, groups: int, state: int, steps: int, dtype: str, ssm_dtype: str
+) -> Layer:
     """A Mamba-2 layer: the heads of a group share B and C, which pass through the convolution too.
 
     With one group and two ranks, each rank holds the group:
@@ -187,7 +200,13 @@ def mamba2(heads: int, dim: int, groups: int, state: int, steps: int, dtype: str
 
 
 def delta(
-    key_heads: int, key_dim: int, value_heads: int, value_dim: int, steps: int, dtype: str, ssm_dtype: str
+    key_heads: int,
+    key_dim: int,
+    value_heads: int,
+    value_dim: int,
+    steps: int,
+    dtype: str,
+    ssm_dtype: str,
 ) -> Layer:
     """A gated delta layer (GDN), or Kimi delta attention (KDA), which has as many key heads as value heads.
 
@@ -238,7 +257,9 @@ def _conv(part: str, units: int, width: int, steps: int, dtype: str) -> Tensor:
 def _ssm(axes: tuple[tuple[str, int], ...], dtype: str) -> Tensor:
     """A matrix for each unit of the first axis."""
     sharded, shards = axes[0]
-    return Tensor(SSM, STATE, axes, paged=False, sharded=sharded, shards=shards, dtype=dtype, pool=STATE)
+    return Tensor(
+        SSM, STATE, axes, paged=False, sharded=sharded, shards=shards, dtype=dtype, pool=STATE
+    )
 
 
 def converted(layer: Layer, dtype: str | None, ssm_dtype: str | None) -> Layer:
@@ -258,7 +279,9 @@ def converted(layer: Layer, dtype: str | None, ssm_dtype: str | None) -> Layer:
         else tensor
         for tensor in layer
     ]
-    return tuple(attrs.evolve(t, dtype=ssm_dtype) if ssm_dtype and t.kind == SSM else t for t in plain)
+    return tuple(
+        attrs.evolve(t, dtype=ssm_dtype) if ssm_dtype and t.kind == SSM else t for t in plain
+    )
 
 
 def grouped(*parts: Layers) -> list[Layers]:
@@ -288,7 +311,12 @@ def grouped(*parts: Layers) -> list[Layers]:
         for place_in_group, i in enumerate(found):
             number = place_in_group % parts_of_group
             names[group, i] = f"{group}.{number}" if number else group
-    made = iter([tuple(attrs.evolve(t, group=names[t.group, i]) for t in layer) for i, layer in enumerate(flat)])
+    made = iter(
+        [
+            tuple(attrs.evolve(t, group=names[t.group, i]) for t in layer)
+            for i, layer in enumerate(flat)
+        ]
+    )
     return [tuple(next(made) for _ in part) for part in parts]
 
 
@@ -311,20 +339,42 @@ def quantized(layer: Layer, bits: int, scale_dtype: str, scale_elements: int | N
             continue
         if KV not in dict(tensor.axes):
             what, expected = f"scale each head of {tensor.kind!r}", "K and V of equal sizes"
-            raise KVPlanError("SIZE", what, expected=expected, got=f"{dict(tensor.axes)}", kind=tensor.kind)
-        dim = dict(tensor.axes)["dim"]
-        per_scale = integer(dim if scale_elements is None else scale_elements, "scale_elements", low=1, high=MAX_COUNT)
-        if dim % per_scale:
-            what, expected = f"scale each head of {tensor.kind!r}", f"scale_elements that divide its {dim} elements"
             raise KVPlanError(
-                "SIZE", what, expected=expected, got=f"{per_scale}", elements=dim, scale_elements=per_scale
+                "SIZE", what, expected=expected, got=f"{dict(tensor.axes)}", kind=tensor.kind
+            )
+        dim = dict(tensor.axes)["dim"]
+        per_scale = integer(
+            dim if scale_elements is None else scale_elements,
+            "scale_elements",
+            low=1,
+            high=MAX_COUNT,
+        )
+        if dim % per_scale:
+            what, expected = (
+                f"scale each head of {tensor.kind!r}",
+                f"scale_elements that divide its {dim} elements",
+            )
+            raise KVPlanError(
+                "SIZE",
+                what,
+                expected=expected,
+                got=f"{per_scale}",
+                elements=dim,
+                scale_elements=per_scale,
             )
         outer = tuple(axis for axis in tensor.axes if axis[0] != "dim")
         values = (*outer, ("byte", _packed_bytes(dim, bits, tensor.kind)))
         kind, scales = f"{tensor.kind}.scale", (*outer, ("scale", dim // per_scale))
         made += [
             attrs.evolve(tensor, axes=values, dtype="uint8"),
-            attrs.evolve(tensor, kind=kind, axes=scales, dtype=scale_dtype, section=kind, scale_of=tensor.section),
+            attrs.evolve(
+                tensor,
+                kind=kind,
+                axes=scales,
+                dtype=scale_dtype,
+                section=kind,
+                scale_of=tensor.section,
+            ),
         ]
     return tuple(made)
 
@@ -334,7 +384,9 @@ def _packed_bytes(elements: int, bits: int, kind: str) -> int:
     if rest:
         what, got = f"pack each head of {kind!r} into bytes", f"{elements} elements of {bits} bits"
         expected, hint = "a whole number of bytes", "the next head would begin inside a byte"
-        raise KVPlanError("SIZE", what, expected=expected, got=got, hint=hint, elements=elements, bits=bits)
+        raise KVPlanError(
+            "SIZE", what, expected=expected, got=got, hint=hint, elements=elements, bits=bits
+        )
     return whole
 
 

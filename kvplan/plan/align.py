@@ -40,7 +40,9 @@ def cycle(*groups: Group) -> int:
 
 def period(*groups: Group) -> int:
     """The number of positions after which ranks, block boundaries and slots repeat, by rule A3."""
-    return math.lcm(*(g.context.size * math.lcm(slots(g), g.context.interleave_tokens) for g in groups))
+    return math.lcm(
+        *(g.context.size * math.lcm(slots(g), g.context.interleave_tokens) for g in groups)
+    )
 
 
 def held_positions(group: Group, every: int) -> tuple[tuple[int, int], ...]:
@@ -53,7 +55,9 @@ def held_positions(group: Group, every: int) -> tuple[tuple[int, int], ...]:
     if group.context.size == 1:
         return ((0, every),)
     run = group.context.interleave_tokens
-    return tuple([(start, start + run) for start in range(group.context.rank * run, every, cycle(group))])
+    return tuple(
+        [(start, start + run) for start in range(group.context.rank * run, every, cycle(group))]
+    )
 
 
 def local_index(group: Group, position: Position) -> Position:
@@ -99,7 +103,9 @@ def reach(group: Group, first: int, count: int) -> tuple[int, int]:
     """
     if not count:
         return 0, 0
-    return position_of(group, first * slots(group)), position_of(group, (first + count) * slots(group) - 1) + 1
+    return position_of(group, first * slots(group)), position_of(
+        group, (first + count) * slots(group) - 1
+    ) + 1
 
 
 def ends(starts: Ints | Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:

@@ -24,7 +24,16 @@ from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed, places
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, blocks_and_slots, ends, local_index, position_of, reach, repeated, slots
+from kvplan.plan.align import (
+    before,
+    blocks_and_slots,
+    ends,
+    local_index,
+    position_of,
+    reach,
+    repeated,
+    slots,
+)
 from kvplan.plan.rows import GroupPair, RunIds, TokenIds
 
 MAX_IDS: Final = 1 << 28
@@ -106,7 +115,11 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
     start, stop = interval(given, "a range of tokens", POSITION_END)
     if start > stop:
         raise KVPlanError(
-            "TOKENS", "bind tokens", expected="start <= stop", got=f"[{start}, {stop})", tokens=(start, stop)
+            "TOKENS",
+            "bind tokens",
+            expected="start <= stop",
+            got=f"[{start}, {stop})",
+            tokens=(start, stop),
         )
     return start, stop
 
@@ -120,11 +133,15 @@ def wanted(group: Group, table: Blocks, given: Range | None, side: str) -> Range
         return low, high
     start, stop = (before(group, position) for position in given)
     if start < stop:
-        check_listed(group.name, start // slots(group), -(-stop // slots(group)), *table.listed, side)
+        check_listed(
+            group.name, start // slots(group), -(-stop // slots(group)), *table.listed, side
+        )
     return max(low, given[0]), min(high, given[1])
 
 
-def terms(pair: GroupPair, blocks: Sequence[Blocks], tokens: Range, sides: Sides) -> Iterator[Terms]:
+def terms(
+    pair: GroupPair, blocks: Sequence[Blocks], tokens: Range, sides: Sides
+) -> Iterator[Terms]:
     """The ids of one pair of groups: terms for each series and each range in which it has positions.
 
     ``blocks`` and ``sides``, the names of the tables in messages, have the destination's first.
@@ -142,7 +159,9 @@ def terms(pair: GroupPair, blocks: Sequence[Blocks], tokens: Range, sides: Sides
 def split(pair: GroupPair, start: int, stop: int) -> tuple[Range, tuple[Range, ...]]:
     """The part of ``[start, stop)`` that moves by joined runs, and the parts that move token by token, by rule B2."""
     low, high = _whole(pair, start, stop)
-    return (low, high), tuple(given for given in ((start, low), (high, stop)) if given[0] < given[1])
+    return (low, high), tuple(
+        given for given in ((start, low), (high, stop)) if given[0] < given[1]
+    )
 
 
 def _whole(pair: GroupPair, start: int, stop: int) -> Range:
@@ -200,7 +219,9 @@ def _of_runs(
             ids = table.ids[at - table.first : to - table.first : side.step]
         else:
             begins = np.arange(skipped - table.first, to - table.first, side.num_blocks)
-            ids = table.ids[np.add.outer(begins, side.ordinal).reshape(-1)[start : start + high - low]]
+            ids = table.ids[
+                np.add.outer(begins, side.ordinal).reshape(-1)[start : start + high - low]
+            ]
         sub = side.sub
         if sub is not None and size > 1:
             sub = sub[None].repeat(last - first + 1, axis=0).reshape(-1)[start : start + high - low]
@@ -213,7 +234,10 @@ def _of_runs_with_gaps(
 ) -> list[Occurrences] | None:
     """Block ids and slot terms of the runs with numbers in ``which`` whose blocks the destination has."""
     ours, size = runs.blocks[0], runs.starts.size
-    at, to = (number // size * ours.num_blocks + ours.ordinal[number % size] for number in (which[0], which[1] - 1))
+    at, to = (
+        number // size * ours.num_blocks + ours.ordinal[number % size]
+        for number in (which[0], which[1] - 1)
+    )
     ordinals = blocks[0].ordinals
     ordinals = ordinals[(at <= ordinals) & (ordinals <= to)]
     # For each of the destination's blocks, the period it is in, and which runs of a period begin in it.
@@ -237,7 +261,10 @@ def _of_tokens(
     """Block ids and slot terms of every position in ``tokens`` for which the destination has a block."""
     if tokens[0] >= tokens[1]:
         return None
-    if one.every == 1 and (taken := _of_one_block_pair(groups, one, blocks, *tokens, sides)) is not None:
+    if (
+        one.every == 1
+        and (taken := _of_one_block_pair(groups, one, blocks, *tokens, sides)) is not None
+    ):
         return taken
     ends_of = ends(one.carried, one.every, *tokens)
     if ends_of is None or not (position := _positions(groups[0], one, blocks[0], *ends_of)).size:
@@ -249,7 +276,12 @@ def _of_tokens(
 
 
 def _of_one_block_pair(
-    groups: Sequence[Group], one: TokenIds, blocks: Sequence[Blocks], start: int, stop: int, sides: Sides
+    groups: Sequence[Group],
+    one: TokenIds,
+    blocks: Sequence[Blocks],
+    start: int,
+    stop: int,
+    sides: Sides,
 ) -> list[Occurrences] | None:
     """What :func:`_of_tokens` returns, by slices, if all positions are in one block of each side; else ``None``."""
     found: list[Occurrences] = []
@@ -268,8 +300,12 @@ def _positions(group: Group, one: TokenIds, table: Blocks, first: int, last: int
     if table.scattered is None:
         return repeated(one.carried, one.every, first, last + 1)
     size = slots(group)
-    low, high = np.searchsorted(table.scattered, [local_index(group, at) // size for at in (first, last)])
-    position = position_of(group, np.add.outer(table.scattered[low : high + 1] * size, np.arange(size)).reshape(-1))
+    low, high = np.searchsorted(
+        table.scattered, [local_index(group, at) // size for at in (first, last)]
+    )
+    position = position_of(
+        group, np.add.outer(table.scattered[low : high + 1] * size, np.arange(size)).reshape(-1)
+    )
     position = position[(first <= position) & (position <= last)]
     return position[np.isin(position % one.every, one.carried)]
 

@@ -76,7 +76,12 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
             stretches = sum(len(part.intervals) for each in axes.values() for part in each)
             compared += stretches * len(one.sources.views)
             number += math.prod(len(each) for each in axes.values())
-            at_most(MAX_HELD, compared, "stretches of views", f"divide the tensors of {destination.label}")
+            at_most(
+                MAX_HELD,
+                compared,
+                "stretches of views",
+                f"divide the tensors of {destination.label}",
+            )
             at_most(MAX_CELLS, number, "cells", f"plan for {destination.label}")
             for product in itertools.product(*axes.values()):
                 holders = np.zeros(len(sources), bool)
@@ -98,7 +103,12 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
             sources=tuple(worker.label for worker in sources),
         )
     owners = _owners(found, np.array(held), destination.rank)
-    return tuple([attrs.evolve(cell, source=_view(cell, owner)) for cell, owner in zip(found, owners, strict=True)])
+    return tuple(
+        [
+            attrs.evolve(cell, source=_view(cell, owner))
+            for cell, owner in zip(found, owners, strict=True)
+        ]
+    )
 
 
 def _hint(name: str, sources: Iterable[Worker]) -> str:
@@ -106,20 +116,28 @@ def _hint(name: str, sources: Iterable[Worker]) -> str:
     known = dict.fromkeys(name for worker in sources for name in worker.tensors)
     layer = [other for other in known if split(other)[1] == split(name)[1]]
     near = difflib.get_close_matches(name, layer[:FEW]) or layer[:3]
-    theirs = f"the sources have {', '.join(map(repr, near))}: compare shows both sides; " if near else ""
+    theirs = (
+        f"the sources have {', '.join(map(repr, near))}: compare shows both sides; " if near else ""
+    )
     return f"{theirs}name tensors in not_transferred if they need not move"
 
 
 def _owners(share: Sequence[Cell], held: Bools, turn: int) -> Ints:
     """The index of the source of each cell, (cells,); ``held`` is (cells, sources), one replica set in each row."""
-    states = [cell.match.destination[cell.destination].group.tokens_per_block is None for cell in share]
+    states = [
+        cell.match.destination[cell.destination].group.tokens_per_block is None for cell in share
+    ]
     keys = [(state, holders.tobytes()) for state, holders in zip(states, held, strict=True)]
     # The distinct replica sets, states and tokens apart; sorted, so that the order of the cells does not matter.
     numbers = {key: i for i, key in enumerate(sorted(set(keys)))}
     number = np.array([numbers[key] for key in keys], np.int64)
     weight = np.bincount(number, [_bytes(cell) for cell in share]).astype(np.float64)
-    distinct = np.array([np.frombuffer(holders, bool) for _, holders in numbers], bool).reshape(-1, held.shape[1])
-    owners: Ints = choose(distinct, weight, np.array([state for state, _ in numbers], bool), turn)[number]
+    distinct = np.array([np.frombuffer(holders, bool) for _, holders in numbers], bool).reshape(
+        -1, held.shape[1]
+    )
+    owners: Ints = choose(distinct, weight, np.array([state for state, _ in numbers], bool), turn)[
+        number
+    ]
     return owners
 
 
@@ -133,7 +151,12 @@ def parts(found: Match, destination: int) -> dict[str, tuple[Part, ...]]:
 def _cycle(found: Match, destination: int) -> int:
     """The cycle of the contexts of a destination view and all sources of a match, in positions."""
     every = cycle(found.destination[destination].group, *found.sources.groups)
-    at_most(MAX_SEGMENTS, every, "positions in a common cycle", f"align the contexts of tensor {found.names[0]!r}")
+    at_most(
+        MAX_SEGMENTS,
+        every,
+        "positions in a common cycle",
+        f"align the contexts of tensor {found.names[0]!r}",
+    )
     return every
 
 
@@ -186,7 +209,9 @@ def _describe(cell: Cell) -> str:
     ours, names = cell.match.destination[cell.destination], cell.match.names
     sizes = {**ours.sizes, TOKEN: cell.every}
     shown = [
-        f"positions {part} of every {cell.every}" if axis == TOKEN else f"{axis} {part} of {sizes[axis]}"
+        f"positions {part} of every {cell.every}"
+        if axis == TOKEN
+        else f"{axis} {part} of {sizes[axis]}"
         for axis, part in cell.parts.items()
         if part.size < sizes[axis]
     ]

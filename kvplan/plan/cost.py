@@ -122,7 +122,9 @@ class Cost:
         for pair in self.pairs:
             if pair.lengths:
                 ends = f"{label_of(pair.local)} {arrow} {label_of(pair.remote)}"
-                lines.append(f"  {ends}: {_text(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows")
+                lines.append(
+                    f"  {ends}: {_text(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows"
+                )
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -146,8 +148,14 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
     for local, pair in every:
         tables = pair.local_table, pair.remote_table
         sides = tables if operation == "READ" else tables[::-1]
-        listed = sum(_num_listed(each, stop) for each in pair.group_pairs for _, stop in _periods(each, tokens))
-        at_most(MAX_LISTED, listed, "to list", f"count the descriptors with {label_of(pair.remote)}")
+        listed = sum(
+            _num_listed(each, stop)
+            for each in pair.group_pairs
+            for _, stop in _periods(each, tokens)
+        )
+        at_most(
+            MAX_LISTED, listed, "to list", f"count the descriptors with {label_of(pair.remote)}"
+        )
         known = [of_groups(sides, groups, tokens) for groups in pair.group_pairs]
         rows = len(tables[0].rows), len(tables[1].rows)
         num_ids, lengths = sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)
@@ -155,7 +163,9 @@ def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None =
     return Cost(operation, tokens, tuple(found))
 
 
-def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> tuple[int, Mapping[int, int]]:
+def of_groups(
+    tables: tuple[Table, Table], pair: GroupPair, tokens: int
+) -> tuple[int, Mapping[int, int]]:
     """The number of ids, and of descriptors by length, of the first ``tokens`` positions, or of one state."""
     num_ids, lengths = 0, Counter[int]()
     for times, stop in _periods(pair, tokens):
@@ -174,24 +184,34 @@ def _periods(pair: GroupPair, tokens: int) -> list[tuple[int, int]]:
 def _num_listed(pair: GroupPair, stop: int) -> int:
     """How many descriptors :func:`_occurrences` lists of the positions ``[0, stop)``."""
     (low, high), ends = split(pair, 0, stop)
-    number: int = sum(runs.base.shape[1] * (runs.before(high) - runs.before(low)) for runs in pair.runs)
+    number: int = sum(
+        runs.base.shape[1] * (runs.before(high) - runs.before(low)) for runs in pair.runs
+    )
     for one in pair.tokens:
-        turns = sum(-(-(end - begin) // one.every) for begin, end in (ends if one.joined else ((0, stop),)))
+        turns = sum(
+            -(-(end - begin) // one.every) for begin, end in (ends if one.joined else ((0, stop),))
+        )
         number += turns * one.carried.size * one.base.shape[1]
     return number
 
 
-def _listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> tuple[int, Mapping[int, int]]:
+def _listed(
+    tables: tuple[Table, Table], pair: GroupPair, stop: int
+) -> tuple[int, Mapping[int, int]]:
     """The number of ids, and of descriptors by length, of the positions ``[0, stop)``, at most one period."""
     parts = [_descriptors(tables, *each) for each in _occurrences(pair, stop)]
     if not parts:
         return 0, {}
-    ordinal, region, offset, length = (np.concatenate(column, axis=-1) for column in zip(*parts, strict=True))
+    ordinal, region, offset, length = (
+        np.concatenate(column, axis=-1) for column in zip(*parts, strict=True)
+    )
     order, first = join([*ordinal, *region], offset, length[0])
     return length[0].size, Counter(np.add.reduceat(length[0][order], first).tolist())
 
 
-def _occurrences(pair: GroupPair, stop: int) -> Iterator[tuple[Ints, Sequence[Ints], Sequence[Ints]]]:
+def _occurrences(
+    pair: GroupPair, stop: int
+) -> Iterator[tuple[Ints, Sequence[Ints], Sequence[Ints]]]:
     """For each series of ids with positions in ``[0, stop)``: its ids in block 0, and each occurrence's block and term.
 
     The ids are (2, runs, 1); the block ordinals and the terms are (occurrences,) for each side.
@@ -207,7 +227,11 @@ def _occurrences(pair: GroupPair, stop: int) -> Iterator[tuple[Ints, Sequence[In
             position = repeated(one.carried, one.every, begin, end)
             if position.size:
                 ordinal, slot = blocks_and_slots(pair.groups, position)
-                yield one.base, [*ordinal], [sub[where] for sub, where in zip(one.sub, slot, strict=True)]
+                yield (
+                    one.base,
+                    [*ordinal],
+                    [sub[where] for sub, where in zip(one.sub, slot, strict=True)],
+                )
 
 
 def _descriptors(
@@ -223,9 +247,13 @@ def _descriptors(
         row = table.row_of(ids)
         region, address = table.region[row], table.rows[row, 0]
         length, stride = (table.rows[row, column].astype(np.int64) for column in (1, 3))
-        offset = (address - bases(table.regions)[0][region]).astype(np.int64) + (ids - table.first[row]) * stride
+        offset = (address - bases(table.regions)[0][region]).astype(np.int64) + (
+            ids - table.first[row]
+        ) * stride
         columns.append([np.broadcast_to(at, ids.shape), region, offset, length])
-    ordinals, regions, offsets, lengths = (np.stack(column).reshape(2, -1) for column in zip(*columns, strict=True))
+    ordinals, regions, offsets, lengths = (
+        np.stack(column).reshape(2, -1) for column in zip(*columns, strict=True)
+    )
     return ordinals, regions, offsets, lengths
 
 
@@ -248,7 +276,9 @@ def _text(lengths: Mapping[int, int]) -> str:
     if len(lengths) == 1:
         of = sizes[0]
     elif len(lengths) <= SHOWN:
-        of = " and ".join(f"{size} ({times})" for size, times in zip(sizes, lengths.values(), strict=True))
+        of = " and ".join(
+            f"{size} ({times})" for size, times in zip(sizes, lengths.values(), strict=True)
+        )
     else:
         of = f"{sizes[0]} to {sizes[-1]}"
     total = sum(length * times for length, times in lengths.items())

@@ -109,7 +109,12 @@ class SourceViews:
             intervals, of, which = self._intervals(axis, every)
             # `bounds` are all ends of intervals; `held` is (stretches between bounds that the destination has, views).
             bounds = distinct(np.concatenate([mine, intervals]))
-            at_most(MAX_HELD, bounds.size * len(self.views), "stretches of views", f"divide axis {axis!r}")
+            at_most(
+                MAX_HELD,
+                bounds.size * len(self.views),
+                "stretches of views",
+                f"divide axis {axis!r}",
+            )
             wanted = _inside(bounds, mine, np.zeros(len(mine), np.int64))[0]
             held = _inside(bounds, intervals, of)[:, wanted][which].T
             stretches = np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted]
@@ -123,7 +128,10 @@ class SourceViews:
         """
         if (axis, every) not in self._held:
             sets: dict[Intervals, int] = {}
-            which = [sets.setdefault(_covered(geometry, axis, every), len(sets)) for _, geometry in self.views]
+            which = [
+                sets.setdefault(_covered(geometry, axis, every), len(sets))
+                for _, geometry in self.views
+            ]
             intervals = np.array([ends for each in sets for ends in each], np.int64).reshape(-1, 2)
             of = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
             self._held[axis, every] = intervals, of, np.array(which, np.int64)
@@ -132,7 +140,9 @@ class SourceViews:
 
 def _covered(geometry: Geometry, axis: str, every: int) -> Intervals:
     """The coordinates of an axis that a view holds; of the token axis, the positions in ``[0, every)``."""
-    return held_positions(geometry.group, every) if axis == TOKEN else geometry.segments[axis].covered
+    return (
+        held_positions(geometry.group, every) if axis == TOKEN else geometry.segments[axis].covered
+    )
 
 
 def _inside(bounds: Ints, intervals: Ints, of: Ints) -> Bools:
@@ -166,19 +176,29 @@ class Sources:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers: tuple[Worker, ...] = tuple(workers)
         self.views: dict[str, tuple[int, ...]] = {}
-        alike: dict[Hashable, list[int]] = {}  # workers by the list of tensors and geometries that they share
+        alike: dict[
+            Hashable, list[int]
+        ] = {}  # workers by the list of tensors and geometries that they share
         for i, worker in enumerate(self.workers):
-            alike.setdefault((tuple([view.name for view in worker.views]), worker.geometry_of), []).append(i)
+            alike.setdefault(
+                (tuple([view.name for view in worker.views]), worker.geometry_of), []
+            ).append(i)
         kinds: dict[str, tuple[Any, ...]] = {}
         for members in alike.values():
             worker = self.workers[members[0]]
             for name, views in worker.tensors.items():
                 before = self.views.get(name, ())
-                equal = (members[0], len(before), tuple([worker.geometry_of[view] for view in views]))
+                equal = (
+                    members[0],
+                    len(before),
+                    tuple([worker.geometry_of[view] for view in views]),
+                )
                 self.views[name] = before + views
                 kinds[name] = (*kinds.get(name, ()), equal)
         by_first = {members[0]: members for members in alike.values()}
-        made = {kind: self._views_of(kind, by_first) for kind in dict.fromkeys([(), *kinds.values()])}
+        made = {
+            kind: self._views_of(kind, by_first) for kind in dict.fromkeys([(), *kinds.values()])
+        }
         self._nobody = made[()]
         self._by_name = {name: made[kind] for name, kind in kinds.items()}
 
@@ -196,7 +216,10 @@ class Sources:
             for n, geometry in enumerate(geometries)
         ]
         found.sort(key=lambda view: view[:2])
-        return SourceViews(tuple((i, geometry) for i, _, geometry in found), tuple(column for _, column, _ in found))
+        return SourceViews(
+            tuple((i, geometry) for i, _, geometry in found),
+            tuple(column for _, column, _ in found),
+        )
 
 
 @attrs.frozen(eq=False)
@@ -217,7 +240,12 @@ class Match:
         """The places of one view of each side for every tensor, (2, tensors, 2) int64: region index and offset."""
         (ours, theirs), (local, workers) = self.views, self.workers
         sender = workers[self.sources.views[source][0]]
-        return np.stack([local.places[ours[:, destination]], sender.places[theirs[:, self.sources.column[source]]]])
+        return np.stack(
+            [
+                local.places[ours[:, destination]],
+                sender.places[theirs[:, self.sources.column[source]]],
+            ]
+        )
 
     def of_tensors(self, which: Bools) -> Match:
         """Return the match of some of the tensors, (tensors,) bool."""
@@ -243,7 +271,9 @@ class Match:
         )
 
 
-def match(destination: Worker, sources: Sources, not_transferred: Collection[str] = ()) -> tuple[Match, ...]:
+def match(
+    destination: Worker, sources: Sources, not_transferred: Collection[str] = ()
+) -> tuple[Match, ...]:
     """The matches of a destination with its sources.
 
     Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule M3, or ``MODEL``, by rule M4.
@@ -278,7 +308,9 @@ def match(destination: Worker, sources: Sources, not_transferred: Collection[str
     return tuple(matches)
 
 
-def _check(name: str, destination: Worker, ours: Geometry, source: Worker, theirs: Geometry) -> None:
+def _check(
+    name: str, destination: Worker, ours: Geometry, source: Worker, theirs: Geometry
+) -> None:
     def differ(code: str, what: str, mine: object, other: object) -> KVPlanError:
         return KVPlanError(
             code,
@@ -297,8 +329,14 @@ def _check(name: str, destination: Worker, ours: Geometry, source: Worker, their
     if ours.dtype != theirs.dtype:
         error = differ("DTYPE", "the dtype", ours.dtype, theirs.dtype)
         same = ours.itemsize == theirs.itemsize and {ours.dtype, theirs.dtype} & {"int8", "uint8"}
-        raise error.with_hint("if their bytes mean the same, describe both sides as uint8") if same else error
-    mine, other = ({k: v for k, v in global_sizes(side.axes).items() if k != TOKEN} for side in (ours, theirs))
+        raise (
+            error.with_hint("if their bytes mean the same, describe both sides as uint8")
+            if same
+            else error
+        )
+    mine, other = (
+        {k: v for k, v in global_sizes(side.axes).items() if k != TOKEN} for side in (ours, theirs)
+    )
     for axis, size in mine.items():
         if other.get(axis, size) != size:
             raise differ("SIZE", f"the size of axis {axis!r}", size, other[axis])

@@ -56,7 +56,10 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
             if pair.group_pairs:
                 sends[local].append(pair.remote)
                 awaits[pair.remote].append(local)
-    return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in {**sends, **awaits}}
+    return {
+        key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ())))
+        for key in {**sends, **awaits}
+    }
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -101,11 +104,17 @@ def plan_mesh(
     pairs = {worker.key: dict(idle) for worker in near}
     for destination, source, share in shares(needy, holders, skipped):
         local, remote = (destination, source) if reads else (source, destination)
-        pairs[local.key][remote.key] = pair_of(share, (destination, source), 0 if reads else 1, known)
+        pairs[local.key][remote.key] = pair_of(
+            share, (destination, source), 0 if reads else 1, known
+        )
     plans = []
     for i, worker in enumerate(near):
         siblings = () if reads else holders[:i] + holders[i + 1 :]
-        plans.append(TransferPlan(operation, worker, far, siblings, skipped, tuple(pairs[worker.key].values())))
+        plans.append(
+            TransferPlan(
+                operation, worker, far, siblings, skipped, tuple(pairs[worker.key].values())
+            )
+        )
     return MeshPlan(tuple(plans))
 
 

@@ -77,7 +77,9 @@ class Table:
     @cached_property
     def _lines(self) -> tuple[Ints, Ints]:
         """The place of an id as a linear function of each row, (rows,): its slope, and its value at id 0."""
-        offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64) + self._arena[self.region]
+        offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64) + self._arena[
+            self.region
+        ]
         stride = self.rows[:, 3].astype(np.int64)
         return stride, offset - self.first * stride
 
@@ -115,7 +117,10 @@ class Table:
 
 def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
     """Addresses and devices of regions, (2, n) uint64."""
-    return np.array([[region.address for region in regions], [region.device_id for region in regions]], np.uint64)
+    return np.array(
+        [[region.address for region in regions], [region.device_id for region in regions]],
+        np.uint64,
+    )
 
 
 @attrs.frozen(eq=False)
@@ -191,15 +196,27 @@ def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Int
     tokens = [(each.groups, one) for each in found for one in each.tokens]
     for side in (0, 1):
         listed_slots = sum(one.runs.length.size * slots(groups[side]) for groups, one in tokens)
-        at_most(MAX_SLOTS, listed_slots, "slots of runs of one token", "number the descriptors of a pair of workers")
+        at_most(
+            MAX_SLOTS,
+            listed_slots,
+            "slots of runs of one token",
+            "number the descriptors of a pair of workers",
+        )
     rows, ids = [], []
     for side in (0, 1):
-        of_runs = [(_columns(0, each.runs, side), each.runs.offset[side][:, None]) for each in found]
-        of_slots = [(_columns(1, one.runs, side), _slot_offsets(groups[side], one, side)) for groups, one in tokens]
+        of_runs = [
+            (_columns(0, each.runs, side), each.runs.offset[side][:, None]) for each in found
+        ]
+        of_slots = [
+            (_columns(1, one.runs, side), _slot_offsets(groups[side], one, side))
+            for groups, one in tokens
+        ]
         side_rows, side_ids = assign_rows([*of_runs, *of_slots])
         rows.append(side_rows)
         ids.append(side_ids)
-    most = max(float(side_rows[:, 4].sum(dtype=float)) for side_rows in rows)  # exact enough: sums of int64 may wrap
+    most = max(
+        float(side_rows[:, 4].sum(dtype=float)) for side_rows in rows
+    )  # exact enough: sums of int64 may wrap
     if most >= NUMBERED_END:
         raise KVPlanError(
             "INT",
@@ -213,7 +230,9 @@ def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Int
     slot_ids, made = iter(every[len(found) :]), []
     for each, run_ids in zip(found, every, strict=False):
         runs = tuple(_run_ids(each, np.stack(run_ids)[..., 0], dtype))
-        by_token = tuple(ids for one in each.tokens for ids in _token_ids(one, next(slot_ids), dtype))
+        by_token = tuple(
+            ids for one in each.tokens for ids in _token_ids(one, next(slot_ids), dtype)
+        )
         pools = np.min([one.runs.num_blocks.min(axis=1) for one in each.tokens], axis=0).tolist()
         cuts = tuple((low, high) for low, high in each.cuts.tolist())
         made.append(GroupPair(each.groups, (pools[0], pools[1]), each.period, cuts, runs, by_token))
@@ -263,7 +282,9 @@ def assign_rows(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     )
     group = numbered(start, order.size)
     used = np.bincount(group[heads(goes_on & same)])
-    all_ids = ((blocks - 1) * block_step + np.maximum.reduceat(offset, start) - offset[start]) // step + 1
+    all_ids = (
+        (blocks - 1) * block_step + np.maximum.reduceat(offset, start) - offset[start]
+    ) // step + 1
     one_row = (step >= length) & (all_ids <= used * blocks * MAX_IDS_PER_USED)
     step = np.where(one_row, step, np.maximum(block_step, length))
     per_block = np.where(one_row, block_step // step, 1)
@@ -277,7 +298,9 @@ def assign_rows(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
     ids[:, order] = (np.cumsum(count) - count)[row] + sub, per_block[group]
     rows = np.stack([region[of], offset[first], length[of], step[of], count], axis=1)
     parts = np.split(ids, np.cumsum([offsets.size for _, offsets in jobs])[:-1], axis=1)
-    return rows, [part.reshape(2, *offsets.shape) for part, (_, offsets) in zip(parts, jobs, strict=True)]
+    return rows, [
+        part.reshape(2, *offsets.shape) for part, (_, offsets) in zip(parts, jobs, strict=True)
+    ]
 
 
 def _columns(kind: int, runs: Runs, side: int) -> Ints:
@@ -328,8 +351,12 @@ def _run_ids(found: GroupRuns, ids: Ints, dtype: type) -> Iterator[RunIds]:
                 _period_blocks(group, ordinal, found.period, more)
                 for group, ordinal, more in zip(found.groups, ordinals, sub, strict=True)
             ]
-            of_first: Ints = base[:, runs[begins[0] : begins[0] + size], None].astype(dtype, order="C")
-            yield RunIds(of_first, (int(steps[0]), int(steps[1])), starts, found.period, (sides[0], sides[1]))
+            of_first: Ints = base[:, runs[begins[0] : begins[0] + size], None].astype(
+                dtype, order="C"
+            )
+            yield RunIds(
+                of_first, (int(steps[0]), int(steps[1])), starts, found.period, (sides[0], sides[1])
+            )
 
 
 def _token_ids(one: TokenRuns, ids: Sequence[Ints], dtype: type) -> Iterator[TokenIds]:
@@ -349,4 +376,11 @@ def _token_ids(one: TokenRuns, ids: Sequence[Ints], dtype: type) -> Iterator[Tok
         same = np.flatnonzero(which == n)
         steps, subs = rows[same[0], :2].tolist(), [side[same[0]].astype(dtype) for side in sub]
         of_slot_0: Ints = base[:, same, None].astype(dtype, order="C")
-        yield TokenIds(of_slot_0, (steps[0], steps[1]), (subs[0], subs[1]), listed(one.carried), one.every, one.joined)
+        yield TokenIds(
+            of_slot_0,
+            (steps[0], steps[1]),
+            (subs[0], subs[1]),
+            listed(one.carried),
+            one.every,
+            one.joined,
+        )

@@ -50,12 +50,22 @@ class Runs:
 
     def take(self, which: Any, **changes: Ints) -> Runs:
         """The runs at these indices, with some arrays replaced."""
-        return Runs(**{f.name: changes.get(f.name, getattr(self, f.name)[..., which]) for f in attrs.fields(Runs)})
+        return Runs(
+            **{
+                f.name: changes.get(f.name, getattr(self, f.name)[..., which])
+                for f in attrs.fields(Runs)
+            }
+        )
 
 
 def _all(parts: Sequence[Runs]) -> Runs:
     """The runs of all parts, one part after another."""
-    return Runs(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in attrs.fields(Runs)))
+    return Runs(
+        *(
+            np.concatenate([getattr(part, f.name) for part in parts], axis=-1)
+            for f in attrs.fields(Runs)
+        )
+    )
 
 
 @attrs.frozen(eq=False)
@@ -109,10 +119,18 @@ def group_runs(cells: Iterable[Cell]) -> tuple[GroupRuns, ...]:
     for cell in cells:
         runs = _cell_runs(cell)
         number += runs.length.size
-        at_most(MAX_LISTED, number, "runs of one token", f"plan {cell.match.names[0]!r} and the tensors before it")
+        at_most(
+            MAX_LISTED,
+            number,
+            "runs of one token",
+            f"plan {cell.match.names[0]!r} and the tensors before it",
+        )
         groups = cell.sides[0].group, cell.sides[1].group
         by_groups.setdefault(groups, {}).setdefault(_strides(cell), []).append((cell, runs))
-    found = [(groups, [_token_runs(each) for each in equal.values()]) for groups, equal in by_groups.items()]
+    found = [
+        (groups, [_token_runs(each) for each in equal.values()])
+        for groups, equal in by_groups.items()
+    ]
     # Runs of one token and of one length are joined together; all of them share the limit evenly.
     several = sum(distinct(one.runs.length).size for _, tokens in found for one in tokens)
     return tuple(_group_runs(groups, tokens, MAX_LISTED // several) for groups, tokens in found)
@@ -161,7 +179,9 @@ def content(cell: Cell) -> tuple[Ints, int]:
             length, coordinate = length * part.size, part.intervals[0, :1]
         else:
             number = found.shape[1] * part.size * len(cell.match.names)
-            at_most(MAX_LISTED, number, "runs of one token", f"plan {cell.match.names[0]!r}", axis=axis)
+            at_most(
+                MAX_LISTED, number, "runs of one token", f"plan {cell.match.names[0]!r}", axis=axis
+            )
             coordinate = listed(part.intervals)
         at = np.stack([side.at(coordinate) for side in sides])
         found = (found[:, :, None] + at[:, None, :]).reshape(2, -1)
@@ -172,7 +192,9 @@ def _cell_runs(cell: Cell) -> Runs:
     """The runs of one token of every tensor of a cell, each at the tensor's own place."""
     inner, length = content(cell)
     places = cell.match.places(cell.destination, cell.source)
-    region, offset = np.repeat(np.moveaxis(places, 2, 0), inner.shape[1], axis=2)  # each (2, tensors * runs)
+    region, offset = np.repeat(
+        np.moveaxis(places, 2, 0), inner.shape[1], axis=2
+    )  # each (2, tensors * runs)
     every = np.ones((2, region.shape[1]), np.int64)
     return Runs(
         region=region,
@@ -222,11 +244,17 @@ def _group_runs(groups: tuple[Group, Group], tokens: Sequence[TokenRuns], limit:
     longer: list[tuple[Runs, Ints]] = []
     for one in tokens:
         alone = np.ones(one.runs.length.size, bool)
-        lengths = [n for n in distinct(one.runs.length).tolist() if all(_continues(side, n) for side in one.token)]
+        lengths = [
+            n
+            for n in distinct(one.runs.length).tolist()
+            if all(_continues(side, n) for side in one.token)
+        ]
         pairs = block_pairs(groups, one.carried, one.every, every, limit) if lengths else None
         for length in lengths:
             which = np.flatnonzero(one.runs.length == length)
-            chains = None if pairs is None else _chains(pairs, one.token, length, limit // which.size)
+            chains = (
+                None if pairs is None else _chains(pairs, one.token, length, limit // which.size)
+            )
             if chains is not None and (chains[1] > 1).any():
                 alone[which] = False
                 longer.append(_over(one.runs.take(which), *chains))
@@ -255,7 +283,10 @@ def block_pairs(
     if max(*blocks, positions // every * len(carried)) > limit or positions > POSITION_END:
         return None
     start, stop = np.add.outer(np.arange(0, positions, every), carried).reshape(-1, 2).T
-    bounds = [position_of(group, np.arange(n) * slots(group)) for group, n in zip(groups, blocks, strict=True)]
+    bounds = [
+        position_of(group, np.arange(n) * slots(group))
+        for group, n in zip(groups, blocks, strict=True)
+    ]
     # A stretch begins with each interval and with each block inside an interval, and ends before the next one.
     position = distinct(np.concatenate([start, *bounds]))
     of = np.searchsorted(start, position, "right") - 1
@@ -293,9 +324,16 @@ def _chains(
         first, size = slot[side][of], count[of]
         begin = np.maximum(axis.start[low[of] + nth] - first, 0) if whole else nth
         end = np.minimum(axis.stop[low[of] + nth] - first, size) if whole else nth + 1
-        position, count, block, slot = position[of] + begin, end - begin, block[:, of], slot[:, of] + begin
+        position, count, block, slot = (
+            position[of] + begin,
+            end - begin,
+            block[:, of],
+            slot[:, of] + begin,
+        )
     at = np.stack([axis.at(where) for axis, where in zip(token, slot, strict=True)])
-    first = heads(((block[:, 1:] == block[:, :-1]) & (at[:, 1:] == at[:, :-1] + count[:-1] * length)).all(0))
+    first = heads(
+        ((block[:, 1:] == block[:, :-1]) & (at[:, 1:] == at[:, :-1] + count[:-1] * length)).all(0)
+    )
     last = np.append(first[1:], count.size) - 1
     spans = np.concatenate([block[:, first], [position[first], position[last] + count[last]]])
     return at[:, first], np.add.reduceat(count, first), spans
@@ -317,7 +355,10 @@ def _join_longer(parts: Sequence[tuple[Runs, Ints]]) -> tuple[Runs, Ints, Ints]:
     if not parts:
         none = np.zeros((2, 0), np.int64)
         return Runs(none, none, none, none, none[0]), none[0], none.T
-    runs, spans = _all([runs for runs, _ in parts]), np.concatenate([where for _, where in parts], axis=1)
+    runs, spans = (
+        _all([runs for runs, _ in parts]),
+        np.concatenate([where for _, where in parts], axis=1),
+    )
     # Runs may only join in the same block pair, regions and pools. A joined run spans the positions of all its parts.
     same = [*runs.num_blocks, *runs.block_stride, *spans[:2], *runs.region]
     order, first = join(same, runs.offset, runs.length)

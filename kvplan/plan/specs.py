@@ -22,7 +22,11 @@ _NOTHING: Final = (np.zeros(0, np.int64),) * 4
 
 
 _EMPTY: Final = Table(
-    (), *(read_only(np.zeros(shape, kind)) for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int)))
+    (),
+    *(
+        read_only(np.zeros(shape, kind))
+        for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int))
+    ),
 )
 
 
@@ -93,7 +97,10 @@ class ReadSpec:
         rows, places = [], []
         for side, table in enumerate(tables):
             each = [table.row_of(part[side][0][:, 0]) for part in parts]
-            place = [table.places(*part[side], row).reshape(-1) for part, row in zip(parts, each, strict=True)]
+            place = [
+                table.places(*part[side], row).reshape(-1)
+                for part, row in zip(parts, each, strict=True)
+            ]
             rows.append(np.concatenate(each))
             places.append(np.concatenate(place))
         times = np.concatenate([np.full(first.size, along.size) for (first, along), _ in parts])
@@ -105,9 +112,14 @@ class ReadSpec:
         goes_on = np.logical_and(*(side[:-1] + length[:-1] == side[1:] for side in places))
         if goes_on.any():
             first = heads(goes_on)
-            places, run, length = [side[first] for side in places], run[first], np.add.reduceat(length, first)
+            places, run, length = (
+                [side[first] for side in places],
+                run[first],
+                np.add.reduceat(length, first),
+            )
         local, remote = (
-            table.descriptors(place, length, row, run) for table, place, row in zip(tables, places, rows, strict=True)
+            table.descriptors(place, length, row, run)
+            for table, place, row in zip(tables, places, rows, strict=True)
         )
         if (local[1:, 0] < local[:-1, 0]).any():  # regions that are not listed in order of address
             order = np.argsort(local[:, 0], kind="stable")

@@ -43,13 +43,17 @@ def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[
         if (key := geometry.group.name) in starts
     }
     found: dict[str, list[Descriptors]] = {}
-    for view, number, (at, place) in zip(worker.views, worker.geometry_of, worker.places.tolist(), strict=True):
+    for view, number, (at, place) in zip(
+        worker.views, worker.geometry_of, worker.places.tolist(), strict=True
+    ):
         if number in pieces:
             offset, length = pieces[number]
             region = worker.regions[at]
             address = np.uint64(region.address + place) + offset.astype(np.uint64)
             device = np.full(offset.size, region.device_id, np.uint64)
-            found.setdefault(view.name, []).append(np.stack([address, length.astype(np.uint64), device], axis=1))
+            found.setdefault(view.name, []).append(
+                np.stack([address, length.astype(np.uint64), device], axis=1)
+            )
     return {name: read_only(np.concatenate(parts)) for name, parts in found.items()}
 
 
@@ -64,7 +68,9 @@ def _pieces(geometry: Geometry, table: Blocks, start: int) -> tuple[Ints, Ints]:
     # from `slot` on, later ones from slot 0. Runs that continue each other are then joined.
     parts = []
     for which, first in ((ordinals == block, slot), (ordinals > block, 0)):
-        pages = np.add.outer(table.ids[which].astype(np.int64) * geometry.block_stride_bytes, token[first:])
+        pages = np.add.outer(
+            table.ids[which].astype(np.int64) * geometry.block_stride_bytes, token[first:]
+        )
         parts.append(np.add.outer(pages, inner).reshape(-1))
     offset = np.sort(np.concatenate(parts))
     first_of = heads(offset[1:] == offset[:-1] + length)[: offset.size]

@@ -80,7 +80,9 @@ class TransferPlan:
             specs[pair.remote] = ReadSpec(self.operation, *ends, *made[pair.group_pairs])
         return tuple(specs.values())
 
-    def check(self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None) -> None:
+    def check(
+        self, *, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens = None
+    ) -> None:
         """Raise what :meth:`bind` would raise, except ``INT`` and ``RANGE``, without computing ids."""
         self._terms(local, remote, tokens)
 
@@ -90,13 +92,22 @@ class TransferPlan:
         """The terms of a request's ids for each distinct ``group_pairs``, which several pairs may share (rule B5)."""
         self._check_request(local, remote, tokens)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
-        tables = (local, remote, 0, SIDES) if self.operation == "READ" else (remote, local, 1, SIDES[::-1])
+        tables = (
+            (local, remote, 0, SIDES)
+            if self.operation == "READ"
+            else (remote, local, 1, SIDES[::-1])
+        )
         destination, source, near, sides = tables
-        found: dict[tuple[GroupPair, ...], list[Terms]] = {pair.group_pairs: [] for pair in self._moving}
+        found: dict[tuple[GroupPair, ...], list[Terms]] = {
+            pair.group_pairs: [] for pair in self._moving
+        }
         for each, parts in found.items():
             for groups in each:
                 ours, theirs = groups.groups
-                blocks, given = (destination[ours.name], source[theirs.name]), ranges[groups.groups[near].name]
+                blocks, given = (
+                    (destination[ours.name], source[theirs.name]),
+                    ranges[groups.groups[near].name],
+                )
                 try:
                     parts += terms(groups, blocks, wanted(ours, blocks[0], given, sides[0]), sides)
                 except KVPlanError as error:
@@ -120,7 +131,9 @@ class TransferPlan:
         """
         workers = checked_workers("remotes", remotes, self.local)
         ranks = [[worker.rank for worker in side] for side in (self.remotes, workers)]
-        orders = [sorted(range(len(side)), key=lambda i: side[i].key) for side in (self.remotes, workers)]
+        orders = [
+            sorted(range(len(side)), key=lambda i: side[i].key) for side in (self.remotes, workers)
+        ]
         if ranks[0] != ranks[1] or orders[0] != orders[1]:
             raise KVPlanError(
                 "WORKER",
@@ -138,7 +151,11 @@ class TransferPlan:
                     got=f"{worker.label}, which differs",
                     hint="compare says where; plan anew",
                 )
-            table = pair.remote_table.in_regions(worker.regions) if pair.group_pairs else pair.remote_table
+            table = (
+                pair.remote_table.in_regions(worker.regions)
+                if pair.group_pairs
+                else pair.remote_table
+            )
             pairs.append(attrs.evolve(pair, remote=worker.key, remote_table=table))
         return attrs.evolve(self, remotes=workers, pairs=tuple(pairs))
 
@@ -156,7 +173,9 @@ class TransferPlan:
         for groups in (groups for pair in self.pairs for groups in pair.group_pairs):
             for i, group in enumerate(groups.groups):
                 side = pools[i if self.operation == "READ" else 1 - i]
-                side[group.name] = min(groups.num_blocks[i], side.get(group.name, groups.num_blocks[i]))
+                side[group.name] = min(
+                    groups.num_blocks[i], side.get(group.name, groups.num_blocks[i])
+                )
         return pools
 
     @cached_property
@@ -179,7 +198,13 @@ class TransferPlan:
         none = read_only(np.zeros(0, np.int32))
         return {
             pair.remote: ReadSpec(
-                self.operation, self.local.key, pair.remote, pair.local_table, pair.remote_table, none, none
+                self.operation,
+                self.local.key,
+                pair.remote,
+                pair.local_table,
+                pair.remote_table,
+                none,
+                none,
             )
             for pair in self.pairs
         }
@@ -188,10 +213,14 @@ class TransferPlan:
     def _group_names(self) -> tuple[frozenset[str], frozenset[str]]:
         """All groups of the local worker, and of the remotes."""
         sides = ((self.local,), self.remotes)
-        ours, theirs = (frozenset(group.name for worker in side for group in worker.groups) for side in sides)
+        ours, theirs = (
+            frozenset(group.name for worker in side for group in worker.groups) for side in sides
+        )
         return ours, theirs
 
-    def _check_request(self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens) -> None:
+    def _check_request(
+        self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
+    ) -> None:
         for side, tables in enumerate((local, remote)):
             if not isinstance(tables, Mapping):
                 raise wrong_type("block tables", "a mapping of groups to Blocks", tables)
@@ -214,12 +243,18 @@ def checked_workers(what: str, values: Iterable[Worker], *others: Worker) -> tup
     workers = members(Worker, values, what)
     for other in others:
         if not isinstance(other, Worker):
-            raise wrong_type("local", "one Worker", other).with_hint("plan_mesh takes all workers of an engine")
+            raise wrong_type("local", "one Worker", other).with_hint(
+                "plan_mesh takes all workers of an engine"
+            )
     times = Counter(worker.label for worker in (*others, *workers))
     label, count = max(times.items(), key=lambda item: item[1], default=("", 0))
     if count > 1:
         raise KVPlanError(
-            "WORKER", f"plan with {what}", expected="each worker once", got=f"{label} {count} times", worker=label
+            "WORKER",
+            f"plan with {what}",
+            expected="each worker once",
+            got=f"{label} {count} times",
+            worker=label,
         )
     return workers
 
@@ -305,7 +340,9 @@ def shares(
             yield destination, offered.workers[source], share
 
 
-def pair_of(share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Planned) -> Pair:
+def pair_of(
+    share: Sequence[Cell], sides: tuple[Worker, Worker], local: int, known: Planned
+) -> Pair:
     """The pair of a destination and a source; ``local`` is the index of the local one in ``sides``.
 
     Pairs of equal geometry share ids and rows through ``known``.
@@ -326,4 +363,6 @@ def _table(worker: Worker, rows: Ints, shift: np.int64) -> Table:
     made = np.empty(rows.shape, np.uint64)
     made[:, 0] = base[region] + (offset + shift).astype(np.uint64)
     made[:, 1], made[:, 2], made[:, 3], made[:, 4] = length, device[region], stride, count
-    return Table(worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count))
+    return Table(
+        worker.regions, read_only(region), read_only(made), read_only(np.cumsum(count) - count)
+    )

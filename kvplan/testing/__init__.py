@@ -61,7 +61,9 @@ def assert_copies(
     COVER: at decode/0: 2048 bytes missing, first: layers.0.attn dim 0 head 0 kv 0 byte 0 of position 16 (...
     """
     __tracebackhide__ = True
-    if copies is None:  # a connector that returns nothing: verify would carry out the plan in its place
+    if (
+        copies is None
+    ):  # a connector that returns nothing: verify would carry out the plan in its place
         raise wrong_type("copies", "a mapping of pairs of workers to descriptors", copies)
     mesh = plan_mesh(destinations, sources, operation, not_transferred=not_transferred)
     report = verify(mesh, local=local, remote=remote, tokens=tokens, copies=copies)

@@ -80,7 +80,9 @@ class EngineDesign:
 def on_ranks(group: Group) -> list[Group]:
     """A group on each context-parallel rank."""
     size, run = group.context.size, group.context.interleave_tokens
-    return [Group(group.name, group.tokens_per_block, Context(rank, size, run)) for rank in range(size)]
+    return [
+        Group(group.name, group.tokens_per_block, Context(rank, size, run)) for rank in range(size)
+    ]
 
 
 def ordinals_of(ranks: Sequence[Group], start: int, stop: int) -> range:
@@ -95,7 +97,9 @@ def positions_of(ranks: Sequence[Group], ordinals: range) -> range:
     slots, context = ranks[0].tokens_per_block or 1, ranks[0].context
     end = (ordinals.stop * slots + context.interleave_tokens) * context.size
     held = ([at for at in range(end) if at in group.context] for group in ranks)
-    return _hull(at for positions in held for at in positions[ordinals.start * slots : ordinals.stop * slots])
+    return _hull(
+        at for positions in held for at in positions[ordinals.start * slots : ordinals.stop * slots]
+    )
 
 
 def _hull(numbers: Iterable[int]) -> range:
@@ -110,7 +114,12 @@ def workers(design: EngineDesign, tables: Mapping[str, Blocks]) -> tuple[Worker,
 
 
 def _worker(
-    design: EngineDesign, tables: Mapping[str, Blocks], number: int, stage: int, context: int, rank: int
+    design: EngineDesign,
+    tables: Mapping[str, Blocks],
+    number: int,
+    stage: int,
+    context: int,
+    rank: int,
 ) -> Worker:
     """One worker: its parts of the tensors of its stage, packed into regions."""
     ends: dict[tuple[str, str], int] = {}
@@ -119,9 +128,17 @@ def _worker(
         if stored.stage != stage:
             continue
         group = stored.group.name
-        groups[group] = stored.group if stored.group.context.size == 1 else on_ranks(stored.group)[context]
-        listed = tables.values() if design.equal_pools or design.packing == POOL else [tables[group]]
-        blocks = max(int(table.ids.max(initial=0)) for table in listed) + 1 + design.extra_blocks * (1 + number % 2)
+        groups[group] = (
+            stored.group if stored.group.context.size == 1 else on_ranks(stored.group)[context]
+        )
+        listed = (
+            tables.values() if design.equal_pools or design.packing == POOL else [tables[group]]
+        )
+        blocks = (
+            max(int(table.ids.max(initial=0)) for table in listed)
+            + 1
+            + design.extra_blocks * (1 + number % 2)
+        )
         for part, axes in enumerate(_parts(design, stored, rank)):
             axes, step, length = _strides(design, stored, axes, blocks)
             region = (f"{group}.{index}.{part}", group, group, "pool")[design.packing]
@@ -129,11 +146,28 @@ def _worker(
             ends[region, group] = offset + length + design.gap * 3
             if design.packing in (INTERLEAVED, POOL):
                 step = 1 << 30  # more than any block, until all views are known
-            views.append(View(stored.tensor.name, group, region, stored.tensor.dtype, axes, blocks, step, offset))
+            views.append(
+                View(
+                    stored.tensor.name,
+                    group,
+                    region,
+                    stored.tensor.dtype,
+                    axes,
+                    blocks,
+                    step,
+                    offset,
+                )
+            )
     if design.packing in (INTERLEAVED, POOL):
-        steps = {view.region: max(end for (name, _), end in ends.items() if name == view.region) for view in views}
+        steps = {
+            view.region: max(end for (name, _), end in ends.items() if name == view.region)
+            for view in views
+        }
         views = [attrs.evolve(view, block_stride_bytes=steps[view.region]) for view in views]
-    sizes = {view.region: max(other.end_bytes for other in views if other.region == view.region) for view in views}
+    sizes = {
+        view.region: max(other.end_bytes for other in views if other.region == view.region)
+        for view in views
+    }
     return Worker(design.engine_id, number, _regions(design, sizes, number), groups.values(), views)
 
 
@@ -144,10 +178,15 @@ def _parts(design: EngineDesign, stored: StoredTensor, rank: int) -> list[list[A
         sharded = name == "head"
         start = rank * size // design.tp if sharded else 0
         stop = -(-(rank + 1) * size // design.tp) if sharded else size
-        axes.append(Axis(name, start + (name == stored.narrowed and stop - start > 1), stop, size, 0))
+        axes.append(
+            Axis(name, start + (name == stored.narrowed and stop - start > 1), stop, size, 0)
+        )
     for i, axis in enumerate(axes):
         if axis.name == stored.split and axis.extent > 1:
-            halves = (attrs.evolve(axis, stop=axis.start + 1), attrs.evolve(axis, start=axis.start + 1))
+            halves = (
+                attrs.evolve(axis, stop=axis.start + 1),
+                attrs.evolve(axis, start=axis.start + 1),
+            )
             return [[*axes[:i], half, *axes[i + 1 :]] for half in halves]
     return [axes]
 
@@ -163,7 +202,9 @@ def _strides(
     listed = [*axes, Axis("token", 0, slots, slots, 0)] if slots else [*axes]
     listed = listed[stored.first_axis :] + listed[: stored.first_axis]
     digits = [digit for axis in listed for digit in _digits(design, axis)]
-    extents = [axis.extent for axis in digits] + ([] if design.packing in (INTERLEAVED, POOL) else [blocks])
+    extents = [axis.extent for axis in digits] + (
+        [] if design.packing in (INTERLEAVED, POOL) else [blocks]
+    )
     order = list(range(len(extents)))
     choice, pads, stride = stored.order, stored.pads, [0] * (len(digits) + 1)
     span = ITEMSIZE[stored.tensor.dtype]
@@ -174,7 +215,11 @@ def _strides(
         if extents[dim] > 1:
             stride[dim] = span + pad
             span += (extents[dim] - 1) * stride[dim]
-    return [attrs.evolve(axis, stride_bytes=stride[i]) for i, axis in enumerate(digits)], stride[-1], span
+    return (
+        [attrs.evolve(axis, stride_bytes=stride[i]) for i, axis in enumerate(digits)],
+        stride[-1],
+        span,
+    )
 
 
 def _digits(design: EngineDesign, axis: Axis) -> list[Axis]:

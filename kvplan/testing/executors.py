@@ -110,7 +110,9 @@ class Transmission:
         return mesh
 
     def _arguments(self, plan: TransferPlan) -> dict[str, Any]:
-        tables = (self.local, self.remote) if plan.operation == "READ" else (self.remote, self.local)
+        tables = (
+            (self.local, self.remote) if plan.operation == "READ" else (self.remote, self.local)
+        )
         return {"local": tables[0], "remote": tables[1], "tokens": self.tokens}
 
     def _specs(self, plans: Iterable[TransferPlan]) -> list[ReadSpec]:
@@ -132,15 +134,22 @@ class Transmission:
             for spec in self._specs(plans):
                 memory.execute(spec)
             return {
-                (worker.key, region.name): memory.read(worker, region.address, region.size_bytes, region.device_id)
+                (worker.key, region.name): memory.read(
+                    worker, region.address, region.size_bytes, region.device_id
+                )
                 for worker, region in self.regions
             }
 
-    def start(self, plans: Iterable[TransferPlan], request: str, *, attempt: int = 0, notify: bool = True) -> Started:
+    def start(
+        self, plans: Iterable[TransferPlan], request: str, *, attempt: int = 0, notify: bool = True
+    ) -> Started:
         """Start all transfers of the request, each on its executor."""
         executors = self.cluster.executors
         return [
-            (executors[spec.local], executors[spec.local].start(spec, request, attempt=attempt, notify=notify))
+            (
+                executors[spec.local],
+                executors[spec.local].start(spec, request, attempt=attempt, notify=notify),
+            )
             for spec in self._specs(plans)
         ]
 
@@ -159,12 +168,17 @@ class Transmission:
 
     def contents(self) -> Contents:
         """A copy of all memory."""
-        return {(worker.key, region.name): self.cluster.read(worker, region) for worker, region in self.regions}
+        return {
+            (worker.key, region.name): self.cluster.read(worker, region)
+            for worker, region in self.regions
+        }
 
     def check_memory(self, expected: Contents) -> None:
         """Assert that every byte of all regions is the expected one."""
         for worker, region in self.regions:
-            wrong = np.count_nonzero(self.cluster.read(worker, region) != expected[worker.key, region.name])
+            wrong = np.count_nonzero(
+                self.cluster.read(worker, region) != expected[worker.key, region.name]
+            )
             _expect(not wrong, f"{wrong} wrong bytes in {worker.label} {region.name}")
 
     def notified(self, pending: PendingRequests, worker: Key, count: int) -> dict[str, Status]:
@@ -179,7 +193,10 @@ class Transmission:
     def check_notices(self, mesh: MeshPlan, request: str, *, sent: bool = True) -> None:
         """Assert that each worker receives the notices that it awaits by a mesh plan, or none if none were sent."""
         awaited = {key: one.awaits if sent else () for key, one in mesh.completions.items()}
-        expected = {key: Counter(Notice(*sender, request) for sender in keys) for key, keys in awaited.items()}
+        expected = {
+            key: Counter(Notice(*sender, request) for sender in keys)
+            for key, keys in awaited.items()
+        }
         deadline = time.monotonic() + (self.timeout_s if sent else QUIET_S)
         while time.monotonic() < deadline:
             self._receive()
@@ -214,14 +231,21 @@ def refused(code: str, name: str) -> Iterator[None]:
     try:
         yield
     except KVPlanError as error:
-        _expect(error.code == code and name in str(error), f"expected {code} with {name!r}, got {error}")
+        _expect(
+            error.code == code and name in str(error), f"expected {code} with {name!r}, got {error}"
+        )
     else:
         raise AssertionError(f"expected a KVPlanError with code {code}, got none")
 
 
 def engine(name: str, **options: Any) -> tuple[Worker, ...]:
     """Workers of a model with 2 layers and 12 heads."""
-    keys = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 12}
+    keys = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+    }
     return Model.from_config(keys).engine(name, **{"num_blocks": 10, **options})
 
 
@@ -251,7 +275,9 @@ class ExecutorContract:
         with self.open_cluster([*sources, *destinations]) as cluster:
             workers, number = cluster.workers, len(sources)
             tokens = {"attn": (3, 17)}
-            yield Transmission(cluster, workers[:number], workers[number:], local, remote, tokens, self.timeout_s)
+            yield Transmission(
+                cluster, workers[:number], workers[number:], local, remote, tokens, self.timeout_s
+            )
 
     def test_a_request_moves(self) -> None:
         """All bytes of reads and writes arrive, no other byte changes, and all notices come, also for no bytes."""
@@ -282,7 +308,9 @@ class ExecutorContract:
             mesh = one.plan("READ")
             source = one.sources[0].key
             awaits = mesh.completions[source].awaits
-            first, *others = [next(plan for plan in mesh.plans if plan.local.key == key) for key in awaits]
+            first, *others = [
+                next(plan for plan in mesh.plans if plan.local.key == key) for key in awaits
+            ]
             pending = PendingRequests()
             pending.add("request", awaits, attempt=2)
             for attempt, plans in ((1, mesh.plans), (2, [first]), (2, [first]), (2, others)):
@@ -331,7 +359,9 @@ class ExecutorContract:
             mesh = one.plan("READ")
             for executor, transfer in one.start(mesh.plans[:1], "request"):
                 if transfer.spec.remote == one.sources[1].key:
-                    _expect(executor.poll(transfer) is Status.DONE, f"expected DONE, got {transfer}")
+                    _expect(
+                        executor.poll(transfer) is Status.DONE, f"expected DONE, got {transfer}"
+                    )
                 else:
                     executor.cancel(transfer)
                     one.finish([(executor, transfer)])
@@ -376,13 +406,20 @@ class ExecutorContract:
             mesh = one.plan("READ")
             zeros = {place: np.zeros_like(values) for place, values in one.fill(mesh.plans).items()}
             started = one.start(mesh.plans, "request")
-            running = [(executor, transfer) for executor, transfer in started if not transfer.status.is_settled]
+            running = [
+                (executor, transfer)
+                for executor, transfer in started
+                if not transfer.status.is_settled
+            ]
             for executor, transfer in running:
                 with refused("TRANSFER", transfer.request):
                     executor.release(transfer)
                 executor.cancel(transfer)
             statuses = one.finish(started)
-            _expect(statuses <= {Status.CANCELLED, Status.DONE}, f"expected CANCELLED or DONE, got {started}")
+            _expect(
+                statuses <= {Status.CANCELLED, Status.DONE},
+                f"expected CANCELLED or DONE, got {started}",
+            )
             for worker, region in one.regions:
                 one.cluster.write(worker, region, zeros[worker.key, region.name])
             time.sleep(QUIET_S)

@@ -18,7 +18,16 @@ from kvplan.describe import Blocks, Context, Group, Request, Worker
 from kvplan.describe.blocks import Range, Tokens
 from kvplan.plan import TransferPlan, plan_reads, plan_writes
 from kvplan.testing import engines
-from kvplan.testing.engines import BOTH, DESTINATION, EXCLUDED, POOL, SOURCE, EngineDesign, LogicalTensor, StoredTensor
+from kvplan.testing.engines import (
+    BOTH,
+    DESTINATION,
+    EXCLUDED,
+    POOL,
+    SOURCE,
+    EngineDesign,
+    LogicalTensor,
+    StoredTensor,
+)
 
 if find_spec("hypothesis") is None:
     raise ImportError("kvplan.testing.strategies needs hypothesis: pip install hypothesis")
@@ -48,10 +57,13 @@ def _is_paged(ranks: Sequence[Group]) -> bool:
     return ranks[0].tokens_per_block is not None
 
 
-def _ordinals(pools: GroupPools, span: tuple[int, int], states: tuple[int, int]) -> dict[str, range]:
+def _ordinals(
+    pools: GroupPools, span: tuple[int, int], states: tuple[int, int]
+) -> dict[str, range]:
     """The blocks of each group that hold positions of a span, or states."""
     return {
-        name: engines.ordinals_of(ranks, *(span if _is_paged(ranks) else states)) for name, (ranks, _) in pools.items()
+        name: engines.ordinals_of(ranks, *(span if _is_paged(ranks) else states))
+        for name, (ranks, _) in pools.items()
     }
 
 
@@ -154,12 +166,18 @@ class Case:
     def writes(self, source: Worker) -> TransferPlan:
         """The plan by which one source writes its part."""
         siblings = [other for other in self.sources if other is not source]
-        return plan_writes(source, self.destinations, siblings, not_transferred=self.not_transferred)
+        return plan_writes(
+            source, self.destinations, siblings, not_transferred=self.not_transferred
+        )
 
     def arguments(self, operation: Literal["READ", "WRITE"] = "READ") -> dict[str, Any]:
         """The arguments of :func:`~kvplan.testing.assert_copies` besides engines and copies."""
         near = 0 if operation == "READ" else 1
-        tables = {"local": self.tables[near], "remote": self.tables[1 - near], "tokens": self.tokens[near]}
+        tables = {
+            "local": self.tables[near],
+            "remote": self.tables[1 - near],
+            "tokens": self.tokens[near],
+        }
         return {**tables, "operation": operation, "not_transferred": self.not_transferred}
 
     def request(self, plan: TransferPlan) -> Request:
@@ -170,7 +188,9 @@ class Case:
             tokens = {name: span for name, span in tokens.items() if name in own}
         return {
             "local": {name: blocks for name, blocks in self.tables[side].items() if name in own},
-            "remote": {name: blocks for name, blocks in self.tables[1 - side].items() if name in theirs},
+            "remote": {
+                name: blocks for name, blocks in self.tables[1 - side].items() if name in theirs
+            },
             "tokens": tokens,
         }
 
@@ -224,15 +244,27 @@ def case_of(drawn: bytes) -> Case:
     """The case that a string of bytes chooses."""
     choices = Choices(drawn)
     tensors = _tensors(choices)
-    decode, prefill = _design("decode", tensors, SOURCE, choices), _design("prefill", tensors, DESTINATION, choices)
+    decode, prefill = (
+        _design("decode", tensors, SOURCE, choices),
+        _design("prefill", tensors, DESTINATION, choices),
+    )
     moved = {tensor.name for tensor in tensors if tensor.engines == BOTH}
     ours, theirs = (
-        {stored.tensor.name: stored.group for stored in design.tensors if stored.tensor.name in moved}
+        {
+            stored.tensor.name: stored.group
+            for stored in design.tensors
+            if stored.tensor.name in moved
+        }
         for design in (decode, prefill)
     )
     as_one, asked = _ranges(decode.groups, choices)
-    near = {name: None if asked[group.name][1] else asked[group.name][0] for name, group in ours.items()}
-    far = {name: _joined([near[other] for other in theirs if theirs[other] == group]) for name, group in theirs.items()}
+    near = {
+        name: None if asked[group.name][1] else asked[group.name][0] for name, group in ours.items()
+    }
+    far = {
+        name: _joined([near[other] for other in theirs if theirs[other] == group])
+        for name, group in theirs.items()
+    }
     one = next((near[name] for name, group in ours.items() if group.tokens_per_block), None)
     tokens = [one if as_one else _by_group(*side) for side in ((near, ours), (far, theirs))]
 
@@ -251,14 +283,18 @@ def case_of(drawn: bytes) -> Case:
         tables=(local, remote),
         spans=(near, far),
         tokens=(tokens[0], tokens[1]),
-        not_transferred=tuple(tensor.name for tensor in tensors if tensor.engines in (DESTINATION, EXCLUDED)),
+        not_transferred=tuple(
+            tensor.name for tensor in tensors if tensor.engines in (DESTINATION, EXCLUDED)
+        ),
         designs=(decode, prefill),
     )
 
 
 def _held(group: Group, blocks: Blocks) -> Range:
     """The positions between the first and the last that a block table holds on any rank."""
-    held = engines.positions_of(engines.on_ranks(group), range(blocks.first, blocks.first + len(blocks.ids)))
+    held = engines.positions_of(
+        engines.on_ranks(group), range(blocks.first, blocks.first + len(blocks.ids))
+    )
     return held.start, held.stop
 
 
@@ -304,7 +340,9 @@ def _tensors(choices: Choices) -> list[LogicalTensor]:
     return drawn[: (1, 2, 3, 3, 4, 4, 4)[count]]
 
 
-def _design(engine_id: str, tensors: Sequence[LogicalTensor], lacking: int, choices: Choices) -> EngineDesign:
+def _design(
+    engine_id: str, tensors: Sequence[LogicalTensor], lacking: int, choices: Choices
+) -> EngineDesign:
     """An engine that has all tensors but those of ``lacking`` engines alone, from any of them on."""
     shape, regroup, renamed, turn, unlike, pools = choices.below(len(SHAPES), 5, 6, 4, 5, 2)
     packing, digits, gap, base, devices, extra_blocks = choices.below(4, 2, 2, 4, 2, 4)
@@ -336,16 +374,22 @@ def _design(engine_id: str, tensors: Sequence[LogicalTensor], lacking: int, choi
 
 def _groups_of(engine_id: str, cp: int, renamed: int, equal: bool, choices: Choices) -> list[Group]:
     """Three token groups, each on all context-parallel ranks or, sometimes, without contexts, and two state groups."""
-    names = [NAMES[(i + renamed) % 5] if renamed < 5 else f"{engine_id}.{NAMES[i]}" for i in range(5)]
+    names = [
+        NAMES[(i + renamed) % 5] if renamed < 5 else f"{engine_id}.{NAMES[i]}" for i in range(5)
+    ]
     drawn = [choices.below(6, 3, 4) for _ in range(3)]
     paged = []
     for name, own in zip(names[:3], drawn, strict=True):
         slots, interleave, alone = drawn[0] if equal else own
-        paged.append(Group(name, slots + 1, Context(0, cp, interleave + 1) if alone < 3 else Context()))
+        paged.append(
+            Group(name, slots + 1, Context(0, cp, interleave + 1) if alone < 3 else Context())
+        )
     return [*paged, *map(Group, names[3:])]
 
 
-def _ranges(groups: Mapping[str, Group], choices: Choices) -> tuple[bool, dict[str, tuple[Range, bool]]]:
+def _ranges(
+    groups: Mapping[str, Group], choices: Choices
+) -> tuple[bool, dict[str, tuple[Range, bool]]]:
     """Whether all token groups have one range; and for each group its range, and whether everything moves instead."""
     (as_one,) = choices.below(3)
     drawn = [choices.below(8, 10, 4) for _ in range(5)]
@@ -359,16 +403,22 @@ def _ranges(groups: Mapping[str, Group], choices: Choices) -> tuple[bool, dict[s
     return as_one == 0, asked
 
 
-def _tables(design: EngineDesign, wanted: Mapping[str, Sequence[Range]], choices: Choices) -> dict[str, Blocks]:
+def _tables(
+    design: EngineDesign, wanted: Mapping[str, Sequence[Range]], choices: Choices
+) -> dict[str, Blocks]:
     """A block table for each group that covers its ranges. In a pool of all groups, no block is listed twice."""
     tables, beyond = {}, 0
     drawn = [choices.below(2, 2, 3, 256) for _ in range(5)]
-    for (name, group), (before, after, low, seed) in zip(design.groups.items(), drawn, strict=False):
+    for (name, group), (before, after, low, seed) in zip(
+        design.groups.items(), drawn, strict=False
+    ):
         ordinals = engines.ordinals_of(engines.on_ranks(group), *_hull(wanted[name] or [(0, 3)]))
         first = max(0, (ordinals.start if ordinals else low) - before)
         count = (ordinals.stop if ordinals else first) - first + after
         pool = range(beyond, beyond + count + design.extra_blocks)
-        tables[name] = Blocks(random.Random(seed).sample(pool, count) if seed else list(pool)[:count], first)
+        tables[name] = Blocks(
+            random.Random(seed).sample(pool, count) if seed else list(pool)[:count], first
+        )
         if design.packing == POOL:
             beyond = max(beyond, tables[name].highest + 1)
     return tables

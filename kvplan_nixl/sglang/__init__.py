@@ -40,7 +40,12 @@ def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
     from kvplan_nixl.sglang.manager import Manager
     from kvplan_nixl.sglang.prefill import Sender
 
-    classes = {"manager": Manager, "sender": Sender, "receiver": Receiver, "bootstrap_server": BootstrapServer}
+    classes = {
+        "manager": Manager,
+        "sender": Sender,
+        "receiver": Receiver,
+        "bootstrap_server": BootstrapServer,
+    }
     return classes[kind.value]
 
 

@@ -60,14 +60,18 @@ class BootstrapServer:
 
         def get(path: str) -> Any:
             with lock:
-                entries = {room: _newest(rooms.get(room, OrderedDict())) for room in path[1:].split(",")}
+                entries = {
+                    room: _newest(rooms.get(room, OrderedDict())) for room in path[1:].split(",")
+                }
             return {room: entry for room, entry in entries.items() if entry is not None}
 
         def post(path: str, entry: Any) -> Any:
             room, *part = path[1:].split("/")
             stage, stages = map(int, part or (0, 1))
             match entry:
-                case {"handoff": {"remote_block_ids": dict(), "remote_kept": dict()}} if 0 <= stage < stages:
+                case {"handoff": {"remote_block_ids": dict(), "remote_kept": dict()}} if (
+                    0 <= stage < stages
+                ):
                     pass
                 case dict() if (stage, stages) == (0, 1):
                     pass
@@ -116,11 +120,20 @@ def _joined(entries: Stages) -> Any:
     return {**first, "handoff": handoff}
 
 
-def publish(address: str, room: int, entry: Mapping[str, Any], stage: int = 0, stages: int = 1) -> None:
+def publish(
+    address: str, room: int, entry: Mapping[str, Any], stage: int = 0, stages: int = 1
+) -> None:
     """Store the entry of a room, or that of one of ``stages``, in the bootstrap server at an address. Raises
     ``PEER``.
     """
-    exchange(f"the bootstrap server at {address}", address, None, f"/{room}/{stage}/{stages}", TIMEOUT_S, entry)
+    exchange(
+        f"the bootstrap server at {address}",
+        address,
+        None,
+        f"/{room}/{stage}/{stages}",
+        TIMEOUT_S,
+        entry,
+    )
 
 
 def ask(address: str, rooms: Iterable[int]) -> dict[int, Any]:
@@ -130,7 +143,9 @@ def ask(address: str, rooms: Iterable[int]) -> dict[int, Any]:
     try:
         return {int(room): entry for room, entry in json.loads(answer).items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise KVPlanError("MESSAGE", f"ask {peer}", expected="entries by room", got=f"{error!r}") from None
+        raise KVPlanError(
+            "MESSAGE", f"ask {peer}", expected="entries by room", got=f"{error!r}"
+        ) from None
 
 
 class Rooms:
@@ -147,7 +162,9 @@ class Rooms:
         with self._lock:
             if address not in self._wanted:
                 self._wanted[address] = set()
-                threading.Thread(target=self._run, args=(address,), name="kvplan rooms", daemon=True).start()
+                threading.Thread(
+                    target=self._run, args=(address,), name="kvplan rooms", daemon=True
+                ).start()
             self._wanted[address].add(room)
 
     def take(self, room: int) -> Any:

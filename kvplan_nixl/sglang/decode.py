@@ -31,7 +31,9 @@ class Receiver(BaseKVReceiver):
 
     require_staging = False
 
-    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+    def __init__(
+        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:
         assert bootstrap_room is not None
         self.kv_mgr = mgr
         self._address, self._room = bootstrap_addr, bootstrap_room
@@ -80,7 +82,9 @@ class Receiver(BaseKVReceiver):
             if entry is None:
                 if time.monotonic() > self._stop:
                     expected = f"prefill to compute it within {manager.timeout_s:g} s"
-                    raise KVPlanError("PEER", f"read request {self._room}", expected=expected, got="nothing")
+                    raise KVPlanError(
+                        "PEER", f"read request {self._room}", expected=expected, got="nothing"
+                    )
                 return KVPoll.Bootstrapping
             self._claim(entry)
         if self._row < 0:
@@ -132,7 +136,10 @@ class Receiver(BaseKVReceiver):
                 lease=handoff.lease,
                 local=local,
                 remote=handoff.blocks,
-                tokens={group: self._positions(group, (start, stop), local[group]) for group in manager.windows},
+                tokens={
+                    group: self._positions(group, (start, stop), local[group])
+                    for group in manager.windows
+                },
             )
         )
 
@@ -158,7 +165,9 @@ class Receiver(BaseKVReceiver):
         sizes = [len(row) for row in rows]
         if sizes != args.aux_item_lens:
             action = f"read the first token of request {self._room}"
-            raise KVPlanError("SIZE", action, expected=f"rows of {args.aux_item_lens} bytes", got=f"{sizes}")
+            raise KVPlanError(
+                "SIZE", action, expected=f"rows of {args.aux_item_lens} bytes", got=f"{sizes}"
+            )
         for address, row in zip(args.aux_data_ptrs, rows, strict=True):
             ctypes.memmove(address + self._row * len(row), row, len(row))
 

@@ -46,10 +46,14 @@ class Manager(BaseKVManager):
 
     enable_deferred_decode_kv_release = True
 
-    def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+    def __init__(
+        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
         self.kv_args = args
         self.is_prefill: bool = mode.value == "prefill"
-        self._caches_prefixes = bool(getattr(server_args, "disaggregation_decode_enable_radix_cache", False))
+        self._caches_prefixes = bool(
+            getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
+        )
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         self.prefill_info_table: dict[str, Any] = {}
         self._open_rooms: set[int] = set()
@@ -66,12 +70,19 @@ class Manager(BaseKVManager):
         """Register the memory of the pool of a queue; on decode, read; on prefill, serve what all ranks offer."""
         parallel = get_parallel()
         _check("attn_dcp_size", 1, parallel.attn_dcp_size)
-        _check("attn_tp_size", parallel.tp_size, parallel.attn_tp_size)  # which CP and DP make smaller
+        _check(
+            "attn_tp_size", parallel.tp_size, parallel.attn_tp_size
+        )  # which CP and DP make smaller
         _check("draft_token_to_kv_pool", None, queue.draft_token_to_kv_pool)
-        group, tp = parallel.world_group, parallel.attn_tp_group  # all ranks, and those of this stage
+        group, tp = (
+            parallel.world_group,
+            parallel.attn_tp_group,
+        )  # all ranks, and those of this stage
         self.stage, self.num_stages = parallel.pp_rank, parallel.pp_size
         self.is_first, self.is_first_of_stage = group.rank_in_group == 0, tp.rank_in_group == 0
-        engine_id = group.broadcast_object(f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0)
+        engine_id = group.broadcast_object(
+            f"sglang-{uuid.uuid4().hex[:12]}" if self.is_first else None, src=0
+        )
         info = RankInfo(engine_id, group.rank_in_group, tp.rank_in_group, tp.world_size)
         self.worker = self._worker(queue, info)
         kinds = [kind.value for kind in self.kv_args.state_types]
@@ -86,16 +97,22 @@ class Manager(BaseKVManager):
             _check("disaggregation_decode_enable_radix_cache", False, self._caches_prefixes)
         self.metadata = queue.metadata_buffers
         key = os.environ.get("KVPLAN_KEY", "").encode()
-        num_bytes = 0 if self.is_prefill else int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
+        num_bytes = (
+            0 if self.is_prefill else int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
+        )
         self.worker, copier = with_staging(self.worker, num_bytes)
         self._executor = NixlExecutor(self.worker, key=key)
         if self.is_prefill:
             offers: list[bytes] = [b""] * group.world_size
-            torch.distributed.all_gather_object(offers, self._executor.envelope(), group=group.cpu_group)
+            torch.distributed.all_gather_object(
+                offers, self._executor.envelope(), group=group.cpu_group
+            )
             self.leases = Leases(float(os.environ.get("KVPLAN_LEASE_S", LEASE_S)))
             host = os.environ.get("KVPLAN_HOST", get_local_ip_auto())
             bind = os.environ.get("KVPLAN_BIND", host)
-            self.listener = Listener(engine_id, host, offers, self.leases, bind=bind) if self.is_first else None
+            self.listener = (
+                Listener(engine_id, host, offers, self.leases, bind=bind) if self.is_first else None
+            )
             self.source = group.broadcast_object(self.listener and self.listener.source, src=0)
             self.publisher = ThreadPoolExecutor(1, "kvplan publish")
             self._num_refused = 0
@@ -112,7 +129,9 @@ class Manager(BaseKVManager):
                 pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
             )
             queue.transfer_queue.enable_deferred_kv_release = True
-            queue.transfer_queue.deferred_kv_release_timeout = math.inf  # until the read has ended, however late
+            queue.transfer_queue.deferred_kv_release_timeout = (
+                math.inf
+            )  # until the read has ended, however late
             self.rooms = Rooms(logger)
         self.ended: dict[str, KVPlanError | None] = {}
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
@@ -147,7 +166,13 @@ class Manager(BaseKVManager):
         """Refuse a room that another request has now: SGLang gives all children of one with ``n`` > 1 the same one."""
         if room in self._open_rooms:
             expected = "a room of its own for each request"
-            raise KVPlanError("NAME", f"open room {room}", expected=expected, got="one in use", hint="ask for n = 1")
+            raise KVPlanError(
+                "NAME",
+                f"open room {room}",
+                expected=expected,
+                got="one in use",
+                hint="ask for n = 1",
+            )
         self._open_rooms.add(room)
 
     def close_room(self, room: int) -> None:
@@ -165,11 +190,15 @@ class Manager(BaseKVManager):
             self.ended.update(dict.fromkeys(ended.done))
             for request in ended.late:
                 expected = f"a reader that claims it within {self.leases.lease_s:g} s"
-                self.ended[request] = KVPlanError("LEASE", f"lend {request!r}", expected=expected, got="none")
+                self.ended[request] = KVPlanError(
+                    "LEASE", f"lend {request!r}", expected=expected, got="none"
+                )
             num_stale = self.leases.num_refused - self._num_refused
             if num_stale:
                 self._num_refused += num_stale
-                logger.error("%d claims came for leases that are over: their requests fail", num_stale)
+                logger.error(
+                    "%d claims came for leases that are over: their requests fail", num_stale
+                )
             return
         for result in self.reads.poll():
             self.under_way.pop(result.request, None)
@@ -196,4 +225,6 @@ def _check(field: str, expected: Any, got: Any) -> None:
     """Refuse an engine that the plugin does not serve, by a field of SGLang's or of its worker."""
     if got != expected:
         action, details = "serve this SGLang by kvplan", {field: got}
-        raise KVPlanError("LAYOUT", action, expected=f"{field} = {expected}", got=f"{got}", **details)
+        raise KVPlanError(
+            "LAYOUT", action, expected=f"{field} = {expected}", got=f"{got}", **details
+        )

@@ -28,7 +28,11 @@ class Sender(BaseKVSender):
     """SGLang's request, which is set from outside."""
 
     def __init__(
-        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+        self,
+        mgr: Manager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self.kv_mgr = mgr
         self._address, self._room = bootstrap_addr, bootstrap_room
@@ -53,7 +57,9 @@ class Sender(BaseKVSender):
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
 
-    def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
+    def send(
+        self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None
+    ) -> None:
         assert num_kv_tokens is not None
         self._pages += kv_indices.tolist()
         self._num_tokens += num_kv_tokens
@@ -78,7 +84,9 @@ class Sender(BaseKVSender):
                 "metadata": [b64encode(row).decode() for row in self._metadata()],
                 "attempt": self.req.rid,  # equal in all stages
             }
-            manager.publisher.submit(self._publish, entry, time.monotonic() + manager.leases.lease_s)
+            manager.publisher.submit(
+                self._publish, entry, time.monotonic() + manager.leases.lease_s
+            )
 
     def _metadata(self) -> list[bytes]:
         """The request's row of each buffer in which SGLang keeps the first token and what belongs to it."""
@@ -127,11 +135,15 @@ class Sender(BaseKVSender):
         return KVTransferMetric()
 
 
-def tables_of(manager: Manager, pages: list[int], first: int, num_tokens: int, states: list[Any]) -> dict[str, Blocks]:
+def tables_of(
+    manager: Manager, pages: list[int], first: int, num_tokens: int, states: list[Any]
+) -> dict[str, Blocks]:
     """Block tables by group: the pages from position ``first`` on, and what SGLang lists of each of its states."""
     size = manager.kv_args.page_size
     tables = {manager.groups[0]: Blocks(pages, first // size)}
-    for group, kind, ids in zip(manager.groups[1:], manager.kv_args.state_types, states, strict=True):
+    for group, kind, ids in zip(
+        manager.groups[1:], manager.kv_args.state_types, states, strict=True
+    ):
         ids = np.asarray(ids).tolist()
         # A window ends with the last page of the prompt.
         tables[group] = Blocks(ids, -(-num_tokens // size) - len(ids) if kind.value == "swa" else 0)

@@ -26,7 +26,9 @@ def prompt_of(req: Any, num_tokens: int) -> str:
     if req.token_type_ids is not None:
         facts.append(f"token types {_digest(req.token_type_ids[:num_tokens])}")
     if req.positional_embed_overrides is not None:
-        facts.append(uuid.uuid4().hex)  # these may be in another process's memory, so no reader is told what they are
+        facts.append(
+            uuid.uuid4().hex
+        )  # these may be in another process's memory, so no reader is told what they are
     return prompt_digest(req.origin_input_ids[:num_tokens], facts)
 
 

@@ -26,7 +26,9 @@ from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.weights import adapter_of, weights_of
 
-BYTES: Final = MappingProxyType({"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"})
+BYTES: Final = MappingProxyType(
+    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+)
 """What the bytes of a cache without a dtype are, by vLLM's name of its dtype."""
 
 
@@ -86,14 +88,24 @@ def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
     assert config.kv_transfer_config is not None
     extra_config = config.kv_transfer_config.get_from_extra_config
     name = extra_config("model", config.model_config.model)
-    weights = extra_config("weights", None) or weights_of(config.model_config.model, config.model_config.revision)
+    weights = extra_config("weights", None) or weights_of(
+        config.model_config.model, config.model_config.revision
+    )
     model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
     specs = [spec for group in cache.transfer_groups for spec in specs_of(group)]
-    attention = {str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")} - {"uint8"}
+    attention = {
+        str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")
+    } - {"uint8"}
     if not attention:
-        attention = {dtype for name, dtype in BYTES.items() if name == config.cache_config.cache_dtype}
-    states = {str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if isinstance(spec, MambaSpec)}
-    return model.with_dtypes(*(each.pop() if len(each) == 1 else None for each in (attention, states)))
+        attention = {
+            dtype for name, dtype in BYTES.items() if name == config.cache_config.cache_dtype
+        }
+    states = {
+        str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if isinstance(spec, MambaSpec)
+    }
+    return model.with_dtypes(
+        *(each.pop() if len(each) == 1 else None for each in (attention, states))
+    )
 
 
 def prompt_of(request: Request, num_tokens: int) -> str:
@@ -130,7 +142,11 @@ def worker_of(
     model = model_of(config, cache)
     worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
     placed = {layer for tensor in cache.kv_cache_tensors for layer in tensor.layers}
-    there = [name for name, i in groups_of(cache).items() if placed.intersection(cache.kv_cache_groups[i].layer_names)]
+    there = [
+        name
+        for name, i in groups_of(cache).items()
+        if placed.intersection(cache.kv_cache_groups[i].layer_names)
+    ]
     renamed = dict(zip((group.name for group in worker.groups), there, strict=True))
     return attrs.evolve(
         worker,

@@ -30,7 +30,9 @@ class KvplanMetadata(KVConnectorMetadata):
     """For each step: what to read and to digest, which requests can't be read and why, and whose blocks are free."""
 
     reads: list[Read] = field(default_factory=list)
-    digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)  # with the blocks of each
+    digests: dict[DigestRequest, Mapping[str, Blocks]] = field(
+        default_factory=dict
+    )  # with the blocks of each
     refused: dict[str, KVPlanError] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
 

@@ -16,10 +16,26 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Claims, Handoff, Leases, Listener, Read, WholeBlocks, send_claims, whole_blocks
+from kvplan.connector import (
+    Claims,
+    Handoff,
+    Leases,
+    Listener,
+    Read,
+    WholeBlocks,
+    send_claims,
+    whole_blocks,
+)
 from kvplan.connector.digest import joined
 from kvplan.connector.leases import LEASE_S
-from kvplan_nixl.vllm.description import check_kinds, first_attended, frees_blocks, groups_of, is_state, prompt_of
+from kvplan_nixl.vllm.description import (
+    check_kinds,
+    first_attended,
+    frees_blocks,
+    groups_of,
+    is_state,
+    prompt_of,
+)
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 
 logger = init_logger(f"vllm.{__name__}")
@@ -35,7 +51,9 @@ class _Reading:
     handoff: Handoff | None
     error: KVPlanError | None
     num_cached: int = 0
-    is_begun: bool = False  # children of one request may share their parameters, so these cannot tell
+    is_begun: bool = (
+        False  # children of one request may share their parameters, so these cannot tell
+    )
 
 
 class Scheduler:
@@ -55,16 +73,22 @@ class Scheduler:
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
         self._states = {name for name, group in self._caches.items() if is_state(group)}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
-        self._to_block_end = not cache.needs_kv_cache_zeroing  # else what follows the last position must stay zero
+        self._to_block_end = (
+            not cache.needs_kv_cache_zeroing
+        )  # else what follows the last position must stay zero
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
         self._listener: Listener | None = None
         self._leases = Leases(float(self._transfer.get_from_extra_config("lease_s", LEASE_S)))
-        self._handed_over: dict[str, tuple[str, dict[str, Blocks]]] = {}  # leases and their blocks, by request
+        self._handed_over: dict[
+            str, tuple[str, dict[str, Blocks]]
+        ] = {}  # leases and their blocks, by request
         self._num_refused = 0
         self._claims = Claims(logger, send_claims)
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
-        self._read_from: dict[str, dict[str, int]] = {}  # where groups of a request begin that were read in part
+        self._read_from: dict[
+            str, dict[str, int]
+        ] = {}  # where groups of a request begin that were read in part
         self._step = KvplanMetadata()
         self.stats = KvplanStats()
 
@@ -146,11 +170,15 @@ class Scheduler:
             return
         try:
             stop = reading.num_cached + num_tokens
-            self._step.reads.append(self._read(request.request_id, reading, blocks.get_block_ids(), stop))
+            self._step.reads.append(
+                self._read(request.request_id, reading, blocks.get_block_ids(), stop)
+            )
         except KVPlanError as error:
             self._step.refused[request.request_id] = error
 
-    def _read(self, request: str, reading: _Reading, ids: Sequence[Sequence[int]], stop: int) -> Read:
+    def _read(
+        self, request: str, reading: _Reading, ids: Sequence[Sequence[int]], stop: int
+    ) -> Read:
         """Return what the workers read into blocks of all groups: positions from the cached ones to ``stop``."""
         handoff = reading.handoff
         if handoff is None:
@@ -182,12 +210,16 @@ class Scheduler:
             to_block_end=self._to_block_end,
         )
 
-    def _whole_blocks(self, group: str, tokens: tuple[int, int], blocks: Blocks, handoff: Handoff) -> WholeBlocks:
+    def _whole_blocks(
+        self, group: str, tokens: tuple[int, int], blocks: Blocks, handoff: Handoff
+    ) -> WholeBlocks:
         """Return the positions of a group that are read, by its blocks here and what prefill has kept."""
         cache = self._caches[group]
         size = int(cache.kv_cache_spec.block_size)
         listed = self._first_listed(group, blocks)
-        return whole_blocks(tokens, first_attended(cache, tokens[1]), size, listed, handoff.kept.get(group, 0))
+        return whole_blocks(
+            tokens, first_attended(cache, tokens[1]), size, listed, handoff.kept.get(group, 0)
+        )
 
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
         """Keep a block that is read in part out of the prefix cache. Raises ``BLOCKS`` where vLLM gives no way to."""
@@ -203,7 +235,9 @@ class Scheduler:
             )
         manager = self._managers[self._groups[group]]
         num_blocks = whole.first_whole // manager.block_size
-        manager.num_cached_block[request] = max(manager.num_cached_block.get(request, 0), num_blocks)
+        manager.num_cached_block[request] = max(
+            manager.num_cached_block.get(request, 0), num_blocks
+        )
 
     def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
         """Return block tables by group. Of states only the last one counts, that of the last token computed."""
@@ -231,8 +265,13 @@ class Scheduler:
         if reading is not None and not reading.is_begun:  # aborted before it was read
             self._let_go(request.request_id)
         read_from = self._read_from.pop(request.request_id, {})
-        is_done = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not (params.get("do_remote_decode") and is_done and self._listener is not None and any(ids)):
+        is_done = request.status in (
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_STOPPED,
+        )
+        if not (
+            params.get("do_remote_decode") and is_done and self._listener is not None and any(ids)
+        ):
             return None
         num_tokens = request.num_computed_tokens
         if not self._states:  # whose last one is that of the last token computed
@@ -264,7 +303,9 @@ class Scheduler:
         ended = self._leases.take_ended()
         if ended.late:
             lease_s = self._leases.lease_s
-            logger.warning("no reader has claimed these requests for %g s: %s", lease_s, ", ".join(ended.late))
+            logger.warning(
+                "no reader has claimed these requests for %g s: %s", lease_s, ", ".join(ended.late)
+            )
         num_stale = self._leases.num_refused - self._num_refused
         if num_stale:
             self._num_refused += num_stale

@@ -45,13 +45,19 @@ class Worker:
         assert transfer is not None
         assert transfer.engine_id is not None
         tp_rank, tp = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-        info = RankInfo(transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp)
+        info = RankInfo(
+            transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp
+        )
         worker = worker_of(self._config, self._cache, info, kv_caches)
-        worker, copier = with_staging(worker, int(transfer.get_from_extra_config("staging_bytes", 0)))
+        worker, copier = with_staging(
+            worker, int(transfer.get_from_extra_config("staging_bytes", 0))
+        )
         backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
         self._memories = memories_of(kv_caches.values())
         key = str(transfer.get_from_extra_config("key", "")).encode()
-        self._executor = NixlExecutor(worker, {name: UCX.get(name, {}) for name in backends}, key=key)
+        self._executor = NixlExecutor(
+            worker, {name: UCX.get(name, {}) for name in backends}, key=key
+        )
         self._reads = Reads(
             worker,
             self._executor,
@@ -89,7 +95,9 @@ class Worker:
 
     def _digests_of(self, arrived: Binding) -> Mapping[str, Any]:
         """Digest what has arrived of a request."""
-        return cache_digests(self._reads.worker, self._memories, arrived["local"], arrived["tokens"])
+        return cache_digests(
+            self._reads.worker, self._memories, arrived["local"], arrived["tokens"]
+        )
 
     def _digest(self, request: DigestRequest, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
         """Digest what another engine reads of a request, as far as this worker has it; nothing where that fails."""
@@ -131,7 +139,9 @@ class Worker:
             finished_sending=released,
             finished_recving={one.request for one in ended},
             # vLLM ends a failed request at once, and frees its blocks when it is in finished_recving.
-            failed_recving={one.request for one in ended if one.error is not None}.union(self._reads.late()),
+            failed_recving={one.request for one in ended if one.error is not None}.union(
+                self._reads.late()
+            ),
         )
 
     def close(self) -> None:
