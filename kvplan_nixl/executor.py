@@ -166,8 +166,11 @@ class NixlExecutor:
     def connect(self, envelope: bytes) -> Worker:
         """Connect to a remote worker by its envelope, and return the worker, to plan with.
 
-        With the backends :data:`UCX` it does not wait for the worker: where nobody answers, transfers fail with
-        ``PEER``. The envelope of a connected worker changes nothing. A worker whose connection was lost is replaced.
+        With the backends :data:`UCX` it does not wait for the worker. Where nobody answers, transfers fail with
+        ``PEER``, or this call does, if NIXL notices first; NIXL 1.5.1 then refuses that envelope for good, so one of
+        both processes has to start again. The envelope of a connected worker changes nothing. A worker whose
+        connection was lost is replaced.
+
         Raises ``PEER`` for an unusable envelope or where another process is connected as that worker, and what
         :func:`kvplan.decode` raises for a bad offer.
         """
