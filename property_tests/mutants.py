@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 
 from kvplan import Blocks, Group, KVPlanError, ReadSpec, TransferPlan, Worker, certify, plan_mesh
-from kvplan.plan.rows import TokenIds
+from kvplan.plan.series import TokenSeries
 from kvplan.testing.strategies import NUM_CHOICES, case_of
 from property_tests.oracle import contents, copies_by_id, copies_of, positions_of, problems
 from property_tests.worlds import APART, BEHIND, WITHIN, Side, workers
@@ -41,7 +41,7 @@ STEPS: Final = (1, -1, 1, -1, 1, -1, 2, -2, 3, 4, -4, 8, 16, -16)
 WEIGHTS: Final = {
     **dict.fromkeys(("pairs", "group_pairs"), 30),
     **dict.fromkeys(("local_table", "remote_table", "runs", "tokens"), 15),
-    **dict.fromkeys(("rows", "first", "base", "sub", "blocks", "remotes"), 3),
+    **dict.fromkeys(("rows", "first", "base", "slot_terms", "blocks", "remotes"), 3),
 }
 """How often fields change; others have 1. Most of a description has nothing to do with the proof."""
 
@@ -148,13 +148,15 @@ class Adversary:
             return np.full(self.random.randrange(4), self.random.randrange(2), self.random.choice("iq"))
         return self.random.choice((None, "READ", "WRITE", f"{value}.")) if isinstance(value, str) else None
 
-    def runs_as_tokens(self, path: Path) -> tuple[TokenIds, ...]:
+    def runs_as_tokens(self, path: Path) -> tuple[TokenSeries, ...]:
         """Longer runs in the place of the tokens at the ends of a range."""
         groups: Any = self.plans
         for key in path[:-1]:
             groups = groups[key] if isinstance(key, int) else getattr(groups, key)
         sub = [np.zeros(group.tokens_per_block or 1, np.int32) for group in groups.groups]
-        return tuple(TokenIds(one.base, one.step, (sub[0], sub[1]), one.starts, one.every, True) for one in groups.runs)
+        return tuple(
+            TokenSeries(runs.base, runs.step, runs.starts, runs.period, (sub[0], sub[1]), True) for runs in groups.runs
+        )
 
     def array(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """An array with numbers changed, or with rows of any axis in another order."""

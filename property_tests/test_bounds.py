@@ -21,9 +21,9 @@ LIMITS = {
     "kvplan.plan.cells.MAX_CELLS": 14,
     "kvplan.plan.cells.MAX_HELD": 26,
     "kvplan.plan.match.MAX_HELD": 26,
-    "kvplan.plan.runs.MAX_LISTED": 22,
+    "kvplan.plan.runs.MAX_TOKEN_RUNS": 22,
     "kvplan.plan.rows.MAX_SLOTS": 23,
-    "kvplan.plan.cost.MAX_LISTED": 24,
+    "kvplan.plan.cost.MAX_COUNTED": 24,
     "kvplan.plan.bind.MAX_IDS": 28,
 }
 """Each limit's power of two."""

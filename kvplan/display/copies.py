@@ -474,7 +474,7 @@ def by_remote_group(plan: TransferPlan) -> Iterator[TransferPlan]:
 
     Groups may share a pool, and an example's blocks.
     """
-    remote = 1 if plan.operation == "READ" else 0
+    remote = plan.direction.remote
     names: dict[str, None] = {}
     for pair in plan.pairs:
         names |= {group_pair.groups[remote].name: None for group_pair in pair.group_pairs}

@@ -21,7 +21,7 @@ from kvplan.handshake.messages import PeerError
 from kvplan.plan.align import slots
 from kvplan.plan.mesh import MeshPlan
 from kvplan.plan.rows import Table
-from kvplan.plan.specs import Pair, ReadSpec
+from kvplan.plan.specs import DIRECTIONS, Pair, ReadSpec
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.plan import StagedPlan
 from kvplan.verification.verifier import Report
@@ -198,7 +198,7 @@ def _plan(plan: TransferPlan, rows: bool) -> Iterator[str]:
     pairs = [pair for pair in plan.pairs if pair.local_table.num_ids]
     yield f"{_ends(plan)}: {_totals(pairs)}"
     for pair in plan.pairs if rows else pairs:
-        yield from _indented(_pair(pair, rows, f"{_arrow(plan.operation)} {label_of(pair.remote)}"))
+        yield from _indented(_pair(pair, rows, f"{plan.direction.arrow} {label_of(pair.remote)}"))
     hint = "see advise for layouts, choose for staging, with longer runs"
     for name in _groups_by_token(plan, pairs):
         yield f"  group {name}: tokens move one by one; {hint}"
@@ -206,11 +206,11 @@ def _plan(plan: TransferPlan, rows: bool) -> Iterator[str]:
 
 def _groups_by_token(plan: TransferPlan, pairs: Iterable[Pair]) -> dict[str, None]:
     """Return the local groups of several tokens per block whose tokens move one by one."""
-    local = 0 if plan.operation == "READ" else 1
+    local = plan.direction.local
     names: dict[str, None] = {}
     for pair in pairs:
         for ids in pair.group_pairs:
-            is_joined = all(tokens.joined for tokens in ids.tokens)
+            is_joined = all(tokens.only_at_cuts for tokens in ids.tokens)
             if not is_joined and min(map(slots, ids.groups)) > 1:
                 names[ids.groups[local].name] = None
     return names
@@ -221,11 +221,6 @@ def _ends(plan: TransferPlan) -> str:
     num_moving = sum(pair.local_table.num_ids > 0 for pair in plan.pairs)
     verb = "reads from" if plan.operation == "READ" else "writes to"
     return f"{plan.local.label} {verb} {num_moving} of {count(len(plan.remotes), 'worker')}"
-
-
-def _arrow(operation: str) -> str:
-    """Return the way that bytes go, with the local worker on the left."""
-    return "<-" if operation == "READ" else "->"
 
 
 def _totals(pairs: Iterable[Pair]) -> str:
@@ -323,7 +318,7 @@ def _spec(spec: ReadSpec, rows: bool) -> Iterator[str]:
     local, remote = spec.descriptors()
     local_label = label_of(spec.local)
     remote_label = label_of(spec.remote)
-    ends = f"{local_label} {_arrow(spec.operation)} {remote_label}"
+    ends = f"{local_label} {DIRECTIONS[spec.operation].arrow} {remote_label}"
     lengths = local[:, 1].tolist()
     if not lengths:
         yield f"{ends}: nothing"

@@ -42,7 +42,8 @@ class Picture:
         >>> show(Model.shipped("llama-3.1-8b").engine("decode")[0]).save("a.png")
         Traceback (most recent call last):
         ...
-        kvplan.errors.KVPlanError: NAME: cannot save a picture: expected a path that ends in .svg or .txt, got 'a.png'
+        kvplan.errors.KVPlanError: NAME: cannot save a picture: expected a path that ends in .svg
+        or .txt, got 'a.png'
         """
         try:
             ending = Path(path).suffix.lower()
@@ -127,7 +128,7 @@ def show(
 
     Raises ``TYPE`` for another value, ``NAME`` for an ``about`` of several lines, ``RANGE`` for a
     ``width`` below 1 and for blocks of too many pieces, and what ``bind`` raises.
-    """
+    """  # noqa: E501  a picture stands in the example as it is printed
     about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
     if isinstance(value, Worker):

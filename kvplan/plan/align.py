@@ -1,14 +1,15 @@
 """Align (A): the block and the slot of every position, on each side.
 
 - A1: A worker counts the positions that its context gives it: the n-th of them has local index n.
-- A2: Local index ``n`` is in slot ``n % slots`` of the request's block ``n // slots``. A state is a block of one slot.
-- A3: Blocks and slots of both sides repeat after a *period* of positions: the least common multiple of both sides'
-  own periods. Any two block sizes have one; neither has to divide the other.
+- A2: Local index ``n`` is in slot ``n % slots`` of the request's block ``n // slots``. A state is a
+  block of one slot.
+- A3: Blocks and slots of both sides repeat after a *period* of positions: the least common multiple
+  of both sides' own periods. Any two block sizes have one; neither has to divide the other.
 
->>> ours, theirs = Group("attn", 16), Group("attn", 48)
->>> period(ours, theirs)
+>>> destination, source = Group("attn", 16), Group("attn", 48)
+>>> period(destination, source)
 48
->>> block, slot = blocks_and_slots((ours, theirs), np.array([0, 16, 47, 48]))
+>>> block, slot = blocks_and_slots((destination, source), np.array([0, 16, 47, 48]))
 >>> block.tolist(), slot.tolist()
 ([[0, 1, 2, 3], [0, 0, 0, 1]], [[0, 0, 15, 0], [0, 16, 47, 0]])
 """
@@ -23,111 +24,138 @@ from typing import TypeVar
 import numpy as np
 
 from kvplan._arrays import Ints
+from kvplan.describe.blocks import Range
 from kvplan.describe.views import Group
 
 Position = TypeVar("Position", int, Ints)
 
 
 def slots(group: Group) -> int:
-    """Slots in a block; a block of a state group counts as one slot."""
+    """Return the slots in a block; a block of a state group counts as one slot."""
     return group.tokens_per_block or 1
 
 
 def cycle(*groups: Group) -> int:
-    """The number of positions after which the same ranks hold positions again, for all given groups together."""
+    """Return the positions after which the same ranks of all groups hold positions again."""
     return math.lcm(*(group.context.size * group.context.interleave_tokens for group in groups))
 
 
 def period(*groups: Group) -> int:
-    """The number of positions after which ranks, block boundaries and slots repeat, by rule A3."""
-    return math.lcm(
-        *(g.context.size * math.lcm(slots(g), g.context.interleave_tokens) for g in groups)
-    )
+    """Return the positions after which ranks, block boundaries and slots repeat, rule A3."""
+    periods = []
+    for group in groups:
+        context = group.context
+        periods.append(context.size * math.lcm(slots(group), context.interleave_tokens))
+    return math.lcm(*periods)
 
 
-def held_positions(group: Group, every: int) -> tuple[tuple[int, int], ...]:
-    """The positions in ``[0, every)``, a multiple of the group's cycle, that its worker holds: intervals, ascending.
+def held_positions(group: Group, num_positions: int) -> tuple[Range, ...]:
+    """Return the positions in ``[0, num_positions)`` that the group's worker holds.
+
+    They are intervals, ascending. ``num_positions`` is a multiple of the group's cycle.
 
     >>> from kvplan import Context
-    >>> held_positions(Group("attn", 16, Context(1, 2, 4)), 16), held_positions(Group("attn", 16), 16)
-    (((4, 8), (12, 16)), ((0, 16),))
+    >>> held_positions(Group("attn", 16, Context(1, 2, 4)), 16)
+    ((4, 8), (12, 16))
+    >>> held_positions(Group("attn", 16), 16)
+    ((0, 16),)
     """
     if group.context.size == 1:
-        return ((0, every),)
-    run = group.context.interleave_tokens
-    return tuple(
-        [(start, start + run) for start in range(group.context.rank * run, every, cycle(group))]
-    )
+        return ((0, num_positions),)
+    interleave = group.context.interleave_tokens
+    starts = range(group.context.rank * interleave, num_positions, cycle(group))
+    return tuple([(start, start + interleave) for start in starts])
 
 
 def local_index(group: Group, position: Position) -> Position:
-    """The local index, by rule A1, of a position that the worker holds, or of each one in an array."""
-    run = group.context.interleave_tokens
-    return position // cycle(group) * run + position % run if group.context.size > 1 else position
+    """Return the local index, rule A1, of one position or more that the worker holds."""
+    if group.context.size == 1:
+        return position
+    interleave = group.context.interleave_tokens
+    return position // cycle(group) * interleave + position % interleave
 
 
 def position_of(group: Group, local: Position) -> Position:
-    """The position that has local index ``local``; the inverse of :func:`local_index`."""
-    run, context = group.context.interleave_tokens, group.context
-    return (local // run * context.size + context.rank) * run + local % run
+    """Return the position that has local index ``local``; the inverse of :func:`local_index`."""
+    context = group.context
+    interleave = context.interleave_tokens
+    turn = local // interleave * context.size + context.rank
+    return turn * interleave + local % interleave
 
 
 def before(group: Group, position: int) -> int:
-    """The number of positions below ``position`` that the worker holds.
+    """Return the number of positions below ``position`` that the worker holds.
 
     >>> from kvplan import Context
     >>> [before(Group("attn", 16, Context(1, 2, 4)), position) for position in (4, 5, 8, 13)]
     [0, 1, 4, 5]
     """
-    run, context = group.context.interleave_tokens, group.context
-    turn, rest = divmod(position, cycle(group))
-    return turn * run + min(max(rest - context.rank * run, 0), run)
+    interleave = group.context.interleave_tokens
+    num_cycles, offset = divmod(position, cycle(group))
+    num_in_cycle = min(max(offset - group.context.rank * interleave, 0), interleave)
+    return num_cycles * interleave + num_in_cycle
 
 
-def blocks_and_slots(groups: Sequence[Group], position: Ints) -> tuple[Ints, Ints]:
-    """The block ordinal and the slot of each position, in each group: two int64 arrays of shape (groups, positions).
+def blocks_and_slots(groups: Sequence[Group], positions: Ints) -> tuple[Ints, Ints]:
+    """Return the block ordinal and the slot of each position, in each group.
 
-    Every group must hold every position.
+    Both are (groups, positions) int64. Every group must hold every position.
     """
-    block, slot = np.empty((2, len(groups), position.size), np.int64)
+    blocks, slots_of = np.empty((2, len(groups), positions.size), np.int64)
     for i, group in enumerate(groups):
-        np.divmod(local_index(group, position), slots(group), out=(block[i], slot[i]))
-    return block, slot
+        np.divmod(local_index(group, positions), slots(group), out=(blocks[i], slots_of[i]))
+    return blocks, slots_of
 
 
-def reach(group: Group, first: int, count: int) -> tuple[int, int]:
-    """The positions in ``count`` blocks from ordinal ``first`` on, as ``[start, stop)``.
+def reach(group: Group, first_block: int, num_blocks: int) -> Range:
+    """Return the positions ``[start, stop)`` in blocks from ordinal ``first_block`` on.
 
     >>> reach(Group("attn", 16), 3, 2)
     (48, 80)
     """
-    if not count:
+    if not num_blocks:
         return 0, 0
-    return position_of(group, first * slots(group)), position_of(
-        group, (first + count) * slots(group) - 1
-    ) + 1
+    first_slot = first_block * slots(group)
+    last_slot = (first_block + num_blocks) * slots(group) - 1
+    return position_of(group, first_slot), position_of(group, last_slot) + 1
 
 
-def ends(starts: Ints | Sequence[int], every: int, low: int, high: int) -> tuple[int, int] | None:
-    """The first and the last position in ``[low, high)`` that is in ``starts`` modulo ``every``; ``None`` without one.
+def count_below(starts: Ints | Sequence[int], period: int, position: int) -> int:
+    """Return how many positions below ``position`` are in ``starts``, ascending, modulo ``period``.
 
-    >>> ends([0, 3], 4, 1, 9), ends([0, 3], 4, 1, 3)
+    >>> count_below([0, 3], 4, 9)
+    5
+    """
+    num_periods, offset = divmod(position, period)
+    return num_periods * len(starts) + bisect_left(starts, offset)
+
+
+def first_and_last(
+    starts: Ints | Sequence[int], period: int, low: int, high: int
+) -> tuple[int, int] | None:
+    """Return the first and the last position in ``[low, high)`` that is in ``starts``.
+
+    ``starts`` repeat after ``period`` positions. Return ``None`` if there is none.
+
+    >>> first_and_last([0, 3], 4, 1, 9), first_and_last([0, 3], 4, 1, 3)
     ((3, 8), None)
     """
-    turn, rest = divmod(low, every)
-    more, i = divmod(bisect_left(starts, rest), len(starts))
-    first = (turn + more) * every + starts[i]
-    turn, rest = divmod(high, every)
-    more, i = divmod(bisect_left(starts, rest) - 1, len(starts))
-    last = (turn + more) * every + starts[i]
-    return (int(first), int(last)) if first <= last else None
+    first_number = count_below(starts, period, low)
+    last_number = count_below(starts, period, high) - 1
+    if first_number > last_number:
+        return None
+    first_period, first_start = divmod(first_number, len(starts))
+    last_period, last_start = divmod(last_number, len(starts))
+    first = first_period * period + int(starts[first_start])
+    return first, last_period * period + int(starts[last_start])
 
 
-def repeated(starts: Ints, every: int, low: int, high: int) -> Ints:
-    """All positions in ``[low, high)`` that are in ``starts`` modulo ``every``, ascending.
+def positions_between(starts: Ints, period: int, low: int, high: int) -> Ints:
+    """Return all positions in ``[low, high)`` that are in ``starts`` modulo ``period``, ascending.
 
-    >>> repeated(np.array([0, 3]), 4, 3, 9).tolist()
+    >>> positions_between(np.array([0, 3]), 4, 3, 9).tolist()
     [3, 4, 7, 8]
     """
-    position: Ints = np.add.outer(np.arange(low - low % every, high, every), starts).reshape(-1)
-    return position[(position >= low) & (position < high)]
+    first_of_period = np.arange(low - low % period, high, period)
+    positions: Ints = np.add.outer(first_of_period, starts).reshape(-1)
+    return positions[(positions >= low) & (positions < high)]

@@ -1,16 +1,17 @@
 """Costs: the descriptors, bytes and ids of a request, counted from a plan's tables alone.
 
-The descriptors of a request depend on its block ids only where blocks are neighbours in a pool. If none are, on either
-side, the descriptors and their lengths repeat after every period. So one period is listed without block ids and
-counted as often as a request contains it; the rest of the request is listed once more.
+The descriptors of a request depend on its block ids only where blocks are neighbours in a pool. If
+none are, on either side, the descriptors and their lengths repeat after every period. So one period
+is listed without block ids and counted as often as a request contains it; the rest of the request
+is listed once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -20,16 +21,15 @@ from kvplan._checks import at_most, integer
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
-from kvplan.plan.align import blocks_and_slots, repeated
-from kvplan.plan.bind import split
-from kvplan.plan.rows import GroupPair, Table, bases
-from kvplan.plan.runs import join
-from kvplan.plan.specs import Pair, ReadSpec
+from kvplan.plan.rows import Table, bases
+from kvplan.plan.runs import find_chains
+from kvplan.plan.series import GroupPair, Occurrences, Series
+from kvplan.plan.specs import DIRECTIONS, Direction, Pair, ReadSpec
 
-MAX_LISTED: Final = 1 << 24
+MAX_COUNTED: Final = 1 << 24
 """The most descriptors of one pair of groups and one period that are listed."""
 
-SHOWN: Final = 3
+MAX_LENGTHS_SHOWN: Final = 3
 """With more lengths than this, only the shortest and the longest are printed."""
 
 
@@ -37,8 +37,9 @@ SHOWN: Final = 3
 class PairCost:
     """The cost of one request between two workers, each named by (engine id, rank).
 
-    ``local_rows`` and ``remote_rows`` are registered once; ``num_ids`` ids are bound on each side. ``lengths`` maps
-    each length in bytes, ascending, to the number of coalesced descriptors of that length.
+    ``local_rows`` and ``remote_rows`` are registered once; ``num_ids`` ids are bound on each side.
+    ``lengths`` maps each length in bytes, ascending, to the number of coalesced descriptors of that
+    length.
     """
 
     local: tuple[str, int]
@@ -50,7 +51,7 @@ class PairCost:
 
     @classmethod
     def of(cls, spec: ReadSpec) -> PairCost:
-        """The cost of one bound request."""
+        """Return the cost of one bound request."""
         lengths = Counter(spec.descriptors()[0][:, 1].tolist())
         rows = len(spec.local_table.rows), len(spec.remote_table.rows)
         return cls(spec.local, spec.remote, *rows, int(spec.local_ids.size), _ascending(lengths))
@@ -68,10 +69,11 @@ class PairCost:
 
 @attrs.frozen(repr=False)
 class Cost:
-    """The cost of one request of ``tokens`` positions whose blocks are scattered in their pools. States move once.
+    """The cost of one request of ``tokens`` positions whose blocks are scattered in their pools.
 
-    ``pairs`` has every pair of workers, in order, including pairs that exchange nothing. A request whose blocks are
-    neighbours in the pools of both sides takes fewer descriptors.
+    States move once. ``pairs`` has every pair of workers, in order, including pairs that exchange
+    nothing. A request whose blocks are neighbours in the pools of both sides takes fewer
+    descriptors.
 
     >>> from kvplan import Model, plan_mesh
     >>> model = Model.shipped("llama-3.2-1b")
@@ -117,14 +119,13 @@ class Cost:
         return sum(pair.local_rows + pair.remote_rows for pair in self.pairs)
 
     def __str__(self) -> str:
-        arrow = "<-" if self.operation == "READ" else "->"
+        arrow = DIRECTIONS[self.operation].arrow
         lines = [f"{count(self.tokens, 'token')}: {_text(self.lengths)}"]
         for pair in self.pairs:
             if pair.lengths:
-                ends = f"{label_of(pair.local)} {arrow} {label_of(pair.remote)}"
-                lines.append(
-                    f"  {ends}: {_text(pair.lengths)}; {pair.local_rows} and {pair.remote_rows} rows"
-                )
+                workers = f"{label_of(pair.local)} {arrow} {label_of(pair.remote)}"
+                rows = f"{pair.local_rows} and {pair.remote_rows} rows"
+                lines.append(f"  {workers}: {_text(pair.lengths)}; {rows}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -132,154 +133,160 @@ class Cost:
         return f"<Cost of {count(self.tokens, 'token')}: {moved}>"
 
 
-def cost(operation: str, pairs: Iterable[tuple[Key, Pair]], tokens: int | None = None) -> Cost:
-    """The cost of pairs, each with the key of its local worker, for a request of ``tokens`` positions.
+def cost(
+    direction: Direction, pairs: Iterable[tuple[Key, Pair]], tokens: int | None = None
+) -> Cost:
+    """Return the cost of pairs for a request of ``tokens`` positions.
 
-    ``None`` counts the fewest positions after which all pairs repeat.
+    Each pair stands beside the key of its local worker. ``None`` counts the fewest positions after
+    which all pairs repeat.
 
-    Raises ``TYPE`` or ``RANGE`` for a bad number of tokens, and ``RANGE`` for what is too large to list.
+    Raises ``TYPE`` or ``RANGE`` for a bad number of tokens, and ``RANGE`` for what is too large to
+    list.
     """
-    every = list(pairs)
+    keys_and_pairs = list(pairs)
     if tokens is None:
-        tokens = math.lcm(*(groups.period for _, pair in every for groups in pair.group_pairs))
+        tokens = 1
+        for _, pair in keys_and_pairs:
+            tokens = math.lcm(tokens, *(groups.period for groups in pair.group_pairs))
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
-    found = []
-    for local, pair in every:
-        tables = pair.local_table, pair.remote_table
-        sides = tables if operation == "READ" else tables[::-1]
-        listed = sum(
-            _num_listed(each, stop)
-            for each in pair.group_pairs
-            for _, stop in _periods(each, tokens)
-        )
-        at_most(
-            MAX_LISTED, listed, "to list", f"count the descriptors with {label_of(pair.remote)}"
-        )
-        known = [of_groups(sides, groups, tokens) for groups in pair.group_pairs]
-        rows = len(tables[0].rows), len(tables[1].rows)
-        num_ids, lengths = sum(ids for ids, _ in known), _sum(lengths for _, lengths in known)
-        found.append(PairCost(local, pair.remote, *rows, num_ids, lengths))
-    return Cost(operation, tokens, tuple(found))
+    pair_costs = []
+    for local, pair in keys_and_pairs:
+        _check_num_listed(pair, tokens)
+        tables = direction.by_role(pair.local_table, pair.remote_table)
+        num_ids = 0
+        lengths = Counter[int]()
+        for group_pair in pair.group_pairs:
+            group_cost = of_groups(tables, group_pair, tokens)
+            num_ids += group_cost.num_ids
+            lengths.update(group_cost.lengths)
+        num_rows = len(pair.local_table.rows), len(pair.remote_table.rows)
+        pair_costs.append(PairCost(local, pair.remote, *num_rows, num_ids, _ascending(lengths)))
+    return Cost(direction.operation, tokens, tuple(pair_costs))
 
 
-def of_groups(
-    tables: tuple[Table, Table], pair: GroupPair, tokens: int
-) -> tuple[int, Mapping[int, int]]:
-    """The number of ids, and of descriptors by length, of the first ``tokens`` positions, or of one state."""
-    num_ids, lengths = 0, Counter[int]()
+class GroupCost(NamedTuple):
+    """The number of ids, and of descriptors by length, between two groups."""
+
+    num_ids: int
+    lengths: Mapping[int, int]
+
+
+def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> GroupCost:
+    """Return the cost of the first ``tokens`` positions, or of one state."""
+    num_ids = 0
+    lengths = Counter[int]()
     for times, stop in _periods(pair, tokens):
-        ids, found = _listed(tables, pair, stop)
-        num_ids += times * ids
-        lengths.update({length: times * number for length, number in found.items()})
-    return num_ids, lengths
+        part = _count_listed(tables, pair, stop)
+        num_ids += times * part.num_ids
+        for length, number in part.lengths.items():
+            lengths[length] += times * number
+    return GroupCost(num_ids, lengths)
 
 
 def _periods(pair: GroupPair, tokens: int) -> list[tuple[int, int]]:
-    """``tokens`` positions, or one state, as whole periods and a part of one: how often, and how many positions."""
-    turns, rest = divmod(1 if pair.groups[0].tokens_per_block is None else tokens, pair.period)
-    return [(times, stop) for times, stop in ((turns, pair.period), (1, rest)) if times and stop]
+    """Return ``tokens`` positions, or one state, as whole periods and a part of one.
 
-
-def _num_listed(pair: GroupPair, stop: int) -> int:
-    """How many descriptors :func:`_occurrences` lists of the positions ``[0, stop)``."""
-    (low, high), ends = split(pair, 0, stop)
-    number: int = sum(
-        runs.base.shape[1] * (runs.before(high) - runs.before(low)) for runs in pair.runs
-    )
-    for one in pair.tokens:
-        turns = sum(
-            -(-(end - begin) // one.every) for begin, end in (ends if one.joined else ((0, stop),))
-        )
-        number += turns * one.carried.size * one.base.shape[1]
-    return number
-
-
-def _listed(
-    tables: tuple[Table, Table], pair: GroupPair, stop: int
-) -> tuple[int, Mapping[int, int]]:
-    """The number of ids, and of descriptors by length, of the positions ``[0, stop)``, at most one period."""
-    parts = [_descriptors(tables, *each) for each in _occurrences(pair, stop)]
-    if not parts:
-        return 0, {}
-    ordinal, region, offset, length = (
-        np.concatenate(column, axis=-1) for column in zip(*parts, strict=True)
-    )
-    order, first = join([*ordinal, *region], offset, length[0])
-    return length[0].size, Counter(np.add.reduceat(length[0][order], first).tolist())
-
-
-def _occurrences(
-    pair: GroupPair, stop: int
-) -> Iterator[tuple[Ints, Sequence[Ints], Sequence[Ints]]]:
-    """For each series of ids with positions in ``[0, stop)``: its ids in block 0, and each occurrence's block and term.
-
-    The ids are (2, runs, 1); the block ordinals and the terms are (occurrences,) for each side.
+    Each is how often it is counted, and how many positions it has.
     """
-    (low, high), ends = split(pair, 0, stop)
-    for runs in pair.runs:
-        which = np.flatnonzero((low <= runs.starts) & (runs.starts < high))
-        if which.size:
-            terms = [0 * which if side.sub is None else side.sub[which] for side in runs.blocks]
-            yield runs.base, [side.ordinal[which] for side in runs.blocks], terms
-    for one in pair.tokens:
-        for begin, end in ends if one.joined else ((0, stop),):
-            position = repeated(one.carried, one.every, begin, end)
-            if position.size:
-                ordinal, slot = blocks_and_slots(pair.groups, position)
-                yield (
-                    one.base,
-                    [*ordinal],
-                    [sub[where] for sub, where in zip(one.sub, slot, strict=True)],
-                )
+    is_state = pair.groups[0].tokens_per_block is None
+    num_periods, rest = divmod(1 if is_state else tokens, pair.period)
+    parts = [(num_periods, pair.period), (1, rest)]
+    return [(times, stop) for times, stop in parts if times and stop]
+
+
+def _check_num_listed(pair: Pair, tokens: int) -> None:
+    """Raise ``RANGE`` for more descriptors than are listed."""
+    num_listed = 0
+    for group_pair in pair.group_pairs:
+        for _, stop in _periods(group_pair, tokens):
+            for series, (low, high) in group_pair.moves(0, stop):
+                num_listed += series.base.shape[1] * series.num_starts(low, high)
+    subject = f"count the descriptors with {label_of(pair.remote)}"
+    at_most(MAX_COUNTED, num_listed, "to list", subject)
+
+
+def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> GroupCost:
+    """Return the cost of the positions ``[0, stop)``, at most one period."""
+    parts = []
+    for series, (low, high) in pair.moves(0, stop):
+        occurrences = series.occurrences(pair.groups, low, high)
+        if occurrences.ordinals[0].size:
+            parts.append(_descriptors(tables, series, occurrences))
+    if not parts:
+        return GroupCost(0, {})
+    ordinal = np.concatenate([part.ordinal for part in parts], axis=1)
+    region = np.concatenate([part.region for part in parts], axis=1)
+    offset = np.concatenate([part.offset for part in parts], axis=1)
+    length = np.concatenate([part.length for part in parts])
+    order, first = find_chains([*ordinal, *region], offset, length)
+    joined = np.add.reduceat(length[order], first)
+    return GroupCost(length.size, Counter(joined.tolist()))
+
+
+class BlockDescriptors(NamedTuple):
+    """Descriptors of a series, (2, n) but for ``length``, (n,).
+
+    ``ordinal`` is that of the block in the request, ``offset`` that in block 0 within the region:
+    two descriptors are neighbours only if they are in one block.
+    """
+
+    ordinal: Ints
+    region: Ints
+    offset: Ints
+    length: Ints
 
 
 def _descriptors(
-    tables: tuple[Table, Table], base: Ints, ordinal: Sequence[Ints], term: Sequence[Ints]
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """Block ordinal, region, offset in the region, and length of every descriptor of a series, each (2, n).
-
-    Offsets are those in block 0, so two descriptors are neighbours only if they are in one block.
-    """
-    columns = []
-    for table, first, at, more in zip(tables, base, ordinal, term, strict=True):
-        ids = first.astype(np.int64) + more
+    tables: tuple[Table, Table], series: Series, occurrences: Occurrences
+) -> BlockDescriptors:
+    """Return every descriptor of a series."""
+    ordinals = []
+    regions = []
+    offsets = []
+    lengths = []
+    for side, table in enumerate(tables):
+        # (runs, occurrences): the id of every run in block 0, and its row.
+        ordinal = occurrences.ordinals[side]
+        slot_terms = occurrences.slot_terms[side]
+        ids = np.broadcast_to(series.base[side], (len(series.base[side]), ordinal.size))
+        ids = ids.astype(np.int64) + (0 if slot_terms is None else slot_terms)
         row = table.row_of(ids)
-        region, address = table.region[row], table.rows[row, 0]
-        length, stride = (table.rows[row, column].astype(np.int64) for column in (1, 3))
-        offset = (address - bases(table.regions)[0][region]).astype(np.int64) + (
-            ids - table.first[row]
-        ) * stride
-        columns.append([np.broadcast_to(at, ids.shape), region, offset, length])
-    ordinals, regions, offsets, lengths = (
-        np.stack(column).reshape(2, -1) for column in zip(*columns, strict=True)
-    )
-    return ordinals, regions, offsets, lengths
+        region = table.region[row]
+        row_offset = (table.rows[row, 0] - bases(table.regions)[0][region]).astype(np.int64)
+        stride = table.rows[row, 3].astype(np.int64)
+        offsets.append((row_offset + (ids - table.first[row]) * stride).reshape(-1))
+        ordinals.append(np.broadcast_to(ordinal, ids.shape).reshape(-1))
+        regions.append(region.reshape(-1))
+        lengths.append(table.rows[row, 1].astype(np.int64).reshape(-1))
+    # both sides of a descriptor are equally long
+    return BlockDescriptors(np.stack(ordinals), np.stack(regions), np.stack(offsets), lengths[0])
 
 
 def _ascending(lengths: Mapping[int, int]) -> Mapping[int, int]:
     return dict(sorted(lengths.items()))
 
 
-def _sum(several: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
+def _sum(lengths_of_pairs: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
     total = Counter[int]()
-    for lengths in several:
+    for lengths in lengths_of_pairs:
         total.update(lengths)
     return _ascending(total)
 
 
 def _text(lengths: Mapping[int, int]) -> str:
-    """The number of bytes and of descriptors, with their lengths, as text."""
+    """Return the number of bytes and of descriptors, with their lengths, as text."""
     if not lengths:
         return "no bytes"
     sizes = [count(length, "byte") for length in lengths]
     if len(lengths) == 1:
-        of = sizes[0]
-    elif len(lengths) <= SHOWN:
-        of = " and ".join(
-            f"{size} ({times})" for size, times in zip(sizes, lengths.values(), strict=True)
-        )
+        lengths_text = sizes[0]
+    elif len(lengths) <= MAX_LENGTHS_SHOWN:
+        times = zip(sizes, lengths.values(), strict=True)
+        lengths_text = " and ".join(f"{size} ({number})" for size, number in times)
     else:
-        of = f"{sizes[0]} to {sizes[-1]}"
-    total = sum(length * times for length, times in lengths.items())
-    return f"{count(total, 'byte')} in {count(sum(lengths.values()), 'descriptor')} of {of}"
+        lengths_text = f"{sizes[0]} to {sizes[-1]}"
+    num_bytes = sum(length * number for length, number in lengths.items())
+    descriptors = count(sum(lengths.values()), "descriptor")
+    return f"{count(num_bytes, 'byte')} in {descriptors} of {lengths_text}"

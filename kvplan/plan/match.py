@@ -1,23 +1,25 @@
 """Match (M): pairs the tensors of a destination with the views of the sources.
 
 - M1: Tensors pair by name, and by nothing else.
-- M2: Every tensor of the destination needs a source, except those that the caller lists as not transferred. Tensors
-  that only sources have do not take part.
-- M3: Both sides of a tensor have the same dtype, and the same axis names and global sizes; axes of size 1 do not count.
-  A token group pairs with a token group, a state group with a state group.
+- M2: Every tensor of the destination needs a source, except those that the caller lists as not
+  transferred. Tensors that only sources have do not take part.
+- M3: Both sides of a tensor have the same dtype, and the same axis names and global sizes; axes of
+  size 1 do not count. A token group pairs with a token group, a state group with a state group.
 - M4: Both sides run the same model, unless one of them does not say which.
-- M5: Tensors whose views have equal geometries on the same workers form one *match* and are planned once.
+- M5: Tensors whose views have equal geometries on the same workers form one *match* and are planned
+  once.
 
-The ranks of an engine usually list the same tensors with the same geometries, and differ in the parts they hold.
-:class:`Sources` therefore groups ranks of equal lists, once for all destinations of a mesh.
+The ranks of an engine usually list the same tensors with the same geometries, and differ in the
+parts they hold. :class:`Sources` therefore groups ranks of equal lists, once for all destinations
+of a mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import compress
-from typing import Any, Final
+from itertools import chain, compress
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -32,7 +34,8 @@ from kvplan.errors import KVPlanError
 from kvplan.plan.align import held_positions
 
 MAX_HELD: Final = 1 << 26
-"""The most stretches of an axis, times source views of a tensor, that are compared for one destination."""
+"""The most stretches of an axis, times source views of a tensor, that are compared for one
+destination."""
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -59,7 +62,7 @@ class Part:
 
     @cached_property
     def shape(self) -> bytes:
-        """The intervals relative to the start of the first one, as bytes: a key for parts of equal shape."""
+        """The intervals relative to the first start, as bytes: equal for equal shapes."""
         return (self.intervals - self.span[0]).tobytes()
 
     def __str__(self) -> str:
@@ -67,22 +70,45 @@ class Part:
 
 
 @attrs.frozen(eq=False)
-class SourceViews:
-    """All views of one tensor among the sources; equal for every tensor that the sources hold in the same way.
+class IntervalSets:
+    """The coordinates of one axis that source views hold: views of equal coordinates share a set.
 
-    ``views`` has the index of each view's worker, and its geometry. ``column`` has the index of that view in
-    :attr:`Sources.views` of the tensor.
+    ``intervals`` (n, 2) are those of all sets, ``set_of_interval`` (n,) the set of each, and
+    ``set_of_view`` (views,) the set of each view.
+    """
+
+    intervals: Ints
+    set_of_interval: Ints
+    set_of_view: Ints
+
+    @classmethod
+    def of(cls, intervals_of_views: Iterable[Intervals]) -> IntervalSets:
+        """Return the sets of the intervals of each view."""
+        sets: dict[Intervals, int] = {}
+        set_of_view = [sets.setdefault(intervals, len(sets)) for intervals in intervals_of_views]
+        flat = np.array(list(chain.from_iterable(sets)), np.int64).reshape(-1, 2)
+        set_of_interval = np.repeat(np.arange(len(sets)), [len(intervals) for intervals in sets])
+        return cls(flat, set_of_interval, np.array(set_of_view, np.int64))
+
+
+@attrs.frozen(eq=False)
+class SourceViews:
+    """All views of one tensor among the sources.
+
+    Tensors that the sources hold in the same way share one. ``views`` has the index of each view's
+    worker, and its geometry. ``column`` has the index of that view in :attr:`Sources.views` of the
+    tensor.
     """
 
     views: tuple[tuple[int, Geometry], ...]
     column: tuple[int, ...]
     _parts: dict[Any, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
-    _held: dict[tuple[str, int], tuple[Ints, Ints, Ints]] = attrs.field(factory=dict, init=False)
+    _interval_sets: dict[tuple[str, int], IntervalSets] = attrs.field(factory=dict, init=False)
 
     @cached_property
     def worker(self) -> Ints:
         """The index of each view's worker, (views,)."""
-        return np.array([i for i, _ in self.views], np.int64)
+        return np.array([worker_index for worker_index, _ in self.views], np.int64)
 
     @cached_property
     def groups(self) -> frozenset[Group]:
@@ -90,144 +116,153 @@ class SourceViews:
         return frozenset(geometry.group for _, geometry in self.views)
 
     @cached_property
-    def kinds(self) -> tuple[tuple[int, Geometry], ...]:
-        """One view and its worker for each distinct dtype, global sizes, and kind of group: what rule M3 checks."""
-        found: dict[Hashable, tuple[int, Geometry]] = {}
-        for i, geometry in self.views:
-            key = (geometry.dtype, geometry.group.tokens_per_block is None, *geometry.sizes.items())
-            found.setdefault(key, (i, geometry))
-        return tuple(found.values())
+    def samples(self) -> tuple[tuple[int, Geometry], ...]:
+        """One view of each dtype, global sizes and kind of group: all that rule M3 compares."""
+        samples: dict[Hashable, tuple[int, Geometry]] = {}
+        for worker_index, geometry in self.views:
+            is_state = geometry.group.tokens_per_block is None
+            key = (geometry.dtype, is_state, *geometry.sizes.items())
+            samples.setdefault(key, (worker_index, geometry))
+        return tuple(samples.values())
 
-    def parts(self, ours: Geometry, axis: str, every: int) -> tuple[Part, ...]:
-        """The parts of what a destination's view holds of an axis: cut where a source view begins or ends.
+    def parts(self, destination: Geometry, axis: str, cycle: int) -> tuple[Part, ...]:
+        """Return the parts of a destination view's axis: cut where a source view begins or ends.
 
-        The token axis counts positions in ``[0, every)``. Coordinates that the same views hold make one part.
+        The token axis counts positions in ``[0, cycle)``. Coordinates that the same source views
+        hold make one part.
         """
-        covered = _covered(ours, axis, every)
-        if (axis, every, covered) not in self._parts:
-            mine = np.array(covered, np.int64)
-            intervals, of, which = self._intervals(axis, every)
-            # `bounds` are all ends of intervals; `held` is (stretches between bounds that the destination has, views).
-            bounds = distinct(np.concatenate([mine, intervals]))
-            at_most(
-                MAX_HELD,
-                bounds.size * len(self.views),
-                "stretches of views",
-                f"divide axis {axis!r}",
-            )
-            wanted = _inside(bounds, mine, np.zeros(len(mine), np.int64))[0]
-            held = _inside(bounds, intervals, of)[:, wanted][which].T
-            stretches = np.stack([bounds[:-1], bounds[1:]], axis=1)[wanted]
-            self._parts[axis, every, covered] = _by_holders(stretches, held)
-        return self._parts[axis, every, covered]
+        covered = _covered(destination, axis, cycle)
+        key = (axis, cycle, covered)
+        if key not in self._parts:
+            needed = IntervalSets.of([covered])
+            sources = self._sets(axis, cycle)
+            # A stretch lies between neighbouring bounds: the ends of all intervals on both sides.
+            bounds = distinct(np.concatenate([needed.intervals, sources.intervals]))
+            subject = f"divide axis {axis!r}"
+            at_most(MAX_HELD, bounds.size * len(self.views), "stretches of views", subject)
+            stretches = np.stack([bounds[:-1], bounds[1:]], axis=1)
+            is_needed = _inside(bounds, needed)[0]
+            # (sets, stretches) to (stretches, views), for the stretches that are needed
+            held = _inside(bounds, sources)[:, is_needed][sources.set_of_view].T
+            self._parts[key] = _by_holders(stretches[is_needed], held)
+        return self._parts[key]
 
-    def _intervals(self, axis: str, every: int) -> tuple[Ints, Ints, Ints]:
-        """What the views hold of an axis: views of equal coordinates share a set of intervals.
-
-        Returns the intervals of all sets, (n, 2); the set of each interval, (n,); the set of each view, (views,).
-        """
-        if (axis, every) not in self._held:
-            sets: dict[Intervals, int] = {}
-            which = [
-                sets.setdefault(_covered(geometry, axis, every), len(sets))
-                for _, geometry in self.views
-            ]
-            intervals = np.array([ends for each in sets for ends in each], np.int64).reshape(-1, 2)
-            of = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
-            self._held[axis, every] = intervals, of, np.array(which, np.int64)
-        return self._held[axis, every]
+    def _sets(self, axis: str, cycle: int) -> IntervalSets:
+        """Return what the views hold of an axis."""
+        key = (axis, cycle)
+        if key not in self._interval_sets:
+            covered = [_covered(geometry, axis, cycle) for _, geometry in self.views]
+            self._interval_sets[key] = IntervalSets.of(covered)
+        return self._interval_sets[key]
 
 
-def _covered(geometry: Geometry, axis: str, every: int) -> Intervals:
-    """The coordinates of an axis that a view holds; of the token axis, the positions in ``[0, every)``."""
-    return (
-        held_positions(geometry.group, every) if axis == TOKEN else geometry.segments[axis].covered
-    )
+def _covered(geometry: Geometry, axis: str, cycle: int) -> Intervals:
+    """Return the coordinates of an axis that a view holds, positions in ``[0, cycle)``."""
+    if axis == TOKEN:
+        return held_positions(geometry.group, cycle)
+    return geometry.segments[axis].covered
 
 
-def _inside(bounds: Ints, intervals: Ints, of: Ints) -> Bools:
-    """Whether each stretch between neighbouring bounds lies in each set of intervals, (sets, bounds - 1) bool.
+def _inside(bounds: Ints, sets: IntervalSets) -> Bools:
+    """Return whether each stretch between neighbouring bounds is in each set, (sets, bounds - 1).
 
     The intervals of one set must not touch each other.
     """
-    steps = np.zeros((int(of.max(initial=-1)) + 1, bounds.size), np.int8)
+    num_sets = int(sets.set_of_interval.max(initial=-1)) + 1
+    steps = np.zeros((num_sets, bounds.size), np.int8)
     # +1 where an interval begins, -1 where it ends; the running sum is 1 inside an interval.
-    begins, ends = np.searchsorted(bounds, intervals).T
-    steps[of, begins] = 1
-    steps[of, ends] = -1
+    starts, stops = np.searchsorted(bounds, sets.intervals).T
+    steps[sets.set_of_interval, starts] = 1
+    steps[sets.set_of_interval, stops] = -1
     inside: Bools = np.cumsum(steps, axis=1, dtype=np.int8)[:, :-1] > 0
     return inside
 
 
 def _by_holders(stretches: Ints, held: Bools) -> tuple[Part, ...]:
-    """One part for each distinct row of ``held``, (stretches, views)."""
+    """Return one part for each distinct row of ``held``, (stretches, views)."""
     by_holders: dict[bytes, list[int]] = {}
-    for i, holders in enumerate(held):
-        by_holders.setdefault(holders.tobytes(), []).append(i)
-    return tuple(Part(stretches[which], held[which[0]]) for which in by_holders.values())
+    for stretch, holders in enumerate(held):
+        by_holders.setdefault(holders.tobytes(), []).append(stretch)
+    return tuple(Part(stretches[alike], held[alike[0]]) for alike in by_holders.values())
+
+
+class RankViews(NamedTuple):
+    """The views of one tensor on all ranks that list the same tensors with the same geometries.
+
+    ``first_worker`` is the index of the first such rank, ``first_column`` the column of the first
+    view, ``geometries`` has an index in a worker's geometries for each view.
+    """
+
+    first_worker: int
+    first_column: int
+    geometries: tuple[int, ...]
 
 
 class Sources:
     """The workers that can send, and the views of each of their tensors.
 
-    ``views`` has the view indices of a tensor by its name: those of the first ranks with equal lists, then of the next.
+    Columns of ``views``, by the name of a tensor, are view indices: those of the first ranks with
+    equal lists, then of the next. With ranks 0 and 1 alike, and rank 2 with two views of it::
+
+        views["layers.0"]  =  (3,       0, 7)      view 3 of rank 0 and of rank 1; 0 and 7 of rank 2
+        of("layers.0")     :  column 0 of workers 0 and 1, columns 1 and 2 of worker 2
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers: tuple[Worker, ...] = tuple(workers)
         self.views: dict[str, tuple[int, ...]] = {}
-        alike: dict[
-            Hashable, list[int]
-        ] = {}  # workers by the list of tensors and geometries that they share
-        for i, worker in enumerate(self.workers):
-            alike.setdefault(
-                (tuple([view.name for view in worker.views]), worker.geometry_of), []
-            ).append(i)
-        kinds: dict[str, tuple[Any, ...]] = {}
-        for members in alike.values():
-            worker = self.workers[members[0]]
+        ranks = _ranks_with_equal_lists(self.workers)
+        rank_views: dict[str, tuple[RankViews, ...]] = {}
+        for first_worker in ranks:
+            worker = self.workers[first_worker]
             for name, views in worker.tensors.items():
-                before = self.views.get(name, ())
-                equal = (
-                    members[0],
-                    len(before),
-                    tuple([worker.geometry_of[view] for view in views]),
-                )
-                self.views[name] = before + views
-                kinds[name] = (*kinds.get(name, ()), equal)
-        by_first = {members[0]: members for members in alike.values()}
-        made = {
-            kind: self._views_of(kind, by_first) for kind in dict.fromkeys([(), *kinds.values()])
-        }
-        self._nobody = made[()]
-        self._by_name = {name: made[kind] for name, kind in kinds.items()}
+                columns = self.views.get(name, ())
+                geometries = tuple([worker.geometry_of[view] for view in views])
+                alike = RankViews(first_worker, len(columns), geometries)
+                self.views[name] = columns + views
+                rank_views[name] = (*rank_views.get(name, ()), alike)
+        # Tensors that all sources hold in the same way share their source views.
+        shared = {key: self._source_views(key, ranks) for key in {(), *rank_views.values()}}
+        self._no_views = shared[()]
+        self._by_name = {name: shared[key] for name, key in rank_views.items()}
 
     def of(self, name: str) -> SourceViews:
-        """The views of a tensor: one object for all tensors that the sources hold in the same way."""
-        return self._by_name.get(name, self._nobody)
+        """Return the views of a tensor: one object for all that are held in the same way."""
+        return self._by_name.get(name, self._no_views)
 
-    def _views_of(
-        self, kind: Iterable[tuple[int, int, tuple[int, ...]]], alike: Mapping[int, Sequence[int]]
+    def _source_views(
+        self, rank_views: Iterable[RankViews], ranks: Mapping[int, Sequence[int]]
     ) -> SourceViews:
-        found = [
-            (i, column + n, self.workers[i].geometries[geometry])
-            for first, column, geometries in kind
-            for i in alike[first]
-            for n, geometry in enumerate(geometries)
-        ]
-        found.sort(key=lambda view: view[:2])
+        """Return the views of a tensor on all workers, by worker and column."""
+        views: list[tuple[int, int, Geometry]] = []
+        for alike in rank_views:
+            for worker_index in ranks[alike.first_worker]:
+                geometries = self.workers[worker_index].geometries
+                for column, geometry in enumerate(alike.geometries, alike.first_column):
+                    views.append((worker_index, column, geometries[geometry]))
+        views.sort(key=lambda view: view[:2])
         return SourceViews(
-            tuple((i, geometry) for i, _, geometry in found),
-            tuple(column for _, column, _ in found),
+            tuple([(worker_index, geometry) for worker_index, _, geometry in views]),
+            tuple([column for _, column, _ in views]),
         )
+
+
+def _ranks_with_equal_lists(workers: Sequence[Worker]) -> dict[int, list[int]]:
+    """Return workers with equal lists of tensors and geometries, as indices, by the first."""
+    by_lists: dict[Hashable, list[int]] = {}
+    for i, worker in enumerate(workers):
+        names = tuple([view.name for view in worker.views])
+        by_lists.setdefault((names, worker.geometry_of), []).append(i)
+    return {ranks[0]: ranks for ranks in by_lists.values()}
 
 
 @attrs.frozen(eq=False)
 class Match:
     """Tensors with equal geometries on both sides.
 
-    ``destination`` has the geometries of the destination's views of such a tensor, ``sources`` the views of the
-    sources. ``views`` has, for each side, the view indices of every tensor, (tensors, views) int64.
+    ``destination`` has the geometries of the destination's views of such a tensor, ``sources`` the
+    views of the sources. ``views`` has, for each side, the view indices of every tensor, (tensors,
+    views) int64.
     """
 
     names: tuple[str, ...]
@@ -237,23 +272,20 @@ class Match:
     workers: tuple[Worker, tuple[Worker, ...]]
 
     def places(self, destination: int, source: int) -> Ints:
-        """The places of one view of each side for every tensor, (2, tensors, 2) int64: region index and offset."""
-        (ours, theirs), (local, workers) = self.views, self.workers
-        sender = workers[self.sources.views[source][0]]
-        return np.stack(
-            [
-                local.places[ours[:, destination]],
-                sender.places[theirs[:, self.sources.column[source]]],
-            ]
-        )
+        """Return the region index and offset of one view of each side, (2, tensors, 2) int64."""
+        local, senders = self.workers
+        sender = senders[self.sources.views[source][0]]
+        destination_views = self.views[0][:, destination]
+        source_views = self.views[1][:, self.sources.column[source]]
+        return np.stack([local.places[destination_views], sender.places[source_views]])
 
-    def of_tensors(self, which: Bools) -> Match:
+    def of_tensors(self, chosen: Bools) -> Match:
         """Return the match of some of the tensors, (tensors,) bool."""
-        views = self.views[0][which], self.views[1][which]
-        return attrs.evolve(self, names=tuple(compress(self.names, which)), views=views)
+        views = self.views[0][chosen], self.views[1][chosen]
+        return attrs.evolve(self, names=tuple(compress(self.names, chosen)), views=views)
 
     def with_destination(self, worker: Worker, geometry: Geometry, views: Ints) -> Match:
-        """Return the match with another destination, which has one view of each tensor: (tensors,)."""
+        """Return the match with another destination, with one view of each tensor: (tensors,)."""
         return attrs.evolve(
             self,
             destination=(geometry,),
@@ -262,7 +294,7 @@ class Match:
         )
 
     def with_source(self, worker: Worker, geometry: Geometry, views: Ints) -> Match:
-        """Return the match with another, single source, which has one view of each tensor: (tensors,)."""
+        """Return the match with one other source, with one view of each tensor: (tensors,)."""
         return attrs.evolve(
             self,
             sources=SourceViews(((0, geometry),), (0,)),
@@ -274,11 +306,39 @@ class Match:
 def match(
     destination: Worker, sources: Sources, not_transferred: Collection[str] = ()
 ) -> tuple[Match, ...]:
-    """The matches of a destination with its sources.
+    """Return the matches of a destination with its sources.
 
     Raises ``GROUP``, ``DTYPE``, ``AXES`` or ``SIZE``, by rule M3, or ``MODEL``, by rule M4.
     """
-    for source in sources.workers:
+    _check_models(destination, sources.workers)
+    # Names of tensors by their source views and the destination's geometries, rule M5.
+    names_by_key: dict[tuple[SourceViews, tuple[int, ...]], list[str]] = {}
+    geometry_of = destination.geometry_of
+    for name, views in destination.tensors.items():
+        if name not in not_transferred:
+            key = (sources.of(name), tuple([geometry_of[view] for view in views]))
+            names_by_key.setdefault(key, []).append(name)
+    matches = []
+    for (source_views, geometry_indices), names in names_by_key.items():
+        geometries = tuple(destination.geometries[i] for i in geometry_indices)
+        for geometry in geometries:
+            for worker_index, sample in source_views.samples:
+                source = sources.workers[worker_index]
+                _check_tensor(names[0], destination, geometry, source, sample)
+        indices = _view_indices(names, destination.tensors), _view_indices(names, sources.views)
+        workers = (destination, sources.workers)
+        matches.append(Match(tuple(names), geometries, source_views, indices, workers))
+    return tuple(matches)
+
+
+def _view_indices(names: Iterable[str], views_by_name: Mapping[str, tuple[int, ...]]) -> Ints:
+    """Return the view indices of each tensor, (tensors, views)."""
+    return np.array([views_by_name.get(name, ()) for name in names], np.int64)
+
+
+def _check_models(destination: Worker, sources: Iterable[Worker]) -> None:
+    """Raise ``MODEL`` for a source of another model, rule M4."""
+    for source in sources:
         if source.model != destination.model and source.model and destination.model:
             raise KVPlanError(
                 "MODEL",
@@ -289,56 +349,54 @@ def match(
                 destination=destination.model,
                 source=source.model,
             )
-    tensors: dict[Any, list[str]] = {}  # names by what their views have in common, rule M5
-    geometry_of = destination.geometry_of
-    for name, views in destination.tensors.items():
-        if name not in not_transferred:
-            key = (sources.of(name), tuple([geometry_of[view] for view in views]))
-            tensors.setdefault(key, []).append(name)
-    matches = []
-    for (found, ours), names in tensors.items():
-        geometries = tuple(destination.geometries[g] for g in ours)
-        for mine in geometries:
-            for i, other in found.kinds:
-                _check(names[0], destination, mine, sources.workers[i], other)
-        sides = destination.tensors, sources.views
-        rows = [np.array([side.get(name, ()) for name in names], np.int64) for side in sides]
-        workers = destination, sources.workers
-        matches.append(Match(tuple(names), geometries, found, (rows[0], rows[1]), workers))
-    return tuple(matches)
 
 
-def _check(
-    name: str, destination: Worker, ours: Geometry, source: Worker, theirs: Geometry
+def _check_tensor(
+    name: str,
+    destination: Worker,
+    destination_view: Geometry,
+    source: Worker,
+    source_view: Geometry,
 ) -> None:
-    def differ(code: str, what: str, mine: object, other: object) -> KVPlanError:
+    """Raise ``GROUP``, ``DTYPE``, ``SIZE`` or ``AXES`` where views differ, rule M3."""
+
+    def differ(code: str, field: str, at_destination: object, at_source: object) -> KVPlanError:
         return KVPlanError(
             code,
-            f"pair {what} of tensor {name!r}",
-            expected=f"{mine} (destination {destination.label})",
-            got=f"{other} (source {source.label})",
+            f"pair {field} of tensor {name!r}",
+            expected=f"{at_destination} (destination {destination.label})",
+            got=f"{at_source} (source {source.label})",
             tensor=name,
-            field=what,
-            destination=mine,
-            source=other,
+            field=field,
+            destination=at_destination,
+            source=at_source,
         )
 
-    kinds = ["state" if side.group.tokens_per_block is None else "token" for side in (ours, theirs)]
-    if kinds[0] != kinds[1]:
-        raise differ("GROUP", "the group", f"a {kinds[0]} group", f"a {kinds[1]} group")
-    if ours.dtype != theirs.dtype:
-        error = differ("DTYPE", "the dtype", ours.dtype, theirs.dtype)
-        same = ours.itemsize == theirs.itemsize and {ours.dtype, theirs.dtype} & {"int8", "uint8"}
-        raise (
-            error.with_hint("if their bytes mean the same, describe both sides as uint8")
-            if same
-            else error
-        )
-    mine, other = (
-        {k: v for k, v in global_sizes(side.axes).items() if k != TOKEN} for side in (ours, theirs)
-    )
-    for axis, size in mine.items():
-        if other.get(axis, size) != size:
-            raise differ("SIZE", f"the size of axis {axis!r}", size, other[axis])
-    if ours.sizes.keys() - {TOKEN} != theirs.sizes.keys() - {TOKEN}:
-        raise differ("AXES", "the axes", " ".join(sorted(mine)), " ".join(sorted(other)))
+    needed_kind = _kind(destination_view.group)
+    sent_kind = _kind(source_view.group)
+    if needed_kind != sent_kind:
+        raise differ("GROUP", "the group", f"a {needed_kind} group", f"a {sent_kind} group")
+    if destination_view.dtype != source_view.dtype:
+        error = differ("DTYPE", "the dtype", destination_view.dtype, source_view.dtype)
+        has_bytes = {destination_view.dtype, source_view.dtype} & {"int8", "uint8"}
+        if has_bytes and destination_view.itemsize == source_view.itemsize:
+            error = error.with_hint("if their bytes mean the same, describe both sides as uint8")
+        raise error
+    needed_sizes = _sizes_but_tokens(destination_view)
+    sent_sizes = _sizes_but_tokens(source_view)
+    for axis, size in needed_sizes.items():
+        if sent_sizes.get(axis, size) != size:
+            raise differ("SIZE", f"the size of axis {axis!r}", size, sent_sizes[axis])
+    # axes of size 1 do not count
+    if destination_view.sizes.keys() - {TOKEN} != source_view.sizes.keys() - {TOKEN}:
+        axes = " ".join(sorted(needed_sizes)), " ".join(sorted(sent_sizes))
+        raise differ("AXES", "the axes", *axes)
+
+
+def _kind(group: Group) -> str:
+    return "state" if group.tokens_per_block is None else "token"
+
+
+def _sizes_but_tokens(geometry: Geometry) -> dict[str, int]:
+    sizes = global_sizes(geometry.axes)
+    return {axis: size for axis, size in sizes.items() if axis != TOKEN}

@@ -1,14 +1,15 @@
 """Meshes: plans of whole engines, and the completions that their workers exchange.
 
-The worker that moves bytes, a reader or a writer, notifies the other worker when a request is complete: one
-*completion* for each pair of workers that its plan has rows for, also in a request that moves no byte between them. Who
-notifies whom is read off the plans, so no second formula can disagree with them.
+The worker that moves bytes, a reader or a writer, notifies the other worker when a request is
+complete: one *completion* for each pair of workers that its plan has rows for, also in a request
+that moves no byte between them. Who notifies whom is read off the plans, so no second formula can
+disagree with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal
+from typing import Literal
 
 import attrs
 
@@ -17,24 +18,17 @@ from kvplan._text import shown
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost, cost
-from kvplan.plan.specs import idle_pair
-from kvplan.plan.transfer import (
-    Planned,
-    TransferPlan,
-    checked_names,
-    checked_workers,
-    pair_of,
-    shares,
-)
-
-OPERATIONS: Final = ("READ", "WRITE")
+from kvplan.plan.pairs import plan_pairs, shares
+from kvplan.plan.specs import DIRECTIONS, READ
+from kvplan.plan.transfer import TransferPlan, checked_names, checked_workers
 
 
 @attrs.frozen
 class Completions:
-    """The workers that one worker notifies of a completed request, and those it waits for: (engine id, rank) each.
+    """The workers that one worker notifies of a completed request, and those it waits for.
 
-    A worker that waits for nobody may free or use a request's blocks at once: a replica that serves no destination.
+    Each is (engine id, rank). A worker that waits for nobody may free or use a request's blocks at
+    once: a replica that serves no destination.
     """
 
     sends: tuple[Key, ...]
@@ -42,9 +36,10 @@ class Completions:
 
 
 def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
-    """The completions of every worker in the plans, local and remote.
+    """Return the completions of every worker in the plans, local and remote.
 
-    Pass the plans of a whole mesh, reads or writes: a worker waits for all others that move its bytes.
+    Pass the plans of a whole mesh, reads or writes: a worker waits for all others that move its
+    bytes.
     """
     sends: dict[Key, list[Key]] = {}
     awaits: dict[Key, list[Key]] = {}
@@ -56,10 +51,8 @@ def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
             if pair.group_pairs:
                 sends[local].append(pair.remote)
                 awaits[pair.remote].append(local)
-    return {
-        key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ())))
-        for key in {**sends, **awaits}
-    }
+    keys = {**sends, **awaits}
+    return {key: Completions(tuple(sends.get(key, ())), tuple(awaits.get(key, ()))) for key in keys}
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -70,13 +63,16 @@ class MeshPlan:
 
     @property
     def completions(self) -> Mapping[Key, Completions]:
-        """For each worker of both engines, whom it notifies of a completed request and for whom it waits."""
+        """The completions of each worker of both engines."""
         return completions(self.plans)
 
     def cost(self, tokens: int | None = None) -> Cost:
-        """The cost of a request in all plans together; see :meth:`kvplan.TransferPlan.cost`."""
-        pairs = [(plan.local.key, pair) for plan in self.plans for pair in plan.pairs]
-        return cost(self.plans[0].operation if self.plans else "READ", pairs, tokens)
+        """Return what a request costs in all plans; see :meth:`kvplan.TransferPlan.cost`."""
+        pairs = []
+        for plan in self.plans:
+            pairs += [(plan.local.key, pair) for pair in plan.pairs]
+        direction = self.plans[0].direction if self.plans else READ
+        return cost(direction, pairs, tokens)
 
     def __repr__(self) -> str:
         return f"<MeshPlan: {len(self.plans)} plans, {len(self.completions)} workers>"
@@ -89,32 +85,25 @@ def plan_mesh(
     *,
     not_transferred: Iterable[str] = (),
 ) -> MeshPlan:
-    """The plans of two whole engines: the reads of every destination worker, or the writes of every source worker.
+    """Return the plans of two whole engines: every destination's reads, or every source's writes.
 
-    Raises what :func:`kvplan.plan_reads` does, and ``NAME`` for a name in ``not_transferred`` that no worker has.
+    Raises what :func:`kvplan.plan_reads` does, and ``NAME`` for a name in ``not_transferred`` that
+    no worker has.
     """
-    if not is_one_of(operation, OPERATIONS):
+    if not is_one_of(operation, DIRECTIONS):
         raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
-    needy = checked_workers("destinations", destinations)
-    holders = checked_workers("sources", sources, *needy)
-    skipped = checked_names(not_transferred, *needy, *holders)
-    reads, known = operation == "READ", Planned()
-    near, far = (needy, holders) if reads else (holders, needy)
-    idle = {worker.key: idle_pair(worker) for worker in far}
-    pairs = {worker.key: dict(idle) for worker in near}
-    for destination, source, share in shares(needy, holders, skipped):
-        local, remote = (destination, source) if reads else (source, destination)
-        pairs[local.key][remote.key] = pair_of(
-            share, (destination, source), 0 if reads else 1, known
-        )
+    direction = DIRECTIONS[operation]
+    receivers = checked_workers("destinations", destinations)
+    senders = checked_workers("sources", sources, *receivers)
+    skipped = checked_names(not_transferred, *receivers, *senders)
+    local_workers, remotes = direction.by_role(receivers, senders)
+    pairs = plan_pairs(direction, local_workers, remotes, shares(receivers, senders, skipped))
     plans = []
-    for i, worker in enumerate(near):
-        siblings = () if reads else holders[:i] + holders[i + 1 :]
-        plans.append(
-            TransferPlan(
-                operation, worker, far, siblings, skipped, tuple(pairs[worker.key].values())
-            )
-        )
+    for i, local in enumerate(local_workers):
+        # a writer plans with its siblings
+        siblings = () if direction is READ else local_workers[:i] + local_workers[i + 1 :]
+        plan = TransferPlan(operation, local, remotes, siblings, skipped, pairs[local.key])
+        plans.append(plan)
     return MeshPlan(tuple(plans))
 
 
@@ -124,23 +113,24 @@ def contacts(
     *,
     not_transferred: Iterable[str] = (),
 ) -> Mapping[Key, tuple[Key, ...]]:
-    """For each worker of both engines, the workers of the other engine that it exchanges bytes with.
+    """Return, for each worker of both engines, the workers that it exchanges bytes with.
 
-    The answer depends only on which parts each worker holds, not on layouts, block sizes, pools or addresses. A worker
-    can therefore ask before any offer arrives, from the other engine's parallel sizes:
+    They depend only on which parts each worker holds, not on layouts, block sizes, pools or
+    addresses. A worker can therefore ask before any offer arrives, from the other engine's parallel
+    sizes:
 
     >>> from kvplan import Model
     >>> model = Model.shipped("qwen3-235b-a22b")  # 4 KV heads
-    >>> decode, prefill = (model.engine(name, tp=tp, num_blocks=1) for name, tp in (("decode", 2), ("prefill", 8)))
-    >>> contacts(decode, prefill)["decode", 1]
+    >>> decode = model.engine("decode", tp=2, num_blocks=1)
+    >>> contacts(decode, model.engine("prefill", tp=8, num_blocks=1))["decode", 1]
     (('prefill', 5), ('prefill', 7))
 
     Raises what :func:`kvplan.plan_reads` does.
     """
-    needy = checked_workers("destinations", destinations)
-    holders, skipped = checked_workers("sources", sources, *needy), checked_names(not_transferred)
-    found: dict[Key, list[Key]] = {worker.key: [] for worker in (*needy, *holders)}
-    for destination, source, _ in shares(needy, holders, skipped):
-        found[destination.key].append(source.key)
-        found[source.key].append(destination.key)
-    return {key: tuple(others) for key, others in found.items()}
+    receivers = checked_workers("destinations", destinations)
+    senders = checked_workers("sources", sources, *receivers)
+    contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
+    for share in shares(receivers, senders, checked_names(not_transferred)):
+        contacts_of[share.destination.key].append(share.source.key)
+        contacts_of[share.source.key].append(share.destination.key)
+    return {key: tuple(keys) for key, keys in contacts_of.items()}

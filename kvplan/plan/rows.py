@@ -1,24 +1,26 @@
 """Tables (T): the strided rows that both sides register once, and the formula of the ids in them.
 
-- T1: A row is (address, length, device, stride, count): ``count`` descriptors of ``length`` bytes, ``stride`` apart.
-  Ids number the descriptors of a table, row after row.
-- T2: Runs of one length share a row if one step, at least as long as they are, divides the differences of their offsets
-  and the block stride: four 16-token pieces of a dense 64-token block, or the tokens of all heads of a page. If there
-  is no such step, or most ids of the row would be unused, each offset gets a row with one descriptor for each block. A
-  row ends at a gap between two layers of a region that is longer than a block.
-- T3: Therefore every id is ``base + step * block id + sub``, where ``base`` belongs to a run and ``sub`` to the slot at
-  which it begins. Both sides list the same runs and positions in the same order, so their ids pair up.
+- T1: A row is (address, length, device, stride, count): ``count`` descriptors of ``length`` bytes,
+  ``stride`` apart. Ids number the descriptors of a table, row after row.
+- T2: Runs of one length share a row if one step, at least as long as they are, divides the
+  differences of their offsets and the block stride: four 16-token pieces of a dense 64-token block,
+  or the tokens of all heads of a page. If there is no such step, or most ids of the row would be
+  unused, each offset gets a row with one descriptor for each block. A row ends at a gap between two
+  layers of a region that is longer than a block.
+- T3: Therefore every id is ``base + step * block id + slot term``, where ``base`` belongs to a run
+  and the slot term to the slot at which it begins. Both sides list the same runs and positions in
+  the same order, so their ids pair up.
 - T4: A row counts the blocks of its own pool. Pools may differ by group, by worker and by side.
 
-Rows hold offsets in regions first and addresses at the end, so plans of equal geometry differ in that last step only.
+Rows hold offsets in regions first and addresses at the end, so plans of equal geometry differ in
+that last step only.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -27,9 +29,11 @@ import numpy.typing as npt
 from kvplan._arrays import Ints, distinct, heads, listed, numbered, read_only
 from kvplan._checks import ID_END, at_most
 from kvplan.describe.views import Group, Region
+from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
+from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
 
 Descriptors = npt.NDArray[np.uint64]
 
@@ -40,14 +44,19 @@ NUMBERED_END: Final = 1 << 62
 """The rows of one side have fewer descriptors than this, so that no sum of ids wraps."""
 
 MAX_IDS_PER_USED: Final = 16
-"""A row with more ids than this for each usable one is split by offset, so that 31 bits last for large pools."""
+"""A row with more ids than this for each usable one is split by offset, so that 31 bits last for
+large pools."""
+
+BOTH_SIDES: Final = (0, 1)
+"""The destination and the source, as indices."""
 
 
 @attrs.frozen(eq=False)
 class Table:
     """The rows of one side: ``rows`` is (n, 5) uint64: address, length, device, stride, count.
 
-    ``first`` (n,) has the first id of each row, ``region`` (n,) the index of its region in the worker's ``regions``.
+    ``first`` (n,) has the first id of each row, ``region`` (n,) the index of its region in the
+    worker's ``regions``.
     """
 
     regions: tuple[Region, ...]
@@ -55,13 +64,27 @@ class Table:
     rows: npt.NDArray[np.uint64]
     first: Ints
 
+    @classmethod
+    def at(cls, worker: Worker, rows: Ints, shift: int) -> Table:
+        """Return the table of rows with offsets, (n, 5), moved by ``shift`` bytes."""
+        region, offset, length, stride, count = rows.T
+        address, device = bases(worker.regions)
+        placed = np.empty(rows.shape, np.uint64)
+        placed[:, 0] = address[region] + (offset + shift).astype(np.uint64)
+        placed[:, 1] = length
+        placed[:, 2] = device[region]
+        placed[:, 3] = stride
+        placed[:, 4] = count
+        first = np.cumsum(count) - count
+        return cls(worker.regions, read_only(region), read_only(placed), read_only(first))
+
     @property
     def num_ids(self) -> int:
         """The number of descriptors of all rows: ids are in ``[0, num_ids)``."""
         return int(self.first[-1]) + int(self.rows[-1, 4]) if len(self.rows) else 0
 
     def row_of(self, ids: npt.NDArray[np.integer[Any]]) -> Ints:
-        """The index of the row of each id."""
+        """Return the index of the row of each id."""
         return np.searchsorted(self.first, ids, "right") - 1
 
     @cached_property
@@ -70,45 +93,48 @@ class Table:
 
     @cached_property
     def _arena(self) -> Ints:
-        """The start of each region if all regions followed each other with a gap of one byte, (regions,)."""
+        """The start of each region, (regions,), if all stood in a line, one byte apart."""
         sizes = [region.size_bytes + 1 for region in self.regions]
         return np.cumsum([0, *sizes[:-1]])
 
     @cached_property
     def _lines(self) -> tuple[Ints, Ints]:
-        """The place of an id as a linear function of each row, (rows,): its slope, and its value at id 0."""
-        offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64) + self._arena[
-            self.region
-        ]
+        """The place of an id by row, a linear function: slope, and value at id 0, (rows,)."""
+        offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64)
         stride = self.rows[:, 3].astype(np.int64)
-        return stride, offset - self.first * stride
+        return stride, self._arena[self.region] + offset - self.first * stride
 
     def places(self, first: npt.NDArray[np.int32], along: npt.NDArray[np.int32], row: Ints) -> Ints:
-        """The places, (n, m), of ids ``first`` (n, 1) + ``along`` (1, m), which lie in the rows ``row`` (n,).
+        """Return the places, (n, m), of ids ``first`` (n, 1) + ``along`` (1, m).
 
-        A place is an offset in all regions one after another, with gaps, so that no two regions are contiguous.
+        Ids of line ``i`` are in the row ``row[i]``. A place is an offset in all regions one after
+        another, with gaps, so that no two regions are contiguous.
         """
         stride, start = self._lines
         place: Ints = stride[row][:, None] * along
         place += (start[row] + stride[row] * first[:, 0])[:, None]
         return place
 
-    def descriptors(self, place: Ints, length: Ints, row: Ints, which: Ints) -> Descriptors:
-        """Address, length and device, (n, 3) uint64, of ``length`` bytes at each place, in the rows ``row[which]``."""
+    def descriptors(self, place: Ints, length: Ints, row: Ints, run: Ints) -> Descriptors:
+        """Return address, length and device, (n, 3) uint64, of ``length`` bytes at each place.
+
+        Place ``i`` is in the row ``row[run[i]]``.
+        """
         base, device = self._bases
-        shift, region = base - self._arena.astype(np.uint64), self.region[row]
-        found = np.empty((place.size, 3), np.uint64)
-        np.add(place.view(np.uint64), shift[region][which], out=found[:, 0])
-        found[:, 1] = length
-        found[:, 2] = device[region][which]
-        return read_only(found)
+        shift = base - self._arena.astype(np.uint64)
+        region = self.region[row]
+        descriptors = np.empty((place.size, 3), np.uint64)
+        np.add(place.view(np.uint64), shift[region][run], out=descriptors[:, 0])
+        descriptors[:, 1] = length
+        descriptors[:, 2] = device[region][run]
+        return read_only(descriptors)
 
     def in_regions(self, regions: tuple[Region, ...]) -> Table:
-        """The same rows in other regions, region by region."""
-        after = bases(regions)
+        """Return the same rows in other regions, region by region."""
+        address, device = bases(regions)
         rows = self.rows.copy()
-        rows[:, 0] += (after[0] - self._bases[0])[self.region]
-        rows[:, 2] = after[1][self.region]
+        rows[:, 0] += (address - self._bases[0])[self.region]
+        rows[:, 2] = device[self.region]
         return Table(regions, self.region, read_only(rows), self.first)
 
     def __repr__(self) -> str:
@@ -116,107 +142,218 @@ class Table:
 
 
 def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
-    """Addresses and devices of regions, (2, n) uint64."""
-    return np.array(
-        [[region.address for region in regions], [region.device_id for region in regions]],
-        np.uint64,
-    )
+    """Return addresses and devices of regions, (2, n) uint64."""
+    addresses = [region.address for region in regions]
+    devices = [region.device_id for region in regions]
+    return np.array([addresses, devices], np.uint64)
+
+
+class RowJob(NamedTuple):
+    """Runs to assign to rows, with all offsets at which they begin in block 0.
+
+    ``columns`` (5, n) has kind, region, block stride, number of blocks and length of each run,
+    ``offsets`` is (n, m). Runs of different kinds share no row.
+    """
+
+    columns: Ints
+    offsets: Ints
+
+    @classmethod
+    def of(cls, kind: int, runs: Runs, side: int, offsets: Ints) -> RowJob:
+        """Return the job of one side of runs."""
+        stride = runs.block_stride[side]
+        kinds = np.full_like(stride, kind)
+        columns = [kinds, runs.region[side], stride, runs.num_blocks[side], runs.length]
+        return cls(np.stack(columns), offsets)
+
+
+class RowIds(NamedTuple):
+    """Ids of the offsets of a job, (n, m): in block 0, and their step from block to block."""
+
+    first: Ints
+    step: Ints
 
 
 @attrs.frozen(eq=False)
-class PeriodBlocks:
-    """Block ordinals of one side within a period, (n,).
+class RowCandidates:
+    """Runs that may share a row, being equal in all but their offsets, (n,).
 
-    The next period begins ``num_blocks`` later. ``step`` is the constant difference between consecutive ordinals, 0 if
-    there is none. ``sub`` (n,) is what the slots add to the ids, ``None`` if that is nothing.
+    ``block_step`` is the distance of two blocks in bytes, 0 where there is one block. ``step``
+    divides it and all differences of offsets.
     """
 
-    ordinal: Ints
-    num_blocks: int
-    step: int
-    sub: Ints | None
+    region: Ints
+    num_blocks: Ints
+    length: Ints
+    block_step: Ints
+    step: Ints
 
-
-@attrs.frozen(eq=False)
-class RunIds:
-    """The ids of joined runs that begin at the same positions, for both sides, destination first.
-
-    At the n-th position of ``starts``, modulo ``every``, run ``j`` has the id ``base[j] + step * block id + sub[n]``;
-    ``blocks`` has the ordinal of that block, and ``sub``, for each side. ``base`` is (2, runs, 1), int32 if all ids of
-    both tables fit, else int64.
-    """
-
-    base: Ints
-    step: tuple[int, int]
-    starts: Ints
-    every: int
-    blocks: tuple[PeriodBlocks, PeriodBlocks]
-
-    def before(self, position: int) -> int:
-        """The number of starts below ``position``, over all periods."""
-        turn, rest = divmod(position, self.every)
-        return turn * self.starts.size + bisect_left(self.starts, rest)
-
-
-@attrs.frozen(eq=False)
-class TokenIds:
-    """The ids of runs of one token, for both sides, destination first.
-
-    At a position ``p`` that is in ``carried`` modulo ``every``, run ``j`` has the id
-    ``base[j] + step * block id + sub[slot of p]``. ``joined`` says that longer runs move these tokens, except at the
-    ends of a range. ``base`` is (2, runs, 1); it and ``sub`` are int32 if all ids of both tables fit, else int64.
-    """
-
-    base: Ints
-    step: tuple[int, int]
-    sub: tuple[Ints, Ints]
-    carried: Ints
-    every: int
-    joined: bool
-
-
-@attrs.frozen(eq=False)
-class GroupPair:
-    """All ids of one group of the destination and one of a source: all that bind needs.
-
-    ``num_blocks`` has the size of each side's smallest pool. ``cuts`` are the spans of positions in a period, of
-    ``period`` positions, that joined runs cover.
-    """
-
-    groups: tuple[Group, Group]
-    num_blocks: tuple[int, int]
-    period: int
-    cuts: tuple[tuple[int, int], ...]
-    runs: tuple[RunIds, ...]
-    tokens: tuple[TokenIds, ...]
-
-
-def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Ints, Ints]]:
-    """All ids of a pair of workers, and the rows of each side, (n, 5): region, offset, length, stride, count."""
-    tokens = [(each.groups, one) for each in found for one in each.tokens]
-    for side in (0, 1):
-        listed_slots = sum(one.runs.length.size * slots(groups[side]) for groups, one in tokens)
-        at_most(
-            MAX_SLOTS,
-            listed_slots,
-            "slots of runs of one token",
-            "number the descriptors of a pair of workers",
+    def take(self, indices: Ints) -> RowCandidates:
+        """Return the candidates at these indices."""
+        return RowCandidates(
+            *(getattr(self, field.name)[indices] for field in attrs.fields(RowCandidates))
         )
-    rows, ids = [], []
-    for side in (0, 1):
-        of_runs = [
-            (_columns(0, each.runs, side), each.runs.offset[side][:, None]) for each in found
-        ]
-        of_slots = [
-            (_columns(1, one.runs, side), _slot_offsets(groups[side], one, side))
-            for groups, one in tokens
-        ]
-        side_rows, side_ids = assign_rows([*of_runs, *of_slots])
+
+    @property
+    def pool_bytes(self) -> Ints:
+        """The distance from the first to the last block."""
+        return (self.num_blocks - 1) * self.block_step
+
+
+def assign_rows(jobs: Sequence[RowJob]) -> tuple[Ints, list[RowIds]]:
+    """Assign runs to rows, by rule T2.
+
+    Returns the rows, (r, 5): region, offset, length, stride, count; and the ids of each job.
+
+    >>> pieces = RowJob(np.array([[0], [0], [16384], [100], [4096]]), np.array([[0, 4096, 8192]]))
+    >>> rows, (ids,) = assign_rows([pieces])
+    >>> rows.tolist(), ids.first.tolist(), ids.step.tolist()
+    ([[0, 0, 4096, 4096, 399]], [[0, 1, 2]], [[4, 4, 4]])
+    """
+    # Runs with equal columns are one candidate.
+    columns = np.concatenate([job.columns for job in jobs], axis=1)
+    run_order = np.lexsort(columns[::-1])
+    ordered = columns[:, run_order]
+    first = heads((ordered[:, 1:] == ordered[:, :-1]).all(0))
+    candidate_of_run = np.empty(run_order.size, np.int64)
+    candidate_of_run[run_order] = numbered(first, run_order.size)
+    _, region, block_stride, num_blocks, length = ordered[:, first]
+
+    # One element for each offset of every run, by candidate, ascending.
+    num_offsets = np.concatenate([np.full(*job.offsets.shape) for job in jobs])
+    candidate = np.repeat(candidate_of_run, num_offsets)
+    offset = np.concatenate([job.offsets.reshape(-1) for job in jobs])
+    order = np.lexsort((offset, candidate))
+    candidate = candidate[order]
+    offset = offset[order]
+    same_candidate = candidate[1:] == candidate[:-1]
+    same_offset = offset[1:] == offset[:-1]
+
+    # The step of a candidate is the common divisor of its offsets' differences and block stride.
+    first = heads(same_candidate)
+    block_step = np.where(num_blocks > 1, block_stride, 0)
+    distance = offset - offset[first][candidate]
+    step = np.gcd(np.gcd.reduceat(distance, first), block_step)
+    step = np.where(step == 0, length, step)
+    candidates = RowCandidates(region, num_blocks, length, block_step, step)
+
+    # A candidate is split where more ids than a block has would be between the last block at one
+    # offset and the first at the next.
+    unused_bytes = np.diff(offset) - candidates.pool_bytes[candidate[1:]]
+    max_unused = np.maximum(block_step // step, MAX_IDS_PER_USED)
+    goes_on = unused_bytes // step[candidate[1:]] <= max_unused[candidate[1:]]
+    goes_on &= same_candidate
+    first = heads(goes_on)
+    candidates = candidates.take(candidate[first])
+    candidate = numbered(first, order.size)
+
+    # A candidate is one row if its ids are distinct bytes, of which not too many are unused.
+    # `num_used` counts the distinct offsets, which are the ids in use for each block.
+    num_used = np.bincount(candidate[heads(goes_on & same_offset)])
+    span = np.maximum.reduceat(offset, first) - offset[first]
+    num_ids = (candidates.pool_bytes + span) // candidates.step + 1
+    is_one_row = candidates.step >= candidates.length
+    is_one_row &= num_ids <= num_used * candidates.num_blocks * MAX_IDS_PER_USED
+    apart = np.maximum(candidates.block_step, candidates.length)
+    step = np.where(is_one_row, candidates.step, apart)
+    ids_per_block = np.where(is_one_row, candidates.block_step // step, 1)
+
+    # A row begins with each candidate, and with each new offset of a candidate that is not one row.
+    first = heads(goes_on & (is_one_row[candidate[1:]] | same_offset))
+    row = numbered(first, order.size)
+    row_candidate = candidate[first]
+    element = (offset - offset[first][row]) // step[candidate]
+    last_element = np.maximum.reduceat(element, first)
+    shape = candidates.take(row_candidate)
+    count = (shape.num_blocks - 1) * ids_per_block[row_candidate] + last_element + 1
+    rows = [shape.region, offset[first], shape.length, step[row_candidate], count]
+
+    # Back in the order of the jobs.
+    first_ids = np.empty(order.size, np.int64)
+    first_ids[order] = (np.cumsum(count) - count)[row] + element
+    id_steps = np.empty(order.size, np.int64)
+    id_steps[order] = ids_per_block[candidate]
+    ids_of_jobs = []
+    start = 0
+    for job in jobs:
+        stop = start + job.offsets.size
+        shape_of_job = job.offsets.shape
+        ids = (
+            first_ids[start:stop].reshape(shape_of_job),
+            id_steps[start:stop].reshape(shape_of_job),
+        )
+        ids_of_jobs.append(RowIds(*ids))
+        start = stop
+    return np.stack(rows, axis=1), ids_of_jobs
+
+
+BothIds = tuple[RowIds, RowIds]
+
+
+def assign_ids(group_runs: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Ints, Ints]]:
+    """Return all ids of a pair of workers, and the rows of each side, (n, 5).
+
+    The columns of rows are region, offset, length, stride and count.
+    """
+    rows = []
+    ids = []
+    for side in BOTH_SIDES:
+        _check_num_slots(group_runs, side)
+    for side in BOTH_SIDES:
+        side_rows, side_ids = assign_rows(list(_row_jobs(group_runs, side)))
         rows.append(side_rows)
         ids.append(side_ids)
-    most = max(
-        float(side_rows[:, 4].sum(dtype=float)) for side_rows in rows
-    )  # exact enough: sums of int64 may wrap
+    dtype = _dtype_of_ids(rows)
+    # Jobs are first the longer runs of each pair of groups, then the runs of one token of each.
+    ids_of_jobs: list[BothIds] = list(zip(*ids, strict=True))
+    ids_of_runs = ids_of_jobs[: len(group_runs)]
+    ids_of_tokens = iter(ids_of_jobs[len(group_runs) :])
+    pairs = []
+    for groups, run_ids in zip(group_runs, ids_of_runs, strict=True):
+        token_series: list[TokenSeries] = []
+        for tokens in groups.tokens:
+            token_series += _token_series(tokens, next(ids_of_tokens), dtype)
+        pairs.append(_group_pair(groups, _run_series(groups, run_ids, dtype), token_series))
+    return tuple(pairs), (rows[0], rows[1])
+
+
+def _group_pair(
+    groups: GroupRuns, runs: Iterable[RunSeries], tokens: Iterable[TokenSeries]
+) -> GroupPair:
+    """Return a pair of groups with its series."""
+    smallest_pools = [token_runs.runs.num_blocks.min(axis=1) for token_runs in groups.tokens]
+    at_destination, at_source = np.min(smallest_pools, axis=0).tolist()
+    spans = tuple((start, stop) for start, stop in groups.spans.tolist())
+    num_blocks = (at_destination, at_source)
+    return GroupPair(groups.groups, num_blocks, groups.period, spans, tuple(runs), tuple(tokens))
+
+
+def _check_num_slots(group_runs: Iterable[GroupRuns], side: int) -> None:
+    """Raise ``RANGE`` for more slots of runs of one token than are listed."""
+    num_slots = 0
+    for groups in group_runs:
+        for tokens in groups.tokens:
+            num_slots += tokens.runs.length.size * slots(groups.groups[side])
+    subject = "number the descriptors of a pair of workers"
+    at_most(MAX_SLOTS, num_slots, "slots of runs of one token", subject)
+
+
+def _row_jobs(group_runs: Iterable[GroupRuns], side: int) -> Iterator[RowJob]:
+    """Yield one side's longer runs by pair of groups, then its runs of one token in every slot."""
+    for groups in group_runs:
+        yield RowJob.of(0, groups.runs, side, groups.runs.offset[side][:, None])
+    for groups in group_runs:
+        slot = np.arange(slots(groups.groups[side]))
+        for tokens in groups.tokens:
+            slot_offsets = tokens.token_axes[side].at(slot)
+            offsets = np.add.outer(tokens.runs.offset[side], slot_offsets)
+            yield RowJob.of(1, tokens.runs, side, offsets)
+
+
+def _dtype_of_ids(rows: Iterable[Ints]) -> type:
+    """Return int32 if the ids of all rows of each side fit, else int64. Raises ``INT``."""
+    # exact enough: sums of int64 may wrap
+    most = max(float(side_rows[:, 4].sum(dtype=float)) for side_rows in rows)
     if most >= NUMBERED_END:
         raise KVPlanError(
             "INT",
@@ -225,162 +362,96 @@ def number(found: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], tuple[Int
             got=f"about {most:.3g}",
             hint="a smaller pool, or fewer tensors per plan, has fewer ids",
         )
-    dtype = np.int32 if most <= ID_END else np.int64
-    every = list(zip(*ids, strict=True))
-    slot_ids, made = iter(every[len(found) :]), []
-    for each, run_ids in zip(found, every, strict=False):
-        runs = tuple(_run_ids(each, np.stack(run_ids)[..., 0], dtype))
-        by_token = tuple(
-            ids for one in each.tokens for ids in _token_ids(one, next(slot_ids), dtype)
-        )
-        pools = np.min([one.runs.num_blocks.min(axis=1) for one in each.tokens], axis=0).tolist()
-        cuts = tuple((low, high) for low, high in each.cuts.tolist())
-        made.append(GroupPair(each.groups, (pools[0], pools[1]), each.period, cuts, runs, by_token))
-    return tuple(made), (rows[0], rows[1])
+    return np.int32 if most <= ID_END else np.int64
 
 
-def assign_rows(jobs: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, list[Ints]]:
-    """Assigns runs to rows, by rule T2.
-
-    A job is two arrays: (5, n) with kind, region, block stride, number of blocks and length of each run, and (n, m)
-    with its offsets in block 0. Runs of different kinds share no row. Returns the rows, (r, 5): region, offset, length,
-    stride, count; and for each job (2, n, m): the id of each offset in block 0, and the step of that id per block.
-
-    >>> pieces = np.array([[0], [0], [16384], [100], [4096]])
-    >>> rows, (ids,) = assign_rows([(pieces, np.array([[0, 4096, 8192, 12288]]))])
-    >>> rows.tolist(), ids.tolist()
-    ([[0, 0, 4096, 4096, 400]], [[[0, 1, 2, 3]], [[4, 4, 4, 4]]])
-    """
-    # Runs with equal columns form a candidate row each: `group` is the number of its candidate, for every offset.
-    columns = np.concatenate([runs for runs, _ in jobs], axis=1)
-    order = np.lexsort(columns[::-1])
-    ordered = columns[:, order]
-    start = heads((ordered[:, 1:] == ordered[:, :-1]).all(0))
-    _, region, stride, blocks, length = ordered[:, start]
-    numbers = np.empty(order.size, np.int64)
-    numbers[order] = numbered(start, order.size)
-    group = np.repeat(numbers, np.repeat(*np.array([offsets.shape[::-1] for _, offsets in jobs]).T))
-    offset = np.concatenate([offsets.reshape(-1) for _, offsets in jobs])
-
-    # Offsets by candidate, ascending. The step of a candidate is the common divisor of its offsets' differences and
-    # its block stride.
-    order = np.lexsort((offset, group))
-    group, offset = group[order], offset[order]
-    goes_on, same = group[1:] == group[:-1], offset[1:] == offset[:-1]
-    start = heads(goes_on)
-    block_step = np.where(blocks > 1, stride, 0)
-    step = np.gcd(np.gcd.reduceat(offset - offset[start][group], start), block_step)
-    step = np.where(step == 0, length, step)
-
-    # A candidate is split where more ids than a block has would be between the last block at one offset and the first
-    # at the next. `used` counts the distinct offsets, which are the ids in use for each block.
-    gap = (np.diff(offset) - ((blocks - 1) * block_step)[group[1:]]) // step[group[1:]]
-    goes_on &= gap <= np.maximum(block_step // step, MAX_IDS_PER_USED)[group[1:]]
-    start = heads(goes_on)
-    region, blocks, length, block_step, step = (
-        each[group[start]] for each in (region, blocks, length, block_step, step)
-    )
-    group = numbered(start, order.size)
-    used = np.bincount(group[heads(goes_on & same)])
-    all_ids = (
-        (blocks - 1) * block_step + np.maximum.reduceat(offset, start) - offset[start]
-    ) // step + 1
-    one_row = (step >= length) & (all_ids <= used * blocks * MAX_IDS_PER_USED)
-    step = np.where(one_row, step, np.maximum(block_step, length))
-    per_block = np.where(one_row, block_step // step, 1)
-
-    # A row begins with each candidate, and with each new offset of a candidate that is not one row.
-    first = heads(goes_on & (one_row[group[1:]] | same))
-    row, of = numbered(first, order.size), group[first]
-    sub = (offset - offset[first][row]) // step[group]
-    count = (blocks[of] - 1) * per_block[of] + np.maximum.reduceat(sub, first) + 1
-    ids = np.empty((2, order.size), np.int64)
-    ids[:, order] = (np.cumsum(count) - count)[row] + sub, per_block[group]
-    rows = np.stack([region[of], offset[first], length[of], step[of], count], axis=1)
-    parts = np.split(ids, np.cumsum([offsets.size for _, offsets in jobs])[:-1], axis=1)
-    return rows, [
-        part.reshape(2, *offsets.shape) for part, (_, offsets) in zip(parts, jobs, strict=True)
-    ]
-
-
-def _columns(kind: int, runs: Runs, side: int) -> Ints:
-    stride, blocks = runs.block_stride[side], runs.num_blocks[side]
-    return np.stack([np.full_like(stride, kind), runs.region[side], stride, blocks, runs.length])
-
-
-def _slot_offsets(group: Group, one: TokenRuns, side: int) -> Ints:
-    """The offset of every run of one token in every slot, (runs, slots)."""
-    start, size = one.runs.offset[side], slots(group)
-    offsets: Ints = np.add.outer(start, one.token[side].at(np.arange(size)))
-    return offsets
-
-
-def _period_blocks(group: Group, ordinal: Ints, every: int, sub: Ints) -> PeriodBlocks:
-    num_blocks = every // (group.context.size * slots(group))
+def _period_blocks(
+    group: Group, ordinal: Ints, num_positions: int, slot_terms: Ints
+) -> PeriodBlocks:
+    """Return the blocks of one side in a period of ``num_positions``."""
+    num_blocks = num_positions // (group.context.size * slots(group))
     steps = np.diff(ordinal, append=ordinal[0] + num_blocks)
     step = int(steps[0]) if (steps == steps[0]).all() else 0
-    return PeriodBlocks(ordinal, num_blocks, step, sub if sub.any() else None)
+    return PeriodBlocks(ordinal, num_blocks, step, slot_terms if slot_terms.any() else None)
 
 
-def _run_ids(found: GroupRuns, ids: Ints, dtype: type) -> Iterator[RunIds]:
-    """The ids of joined runs; ``ids`` is (sides, 2, n): the id in block 0, and its step per block.
+def _run_series(groups: GroupRuns, ids: BothIds, dtype: type) -> Iterator[RunSeries]:
+    """Yield the series of longer runs.
 
-    All positions at which runs with the same steps begin, and with the same differences between their ids, form one
-    series: they differ in one number for each side, however long the runs are.
+    Positions whose runs have equal steps and equal differences of ids form one series: their ids
+    differ by one slot term for each side, however long the runs are.
     """
-    base, step = ids[:, 0], ids[:, 1]
+    # (2, n): the id of each run in block 0, and its step from block to block, on each side.
+    base = np.stack([side.first[:, 0] for side in ids])
+    step = np.stack([side.step[:, 0] for side in ids])
     for steps in sorted(set(zip(*step.tolist(), strict=True))):
-        # Runs by position, then by local id. `first` has the index of the first run of each position.
+        # Runs by position, then by local id. `first` has the index of each position's first run.
         runs = np.flatnonzero((step[0] == steps[0]) & (step[1] == steps[1]))
-        runs = runs[np.lexsort((base[0, runs], found.position[runs]))]
-        first = heads(found.position[runs][1:] == found.position[runs][:-1])
-        number = np.diff(first, append=runs.size)
-        equal: dict[tuple[int, bytes], list[int]] = {}
-        for size in distinct(number).tolist():
-            begins = np.flatnonzero(number == size)
-            together = base[:, runs[np.add.outer(first[begins], np.arange(size))]]
-            apart = np.ascontiguousarray(np.moveaxis(together - together[..., :1], 1, 0))
-            for i, differences in zip(begins.tolist(), apart, strict=True):
-                equal.setdefault((size, differences.tobytes()), []).append(i)
-        for (size, _), which in equal.items():
-            begins = first[which]
-            starts = found.position[runs[begins]]
-            sub: Ints = (base[:, runs[begins]] - base[:, runs[begins[:1]]]).astype(dtype)
-            ordinals, _ = blocks_and_slots(found.groups, starts)
-            sides = [
-                _period_blocks(group, ordinal, found.period, more)
-                for group, ordinal, more in zip(found.groups, ordinals, sub, strict=True)
-            ]
-            of_first: Ints = base[:, runs[begins[0] : begins[0] + size], None].astype(
-                dtype, order="C"
-            )
-            yield RunIds(
-                of_first, (int(steps[0]), int(steps[1])), starts, found.period, (sides[0], sides[1])
+        runs = runs[np.lexsort((base[0, runs], groups.position[runs]))]
+        position = groups.position[runs]
+        first = heads(position[1:] == position[:-1])
+        for num_runs, alike in _positions_alike(base[:, runs], first):
+            begin = first[alike]
+            starts = position[begin]
+            slot_terms = base[:, runs[begin]] - base[:, runs[begin[:1]]]
+            series_base = base[:, runs[begin[0] : begin[0] + num_runs], None]
+            blocks = []
+            ordinals, _ = blocks_and_slots(groups.groups, starts)
+            for side in BOTH_SIDES:
+                group = groups.groups[side]
+                side_terms = slot_terms[side].astype(dtype)
+                blocks.append(_period_blocks(group, ordinals[side], groups.period, side_terms))
+            yield RunSeries(
+                base=series_base.astype(dtype, order="C"),
+                step=steps,
+                starts=starts,
+                period=groups.period,
+                blocks=(blocks[0], blocks[1]),
             )
 
 
-def _token_ids(one: TokenRuns, ids: Sequence[Ints], dtype: type) -> Iterator[TokenIds]:
-    """The ids of runs that move token by token; ``ids`` is (2, runs, slots) for each side.
+def _positions_alike(base: Ints, first: Ints) -> list[tuple[int, list[int]]]:
+    """Return positions whose runs' ids differ equally.
+
+    Each entry is the number of runs at a position, and the positions as indices in ``first``.
+    ``base`` (2, n) has the ids of runs by position; ``first`` where each position begins.
+    """
+    num_runs = np.diff(first, append=base.shape[1])
+    alike: dict[tuple[int, bytes], list[int]] = {}
+    for size in distinct(num_runs).tolist():
+        positions = np.flatnonzero(num_runs == size)
+        # (positions, 2, size): how far each run's id is from that of the position's first run.
+        ids = base[:, np.add.outer(first[positions], np.arange(size))]
+        distances = np.ascontiguousarray(np.moveaxis(ids - ids[..., :1], 1, 0))
+        for position, distance in zip(positions.tolist(), distances, strict=True):
+            alike.setdefault((size, distance.tobytes()), []).append(position)
+    return [(size, positions) for (size, _), positions in alike.items()]
+
+
+def _token_series(tokens: TokenRuns, ids: BothIds, dtype: type) -> Iterator[TokenSeries]:
+    """Yield the series of runs that move token by token; ids are (runs, slots) on each side.
 
     Runs with the same steps, and to which all slots add the same, form one series.
     """
-    runs = one.runs.length.size
-    base = np.stack([found[0, :, 0] for found in ids])
-    sub = [found[0] - found[0, :, :1] for found in ids]
-    # One row for each run: its steps, and what each slot adds, on both sides. Equal rows become neighbours.
-    rows = np.concatenate([*(found[1, :, :1] for found in ids), *sub], axis=1)
+    base = np.stack([side.first[:, 0] for side in ids])
+    slot_terms = [side.first - side.first[:, :1] for side in ids]
+    steps = [side.step[:, :1] for side in ids]
+    # One row for each run: its steps, and what each slot adds, on both sides. Equal rows become
+    # neighbours, and so one series.
+    rows = np.concatenate([*steps, *slot_terms], axis=1)
     order = np.lexsort(rows.T[::-1])
-    which = np.empty(runs, np.int64)
-    which[order] = numbered(heads((rows[order[1:]] == rows[order[:-1]]).all(1)), runs)
-    for n in range(int(which.max()) + 1):
-        same = np.flatnonzero(which == n)
-        steps, subs = rows[same[0], :2].tolist(), [side[same[0]].astype(dtype) for side in sub]
-        of_slot_0: Ints = base[:, same, None].astype(dtype, order="C")
-        yield TokenIds(
-            of_slot_0,
-            (steps[0], steps[1]),
-            (subs[0], subs[1]),
-            listed(one.carried),
-            one.every,
-            one.joined,
+    first = heads((rows[order[1:]] == rows[order[:-1]]).all(1))
+    series_of_run = np.empty(order.size, np.int64)
+    series_of_run[order] = numbered(first, order.size)
+    for number in range(first.size):
+        runs = np.flatnonzero(series_of_run == number)
+        destination_step, source_step = rows[runs[0], :2].tolist()
+        destination_terms, source_terms = (side[runs[0]].astype(dtype) for side in slot_terms)
+        yield TokenSeries(
+            base=base[:, runs, None].astype(dtype, order="C"),
+            step=(destination_step, source_step),
+            starts=listed(tokens.intervals),
+            period=tokens.cycle,
+            slot_terms=(destination_terms, source_terms),
+            only_at_cuts=tokens.only_at_cuts,
         )

@@ -1,40 +1,68 @@
-"""Pairs of tables, and read specs: what one request moves between two workers, as ids and as descriptors."""
+"""Pairs of tables, and read specs: what a request moves between two workers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeVar
 
 import attrs
 import numpy as np
 
 from kvplan._arrays import heads, read_only
 from kvplan.describe.worker import Key, Worker, label_of
-from kvplan.plan.bind import Ids, Shapes
-from kvplan.plan.rows import Descriptors, GroupPair, Table
+from kvplan.plan.bind import Shapes
+from kvplan.plan.rows import Descriptors, Table
+from kvplan.plan.series import GroupPair, Ids
 
-Sum = tuple[Ids, Ids]
-"""Ids as a sum: the first id of each run, (n, 1), and the distances of the others from it, (1, m)."""
+Item = TypeVar("Item")
 
-_NOTHING: Final = (np.zeros(0, np.int64),) * 4
-
-
-_EMPTY: Final = Table(
+_NO_PLACES: Final = (np.zeros(0, np.int64),) * 4
+_NO_ROWS: Final = Table(
     (),
-    *(
-        read_only(np.zeros(shape, kind))
-        for shape, kind in ((0, int), ((0, 5), np.uint64), (0, int))
-    ),
+    read_only(np.zeros(0, int)),
+    read_only(np.zeros((0, 5), np.uint64)),
+    read_only(np.zeros(0, int)),
 )
+
+
+@attrs.frozen
+class Direction:
+    """Which side of a transfer is local: the destination reads, the source writes.
+
+    ``local`` and ``remote`` are indices of sides, 0 for the destination and 1 for the source.
+    ``arrow`` is the way that bytes go, with the local worker on the left.
+
+    >>> READ.by_role("mine", "theirs"), WRITE.by_role("mine", "theirs")
+    (('mine', 'theirs'), ('theirs', 'mine'))
+    """
+
+    operation: str
+    local: int
+    remote: int
+    arrow: str
+
+    def by_role(self, local: Item, remote: Item) -> tuple[Item, Item]:
+        """Return what the local and the remote side have, the destination's first.
+
+        The other way round, it returns what destination and source have, the local side's first.
+        """
+        return (local, remote) if self.local == 0 else (remote, local)
+
+
+READ: Final = Direction("READ", 0, 1, "<-")
+WRITE: Final = Direction("WRITE", 1, 0, "->")
+DIRECTIONS: Final = MappingProxyType({"READ": READ, "WRITE": WRITE})
 
 
 @attrs.frozen(eq=False, repr=False)
 class Pair:
-    """The tables of the local worker and one remote worker. Both are empty if no bytes move between them.
+    """The tables of the local worker and one remote worker, empty if no bytes move between them.
 
-    Ids of the two tables go in pairs: the n-th local id and the n-th remote id of a request are one copy.
+    Ids of the two tables go in pairs: the n-th local id and the n-th remote id of a request are one
+    copy.
     """
 
     remote: Key
@@ -47,18 +75,34 @@ class Pair:
 
 
 def idle_pair(remote: Worker) -> Pair:
-    """The pair with a remote worker with which no bytes are exchanged."""
-    return Pair(remote.key, _EMPTY, _EMPTY, ())
+    """Return the pair with a remote worker with which no bytes are exchanged."""
+    return Pair(remote.key, _NO_ROWS, _NO_ROWS, ())
+
+
+class IdSum(NamedTuple):
+    """Ids of one side as a sum: the first of each run, (n, 1), and distances from it, (1, m)."""
+
+    first: Ids
+    along: Ids
+
+    def is_of(self, ids: Ids, table: Table) -> bool:
+        """Return whether ``ids`` (n, m) equal the sum, with one row of the table for each run."""
+        if not (ids == self.first + self.along).all():
+            return False
+        low_row = table.row_of(self.first + self.along.min())
+        high_row = table.row_of(self.first + self.along.max())
+        return bool((low_row == high_row).all())
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # a dict is filled sooner than frozen slots are
 class ReadSpec:
-    """What one request reads from, or writes to, one remote worker: two int32 arrays of ids of equal length.
+    """What one request reads from, or writes to, one remote worker.
 
-    ``operation`` is ``READ`` (from remote to local) or ``WRITE``. ``local`` and ``remote`` are (engine id, rank). The
-    n-th local id and the n-th remote id, each in its table, are one copy. ``shapes`` optionally lists the (runs,
-    occurrences) of consecutive parts of the ids; :meth:`descriptors` is faster with it. Threads may share a spec that
-    was bound without a workspace.
+    ``local_ids`` and ``remote_ids`` are int32 arrays of equal length. ``operation`` is ``READ``
+    (from remote to local) or ``WRITE``. ``local`` and ``remote`` are (engine id, rank). The n-th
+    local id and the n-th remote id, each in its table, are one copy. ``shapes`` optionally lists
+    the (runs, occurrences) of consecutive parts of the ids; :meth:`descriptors` is faster with it.
+    Threads may share a spec that was bound without a workspace.
     """
 
     operation: str
@@ -73,9 +117,10 @@ class ReadSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes that move. Cheaper than :meth:`descriptors`: ids are counted by row."""
-        table, ids = self.local_table, np.sort(self.local_ids)
-        by_row = np.diff(np.searchsorted(ids, table.first), append=ids.size)
-        return int(by_row @ table.rows[:, 1].astype(np.int64))
+        table = self.local_table
+        ids = np.sort(self.local_ids)
+        ids_of_row = np.diff(np.searchsorted(ids, table.first), append=ids.size)
+        return int(ids_of_row @ table.rows[:, 1].astype(np.int64))
 
     @property
     def num_descriptors(self) -> int:
@@ -83,74 +128,86 @@ class ReadSpec:
         return len(self._descriptors[0])
 
     def descriptors(self) -> tuple[Descriptors, Descriptors]:
-        """Local and remote descriptors, (n, 3) uint64 each: address, length, device, in order of local address.
+        """Return local and remote descriptors, (n, 3) uint64 each: address, length, device.
 
-        They are coalesced: descriptors that continue each other on both sides, inside one region each, are one.
+        They are in order of local address, and coalesced: descriptors that continue each other on
+        both sides, inside one region each, are one.
         """
         return self._descriptors
 
     @cached_property
     def _descriptors(self) -> tuple[Descriptors, Descriptors]:
-        parts, tables = list(self._strands()), (self.local_table, self.remote_table)
+        tables = (self.local_table, self.remote_table)
+        parts = list(self._parts())
         if not parts:
-            return tables[0].descriptors(*_NOTHING), tables[1].descriptors(*_NOTHING)
-        rows, places = [], []
+            return tables[0].descriptors(*_NO_PLACES), tables[1].descriptors(*_NO_PLACES)
+        # The row of each run of ids, and the place of each id, on both sides.
+        rows = []
+        places = []
         for side, table in enumerate(tables):
-            each = [table.row_of(part[side][0][:, 0]) for part in parts]
-            place = [
-                table.places(*part[side], row).reshape(-1)
-                for part, row in zip(parts, each, strict=True)
-            ]
-            rows.append(np.concatenate(each))
-            places.append(np.concatenate(place))
-        times = np.concatenate([np.full(first.size, along.size) for (first, along), _ in parts])
-        run = np.repeat(np.arange(times.size), times)
+            part_rows = [table.row_of(part[side].first[:, 0]) for part in parts]
+            part_places = []
+            for part, row in zip(parts, part_rows, strict=True):
+                part_places.append(table.places(*part[side], row).reshape(-1))
+            rows.append(np.concatenate(part_rows))
+            places.append(np.concatenate(part_places))
+        ids_of_run = [np.full(first.size, along.size) for (first, along), _ in parts]
+        run = np.repeat(np.arange(rows[0].size), np.concatenate(ids_of_run))
+        # By local place, so that descriptors that continue each other are neighbours.
         if (places[0][1:] < places[0][:-1]).any():
             order = np.argsort(places[0], kind="stable")
-            places, run = [side[order] for side in places], run[order]
+            places = [side_places[order] for side_places in places]
+            run = run[order]
         length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][run]
-        goes_on = np.logical_and(*(side[:-1] + length[:-1] == side[1:] for side in places))
+        ends = [side_places + length for side_places in places]
+        goes_on = (ends[0][:-1] == places[0][1:]) & (ends[1][:-1] == places[1][1:])
         if goes_on.any():
             first = heads(goes_on)
-            places, run, length = (
-                [side[first] for side in places],
-                run[first],
-                np.add.reduceat(length, first),
-            )
-        local, remote = (
-            table.descriptors(place, length, row, run)
-            for table, place, row in zip(tables, places, rows, strict=True)
-        )
-        if (local[1:, 0] < local[:-1, 0]).any():  # regions that are not listed in order of address
+            places = [side_places[first] for side_places in places]
+            run = run[first]
+            length = np.add.reduceat(length, first)
+        local = tables[0].descriptors(places[0], length, rows[0], run)
+        remote = tables[1].descriptors(places[1], length, rows[1], run)
+        # Regions may not be listed in order of address.
+        if (local[1:, 0] < local[:-1, 0]).any():
             order = np.argsort(local[:, 0], kind="stable")
-            local, remote = read_only(local[order]), read_only(remote[order])
+            return read_only(local[order]), read_only(remote[order])
         return local, remote
 
-    def _strands(self) -> Iterator[tuple[Sum, Sum]]:
-        """The ids of each part as sums, one for each side; the ids of one run lie in one row of each table.
+    def _parts(self) -> Iterator[tuple[IdSum, IdSum]]:
+        """Yield the ids of each part as sums, local and remote.
 
-        A part that is no such sum is listed id by id.
+        Ids of a run lie in one row of each table. A part that is no such sum is listed id by id.
         """
-        sides, size, start = (self.local_ids, self.remote_ids), self.local_ids.size, 0
-        known = sum(map(math.prod, self.shapes)) == size
-        for n, m in filter(math.prod, self.shapes if known else [(size, 1)]):
-            stop = start + n * m
-            ids = [side[start:stop].reshape(n, m) for side in sides]
-            sums = [(side[:, :1], side[:1] - side[:1, :1]) for side in ids]
-            if not all(map(_is_sum, (self.local_table, self.remote_table), ids, sums)):
-                sums = [(side.reshape(-1, 1), np.zeros((1, 1), np.int32)) for side in ids]
-            order = np.argsort(sums[0][1][0], kind="stable")
-            ours, theirs = ((first, along[:, order]) for first, along in sums)
-            yield ours, theirs
+        num_ids = self.local_ids.size
+        shapes_are_true = sum(map(math.prod, self.shapes)) == num_ids
+        start = 0
+        for shape in self.shapes if shapes_are_true else [(num_ids, 1)]:
+            if not math.prod(shape):
+                continue
+            stop = start + math.prod(shape)
+            local_ids = self.local_ids[start:stop].reshape(shape)
+            remote_ids = self.remote_ids[start:stop].reshape(shape)
+            local = _sum_of(local_ids)
+            remote = _sum_of(remote_ids)
+            is_sum = local.is_of(local_ids, self.local_table)
+            if not (is_sum and remote.is_of(remote_ids, self.remote_table)):
+                no_distance = np.zeros((1, 1), np.int32)
+                local = IdSum(local_ids.reshape(-1, 1), no_distance)
+                remote = IdSum(remote_ids.reshape(-1, 1), no_distance)
+            order = np.argsort(local.along[0], kind="stable")
+            yield (
+                IdSum(local.first, local.along[:, order]),
+                IdSum(remote.first, remote.along[:, order]),
+            )
             start = stop
 
     def __repr__(self) -> str:
-        arrow = "<-" if self.operation == "READ" else "->"
-        return f"<ReadSpec {label_of(self.local)} {arrow} {label_of(self.remote)}: {self.local_ids.size} ids>"
+        arrow = DIRECTIONS[self.operation].arrow
+        workers = f"{label_of(self.local)} {arrow} {label_of(self.remote)}"
+        return f"<ReadSpec {workers}: {self.local_ids.size} ids>"
 
 
-def _is_sum(table: Table, ids: Ids, terms: Sum) -> bool:
-    """Whether ``ids`` equal the sum, with one row of the table for each run."""
-    first, along = terms
-    low, high = (table.row_of(first + end) for end in (along.min(), along.max()))
-    return bool((ids == first + along).all() and (low == high).all())
+def _sum_of(ids: Ids) -> IdSum:
+    """Return the sum that ``ids`` (n, m) are if all runs have the same distances."""
+    return IdSum(ids[:, :1], ids[:1] - ids[:1, :1])

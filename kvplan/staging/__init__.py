@@ -1,4 +1,4 @@
-"""Transfers in two steps, through a staging buffer, for layouts that leave only short runs between them."""
+"""Transfers in two steps, through a staging buffer, where layouts leave only short runs."""
 
 import importlib
 import sys

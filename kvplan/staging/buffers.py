@@ -53,8 +53,9 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle, period, slots
 from kvplan.plan.cells import Cell
+from kvplan.plan.pairs import shares
 from kvplan.plan.specs import Pair
-from kvplan.plan.transfer import TransferPlan, shares
+from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate, joined_dims
 
 MAX_RUNS: Final = 1 << 18
@@ -153,8 +154,8 @@ class StagingBuffer:
         for (_, source_group), group in self.groups.items():
             destination = _only(self.worker, group)
             source = _only(peer, source_group)
-            for *_, share in shares([destination], [source], ()):
-                transferred += share
+            for share in shares([destination], [source], ()):
+                transferred += share.cells
         return transferred
 
     def _replacing(self, side: int, cells: Iterable[Cell]) -> list[Cell]:

@@ -22,6 +22,7 @@ from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost
+from kvplan.plan.specs import DIRECTIONS
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.buffers import checked_staging
 from kvplan.staging.cost import StagedCost, staged_cost
@@ -43,7 +44,8 @@ class Rates:
     ``measured`` says where and how; ``python -m kvplan_nixl calibrate`` measures all five, for
     reads or for writes. Raises ``TYPE``, ``RANGE`` or ``NAME``.
 
-    >>> rates = Rates("nowhere", transfer_s=1e-4, descriptor_s=4e-6, byte_s=2.5e-10, copy_s=1e-5, copied_byte_s=1e-10)
+    >>> rates = Rates("nowhere", transfer_s=1e-4, descriptor_s=4e-6, byte_s=2.5e-10,
+    ...               copy_s=1e-5, copied_byte_s=1e-10)
     >>> round(rates.seconds(transfers=1, descriptors=1000, num_bytes=4_000_000), 6)
     0.0051
     """
@@ -99,7 +101,8 @@ class Rates:
 
 
 SHARED_MEMORY: Final = Rates(
-    "UCX of NIXL 1.5.1 between two processes, main memory, two cores of a Xeon at 2.5 GHz, 2026-11-22",
+    "UCX of NIXL 1.5.1 between two processes, main memory, "
+    "two cores of a Xeon at 2.5 GHz, 2026-11-22",
     transfer_s=3.1e-3,
     descriptor_s=4.6e-6,
     byte_s=5.7e-10,
@@ -225,7 +228,8 @@ def choose(
     >>> model = Model.shipped("qwen3-0.6b")
     >>> (prefill,) = model.engine("prefill", layout="LBNHC", num_blocks=600)
     >>> decode, _ = model.engine("decode", tp=2, layout="LBHNC", num_blocks=600)
-    >>> local = attrs.evolve(decode, regions=(*decode.regions, Region("staging", 1 << 50, 64 << 20)))
+    >>> staging = Region("staging", 1 << 50, 64 << 20)
+    >>> local = attrs.evolve(decode, regions=(*decode.regions, staging))
     >>> choice = choose(local, [prefill], tokens=8192, staging="staging")
     >>> choice
     <Choice for decode/0, 8192 tokens: receive-staged-whole of 3>
@@ -246,7 +250,7 @@ def choose(
         expected = f"one of {', '.join((AUTO, *STRATEGIES[operation]))}"
         raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
     writers = siblings if operation == "WRITE" else ()
-    shared = Shares.of(operation, local, remotes, writers, not_transferred)
+    shared = Shares.of(DIRECTIONS[operation], local, remotes, writers, not_transferred)
     # all strategies share the cells, and the bytes that are needed
     direct_cost = shared.direct.cost(tokens)
     options = list[Option]()

@@ -30,7 +30,7 @@ from kvplan._text import count, fold
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
-from kvplan.plan.align import local_index, repeated, slots
+from kvplan.plan.align import local_index, positions_between, slots
 from kvplan.plan.cells import Cell
 from kvplan.plan.rows import Descriptors
 
@@ -146,7 +146,7 @@ class CopyTemplate:
 
     def positions(self, table: Blocks, low: int, high: int) -> Ints:
         """Return the positions in ``[low, high)`` that move to the blocks of a destination."""
-        positions = repeated(self.carried, self.period, low, high)
+        positions = positions_between(self.carried, self.period, low, high)
         if table.scattered is None or not positions.size:
             return positions
         # the table has gaps: only the positions whose blocks it has
@@ -208,7 +208,7 @@ def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[Co
 def _paging(cell: Cell) -> Hashable:
     """Return what cells share whose positions lie in the same slots of the same blocks."""
     sides = [(side.group, side.block_stride_bytes, _token_steps(side)) for side in cell.sides]
-    return (*sides, cell.every, _carried(cell).tobytes())
+    return (*sides, cell.cycle, _carried(cell).tobytes())
 
 
 def _template(regions: Sequence[Region], cells: Sequence[Cell]) -> CopyTemplate:
@@ -219,7 +219,7 @@ def _template(regions: Sequence[Region], cells: Sequence[Cell]) -> CopyTemplate:
     return CopyTemplate(
         groups=(destination.group, source.group),
         carried=_carried(first_cell),
-        period=first_cell.every,
+        period=first_cell.cycle,
         sides=(destination, source),
         run_tokens=run_tokens,
         boxes={num_tokens: _boxes(regions, cells, num_tokens) for num_tokens in {run_tokens, 1}},
@@ -257,9 +257,9 @@ def _run_tokens(cell: Cell) -> int:
         if side.group.context.size > 1:
             multiples.append(side.group.context.interleave_tokens)
     token_part = cell.parts[TOKEN]
-    if token_part.size < cell.every:
+    if token_part.size < cell.cycle:
         # only some positions move: runs begin and end where these do
-        multiples.append(cell.every)
+        multiples.append(cell.cycle)
         multiples += token_part.intervals.reshape(-1).tolist()
     return math.gcd(*multiples)
 

@@ -11,8 +11,9 @@ import attrs
 
 from kvplan._text import count
 from kvplan.describe.views import Group
-from kvplan.plan.align import before, period, position_of, repeated, slots
+from kvplan.plan.align import before, period, position_of, positions_between, slots
 from kvplan.plan.cost import Cost, PairCost, cost, of_groups
+from kvplan.plan.specs import DIRECTIONS, WRITE, Direction
 from kvplan.staging.buffers import StagedPeer
 from kvplan.staging.copies import DESTINATION, CopyTemplate, num_boxes, ordinals
 
@@ -83,7 +84,7 @@ def staged_cost(direct: Cost, peers: Sequence[StagedPeer], num_positions: int) -
             staging_bytes = max(staging_bytes, view.end_bytes)
     return StagedCost(
         direct=direct,
-        transfers=_transfers(direct.operation, peers, direct.tokens),
+        transfers=_transfers(DIRECTIONS[direct.operation], peers, direct.tokens),
         num_copies=num_chunks * num_copies,
         num_chunks=num_chunks,
         staging_bytes=staging_bytes,
@@ -101,12 +102,12 @@ def _num_copies(template: CopyTemplate, tokens: int, window: int) -> int:
     return num_copies + num_boxes(template.boxes[1])
 
 
-def _transfers(operation: str, peers: Sequence[StagedPeer], tokens: int) -> Cost:
+def _transfers(direction: Direction, peers: Sequence[StagedPeer], tokens: int) -> Cost:
     """Return what moves between workers. Reads skip source blocks from which nothing is needed."""
     pairs = [(peer.transfer.local.key, peer.pair) for peer in peers]
     # as if every block of the peers were needed
-    all_blocks = cost(operation, pairs, tokens)
-    if operation == "WRITE":
+    all_blocks = cost(direction, pairs, tokens)
+    if direction is WRITE:
         return all_blocks
     pair_costs = zip(all_blocks.pairs, peers, strict=True)
     needed = [_needed_only(pair_cost, peer, tokens) for pair_cost, peer in pair_costs]
@@ -123,10 +124,10 @@ def _needed_only(pair_cost: PairCost, peer: StagedPeer, tokens: int) -> PairCost
         for needed in _needed_blocks(group, peer.templates_of(group), tokens):
             # blocks are alike, so the request's first one stands for each of them
             stop = position_of(group, needed.num_slots - 1) + 1 if needed.num_slots else 0
-            block_ids, block_lengths = of_groups(tables, group_pair, stop)
-            num_ids += needed.num_blocks * block_ids
+            block = of_groups(tables, group_pair, stop)
+            num_ids += needed.num_blocks * block.num_ids
             if needed.num_blocks:
-                for length, number in block_lengths.items():
+                for length, number in block.lengths.items():
                     lengths[length] += needed.num_blocks * number
     return attrs.evolve(pair_cost, num_ids=num_ids, lengths=dict(sorted(lengths.items())))
 
@@ -155,7 +156,9 @@ def _needed_blocks(
     # whole periods repeat; the rest of the request is counted once
     for times, stop in ((num_periods, common_period), (1, rest)):
         # ordinals of the blocks that copies take anything of, the last of which may not be full
-        block_ordinals = ordinals(group, [repeated(*starts, 0, stop) for starts in carried])
+        block_ordinals = ordinals(
+            group, [positions_between(*starts, 0, stop) for starts in carried]
+        )
         last_ordinal, num_slots = divmod(before(group, stop), slots(group))
         num_full += times * int((block_ordinals < last_ordinal).sum())
         last_slots = num_slots if (block_ordinals == last_ordinal).any() else 0

@@ -136,16 +136,19 @@ class Pipeline:
     ...                          for name, layout in (("decode", "LBHNC"), ("prefill", "LBNHC")))
     >>> local = attrs.evolve(decode, regions=(*decode.regions, Region("staging", 1 << 50, 8 << 20)))
     >>> network = FakeNetwork([prefill, local])
-    >>> pipeline = Pipeline(network.executor(local), "staging", FakeCopier(network.memory, local.key))
+    >>> copier = FakeCopier(network.memory, local.key)
+    >>> pipeline = Pipeline(network.executor(local), "staging", copier)
     >>> staged = stage(local, [prefill], staging="staging")
     >>> pipeline.prepare(staged)  # once per remote engine
-    >>> tables = {"local": {"attn": Blocks(range(20, 32))}, "remote": {"attn": Blocks(range(7, 19))}}
+    >>> local_table, remote_table = Blocks(range(20, 32)), Blocks(range(7, 19))
+    >>> tables = {"local": {"attn": local_table}, "remote": {"attn": remote_table}}
     >>> pipeline.submit(staged, "request 1", **tables, tokens=(10, 190))
     <StagedTransfer 'request 1' running>
     >>> pipeline.poll()  # once in each step of an engine
     (<StagedTransfer 'request 1' done>,)
     >>> network.executor(prefill).notices()
-    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
+    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0,
+            status=<Status.DONE: 'done'>),)
     """
 
     _by_region: ClassVar[WeakValueDictionary[tuple[int, str], Pipeline]] = WeakValueDictionary()
@@ -168,7 +171,7 @@ class Pipeline:
                 f"make a pipeline of {staging!r}",
                 expected="a staging region of its own",
                 got="that of another pipeline",
-                hint="submit requests of all plans to one pipeline, or delete the other pipeline first",
+                hint="submit requests of all plans to one pipeline, or delete the other first",
             )
 
     def prepare(self, plan: StagedPlan) -> None:

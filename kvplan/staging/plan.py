@@ -22,7 +22,6 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -36,16 +35,9 @@ from kvplan.describe.worker import Worker
 from kvplan.plan.align import position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
-from kvplan.plan.specs import Pair, ReadSpec, idle_pair
-from kvplan.plan.transfer import (
-    SIDES,
-    Planned,
-    TransferPlan,
-    checked_names,
-    checked_workers,
-    pair_of,
-    shares,
-)
+from kvplan.plan.pairs import PairPlanner, Share, plan_pairs, shares
+from kvplan.plan.specs import READ, WRITE, Direction, ReadSpec
+from kvplan.plan.transfer import SIDES, TransferPlan, checked_names, checked_workers
 from kvplan.staging.buffers import (
     Demand,
     Pool,
@@ -56,7 +48,7 @@ from kvplan.staging.buffers import (
     pools,
     staging_buffer,
 )
-from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, Copy, copy_templates, ordinals
+from kvplan.staging.copies import DESTINATION, BothGroups, Copy, copy_templates, ordinals
 from kvplan.staging.cost import StagedCost, staged_cost
 
 GroupRanges = Mapping[str, Range]
@@ -67,8 +59,6 @@ WantedRanges = Mapping[BothGroups, Range]
 
 BlockTables = Mapping[str, Blocks]
 """Block tables by group name."""
-
-Item = TypeVar("Item")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -122,9 +112,9 @@ class StagedPlan:
         return self.direct.operation
 
     @property
-    def local_side(self) -> int:
-        """0 where the local worker is the destination, 1 where it is the source."""
-        return _local_side(self.operation)
+    def direction(self) -> Direction:
+        """Which side is local: the destination of reads, the source of writes."""
+        return self.direct.direction
 
     @property
     def transfers(self) -> tuple[TransferPlan, ...]:
@@ -173,9 +163,11 @@ class StagedPlan:
         else:
             having("__next__", buffer_slots, "buffer_slots", "an iterator of slots")
         self.direct.check(local=local, remote=remote, tokens=tokens)
-        tables = (local, remote) if self.local_side == DESTINATION else (remote, local)
+        tables = self.direction.by_role(local, remote)
         wants = [self._wanted(peer, tables[DESTINATION], tokens) for peer in self.peers]
-        ranges = list(chunk_ranges(wants, tables[DESTINATION], self.num_positions, self.local_side))
+        local_side = self.direction.local
+        chunked = chunk_ranges(wants, tables[DESTINATION], self.num_positions, local_side)
+        ranges = list(chunked)
         if self._has_wide_ids:
             # making all chunks raises where an id that is needed does not fit
             deque(self._chunks(ranges, wants, tables, itertools.repeat(0)), maxlen=0)
@@ -190,12 +182,13 @@ class StagedPlan:
 
     def _wanted(self, peer: StagedPeer, tables: BlockTables, tokens: Tokens) -> WantedRanges:
         """Return the ranges that a peer serves, given the destination's block tables."""
+        destination_side, _ = self.direction.by_role(*SIDES)
         ranges = {}
         for groups in peer.buffer.groups:
             destination = groups[DESTINATION]
-            tokens_given = range_of(tokens, groups[self.local_side])
+            token_range = range_of(tokens, groups[self.direction.local])
             table = tables[destination.name]
-            ranges[groups] = wanted(destination, table, tokens_given, SIDES[self.local_side])
+            ranges[groups] = wanted(destination, table, token_range, destination_side)
         return ranges
 
     def _chunks(
@@ -230,7 +223,7 @@ class StagedPlan:
     ) -> tuple[ReadSpec, list[Copy]]:
         """Return both steps of a part of a request with one peer, through a buffer slot."""
         peer_side = peer.buffer.side
-        local_side = self.local_side
+        local_side = self.direction.local
         staged_tables = dict[str, Blocks]()
         staged_ranges = dict[str, Range]()
         remote_tables = dict[str, Blocks]()
@@ -250,7 +243,7 @@ class StagedPlan:
             slot_table = _slot_table(peer.buffer, groups, slot, positions)
             staged_tables[buffer_group.name] = slot_table
             staged_ranges[buffer_group.name] = (low, high) if slot_table.ids.size else (0, 0)
-            copied_tables = _both(local_side, local_table, slot_table)
+            copied_tables = self.direction.by_role(local_table, slot_table)
             for template, copied_positions in zip(templates, positions, strict=True):
                 copies += template.copies(copied_positions, low, high, copied_tables)
         (spec,) = peer.transfer.bind(
@@ -281,16 +274,6 @@ def _slot_table(
     first_block = slot * buffer.slot_blocks[buffer.groups[groups].name]
     block_ids = np.arange(first_block, first_block + block_ordinals.size)
     return Blocks(block_ids, ordinals=block_ordinals, listed=(0, POSITION_END))
-
-
-def _local_side(operation: str) -> int:
-    """Return the side that is local: a destination reads, and a source writes."""
-    return DESTINATION if operation == "READ" else SOURCE
-
-
-def _both(local_side: int, local: Item, peer: Item) -> tuple[Item, Item]:
-    """Return what the local worker and a peer have, the destination's first."""
-    return (local, peer) if local_side == DESTINATION else (peer, local)
 
 
 def chunk_ranges(
@@ -377,7 +360,7 @@ class Shares:
     @classmethod
     def of(
         cls,
-        operation: str,
+        direction: Direction,
         local: Worker,
         remotes: Iterable[Worker],
         siblings: Iterable[Worker],
@@ -390,35 +373,32 @@ class Shares:
         peers = checked_workers("remotes", remotes, local)
         writers = checked_workers("siblings", siblings, local)
         skipped = checked_names(not_transferred)
-        reads = operation == "READ"
         # a writer plans with its siblings, so that they agree which of them writes what all hold
-        destinations = (local,) if reads else peers
-        sources = peers if reads else (local, *writers)
-        planned = Planned()
-        pairs = {worker.key: idle_pair(worker) for worker in peers}
+        destinations, sources = direction.by_role((local, *writers), peers)
+        local_shares = []
         cells = list[tuple[Worker, Sequence[Cell]]]()
-        for destination, source, share in shares(destinations, sources, skipped):
-            peer = source if reads else destination
-            # what siblings write is theirs to move
-            if reads or source is local:
-                cells.append((peer, share))
-                pairs[peer.key] = _pair(operation, local, peer, share, planned)
-        direct = TransferPlan(operation, local, peers, writers, skipped, tuple(pairs.values()))
+        for share in shares(destinations, sources, skipped):
+            worker, peer = direction.by_role(share.destination, share.source)
+            if worker is local:
+                local_shares.append(share)
+                cells.append((peer, share.cells))
+        pairs = plan_pairs(direction, [local], peers, local_shares)[local.key]
+        direct = TransferPlan(direction.operation, local, peers, writers, skipped, pairs)
         return cls(direct, tuple(cells))
 
     def staged(self, region: Region, whole: bool = False) -> StagedPlan:
         """Return the plan in two steps, through a region of the local worker."""
         local = self.direct.local
-        peer_side = 1 - _local_side(self.direct.operation)
+        peer_side = self.direct.direction.remote
         pools_of_peers = [pools(peer, cells, peer_side, whole) for peer, cells in self.cells]
         fitted = fit(_demands(pools_of_peers, peer_side), region.size_bytes)
         # pools lie one after the other in the region, peer by peer
         places = iter(fitted.places)
-        planned = Planned()
+        planner = PairPlanner(self.direct.direction)
         peers = list[StagedPeer]()
         for (peer, cells), pools_of in zip(self.cells, pools_of_peers, strict=True):
             buffer = staging_buffer(local, peer, peer_side, region.name, pools_of, places)
-            transfer = self._transfer(buffer, peer, cells, planned)
+            transfer = self._transfer(buffer, peer, cells, planner)
             templates = copy_templates(local.regions, buffer.local_step(cells))
             peers.append(StagedPeer(buffer, transfer, templates))
         return StagedPlan(self.direct, tuple(peers), fitted.num_positions, region.name)
@@ -428,13 +408,13 @@ class Shares:
         buffer: StagingBuffer,
         peer: Worker,
         cells: Sequence[Cell],
-        planned: Planned,
+        planner: PairPlanner,
     ) -> TransferPlan:
         """Return the plan between a staging buffer, under the key of its worker, and its peer."""
         local = self.direct.local
         staging_worker = attrs.evolve(buffer.worker, engine_id=local.engine_id, rank=local.rank)
-        share = buffer.transfer_step(peer, cells)
-        pair = _pair(self.direct.operation, staging_worker, peer, share, planned)
+        destination, source = self.direct.direction.by_role(staging_worker, peer)
+        pair = planner.pair(Share(destination, source, buffer.transfer_step(peer, cells)))
         return attrs.evolve(self.direct, local=staging_worker, remotes=(peer,), pairs=(pair,))
 
 
@@ -448,18 +428,6 @@ def _demands(
         for groups, group_pools in pools_of.items():
             demands += [(groups[peer_side], pool.block_bytes) for pool in group_pools]
     return demands
-
-
-def _pair(
-    operation: str,
-    local: Worker,
-    peer: Worker,
-    cells: Sequence[Cell],
-    planned: Planned,
-) -> Pair:
-    """Return the pair of a worker and a peer that move cells, with what ``planned`` has of it."""
-    local_side = _local_side(operation)
-    return pair_of(cells, _both(local_side, local, peer), local_side, planned)
 
 
 def stage(
@@ -484,11 +452,15 @@ def stage(
     >>> staged = stage(local, [prefill], staging="staging")
     >>> staged
     <StagedPlan decode/0: 1 source, 144 positions at a time>
-    >>> tables = {"local": {"attn": Blocks(range(20, 32))}, "remote": {"attn": Blocks(range(7, 19))}}
+    >>> local_table, remote_table = Blocks(range(20, 32)), Blocks(range(7, 19))
+    >>> tables = {"local": {"attn": local_table}, "remote": {"attn": remote_table}}
     >>> for chunk in staged.bind(**tables, tokens=(10, 190)):
-    ...     print([spec.num_descriptors for spec in chunk.specs], chunk)
-    [28] <Chunk of {'attn': (10, 144)}: 3842048 bytes read, 3842048 copied into place, buffer slot 0>
-    [28] <Chunk of {'attn': (144, 190)}: 1318912 bytes read, 1318912 copied into place, buffer slot 1>
+    ...     print(chunk)
+    ...     print([spec.num_descriptors for spec in chunk.specs])
+    <Chunk of {'attn': (10, 144)}: 3842048 bytes read, 3842048 copied into place, buffer slot 0>
+    [28]
+    <Chunk of {'attn': (144, 190)}: 1318912 bytes read, 1318912 copied into place, buffer slot 1>
+    [28]
     >>> [spec.num_descriptors for spec in staged.direct.bind(**tables, tokens=(10, 190))]
     [9772]
 
@@ -497,7 +469,7 @@ def stage(
     each group.
     """
     region = checked_staging(local, staging)
-    return Shares.of("READ", local, remotes, (), not_transferred).staged(region, whole)
+    return Shares.of(READ, local, remotes, (), not_transferred).staged(region, whole)
 
 
 def stage_writes(
@@ -515,9 +487,10 @@ def stage_writes(
 
     >>> from kvplan import Blocks, Model, Region
     >>> model = Model.shipped("qwen2.5-1.5b")
-    >>> (prefill,), decode = (model.engine(name, tp=tp, num_blocks=99, layout=layout)
-    ...                       for name, tp, layout in (("prefill", 1, "LBNHC"), ("decode", 2, "LBHNC")))
-    >>> local = attrs.evolve(prefill, regions=(*prefill.regions, Region("staging", 1 << 50, 8 << 20)))
+    >>> (prefill,) = model.engine("prefill", num_blocks=99, layout="LBNHC")
+    >>> decode = model.engine("decode", tp=2, num_blocks=99, layout="LBHNC")
+    >>> staging = Region("staging", 1 << 50, 8 << 20)
+    >>> local = attrs.evolve(prefill, regions=(*prefill.regions, staging))
     >>> print(stage_writes(local, decode, staging="staging").cost(100))
     100 tokens directly: 2867200 bytes in 5600 descriptors of 512 bytes
     100 tokens staged: 2867200 bytes in 392 descriptors of 2048 bytes (56) and 8192 bytes (336)
@@ -526,4 +499,4 @@ def stage_writes(
     Raises what :func:`plan_writes` does, and what :func:`stage` does for a staging region.
     """
     region = checked_staging(local, staging)
-    return Shares.of("WRITE", local, remotes, siblings, not_transferred).staged(region)
+    return Shares.of(WRITE, local, remotes, siblings, not_transferred).staged(region)

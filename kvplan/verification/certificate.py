@@ -1,19 +1,19 @@
 """Certificates: proofs that every request of a plan moves the right bytes.
 
 A proof uses what a plan gives to bind and to NIXL: the rows of both tables and pairs of ids. The
-ids of a request are ``base + step * block id + sub`` whatever its blocks are, and repeat after a
-period of positions. So it is enough to follow every descriptor of one period, with block ids left
-open. Nothing here knows how tables are made.
+ids of a request are ``base + step * block id + slot term`` whatever its blocks are, and repeat
+after a period of positions. So it is enough to follow every descriptor of one period, with block
+ids left open. Nothing here knows how tables are made.
 
 - K1: A plan has the form that bind relies on: one pair for each remote worker, under its name;
   tables that number the elements of rows in the regions of its workers; series that repeat within
-  the period of their groups, in ascending order, with the blocks of these positions; cuts that
+  the period of their groups, in ascending order, with the blocks of these positions; spans that
   ascend.
 - K2: The ids of all blocks of the pool stay in their row, and advance from block to block by the
   stride of the blocks.
 - K3: A descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every
   part lies in one piece on each side, of the same tensor, position and number.
-- K4: A run stays inside one cut, and a token is one position. What runs move, the tokens at the
+- K4: A run stays inside one span, and a token is one position. What runs move, the tokens at the
   ends of a range move in their place.
 - K5: A period fills every piece of the destination once, in each of its blocks.
 """
@@ -53,7 +53,7 @@ from kvplan.verification.tables import (
 
 if TYPE_CHECKING:
     from kvplan.plan.mesh import MeshPlan
-    from kvplan.plan.rows import GroupPair, RunIds, TokenIds
+    from kvplan.plan.series import GroupPair, RunSeries, TokenSeries
     from kvplan.plan.transfer import TransferPlan
 
 MAX_PARTS: Final = 1 << 25
@@ -357,7 +357,7 @@ class _Proof:
         by_tokens = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
         in_place_of_runs = []
         for tokens, moved in zip(tables.ids.tokens, by_tokens, strict=True):
-            if tokens.joined:
+            if tokens.only_at_cuts:
                 in_place_of_runs.append(moved)
         group = tables.ids.groups[0]
         pieces = tables.pieces[0]
@@ -368,7 +368,7 @@ class _Proof:
             raise refusal(tables.pair, rule, "other bytes")
         return by_tokens
 
-    def follow_runs(self, tables: GroupTables, runs: RunIds) -> PlacedRanges:
+    def follow_runs(self, tables: GroupTables, runs: RunSeries) -> PlacedRanges:
         """Return what a series of joined runs moves in a period."""
         positions = self.positions(tables, runs, runs.starts)
         sides = []
@@ -380,29 +380,29 @@ class _Proof:
         parts = self.split(tables, sides[0], sides[1])
         byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
         start = positions[parts.descriptor % positions.size]
-        _check_in_cuts(tables, start, byte_positions)
+        _check_in_spans(tables, start, byte_positions)
         return _placed(tables, sides[0], parts)
 
-    def follow_tokens(self, tables: GroupTables, tokens: TokenIds) -> PlacedRanges:
+    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedRanges:
         """Return what a series of single tokens moves in a period. Each is one position (K4)."""
-        positions = self.positions(tables, tokens, tokens.carried)
+        positions = self.positions(tables, tokens, tokens.starts)
         sides = []
         for side in SIDES:
             group = tables.ids.groups[side]
             ordinal, slot = np.divmod(local_slots(group, positions), slots_of(group))
-            sides.append(_ranges(tables, side, tokens, ordinal, tokens.sub[side][slot]))
+            sides.append(_ranges(tables, side, tokens, ordinal, tokens.slot_terms[side][slot]))
         parts = self.split(tables, sides[0], sides[1])
         byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
         if (positions[parts.descriptor % positions.size] != byte_positions).any():
             raise refusal(tables.pair, "a token to be one position", "several")
         return _placed(tables, sides[0], parts)
 
-    def positions(self, tables: GroupTables, ids: RunIds | TokenIds, starts: Ints) -> Ints:
+    def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
         """Return where the descriptors of a series begin in a period, and count them."""
-        num_descriptors = tables.period // ids.every * starts.size * ids.base.shape[1]
+        num_descriptors = tables.period // ids.period * starts.size * ids.base.shape[1]
         self.count(f"{tables.pair}, {tables.period} positions", num_descriptors)
         # By period of the series, then by start.
-        return np.add.outer(np.arange(0, tables.period, ids.every), starts).reshape(-1)
+        return np.add.outer(np.arange(0, tables.period, ids.period), starts).reshape(-1)
 
     def split(
         self,
@@ -555,7 +555,7 @@ def _positions(group: Group, ordinal: Ints, slot: Ints) -> Ints:
 def _ranges(
     tables: GroupTables,
     side: int,
-    ids: RunIds | TokenIds,
+    ids: RunSeries | TokenSeries,
     ordinal: Ints,
     terms: Ints,
 ) -> BlockRanges:
@@ -588,7 +588,7 @@ def _ranges(
     return BlockRanges(ordinal, row, start, table.length[row], step * table.stride[row])
 
 
-def _terms_of_blocks(tables: GroupTables, side: int, runs: RunIds, ordinal: Ints) -> Ints:
+def _terms_of_blocks(tables: GroupTables, side: int, runs: RunSeries, ordinal: Ints) -> Ints:
     """Return what the listed blocks add to ids, for every period.
 
     Raises ``PROOF`` unless they are the blocks of the positions (K1). ``ordinal`` has the true
@@ -599,16 +599,16 @@ def _terms_of_blocks(tables: GroupTables, side: int, runs: RunIds, ordinal: Ints
     num_starts = runs.starts.size
     num_periods = ordinal.size // num_starts
     # One period more than is followed, for the step from the last block to the next.
-    next_slots = local_slots(group, runs.starts + num_periods * runs.every)
+    next_slots = local_slots(group, runs.starts + num_periods * runs.period)
     true = np.concatenate([ordinal, next_slots // slots_of(group)])
     first_of_period = np.arange(num_periods + 1) * blocks.num_blocks
     expected = np.add.outer(first_of_period, blocks.ordinal).reshape(-1)
     if (true != expected).any() or (blocks.step and (np.diff(true) != blocks.step).any()):
         expected_blocks = f"blocks {true[:num_starts].tolist()} of group {group.name!r}"
         raise refusal(tables.pair, expected_blocks, f"{blocks.ordinal.tolist()}")
-    if blocks.sub is None:
+    if blocks.slot_terms is None:
         return np.zeros(ordinal.size, np.int64)
-    return np.tile(blocks.sub, num_periods)
+    return np.tile(blocks.slot_terms, num_periods)
 
 
 def _held(
@@ -649,21 +649,21 @@ def _placed(tables: GroupTables, ranges: BlockRanges, parts: DescriptorPieces) -
     return PlacedRanges(piece, _ordinals(ranges, parts), start, parts.length)
 
 
-def _check_in_cuts(tables: GroupTables, start: Ints, position: Ints) -> None:
-    """Raise ``PROOF`` if a part of a run lies outside the cut in which the run begins (K4).
+def _check_in_spans(tables: GroupTables, start: Ints, position: Ints) -> None:
+    """Raise ``PROOF`` if a part of a run lies outside the span in which the run begins (K4).
 
     ``start`` is the position at which the run of each part begins, ``position`` that of the part.
     """
     period = tables.ids.period
-    low, high = np.array([(-1, -1), *tables.ids.cuts], np.int64).T
-    # Of each run: where its period begins, and the last cut that begins at or before it.
+    low, high = np.array([(-1, -1), *tables.ids.spans], np.int64).T
+    # Of each run: where its period begins, and the last span that begins at or before it.
     period_start = start - start % period
-    cut = np.searchsorted(low, start - period_start, "right") - 1
-    cut_start = period_start + low[cut]
-    cut_stop = period_start + high[cut]
-    inside = (start < cut_stop) & (cut_start <= position) & (position < cut_stop)
+    span = np.searchsorted(low, start - period_start, "right") - 1
+    span_start = period_start + low[span]
+    span_stop = period_start + high[span]
+    inside = (start < span_stop) & (span_start <= position) & (position < span_stop)
     if not inside.all():
-        raise refusal(tables.pair, "every run to stay inside a cut", "a run that does not")
+        raise refusal(tables.pair, "every run to stay inside a span", "a run that does not")
 
 
 def _places(pair: PairTables, *rows: int) -> dict[str, Any]:

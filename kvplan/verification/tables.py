@@ -22,7 +22,8 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 
 if TYPE_CHECKING:
-    from kvplan.plan.rows import GroupPair, Table
+    from kvplan.plan.rows import Table
+    from kvplan.plan.series import GroupPair
     from kvplan.plan.transfer import TransferPlan
 
 BYTES_END: Final = 1 << 62
@@ -142,18 +143,19 @@ def _check_form(pair: PairTables, ids: Any) -> None:
     Each check assumes those before it.
     """
     _check_groups(pair, ids)
-    _check_cuts(pair, ids)
+    _check_spans(pair, ids)
     if not _are_counts(ids.num_blocks, 1):
         raise _malformed(pair, "num_blocks", ids.num_blocks)
     for runs in ids.runs:
         _check_series(pair, ids, runs, runs.starts)
     for tokens in ids.tokens:
-        _check_series(pair, ids, tokens, tokens.carried)
+        _check_series(pair, ids, tokens, tokens.starts)
     for runs in ids.runs:
         _check_blocks(pair, runs)
     for tokens in ids.tokens:
-        if len(tokens.sub) != 2 or not all(map(_is_ints, tokens.sub, map(slots_of, ids.groups))):
-            raise _malformed(pair, "sub", tokens.sub)
+        terms = tokens.slot_terms
+        if len(terms) != 2 or not all(map(_is_ints, terms, map(slots_of, ids.groups))):
+            raise _malformed(pair, "slot_terms", terms)
 
 
 def _check_groups(pair: PairTables, ids: Any) -> None:
@@ -168,24 +170,24 @@ def _check_groups(pair: PairTables, ids: Any) -> None:
         raise _malformed(pair, "period", ids.period)
 
 
-def _check_cuts(pair: PairTables, ids: Any) -> None:
-    """Raise ``PROOF`` unless the cuts are intervals that ascend within the period."""
-    for cut in ids.cuts:
-        if type(cut) is not tuple or not _are_counts(cut, 0) or cut[0] >= cut[1]:
-            raise _malformed(pair, "cuts", ids.cuts)
-    # All bounds in order: cuts may touch, but not overlap.
-    bounds = [0, *itertools.chain(*ids.cuts), ids.period]
+def _check_spans(pair: PairTables, ids: Any) -> None:
+    """Raise ``PROOF`` unless the spans are intervals that ascend within the period."""
+    for span in ids.spans:
+        if type(span) is not tuple or not _are_counts(span, 0) or span[0] >= span[1]:
+            raise _malformed(pair, "spans", ids.spans)
+    # All bounds in order: spans may touch, but not overlap.
+    bounds = [0, *itertools.chain(*ids.spans), ids.period]
     if bounds != sorted(bounds):
-        raise _malformed(pair, "cuts", ids.cuts)
+        raise _malformed(pair, "spans", ids.spans)
 
 
 def _check_series(pair: PairTables, ids: Any, series: Any, starts: Any) -> None:
     """Raise ``PROOF`` unless a series repeats within the period, with ascending ``starts``."""
-    if not _is_count(series.every, 1) or ids.period % series.every:
-        raise _malformed(pair, "every", series.every)
+    if not _is_count(series.period, 1) or ids.period % series.period:
+        raise _malformed(pair, "period", series.period)
     if not starts.size or not _is_ints(starts, starts.size):
         raise _malformed(pair, "starts", starts)
-    if (np.diff([-1, *starts.tolist(), series.every]) < 1).any():
+    if (np.diff([-1, *starts.tolist(), series.period]) < 1).any():
         raise _malformed(pair, "starts", starts)
     if not series.base.size or not _is_ints(series.base, 2, series.base.size // 2, 1):
         raise _malformed(pair, "base", series.base)
@@ -199,11 +201,11 @@ def _check_blocks(pair: PairTables, runs: Any) -> None:
         raise _malformed(pair, "blocks", runs.blocks)
     num_starts = runs.starts.size
     for blocks in runs.blocks:
-        # A series of one start has no sub: bind would take it for that of one occurrence.
-        has_sub = num_starts > 1 and _is_ints(blocks.sub, num_starts)
-        is_sub = blocks.sub is None or has_sub
+        # A series of one start has no slot terms: bind would take them for those of one occurrence.
+        has_terms = num_starts > 1 and _is_ints(blocks.slot_terms, num_starts)
+        are_terms = blocks.slot_terms is None or has_terms
         is_ordinal = _is_ints(blocks.ordinal, num_starts)
-        if not is_sub or not is_ordinal or not _is_count(blocks.num_blocks, 1):
+        if not are_terms or not is_ordinal or not _is_count(blocks.num_blocks, 1):
             raise _malformed(pair, "blocks", blocks)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvplan import Context, Group
 from kvplan._arrays import listed
-from kvplan.plan.align import blocks_and_slots, cycle, ends, held_positions, period, reach, repeated
+from kvplan.plan.align import blocks_and_slots, cycle, first_and_last, held_positions, period, positions_between, reach
 
 GROUPS = [
     Group("g", tokens, Context(rank, size, interleave))
@@ -64,5 +64,5 @@ def test_repeated_positions_are_those_of_every_turn(starts):
     for low in range(12):
         for high in range(low, 20):
             expected = [p for p in range(low, high) if p % 5 in starts]
-            assert repeated(np.array(starts), 5, low, high).tolist() == expected
-            assert ends(starts, 5, low, high) == ((expected[0], expected[-1]) if expected else None)
+            assert positions_between(np.array(starts), 5, low, high).tolist() == expected
+            assert first_and_last(starts, 5, low, high) == ((expected[0], expected[-1]) if expected else None)

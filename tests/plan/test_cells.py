@@ -8,7 +8,7 @@ import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker, plan_reads
 from kvplan._text import FEW
-from kvplan.plan.cells import cells, choose, parts
+from kvplan.plan.cells import cells, choose_sources, parts
 from kvplan.plan.match import Part, Sources, match
 from tests.small import engine
 
@@ -137,7 +137,7 @@ def test_c4_replicas_share_the_load(src, dst, heads):
 def test_c4_the_load_of_one_destination_is_even():
     """C4: among needed sources the one with the fewest bytes so far takes the next cell."""
     held = np.array([[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]], bool)
-    owner = choose(held, np.array([4.0, 1, 2, 1, 1]), np.zeros(5, bool), 0)
+    owner = choose_sources(held, np.array([4.0, 1, 2, 1, 1]), np.zeros(5, bool), 0)
     load = np.bincount(owner, np.array([4.0, 1, 2, 1, 1]))
     assert owner[:2].tolist() == [0, 1]
     assert sorted(load.tolist()) == [4, 5]
@@ -154,7 +154,7 @@ def test_c4_states_do_not_weigh_on_who_sends_tokens():
     """C4: whoever sends a large state is as likely to send tokens as a source without one."""
     held = np.array([[1, 0], [0, 1], [1, 1], [1, 1]], bool)
     weight, states = np.array([100.0, 1, 2, 2]), np.array([True, True, False, False])
-    assert sorted(choose(held, weight, states, 0)[2:].tolist()) == [0, 1]
+    assert sorted(choose_sources(held, weight, states, 0)[2:].tolist()) == [0, 1]
 
 
 def of_tensors(ours, sources):
@@ -186,7 +186,7 @@ def test_c2_what_is_missing_is_told_by_all_its_axes():
 def test_c4_lots_go_to_the_source_with_the_least_load(shared, weight, owners):
     """C4: of three sources that are asked anyway."""
     held = np.concatenate([np.eye(3, dtype=bool), np.array(shared, bool)])
-    found = choose(held, np.array([0.0, 0, 0, *weight]), np.zeros(len(held), bool), 0)
+    found = choose_sources(held, np.array([0.0, 0, 0, *weight]), np.zeros(len(held), bool), 0)
     assert found[3:].tolist() == owners
 
 

@@ -142,9 +142,9 @@ def test_as_many_descriptors_as_can_be_listed_are_counted(
     """The ids of one period, of runs and of single tokens, are as many as are listed, and not one less allowed."""
     plan = plan_reads(DECODE, engine("prefill", tp=2, contexts=contexts, order=order))
     number = max(pair.num_ids for pair in plan.cost(tokens).pairs)
-    monkeypatch.setattr("kvplan.plan.cost.MAX_LISTED", number)
+    monkeypatch.setattr("kvplan.plan.cost.MAX_COUNTED", number)
     assert plan.cost(tokens)
-    monkeypatch.setattr("kvplan.plan.cost.MAX_LISTED", number - 1)
+    monkeypatch.setattr("kvplan.plan.cost.MAX_COUNTED", number - 1)
     with pytest.raises(KVPlanError, match=rf"RANGE: .* expected at most {number - 1} to list, got {number}"):
         plan.cost(tokens)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker, certify, plan_reads
-from kvplan.plan.rows import _run_ids, assign_rows
+from kvplan.plan.rows import RowIds, RowJob, _run_series, assign_rows
 from kvplan.plan.runs import GroupRuns, Runs
 from tests.small import HEAD_BYTES, engine
 
@@ -15,7 +15,7 @@ from tests.small import HEAD_BYTES, engine
 def job(offsets, length=64, stride=256, blocks=10, region=0):
     """Bytes at these offsets of a block, each by itself, in the order that place takes."""
     alike = np.array([[value] * len(offsets) for value in (0, region, stride, blocks, length)])
-    return alike, np.array(offsets)[:, None]
+    return RowJob(alike, np.array(offsets)[:, None])
 
 
 def expanded(rows):
@@ -29,7 +29,7 @@ def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
     """T2, T3: ``id + step * block`` is, for every block, the id of the same offset in that block."""
     rows, (ids,) = assign_rows([job(offsets, stride=stride)])
     where = expanded(rows)
-    for offset, first, step in zip(offsets, *ids[..., 0].tolist(), strict=True):
+    for offset, first, step in zip(offsets, ids.first[:, 0].tolist(), ids.step[:, 0].tolist(), strict=True):
         assert [where[first + step * block] for block in range(10)] == [offset + stride * block for block in range(10)]
 
 
@@ -54,14 +54,14 @@ def test_t2_a_row_ends_with_the_last_byte_it_needs():
 def test_t2_equal_bytes_share_an_id():
     """T2: two strands that read the same bytes of a source use the same row."""
     _, (a, b) = assign_rows([job([0, 128]), job([128])])
-    assert b[:, 0, 0].tolist() == a[:, 1, 0].tolist()
+    assert (b.first[0], b.step[0]) == (a.first[1], a.step[1])
 
 
 def test_t1_one_block_needs_no_stride():
     """T2: a pool of one block is rows of one descriptor each, whatever its block stride."""
     rows, (ids,) = assign_rows([job([0, 100], stride=0, blocks=1)])
     assert expanded(rows) == [0, 100]
-    assert ids[0, :, 0].tolist() == [0, 1]
+    assert ids.first[:, 0].tolist() == [0, 1]
 
 
 def test_t4_pools_may_differ():
@@ -102,14 +102,14 @@ def test_t2_a_row_of_mostly_unused_ids_is_split():
     """T2: two values at the start of a block of a mebibyte are two rows of a hundred ids, not one of fifty million."""
     rows, (ids,) = assign_rows([job([0, 2], length=2, stride=1 << 20, blocks=100)])
     assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
-    assert ids[..., 0].tolist() == [[0, 100], [1, 1]]
+    assert [column[:, 0].tolist() for column in ids] == [[0, 100], [1, 1]]
 
 
 def test_t2_a_row_ends_at_a_gap():
     """T2: two layers that are a tebibyte apart in one region are two rows; no id stands for what is between them."""
     rows, (ids,) = assign_rows([job([0, 64, 1 << 40, (1 << 40) + 64], stride=128, blocks=100)])
     assert rows.tolist() == [[0, 0, 64, 64, 200], [0, 1 << 40, 64, 64, 200]]
-    assert ids[..., 0].tolist() == [[0, 1, 200, 201], [2, 2, 2, 2]]
+    assert [column[:, 0].tolist() for column in ids] == [[0, 1, 200, 201], [2, 2, 2, 2]]
 
 
 def test_t2_layers_one_behind_another_are_one_row():
@@ -156,7 +156,12 @@ def ids_of(ours, theirs):
 def blocks_of(runs):
     """The blocks of a period as numbers: ordinals, blocks in a period, their step, and what slots add."""
     return [
-        (side.ordinal.tolist(), side.num_blocks, side.step, None if side.sub is None else side.sub.tolist())
+        (
+            side.ordinal.tolist(),
+            side.num_blocks,
+            side.step,
+            None if side.slot_terms is None else side.slot_terms.tolist(),
+        )
         for side in runs.blocks
     ]
 
@@ -165,8 +170,8 @@ def test_t3_whole_blocks_need_no_arithmetic_on_slots():
     """T3: runs that fill a block on each side are one series, whose nth run is in the nth block of both."""
     (runs,), (tokens,) = ids_of(engine("d")[0], engine("p"))
     assert (runs.starts.tolist(), blocks_of(runs), runs.step) == ([0], [([0], 1, 1, None)] * 2, (1, 1))
-    assert (tokens.carried.tolist(), tokens.every, tokens.joined, tokens.step) == ([0], 1, True, (16, 16))
-    assert [side.tolist() for side in tokens.sub] == [[0, 1, 2, 3]] * 2
+    assert (tokens.starts.tolist(), tokens.period, tokens.only_at_cuts, tokens.step) == ([0], 1, True, (16, 16))
+    assert [side.tolist() for side in tokens.slot_terms] == [[0, 1, 2, 3]] * 2
 
 
 def test_t3_pieces_of_a_block_are_one_series():
@@ -199,8 +204,8 @@ def test_t3_one_slot_of_each_block_is_part_of_what_slots_add():
     """T3: the second of two context ranks fills slot 1 of every block of the destination."""
     pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
     first, second = (pair.group_pairs[0].tokens[0] for pair in pairs)
-    assert (first.carried.tolist(), second.carried.tolist(), first.every, first.joined) == ([0], [1], 2, False)
-    assert [side.tolist() for side in second.sub] == [[0, 1], [0]]
+    assert (first.starts.tolist(), second.starts.tolist(), first.period, first.only_at_cuts) == ([0], [1], 2, False)
+    assert [side.tolist() for side in second.slot_terms] == [[0, 1], [0]]
 
 
 def test_t3_runs_whose_ids_step_differently_are_series_of_their_own():
@@ -212,7 +217,7 @@ def test_t3_runs_whose_ids_step_differently_are_series_of_their_own():
     ]
     ours, theirs = (Worker(name, 0, [Region("kv", 1 << 40, 240)], [Group("attn", 2)], views) for name in "dp")
     _, tokens = ids_of(ours, [theirs])
-    assert [(one.base.shape[1], one.step, one.sub[0].tolist()) for one in tokens] == [
+    assert [(one.base.shape[1], one.step, one.slot_terms[0].tolist()) for one in tokens] == [
         (1, (2, 2), [0, 1]),
         (2, (6, 6), [0, 3]),
     ]
@@ -226,8 +231,10 @@ def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
         assert ids.base.dtype == np.int32
         assert ids.base.flags.c_contiguous
         assert (np.diff(ids.base[0, :, 0]) > 0).all()
-    assert {side.dtype for ids in every_token for side in ids.sub} == {np.dtype(np.int32)}
-    assert {side.sub.dtype for ids in every_run for side in ids.blocks if side.sub is not None} <= {np.dtype(np.int32)}
+    assert {side.dtype for ids in every_token for side in ids.slot_terms} == {np.dtype(np.int32)}
+    assert {side.slot_terms.dtype for ids in every_run for side in ids.blocks if side.slot_terms is not None} <= {
+        np.dtype(np.int32)
+    }
 
 
 def test_t3_runs_are_in_the_destinations_order():
@@ -298,10 +305,8 @@ def test_t3_starts_of_unequal_runs_are_series_of_their_own(ids):
     groups = Group("attn", 4), Group("attn", 4)
     runs = Runs(none, none, none, none, none[0])
     position, base = np.repeat([0, 2], [len(each) for each in ids]), np.concatenate(ids)
-    side = np.stack([base, np.ones_like(base)])
-    found = list(
-        _run_ids(GroupRuns(groups, 4, (), runs, position, np.array([[0, 4]])), np.stack([side, side]), np.int32)
-    )
+    side = RowIds(base[:, None], np.ones_like(base)[:, None])
+    found = _run_series(GroupRuns(groups, 4, (), runs, position, np.array([[0, 4]])), (side, side), np.int32)
     assert [(one.starts.tolist(), one.base[0, :, 0].tolist()) for one in found] == [([0], ids[0]), ([2], ids[1])]
 
 

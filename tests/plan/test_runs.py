@@ -8,7 +8,7 @@ from kvplan import Axis, Blocks, Context, Group, KVPlanError, Region, View, Work
 from kvplan.plan.align import cycle, period
 from kvplan.plan.cells import cells
 from kvplan.plan.match import Part, Sources, match
-from kvplan.plan.runs import block_pairs, geometry_key, group_runs, join
+from kvplan.plan.runs import block_pairs, cell_geometry, find_chains, group_runs
 from tests.small import HEAD_BYTES, engine
 
 
@@ -22,7 +22,7 @@ def test_r1_equal_geometry_is_one_run_per_block():
     (ours,), (theirs,) = engine("d"), engine("p")
     found = runs_of(ours, theirs)
     assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES] * 2
-    assert found.cuts.tolist() == [[0, 4]]
+    assert found.spans.tolist() == [[0, 4]]
 
 
 def test_r1_a_shard_of_a_head_major_page_is_one_run():
@@ -41,7 +41,7 @@ def test_r1_a_shard_of_a_token_major_page_is_one_run_per_token():
     found = runs_of(ours, theirs)
     assert found.runs.length.size == 0
     (tokens,) = found.tokens
-    assert not tokens.joined
+    assert not tokens.only_at_cuts
     assert tokens.runs.length.tolist() == [2 * HEAD_BYTES] * 2
 
 
@@ -60,7 +60,7 @@ def test_r3_pieces_of_unequal_blocks():
     assert found.period == 12
     assert (found.runs.length[order] // (4 * HEAD_BYTES)).tolist() == [4, 2, 2, 4]
     assert found.position[order].tolist() == [0, 4, 6, 8]
-    assert found.cuts.tolist() == [[0, 4], [4, 6], [6, 8], [8, 12]]
+    assert found.spans.tolist() == [[0, 4], [4, 6], [6, 8], [8, 12]]
 
 
 def test_r3_equal_context_parallel_is_one_run_per_block():
@@ -68,7 +68,7 @@ def test_r3_equal_context_parallel_is_one_run_per_block():
     ours, theirs = engine("d", layers=1, contexts=(2, 1))[1], engine("p", layers=1, contexts=(2, 1))[1]
     found = runs_of(ours, theirs)
     assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES]
-    assert found.cuts.tolist() == [[1, 8]]
+    assert found.spans.tolist() == [[1, 8]]
 
 
 def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
@@ -84,7 +84,7 @@ def test_r4_a_joined_run_and_its_tokens_are_both_kept():
     """R4: where a request ends inside a run, its tokens move one by one, so the runs of one token stay."""
     (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
     (tokens,) = runs_of(ours, theirs).tokens
-    assert tokens.joined
+    assert tokens.only_at_cuts
     assert tokens.runs.length.tolist() == [HEAD_BYTES] * 4
 
 
@@ -112,15 +112,15 @@ def test_r2_joining_leaves_as_few_spans_as_can_be(seed):
     theirs = ours + np.repeat(rng.integers(0, 2, 4) * 100, 3)
     mixed = rng.permutation(size)
     offset = np.stack([ours, theirs])[:, mixed]
-    _, first = join([], offset, length[mixed])
+    _, first = find_chains([], offset, length[mixed])
     assert len(first) == brute_force(offset, length[mixed])
 
 
 def test_r2_spans_of_different_regions_are_not_joined():
     """R2: a descriptor lies in one region, so equal keys are asked for."""
     offset, length = np.array([[0, 8], [0, 8]]), np.array([8, 8])
-    assert len(join([np.array([0, 0])], offset, length)[1]) == 1
-    assert len(join([np.array([0, 1])], offset, length)[1]) == 2
+    assert len(find_chains([np.array([0, 0])], offset, length)[1]) == 1
+    assert len(find_chains([np.array([0, 1])], offset, length)[1]) == 2
 
 
 def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
@@ -164,7 +164,7 @@ def test_r3_block_sizes_without_a_common_divisor(monkeypatch, most, runs, ids):
 
     Where so many may not be listed, ids are many; descriptors are the same.
     """
-    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
     (ours,), (theirs,) = engine("d", tokens=1021, heads=1, layers=1), engine("p", tokens=1031, heads=1, layers=1)
     assert runs_of(ours, theirs).runs.length.size == runs
     plan = plan_reads(ours, [theirs])
@@ -180,26 +180,26 @@ def only_cell(ours, theirs):
     return found
 
 
-def test_ranks_that_hold_other_heads_in_the_same_way_have_one_geometry_key():
+def test_ranks_that_hold_other_heads_in_the_same_way_have_one_cell_geometry():
     """Heads [0, 2) to [0, 2) or [2, 4) to [2, 4): the same rows, in other regions."""
     pairs = zip(engine("d", tp=2), engine("p", tp=2), strict=True)
-    (one, begin), (other, there) = (geometry_key([only_cell(ours, theirs)]) for ours, theirs in pairs)
+    (one, begin), (other, there) = (cell_geometry([only_cell(ours, theirs)]) for ours, theirs in pairs)
     assert one == other
     assert begin.tolist() == there.tolist()
 
 
-def test_parts_of_one_rank_s_heads_have_one_geometry_key():
+def test_parts_of_one_rank_s_heads_have_one_cell_geometry():
     """Heads [0, 2) and [2, 4) of one source: the same rows, shifted on its side."""
     pairs = [(ours, THEIRS) for ours in engine("d", tp=2)]
-    (one, begin), (other, there) = (geometry_key([only_cell(*pair)]) for pair in pairs)
+    (one, begin), (other, there) = (cell_geometry([only_cell(*pair)]) for pair in pairs)
     assert one == other
     assert (there - begin).tolist() == [0, 2 * 64]  # bytes to a head
 
 
-def test_where_cells_lie_to_each_other_is_in_the_geometry_key():
+def test_where_cells_lie_to_each_other_is_in_the_cell_geometry():
     """Two cells of a pair, in one order or the other, or one of them twice."""
     one, other = (only_cell(ours, THEIRS) for ours in engine("d", tp=2))
-    assert len({geometry_key(pair)[0] for pair in ([one, other], [other, one], [one, one])}) == 3
+    assert len({cell_geometry(pair)[0] for pair in ([one, other], [other, one], [one, one])}) == 3
 
 
 def changed(worker: Worker, **changes) -> Worker:
@@ -230,9 +230,9 @@ OURS, THEIRS = engine("d", tp=2)[0], engine("p")[0]
         (attrs.evolve(OURS, regions=OURS.regions[::-1]), THEIRS),
     ],
 )
-def test_whatever_changes_rows_changes_the_geometry_key(ours, theirs):
+def test_whatever_changes_rows_changes_the_cell_geometry(ours, theirs):
     """Heads, tokens, order, pools, layers, positions, groups, dtype and places of either side."""
-    assert geometry_key([only_cell(ours, theirs)])[0] != geometry_key([only_cell(OURS, THEIRS)])[0]
+    assert cell_geometry([only_cell(ours, theirs)])[0] != cell_geometry([only_cell(OURS, THEIRS)])[0]
 
 
 def padded(worker: Worker, **strides: int) -> Worker:
@@ -250,22 +250,22 @@ def padded(worker: Worker, **strides: int) -> Worker:
 
 
 @pytest.mark.parametrize("strides", [{"head": 104}, {"token": 24}, {"kv": 12}])
-def test_every_stride_of_either_side_is_in_the_geometry_key(strides):
+def test_every_stride_of_either_side_is_in_the_cell_geometry(strides):
     """Blocks, the other axes and the other side stay as they are."""
     first = {"head": 100, "token": 20}
     same, others = ([padded(side, **every) for side in (OURS, THEIRS)] for every in (first, first | strides))
     pairs = [same, (others[0], same[1]), (same[0], others[1])]
-    assert len({geometry_key([only_cell(*pair)])[0] for pair in pairs}) == 3
+    assert len({cell_geometry([only_cell(*pair)])[0] for pair in pairs}) == 3
 
 
 def test_a_part_of_an_axis_has_an_outline_of_its_own():
     """One head of two that both sides hold, or both of them."""
     cell = only_cell(OURS, THEIRS)
     one = Part(intervals=np.array([[0, 1]]), held=cell.parts["head"].held)
-    assert geometry_key([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != geometry_key([cell])[0]
+    assert cell_geometry([attrs.evolve(cell, parts={**cell.parts, "head": one})])[0] != cell_geometry([cell])[0]
 
 
-def test_each_tensors_place_is_in_the_geometry_key():
+def test_each_tensors_place_is_in_the_cell_geometry():
     """Of two ranks that have the same layers in other places of one region, neither has the other's rows."""
 
     def in_one_region(worker, order):
@@ -282,13 +282,13 @@ def test_each_tensors_place_is_in_the_geometry_key():
     assert verify(plan, local={"attn": Blocks([3, 5])}, remote={"attn": Blocks([8, 1])}, tokens=(0, 8)).ok
 
 
-def test_ranks_whose_layers_begin_elsewhere_have_one_geometry_key():
+def test_ranks_whose_layers_begin_elsewhere_have_one_cell_geometry():
     """Places count from where the first one begins: three layers of one rank lie 64 bytes further in their region."""
     (ours,), (first, second) = engine("d", layers=3), engine("p", tp=2, layers=3)
     regions = [attrs.evolve(region, size_bytes=region.size_bytes + 64) for region in second.regions]
     views = [attrs.evolve(view, offset_bytes=64) for view in second.views]
     moved = attrs.evolve(second, regions=regions, views=views)
-    made = [geometry_key(cells(match(ours, Sources([first, other])))[1:])[0] for other in (second, moved)]
+    made = [cell_geometry(cells(match(ours, Sources([first, other])))[1:])[0] for other in (second, moved)]
     assert made[0] == made[1]
 
 
@@ -330,9 +330,9 @@ def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
 def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
     """R1: a layer in one piece is listed as one; four heads apart, of two layers, need room for eight, and say so."""
     (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
-    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least)
+    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", least)
     assert plan_reads(ours, [theirs]).pairs[0].group_pairs
-    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", least - 1)
+    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", least - 1)
     if least == 8:
         with pytest.raises(KVPlanError, match="expected at most 7 runs of one token, got 8") as caught:
             plan_reads(ours, [theirs])
@@ -360,9 +360,9 @@ def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
 def test_r1_runs_of_all_tensors_count(monkeypatch):
     """R1: two layers that step differently, with one run of a token each, are two runs."""
     ours, theirs = (two_layers(name, (2, 8, 8), (2, 8, 32)) for name in "dp")
-    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", 2)
+    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", 2)
     assert plan_reads(ours, [theirs]).pairs[0].group_pairs
-    monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", 1)
+    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", 1)
     with pytest.raises(KVPlanError, match=r"RANGE: cannot plan 'layers.1' and .* at most 1 runs of one token, got 2"):
         plan_reads(ours, [theirs])
 
@@ -385,7 +385,7 @@ def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
     pairs = block_pairs(groups, np.array([(p, p + 1) for p in carried]), every, size)
     assert pairs is not None
     found = []
-    for position, count, block, slot in zip(pairs.position, pairs.count, pairs.block.T, pairs.slot.T, strict=True):
+    for position, count, block, slot in zip(pairs.position, pairs.num_tokens, pairs.block.T, pairs.slot.T, strict=True):
         found += [(position + n, *block, *(slot + n)) for n in range(count)]
     counts = [[p for p in range(size) if p in group.context] for group in groups]
     expected = []
@@ -393,7 +393,7 @@ def test_a3_block_pairs_are_all_positions_in_order(groups, carried):
         at = [divmod(mine.index(p), group.tokens_per_block) for mine, group in zip(counts, groups, strict=True)]
         expected.append((p, at[0][0], at[1][0], at[0][1], at[1][1]))
     assert [tuple(map(int, one)) for one in found] == expected
-    assert (pairs.count > 0).all()
+    assert (pairs.num_tokens > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_r3_as_many_block_pairs_as_can_be_listed(monkeypatch):
     """R3: blocks of 6 and 4 meet in periods of two and three blocks; where three may not be listed, nothing joins."""
     (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
     for most, runs in ((4, 4), (3, 0), (2, 0)):
-        monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+        monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
         assert runs_of(ours, theirs).position.size == runs
     assert verify(
         plan_reads(ours, [theirs]), local={"attn": Blocks([1, 2])}, remote={"attn": Blocks([4, 3, 2])}, tokens=(0, 12)
@@ -426,7 +426,7 @@ def test_r2_all_runs_of_a_period_count(monkeypatch):
     """R2: eight heads with two runs each are sixteen runs."""
     (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
     for most, runs in ((16, 16), (15, 0)):
-        monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+        monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
         assert runs_of(ours, theirs).position.size == runs
 
 
@@ -434,7 +434,7 @@ def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
     """R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all pieces."""
     ours, theirs = (two_layers(name, (size, 16, 16), (size, 8, 8)) for name, size in (("d", 8), ("p", 4)))
     for most, runs in ((4, 4), (3, 0)):
-        monkeypatch.setattr("kvplan.plan.runs.MAX_LISTED", most)
+        monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
         assert runs_of(ours, theirs).position.size == runs
 
 
@@ -449,7 +449,7 @@ def test_r3_tokens_that_only_meet_between_segments_join(dense):
         sides.append(Worker(name, 0, [Region("kv", 1 << 40, 120)], [Group("attn", 4)], [view]))
     found = runs_of(*sides)
     assert sorted(found.runs.length.tolist()) == [4, 4, 8]
-    assert found.cuts.tolist() == [[0, 1], [1, 3], [3, 4]]
+    assert found.spans.tolist() == [[0, 1], [1, 3], [3, 4]]
 
 
 def test_r3_runs_of_one_block_pair_join_wherever_they_begin():
@@ -458,7 +458,7 @@ def test_r3_runs_of_one_block_pair_join_wherever_they_begin():
     views = [View(f"layers.{i}", "attn", "kv", "uint8", axes, 3, 32, 8 * i) for i in range(2)]
     sides = [Worker(name, 0, [Region("kv", 1 << 40, 96)], [Group("attn", 4)], views) for name in "dp"]
     found = runs_of(*sides)
-    assert (found.runs.length.tolist(), found.position.tolist(), found.cuts.tolist()) == ([32], [0], [[0, 4]])
+    assert (found.runs.length.tolist(), found.position.tolist(), found.spans.tolist()) == ([32], [0], [[0, 4]])
 
 
 def test_r3_runs_end_where_a_segment_ends():

@@ -121,7 +121,7 @@ def test_a_strand_may_lie_in_several_rows():
 def test_ids_that_are_known_to_be_sums_are_not_taken_apart(name):
     """Each part is as many strands as its shape says, in order of local ids: work does not grow with ids."""
     for spec in specs(name):
-        parts = list(spec._strands())
+        parts = list(spec._parts())
         assert [(ours[0].size, ours[1].size) for ours, _ in parts] == list(spec.shapes)
         assert all((np.diff(ours[1]) > 0).all() for ours, _ in parts)
         assert sum(len(first) * along.size for (first, along), _ in parts) == spec.local_ids.size

@@ -156,9 +156,9 @@ def test_the_limits_are_those_that_are_listed() -> None:
         MAX_SEGMENTS,
         match.MAX_HELD,
         cells.MAX_CELLS,
-        runs.MAX_LISTED,
+        runs.MAX_TOKEN_RUNS,
         rows.MAX_SLOTS,
-        cost.MAX_LISTED,
+        cost.MAX_COUNTED,
         MAX_PARTS,
     ]
     assert [1 << int(n) for n in re.findall(r"  2\*\*(\d+)\b", bounds)] == [*limits, bind.MAX_IDS]

@@ -121,7 +121,7 @@ def test_ids_that_are_off_by_one_are_no_proof(name, side):
         refused(changed(plan, series, base=shifted(side, 1)))
         refused(changed(plan, series, step=lambda step: tuple(n + (j == side) for j, n in enumerate(step))))
         if series[0] == "tokens":
-            refused(changed(plan, series, sub=shifted(side, 1)))
+            refused(changed(plan, series, slot_terms=shifted(side, 1)))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -150,7 +150,7 @@ def test_a_series_more_or_less_is_no_proof(name):
         assert re.search("bytes not moved|tokens that move what runs move", refused(lacking))
         assert "bytes moved twice" in refused(changed(plan, **{kind: lambda s, i=i: (*s, s[i])}))
         if kind == "tokens":
-            refused(changed(plan, (kind, i), carried=lambda carried: carried + 1))
+            refused(changed(plan, (kind, i), starts=lambda starts: starts + 1))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -199,25 +199,25 @@ def test_runs_that_pass_for_tokens_are_no_proof():
     (runs,) = layout_of(plan).runs
     one = layout_of(plan).tokens[0]
     subs = tuple(np.zeros(group.tokens_per_block, np.int32) for group in layout_of(plan).groups)
-    longer = attrs.evolve(one, base=runs.base, step=runs.step, sub=subs, carried=runs.starts, every=runs.every)
+    longer = attrs.evolve(one, base=runs.base, step=runs.step, slot_terms=subs, starts=runs.starts, period=runs.period)
     assert "a token to be one position" in refused(changed(plan, tokens=lambda tokens: (*tokens, longer)))
 
 
-def test_cuts_that_are_no_cuts_are_no_proof():
+def test_spans_that_are_no_spans_are_no_proof():
     """Cuts ascend, are not empty, do not overlap, and lie in one period."""
     plan = PLANS["pieces of larger blocks"]
     for wrong in (
-        lambda cuts: cuts[::-1],
-        lambda cuts: (*cuts, cuts[-1]),
-        lambda cuts: ((0, 0), *cuts),
-        lambda cuts: (*cuts[:-1], (cuts[-1][0], cuts[-1][1] + 1)),
-        lambda cuts: ((-1, cuts[0][1]), *cuts[1:]),
-        lambda cuts: (*cuts, 3),
-        lambda cuts: (*cuts[:-1], ((0, 1), 2)),
-        lambda cuts: (*cuts[:-1], ("0", "1")),
-        lambda cuts: (*cuts[:-1], ("0", "1", "2")),
+        lambda spans: spans[::-1],
+        lambda spans: (*spans, spans[-1]),
+        lambda spans: ((0, 0), *spans),
+        lambda spans: (*spans[:-1], (spans[-1][0], spans[-1][1] + 1)),
+        lambda spans: ((-1, spans[0][1]), *spans[1:]),
+        lambda spans: (*spans, 3),
+        lambda spans: (*spans[:-1], ((0, 1), 2)),
+        lambda spans: (*spans[:-1], ("0", "1")),
+        lambda spans: (*spans[:-1], ("0", "1", "2")),
     ):
-        assert "expected cuts in the form" in refused(changed(plan, cuts=wrong))
+        assert "expected spans in the form" in refused(changed(plan, spans=wrong))
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         (None, "period", lambda period: period + 1, "period"),
         (None, "num_blocks", lambda blocks: blocks[:1], "num_blocks"),
         (None, "num_blocks", lambda blocks: (blocks[0], 0), "num_blocks"),
-        ("tokens", "every", lambda every: 0, "every"),
-        ("tokens", "every", lambda every: 3, "every"),
-        ("tokens", "carried", lambda carried: carried[:0], "starts"),
-        ("tokens", "carried", lambda carried: carried.astype(float), "starts"),
-        ("tokens", "carried", lambda carried: carried + 1, "starts"),
+        ("tokens", "period", lambda period: 0, "period"),
+        ("tokens", "period", lambda period: 3, "period"),
+        ("tokens", "starts", lambda starts: starts[:0], "starts"),
+        ("tokens", "starts", lambda starts: starts.astype(float), "starts"),
+        ("tokens", "starts", lambda starts: starts + 1, "starts"),
         ("runs", "starts", lambda starts: starts[::-1], "starts"),
         ("runs", "starts", lambda starts: starts - 1, "starts"),
         ("runs", "base", lambda base: base[:, :0], "base"),
@@ -248,11 +248,16 @@ def test_cuts_that_are_no_cuts_are_no_proof():
         ("runs", "blocks", lambda blocks: blocks[:1], "blocks"),
         ("runs", "blocks", lambda blocks: (blocks[0], attrs.evolve(blocks[1], num_blocks=0)), "blocks"),
         ("runs", "blocks", lambda blocks: (attrs.evolve(blocks[0], ordinal=[0, 1, 2, 3]), blocks[1]), "blocks"),
-        ("runs", "blocks", lambda blocks: (attrs.evolve(blocks[0], sub=np.zeros(3, np.int32)), blocks[1]), "blocks"),
-        ("tokens", "sub", lambda sub: sub[:1], "sub"),
-        ("tokens", "sub", lambda sub: (sub[0], sub[1][:-1]), "sub"),
-        ("tokens", "sub", lambda sub: (sub[0].astype(float), sub[1]), "sub"),
-        ("tokens", "sub", lambda sub: (sub[0].tolist(), sub[1]), "sub"),
+        (
+            "runs",
+            "blocks",
+            lambda blocks: (attrs.evolve(blocks[0], slot_terms=np.zeros(3, np.int32)), blocks[1]),
+            "blocks",
+        ),
+        ("tokens", "slot_terms", lambda sub: sub[:1], "slot_terms"),
+        ("tokens", "slot_terms", lambda sub: (sub[0], sub[1][:-1]), "slot_terms"),
+        ("tokens", "slot_terms", lambda sub: (sub[0].astype(float), sub[1]), "slot_terms"),
+        ("tokens", "slot_terms", lambda sub: (sub[0].tolist(), sub[1]), "slot_terms"),
     ],
 )
 def test_fields_of_another_form_are_no_proof(series, field, edit, named):
@@ -266,7 +271,7 @@ def test_slots_of_one_start_are_no_proof():
     """A series that begins at one position of a period has no term of slots: bind would take it for an occurrence's."""
     zero = np.zeros(1, np.int32)
     wrong = changed(
-        PLANS["equal blocks"], ("runs", 0), blocks=lambda blocks: (attrs.evolve(blocks[0], sub=zero), blocks[1])
+        PLANS["equal blocks"], ("runs", 0), blocks=lambda blocks: (attrs.evolve(blocks[0], slot_terms=zero), blocks[1])
     )
     assert "expected blocks in the form" in refused(wrong)
 
@@ -341,21 +346,21 @@ def test_another_operation_is_no_proof():
     assert "expected operation READ or WRITE, got COPY" in refused(attrs.evolve(PLANS["contexts"], operation="COPY"))
 
 
-def test_a_run_across_a_cut_is_no_proof():
-    """A range may split a run only at a cut; without cuts, a run would leave the range."""
+def test_a_run_across_spans_is_no_proof():
+    """A range may split a run only where a span ends; without spans, a run would leave the range."""
     plan = PLANS["pieces of larger blocks"]
-    assert "a cut" in refused(changed(plan, cuts=lambda cuts: ()))
-    assert "a cut" in refused(changed(plan, cuts=lambda cuts: tuple((low, high - 1) for low, high in cuts)))
-    later = changed(plan, cuts=lambda cuts: tuple((low + 1, high) for low, high in cuts))
-    assert "a cut" in refused(later)
-    assert "a cut" in refused(changed(later, ("runs", 0), starts=lambda starts: starts + 1))
+    assert "a span" in refused(changed(plan, spans=lambda spans: ()))
+    assert "a span" in refused(changed(plan, spans=lambda spans: tuple((low, high - 1) for low, high in spans)))
+    later = changed(plan, spans=lambda spans: tuple((low + 1, high) for low, high in spans))
+    assert "a span" in refused(later)
+    assert "a span" in refused(changed(later, ("runs", 0), starts=lambda starts: starts + 1))
 
 
-def test_a_run_that_begins_behind_its_cut_is_no_proof():
+def test_a_run_that_begins_behind_its_span_is_no_proof():
     """A rank has positions [0, 3) of every 6: if their run began at 3, a range that ends there would not have it."""
     plan = plan_reads(engine("d", tokens=6)[0], engine("p", tokens=9, contexts=(2, 3)))
     assert certify(plan).complete
-    assert "a cut" in refused(changed(plan, ("runs", 0), starts=lambda starts: np.append(3, starts[1:])))
+    assert "a span" in refused(changed(plan, ("runs", 0), starts=lambda starts: np.append(3, starts[1:])))
 
 
 def test_pools_of_one_block_are_proved():
@@ -392,7 +397,7 @@ def test_blocks_behind_a_view_are_no_proof(side):
 
 
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "sub"])
+@pytest.mark.parametrize("field", ["ordinal", "num_blocks", "step", "slot_terms"])
 @pytest.mark.parametrize("name", ["equal blocks", "pieces of larger blocks"])
 def test_wrong_ordinals_of_a_period_are_no_proof(name, field, side):
     """The ordinals that are listed for a period, their advance, their step and the offsets of slots must be right."""
@@ -477,7 +482,7 @@ def test_hybrid_models_are_proved(ours, theirs):
 
 
 def test_sources_that_repeat_after_unequal_periods_are_proved():
-    """Blocks of 8 tokens repeat twice while those of 16 do once, and cuts with them."""
+    """Blocks of 8 tokens repeat twice while those of 16 do once, and spans with them."""
     sources = [engine("p", tp=2, tokens=tokens)[rank] for rank, tokens in enumerate((8, 16))]
     proof = certify(plan_reads(engine("d")[0], sources))
     assert (proof.num_bytes, proof.complete) == (16 * 2 * 4 * 16, True)
@@ -601,7 +606,7 @@ def test_a_period_without_all_blocks_of_the_source_is_no_proof():
     plan = plan_reads(engine("d", tokens=2, order="NH")[0], engine("p", tp=2, tokens=4))
     wrong = changed(plan, period=lambda period: period // 2)
     assert "period in the form" in refused(
-        changed(wrong, ("tokens", 0), sub=lambda sub: (sub[0], sub[1][[0, 1, 3, 2]]))
+        changed(wrong, ("tokens", 0), slot_terms=lambda sub: (sub[0], sub[1][[0, 1, 3, 2]]))
     )
 
 

@@ -1,0 +1,104 @@
+"""Pairs of workers: the loop of planning, from cells to the tables of each local and remote worker.
+
+Reads, writes, meshes and staged plans all run it. Pairs of equal geometry, such as ranks that hold
+other heads in the same layout, share ids and rows, which are computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import attrs
+
+from kvplan._arrays import Ints
+from kvplan.describe.worker import Key, Worker
+from kvplan.plan.cells import Cell, cells
+from kvplan.plan.match import Sources, match
+from kvplan.plan.rows import Table, assign_ids
+from kvplan.plan.runs import cell_geometry, group_runs
+from kvplan.plan.series import GroupPair
+from kvplan.plan.specs import Direction, Pair, idle_pair
+
+
+class Share(NamedTuple):
+    """The cells that a destination gets from one source."""
+
+    destination: Worker
+    source: Worker
+    cells: list[Cell]
+
+
+def shares(
+    destinations: Iterable[Worker], sources: Iterable[Worker], skipped: Collection[str]
+) -> Iterator[Share]:
+    """Yield every destination and source that exchange bytes, with their cells.
+
+    ``skipped`` names tensors that are not transferred. Sources are sorted by their keys, so that
+    every worker computes the same choice.
+    """
+    offered = Sources(sorted(sources, key=lambda worker: worker.key))
+    for destination in destinations:
+        cells_by_source: dict[int, list[Cell]] = {}
+        for cell in cells(match(destination, offered, skipped)):
+            cells_by_source.setdefault(cell.source_worker, []).append(cell)
+        for source, source_cells in sorted(cells_by_source.items()):
+            yield Share(destination, offered.workers[source], source_cells)
+
+
+@attrs.frozen(eq=False)
+class PlannedGeometry:
+    """Ids and rows of a pair of workers, for all pairs of equal geometry.
+
+    ``rows`` has offsets, (n, 5) for each side; ``base_offset`` (2,) is that of the pair they were
+    planned for.
+    """
+
+    group_pairs: tuple[GroupPair, ...]
+    rows: tuple[Ints, Ints]
+    base_offset: Ints
+
+
+class PairPlanner:
+    """Plans pairs of workers, each geometry once."""
+
+    def __init__(self, direction: Direction) -> None:
+        self._direction = direction
+        self._planned: dict[tuple[Any, ...], PlannedGeometry] = {}
+
+    def pair(self, share: Share) -> Pair:
+        """Return the pair of the two workers of a share."""
+        geometry = cell_geometry(share.cells)
+        planned = self._planned.get(geometry.key)
+        if planned is None:
+            group_pairs, rows = assign_ids(group_runs(share.cells))
+            planned = PlannedGeometry(group_pairs, rows, geometry.base_offset)
+            self._planned[geometry.key] = planned
+        shift = geometry.base_offset - planned.base_offset
+        tables = (
+            Table.at(share.destination, planned.rows[0], shift[0]),
+            Table.at(share.source, planned.rows[1], shift[1]),
+        )
+        _, remote = self._direction.by_role(share.destination, share.source)
+        local_table, remote_table = self._direction.by_role(*tables)
+        return Pair(remote.key, local_table, remote_table, planned.group_pairs)
+
+
+def plan_pairs(
+    direction: Direction,
+    local_workers: Iterable[Worker],
+    remotes: Iterable[Worker],
+    shares: Iterable[Share],
+) -> Mapping[Key, tuple[Pair, ...]]:
+    """Return the pairs of each local worker with all remotes, in their order.
+
+    Shares of other local workers, such as siblings, are left out.
+    """
+    planner = PairPlanner(direction)
+    idle = {remote.key: idle_pair(remote) for remote in remotes}
+    pairs = {local.key: dict(idle) for local in local_workers}
+    for share in shares:
+        local, remote = direction.by_role(share.destination, share.source)
+        if local.key in pairs:
+            pairs[local.key][remote.key] = planner.pair(share)
+    return {key: tuple(by_remote.values()) for key, by_remote in pairs.items()}
