@@ -47,7 +47,7 @@ class TransferPlan:
     not_transferred: tuple[str, ...]
     pairs: tuple[Pair, ...]
 
-    @property
+    @cached_property
     def direction(self) -> Direction:
         """Which side is local: the destination of reads, the source of writes."""
         return DIRECTIONS[self.operation]
