@@ -25,7 +25,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, integer, members, name, settle, wrong_type
 from kvplan._text import count
-from kvplan.describe._overlap import overlaps, where
+from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
@@ -198,7 +198,7 @@ class Worker:
                 "OVERLAP",
                 f"place view {second.view.name!r} of worker {self.label}",
                 expected=f"bytes of its own in region {second.view.region!r} for group {second.view.group!r}",
-                got=where(first, second),
+                got=describe_overlap(first, second),
                 first=first.view.name,
                 second=second.view.name,
                 blocks=(first.block, second.block),
