@@ -6,9 +6,10 @@ The rules for every version of the format, checked before memory is allocated:
   :data:`MAX_CONTAINERS` lists and mappings, nested at most :data:`MAX_DEPTH` deep;
 - JSON by RFC 8259: no NaN and no Infinity; also no key twice in a mapping, and no integer of more
   than 20 digits;
-- a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is checked;
-- the key ``extensions``, if present, is a mapping of anything. A reader passes on extensions that it
-  does not know.
+- a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is
+  checked;
+- the key ``extensions``, if present, is a mapping of anything. A reader passes on extensions that
+  it does not know.
 
 JSON builds no objects and runs no code: the result consists of mappings, lists, strings and
 numbers. All that is wrong with a message is a list of problems with their paths, and

@@ -173,7 +173,11 @@ def _layout_fields(layout: Geometry, group_index: int) -> dict[str, Any]:
 
 
 def _by_column(node: Columns, rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
-    return {key: [row[column] for row in rows] for column, key in enumerate(node.fields)}
+    """Return the rows of a table as lists of one length, one for each key of its node."""
+    columns: dict[str, list[Any]] = {}
+    for column, key in enumerate(node.fields):
+        columns[key] = [row[column] for row in rows]
+    return columns
 
 
 def decode(data: bytes) -> Worker:
