@@ -239,6 +239,7 @@ class _PlacedView:
 
 
 def _read_worker(data: bytes, findings: Findings) -> Any:
+    """Return the worker of a message; BAD, or one that lacks parts, if there are problems."""
     message = parse(data, findings)
     if message is BAD:
         return BAD
@@ -250,16 +251,23 @@ def _read_worker(data: bytes, findings: Findings) -> Any:
     engine_id = "offer" if fields["engine_id"] is BAD else fields["engine_id"]
     rank = 0 if fields["rank"] is BAD else fields["rank"]
     offer = _PeerOffer(fields, (engine_id, rank), findings)
-    groups = _each_of(fields["groups"], offer.group)
-    memories = _each_of(fields["memories"], offer.memory)
-    regions = _each_of(fields["regions"], partial(offer.region, memories))
-    layouts = _each_of(fields["layouts"], partial(offer.layout, groups))
-    views = _each_of(fields["views"], partial(offer.view, regions, layouts))
-    additions = ("" if model is BAD else model, extensions)
-    return offer.worker(_without_bad(regions), _without_bad(groups), _without_bad(views), additions)
+    # the entries of a list refer by index to those of the lists before it, bad ones included
+    groups = _make_all(fields["groups"], offer.group)
+    memories = _make_all(fields["memories"], offer.memory)
+    regions = _make_all(fields["regions"], partial(offer.region, memories))
+    layouts = _make_all(fields["layouts"], partial(offer.layout, groups))
+    views = _make_all(fields["views"], partial(offer.view, regions, layouts))
+    # problems in some parts hide none in how the others fit together, rule P3
+    return offer.worker(
+        _without_bad(regions),
+        _without_bad(groups),
+        _without_bad(views),
+        "" if model is BAD else model,
+        extensions,
+    )
 
 
-def _each_of(values: Any, make: Callable[[int, Any], Any]) -> Any:
+def _make_all(values: Any, make: Callable[[int, Any], Any]) -> Any:
     """Return the result of ``make`` for each index and value; BAD if the list is."""
     return BAD if values is BAD else [make(index, value) for index, value in enumerate(values)]
 
@@ -353,25 +361,24 @@ class _PeerOffer:
         regions: Sequence[Region],
         groups: Sequence[Group],
         views: Sequence[_PlacedView],
-        additions: tuple[Any, Any],
+        model: str,
+        extensions: dict[str, Any],
     ) -> Any:
-        """Return the worker, with its model and extensions.
-
-        If its parts do not fit together, find which of them do not.
-        """
+        """Return the worker. If its parts do not fit together, find which of them do not."""
         try:
-            placed = tuple([placed_view.view for placed_view in views])
-            return Worker(*self.key, regions, groups, placed, *additions)
+            placed_views = tuple([placed.view for placed in views])
+            return Worker(*self.key, regions, groups, placed_views, model, extensions)
         except KVPlanError as error:
-            count_before = self.findings.count
+            num_problems = self.findings.count
             self.findings.attempt("regions", Worker, *self.key, regions, (), ())
             self.findings.attempt("groups", Worker, *self.key, (), groups, ())
             by_memory: dict[int, list[_PlacedView]] = {}
-            for placed_view in views:
-                by_memory.setdefault(placed_view.memory, []).append(placed_view)
+            for placed in views:
+                by_memory.setdefault(placed.memory, []).append(placed)
             for same_memory in by_memory.values():
                 self._check_inside(same_memory)
-            if self.findings.count == count_before:
+            # none of them alone is at fault
+            if self.findings.count == num_problems:
                 self.findings.add("views", error)
             return BAD
 
@@ -383,6 +390,7 @@ class _PeerOffer:
         outside = [placed for placed in views if placed.view.end_bytes > placed.region.size_bytes]
         if not outside:
             return
+        # the offsets are at fault, or the size
         if not _is_too_small(outside, views):
             for placed in outside:
                 path = f"views.offset_bytes[{placed.index}]"
