@@ -30,7 +30,7 @@ from kvplan._checks import wrong_type
 from kvplan._text import count, shown
 from kvplan.errors import KVPlanError
 
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 
 VERSION: Final = 1
 """The version of the format. A message of any other version is refused without reading the rest."""
@@ -135,7 +135,7 @@ class Findings:
             text = str(error).removeprefix(f"{error.code}: ")
             self._problems.append(Problem(path, error.code, text))
 
-    def attempt(self, path: str, make: Callable[..., Result], *parts: Any) -> Result | Any:
+    def attempt(self, path: str, make: Callable[..., Outcome], *parts: Any) -> Outcome | Any:
         """Return ``make(*parts)``.
 
         It is :data:`BAD` if a part is, or if ``make`` raises, which adds a problem.
