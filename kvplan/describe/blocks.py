@@ -209,7 +209,7 @@ class Blocks:
 
 
 class Request(TypedDict):
-    """What one request moves: the arguments of ``bind``, ``verify`` and others.
+    """The blocks and tokens that a request moves: arguments of ``bind``, ``verify`` and others.
 
     An annotation for mappings that are passed as ``plan.bind(**request)``: type checkers then know
     each argument.

@@ -28,11 +28,11 @@ TOKEN: Final = "token"
 
 ADDRESS_END: Final = 1 << 64
 
-FLOAT8: Final = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+FLOAT8_NAMES: Final = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 
 ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
     {
-        **dict.fromkeys(("bool", "int8", "uint8", *FLOAT8.split()), 1),
+        **dict.fromkeys(("bool", "int8", "uint8", *FLOAT8_NAMES.split()), 1),
         **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
         **dict.fromkeys(("int32", "uint32", "float32"), 4),
         **dict.fromkeys(("int64", "uint64", "float64"), 8),

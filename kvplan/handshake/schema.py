@@ -64,10 +64,10 @@ class Text:
 
 @attrs.frozen
 class ListOf:
-    """A list of at most ``most`` items."""
+    """A list of at most ``max_length`` items."""
 
     item: Node
-    most: int
+    max_length: int
 
 
 def _frozen(fields: Mapping[str, Node]) -> Mapping[str, Node]:
@@ -83,13 +83,13 @@ class Record:
 
 @attrs.frozen
 class Columns:
-    """A mapping of lists of one length, at most ``most``, one for each of these keys.
+    """A mapping of lists of one length, at most ``max_length``, one for each of these keys.
 
     It is read as a list of rows.
     """
 
     fields: Mapping[str, Node] = attrs.field(converter=_frozen)
-    most: int
+    max_length: int
 
 
 Node = Integer | Text | ListOf | Record | Columns
@@ -172,8 +172,8 @@ def _items(node: ListOf, value: Any, path: str, findings: Findings) -> Any:
     if not isinstance(value, list):
         findings.add(path, wrong_type(subject, "a list", value))
         return BAD
-    if len(value) > node.most:
-        expected = f"at most {node.most} items"
+    if len(value) > node.max_length:
+        expected = f"at most {node.max_length} items"
         got = f"{len(value)}"
         findings.add(path, KVPlanError("RANGE", f"read {subject}", expected=expected, got=got))
         return BAD
@@ -216,7 +216,7 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, findings: Finding
 
 def _rows(node: Columns, value: Any, path: str, findings: Findings) -> Any:
     """Return the rows of a mapping of columns."""
-    lists = {key: ListOf(item, node.most) for key, item in node.fields.items()}
+    lists = {key: ListOf(item, node.max_length) for key, item in node.fields.items()}
     columns = _record(lists, value, path, findings)
     if columns is BAD or BAD in columns.values():
         return BAD
