@@ -1,4 +1,4 @@
-"""Helpers for sorted integer arrays: their types, and chains of elements that continue each other."""
+"""Helpers for sorted arrays of integers, and for chains of elements that continue each other."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 def heads(goes_on: npt.NDArray[np.bool_]) -> Ints:
-    """The index of the first element of each chain; ``goes_on[i]``: whether element i + 1 continues element i.
+    """Return the index of the first element of each chain, ascending.
+
+    ``goes_on[i]`` says whether element i + 1 continues element i.
 
     >>> heads(np.array([True, False, True]))
     array([0, 2])
     """
+    # one element for each of a chain: whether it begins the chain, as the very first one does
     begins = np.ones(goes_on.size + 1, bool)
     np.logical_not(goes_on, out=begins[1:])
     return np.flatnonzero(begins)
 
 
 def distinct(values: Ints) -> Ints:
-    """The distinct values of an array, ascending; the array must not be empty.
+    """Return the distinct values of an array, ascending; the array must not be empty.
 
     This replaces ``np.unique``, whose first call imports ``numpy.ma`` and takes longer than a plan.
 
@@ -36,31 +39,34 @@ def distinct(values: Ints) -> Ints:
 
 
 def listed(intervals: Ints) -> Ints:
-    """All integers in intervals ``[start, stop)``, (n, 2), interval by interval.
+    """Return all integers in intervals ``[start, stop)``, (n, 2), interval by interval.
 
     >>> listed(np.array([[2, 4], [7, 8]]))
     array([2, 3, 7])
     """
-    start, stop = intervals.T
-    length = stop - start
-    # `before` is how many integers the earlier intervals have.
-    before = np.cumsum(length) - length
-    found: Ints = np.arange(length.sum()) + np.repeat(start - before, length)
-    return found
+    starts, stops = intervals.T
+    lengths = stops - starts
+    # an integer is its index in the result, plus what its interval's start is ahead of that index
+    first_indices = np.cumsum(lengths) - lengths
+    integers: Ints = np.arange(lengths.sum()) + np.repeat(starts - first_indices, lengths)
+    return integers
 
 
 def numbered(first: Ints, size: int) -> Ints:
-    """The index of the chain that each of ``size`` elements belongs to; ``first`` is what :func:`heads` returns.
+    """Return the index of the chain to which each of ``size`` elements belongs.
+
+    ``first`` has the first element of each chain, as :func:`heads` returns them.
 
     >>> numbered(np.array([0, 2]), 4)
     array([0, 0, 1, 1])
     """
-    number = np.zeros(size, np.int64)
-    number[first[1:]] = 1
-    return np.cumsum(number, out=number)
+    # the index grows by one wherever a chain begins
+    chain_indices = np.zeros(size, np.int64)
+    chain_indices[first[1:]] = 1
+    return np.cumsum(chain_indices, out=chain_indices)
 
 
 def read_only(array: Array) -> Array:
-    """The same array, no longer writable."""
+    """Return the same array, no longer writable."""
     array.setflags(write=False)
     return array

@@ -1,4 +1,4 @@
-"""Text for messages and reports: counts, sizes, values of the wrong type, and lists of numbered names.
+"""Text for messages and reports: counts, sizes, wrong values, and lists of numbered names.
 
 >>> print(fold(["layers.0.attn", "layers.1.attn", "layers.3.attn", "draft"]))
 layers.0-1,3.attn, draft
@@ -19,23 +19,23 @@ WIDTH: Final = 120
 FEW: Final = 16
 """Texts that :func:`few` writes out."""
 
-NUMBERED: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
+NUMBERED_NAME: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
 
 
 def split(name: str) -> tuple[str, int | None, str]:
-    """The text before the first number of a name, the number, and the text after it.
+    """Return the text before the first number of a name, the number, and the text after it.
 
     A number with leading zeros or more than 18 digits counts as text.
 
     >>> split("layers.7.attn.k"), split("draft"), split("layers.07")
     (('layers.', 7, '.attn.k'), ('draft', None, ''), ('layers.07', None, ''))
     """
-    found = NUMBERED.fullmatch(name)
-    return (found[1], int(found[2]), found[3]) if found else (name, None, "")
+    match = NUMBERED_NAME.fullmatch(name)
+    return (match[1], int(match[2]), match[3]) if match else (name, None, "")
 
 
 def join(before: str, number: int | None, after: str) -> str:
-    """The name that :func:`split` splits.
+    """Return the name that :func:`split` splits.
 
     >>> join("layers.", 7, ".attn.k"), join("draft", None, "")
     ('layers.7.attn.k', 'draft')
@@ -44,22 +44,24 @@ def join(before: str, number: int | None, after: str) -> str:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Names that differ only in their first number, written as one name with all numbers.
+    """Return the names that differ only in their first number as one name with all numbers.
 
     >>> fold(f"layers.{i}.attn" for i in range(80))
     'layers.0-79.attn'
     """
-    numbers: dict[tuple[str, str], list[int]] = {}
+    numbers_of: dict[tuple[str, str], list[int]] = {}
     for name in names:
         before, number, after = split(name)
-        numbers.setdefault((before, after), []).extend([] if number is None else [number])
+        numbers = numbers_of.setdefault((before, after), [])
+        if number is not None:
+            numbers.append(number)
     return ", ".join(
-        f"{before}{intervals(found)}{after}" for (before, after), found in numbers.items()
+        f"{before}{intervals(numbers)}{after}" for (before, after), numbers in numbers_of.items()
     )
 
 
 def intervals(numbers: Iterable[int]) -> str:
-    """Numbers in ascending order, runs of consecutive ones as intervals.
+    """Return numbers in ascending order, runs of consecutive ones as intervals.
 
     >>> intervals([0, 1, 2, 3, 5])
     '0-3,5'
@@ -73,45 +75,50 @@ def intervals(numbers: Iterable[int]) -> str:
     return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: up to three known names that are close to it, or an empty string.
+def meant(name: str, known_names: Iterable[str]) -> str:
+    """Return a hint for an unknown name: up to three known ones close to it, or an empty string.
 
-    >>> meant("Llama-3.1-8B", ["llama-3.1-8b", "llama-3.1-70b"]), meant("tpp", ["tp", "pp", "block"]), meant("x", [])
-    ("did you mean 'llama-3.1-8b'?", "did you mean 'tp' or 'pp'?", '')
+    >>> meant("Llama-3.1-8B", ["llama-3.1-8b", "llama-3.1-70b"])
+    "did you mean 'llama-3.1-8b'?"
+    >>> meant("tpp", ["tp", "pp", "block"]), meant("x", [])
+    ("did you mean 'tp' or 'pp'?", '')
     """
-    lower, names = name.lower(), tuple(known)
-    *others, last = [lower] if lower in names else difflib.get_close_matches(lower, names) or [""]
-    return (
-        f"did you mean {' or '.join(filter(None, (', '.join(map(repr, others)), repr(last))))}?"
-        if last
-        else ""
-    )
+    lower_name = name.lower()
+    names = tuple(known_names)
+    in_other_case = [lower_name] if lower_name in names else []
+    close_names = in_other_case or difflib.get_close_matches(lower_name, names)
+    if not close_names:
+        return ""
+    *all_but_last, last = map(repr, close_names)
+    choices = f"{', '.join(all_but_last)} or {last}" if all_but_last else last
+    return f"did you mean {choices}?"
 
 
-def count(number: int, what: str) -> str:
-    """A number with its noun, in the plural where it needs one.
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it needs one.
 
     >>> count(1, "byte"), count(2, "byte"), count(2, "copy"), count(2, "box")
     ('1 byte', '2 bytes', '2 copies', '2 boxes')
     """
-    several = (
-        f"{what[:-1]}ies" if what.endswith("y") else f"{what}{'es' if what.endswith('x') else 's'}"
-    )
-    return f"{number} {what if number == 1 else several}"
+    if number == 1:
+        return f"{number} {noun}"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
 def few(texts: Sequence[str], between: str) -> str:
-    """Texts in one line: the first sixteen, and the number of the others.
+    """Return texts in one line: the first sixteen, and the number of the others.
 
     >>> few(["a", "b"], "; "), few([str(n) for n in range(20)], " ")
     ('a; b', '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 and 4 more')
     """
-    more = f" and {len(texts) - FEW} more" if len(texts) > FEW else ""
-    return between.join(texts[:FEW]) + more
+    line = between.join(texts[:FEW])
+    return f"{line} and {len(texts) - FEW} more" if len(texts) > FEW else line
 
 
 def shown(value: Any) -> str:
-    """A value of the wrong type as messages show it: short and on one line.
+    """Return a value of the wrong type as messages show it: short and on one line.
 
     >>> print(shown(None), shown(np.float64(2)), shown((1, 2)), shown(np.arange(3)), sep=", ")
     None, 2.0, a tuple of 2, a value of type ndarray
@@ -131,7 +138,7 @@ def shown(value: Any) -> str:
 
 
 def size(number: int) -> str:
-    """A number of bytes: exact below 10 KiB, else in a binary unit with four digits.
+    """Return a number of bytes: exact below 10 KiB, else in a binary unit with four digits.
 
     >>> size(8192), size(1 << 16), size(5_000_000_000)
     ('8192 bytes', '64 KiB', '4.657 GiB')
@@ -143,7 +150,7 @@ def size(number: int) -> str:
 
 
 def sizes(low: int, high: int) -> str:
-    """A range of sizes in bytes, or one size where both ends are equal.
+    """Return a range of sizes in bytes, or one size where both ends are equal.
 
     >>> sizes(256, 256), sizes(256, 8192)
     ('256 bytes', '256 bytes to 8192 bytes')

@@ -31,7 +31,10 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "MODEL": "the two sides run different models",
         "TENSOR": "no source has a tensor that the destination needs",
         "COVER": "no source has some part of a tensor that the destination needs",
-        "BLOCKS": "a block table is missing or too short, lists a block twice, or has an id outside the pool",
+        "BLOCKS": (
+            "a block table is missing or too short, lists a block twice, or has an id outside the "
+            "pool"
+        ),
         "TOKENS": "a token range is malformed or exceeds the block tables",
         "INT": "a descriptor id does not fit in 31 bits",
         "LAYOUT": "a layout or one of its options is unknown or impossible",
@@ -54,8 +57,8 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
 class KVPlanError(ValueError):
     """A description, pair or request is refused, before anything moves, or a transfer fails.
 
-    ``code`` is one of :data:`CODES`; ``details`` has the values that disagree, by field. ``str(error)`` is one line:
-    ``code``, ``action``, ``expected``, ``got`` and ``hint``.
+    ``code`` is one of :data:`CODES`; ``details`` has the values that disagree, by field.
+    ``str(error)`` is one line: ``code``, ``action``, ``expected``, ``got`` and ``hint``.
     """
 
     code: str
@@ -69,32 +72,22 @@ class KVPlanError(ValueError):
         self, code: str, action: str, *, expected: str, got: str, hint: str = "", **details: Any
     ) -> None:
         assert code in CODES, code
-        super().__init__(
-            f"{code}: cannot {action}: expected {expected}, got {got}"
-            + (f" ({hint})" if hint else "")
-        )
-        self.code, self.action, self.expected, self.got, self.hint = (
-            code,
-            action,
-            expected,
-            got,
-            hint,
-        )
+        message = f"{code}: cannot {action}: expected {expected}, got {got}"
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.code = code
+        self.action = action
+        self.expected = expected
+        self.got = got
+        self.hint = hint
         self.details = MappingProxyType(details)
 
     def with_hint(self, hint: str) -> KVPlanError:
-        """The same error with another hint."""
+        """Return the same error with another hint."""
         return _rebuild(self.code, self.action, self.expected, self.got, hint, dict(self.details))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (
-            self.code,
-            self.action,
-            self.expected,
-            self.got,
-            self.hint,
-            dict(self.details),
-        )
+        details = dict(self.details)
+        return _rebuild, (self.code, self.action, self.expected, self.got, self.hint, details)
 
 
 def _rebuild(

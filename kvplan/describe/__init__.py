@@ -1,4 +1,4 @@
-"""What a worker keeps, and where: regions, groups, views with their axes, block tables."""
+"""Workers describe what they keep, and where: regions, groups, views, axes, block tables."""
 
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks, Request

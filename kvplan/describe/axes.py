@@ -1,11 +1,12 @@
 """Axes: one dimension of a view, and the byte offset of every coordinate along it.
 
-An axis names the part ``[start, stop)`` of a global size that a worker holds, and the bytes between neighbouring
-coordinates. A name may appear twice in a view, outer digit first: ``token`` as 33 kernel blocks of 16 slots is
-``Axis("token", 0, 33, 33, outer)`` and ``Axis("token", 0, 16, 16, inner)``, together 528 slots.
+An axis names the part ``[start, stop)`` of a global size that a worker holds, and the bytes between
+neighbouring coordinates. A name may appear twice in a view, outer digit first: ``token`` as 33
+kernel blocks of 16 slots is ``Axis("token", 0, 33, 33, outer)`` and
+``Axis("token", 0, 16, 16, inner)``, together 528 slots.
 
-:func:`segments` turns the digits of one name into the form that the planner uses: intervals of the global
-coordinate on which the byte offset grows by a constant stride.
+:func:`segments` turns the digits of one name into the form that the planner uses: intervals of the
+global coordinate on which the byte offset grows by a constant stride.
 
 >>> kernel = (Axis("token", 0, 3, 3, 8192), Axis("token", 0, 16, 16, 256))
 >>> print(segments(kernel))
@@ -29,15 +30,19 @@ from kvplan._checks import at_most, integer, name, settle
 from kvplan.errors import KVPlanError
 
 MAX_SEGMENTS: Final = 1 << 20
-"""The axes of a worker's views may have at most this many segments, so that a small offer cannot claim much memory."""
+"""The most segments that the axes of a worker's views may have in all.
+
+The limit keeps a small offer from claiming much memory.
+"""
 
 
 @attrs.frozen
 class Axis:
-    """One dimension of a view: the part ``[start, stop)`` of ``size``, ``stride_bytes`` between neighbours.
+    """One dimension of a view: the part ``[start, stop)`` of ``size``.
 
-    All are integers in ``[0, 2**63)`` with ``start < stop <= size``. An axis that holds a single coordinate has no
-    meaningful stride; it is stored as 0.
+    Neighbours are ``stride_bytes`` apart. All are integers in ``[0, 2**63)`` with
+    ``start < stop <= size``. An axis that holds a single coordinate has no meaningful stride; it is
+    stored as 0.
 
     >>> print(Axis("head", 4, 8, 8, 4096))
     head [4, 8) of 8 stride 4096
@@ -78,7 +83,8 @@ class Axis:
 class Segments:
     """Intervals of one coordinate: four int64 arrays of shape (n,), ascending by ``start``.
 
-    ``offset`` is the byte offset of an interval's first coordinate, ``stride`` the bytes between its coordinates.
+    ``offset`` is the byte offset of an interval's first coordinate, ``stride`` the bytes between
+    its coordinates.
     """
 
     start: Ints
@@ -103,39 +109,45 @@ class Segments:
         return tuple(joined)
 
     def seen(self, start: int, stop: int) -> tuple[int, tuple[int, ...]]:
-        """The byte offset of coordinate ``start``, and the layout of ``[start, stop)`` relative to it.
+        """Return the byte offset of coordinate ``start``, and the layout of ``[start, stop)``.
 
-        The layout is, for each segment, first coordinate, length, offset and stride. Two ranges with equal layouts
-        differ only in where they begin.
+        The layout is relative to that offset: for each segment, first coordinate, length, offset
+        and stride. Two ranges with equal layouts differ only in where they begin.
 
         >>> head = segments((Axis("head", 4, 8, 8, 4096),))
         >>> head.seen(5, 7), head.seen(6, 8), head.seen(4, 5)
         ((4096, (0, 2, 0, 4096)), (8192, (0, 2, 0, 4096)), (0, (0, 1, 0, 0)))
         """
-        found: list[int] = []
-        origin, which = (
-            0,
-            slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop)),
-        )
-        columns = [
-            side[which].tolist() for side in (self.start, self.stop, self.offset, self.stride)
-        ]
+        overlapping = slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop))
+        fields = (self.start, self.stop, self.offset, self.stride)
+        columns = [field[overlapping].tolist() for field in fields]
+        origin = 0
+        layout: list[int] = []
         for low, high, offset, stride in zip(*columns, strict=True):
-            first, length = max(low, start), min(high, stop) - max(low, start)
-            begin = offset + (first - low) * stride
-            origin = origin if found else begin
-            found += first - start, length, begin - origin, stride if length > 1 else 0
-        return origin, tuple(found)
+            # the part of the segment that lies in the range
+            first = max(low, start)
+            length = min(high, stop) - first
+            first_offset = offset + (first - low) * stride
+            if not layout:
+                origin = first_offset
+            layout += first - start, length, first_offset - origin, stride if length > 1 else 0
+        return origin, tuple(layout)
 
     def steps(self, start: int, stop: int, step: int) -> bool:
-        """Whether neighbours in ``[start, stop)`` are ``step`` bytes apart; a single coordinate always qualifies."""
-        i = int(np.searchsorted(self.start, start, "right")) - 1
-        return stop - start == 1 or (stop <= self.stop[i] and self.stride[i] == step)
+        """Return whether neighbours in ``[start, stop)`` are ``step`` bytes apart.
+
+        A single coordinate always qualifies.
+        """
+        if stop - start == 1:
+            return True
+        segment = int(np.searchsorted(self.start, start, "right")) - 1
+        return bool(stop <= self.stop[segment] and self.stride[segment] == step)
 
     def at(self, coordinate: Ints) -> Ints:
-        """The byte offset of each coordinate, all of which must lie in an interval."""
-        i = np.searchsorted(self.start, coordinate, "right") - 1
-        offset: Ints = self.offset[i] + (coordinate - self.start[i]) * self.stride[i]
+        """Return the byte offset of each coordinate, all of which must lie in an interval."""
+        segment = np.searchsorted(self.start, coordinate, "right") - 1
+        distance = coordinate - self.start[segment]
+        offset: Ints = self.offset[segment] + distance * self.stride[segment]
         return offset
 
     def __str__(self) -> str:
@@ -144,58 +156,78 @@ class Segments:
 
 
 def segments(digits: Sequence[Axis]) -> Segments:
-    """The fewest segments for the digits of one name, outer digit first.
+    """Return the fewest segments for the digits of one name, outer digit first.
 
     Raises ``RANGE`` where there would be more than :data:`MAX_SEGMENTS`.
     """
     if len(digits) == 1:
-        (one,) = digits
-        return Segments(*np.array([[one.start], [one.extent], [0], [one.stride_bytes]], np.int64))
-    width, start, offset = 1, np.zeros(1, np.int64), np.zeros(1, np.int64)
-    length, stride = 1, 0
-    # From the inner digit outwards. `start` and `offset` list the segments so far, `width` is the size of all digits
-    # seen, and every segment has the same `length` and `stride`.
+        (digit,) = digits
+        fields = [[digit.start], [digit.extent], [0], [digit.stride_bytes]]
+        return Segments(*np.array(fields, np.int64))
+    # one element for each segment of the digits so far, from the inner digit outwards; all segments
+    # have the same `length` and `stride`, and `width` is the size of these digits
+    starts = np.zeros(1, np.int64)
+    offsets = np.zeros(1, np.int64)
+    length = 1
+    stride = 0
+    width = 1
     for digit in reversed(digits):
-        whole = start.size == 1 and length == width
-        if digit.extent == 1 or not whole or (width > 1 and digit.stride_bytes != length * stride):
-            at_most(
-                MAX_SEGMENTS, digit.extent * start.size, "segments", f"describe axis {digit.name!r}"
-            )
-            # The segments repeat for every coordinate of this digit.
-            steps = np.arange(digit.extent, dtype=np.int64)[:, None]
-            start = ((digit.start + steps) * width + start).reshape(-1)
-            offset = (steps * digit.stride_bytes + offset).reshape(-1)
-        else:  # one segment that this digit continues without a gap
-            start = start + digit.start * width
-            stride = digit.stride_bytes if width == 1 else stride
+        is_whole = starts.size == 1 and length == width
+        goes_on = width == 1 or digit.stride_bytes == length * stride
+        if digit.extent > 1 and is_whole and goes_on:
+            # the only segment continues through this digit without a gap
+            starts = starts + digit.start * width
+            if width == 1:
+                stride = digit.stride_bytes
             length *= digit.extent
+        else:
+            # the segments repeat for every coordinate of this digit
+            number = digit.extent * starts.size
+            at_most(MAX_SEGMENTS, number, "segments", f"describe axis {digit.name!r}")
+            steps = np.arange(digit.extent, dtype=np.int64)[:, None]
+            starts = ((digit.start + steps) * width + starts).reshape(-1)
+            offsets = (steps * digit.stride_bytes + offsets).reshape(-1)
         width *= digit.size
-    # Neighbouring segments that continue each other in coordinate and in offset become one.
-    first = heads(
-        (start[1:] == start[:-1] + length) & (offset[1:] == offset[:-1] + length * stride)
-    )
-    pieces = np.append(first[1:], start.size) - first
+    return _merged(starts, offsets, length, stride)
+
+
+def _merged(starts: Ints, offsets: Ints, length: int, stride: int) -> Segments:
+    """Return segments of one length and stride as the fewest, each as long as it can be."""
+    # neighbours are one segment if they continue each other in coordinate and in offset
+    continues_coordinate = starts[1:] == starts[:-1] + length
+    continues_offset = offsets[1:] == offsets[:-1] + length * stride
+    first = heads(continues_coordinate & continues_offset)
+    num_merged = np.append(first[1:], starts.size) - first
     return Segments(
-        start=start[first], length=length * pieces, offset=offset[first], stride=0 * first + stride
+        start=starts[first],
+        length=length * num_merged,
+        offset=offsets[first],
+        stride=np.full(first.size, stride, np.int64),
     )
 
 
 def most_segments(axes: Sequence[Axis]) -> int:
-    """At most how many segments the axes of a view have in all: all coordinates but those of the innermost digits.
+    """Return a bound of the number of segments that the axes of a view have in all.
 
-    >>> most_segments((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
+    All coordinates count but those of the innermost digits.
+
+    >>> kernel_blocks = Axis("token", 0, 33, 33, 8192)
+    >>> most_segments((kernel_blocks, Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
     34
     """
-    number: dict[str, int] = {}
+    most_of: dict[str, int] = {}
     for axis in reversed(axes):
-        number[axis.name] = number[axis.name] * axis.extent if axis.name in number else 1
-    return sum(number.values())
+        most_of[axis.name] = most_of[axis.name] * axis.extent if axis.name in most_of else 1
+    return sum(most_of.values())
 
 
 def global_sizes(axes: Sequence[Axis]) -> dict[str, int]:
-    """The global size of each axis name, in order of appearance: the product of the sizes of its digits.
+    """Return the global size of each axis name, in order of appearance.
 
-    >>> global_sizes((Axis("token", 0, 33, 33, 8192), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
+    It is the product of the sizes of the name's digits.
+
+    >>> kernel_blocks = Axis("token", 0, 33, 33, 8192)
+    >>> global_sizes((kernel_blocks, Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)))
     {'token': 528, 'dim': 128}
     """
     sizes: dict[str, int] = {}

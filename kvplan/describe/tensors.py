@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+import attrs
 
 from kvplan._checks import integer, wrong_type
 from kvplan._text import shown
@@ -16,14 +18,27 @@ from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE, Group, Region, View
 from kvplan.errors import KVPlanError
 
-BLOCK = "block"
+BLOCK_NAME: Final = "block"
+"""The name that a pattern gives to the dimension of blocks."""
 
 Device = tuple[str, int]
 """Memory kind and device id."""
 
 
+@attrs.frozen
+class _TensorMemory:
+    """The elements of a tensor: their type, the address of the first one, and their strides."""
+
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    dtype: str
+    address: int
+
+
 def device_of(tensor: Any) -> Device:
-    """The memory kind and device of a tensor: DRAM for ``cpu`` or no device at all, else VRAM of its device.
+    """Return the memory kind and device of a tensor.
+
+    They are DRAM for ``cpu`` or no device at all, else VRAM of its device.
 
     >>> import numpy as np
     >>> device_of(np.zeros(4))
@@ -34,29 +49,35 @@ def device_of(tensor: Any) -> Device:
 
 
 def region_of(tensor: Any, name: str = "kv") -> Region:
-    """The memory region of ``tensor``: its address, size in bytes, memory kind and device.
+    """Return the memory region of ``tensor``: its address, size in bytes, memory kind and device.
 
-    For PyTorch the region is the tensor's whole storage, so tensors that share a storage share a region. For other
-    frameworks it is the range that the tensor's elements span. The caller keeps the memory allocated.
+    For PyTorch the region is the tensor's whole storage, so tensors that share a storage share a
+    region. For other frameworks it is the range that the tensor's elements span. The caller keeps
+    the memory allocated.
 
-    Raises ``TYPE`` for a value that is not a tensor, ``DTYPE`` for an element type that no engine exchanges, and
-    ``SIZE`` for an empty tensor.
+    Raises ``TYPE`` for a value that is not a tensor, ``DTYPE`` for an element type that no engine
+    exchanges, and ``SIZE`` for an empty tensor.
 
     >>> import numpy as np
     >>> from kvplan import region_of
     >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)
     >>> region = region_of(cache, "layers.0")
-    >>> region.address == cache.ctypes.data, region.size_bytes == cache.nbytes, region.memory, region.device_id
-    (True, True, 'DRAM', 0)
+    >>> region.address == cache.ctypes.data, region.size_bytes == cache.nbytes
+    (True, True)
+    >>> region.memory, region.device_id
+    ('DRAM', 0)
     """
-    shape, strides, dtype, address = _read(tensor)
+    elements = _read_tensor(tensor)
     if hasattr(tensor, "untyped_storage"):
         storage = tensor.untyped_storage()
         return Region(name, int(storage.data_ptr()), int(storage.nbytes()), *device_of(tensor))
-    reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
-    before = sum(reach for reach in reaches if reach < 0)
-    size_bytes = sum(map(abs, reaches)) + ITEMSIZE[dtype]
-    return Region(name, address + before, size_bytes, *device_of(tensor))
+    # one number for each dimension: the bytes from its first element to its last one, which lies
+    # before the first one where the stride is negative
+    dimensions = zip(elements.shape, elements.strides_bytes, strict=True)
+    reaches = [(length - 1) * stride for length, stride in dimensions]
+    bytes_before = sum(reach for reach in reaches if reach < 0)
+    size_bytes = sum(map(abs, reaches)) + ITEMSIZE[elements.dtype]
+    return Region(name, elements.address + bytes_before, size_bytes, *device_of(tensor))
 
 
 def view_of(
@@ -68,142 +89,152 @@ def view_of(
     region: Region,
     parts: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> View:
-    """The view that describes ``tensor``: its shape, strides, dtype and address. Nothing is copied.
+    """Return the view that describes ``tensor``: its shape, strides, dtype and address.
 
-    ``pattern`` names the dimensions in order. One of them is ``block``; a name may appear twice, outer digit first.
-    ``parts`` gives ``(start, stop, size)`` for each axis of which the tensor holds only a part. ``region`` is the
-    memory that holds the tensor, as returned by :func:`region_of`.
+    Nothing is copied. ``pattern`` names the dimensions in order. One of them is ``block``; a name
+    may appear twice, outer digit first. ``parts`` gives ``(start, stop, size)`` for each axis of
+    which the tensor holds only a part. ``region`` is the memory that holds the tensor, as returned
+    by :func:`region_of`.
 
-    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part and its dimension differ in length,
-    ``STRIDE`` for a negative stride, and ``BOUNDS`` where the tensor starts before its region or lies in memory of
-    another kind or device.
+    Raises ``AXES`` where pattern and shape disagree, ``SIZE`` where a part and its dimension differ
+    in length, ``STRIDE`` for a negative stride, and ``BOUNDS`` where the tensor starts before its
+    region or lies in memory of another kind or device.
 
     >>> import numpy as np
     >>> from kvplan import region_of, view_of
-    >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)          # block, K and V, heads 4-7 of 8, slot, dim
+    >>> cache = np.zeros((100, 2, 4, 16, 128), np.float16)  # block, K and V, heads 4-7, slot, dim
     >>> view = view_of(cache, "block kv head token dim", name="layers.0.attn", group="attn",
     ...                region=region_of(cache), parts={"head": (4, 8, 8)})
     >>> print(*view.axes, sep="; ")
     kv [0, 2) of 2 stride 16384; head [4, 8) of 8 stride 4096; token [0, 16) of 16 stride 256;
     dim [0, 128) of 128 stride 2
     """
-    for what, value, kind in (
-        ("name", name, str),
-        ("region", region, Region),
-        ("pattern", pattern, str),
-    ):
+    arguments = (("name", name, str), ("region", region, Region), ("pattern", pattern, str))
+    for parameter, value, kind in arguments:
         if not isinstance(value, kind):
-            raise wrong_type(
-                f"the {what} of a tensor's view", f"a value of type {kind.__name__}", value
-            )
-    shape, strides, dtype, address = _read(tensor)
-    names = pattern.split()
-    if len(names) != len(shape) or names.count(BLOCK) != 1:
-        raise KVPlanError(
-            "AXES",
-            f"read a tensor as view {name!r}",
-            expected=f"one name for each of its {len(shape)} dimensions, 'block' once",
-            got=shown(pattern),
-            shape=shape,
-            pattern=" ".join(names),
-        )
-    for key, length, stride in zip(names, shape, strides, strict=True):
-        if stride < 0 and length > 1:
-            raise KVPlanError(
-                "STRIDE",
-                f"read a tensor as view {name!r}",
-                expected="strides >= 0",
-                got=f"{stride} on {key!r}",
-                axis=key,
-                stride_bytes=stride,
-            )
+            subject = f"the {parameter} of a tensor's view"
+            raise wrong_type(subject, f"a value of type {kind.__name__}", value)
+    elements = _read_tensor(tensor)
+    axis_names = pattern.split()
+    _check_dimensions(name, axis_names, elements, shown(pattern))
     _check_memory(name, device_of(tensor), region)
-    if address < region.address:
-        raise KVPlanError(
+    if elements.address < region.address:
+        raise _mismatch(
             "BOUNDS",
-            f"read a tensor as view {name!r}",
-            expected=f"an address in region {region.name!r} from {region.address:#x} on",
-            got=f"{address:#x}",
-            address=address,
+            name,
+            f"an address in region {region.name!r} from {region.address:#x} on",
+            f"{elements.address:#x}",
+            address=elements.address,
         )
-    steps = [
-        max(stride, 0) for stride in strides
-    ]  # a negative one is left only on a dimension of length 1
-    held = _parts(name, dict(zip(names, shape, strict=True)), names, {} if parts is None else parts)
-    block = names.index(BLOCK)
-    axes = [
-        Axis(key, *held.get(key, (0, length, length)), step)
-        for key, length, step in zip(names, shape, steps, strict=True)
-        if key != BLOCK
-    ]
+    lengths = dict(zip(axis_names, elements.shape, strict=True))
+    held_parts = _held_parts(name, lengths, axis_names, {} if parts is None else parts)
+    block_stride_bytes = 0
+    axes = list[Axis]()
+    for axis_name, length, stride_bytes in zip(
+        axis_names, elements.shape, elements.strides_bytes, strict=True
+    ):
+        # a negative stride is left only on a dimension of length 1, where it says nothing
+        stride_bytes = max(stride_bytes, 0)
+        if axis_name == BLOCK_NAME:
+            block_stride_bytes = stride_bytes
+        else:
+            part = held_parts.get(axis_name, (0, length, length))
+            axes.append(Axis(axis_name, *part, stride_bytes))
+    offset_bytes = elements.address - region.address
+    num_blocks = lengths[BLOCK_NAME]
     return View(
-        name, group, region, dtype, axes, shape[block], steps[block], address - region.address
+        name, group, region, elements.dtype, axes, num_blocks, block_stride_bytes, offset_bytes
     )
 
 
+def _mismatch(code: str, view: str, expected: str, got: str, **details: Any) -> KVPlanError:
+    """Return the error for a tensor that is not as its view has to be."""
+    action = f"read a tensor as view {view!r}"
+    return KVPlanError(code, action, expected=expected, got=got, **details)
+
+
+def _check_dimensions(
+    view: str, axis_names: Sequence[str], elements: _TensorMemory, pattern: str
+) -> None:
+    """Check that a pattern names each dimension of a tensor, and that none has negative strides."""
+    shape = elements.shape
+    if len(axis_names) != len(shape) or axis_names.count(BLOCK_NAME) != 1:
+        expected = f"one name for each of its {len(shape)} dimensions, {BLOCK_NAME!r} once"
+        details: dict[str, Any] = {"shape": shape, "pattern": " ".join(axis_names)}
+        raise _mismatch("AXES", view, expected, pattern, **details)
+    for axis_name, length, stride in zip(axis_names, shape, elements.strides_bytes, strict=True):
+        if stride < 0 and length > 1:
+            details = {"axis": axis_name, "stride_bytes": stride}
+            got = f"{stride} on {axis_name!r}"
+            raise _mismatch("STRIDE", view, "strides >= 0", got, **details)
+
+
 def _check_memory(view: str, device: Device, region: Region) -> None:
-    """Refuse a region in other memory than the tensor's. DRAM device ids are not compared: no tensor knows its own."""
+    """Refuse a region in other memory than the tensor's.
+
+    DRAM device ids are not compared: no tensor knows its own.
+    """
     memory, number = device
     if region.memory != memory or (memory == "VRAM" and region.device_id != number):
-        raise KVPlanError(
+        raise _mismatch(
             "BOUNDS",
-            f"read a tensor as view {view!r}",
-            expected=f"a tensor in {region.memory} {region.device_id}, as region {region.name!r}",
-            got=f"one in {memory} {number}",
+            view,
+            f"a tensor in {region.memory} {region.device_id}, as region {region.name!r}",
+            f"one in {memory} {number}",
             hint="region_of(tensor) reads its device",
             region=(region.memory, region.device_id),
             tensor=device,
         )
 
 
-def _parts(
-    view: str, lengths: Mapping[str, int], names: Sequence[str], parts: Any
+def _held_parts(
+    view: str, lengths: Mapping[str, int], axis_names: Sequence[str], parts: Any
 ) -> dict[str, tuple[int, int, int]]:
-    """``parts`` with exact integers. Each axis must appear once in the pattern and match its dimension's length."""
+    """Return ``parts`` with exact integers.
+
+    Each axis must appear once in the pattern, and its part match its dimension's length.
+    """
     if not isinstance(parts, Mapping):
         raise wrong_type(f"the parts of view {view!r}", "a mapping of axis names", parts)
-    held = {}
-    for key, part in parts.items():
-        if names.count(key) != 1 or key == BLOCK:
+    held_parts = {}
+    for axis_name, part in parts.items():
+        if axis_names.count(axis_name) != 1 or axis_name == BLOCK_NAME:
             raise KVPlanError(
                 "AXES",
                 f"read the parts of view {view!r}",
-                expected=f"axes that appear once in {' '.join(names)!r}",
-                got=shown(key),
-                axis=shown(key),
+                expected=f"axes that appear once in {' '.join(axis_names)!r}",
+                got=shown(axis_name),
+                axis=shown(axis_name),
             )
-        what = f"the part of axis {key!r} of view {view!r}"
+        subject = f"the part of axis {axis_name!r} of view {view!r}"
         if not isinstance(part, Sequence) or len(part) != 3:
-            raise wrong_type(what, "(start, stop, size)", part)
-        start, stop, size = (integer(bound, what) for bound in part)
-        if stop - start != lengths[key]:
+            raise wrong_type(subject, "(start, stop, size)", part)
+        start, stop, size = (integer(bound, subject) for bound in part)
+        if stop - start != lengths[axis_name]:
             raise KVPlanError(
                 "SIZE",
-                f"read {what}",
-                expected=f"{lengths[key]} coordinates, as the tensor has",
+                f"read {subject}",
+                expected=f"{lengths[axis_name]} coordinates, as the tensor has",
                 got=f"[{start}, {stop}) of {size}",
-                axis=key,
-                length=lengths[key],
+                axis=axis_name,
+                length=lengths[axis_name],
             )
-        held[key] = (start, stop, size)
-    return held
+        held_parts[axis_name] = (start, stop, size)
+    return held_parts
 
 
-def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
-    """Shape, strides in bytes, dtype name and address."""
+def _read_tensor(tensor: Any) -> _TensorMemory:
+    """Return the elements of a tensor, which must be dense and not empty."""
     is_torch = hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
     if not (is_torch or hasattr(tensor, "__array_interface__")) or not hasattr(tensor, "dtype"):
         raise wrong_type("a tensor", "data_ptr() and stride(), or __array_interface__", tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
+        expected = f"a dtype of {', '.join(ITEMSIZE)}"
         raise KVPlanError(
-            "DTYPE",
-            "read a tensor",
-            expected=f"a dtype of {', '.join(ITEMSIZE)}",
-            got=shown(dtype),
-            dtype=dtype,
+            "DTYPE", "read a tensor", expected=expected, got=shown(dtype), dtype=dtype
         )
-    shape = tuple(integer(n, "a dimension of a tensor") for n in tensor.shape)
+    shape = tuple(integer(length, "a dimension of a tensor") for length in tensor.shape)
     if not math.prod(shape):
         raise KVPlanError(
             "SIZE",
@@ -214,13 +245,12 @@ def _read(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
         )
     try:
         if not is_torch:
-            return shape, tuple(tensor.strides), dtype, int(tensor.__array_interface__["data"][0])
-        strides, address = (
-            tuple(int(s) * ITEMSIZE[dtype] for s in tensor.stride()),
-            int(tensor.data_ptr()),
-        )
+            address = int(tensor.__array_interface__["data"][0])
+            return _TensorMemory(shape, tuple(tensor.strides), dtype, address)
+        strides_bytes = tuple(int(stride) * ITEMSIZE[dtype] for stride in tensor.stride())
+        address = int(tensor.data_ptr())
     except RuntimeError:  # of a sparse tensor, in words of the framework's own
         address = 0
     if not address:
         raise wrong_type("a tensor", "a dense tensor with memory", tensor)
-    return shape, strides, dtype, address
+    return _TensorMemory(shape, strides_bytes, dtype, address)

@@ -2,10 +2,11 @@
 
 The byte address of an element is a sum with one term per dimension::
 
-    region.address + offset_bytes + block * block_stride_bytes + sum over axes of (coordinate - start) * stride_bytes
+    region.address + offset_bytes + block * block_stride_bytes
+        + sum over axes of (coordinate - start) * stride_bytes
 
-This formula is all that kvplan knows about memory layouts. The six axis orders, K and V interleaved or apart,
-cross-layer blocks, padding and kernel blocks are strides in it.
+This formula is all that kvplan knows about memory layouts. The six axis orders, K and V interleaved
+or apart, cross-layer blocks, padding and kernel blocks are strides in it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,11 @@ TOKEN: Final = "token"
 
 ADDRESS_END: Final = 1 << 64
 
+FLOAT8_NAMES: Final = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+
 ITEMSIZE: Final[Mapping[str, int]] = MappingProxyType(
     {
-        **dict.fromkeys(("bool", "int8", "uint8"), 1),
-        **dict.fromkeys(
-            (
-                "float8_e4m3fn",
-                "float8_e4m3fnuz",
-                "float8_e5m2",
-                "float8_e5m2fnuz",
-                "float8_e8m0fnu",
-            ),
-            1,
-        ),
+        **dict.fromkeys(("bool", "int8", "uint8", *FLOAT8_NAMES.split()), 1),
         **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
         **dict.fromkeys(("int32", "uint32", "float32"), 4),
         **dict.fromkeys(("int64", "uint64", "float64"), 8),
@@ -54,9 +47,10 @@ OTHER_KINDS: Final = ("BLOCK", "BLK", "OBJ")
 
 @attrs.frozen
 class Region:
-    """A memory range that a worker registers once: ``size_bytes`` at ``address``, with its memory kind and device.
+    """A memory range that a worker registers once: ``size_bytes`` at ``address``.
 
-    Address and end lie in ``[0, 2**64]``. Raises ``BOUNDS`` for a range that would wrap.
+    It has a memory kind and a device. Address and end lie in ``[0, 2**64]``: a range that would
+    wrap raises ``BOUNDS``.
 
     >>> print(Region("kv.0", 0x7f0000000000, 4096))
     kv.0: 4096 bytes at 0x7f0000000000, DRAM 0
@@ -74,21 +68,13 @@ class Region:
         settle(self, "a region", integer, "size_bytes", low=1)
         settle(self, "a region", integer, "device_id")
         if self.memory not in MEMORY_KINDS:
-            action, expected = (
-                f"describe region {self.name!r}",
-                f"memory in {', '.join(MEMORY_KINDS)}",
-            )
-            hint = (
-                "FILE describes a block device or an object: offsets in it"
-                if self.memory in OTHER_KINDS
-                else ""
-            )
+            hint = "FILE describes a block device or an object: offsets in it"
             raise KVPlanError(
                 "NAME",
-                action,
-                expected=expected,
+                f"describe region {self.name!r}",
+                expected=f"memory in {', '.join(MEMORY_KINDS)}",
                 got=f"{self.memory!r}",
-                hint=hint,
+                hint=hint if self.memory in OTHER_KINDS else "",
                 memory=self.memory,
             )
         if self.end > ADDRESS_END:
@@ -107,15 +93,16 @@ class Region:
         return self.address + self.size_bytes
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.size_bytes} bytes at {self.address:#x}, {self.memory} {self.device_id}"
+        device = f"{self.memory} {self.device_id}"
+        return f"{self.name}: {self.size_bytes} bytes at {self.address:#x}, {device}"
 
 
 @attrs.frozen
 class Context:
     """The positions that one context-parallel rank holds.
 
-    ``interleave_tokens`` consecutive positions go to each rank in turn: position ``p`` belongs to rank
-    ``p // interleave_tokens % size``.
+    ``interleave_tokens`` consecutive positions go to each rank in turn: position ``p`` belongs to
+    rank ``p // interleave_tokens % size``.
 
     >>> [p for p in range(12) if p in Context(rank=1, size=2, interleave_tokens=3)]
     [3, 4, 5, 9, 10, 11]
@@ -148,7 +135,8 @@ class Context:
 class Group:
     """A KV cache group: its layers share a block table.
 
-    A token group has ``tokens_per_block`` slots in a block. A state group has ``None``: each block holds one state.
+    A token group has ``tokens_per_block`` slots in a block. A state group has ``None``: each block
+    holds one state.
     """
 
     name: str
@@ -171,39 +159,41 @@ class Group:
             )
 
 
-def _group(value: Group | str) -> str:
-    return value.name if isinstance(value, Group) else value
+def _group_name(group: Group | str) -> str:
+    return group.name if isinstance(group, Group) else group
 
 
-def _region(value: Region | str) -> str:
-    return value.name if isinstance(value, Region) else value
+def _region_name(region: Region | str) -> str:
+    return region.name if isinstance(region, Region) else region
 
 
-def _axes(value: Iterable[Axis]) -> tuple[Axis, ...]:
-    return members(Axis, value, "axes of a view")
+def _axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    return members(Axis, axes, "axes of a view")
 
 
-_KEPT: Final = ("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
+_UNPLACED: Final = ("group", "dtype", "axes", "num_blocks", "block_stride_bytes")
+"""The fields of a view that depend on neither its name nor its place."""
 
 
 @attrs.frozen
 class View:
-    """Where one worker keeps its part of the logical tensor ``name``, in every block of a group's pool.
+    """The place of one worker's part of the logical tensor ``name``, in all blocks of a pool.
 
-    ``group`` and ``region`` are names within the worker, or the objects themselves. ``offset_bytes`` is the offset in
-    the region of the first element of block 0. ``dtype`` is a key of :data:`ITEMSIZE`; describe types of less than a
-    byte as packed ``uint8``.
+    ``group`` and ``region`` are names within the worker, or the objects themselves.
+    ``offset_bytes`` is the offset in the region of the first element of block 0. ``dtype`` is a key
+    of :data:`ITEMSIZE`; describe types of less than a byte as packed ``uint8``.
 
+    >>> token_and_dim = (Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2))
     >>> view = View("layers.0.attn", "attn", "kv.0", "bfloat16",
-    ...             (Axis("head", 4, 8, 8, 4096), Axis("token", 0, 16, 16, 256), Axis("dim", 0, 128, 128, 2)),
+    ...             (Axis("head", 4, 8, 8, 4096), *token_and_dim),
     ...             num_blocks=100, block_stride_bytes=16384)
     >>> view.block_bytes, view.end_bytes
     (16384, 1638400)
     """
 
     name: str
-    group: str = attrs.field(converter=_group)
-    region: str = attrs.field(converter=_region)
+    group: str = attrs.field(converter=_group_name)
+    region: str = attrs.field(converter=_region_name)
     dtype: str
     axes: tuple[Axis, ...] = attrs.field(converter=_axes)
     num_blocks: int
@@ -228,22 +218,24 @@ class View:
         self._check_elements_apart()
 
     def at(self, view_name: str, region: Region, offset_bytes: int) -> View:
-        """This view under another name and in another place.
+        """Return this view under another name and in another place.
 
-        Only these are checked, since nothing else of a view depends on them. :func:`attrs.evolve` checks everything.
+        Only these are checked, since nothing else of a view depends on them. :func:`attrs.evolve`
+        checks everything.
 
-        >>> view = View("layers.0", "attn", "kv.0", "bfloat16", (Axis("dim", 0, 64, 64, 2),), 100, 128)
+        >>> axes = (Axis("dim", 0, 64, 64, 2),)
+        >>> view = View("layers.0", "attn", "kv.0", "bfloat16", axes, 100, 128)
         >>> view.at("layers.1", Region("kv.1", 4096, 12864), 64) == attrs.evolve(
         ...     view, name="layers.1", region="kv.1", offset_bytes=64)
         True
         """
-        made = object.__new__(View)
-        for field in _KEPT:
-            object.__setattr__(made, field, getattr(self, field))
-        object.__setattr__(made, "name", name(view_name, "name of a view"))
-        object.__setattr__(made, "region", region.name)
-        object.__setattr__(made, "offset_bytes", integer(offset_bytes, "offset_bytes of a view"))
-        return made
+        placed = object.__new__(View)
+        for field in _UNPLACED:
+            object.__setattr__(placed, field, getattr(self, field))
+        object.__setattr__(placed, "name", name(view_name, "name of a view"))
+        object.__setattr__(placed, "region", region.name)
+        object.__setattr__(placed, "offset_bytes", integer(offset_bytes, "offset_bytes of a view"))
+        return placed
 
     def _check_token_axis_is_whole(self) -> None:
         for axis in self.axes:
@@ -260,19 +252,20 @@ class View:
                 )
 
     def _check_elements_apart(self) -> None:
-        """No two elements share a byte: by ascending stride, each stride clears the bytes that finer axes span."""
-        steps = sorted(
-            (axis.stride_bytes, axis.extent, axis.name) for axis in self.axes if axis.extent > 1
-        )
-        if self.num_blocks > 1:
-            steps = sorted([*steps, (self.block_stride_bytes, self.num_blocks, "block")])
+        """Check that no two elements share a byte.
+
+        By ascending stride, each stride must clear the bytes that finer axes span.
+        """
+        steps = [(axis.stride_bytes, axis.extent, axis.name) for axis in self.axes]
+        steps.append((self.block_stride_bytes, self.num_blocks, "block"))
         span = self.itemsize
-        for stride, extent, axis_name in steps:
+        for stride, extent, axis_name in sorted(step for step in steps if step[1] > 1):
             if stride < span:
+                span_text = f"the {span} bytes that the finer axes span"
                 raise KVPlanError(
                     "STRIDE",
                     f"describe view {self.name!r}",
-                    expected=f"axis {axis_name!r} to step over the {span} bytes that the finer axes span",
+                    expected=f"axis {axis_name!r} to step over {span_text}",
                     got=f"stride {stride}",
                     axis=axis_name,
                     stride_bytes=stride,
@@ -293,13 +286,9 @@ class View:
     @property
     def end_bytes(self) -> int:
         """The offset in the region at which the last block ends."""
-        span = sum((axis.extent - 1) * axis.stride_bytes for axis in self.axes)
-        return (
-            self.offset_bytes
-            + (self.num_blocks - 1) * self.block_stride_bytes
-            + span
-            + self.itemsize
-        )
+        in_block = sum((axis.extent - 1) * axis.stride_bytes for axis in self.axes)
+        last_block = self.offset_bytes + (self.num_blocks - 1) * self.block_stride_bytes
+        return last_block + in_block + self.itemsize
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -309,7 +298,10 @@ class View:
 
 @attrs.frozen
 class Geometry:
-    """All that planning needs of a view, without its name and its place in memory. Equal layers share one."""
+    """All that planning needs of a view, without its name and its place in memory.
+
+    Equal layers share a geometry.
+    """
 
     axes: tuple[Axis, ...]
     dtype: str
@@ -324,14 +316,20 @@ class Geometry:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """The logical tensor's global size by axis name. An axis of size 1 is as good as none, and is left out."""
+        """The logical tensor's global size by axis name.
+
+        An axis of size 1 is as good as none, and is left out.
+        """
         sizes = global_sizes(self.axes).items()
         return MappingProxyType({axis: size for axis, size in sizes if size > 1 or axis == TOKEN})
 
     @cached_property
     def segments(self) -> Mapping[str, Segments]:
         """The segments of each axis name. A state group has a token axis of one slot."""
-        names = dict.fromkeys((TOKEN, *self.sizes))
+        digits_of: dict[str, list[Axis]] = {axis_name: [] for axis_name in (TOKEN, *self.sizes)}
+        for axis in self.axes:
+            if axis.name in digits_of:
+                digits_of[axis.name].append(axis)
         return MappingProxyType(
-            {key: segments([a for a in self.axes if a.name == key]) for key in names}
+            {axis_name: segments(digits) for axis_name, digits in digits_of.items()}
         )

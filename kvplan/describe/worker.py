@@ -2,11 +2,14 @@
 
 Every worker satisfies the rules of validation (V) from its construction on:
 
-- V1: Names of regions and names of groups are unique. Each view names a region and a group of its worker.
+- V1: Names of regions and names of groups are unique. Each view names a region and a group of its
+  worker.
 - V2: The bytes of each view, in all its blocks, lie inside its region.
-- V3: In a token group the ``token`` axis has exactly ``tokens_per_block`` slots. In a state group there is none.
+- V3: In a token group the ``token`` axis has exactly ``tokens_per_block`` slots. In a state group
+  there is none.
 - V4: Views of one group share no byte, neither in one region nor in regions that overlap.
-- V5: A group has at most one view of each part of a tensor. Two layers under one name break this rule.
+- V5: A group has at most one view of each part of a tensor. Two layers under one name break this
+  rule.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -25,7 +28,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, integer, members, name, settle, wrong_type
 from kvplan._text import count
-from kvplan.describe._overlap import overlaps, where
+from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
 from kvplan.errors import KVPlanError
@@ -43,54 +46,73 @@ def _views(values: Iterable[View]) -> tuple[View, ...]:
     return members(View, values, "views of a worker")
 
 
-def _extensions(value: Mapping[str, Any] | str) -> str:
+def _extensions(extensions: Mapping[str, Any] | str) -> str:
     try:
-        given = json.loads(value) if isinstance(value, str) else value
-        made = json.dumps(given, sort_keys=True, allow_nan=False, separators=(",", ":"))
-        json.dumps(given, ensure_ascii=False).encode()  # an error for half of a surrogate pair
+        value = json.loads(extensions) if isinstance(extensions, str) else extensions
+        text = json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
+        json.dumps(value, ensure_ascii=False).encode()  # an error for half of a surrogate pair
     except (TypeError, ValueError, RecursionError):
-        made = ""
-    if not made.startswith("{"):
-        raise wrong_type("extensions of a worker", "a mapping of JSON values", value)
-    return made
+        text = ""
+    if not text.startswith("{"):
+        raise wrong_type("extensions of a worker", "a mapping of JSON values", extensions)
+    return text
 
 
-def _token_axis(slots: int | None) -> str:
-    return "no token axis" if slots is None else f"a token axis of {slots} slots"
+def _token_axis(num_slots: int | None) -> str:
+    return "no token axis" if num_slots is None else f"a token axis of {num_slots} slots"
 
 
-_DIGIT: Final = operator.attrgetter("name", "start", "stop", "size", "stride_bytes")
+# functions that read fields of an axis, of a view and of a region
+_AXIS_FIELDS: Final = operator.attrgetter("name", "start", "stop", "size", "stride_bytes")
 _AXES: Final = operator.attrgetter("axes")
-_BESIDES: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
+_PAGE_FIELDS: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
+_DEVICE_AND_ADDRESS: Final = operator.attrgetter("memory", "device_id", "address")
 
 
 Key = tuple[str, int]
-"""What identifies a worker: engine id and rank."""
+"""The engine id and the rank, which identify a worker."""
 
 
-def key_of(worker: Any, what: str) -> Key:
-    """The key of a worker, which may itself be given."""
+def key_of(worker: Any, subject: str) -> Key:
+    """Return the key of a worker, which may also be given in its place."""
     if isinstance(worker, Worker):
         return worker.key
     if not isinstance(worker, tuple) or len(worker) != 2:
-        raise wrong_type(what, "a Worker, or its engine id and rank", worker)
-    return name(worker[0], f"engine id of {what}"), integer(worker[1], f"rank of {what}")
+        raise wrong_type(subject, "a Worker, or its engine id and rank", worker)
+    engine_id, rank = worker
+    return name(engine_id, f"engine id of {subject}"), integer(rank, f"rank of {subject}")
 
 
 def label_of(key: Key) -> str:
-    """``engine_id/rank``: how messages name a worker."""
-    return f"{key[0]}/{key[1]}"
+    """Return ``engine_id/rank``, by which messages name a worker."""
+    engine_id, rank = key
+    return f"{engine_id}/{rank}"
+
+
+class _RegionPlace(NamedTuple):
+    """The first region of a chain of overlapping ones, and the bytes from it to a region."""
+
+    first: str
+    distance_bytes: int
+
+
+class _Geometries(NamedTuple):
+    """The distinct geometries of some views, and the index of each view's geometry."""
+
+    distinct: tuple[Geometry, ...]
+    indices: tuple[int, ...]
 
 
 @attrs.frozen(repr=False)
 class Worker:
     """One rank of an engine: the regions it registers, and the views it keeps in them.
 
-    ``rank`` is unique within ``engine_id``. ``model`` is whose cache it is, in any words that engines agree on: a name,
-    a revision, and whatever else changes the values in the cache, or a hash of them. Workers of two models are not
-    planned together; the empty model is unknown and goes with any. ``extensions`` are your own facts for peers, which
-    kvplan only passes on: a mapping of JSON values, read back as JSON text. Equal workers may differ in them. A worker
-    never changes: threads may share it.
+    ``rank`` is unique within ``engine_id``. ``model`` is whose cache it is, in any words that
+    engines agree on: a name, a revision, and whatever else changes the values in the cache, or a
+    hash of them. Workers of two models are not planned together; the empty model is unknown and
+    goes with any. ``extensions`` are your own facts for peers, which kvplan only passes on: a
+    mapping of JSON values, read back as JSON text. Equal workers may differ in them. A worker never
+    changes: threads may share it.
 
     Raises a KVPlanError for a worker that breaks one of the rules V1 to V5.
 
@@ -114,6 +136,14 @@ class Worker:
         if not isinstance(self.model, str) or self.model:
             settle(self, "a worker", name, "model")
         settle(self, "a worker", integer, "rank")
+        self._check_views()
+        number = sum(most_segments(geometry.axes) for geometry in self.geometries)
+        at_most(MAX_SEGMENTS, number, "segments of axes", f"describe worker {self.label}")
+        self._check_parts()
+        self._check_apart()
+
+    def _check_views(self) -> None:
+        """Check the rules V1 to V3."""
         regions = self._by_name("region", self.regions)
         groups = self._by_name("group", self.groups)
         for view in self.views:
@@ -128,55 +158,52 @@ class Worker:
                     size_bytes=region.size_bytes,
                     end_bytes=view.end_bytes,
                 )
-            slots = view.sizes.get(TOKEN)
-            if slots != group.tokens_per_block:
+            num_slots = view.sizes.get(TOKEN)
+            if num_slots != group.tokens_per_block:
                 raise KVPlanError(
                     "SIZE",
                     f"page view {view.name!r} of worker {self.label}",
                     expected=f"{_token_axis(group.tokens_per_block)} for group {group.name!r}",
-                    got=_token_axis(slots),
+                    got=_token_axis(num_slots),
                     tokens_per_block=group.tokens_per_block,
-                    token_axis=slots,
+                    token_axis=num_slots,
                 )
-        number = sum(most_segments(geometry.axes) for geometry in self.geometries)
-        at_most(MAX_SEGMENTS, number, "segments of axes", f"describe worker {self.label}")
-        self._check_parts()
-        self._check_apart()
 
-    def _by_name(self, what: str, values: tuple[Any, ...]) -> dict[str, Any]:
+    def _by_name(self, kind: str, values: tuple[Any, ...]) -> dict[str, Any]:
         by_name: dict[str, Any] = {}
         for value in values:
             if value.name in by_name:
                 raise KVPlanError(
                     "NAME",
                     f"describe worker {self.label}",
-                    expected=f"each {what} name once",
+                    expected=f"each {kind} name once",
                     got=f"{value.name!r} twice",
                     name=value.name,
                 )
             by_name[value.name] = value
         return by_name
 
-    def _named(self, view: View, what: str, key: str, values: dict[str, Any]) -> Any:
+    def _named(self, view: View, kind: str, key: str, values: dict[str, Any]) -> Any:
+        """Return the region or group that a view names."""
         if key not in values:
+            names = ", ".join(map(repr, values))
             raise KVPlanError(
                 "NAME",
                 f"place view {view.name!r} of worker {self.label}",
-                expected=f"one of the {what}s {', '.join(map(repr, values))}"
-                if values
-                else f"a {what} of its worker",
+                expected=f"one of the {kind}s {names}" if values else f"a {kind} of its worker",
                 got=f"{key!r}",
                 name=key,
             )
         return values[key]
 
     def _check_parts(self) -> None:
+        """Check rule V5."""
         if len({view.name for view in self.views}) == len(self.views):
             return
-        known: dict[Any, View] = {}
+        view_of_part: dict[Any, View] = {}
         for view in self.views:
             part = frozenset((axis.name, axis.start, axis.stop, axis.size) for axis in view.axes)
-            if known.setdefault((view.name, view.group, part), view) is not view:
+            if view_of_part.setdefault((view.name, view.group, part), view) is not view:
                 raise KVPlanError(
                     "NAME",
                     f"place view {view.name!r} of worker {self.label}",
@@ -187,108 +214,117 @@ class Worker:
                 )
 
     def _check_apart(self) -> None:
-        pools: dict[tuple[str, str], list[View]] = {}
+        """Check rule V4."""
         joined = self._joined_regions()
+        pools: dict[tuple[str, str], list[View]] = {}
         for view in self.views:
-            pools.setdefault((joined[view.region][0], view.group), []).append(view)
-        for first, second in overlaps(
-            *pools.values(), apart={region: apart for region, (_, apart) in joined.items()}
-        ):
+            pools.setdefault((joined[view.region].first, view.group), []).append(view)
+        for first, second in overlaps(*pools.values(), apart=_distances(joined)):
+            own_place = f"in region {second.view.region!r} for group {second.view.group!r}"
             raise KVPlanError(
                 "OVERLAP",
                 f"place view {second.view.name!r} of worker {self.label}",
-                expected=f"bytes of its own in region {second.view.region!r} for group {second.view.group!r}",
-                got=where(first, second),
+                expected=f"bytes of its own {own_place}",
+                got=describe_overlap(first, second),
                 first=first.view.name,
                 second=second.view.name,
                 blocks=(first.block, second.block),
                 bytes=(first.byte, second.byte),
             )
 
-    def _joined_regions(self) -> dict[str, tuple[str, int]]:
-        """For each region, the first region of its chain of overlapping ones, and its distance from that in bytes."""
-        joined: dict[str, tuple[str, int]] = {}
-        first, end, device = None, 0, ("", 0)
-        for region in sorted(
-            self.regions, key=lambda region: (region.memory, region.device_id, region.address)
-        ):
-            if (
-                first is None
-                or region.address >= end
-                or device != (region.memory, region.device_id)
-            ):
-                first, end, device = region, 0, (region.memory, region.device_id)
+    def _joined_regions(self) -> dict[str, _RegionPlace]:
+        """Return the place of each region in its chain of overlapping regions."""
+        joined: dict[str, _RegionPlace] = {}
+        first: Region | None = None
+        end = 0
+        # on each device, by ascending address
+        for region in sorted(self.regions, key=_DEVICE_AND_ADDRESS):
+            # a chain ends where a region begins behind the end of all regions before it
+            if first is None or region.address >= end or _device(region) != _device(first):
+                first = region
+                end = 0
             end = max(end, region.end)
-            joined[region.name] = (first.name, region.address - first.address)
+            joined[region.name] = _RegionPlace(first.name, region.address - first.address)
         return joined
 
     @cached_property
     def overlaid(self) -> tuple[tuple[str, str], ...]:
-        """The pairs of groups with views that share bytes of a block: its id belongs to one of the two at a time.
+        """The pairs of groups with views that share bytes of a block.
 
-        Views in blocks of different strides are not compared.
+        The block's id belongs to one of the two at a time. Views in blocks of different strides are
+        not compared.
         """
         joined = self._joined_regions()
-        apart = {region: distance for region, (_, distance) in joined.items()}
-        # Views by what they may share, and by group; views of one group share no byte, rule V4.
+        # views by what they may share, and by group; views of one group share no byte, rule V4
         pools: dict[tuple[str, int], dict[str, list[View]]] = {}
         for view in self.views:
-            pool = pools.setdefault((joined[view.region][0], view.block_stride_bytes), {})
-            pool.setdefault(view.group, []).append(view)
-        found: dict[tuple[str, str], None] = {}
-        for pool in pools.values():
-            for (one, ours), (other, theirs) in itertools.combinations(sorted(pool.items()), 2):
-                if (one, other) not in found:
-                    blocks = [attrs.evolve(view, num_blocks=1) for view in (*ours, *theirs)]
-                    found.update(
-                        {(one, other): None} if next(overlaps(blocks, apart=apart), None) else {}
-                    )
-        return tuple(found)
+            views_of = pools.setdefault((joined[view.region].first, view.block_stride_bytes), {})
+            views_of.setdefault(view.group, []).append(view)
+        overlaid: dict[tuple[str, str], None] = {}
+        for views_of in pools.values():
+            for pair in itertools.combinations(sorted(views_of), 2):
+                if pair in overlaid:
+                    continue
+                views = itertools.chain.from_iterable(views_of[group] for group in pair)
+                blocks = [attrs.evolve(view, num_blocks=1) for view in views]
+                if any(overlaps(blocks, apart=_distances(joined))):
+                    overlaid[pair] = None
+        return tuple(overlaid)
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
         """For each tensor name, the indices of its views in ``views``."""
-        found: dict[str, list[int]] = {}
-        for i, view in enumerate(self.views):
-            found.setdefault(view.name, []).append(i)
-        return MappingProxyType({key: tuple(indices) for key, indices in found.items()})
+        indices_of: dict[str, list[int]] = {}
+        for index, view in enumerate(self.views):
+            indices_of.setdefault(view.name, []).append(index)
+        return MappingProxyType({name: tuple(indices) for name, indices in indices_of.items()})
 
     @cached_property
-    def _geometry(self) -> tuple[tuple[Geometry, ...], tuple[int, ...]]:
+    def _geometries(self) -> _Geometries:
         groups = {group.name: group for group in self.groups}
-        keys = list(zip(map(id, map(_AXES, self.views)), map(_BESIDES, self.views), strict=True))
-        numbers: dict[Any, int] = {}
-        known: dict[Any, int] = {}  # by identity of the axes tuple, which equal layers often share
-        made: list[Geometry] = []
+        # equal layers often share a tuple of axes, so its identity stands for it in a view's key
+        axes_ids = map(id, map(_AXES, self.views))
+        keys = list(zip(axes_ids, map(_PAGE_FIELDS, self.views), strict=True))
+        index_of_key: dict[Any, int] = {}
+        index_of_fields: dict[Any, int] = {}
+        geometries: list[Geometry] = []
         for key, view in dict(zip(keys, self.views, strict=True)).items():
-            known[key] = numbers.setdefault((*map(_DIGIT, view.axes), *key[1]), len(made))
-            if known[key] == len(made):
+            # other layers have tuples of their own with equal axes
+            _, page_fields = key
+            fields = (*map(_AXIS_FIELDS, view.axes), *page_fields)
+            index = index_of_fields.setdefault(fields, len(geometries))
+            index_of_key[key] = index
+            if index == len(geometries):
                 group = groups[view.group]
-                made.append(
+                geometries.append(
                     Geometry(view.axes, view.dtype, group, view.num_blocks, view.block_stride_bytes)
                 )
-        return tuple(made), tuple([known[key] for key in keys])
+        return _Geometries(tuple(geometries), tuple([index_of_key[key] for key in keys]))
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:
         """The distinct geometries of the views, in order of first appearance."""
-        return self._geometry[0]
+        return self._geometries.distinct
 
     @property
     def geometry_of(self) -> tuple[int, ...]:
         """For each view, the index of its geometry in :attr:`geometries`."""
-        return self._geometry[1]
+        return self._geometries.indices
 
     @cached_property
     def places(self) -> Ints:
-        """The place of each view, (views, 2) int64: the index of its region, and its offset there in bytes."""
-        regions = {region.name: i for i, region in enumerate(self.regions)}
-        region = [regions[view.region] for view in self.views]
-        return np.array([region, [view.offset_bytes for view in self.views]], np.int64).T
+        """The place of each view, (views, 2) int64: its region's index, and its offset in bytes."""
+        index_of = {region.name: index for index, region in enumerate(self.regions)}
+        region_indices = [index_of[view.region] for view in self.views]
+        offsets = [view.offset_bytes for view in self.views]
+        return np.array([region_indices, offsets], np.int64).T
 
     @cached_property
     def outline(self) -> tuple[Any, ...]:
-        """All views with their places in the regions: equal for workers that differ in name and addresses alone."""
+        """All views with their places in the regions.
+
+        It is equal for workers that differ in name and addresses alone.
+        """
         names = tuple([view.name for view in self.views])
         return (
             self.model,
@@ -301,7 +337,7 @@ class Worker:
 
     @property
     def key(self) -> Key:
-        """``(engine_id, rank)``: how specs and completions name a worker.
+        """``(engine_id, rank)``, by which specs and completions name a worker.
 
         >>> Worker("decode", 3, (), (), ()).key
         ('decode', 3)
@@ -310,13 +346,25 @@ class Worker:
 
     @property
     def label(self) -> str:
-        """``engine_id/rank``: how messages name a worker."""
+        """``engine_id/rank``, by which messages name a worker."""
         return label_of(self.key)
 
     def __str__(self) -> str:
+        views = count(len(self.views), "view")
         tensors = count(len({view.name for view in self.views}), "tensor")
-        views, regions, groups = len(self.views), len(self.regions), len(self.groups)
-        return f"{self.label}: {count(views, 'view')} of {tensors} in {count(regions, 'region')}, {count(groups, 'group')}"
+        regions = count(len(self.regions), "region")
+        groups = count(len(self.groups), "group")
+        return f"{self.label}: {views} of {tensors} in {regions}, {groups}"
 
     def __repr__(self) -> str:
         return f"<Worker {self}>"
+
+
+def _device(region: Region) -> tuple[str, int]:
+    """Return the memory kind and the device of a region."""
+    return region.memory, region.device_id
+
+
+def _distances(joined: Mapping[str, _RegionPlace]) -> dict[str, int]:
+    """Return the distance of each region from the first one of its chain."""
+    return {region: place.distance_bytes for region, place in joined.items()}

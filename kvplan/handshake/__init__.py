@@ -1,4 +1,4 @@
-"""Offers: how workers describe themselves to their peers, and how a peer's message, untrusted data, is read."""
+"""Offers: workers describe themselves to their peers, and read what a peer sends, untrusted."""
 
 from kvplan.handshake.comparison import Comparison, Difference, compare
 from kvplan.handshake.messages import PeerError, Problem

@@ -1,15 +1,15 @@
 """compare: every difference between two workers, and whether it prevents a transfer.
 
-Most differences are what plans handle: parts of axes, block sizes, strides, contexts. No plan can handle a tensor that
-means something else on the other side (rule M3 of :mod:`kvplan.plan.match`). A tensor that only the source has is not
-moved.
+Plans handle most differences: parts of axes, block sizes, strides, contexts. No plan can handle a
+tensor that means something else on the other side (rule M3 of :mod:`kvplan.plan.match`). A tensor
+that only the source has is not moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 
@@ -24,23 +24,32 @@ NOT_MOVED: Final = "not moved"
 PLANNED: Final = "planned"
 
 EFFECTS: Final = (REFUSED, NOT_MOVED, PLANNED)
-"""What differences lead to, the most serious first."""
+"""The effects of differences, the most serious first."""
 
 REFUSALS: Final = MappingProxyType(
     {"group kind": "GROUP", "dtype": "DTYPE", "axes": "AXES", "size": "SIZE", "model": "MODEL"}
 )
-"""The first words of the fields that must be equal, with the codes that planning raises for them."""
+"""The first words of the fields that must be equal, with the codes that planning raises."""
 
-Stored = tuple[tuple[Geometry, str], ...]
-"""The views of one tensor on one worker: the geometry and the memory of each."""
+
+class _StoredView(NamedTuple):
+    """The geometry of a view, and the memory kind and device of its region."""
+
+    geometry: Geometry
+    memory: str
+
+
+StoredViews = tuple[_StoredView, ...]
+"""The views of a tensor on a worker; none if it does not have the tensor."""
 
 
 @attrs.frozen
 class Difference:
-    """One field in which two workers differ. ``where`` are the tensors, layers folded, or ``worker`` for all.
+    """One field in which two workers differ.
 
-    ``effect`` is ``refused``: planning raises ``code``, or the code of another refused difference; ``not moved``: only
-    the source has these tensors, and they stay there; or ``planned``: a plan handles it.
+    ``where`` are the tensors, layers folded, or ``worker`` for all. ``effect`` is ``refused``:
+    planning raises ``code``, or the code of another refused difference; ``not moved``: only the
+    source has these tensors, and they stay there; or ``planned``: a plan handles it.
     """
 
     field: str
@@ -65,107 +74,129 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether no difference is refused."""
-        return all(difference.effect != REFUSED for difference in self.differences)
+        """No difference is refused."""
+        return not self._num_refused
+
+    @property
+    def _num_refused(self) -> int:
+        return sum(difference.effect == REFUSED for difference in self.differences)
 
     def __str__(self) -> str:
-        refused = sum(difference.effect == REFUSED for difference in self.differences)
         title = f"{self.local} and {self.remote}: {count(len(self.differences), 'difference')}"
-        title += f", {refused or 'none'} refused"
-        title += f", {count(len(self.not_moved), 'tensor')} not moved" if self.not_moved else ""
+        title += f", {self._num_refused or 'none'} refused"
+        if self.not_moved:
+            title += f", {count(len(self.not_moved), 'tensor')} not moved"
         if not self.differences:
             return title
         rows = [("field", self.local, self.remote, "effect", "where")]
-        rows += [
-            (d.field, d.local, d.remote, f"{d.effect} {d.code}".strip(), d.where)
-            for d in self.differences
-        ]
+        for difference in self.differences:
+            effect = f"{difference.effect} {difference.code}".strip()
+            local_and_remote = (difference.local, difference.remote)
+            rows.append((difference.field, *local_and_remote, effect, difference.where))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = [
-            [cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows
-        ]
-        return "\n".join([title, *(f"  {'  '.join(row)}".rstrip() for row in cells)])
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+        return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
 def compare(local: Worker, remote: Worker, not_transferred: Collection[str] = ()) -> Comparison:
-    """Every difference between a destination and a source, field by field, except for ``not_transferred`` tensors.
+    """Return all differences between a destination and a source, field by field.
 
-    A tensor that only the destination has is refused, as :func:`kvplan.plan_reads` refuses it if no other source has
-    it. One that only the source has is not moved, which is right for layers of other pipeline stages and wrong for a
-    misspelt name. A part of an axis that the source lacks is planned: another source may have it. Addresses, ranks and
-    names of regions always differ and are not listed. Raises ``TYPE`` for anything but workers.
+    Those of ``not_transferred`` tensors are left out. A tensor that only the destination has is
+    refused, as :func:`kvplan.plan_reads` refuses it if no other source has it. One that only the
+    source has is not moved, which is right for layers of other pipeline stages and wrong for a
+    misspelt name. A part of an axis that the source lacks is planned: another source may have it.
+    Addresses, ranks and names of regions always differ and are not listed. Raises ``TYPE`` for
+    anything but workers.
 
     >>> from kvplan import Axis, Group, Region, View, Worker, compare
-    >>> def worker(engine, heads, tokens, dtype):
-    ...     axes = (Axis("head", *heads, 8, tokens * 256), Axis("token", 0, tokens, tokens, 256),
-    ...             Axis("dim", 0, 128, 128, 2))
-    ...     size = (heads[1] - heads[0]) * tokens * 256
-    ...     return Worker(engine, 0, [Region("kv", 1 << 40, 80 * size)], [Group("attn", tokens)],
-    ...                   [View(f"layers.{i}", "attn", "kv", dtype, axes, 10, 8 * size, i * size) for i in range(8)])
-    >>> print(compare(worker("decode", (0, 4), 64, "bfloat16"), worker("prefill", (0, 2), 16, "float16")))
+    >>> def worker(engine, num_heads, slots, dtype):
+    ...     axes = [Axis("head", 0, num_heads, 8, slots * 256), Axis("token", 0, slots, slots, 256)]
+    ...     size = num_heads * slots * 256
+    ...     views = [View(f"layers.{i}", "attn", "kv", dtype, axes, 10, 8 * size, i * size)
+    ...              for i in range(8)]
+    ...     return Worker(engine, 0, [Region("kv", 0, 80 * size)], [Group("attn", slots)], views)
+    >>> print(compare(worker("decode", 4, 64, "bfloat16"), worker("prefill", 2, 16, "float16")))
     decode/0 and prefill/0: 6 differences, 1 refused
-      field             decode/0                       prefill/0                     effect         where
-      dtype             bfloat16                       float16                       refused DTYPE  layers.0-7
-      part of head      [0, 4) of 8                    [0, 2) of 8                   planned        layers.0-7
-      tokens per block  64                             16                            planned        layers.0-7
-      block stride      524288                         65536                         planned        layers.0-7
-      strides           head 16384, token 256, dim 2   head 4096, token 256, dim 2   planned        layers.0-7
-      regions           1 of 5242880 bytes             1 of 655360 bytes             planned        worker
+      field             decode/0               prefill/0             effect         where
+      dtype             bfloat16               float16               refused DTYPE  layers.0-7
+      part of head      [0, 4) of 8            [0, 2) of 8           planned        layers.0-7
+      tokens per block  64                     16                    planned        layers.0-7
+      block stride      524288                 65536                 planned        layers.0-7
+      strides           head 16384, token 256  head 4096, token 256  planned        layers.0-7
+      regions           1 of 5242880 bytes     1 of 655360 bytes     planned        worker
     """
     for worker in (local, remote):
         if not isinstance(worker, Worker):
             raise wrong_type("a side of a comparison", "a Worker", worker)
     not_transferred = members(str, not_transferred, "not_transferred")
-    found: dict[Difference, list[str]] = {}
-    known: dict[
-        tuple[Stored, Stored], list[Difference]
-    ] = {}  # layers are often equal on both sides
-    for name in dict.fromkeys((*local.tensors, *remote.tensors)):
-        if name not in not_transferred:
-            pair = _stored(local, name), _stored(remote, name)
-            if pair not in known:
-                known[pair] = list(_differences(*pair))
-            for difference in known[pair]:
-                found.setdefault(difference, []).append(name)
-    made = [attrs.evolve(difference, where=fold(names)) for difference, names in found.items()]
+    tensors_of: dict[Difference, list[str]] = {}
+    # layers are often equal on both sides, and are compared once then
+    differences_of: dict[tuple[StoredViews, StoredViews], list[Difference]] = {}
+    for tensor in dict.fromkeys((*local.tensors, *remote.tensors)):
+        if tensor in not_transferred:
+            continue
+        sides = (_stored_views(local, tensor), _stored_views(remote, tensor))
+        if sides not in differences_of:
+            differences_of[sides] = list(_differences(*sides))
+        for difference in differences_of[sides]:
+            tensors_of.setdefault(difference, []).append(tensor)
+    differences = [
+        attrs.evolve(difference, where=fold(tensors)) for difference, tensors in tensors_of.items()
+    ]
+    differences += _worker_differences(local, remote)
+    differences.sort(key=lambda difference: EFFECTS.index(difference.effect))
+    skipped = {*local.tensors, *not_transferred}
+    not_moved = tuple(tensor for tensor in remote.tensors if tensor not in skipped)
+    return Comparison(local.label, remote.label, tuple(differences), not_moved)
+
+
+def _worker_differences(local: Worker, remote: Worker) -> Iterator[Difference]:
+    """Yield the differences of whole workers."""
     if local.model != remote.model and local.model and remote.model:
-        made.append(
-            Difference("model", "worker", local.model, remote.model, REFUSED, REFUSALS["model"])
-        )
-    mine, other = _regions(local), _regions(remote)
-    if mine != other:
-        made.append(Difference("regions", "worker", mine, other, PLANNED))
-    made.sort(key=lambda difference: EFFECTS.index(difference.effect))
-    stays = tuple(
-        name for name in remote.tensors if name not in local.tensors and name not in not_transferred
-    )
-    return Comparison(local.label, remote.label, tuple(made), stays)
+        yield _difference("model", local.model, remote.model, where="worker")
+    local_regions = _regions(local)
+    remote_regions = _regions(remote)
+    if local_regions != remote_regions:
+        yield _difference("regions", local_regions, remote_regions, where="worker")
 
 
-def _stored(worker: Worker, tensor: str) -> Stored:
-    views = worker.tensors.get(tensor, ())
-    regions = [worker.regions[int(worker.places[i, 0])] for i in views]
-    geometries = [worker.geometries[worker.geometry_of[i]] for i in views]
-    memories = [f"{region.memory} {region.device_id}" for region in regions]
-    return tuple(zip(geometries, memories, strict=True))
+def _difference(field: str, local: str, remote: str, where: str = "") -> Difference:
+    """Return the difference of a field, which is refused if the field must be equal."""
+    code = REFUSALS.get(field.split(" of ")[0], "")
+    return Difference(field, where, local, remote, REFUSED if code else PLANNED, code)
 
 
-def _differences(ours: Stored, theirs: Stored) -> Iterator[Difference]:
-    """The differences of a tensor, ``where`` left open."""
-    if not (ours and theirs):
-        missing = Difference("tensor", "", "present", "missing", REFUSED, "TENSOR")
-        yield missing if ours else Difference("tensor", "", "missing", "present", NOT_MOVED)
-        return
-    local, remote = _facts(ours), _facts(theirs)
-    for field in [field for field in local if field in remote]:
-        code = REFUSALS.get(field.split(" of ")[0], "")
-        if local[field] != remote[field] or (code and len(local[field]) > 1):
-            mine, other = " and ".join(local[field]), " and ".join(remote[field])
-            yield Difference(field, "", mine, other, REFUSED if code else PLANNED, code)
+def _stored_views(worker: Worker, tensor: str) -> StoredViews:
+    stored = list[_StoredView]()
+    for view in worker.tensors.get(tensor, ()):
+        region_index, _ = worker.places[view]
+        region = worker.regions[region_index]
+        geometry = worker.geometries[worker.geometry_of[view]]
+        stored.append(_StoredView(geometry, f"{region.memory} {region.device_id}"))
+    return tuple(stored)
 
 
-def _facts(stored: Stored) -> dict[str, list[str]]:
-    """A tensor's views in words: the different values of each field."""
+def _differences(local: StoredViews, remote: StoredViews) -> Iterator[Difference]:
+    """Yield the differences of a tensor, ``where`` left open."""
+    if not remote:
+        yield Difference("tensor", "", "present", "missing", REFUSED, "TENSOR")
+    elif not local:
+        yield Difference("tensor", "", "missing", "present", NOT_MOVED)
+    else:
+        local_facts = _facts(local)
+        remote_facts = _facts(remote)
+        for field, local_values in local_facts.items():
+            if field not in remote_facts:
+                continue
+            remote_values = remote_facts[field]
+            # views of a tensor that differ from each other are refused, too
+            difference = _difference(field, " and ".join(local_values), " and ".join(remote_values))
+            if local_values != remote_values or (difference.code and len(local_values) > 1):
+                yield difference
+
+
+def _facts(stored: StoredViews) -> dict[str, list[str]]:
+    """Return the views of a tensor in words: the different values of each field."""
     facts: dict[str, set[str]] = {}
     for geometry, memory in stored:
         for field, value in (*_facts_of(geometry), ("memory", memory)):
@@ -174,28 +205,29 @@ def _facts(stored: Stored) -> dict[str, list[str]]:
 
 
 def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
-    group, context = geometry.group, geometry.group.context
+    """Yield the fields of a geometry and their values in words."""
+    group = geometry.group
     sizes = {axis: size for axis, size in global_sizes(geometry.axes).items() if axis != TOKEN}
     yield "group kind", "states" if group.tokens_per_block is None else "tokens"
     yield "dtype", geometry.dtype
     yield "axes", " ".join(sorted(geometry.sizes.keys() - {TOKEN})) or "none"
-    yield from ((f"size of {axis}", f"{size}") for axis, size in sizes.items())
-    for axis in sizes:
-        yield f"part of {axis}", _part([digit for digit in geometry.axes if digit.name == axis])
+    for axis_name, size in sizes.items():
+        yield f"size of {axis_name}", f"{size}"
+    for axis_name in sizes:
+        digits = [digit for digit in geometry.axes if digit.name == axis_name]
+        yield f"part of {axis_name}", _part(digits)
     yield "group", group.name
     if group.tokens_per_block is not None:
+        context = group.context
         yield "tokens per block", f"{group.tokens_per_block}"
-        yield (
-            "context",
-            f"rank {context.rank} of {context.size}, interleave {context.interleave_tokens}",
-        )
+        rank = f"rank {context.rank} of {context.size}"
+        yield "context", f"{rank}, interleave {context.interleave_tokens}"
     yield "blocks", f"{geometry.num_blocks}"
     yield "block stride", f"{geometry.block_stride_bytes}"
+    # the axis of the longest strides first
     steps = [(axis.stride_bytes, axis.name) for axis in geometry.axes if axis.extent > 1]
-    yield (
-        "strides",
-        ", ".join(f"{name} {stride}" for stride, name in sorted(steps, reverse=True)) or "none",
-    )
+    steps.sort(reverse=True)
+    yield "strides", ", ".join(f"{axis_name} {stride}" for stride, axis_name in steps) or "none"
 
 
 def _part(digits: Sequence[Axis]) -> str:
@@ -205,5 +237,8 @@ def _part(digits: Sequence[Axis]) -> str:
 
 
 def _regions(worker: Worker) -> str:
-    sizes = sorted({region.size_bytes for region in worker.regions}) or [0]
-    return f"{len(worker.regions)} of {' to '.join(f'{size}' for size in dict.fromkeys((sizes[0], sizes[-1])))} bytes"
+    sizes = [region.size_bytes for region in worker.regions] or [0]
+    smallest = min(sizes)
+    largest = max(sizes)
+    size = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
+    return f"{len(worker.regions)} of {size} bytes"

@@ -2,14 +2,18 @@
 
 The rules for every version of the format, checked before memory is allocated:
 
-- at most :data:`MAX_BYTES` of UTF-8, with at most :data:`MAX_STRINGS` strings and :data:`MAX_CONTAINERS` lists and
-  mappings, nested at most :data:`MAX_DEPTH` deep;
-- JSON by RFC 8259: no NaN and no Infinity; also no key twice in a mapping, and no integer of more than 20 digits;
-- a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is checked;
-- the key ``extensions``, if present, is a mapping of anything. A reader passes on extensions that it does not know.
+- at most :data:`MAX_BYTES` of UTF-8, with at most :data:`MAX_STRINGS` strings and
+  :data:`MAX_CONTAINERS` lists and mappings, nested at most :data:`MAX_DEPTH` deep;
+- JSON by RFC 8259: no NaN and no Infinity; also no key twice in a mapping, and no integer of more
+  than 20 digits;
+- a mapping, whose key ``kvplan`` is the version. If the version is unknown, nothing else is
+  checked;
+- the key ``extensions``, if present, is a mapping of anything. A reader passes on extensions that
+  it does not know.
 
-JSON builds no objects and runs no code: the result consists of mappings, lists, strings and numbers. What is wrong with
-a message is a list of problems with their paths, and :class:`PeerError` carries them.
+JSON builds no objects and runs no code: the result consists of mappings, lists, strings and
+numbers. All that is wrong with a message is a list of problems with their paths, and
+:class:`PeerError` carries them.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from kvplan._checks import wrong_type
 from kvplan._text import count, shown
 from kvplan.errors import KVPlanError
 
-Made = TypeVar("Made")
+Outcome = TypeVar("Outcome")
 
 VERSION: Final = 1
 """The version of the format. A message of any other version is refused without reading the rest."""
@@ -38,18 +42,23 @@ MAX_DEPTH: Final = 16
 """Nesting of lists and mappings: an offer has five levels, extensions may have more."""
 
 MAX_CONTAINERS: Final = 1 << 15
-"""Lists and mappings in a message: an empty one takes two bytes there, and thirty times that in memory."""
+"""Lists and mappings in a message: an empty one takes two bytes there, and thirty times that in
+memory."""
 
 MAX_STRINGS: Final = 1 << 17
-"""Strings in a message, including keys: a short one takes three bytes there, and twenty times that in memory."""
+"""Strings in a message, including keys: a short one takes three bytes there, and twenty times that
+in memory."""
 
 MAX_DIGITS: Final = 20
-"""Digits of an integer, as many as 2**64 has: the time to read an integer grows with their square."""
+"""Digits of an integer, as many as 2**64 has.
+
+The time to read an integer grows with their square.
+"""
 
 MAX_REAL: Final = 32
 """Characters of any other number, a few more than the shortest form of a double has."""
 
-MODEL: Final = "kvplan/model"
+MODEL_KEY: Final = "kvplan/model"
 """The extension that says which model a worker runs."""
 
 NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
@@ -58,17 +67,19 @@ MAX_PROBLEMS: Final = 100
 """The number of problems that are listed. The others are only counted."""
 
 BAD: Final = object()
-"""Takes the place of a part of a message that has a problem. Whatever needs that part is skipped."""
+"""Takes the place of a part of a message that has a problem; no part that needs it is made."""
 
 
 @attrs.frozen
 class Problem:
-    """One thing wrong with a message: its path, a code of :data:`kvplan.errors.CODES`, and the text.
+    """One thing wrong with a message: its path, a code of :data:`~kvplan.errors.CODES`, a text.
 
-    ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or ``views.offset_bytes[7]`` for
-    the offset of the eighth view. It is empty for the message as a whole.
+    ``path`` leads from the message to the part: ``layouts[3].axes[0].stride_bytes``, or
+    ``views.offset_bytes[7]`` for the offset of the eighth view. It is empty for the message as a
+    whole.
 
-    >>> print(Problem("layouts[3].axes[0].start", "TYPE", "cannot read start: expected an integer, got None"))
+    >>> text = "cannot read start: expected an integer, got None"
+    >>> print(Problem("layouts[3].axes[0].start", "TYPE", text))
     layouts[3].axes[0].start: TYPE: cannot read start: expected an integer, got None
     """
 
@@ -81,25 +92,28 @@ class Problem:
 
 
 class PeerError(KVPlanError):
-    """A peer's message was refused. The peer made the mistake; a plain KVPlanError is a mistake of the caller.
+    """A peer's message was refused.
 
-    ``problems`` lists everything that is wrong; ``code``, ``str(error)`` and the other fields describe the first one.
+    The peer made the mistake; a plain KVPlanError is a mistake of the caller. ``problems`` lists
+    everything that is wrong; ``code``, ``str(error)`` and the other fields describe the first one.
     """
 
     problems: tuple[Problem, ...]
 
     def __init__(self, problems: Sequence[Problem], first: KVPlanError) -> None:
-        path, more = problems[0].path, len(problems) - 1
-        others = f"and {count(more, 'more problem')}" if more else ""
+        path = problems[0].path
+        num_unnamed = len(problems) - 1
+        unnamed = f"and {count(num_unnamed, 'more problem')}" if num_unnamed else ""
         super().__init__(
             first.code,
-            first.action + (f" at {path}" if path else ""),
+            f"{first.action} at {path}" if path else first.action,
             expected=first.expected,
             got=first.got,
-            hint="; ".join(filter(None, (first.hint, others))),
+            hint="; ".join(filter(None, (first.hint, unnamed))),
             **first.details,
         )
-        self.problems, self._first = tuple(problems), first
+        self.problems = tuple(problems)
+        self._first = first
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerError, (self.problems, self._first)
@@ -118,12 +132,14 @@ class Findings:
         self.count += 1
         self.first = self.first or error
         if self.count <= MAX_PROBLEMS:
-            self._problems.append(
-                Problem(path, error.code, str(error).removeprefix(f"{error.code}: "))
-            )
+            text = str(error).removeprefix(f"{error.code}: ")
+            self._problems.append(Problem(path, error.code, text))
 
-    def attempt(self, path: str, make: Callable[..., Made], *parts: Any) -> Made | Any:
-        """``make(*parts)``. :data:`BAD` if one of the parts is, or if ``make`` raises, which adds a problem."""
+    def attempt(self, path: str, make: Callable[..., Outcome], *parts: Any) -> Outcome | Any:
+        """Return ``make(*parts)``.
+
+        It is :data:`BAD` if a part is, or if ``make`` raises, which adds a problem.
+        """
         if BAD in parts:
             return BAD
         try:
@@ -134,10 +150,15 @@ class Findings:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The problems in the order found. If there are too many, the last one says how many are not listed."""
-        rest = self.count - len(self._problems)
-        more = [Problem("", "MESSAGE", f"{count(rest, 'more problem')} not listed")] if rest else []
-        return (*self._problems, *more)
+        """The problems in the order found.
+
+        If there are too many, the last one says how many are not listed.
+        """
+        num_unlisted = self.count - len(self._problems)
+        if not num_unlisted:
+            return tuple(self._problems)
+        text = f"{count(num_unlisted, 'more problem')} not listed"
+        return (*self._problems, Problem("", "MESSAGE", text))
 
     @property
     def error(self) -> PeerError:
@@ -146,21 +167,23 @@ class Findings:
         return PeerError(self.problems, self.first)
 
 
-def parse(data: bytes, found: Findings) -> Any:
-    """The mapping in a message of this version, without ``kvplan`` and with ``extensions``; BAD if there is none.
+def parse(data: bytes, findings: Findings) -> Any:
+    """Return the mapping in a message of this version; BAD if there is none.
 
-    >>> found = Findings()
-    >>> parse(b'{"kvplan": 1, "rank": 3}', found)
+    It is without ``kvplan``, and with ``extensions``.
+
+    >>> findings = Findings()
+    >>> parse(b'{"kvplan": 1, "rank": 3}', findings)
     {'rank': 3, 'extensions': {}}
-    >>> _ = parse(b'{"kvplan": 7, "rank": -1}', found)
-    >>> print(*found.problems)
+    >>> _ = parse(b'{"kvplan": 7, "rank": -1}', findings)
+    >>> print(*findings.problems)
     kvplan: VERSION: cannot read a message: expected version 1, got 7
     """
     if not isinstance(data, bytes):
         raise wrong_type("a message", "bytes", data)
-    message = found.attempt("", _load, data)
-    message = found.attempt("kvplan", _of_this_version, message)
-    return found.attempt("extensions", _with_extensions, message)
+    message = findings.attempt("", _load, data)
+    message = findings.attempt("kvplan", _of_this_version, message)
+    return findings.attempt("extensions", _with_extensions, message)
 
 
 def _refused(code: str, expected: str, got: str) -> KVPlanError:
@@ -172,32 +195,36 @@ def _load(data: bytes) -> dict[str, Any]:
         raise _refused("MESSAGE", f"at most {MAX_BYTES} bytes", f"{len(data)}")
     _check_counts(data)
     try:
-        value = DECODER.decode(data.decode())
+        message = DECODER.decode(data.decode())
     except UnicodeDecodeError as error:
-        raise _refused(
-            "MESSAGE", "UTF-8", f"byte {data[error.start]:#x} at {error.start}"
-        ) from None
+        got = f"byte {data[error.start]:#x} at {error.start}"
+        raise _refused("MESSAGE", "UTF-8", got) from None
     except json.JSONDecodeError as error:
-        raise _refused(
-            "MESSAGE", "JSON", f"{error.msg.removesuffix(' at')} at character {error.pos}"
-        ) from None
-    if not isinstance(value, dict):
-        raise wrong_type("a message", "a mapping", value)
-    return value
+        got = f"{error.msg.removesuffix(' at')} at character {error.pos}"
+        raise _refused("MESSAGE", "JSON", got) from None
+    if not isinstance(message, dict):
+        raise wrong_type("a message", "a mapping", message)
+    return message
 
 
 def _check_counts(data: bytes) -> None:
-    """Count quotes, and brackets outside strings. If JSON would count otherwise, it meets an error before that."""
-    strings = data.count(b'"') // 2
-    if strings > MAX_STRINGS:
-        raise _refused("MESSAGE", f"at most {MAX_STRINGS} strings", f"{strings}")
-    # Without escapes, every second part between quotes is outside a string.
+    """Count quotes, and brackets outside strings.
+
+    If JSON would count otherwise, it meets an error before that.
+    """
+    num_strings = data.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        raise _refused("MESSAGE", f"at most {MAX_STRINGS} strings", f"{num_strings}")
+    # without escapes, every second part between quotes is outside a string
     outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
     brackets = b"".join(outside).translate(None, NOT_BRACKETS)
-    number = brackets.count(b"[") + brackets.count(b"{")
-    if number > MAX_CONTAINERS:
-        raise _refused("MESSAGE", f"at most {MAX_CONTAINERS} lists and mappings", f"{number}")
-    depth = max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+    num_containers = brackets.count(b"[") + brackets.count(b"{")
+    if num_containers > MAX_CONTAINERS:
+        expected = f"at most {MAX_CONTAINERS} lists and mappings"
+        raise _refused("MESSAGE", expected, f"{num_containers}")
+    # one element for each bracket: how deep the text behind it is nested
+    depths = accumulate(1 if bracket in b"[{" else -1 for bracket in brackets)
+    depth = max(depths, default=0)
     if depth > MAX_DEPTH:
         raise _refused("MESSAGE", f"lists and mappings at most {MAX_DEPTH} deep", f"{depth}")
 
@@ -221,12 +248,15 @@ def _with_extensions(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _refused("KEY", "each key of a mapping once", f"{shown(twice)} twice")
-    return made
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        # the first key that comes a second time
+        unread_keys = set(mapping)
+        for key, _ in pairs:
+            if key not in unread_keys:
+                raise _refused("KEY", "each key of a mapping once", f"{shown(key)} twice")
+            unread_keys.remove(key)
+    return mapping
 
 
 def _integer(digits: str) -> int:
@@ -237,9 +267,8 @@ def _integer(digits: str) -> int:
 
 def _real(text: str) -> float:
     if len(text) > MAX_REAL or math.isinf(number := float(text)):
-        raise _refused(
-            "RANGE", f"numbers of at most {MAX_REAL} characters, below 1.8e308", shown(text)
-        )
+        expected = f"numbers of at most {MAX_REAL} characters, below 1.8e308"
+        raise _refused("RANGE", expected, shown(text))
     return number
 
 

@@ -1,16 +1,17 @@
-"""The schema of an offer as plain data: which keys a message of version 1 has, and how large each part may be.
+"""The schema of an offer as plain data: the keys of a message, and the size of each part.
 
-A schema consists of *nodes*. :func:`read` checks a value that was read from JSON against a node and returns only what
-the schema names; everything else is a problem with its path. It checks shapes and types. What the numbers mean is
-checked by the values that are built from them.
+A schema consists of *nodes*. :func:`validate` checks a value that was read from JSON against a node
+and returns only what the schema names; everything else is a problem with its path. It checks shapes
+and types. The meaning of the numbers is checked by the objects that are built from them.
 
->>> found = Findings()
->>> read(AXIS, {"name": "head", "start": 0, "stop": True, "size": 8, "step": 4}, "axes[0]", found)["start"]
+>>> findings = Findings()
+>>> context = {"rank": 0, "size": True, "step": 4}
+>>> validate(CONTEXT, context, "context", findings)["rank"]
 0
->>> print(*found.problems, sep="\\n")
-axes[0].step: KEY: cannot read a mapping: expected keys name, start, stop, size, stride_bytes, got 'step'
-axes[0].stride_bytes: KEY: cannot read a mapping: expected a key 'stride_bytes', got none
-axes[0].stop: TYPE: cannot read stop: expected an integer, got True
+>>> print(*findings.problems, sep="\\n")
+context.step: KEY: cannot read a mapping: expected keys rank, size, interleave_tokens, got 'step'
+context.interleave_tokens: KEY: cannot read a mapping: expected a key 'interleave_tokens', got none
+context.size: TYPE: cannot read size: expected an integer, got True
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ MAX_NAME: Final = 256
 """Characters of a text. Together with the number of rows, it limits the memory that names take."""
 
 MAX_ROWS: Final = 4096
-"""Regions of a worker, and views: twenty times those of a model of 100 layers that stores K and V separately."""
+"""Regions of a worker, and views.
+
+A model of 100 layers that stores K and V separately has a twentieth of them.
+"""
 
 MAX_LAYOUTS: Final = 1024
 """Different geometries among the views of a worker: one or a few for each kind of layer."""
@@ -60,10 +64,10 @@ class Text:
 
 @attrs.frozen
 class ListOf:
-    """A list of at most ``most`` items."""
+    """A list of at most ``max_length`` items."""
 
     item: Node
-    most: int
+    max_length: int
 
 
 def _frozen(fields: Mapping[str, Node]) -> Mapping[str, Node]:
@@ -79,10 +83,13 @@ class Record:
 
 @attrs.frozen
 class Columns:
-    """A mapping of lists of one length, at most ``most``, one for each of these keys. It is read as a list of rows."""
+    """A mapping of lists of one length, at most ``max_length``, one for each of these keys.
+
+    It is read as a list of rows.
+    """
 
     fields: Mapping[str, Node] = attrs.field(converter=_frozen)
-    most: int
+    max_length: int
 
 
 Node = Integer | Text | ListOf | Record | Columns
@@ -127,88 +134,97 @@ OFFER: Final = Record(
 """An offer without its version and its extensions, in the order of a message."""
 
 
-def read(node: Node, value: Any, path: str, found: Findings) -> Any:
-    """``value`` as ``node`` describes it, with :data:`~kvplan.handshake.messages.BAD` in place of each bad part."""
+def validate(node: Node, value: Any, path: str, findings: Findings) -> Any:
+    """Return ``value`` as ``node`` describes it.
+
+    :data:`~kvplan.handshake.messages.BAD` takes the place of each bad part.
+    """
     match node:
         case Integer():
             if (type(value) is int and 0 <= value < node.high) or (value is None and node.or_null):
                 return value
-            return found.attempt(path, integer, value, _key(path), 0, node.high)
+            return findings.attempt(path, integer, value, _last_key(path), 0, node.high)
         case Text():
-            return found.attempt(path, _text, value, _key(path), node.or_empty)
+            return findings.attempt(path, _text, value, _last_key(path), node.or_empty)
         case ListOf():
-            return _many(node, value, path, found)
+            return _items(node, value, path, findings)
         case Record():
-            return _record(node.fields, value, path, found)
+            return _record(node.fields, value, path, findings)
         case _:
-            return _columns(node, value, path, found)
+            return _rows(node, value, path, findings)
 
 
-def _key(path: str) -> str:
+def _last_key(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _text(value: Any, what: str, or_empty: bool) -> str:
+def _text(value: Any, subject: str, or_empty: bool) -> str:
     if isinstance(value, str) and len(value) > MAX_NAME:
         expected = f"at most {MAX_NAME} characters"
-        raise KVPlanError(
-            "RANGE", f"read {what}", expected=expected, got=f"{len(value)}", value=len(value)
-        )
-    return "" if or_empty and value == "" else name(value, what)
+        got = f"{len(value)}"
+        raise KVPlanError("RANGE", f"read {subject}", expected=expected, got=got, value=len(value))
+    return "" if or_empty and value == "" else name(value, subject)
 
 
-def _many(node: ListOf, value: Any, path: str, found: Findings) -> Any:
+def _items(node: ListOf, value: Any, path: str, findings: Findings) -> Any:
+    """Return the items of a list."""
+    subject = _last_key(path)
     if not isinstance(value, list):
-        found.add(path, wrong_type(_key(path), "a list", value))
+        findings.add(path, wrong_type(subject, "a list", value))
         return BAD
-    if len(value) > node.most:
-        expected = f"at most {node.most} items"
-        found.add(
-            path, KVPlanError("RANGE", f"read {_key(path)}", expected=expected, got=f"{len(value)}")
-        )
+    if len(value) > node.max_length:
+        expected = f"at most {node.max_length} items"
+        got = f"{len(value)}"
+        findings.add(path, KVPlanError("RANGE", f"read {subject}", expected=expected, got=got))
         return BAD
-    item = node.item
-    if isinstance(item, Integer) and all(
-        type(each) is int and 0 <= each < item.high for each in value
-    ):
-        return value  # no problem in a column of thousands: do not make a path for each item
-    return [read(item, each, f"{path}[{i}]", found) for i, each in enumerate(value)]
+    # a column of thousands without a problem: no path is made for each item
+    if isinstance(node.item, Integer) and _are_integers(value, node.item.high):
+        return value
+    return [
+        validate(node.item, item, f"{path}[{index}]", findings) for index, item in enumerate(value)
+    ]
 
 
-def _record(fields: Mapping[str, Node], value: Any, path: str, found: Findings) -> Any:
+def _are_integers(values: list[Any], high: int) -> bool:
+    """Return whether all values are integers in ``[0, high)``."""
+    return all(type(value) is int and 0 <= value < high for value in values)
+
+
+def _record(fields: Mapping[str, Node], value: Any, path: str, findings: Findings) -> Any:
+    """Return the values of a mapping, with BAD in place of each that it lacks."""
     if not isinstance(value, dict):
-        found.add(path, wrong_type(_key(path) or "an offer", "a mapping", value))
+        findings.add(path, wrong_type(_last_key(path) or "an offer", "a mapping", value))
         return BAD
-    dot = path and f"{path}."
-    expected = f"keys {', '.join(fields)}"
-    for key in [key for key in value if key not in fields]:
-        got = shown(key)
-        found.add(
-            dot + got.strip("'"), KVPlanError("KEY", "read a mapping", expected=expected, got=got)
-        )
-    for key in [key for key in fields if key not in value]:
-        found.add(
-            f"{dot}{key}",
-            KVPlanError("KEY", "read a mapping", expected=f"a key {key!r}", got="none"),
-        )
-    return {
-        key: read(node, value[key], f"{dot}{key}", found) if key in value else BAD
-        for key, node in fields.items()
-    }
+    prefix = f"{path}." if path else ""
+    for key in value:
+        if key not in fields:
+            expected = f"keys {', '.join(fields)}"
+            got = shown(key)
+            error = KVPlanError("KEY", "read a mapping", expected=expected, got=got)
+            findings.add(prefix + got.strip("'"), error)
+    for key in fields:
+        if key not in value:
+            expected = f"a key {key!r}"
+            error = KVPlanError("KEY", "read a mapping", expected=expected, got="none")
+            findings.add(prefix + key, error)
+    record = {}
+    for key, node in fields.items():
+        is_present = key in value
+        record[key] = validate(node, value[key], prefix + key, findings) if is_present else BAD
+    return record
 
 
-def _columns(node: Columns, value: Any, path: str, found: Findings) -> Any:
-    record = _record(
-        {key: ListOf(item, node.most) for key, item in node.fields.items()}, value, path, found
-    )
-    if record is BAD or BAD in record.values():
+def _rows(node: Columns, value: Any, path: str, findings: Findings) -> Any:
+    """Return the rows of a mapping of columns."""
+    lists = {key: ListOf(item, node.max_length) for key, item in node.fields.items()}
+    columns = _record(lists, value, path, findings)
+    if columns is BAD or BAD in columns.values():
         return BAD
-    lengths = {key: len(column) for key, column in record.items()}
+    lengths = {key: len(column) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
+        subject = _last_key(path)
         got = ", ".join(f"{key} of {length}" for key, length in lengths.items())
-        found.add(
-            path,
-            KVPlanError("SIZE", f"read {_key(path)}", expected="columns of one length", got=got),
-        )
+        error = KVPlanError("SIZE", f"read {subject}", expected="columns of one length", got=got)
+        findings.add(path, error)
         return BAD
-    return list(zip(*record.values(), strict=True))
+    return list(zip(*columns.values(), strict=True))

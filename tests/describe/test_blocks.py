@@ -101,7 +101,7 @@ def test_a_gap_of_the_source_is_named():
     """A block that the destination wants and the source does not have."""
     (mine,), (other,) = engine("d"), engine("p")
     plan = plan_reads(mine, [other])
-    with pytest.raises(KVPlanError, match="a block for each that the other side has, got no block 1 of the request"):
+    with pytest.raises(KVPlanError, match="every block that the other side has, got none for block 1 of the request"):
         plan.bind(local={"attn": Blocks([1, 2, 3])}, remote={"attn": Blocks([5, 0, 6], null=0)}, tokens=(0, 12))
     assert moved(plan, Blocks([1, 0, 3], null=0), Blocks([5, 0, 6], null=0), (0, 12)).num_descriptors == 4
 
@@ -176,7 +176,7 @@ def test_what_a_table_covers_has_all_its_ordinals(listed):
     """``listed`` is a range around the ordinals."""
     with pytest.raises(KVPlanError, match=r"(BLOCKS|TYPE|RANGE): cannot read (a block table|listed of Blocks)"):
         Blocks([7, 8], ordinals=[0, 5], listed=listed)
-    with pytest.raises(KVPlanError, match="expected listed beside ordinals only"):
+    with pytest.raises(KVPlanError, match="expected listed together with ordinals only"):
         Blocks([7, 8], listed=(0, 9))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker
 from kvplan.describe import _overlap as overlap
-from kvplan.describe._overlap import Shared, overlaps, where
+from kvplan.describe._overlap import Shared, describe_overlap, overlaps
 from tests.bytes_of import element_bytes, small_views
 
 Pairs = set[frozenset[str]]
@@ -137,7 +137,7 @@ def test_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     view = View("v", "g", "r", "uint8", (Axis("a", 0, 8, 8, 4),), 1, 0)
     views = [attrs.evolve(view, name=f"v{i}", offset_bytes=i) for i in range(4)]
     alone = [attrs.evolve(view, region="s")]
-    monkeypatch.setattr(overlap, "MAX_RUNS", 24)
+    monkeypatch.setattr(overlap, "MAX_STRIDED_RUNS", 24)
     assert list(overlaps(views[:3], alone)) == []
     for pools in ([views], [views[:2], views[2:]]):
         with pytest.raises(KVPlanError, match=r"^RANGE: .*'v3': expected at most 24 runs in the blocks .* got 32"):
@@ -171,16 +171,22 @@ def test_a_layer_that_steps_by_a_page_meets_the_next_block(blocks: int) -> None:
     first = View("layers.0", "g", "kv", "uint8", (Axis("dim", 0, 8, 8, 1),), blocks, 8)
     second = attrs.evolve(first, name="layers.1", offset_bytes=8)
     (pair,) = overlaps([first, second])
-    assert where(*pair) == "byte 8 of region 'kv': block 0 of 'layers.1' and block 1 of 'layers.0'"
+    assert describe_overlap(*pair) == "byte 8 of region 'kv': block 0 of 'layers.1' and block 1 of 'layers.0'"
 
 
 def test_views_of_one_name_are_told_apart() -> None:
     """K and V of one tensor are describe by their regions, or by their offsets where they share one."""
     k = View("attn", "g", "k", "uint8", (Axis("kv", 0, 1, 2, 0), Axis("dim", 0, 8, 8, 1)), 4, 8)
     pair, *_ = overlaps([k, attrs.evolve(k, offset_bytes=20)])
-    assert where(*pair) == "byte 20 of region 'k': block 0 of 'attn' from offset 20 and block 2 of 'attn' from offset 0"
+    assert (
+        describe_overlap(*pair)
+        == "byte 20 of region 'k': block 0 of 'attn' from offset 20 and block 2 of 'attn' from offset 0"
+    )
     (pair,) = overlaps([k, attrs.evolve(k, region="v")], apart={"v": 8})
-    assert where(*pair) == "byte 0 of region 'v', block 0 of 'attn', which is byte 8 of region 'k', block 1 of 'attn'"
+    assert (
+        describe_overlap(*pair)
+        == "byte 0 of region 'v', block 0 of 'attn', which is byte 8 of region 'k', block 1 of 'attn'"
+    )
 
 
 @given(*(st.integers(0, 40) for _ in range(3)), st.integers(1, 40), st.integers(1, 50))
