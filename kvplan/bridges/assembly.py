@@ -26,7 +26,7 @@ from kvplan.errors import KVPlanError
 from kvplan.models.layouts import STEP, Layout, LocalTensor, Page
 from kvplan.models.model import Model
 from kvplan.models.parallel import MAX_RANKS, RankPart
-from kvplan.models.pools import place
+from kvplan.models.pools import place_pool
 from kvplan.models.tensors import Layer
 
 CONTENT: Final = "content"
@@ -215,7 +215,7 @@ class Assembly:
             group=self.groups[-1],
             region=everywhere(memory),
         )
-        placed, sizes = place(Layout(conv=conv), page.name, [page], 1)
+        placed, sizes = place_pool(Layout(conv=conv), page.name, [page], 1)
         span = raw.end_bytes - raw.offset_bytes - (raw.num_blocks - 1) * raw.block_stride_bytes
         for code, size in (("SIZE", raw.block_bytes), ("STRIDE", span)):
             if size != sizes[page.name]:

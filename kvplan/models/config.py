@@ -1,6 +1,6 @@
 """Reading a Hugging Face config.json: what each layer caches, or a refusal that names the key.
 
-:func:`read` applies what the file's :class:`Family` says; the families are in
+:func:`read_config` applies what the file's :class:`Family` says; the families are in
 :mod:`kvplan.models.families`. The other functions read single values.
 """
 
@@ -215,7 +215,7 @@ class ModelConfig:
     query_heads: int | None
 
 
-def read(
+def read_config(
     config: Any, registry: Registry, with_drafts: bool, like: str | None = None
 ) -> ModelConfig:
     """Return what the layers of a model cache, by its config.json.
@@ -233,7 +233,7 @@ def read(
     >>> from kvplan.models.families import REGISTRY
     >>> keys = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
     >>> sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    >>> model = read({**keys, **sizes}, REGISTRY, with_drafts=False)
+    >>> model = read_config({**keys, **sizes}, REGISTRY, with_drafts=False)
     >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
