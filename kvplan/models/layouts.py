@@ -122,6 +122,7 @@ expected one of content, axis, split, got 'interleaved'
     @property
     def inside(self) -> str:
         """The letters inside a page: those after both layer and block."""
+        # The later of both letters is the innermost dimension around a page.
         return self.order[max(map(self.order.index, "LB")) + 1 :]
 
 
@@ -142,6 +143,7 @@ class LocalTensor:
     def __attrs_post_init__(self) -> None:
         action = f"place tensor {self.name!r}"
         for axis in self.axes:
+            # Layers and blocks are dimensions of a pool, not of a tensor.
             if axis.name in (LAYER, BLOCK):
                 expected = f"axes other than {LAYER!r} and {BLOCK!r}, which its pool has"
                 got = repr(axis.name)

@@ -242,6 +242,7 @@ expected a value for key 'hidden_size', got no such key
         windows = _widest((view.group, self._window(view.name)) for view in views)
         ranges = {}
         for group, window in windows.items():
+            # A window reaches back from the last position.
             ranges[group] = start if window is None else max(start, stop - window), stop
         return ranges
 
@@ -326,6 +327,7 @@ expected a value for key 'hidden_size', got no such key
             for layer in dict.fromkeys(self.layers):
                 page_bytes |= part.page_bytes(layer)
         largest = max(page_bytes.values(), default=0)
+        # Pages that divide the largest one are lengthened to its size.
         blocks = dict.fromkeys(groups, tokens)
         for group, num_bytes in page_bytes.items():
             if largest % num_bytes == 0:
@@ -415,6 +417,7 @@ expected a value for key 'hidden_size', got no such key
         sizes = Parallel(tp, pp, dcp, pcp, interleave, pcp_spreads)
         pool_layout = Layout(layout, kv, pad, kernel_tokens, conv_order)
         if tokens_per_block is None:
+            # Blocks of attention are as large as a state, and consist of kernel blocks.
             kernel_tokens = kernel_tokens or 16
             pool_layout = attrs.evolve(pool_layout, kernel_tokens=kernel_tokens)
             tokens_per_block = kernel_tokens * self.kernel_blocks(sizes.tp, kernel_tokens, kv)
@@ -424,6 +427,7 @@ expected a value for key 'hidden_size', got no such key
         share_memory = flag(shared, "shared") and len(self.groups) > 1
         addresses = Addresses(name(engine_id, "engine_id"), name(memory, "memory"))
         group_names = self.groups
+        # One worker for each rank: TP ranks are consecutive, then PCP ranks, then stages.
         workers = []
         ranks = product(stages, range(sizes.pcp), range(sizes.tp))
         for rank, (stage, pcp_rank, tp_rank) in enumerate(ranks):
@@ -441,6 +445,7 @@ expected a value for key 'hidden_size', got no such key
     def _pools(self, stage: range, part: RankPart) -> dict[str, list[Page]]:
         """Return the pages of a stage by pool. The last stage has pools of draft layers too."""
         pools: dict[str, list[Page]] = {}
+        # Draft layers follow the last layer, so they are on the last stage.
         num_layers = len(self.layers)
         stop = len(self._named_layers) if stage.stop == num_layers else stage.stop
         for layer_index in range(stage.start, stop):
@@ -455,6 +460,7 @@ def _widest(windows: Iterable[tuple[str, int | None]]) -> dict[str, int | None]:
     """Return the largest window of each group. None, for all tokens, is the largest."""
     widest: dict[str, int | None] = {}
     for group, window in windows:
+        # A layer without a window makes that of its group unlimited.
         previous = widest.get(group, window)
         widest[group] = None if previous is None or window is None else max(previous, window)
     return widest

@@ -72,7 +72,7 @@ def place_pools(
     for pool, pages in pools.items():
         region = pool
         if shared:
-            # A page without K and V shares the memory of K alone if they are split.
+            # All pools use the same regions; a page without K and V shares that of K if K and V are split.
             suffix = ".k" if layout.kv == "split" and not pages[0].has(KV) else ""
             region = f"pool{suffix}"
             numbered = enumerate(pages, first_page[pool])
@@ -113,6 +113,7 @@ def _number_pages(pools: Mapping[str, Sequence[Page]]) -> tuple[dict[str, int], 
 
     The pools of one group take consecutive pages, each group from page 0 on.
     """
+    # Pages that the pools so far take, by group.
     first_page: dict[str, int] = {}
     num_pages_of: dict[str, int] = {}
     for pool, pages in pools.items():
@@ -197,6 +198,7 @@ def page_stride(layout: Layout, page: Page) -> int:
     >>> page_stride(Layout(), Page.of(LocalTensor("layers.0.ssm", "state", "float32", axes)))
     2048
     """
+    # A page in a pool of one layer and one block, with the heads and slots around it.
     sizes = []
     for _, part in _kv_parts(layout, page):
         size_bytes = _inner(layout, page.name, part).size_bytes
@@ -275,6 +277,7 @@ def _outer(
     All of its tensors must have the same.
     """
     letters_around = layout.order.removesuffix(layout.inside)
+    # Each tensor has a list of axes around the page; all lists must be equal.
     axes_by_tensor = []
     for tensor in page.tensors:
         axes = _by_letter(layout, region, tensor)
@@ -304,6 +307,7 @@ def _inner(layout: Layout, region: str, page: Page) -> _PlacedPage:
     placed_tensors: list[tuple[int, list[Axis]]] = []
     section_offset = 0
     for section in page.sections:
+        # Of each tensor: its heads and slots inside the page, and its content with its bytes.
         axes_by_tensor = []
         contents = []
         for tensor in section:
@@ -374,6 +378,7 @@ def _kernel_blocks(layout: Layout, region: str, tokens: int) -> tuple[list[Axis]
 
 def _dense(axes: Sequence[Axis], size_bytes: int) -> tuple[list[Axis], int]:
     """Return the axes around elements of ``size_bytes``, without gaps, and the bytes they span."""
+    # From the fastest axis outwards, each steps over all that lies inside it.
     placed_axes: list[Axis] = []
     for axis in reversed(axes):
         placed_axes.insert(0, attrs.evolve(axis, stride_bytes=size_bytes))
