@@ -72,7 +72,7 @@ def place_pools(
     for pool, pages in pools.items():
         region = pool
         if shared:
-            # All pools use the same regions; a page without K and V shares that of K if K and V are split.
+            # All pools use the same regions. If K and V are split, other pages share that of K.
             suffix = ".k" if layout.kv == "split" and not pages[0].has(KV) else ""
             region = f"pool{suffix}"
             numbered = enumerate(pages, first_page[pool])
