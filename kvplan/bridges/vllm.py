@@ -168,19 +168,19 @@ def from_vllm(
     return assembly.finish()
 
 
-class LayerPlace(NamedTuple):
+class TensorPlace(NamedTuple):
     """The ``KVCacheTensor`` of a layer, and the layer's number in it."""
 
     tensor: Any
     number: int
 
 
-def _places(tensors: Sequence[Any]) -> dict[str, LayerPlace]:
+def _places(tensors: Sequence[Any]) -> dict[str, TensorPlace]:
     """Return the place of each layer, by its name."""
     places = {}
     for tensor in tensors:
         for number, name in enumerate(_names(tensor)):
-            places[name] = LayerPlace(tensor, number)
+            places[name] = TensorPlace(tensor, number)
     return places
 
 
@@ -316,7 +316,7 @@ def _half(cache: Any, half: int, dims: str, tensor: LocalTensor) -> tuple[Any, s
     return memory, " ".join(["block", HEAD, *names])
 
 
-def _check_place(assembly: Assembly, name: str, first_view: int, place: LayerPlace) -> None:
+def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPlace) -> None:
     """Raise ``STRIDE`` or ``BOUNDS`` if a layer's views lie elsewhere than its tensor says.
 
     They are the views from ``first_view`` on.
