@@ -58,7 +58,7 @@ KV_LAYOUTS: Final = MappingProxyType(
         "amx": ("token dim token:16 dim:2", "dim token dim:16 token:2"),
     }
 )
-"""How a head of a block stores K and V.
+"""The order of K and V in a head of a block.
 
 None: side by side in the content of each slot. Otherwise all of K comes before all of V, and these
 are the dimensions of K and of V: slots and elements, where a size is that of an inner digit.

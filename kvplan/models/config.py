@@ -146,7 +146,7 @@ def _frozen(keys: Config) -> Config:
 
 @attrs.frozen
 class Family:
-    """How to read the files of one ``model_type``: what layers cache, and of which kind each is.
+    """The rules by which files of one ``model_type`` are read: what layers of which kind cache.
 
     ``defaults`` are the keys that the family reads, with the values of those that a file leaves
     out. ``keys`` computes more of them from the others. ``layers`` is the rule for files without a
@@ -199,7 +199,7 @@ class Registry:
 
 @attrs.frozen
 class ModelConfig:
-    """What a config.json says about the caches of a model.
+    """The caches of a model, as its config.json states them.
 
     ``layers`` and ``drafts`` have the tensors of each layer and draft layer. ``dtype`` is that of
     the attention cache. ``query_heads`` counts the heads that attend, if the file states it.
@@ -303,7 +303,7 @@ def _owners(config: Config, family: Family, kinds: Sequence[str], num_owners: in
 
 def _as_full(layer: Layer) -> Layer:
     """Return the layer with sliding tensors in the group of full attention."""
-    return tuple(attrs.evolve(t, group=FULL) if t.group == SLIDING else t for t in layer)
+    return tuple(tensor.in_group(FULL) if tensor.group == SLIDING else tensor for tensor in layer)
 
 
 def _draft(config: Config, layers: Layers, num_drafts: int) -> Layer:

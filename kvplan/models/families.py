@@ -315,7 +315,7 @@ def grouped_heads(config: Config) -> Config:
     return {} if num_groups is None else {"num_key_value_heads": num_groups}
 
 
-def two_in_each(config: Config) -> Config:
+def double_layers(config: Config) -> Config:
     """Return twice as many layers as the file has: each attends twice (LongcatFlashConfig)."""
     return {"num_hidden_layers": 2 * integer_of(config, "num_layers", high=MAX_LAYERS)}
 
@@ -357,7 +357,8 @@ def shared_indexers(config: Config) -> Config:
         raise unusable("indexer_types", "full or shared for each layer", types)
     # Layers that share are exceptions: they have no indexer of their own.
     sharers = [layer for layer, kind in enumerate(types) if kind in ("shared", "S")]
-    return {"per_layer_config": {i: {"shares_index": True} for i in sharers}} if sharers else {}
+    exceptions = {layer: {"shares_index": True} for layer in sharers}
+    return {"per_layer_config": exceptions} if exceptions else {}
 
 
 def _periodic_indexers(config: Config) -> list[str]:
@@ -377,7 +378,7 @@ def all_of(kind: str) -> LayerRule:
 
 
 def all_slide(config: Config) -> list[str]:
-    """Return the rule of transformers: all layers slide if the file has a window in use."""
+    """All layers slide if the file has a window in use, else none, as in transformers."""
     return [SLIDING if _uses_window(config) else FULL] * _num_layers(config)
 
 
@@ -680,7 +681,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         **_families("chatglm", keys=chatglm_heads),
         **_families("dbrx", keys=nested_heads),
         **_families("falcon", "gpt_bigcode", keys=falcon_heads),
-        **_families("longcat_flash", keys=two_in_each),
+        **_families("longcat_flash", keys=double_layers),
         **_families("step3p5", layers=all_of(FULL), keys=grouped_heads),
         **_families("deepseek_v32", "glm_moe_dsa", "hy_v4", keys=shared_indexers),
         **_families("dots3_note_text", layers=all_but_each(SLIDING, 4, 1, first=2)),
@@ -734,7 +735,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
     }
 )
-"""How to read each known value of ``model_type``."""
+"""The family of each known ``model_type``."""
 
 OUTER: Final[Mapping[str, str]] = _TABLE["outer"]
 """The family of a decoder without a ``model_type``, by the type of the file around it."""
@@ -748,7 +749,7 @@ def _reason_of_each_type() -> dict[str, str]:
 
 
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(_reason_of_each_type())
-"""Why the files of a ``model_type`` cannot be read."""
+"""The reasons why the files of a ``model_type`` cannot be read."""
 
 REGISTRY: Final = Registry(FAMILIES, OUTER, REFUSED)
 """All types that kvplan can read, or has a reason not to read."""

@@ -52,13 +52,13 @@ ORDERS: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """The known orders, each from the slowest dimension to the fastest."""
 
 LETTERS: Final = "L layer, B block, H head, N token, C content"
-"""What the letters of an order mean."""
+"""The meaning of the letters of an order."""
 
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType({"NHD": "LBNHC", "HND": "LBHNC"})
 """Orders by vLLM's other names for them."""
 
 KV_FORMS: Final = ("content", "axis", "split")
-"""Where K and V are in relation to each other."""
+"""The places of K and V in relation to each other."""
 
 CONV_ORDERS: Final = ("DS", "SD")
 """The orders of a convolution's state: channels outside steps, and steps outside channels."""
@@ -88,7 +88,7 @@ def layout_error(
 
 @attrs.frozen
 class Layout:
-    """How a pool of blocks lies in memory.
+    """The arrangement of a pool of blocks in memory.
 
     ``order`` is one of :data:`ORDERS`, ``kv`` of :data:`KV_FORMS`, ``conv`` of :data:`CONV_ORDERS`.
     ``pad_bytes`` is the gap after each block. ``kernel_tokens`` is how many slots a kernel block

@@ -46,7 +46,7 @@ BlockTokens = int | Mapping[str, int]
 
 @attrs.frozen
 class Model:
-    """What a model caches: the tensors of each layer, ``layers.{i}.{kind}``, and their dtype.
+    """The tensors that each layer of a model caches, ``layers.{i}.{kind}``, and their dtype.
 
     ``query_heads`` is how many query heads an attention layer has, if that is known. They are not
     cached, but engines divide them among ranks.

@@ -76,7 +76,7 @@ def place_pools(
             suffix = ".k" if layout.kv == "split" and not pages[0].has(KV) else ""
             region = f"pool{suffix}"
             numbered = enumerate(pages, first_page[pool])
-            pages = [attrs.evolve(page, name=f"pool.{n}{suffix}") for n, page in numbered]
+            pages = [attrs.evolve(page, name=f"pool.{number}{suffix}") for number, page in numbered]
         pool_views, pool_sizes = place_pool(
             layouts[pool],
             region,

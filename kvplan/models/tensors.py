@@ -100,6 +100,10 @@ class Tensor:
                 "SIZE", action, expected=expected, got=got, sharded=sharded, shards=shards
             )
 
+    def in_group(self, group: str) -> Tensor:
+        """Return the tensor in blocks of another group."""
+        return attrs.evolve(self, group=group)
+
     def shards_of(self, rank: int, ranks: int) -> range:
         """Return the shards that tensor-parallel rank ``rank`` of ``ranks`` holds."""
         if self.sharded is None:
@@ -341,8 +345,8 @@ def group_evenly(layers: Layers) -> Layers:
             new_group[group, layer_index] = f"{group}.{number}" if number else group
     new_layers = []
     for layer_index, layer in enumerate(layers):
-        tensors = (attrs.evolve(t, group=new_group[t.group, layer_index]) for t in layer)
-        new_layers.append(tuple(tensors))
+        groups = [new_group[tensor.group, layer_index] for tensor in layer]
+        new_layers.append(tuple(map(Tensor.in_group, layer, groups)))
     return tuple(new_layers)
 
 
