@@ -1,15 +1,17 @@
 """Workers from the cache that an engine has allocated: vLLM, SGLang, TensorRT-LLM, LMCache.
 
-An engine's own objects know addresses, shapes and strides, and which layers share a block table. The model knows which
-tensors a layer caches, and a :class:`RankInfo` which part of them this worker holds. The functions here read the
-objects by their attributes and import no engine, so any object with the same attributes works. They refuse objects that
-contradict the model or each other, with both values.
+An engine's own objects know addresses, shapes and strides, and which layers share a block table.
+The model knows which tensors a layer caches, and a :class:`RankInfo` which part of them this worker
+holds. The functions here read the objects by their attributes and import no engine, so any object
+with the same attributes works. They refuse objects that contradict the model or each other, with
+both values.
 
-The worker has a group for each block table of the engine, in the engine's order. A group has the name that the model
-gives the group of its first layer (``attn``, ``swa``, ``state``); a second group of the same name is ``swa.1``. Its
-regions are the engine's allocations if the objects know them, else the memory that its tensors span. What an engine
-stores as plain bytes, as vLLM and SGLang do with fp8, has the dtype of the model. Layers numbered after the last layer
-of the model are its draft layers.
+The worker has a group for each block table of the engine, in the engine's order. A group has the
+name that the model gives the group of its first layer (``attn``, ``swa``, ``state``); a second
+group of the same name is ``swa.1``. Its regions are the engine's allocations if the objects know
+them, else the memory that its tensors span. What an engine stores as plain bytes, as vLLM and
+SGLang do with fp8, has the dtype of the model. Layers numbered after the last layer of the model
+are its draft layers.
 """
 
 from kvplan.bridges.assembly import RankInfo

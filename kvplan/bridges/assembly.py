@@ -1,8 +1,9 @@
-"""Assembles a Worker from tensors that an engine has allocated, and a model that says what they hold.
+"""Assembles a Worker from tensors that an engine has allocated, and a model that names their axes.
 
-A tensor has an address, a shape and strides. The model has the names of the tensors, and the part of each axis that a
-rank holds. Each bridge walks through an engine's objects and passes both to an :class:`Assembly`, one block table after
-another. Every contradiction between them is an error with both values.
+A tensor has an address, a shape and strides. The model has the names of the tensors, and the part
+of each axis that a rank holds. Each bridge walks through an engine's objects and passes both to an
+:class:`Assembly`, one block table after another. Every contradiction between them is an error with
+both values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import attrs
 
@@ -26,11 +27,11 @@ from kvplan.errors import KVPlanError
 from kvplan.models.layouts import STEP, Layout, LocalTensor, Page
 from kvplan.models.model import Model
 from kvplan.models.parallel import MAX_RANKS, RankPart
-from kvplan.models.pools import place
+from kvplan.models.pools import place_pool
 from kvplan.models.tensors import Layer
 
 CONTENT: Final = "content"
-"""In a pattern, the dimension with all axes of a tensor that the pattern does not name, in their order."""
+"""The dimension of a pattern that has all axes of a tensor that the pattern does not name."""
 
 ATTENTION: Final = "attn"
 INDEX: Final = "index"
@@ -44,8 +45,9 @@ Bridge = TypeVar("Bridge", bound=Callable[..., Worker])
 class RankInfo:
     """The rank that an engine's objects belong to, which they do not know themselves.
 
-    ``rank`` counts all workers of the engine. ``tp_rank`` of ``tp`` decides which heads the worker holds, ``context``
-    which positions. With data-parallel attention, ``tp`` is 1. Raises ``TYPE`` or ``RANGE`` for a bad number.
+    ``rank`` counts all workers of the engine. ``tp_rank`` of ``tp`` decides which heads the worker
+    holds, ``context`` which positions. With data-parallel attention, ``tp`` is 1. Raises ``TYPE``
+    or ``RANGE`` for a bad number.
     """
 
     engine_id: str
@@ -62,19 +64,22 @@ class RankInfo:
         settle(self, "a rank", integer, "tp_rank", high=self.tp)
 
 
-def differ(code: str, action: str, expected: object, got: object) -> KVPlanError:
-    """The error for a fact of an engine that contradicts the model, or another fact; its details are both facts."""
+def contradiction(code: str, action: str, expected: object, got: object) -> KVPlanError:
+    """Return the error for a fact of an engine that contradicts the model, or another fact.
+
+    Its details are both facts.
+    """
     return KVPlanError(
         code, action, expected=f"{expected}", got=f"{got}", wanted=expected, found=got
     )
 
 
 def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
-    """Decorates a bridge: objects without the attributes that ``release`` of the engine has are a ``TYPE`` error."""
+    """Decorate a bridge for the objects of a ``release``: others are a ``TYPE`` error."""
 
     def decorate(bridge: Bridge) -> Bridge:
         @functools.wraps(bridge)
-        def read(model: Model, info: RankInfo, *objects: Any, **options: Any) -> Worker:
+        def checked_bridge(model: Model, info: RankInfo, *objects: Any, **options: Any) -> Worker:
             instance(Model, model, "model")
             instance(RankInfo, info, "info")
             try:
@@ -82,242 +87,277 @@ def reads_engine(release: str) -> Callable[[Bridge], Bridge]:
             except KVPlanError:
                 raise
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                action = f"read the objects of {release}"
+                expected = "objects with the attributes of that release"
                 got = f"{type(error).__name__}: {error}"
-                raise KVPlanError(
-                    "TYPE", f"read the objects of {release}", expected="those of it", got=got
-                ) from error
+                raise KVPlanError("TYPE", action, expected=expected, got=got) from error
 
-        return cast(Bridge, read)
+        return cast(Bridge, checked_bridge)
 
     return decorate
 
 
+class MemoryInterval(NamedTuple):
+    """The addresses ``[start, stop)`` of a device."""
+
+    device: Device
+    start: int
+    stop: int
+
+
+class PlacedView(NamedTuple):
+    """A view whose offset is an address of its device."""
+
+    device: Device
+    view: View
+
+
 @attrs.define
 class Assembly:
-    """A worker under construction. For each block table :meth:`begin_group`, then :meth:`add`; :meth:`finish` last."""
+    """A worker under construction.
+
+    For each block table :meth:`begin_group`, then :meth:`add`; :meth:`finish` last.
+    ``allocations`` are the memory that the engine's objects know of.
+    """
 
     model: Model
     info: RankInfo
     groups: list[Group] = attrs.field(factory=list, init=False)
-    views: list[tuple[Device, View]] = attrs.field(factory=list, init=False)
-    allocations: set[tuple[Device, int, int]] = attrs.field(factory=set, init=False)
+    views: list[PlacedView] = attrs.field(factory=list, init=False)
+    allocations: set[MemoryInterval] = attrs.field(factory=set, init=False)
 
     def begin_group(self, layer: int, tokens: int | None, *, spread: bool = True) -> None:
-        """Begins a block table with ``tokens`` slots per block (None: states), named after the group of ``layer``.
+        """Begin a block table with ``tokens`` slots per block (None: states).
 
-        Its positions are those of the rank's context, or all of them if they are not ``spread``.
+        It has the name of the group of ``layer``. Its positions are those of the rank's context, or
+        all of them if they are not ``spread``.
         """
         _, tensors = self._layer(layer, tokens)
-        base, taken = tensors[0].group, {group.name for group in self.groups}
-        names = (f"{base}.{i}" if i else base for i in range(len(taken) + 1))
+        name = tensors[0].group
+        used_names = {group.name for group in self.groups}
+        # The first block table of a name has no number.
+        names = [name, *(f"{name}.{number}" for number in range(1, len(used_names) + 1))]
+        unused_names = (name for name in names if name not in used_names)
         context = self.info.context if spread and tokens is not None else Context()
-        self.groups.append(
-            Group(next(name for name in names if name not in taken), tokens, context)
-        )
+        self.groups.append(Group(next(unused_names), tokens, context))
 
     def pages(self, layer: int) -> dict[str, Page]:
-        """What a block of the current group stores of a layer, by pool."""
+        """Return what a block of the current group stores of a layer, by pool."""
         tokens = self.groups[-1].tokens_per_block
         prefix, tensors = self._layer(layer, tokens)
         blocks = dict.fromkeys((tensor.group for tensor in tensors), tokens or 1)
         part = RankPart(self.info.tp_rank, self.info.tp, blocks, self.model.dtype)
         return {page.name.removeprefix(prefix): page for _, page in part.pages(tensors, prefix)}
 
-    def attention(self, layer: int, *beside: str) -> LocalTensor:
-        """K and V of a layer, or its latent. Raises ``LAYOUT`` if the layer has other pools too, except ``beside``."""
+    def attention(self, layer: int, *allowed_pools: str) -> LocalTensor:
+        """Return K and V of a layer, or its latent.
+
+        Raises ``LAYOUT`` if the layer has other pools too, except ``allowed_pools``.
+        """
         pages = self.pages(layer)
-        more = sorted(pages.keys() - {ATTENTION, *beside})
-        if more or ATTENTION not in pages:
-            raise differ(
-                "LAYOUT",
-                f"read the cache of layer {layer}",
-                "K and V, or a latent",
-                ", ".join(more),
+        unexpected_pools = sorted(pages.keys() - {ATTENTION, *allowed_pools})
+        if unexpected_pools or ATTENTION not in pages:
+            action = f"read the cache of layer {layer}"
+            raise contradiction(
+                "LAYOUT", action, "K and V, or a latent", ", ".join(unexpected_pools)
             )
         ((tensor,),) = pages[ATTENTION].sections
         return tensor
 
     def index(self, layer: int) -> Page:
-        """What a layer's indexer stores. Raises ``LAYOUT`` if the model has no indexer."""
+        """Return what a layer's indexer stores. Raises ``LAYOUT`` if the model has no indexer."""
         pages = self.pages(layer)
         if INDEX not in pages:
-            raise differ(
-                "LAYOUT",
-                f"read the cache of layer {layer}",
-                f"no indexer in {self.model.name}",
-                "one",
-            )
+            action = f"read the cache of layer {layer}"
+            raise contradiction("LAYOUT", action, f"no indexer in {self.model.name}", "one")
         return pages[INDEX]
 
     def _layer(self, number: int, tokens: int | None) -> tuple[str, Layer]:
-        """The prefix of a layer's names, and its tensors with tokens or with states."""
-        own, drafts = self.model.layers, self.model.drafts
-        if not 0 <= number < len(own) + len(drafts):
-            known = f"one of {len(own)} layers and {len(drafts)} draft layers of {self.model.name}"
-            raise differ("NAME", "place a layer", known, f"layer {number}")
-        prefix = f"layers.{number}." if number < len(own) else f"draft.{number - len(own)}."
-        layer = (*own, *drafts)[number]
-        tensors = tuple(tensor for tensor in layer if tensor.paged == (tokens is not None))
+        """Return the prefix of a layer's names, and its tensors with tokens or with states.
+
+        Layers numbered after the last one are draft layers.
+        """
+        layers = (*self.model.layers, *self.model.drafts)
+        num_layers = len(self.model.layers)
+        if not 0 <= number < len(layers):
+            numbers = f"one of {num_layers} layers and {len(self.model.drafts)} draft layers"
+            expected = f"{numbers} of {self.model.name}"
+            raise contradiction("NAME", "place a layer", expected, f"layer {number}")
+        is_draft = number >= num_layers
+        prefix = f"draft.{number - num_layers}." if is_draft else f"layers.{number}."
+        paged = tokens is not None
+        tensors = tuple(tensor for tensor in layers[number] if tensor.paged == paged)
         if not tensors:
-            kind = "states" if tokens is None else "tokens"
-            cached = ", ".join(tensor.kind for tensor in layer) or "nothing"
-            raise differ(
-                "GROUP",
-                f"place {prefix}* of {self.model.name}",
-                f"a layer that caches {kind}",
-                cached,
-            )
+            action = f"place {prefix}* of {self.model.name}"
+            expected = f"a layer that caches {'tokens' if paged else 'states'}"
+            got = ", ".join(tensor.kind for tensor in layers[number]) or "nothing"
+            raise contradiction("GROUP", action, expected, got)
         for tensor in tensors:
             if tensor.scale_of is not None:
-                raise differ(
-                    "LAYOUT",
-                    f"place {prefix}{tensor.kind}",
-                    "a cache without scales",
-                    tensor.scale_of,
-                )
+                action = f"place {prefix}{tensor.kind}"
+                raise contradiction("LAYOUT", action, "a cache without scales", tensor.scale_of)
         return prefix, tensors
 
-    def add(self, memory: Any, pattern: str, tensor: LocalTensor, *, join: int = 1) -> None:
-        """Adds the view of ``tensor`` in ``memory``, whose dimensions ``pattern`` names.
+    def add(
+        self, memory: Any, pattern: str, tensor: LocalTensor, *, kernel_blocks: int = 1
+    ) -> None:
+        """Add the view of ``tensor`` in ``memory``, whose dimensions ``pattern`` names.
 
-        The dimension ``content`` holds all axes that the pattern does not name. A dimension of length 1 may have a name
-        that the tensor lacks. If ``join`` is more than 1, that many consecutive kernel blocks of the memory are one
-        block. Raises ``SIZE`` if lengths differ or kernel blocks are left over, ``DTYPE`` if element types differ.
+        The dimension ``content`` holds all axes that the pattern does not name, in their order. A
+        dimension of length 1 may have a name that the tensor lacks. ``kernel_blocks`` consecutive
+        blocks of the memory are one block. Raises ``SIZE`` if lengths differ or kernel blocks are
+        left over, ``DTYPE`` if element types differ.
         """
-        raw = view_of(
-            memory, pattern, name=tensor.name, group=self.groups[-1], region=everywhere(memory)
-        )
-        if raw.num_blocks % join:
-            what = f"join the kernel blocks of {tensor.name!r}"
-            raise differ("SIZE", what, f"a multiple of {join}", f"{raw.num_blocks} kernel blocks")
+        raw = view_at_addresses(memory, pattern, tensor.name, self.groups[-1])
+        num_blocks, num_left = divmod(raw.num_blocks, kernel_blocks)
+        if num_left:
+            action = f"join the kernel blocks of {tensor.name!r}"
+            got = f"{raw.num_blocks} kernel blocks"
+            raise contradiction("SIZE", action, f"a multiple of {kernel_blocks}", got)
         check_dtype(tensor, raw.dtype)
-        axes, stride, blocks = (
-            _axes(raw, tensor, join),
-            raw.block_stride_bytes * join,
-            raw.num_blocks // join,
-        )
         view = attrs.evolve(
-            raw, axes=axes, dtype=tensor.dtype, num_blocks=blocks, block_stride_bytes=stride
+            raw,
+            axes=_axes(raw, tensor, kernel_blocks),
+            dtype=tensor.dtype,
+            num_blocks=num_blocks,
+            block_stride_bytes=raw.block_stride_bytes * kernel_blocks,
         )
-        self.views.append((device_of(memory), view))
+        self.views.append(PlacedView(device_of(memory), view))
 
     def add_page(self, memory: Any, page: Page, conv: str = "DS") -> None:
-        """Adds the views of all tensors of ``page``, which is stored densely in each block of ``memory``.
+        """Add the views of all tensors of ``page``, which each block of ``memory`` stores densely.
 
-        Blocks are its first dimension. Raises ``SIZE`` if they have more bytes or fewer, ``STRIDE`` if the bytes of a
-        block have gaps.
+        Blocks are its first dimension. Raises ``SIZE`` if they have more bytes or fewer, ``STRIDE``
+        if the bytes of a block have gaps.
         """
-        dims = " ".join(f"dim{i}" for i in range(1, len(memory.shape)))
-        raw = view_of(
-            memory,
-            f"block {dims}",
-            name=page.name,
-            group=self.groups[-1],
-            region=everywhere(memory),
-        )
-        placed, sizes = place(Layout(conv=conv), page.name, [page], 1)
-        span = raw.end_bytes - raw.offset_bytes - (raw.num_blocks - 1) * raw.block_stride_bytes
-        for code, size in (("SIZE", raw.block_bytes), ("STRIDE", span)):
-            if size != sizes[page.name]:
-                raise differ(
-                    code,
-                    f"read page {page.name!r}",
-                    f"blocks of {sizes[page.name]} bytes",
-                    f"{size} bytes",
-                )
-        for view in placed:
-            at = raw.offset_bytes + view.offset_bytes
-            moved = attrs.evolve(
-                raw, name=view.name, dtype=view.dtype, axes=view.axes, offset_bytes=at
+        dims = [f"dim{number}" for number in range(1, len(memory.shape))]
+        raw = view_at_addresses(memory, " ".join(["block", *dims]), page.name, self.groups[-1])
+        # The page in a pool of one block has the offsets that it has in every block.
+        placed_views, region_bytes = place_pool(Layout(conv=conv), page.name, [page], 1)
+        page_bytes = region_bytes[page.name]
+        # The bytes that a block spans are more than it has if there are gaps between them.
+        blocks_before_last = (raw.num_blocks - 1) * raw.block_stride_bytes
+        spanned_bytes = raw.end_bytes - raw.offset_bytes - blocks_before_last
+        for code, block_bytes in (("SIZE", raw.block_bytes), ("STRIDE", spanned_bytes)):
+            if block_bytes != page_bytes:
+                action = f"read page {page.name!r}"
+                expected = f"blocks of {page_bytes} bytes"
+                raise contradiction(code, action, expected, f"{block_bytes} bytes")
+        # Each tensor of the page is a view with the blocks of the memory.
+        for placed in placed_views:
+            view = attrs.evolve(
+                raw,
+                name=placed.name,
+                dtype=placed.dtype,
+                axes=placed.axes,
+                offset_bytes=raw.offset_bytes + placed.offset_bytes,
             )
-            self.views.append((device_of(memory), moved))
+            self.views.append(PlacedView(device_of(memory), view))
 
     def finish(self) -> Worker:
-        """The worker. Its regions are the allocations and the memory that views span outside them."""
-        spans = [(device, view.offset_bytes, view.end_bytes) for device, view in self.views]
-        # Spans sorted by device and start: one that overlaps the span before is joined to it.
-        joined: list[tuple[Device, int, int]] = []
-        for device, start, stop in sorted([*self.allocations, *spans]):
-            if joined and joined[-1][0] == device and start < joined[-1][2]:
-                joined[-1] = device, joined[-1][1], max(stop, joined[-1][2])
-            else:
-                joined.append((device, start, stop))
-        regions = [
-            Region(f"kv.{i}", start, stop - start, *device)
-            for i, (device, start, stop) in enumerate(joined)
+        """Return the worker.
+
+        Its regions are the allocations and the memory that views span outside them.
+        """
+        intervals = [
+            MemoryInterval(device, view.offset_bytes, view.end_bytes) for device, view in self.views
         ]
+        intervals = _joined([*self.allocations, *intervals])
+        regions = []
+        for number, (device, start, stop) in enumerate(intervals):
+            regions.append(Region(f"kv.{number}", start, stop - start, *device))
         views = []
-        for (
-            device,
-            view,
-        ) in self.views:  # its region is the last one that starts before the view ends
-            region = regions[bisect_right(joined, (device, view.end_bytes)) - 1]
-            views.append(
-                attrs.evolve(
-                    view, region=region.name, offset_bytes=view.offset_bytes - region.address
-                )
-            )
-        return Worker(
-            self.info.engine_id, self.info.rank, regions, self.groups, views, self.model.name
-        )
+        for device, view in self.views:
+            # The region of a view is the last one that starts before the view ends.
+            region = regions[bisect_right(intervals, (device, view.end_bytes)) - 1]
+            offset_bytes = view.offset_bytes - region.address
+            views.append(attrs.evolve(view, region=region.name, offset_bytes=offset_bytes))
+        info = self.info
+        return Worker(info.engine_id, info.rank, regions, self.groups, views, self.model.name)
 
 
-def _axes(raw: View, tensor: LocalTensor, join: int) -> tuple[Axis, ...]:
-    """The axes of ``tensor`` with the strides of ``raw``, a view of the same bytes with the names of a pattern."""
-    own = {axis.name: axis for axis in tensor.axes}
+def _joined(intervals: Iterable[MemoryInterval]) -> list[MemoryInterval]:
+    """Return intervals in ascending order, those that overlap joined to one."""
+    # Intervals are sorted by device and start, so each can only overlap the last one.
+    joined: list[MemoryInterval] = []
+    for interval in sorted(intervals):
+        last = joined[-1] if joined else None
+        if last is not None and last.device == interval.device and interval.start < last.stop:
+            joined[-1] = last._replace(stop=max(interval.stop, last.stop))
+        else:
+            joined.append(interval)
+    return joined
+
+
+def _axes(raw: View, tensor: LocalTensor, kernel_blocks: int) -> tuple[Axis, ...]:
+    """Return the axes of ``tensor`` with the strides of ``raw``.
+
+    ``raw`` is a view of the same bytes with the names of a pattern.
+    """
+    tensor_axes = {axis.name: axis for axis in tensor.axes}
     named = {axis.name for axis in raw.axes}
-    inner = [axis for axis in tensor.axes if axis.name not in named and axis.name != TOKEN]
-    axes = (
-        [Axis(TOKEN, 0, join, join, raw.block_stride_bytes)]
-        if join > 1 or TOKEN in own.keys() - named
-        else []
-    )
+    # The axes that the pattern does not name are the content of a slot.
+    content = [axis for axis in tensor.axes if axis.name not in named and axis.name != TOKEN]
+    axes: list[Axis] = []
+    # Blocks that are joined, or slots that are blocks, step from block to block.
+    if kernel_blocks > 1 or TOKEN in tensor_axes.keys() - named:
+        axes.append(Axis(TOKEN, 0, kernel_blocks, kernel_blocks, raw.block_stride_bytes))
     for axis in raw.axes:
         if axis.name == CONTENT:
-            _check_size(
-                tensor, "*".join(inside.name for inside in inner), _extent(inner), axis.extent
-            )
-            for i, inside in enumerate(inner):  # each steps over all axes after it
-                axes.append(
-                    attrs.evolve(inside, stride_bytes=axis.stride_bytes * _extent(inner[i + 1 :]))
-                )
-        elif axis.name in own or axis.extent > 1:
+            names = "*".join(content_axis.name for content_axis in content)
+            _check_extent(tensor, names, _extent(content), axis.extent)
+            strides = dense_strides([axis.extent for axis in content], axis.stride_bytes)
+            for content_axis, stride in zip(content, strides, strict=True):
+                axes.append(attrs.evolve(content_axis, stride_bytes=stride))
+        elif axis.name in tensor_axes or axis.extent > 1:
             axes.append(axis)
     if CONTENT not in named:
-        axes += inner
-    for name in dict.fromkeys((*own, *(axis.name for axis in axes))):
-        wanted = own[name].extent if name in own else 1
-        _check_size(tensor, name, wanted, _extent(axis for axis in axes if axis.name == name))
-    return tuple(
-        attrs.evolve(own[axis.name], stride_bytes=axis.stride_bytes)
-        if axis.extent == own[axis.name].extent
-        else axis
-        for axis in axes
-    )
+        axes += content
+    # The digits of an axis have as many coordinates together as the tensor has.
+    for name in dict.fromkeys((*tensor_axes, *(axis.name for axis in axes))):
+        extent = tensor_axes[name].extent if name in tensor_axes else 1
+        _check_extent(tensor, name, extent, _extent(axis for axis in axes if axis.name == name))
+    return tuple(_with_part(axis, tensor_axes[axis.name]) for axis in axes)
 
 
-def _check_size(tensor: LocalTensor, name: str, wanted: int, found: int) -> None:
-    if wanted != found:
-        raise differ(
-            "SIZE", f"read axis {name!r} of tensor {tensor.name!r}", f"{wanted} coordinates", found
-        )
+def _with_part(axis: Axis, tensor_axis: Axis) -> Axis:
+    """Return an axis with the part that the tensor has of it, unless it is one of its digits."""
+    if axis.extent != tensor_axis.extent:
+        return axis
+    return attrs.evolve(tensor_axis, stride_bytes=axis.stride_bytes)
+
+
+def _check_extent(tensor: LocalTensor, axis_name: str, expected: int, got: int) -> None:
+    if expected != got:
+        action = f"read axis {axis_name!r} of tensor {tensor.name!r}"
+        raise contradiction("SIZE", action, f"{expected} coordinates", got)
 
 
 def _extent(axes: Iterable[Axis]) -> int:
     return math.prod(axis.extent for axis in axes)
 
 
-def check_dtype(tensor: LocalTensor, given: Any) -> None:
-    """Raises ``DTYPE`` unless ``given`` is the dtype of the tensor, or plain bytes if that has one byte."""
-    found = str(given).removeprefix("torch.")
-    if found != tensor.dtype and not (found in ("uint8", "int8") and ITEMSIZE[tensor.dtype] == 1):
-        raise differ("DTYPE", f"read tensor {tensor.name!r}", tensor.dtype, found)
+def check_dtype(tensor: LocalTensor, dtype: Any) -> None:
+    """Raise ``DTYPE`` unless a dtype is the tensor's own, or plain bytes if that has one byte."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    are_bytes = dtype_name in ("uint8", "int8") and ITEMSIZE[tensor.dtype] == 1
+    if dtype_name != tensor.dtype and not are_bytes:
+        raise contradiction("DTYPE", f"read tensor {tensor.name!r}", tensor.dtype, dtype_name)
 
 
-def strided(
+def dense_strides(shape: Sequence[int], size_bytes: int) -> list[int]:
+    """Return the strides of dimensions without gaps around elements of ``size_bytes``.
+
+    >>> dense_strides([3, 4, 5], 2)
+    [40, 10, 2]
+    """
+    return [size_bytes * math.prod(shape[place + 1 :]) for place in range(len(shape))]
+
+
+def strided_memory(
     memory: Any, dtype: str, address: int, shape: Sequence[int], strides: Sequence[int]
 ) -> Any:
-    """A tensor at an address of the device of ``memory``, with strides in bytes."""
+    """Return a tensor at an address of the device of ``memory``, with strides in bytes."""
     return SimpleNamespace(
         shape=tuple(shape),
         strides=tuple(strides),
@@ -327,9 +367,10 @@ def strided(
     )
 
 
-def everywhere(memory: Any) -> Region:
-    """All of the memory of a tensor's device, so that offsets in it are addresses."""
-    return Region("everywhere", 0, INT64_END - 1, *device_of(memory))
+def view_at_addresses(memory: Any, pattern: str, name: str, group: Group | str) -> View:
+    """Return a view of ``memory`` in a region of all its device, so that offsets are addresses."""
+    region = Region("everywhere", 0, INT64_END - 1, *device_of(memory))
+    return view_of(memory, pattern, name=name, group=group, region=region)
 
 
 def conv_order(
@@ -337,35 +378,35 @@ def conv_order(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[Any],
 ) -> str:
-    """Whether a layer's states of these shapes have steps inside channels (``DS``) or outside (``SD``).
+    """Return the order of a layer's states: steps inside channels (``DS``) or outside (``SD``).
 
-    Each section has one shape and dtype. That of a convolution has the channels of all its tensors; that of any other
-    has the axes of its one tensor. Raises ``SIZE`` or ``DTYPE`` if they are not those of the sections.
+    Each section has one shape and dtype. That of a convolution has the channels of all its tensors;
+    that of any other has the axes of its one tensor. Raises ``SIZE`` or ``DTYPE`` if they are not
+    those of the sections.
 
     >>> axes = (Axis("channel", 0, 96, 96, 0), Axis("step", 0, 3, 3, 0))
-    >>> conv_order([[LocalTensor("layers.0.conv.x", "state", "bfloat16", axes)]], [(3, 96)], ["torch.bfloat16"])
+    >>> tensor = LocalTensor("layers.0.conv.x", "state", "bfloat16", axes)
+    >>> conv_order([[tensor]], [(3, 96)], ["torch.bfloat16"])
     'SD'
     """
     if not len(sections) == len(shapes) == len(dtypes):
-        raise differ(
-            "SIZE",
-            f"read the states of {sections[0][0].name!r}",
-            f"{len(sections)} states",
-            len(shapes),
-        )
+        action = f"read the states of {sections[0][0].name!r}"
+        raise contradiction("SIZE", action, f"{len(sections)} states", len(shapes))
     order = "DS"
     for section, shape, dtype in zip(sections, shapes, dtypes, strict=True):
+        # All tensors of a section have its dtype; a convolution has the channels of all of them.
+        first = section[0]
         for tensor in section:
             check_dtype(tensor, dtype)
-        extents = tuple(axis.extent for axis in section[0].axes)
-        if any(axis.name == STEP for axis in section[0].axes):
+        extents = tuple(axis.extent for axis in first.axes)
+        if first.has(STEP):
             extents = (sum(tensor.axes[0].extent for tensor in section), extents[1])
             if tuple(shape) == extents[::-1]:
                 order = "SD"
                 continue
         if tuple(shape) != extents:
+            action = f"read the state of {first.name!r}"
             hint = "steps of drafts after the state's own are padding: describe the state in a View"
-            raise differ(
-                "SIZE", f"read the state of {section[0].name!r}", f"shape {extents}", tuple(shape)
-            ).with_hint(hint)
+            error = contradiction("SIZE", action, f"shape {extents}", tuple(shape))
+            raise error.with_hint(hint)
     return order

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvplan.bridges.assembly import Assembly, RankInfo, conv_order, differ, reads_engine
+from kvplan.bridges.assembly import Assembly, RankInfo, contradiction, conv_order, reads_engine
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import Page
 from kvplan.models.model import Model
@@ -28,28 +28,31 @@ PATTERNS: Final = MappingProxyType(
 
 @reads_engine("SGLang 0.5.23")
 def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
-    """The worker of an SGLang rank, from its ``token_to_kv_pool``.
+    """Return the worker of an SGLang rank, from its ``token_to_kv_pool``.
 
-    The pool is an ``MHATokenToKVPool`` (in the layout ``nhd``, ``hnd`` or ``vectorized_5d``), an ``MLATokenToKVPool``
-    or a ``DSATokenToKVPool``; a ``SWAKVPool`` of two of them; or a ``HybridLinearKVPool`` of one and a ``MambaPool``.
-    Blocks are pages: ``slot // page_size`` for the slot of a token. A sliding pool has slots of its own. The first
-    page, and slot 0 of states, hold no data of any request. Index keys come before their scales, as on CUDA.
+    The pool is an ``MHATokenToKVPool`` (in the layout ``nhd``, ``hnd`` or ``vectorized_5d``), an
+    ``MLATokenToKVPool`` or a ``DSATokenToKVPool``; a ``SWAKVPool`` of two of them; or a
+    ``HybridLinearKVPool`` of one and a ``MambaPool``. Blocks are pages: ``slot // page_size`` for
+    the slot of a token. A sliding pool has slots of its own. The first page, and slot 0 of states,
+    hold no data of any request. Index keys come before their scales, as on CUDA.
 
-    Raises ``LAYOUT`` for other layouts, for scales in buffers of their own, and for a window stored as a ring for each
-    request.
+    Raises ``LAYOUT`` for other layouts, for scales in buffers of their own, and for a window stored
+    as a ring for each request.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Pool
     >>> from kvplan import Model
     >>> from kvplan.bridges import RankInfo, from_sglang
-    >>> k, v = np.zeros((2, 28, 640 + 16, 4, 128), np.float16)  # slots, of which one page is padding; 4 heads of 8
-    >>> pool = Pool(page_size=16, start_layer=0, layer_num=28, kv_cache_layout="nhd", k_buffer=k, v_buffer=v)
+    >>> k, v = np.zeros((2, 28, 640 + 16, 4, 128), np.float16)  # one page of slots is padding
+    >>> pool = Pool(page_size=16, start_layer=0, layer_num=28, kv_cache_layout="nhd",
+    ...             k_buffer=k, v_buffer=v)
     >>> model = Model.shipped("qwen3-0.6b").with_dtypes("float16")
     >>> worker = from_sglang(model, RankInfo("decode", tp_rank=1, tp=2), pool)
     >>> print(worker)
     decode/0: 56 views of 28 tensors in 56 regions, 1 group
     >>> print(*worker.views[1].axes, sep="; ")
-    token [0, 16) of 16 stride 1024; head [4, 8) of 8 stride 256; kv [1, 2) of 2 stride 0; dim [0, 128) of 128 stride 2
+    token [0, 16) of 16 stride 1024; head [4, 8) of 8 stride 256; kv [1, 2) of 2 stride 0;
+    dim [0, 128) of 128 stride 2
     """
     assembly = Assembly(model, info)
     for part, layers in _parts(pool):
@@ -63,67 +66,64 @@ def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
 
 
 def _parts(pool: Any) -> Iterator[tuple[Any, dict[int, int]]]:
-    """The pools inside one, each with the model's layers and their indices in its buffers."""
+    """Yield the pools inside one, each with the model's layers and their indices in its buffers."""
     if hasattr(pool, "swa_kv_pool"):
         ring = getattr(pool, "swa_req_ring_size", None)
         if ring is not None:
-            raise differ(
-                "LAYOUT",
-                "read a pool of SGLang",
-                "pages of tokens",
-                f"a ring of {ring} for each request",
-            )
-        for part, sliding in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
-            yield (
-                part,
-                {
-                    layer: at
-                    for layer, (at, is_swa) in pool.layers_mapping.items()
-                    if is_swa == sliding
-                },
-            )
+            got = f"a ring of {ring} for each request"
+            raise contradiction("LAYOUT", "read a pool of SGLang", "pages of tokens", got)
+        # The mapping has the index of each layer, and whether it is one of the sliding pool.
+        full_layers: dict[int, int] = {}
+        sliding_layers: dict[int, int] = {}
+        for layer, (index, slides) in pool.layers_mapping.items():
+            layers = sliding_layers if slides else full_layers
+            layers[layer] = index
+        yield pool.full_kv_pool, full_layers
+        yield pool.swa_kv_pool, sliding_layers
     elif hasattr(pool, "full_kv_pool"):
         yield pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping)
     else:
-        yield pool, {pool.start_layer + i: i for i in range(pool.layer_num)}
+        yield pool, {pool.start_layer + index: index for index in range(pool.layer_num)}
 
 
 def _add_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> None:
+    """Add the views of one layer, which has an index in the buffers of a pool."""
+    action = "read a pool of SGLang"
     for name in ("k_scale_buffer", "kv_scale_buffer"):
         if getattr(pool, name, None) is not None:
-            raise differ("LAYOUT", "read a pool of SGLang", "no buffers of scales", name)
+            raise contradiction("LAYOUT", action, "no buffers of scales", name)
+    page_size = pool.page_size
     if hasattr(pool, "kv_buffer"):
         latent = assembly.attention(layer, "index")
-        assembly.add(pool.kv_buffer[index], "block head content", latent, join=pool.page_size)
-        keys = getattr(pool, "index_k_with_scale_buffer", None)
-        if (
-            keys is not None and keys[index].shape[0]
-        ):  # a layer that reuses the choice of the one before has no keys
-            assembly.add_page(keys[index], assembly.index(layer))
+        pattern = "block head content"
+        assembly.add(pool.kv_buffer[index], pattern, latent, kernel_blocks=page_size)
+        index_keys = getattr(pool, "index_k_with_scale_buffer", None)
+        # A layer that reuses the choice of the one before has no keys.
+        if index_keys is not None and index_keys[index].shape[0]:
+            assembly.add_page(index_keys[index], assembly.index(layer))
         return
-    if pool.kv_cache_layout not in PATTERNS:
-        raise differ(
-            "LAYOUT",
-            "read a pool of SGLang",
-            f"one of {', '.join(PATTERNS)}",
-            repr(pool.kv_cache_layout),
-        )
-    both, join = assembly.attention(layer), pool.page_size if pool.kv_cache_layout == "nhd" else 1
-    for i, buffers in enumerate((pool.k_buffer, pool.v_buffer)):
-        assembly.add(buffers[index], PATTERNS[pool.kv_cache_layout][i], k_or_v(both, i), join=join)
+    layout = pool.kv_cache_layout
+    if layout not in PATTERNS:
+        raise contradiction("LAYOUT", action, f"one of {', '.join(PATTERNS)}", repr(layout))
+    tensor = assembly.attention(layer)
+    # Slots are the first dimension of nhd, pages that of the other layouts.
+    kernel_blocks = page_size if layout == "nhd" else 1
+    for half, buffers in enumerate((pool.k_buffer, pool.v_buffer)):
+        pattern = PATTERNS[layout][half]
+        half_tensor = k_or_v(tensor, half)
+        assembly.add(buffers[index], pattern, half_tensor, kernel_blocks=kernel_blocks)
 
 
 def _add_states(assembly: Assembly, pool: Any) -> None:
-    """Adds the states of a ``MambaPool``, which stores convolutions and SSM states in separate buffers."""
+    """Add the states of a ``MambaPool``: convolutions and SSM states are in separate buffers."""
+    buffers = [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
+    # The first two dimensions of a buffer are layers and blocks.
+    shapes = [buffer.shape[2:] for buffer in buffers]
+    dtypes = [buffer.dtype for buffer in buffers]
     for index, layer in enumerate(pool.mamba_layer_ids):
-        if not index:
+        if index == 0:
             assembly.begin_group(layer, None)
-        sections, states = (
-            assembly.pages(layer)[STATE].sections,
-            [*pool.mamba_cache.conv, pool.mamba_cache.temporal],
-        )
-        order = conv_order(
-            sections, [state.shape[2:] for state in states], [state.dtype for state in states]
-        )
-        for section, state in zip(sections, states, strict=True):
-            assembly.add_page(state[index], Page.of(*section), order)
+        sections = assembly.pages(layer)[STATE].sections
+        order = conv_order(sections, shapes, dtypes)
+        for section, buffer in zip(sections, buffers, strict=True):
+            assembly.add_page(buffer[index], Page.of(*section), order)

@@ -1,9 +1,11 @@
 """The Worker of a vLLM rank, from its ``KVCacheConfig`` and the tensors that a connector registers.
 
-As in vLLM 0.32 and 0.33: ``KVCacheTensor``, ``create_kv_cache_views`` (vllm/v1/kv_cache_interface.py),
-``allocate_kv_cache`` (vllm/v1/worker/utils.py), ``extract_layer_index`` (vllm/model_executor/models/utils.py),
-``bind_kv_cache`` (vllm/model_executor/layers/mamba/abstract.py). For K and V, ``forward`` of the backends in
-vllm/v1/attention/backends, and ``reshape_and_cache`` of csrc/cpu/cpu_attn_vec.hpp and cpu_attn_amx.hpp.
+As in vLLM 0.32 and 0.33: ``KVCacheTensor``, ``create_kv_cache_views``
+(vllm/v1/kv_cache_interface.py), ``allocate_kv_cache`` (vllm/v1/worker/utils.py),
+``extract_layer_index`` (vllm/model_executor/models/utils.py), ``bind_kv_cache``
+(vllm/model_executor/layers/mamba/abstract.py). For K and V, ``forward`` of the backends in
+vllm/v1/attention/backends, and ``reshape_and_cache`` of csrc/cpu/cpu_attn_vec.hpp and
+cpu_attn_amx.hpp.
 """
 
 from __future__ import annotations
@@ -12,20 +14,21 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvplan._checks import instance, is_one_of
 from kvplan.bridges.assembly import (
     CONTENT,
     Assembly,
+    MemoryInterval,
     RankInfo,
+    contradiction,
     conv_order,
-    differ,
-    everywhere,
+    dense_strides,
     reads_engine,
-    strided,
+    strided_memory,
+    view_at_addresses,
 )
-from kvplan.describe.tensors import view_of
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import HEAD, KV, LAYER, LocalTensor
@@ -46,7 +49,7 @@ ALL_LAYERS: Final = (
     "block head layer kv token content",
     "block kv head layer token content",
 )
-"""Dimensions of one cache of all layers, in older releases: those of ``get_kv_cache_stride_order``."""
+"""Dimensions of one cache of all layers in older releases: ``get_kv_cache_stride_order``."""
 
 KV_LAYOUTS: Final = MappingProxyType(
     {
@@ -55,8 +58,11 @@ KV_LAYOUTS: Final = MappingProxyType(
         "amx": ("token dim token:16 dim:2", "dim token dim:16 token:2"),
     }
 )
-"""How a head of a block stores K and V. None: side by side in the content of each slot. Otherwise all of K comes before
-all of V, and these are the dimensions of K and of V: slots and elements, where a size is that of an inner digit."""
+"""The order of K and V in a head of a block.
+
+None: side by side in the content of each slot. Otherwise all of K comes before all of V, and these
+are the dimensions of K and of V: slots and elements, where a size is that of an inner digit.
+"""
 
 BACKENDS: Final = MappingProxyType(
     {
@@ -71,7 +77,7 @@ BACKENDS: Final = MappingProxyType(
         "CPU_ATTN amx": "amx",
     }
 )
-"""The layout of K and V by the name of an attention backend, and its instruction set if the layer has one."""
+"""The layout of K and V by the name of an attention backend, with its instruction set if any."""
 
 
 @reads_engine("vLLM 0.33")
@@ -85,36 +91,41 @@ def from_vllm(
     kv_layout: str | None = None,
     attending: Sequence[int] | None = None,
 ) -> Worker:
-    """The worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
+    """Return the worker of a vLLM rank, from its ``KVCacheConfig`` and its caches by layer name.
 
     ``kv_caches`` is the argument of a connector's ``register_kv_caches``. Each cache is
-    ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be kernel blocks. The
-    cache of a state layer is the bytes of its states; that of an indexer is its keys, then their scales, as on CUDA.
-    Groups without KV transfer are left out, and so are layers that use another's cache.
+    ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be
+    kernel blocks. The cache of a state layer is the bytes of its states; that of an indexer is its
+    keys, then their scales, as on CUDA. Groups without KV transfer are left out, and so are layers
+    that use another's cache.
 
-    ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Shape and strides do not say how a head of
-    a block stores K and V, but the attention backend of a layer does, and on a CPU its instruction set. If the backend
-    is not a known one, state the ``kv_layout``: ``content``, K and V side by side in each slot; ``vec``, K as
-    ``[dim, slot]``, then V as ``[slot, dim]``; or ``amx``, the tiles of cpu_attn_amx.hpp for bfloat16 and fp8.
+    ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Shape and strides do
+    not say how a head of a block stores K and V, but the attention backend of a layer does, and on
+    a CPU its instruction set. If the backend is not a known one, state the ``kv_layout``:
+    ``content``, K and V side by side in each slot; ``vec``, K as ``[dim, slot]``, then V as
+    ``[slot, dim]``; or ``amx``, the tiles of cpu_attn_amx.hpp for bfloat16 and fp8.
 
-    Where layers have K and V and a state too, vLLM numbers all attention first and all states after it, in the order of
-    layers. ``attending`` are the layers in the order in which vLLM numbers their attention, if that is another one.
+    Where layers have K and V and a state too, vLLM numbers all attention first and all states after
+    it, in the order of layers. ``attending`` are the layers in the order in which vLLM numbers
+    their attention, if that is another one.
 
-    Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]`` and latents
-    ``[block, slot, dim]``, all of layout ``content``. The argument of ``register_cross_layers_kv_cache``, one tensor of
-    all layers, takes the place of ``kv_caches``.
+    Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]``
+    and latents ``[block, slot, dim]``, all of layout ``content``. The argument of
+    ``register_cross_layers_kv_cache``, one tensor of all layers, takes the place of ``kv_caches``.
 
-    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT`` for a backend or a
-    shape that is not known; ``SIZE`` for kernel blocks that make up no whole number of blocks; ``BOUNDS`` if the caches
-    do not lie in one allocation as the config says.
+    Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT``
+    for a backend or a shape that is not known; ``SIZE`` for kernel blocks that make up no whole
+    number of blocks; ``BOUNDS`` if the caches do not lie in one allocation as the config says.
 
     >>> import numpy as np
     >>> from types import SimpleNamespace as Config
     >>> from kvplan import Model
     >>> from kvplan.bridges import RankInfo, from_vllm
     >>> names = [f"model.layers.{i}.self_attn.attn" for i in range(28)]
-    >>> memory = np.zeros((28, 100, 16, 4, 256), np.float16)  # layer, block, slot, 4 of 8 heads, K and V
-    >>> placed = Config(size=memory.nbytes, layers=names, offset=0, layer_stride=3276800, block_stride=32768)
+    >>> shape = (28, 100, 16, 4, 256)  # layer, block, slot, 4 of 8 heads, K and V
+    >>> memory = np.zeros(shape, np.float16)
+    >>> placed = Config(size=memory.nbytes, layers=names, offset=0,
+    ...                 layer_stride=3276800, block_stride=32768)
     >>> group = Config(layer_names=names, kv_cache_spec=Config(block_size=16))
     >>> config = Config(kv_cache_tensors=[placed], kv_cache_groups=[group])
     >>> caches = dict(zip(names, memory.transpose(0, 1, 3, 2, 4)))
@@ -125,17 +136,20 @@ def from_vllm(
     layers.27.attn; head [4, 8) of 8 stride 512; token [0, 16) of 16 stride 2048
     """
     if kv_layout is not None and not is_one_of(kv_layout, KV_LAYOUTS):
-        raise differ("LAYOUT", "read kv_layout", f"one of {', '.join(KV_LAYOUTS)}", repr(kv_layout))
-    assembly, layers = Assembly(model, info), instance(Mapping, layers, "layers")
+        expected = f"one of {', '.join(KV_LAYOUTS)}"
+        raise contradiction("LAYOUT", "read kv_layout", expected, repr(kv_layout))
+    assembly = Assembly(model, info)
+    layers = instance(Mapping, layers, "layers")
     numbered_apart = _numbered_apart(model, attending)
     tensors = kv_cache_config.kv_cache_tensors
-    placed = {name: (tensor, i) for tensor in tensors for i, name in enumerate(_names(tensor))}
+    places = _places(tensors)
     if not isinstance(kv_caches, Mapping):
         kv_caches = _by_layer(kv_caches, tensors)
     for group in kv_cache_config.kv_cache_groups:
-        names = [name for name in group.layer_names if name in placed]
+        names = [name for name in group.layer_names if name in places]
         if not names or not getattr(group, "enable_kv_transfer", True):
             continue
+        # The layers of a group may have specs of their own; the first one's is the group's.
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         spec = specs.get(names[0], group.kv_cache_spec)
         tokens = None if hasattr(spec, "shapes") else spec.block_size
@@ -143,58 +157,73 @@ def from_vllm(
         assembly.begin_group(first_layer, tokens, spread=getattr(spec, "dcp_sharded", True))
         for name in names:
             if name not in kv_caches:
-                raise differ(
-                    "NAME", "place a layer of vLLM", "a cache for each", f"none for {name!r}"
-                )
-            first = len(assembly.views)
-            layer_spec = specs.get(name, group.kv_cache_spec)
-            number = _layer_of(name, layer_spec, numbered_apart)
-            _add_layer(assembly, name, number, kv_caches[name], layer_spec, layers, kv_layout)
-            if hasattr(placed[name][0], "layers"):
-                _check_place(assembly, name, first, *placed[name])
+                action = "place a layer of vLLM"
+                raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
+            first_view = len(assembly.views)
+            spec = specs.get(name, group.kv_cache_spec)
+            number = _layer_of(name, spec, numbered_apart)
+            _add_layer(assembly, name, number, kv_caches[name], spec, layers, kv_layout)
+            if hasattr(places[name].tensor, "layers"):
+                _check_place(assembly, name, first_view, places[name])
     return assembly.finish()
 
 
+class TensorPlace(NamedTuple):
+    """The ``KVCacheTensor`` of a layer, and the layer's number in it."""
+
+    tensor: Any
+    number: int
+
+
+def _places(tensors: Sequence[Any]) -> dict[str, TensorPlace]:
+    """Return the place of each layer, by its name."""
+    places = {}
+    for tensor in tensors:
+        for number, name in enumerate(_names(tensor)):
+            places[name] = TensorPlace(tensor, number)
+    return places
+
+
 def _names(tensor: Any) -> Sequence[str]:
-    """The layers of a ``KVCacheTensor``. In older releases they share its bytes."""
+    """Return the layers of a ``KVCacheTensor``. In older releases they share its bytes."""
     names: Sequence[str] = tensor.layers if hasattr(tensor, "layers") else tensor.shared_by
     return names
 
 
-def _pattern(cache: Any, known: Sequence[str], num_layers: int = 0) -> list[str]:
-    """The dimensions of a cache: those of the one known pattern that fits its shape."""
-    shape, lengths = tuple(cache.shape), {KV: 2, LAYER: num_layers}
-    fits = [
-        names
-        for names in map(str.split, known)
-        if len(names) == len(shape)
-        and all(lengths.get(name, n) == n for name, n in zip(names, shape, strict=True))
-    ]
-    if len(fits) != 1:
-        raise differ(
-            "LAYOUT",
-            "read a cache of vLLM",
-            f"the shape of one of {', '.join(map(repr, known))}",
-            shape,
-        )
-    return fits[0]
+def _pattern(cache: Any, patterns: Sequence[str], num_layers: int = 0) -> list[str]:
+    """Return the dimensions of a cache: those of the one pattern that fits its shape."""
+    shape = tuple(cache.shape)
+    lengths = {KV: 2, LAYER: num_layers}
+    fitting = []
+    for names in map(str.split, patterns):
+        # Dimensions of any other name may have any length.
+        expected = [lengths.get(name, length) for name, length in zip(names, shape, strict=False)]
+        if len(names) == len(shape) and expected == [*shape]:
+            fitting.append(names)
+    if len(fitting) != 1:
+        shapes = f"the shape of one of {', '.join(map(repr, patterns))}"
+        raise contradiction("LAYOUT", "read a cache of vLLM", shapes, shape)
+    return fitting[0]
 
 
 def _by_layer(cache: Any, tensors: Sequence[Any]) -> dict[str, Any]:
-    """One cache of all layers as a cache for each, whose dimensions are among those of :data:`LATENTS` or HEADS."""
+    """Return one cache of all layers as a cache for each.
+
+    Its dimensions are among those of :data:`LATENTS` or :data:`HEADS`.
+    """
     names = _pattern(cache, ALL_LAYERS, len(tensors))
-    raw = view_of(cache, " ".join(names), name="layers", group="layers", region=everywhere(cache))
+    raw = view_at_addresses(cache, " ".join(names), "layers", "layers")
     axes = {axis.name: axis for axis in raw.axes}
+    # Of each layer: blocks first, then the dimensions of HEADS or LATENTS in their order.
     inner = [axes[name] for name in (KV, TOKEN, HEAD, CONTENT) if name in axes]
-    shape = raw.num_blocks, *(axis.extent for axis in inner)
-    strides = raw.block_stride_bytes, *(axis.stride_bytes for axis in inner)
-    return {
-        name: strided(
-            cache, raw.dtype, raw.offset_bytes + i * axes[LAYER].stride_bytes, shape, strides
-        )
-        for i, tensor in enumerate(tensors)
-        for name in _names(tensor)
-    }
+    shape = (raw.num_blocks, *(axis.extent for axis in inner))
+    strides = (raw.block_stride_bytes, *(axis.stride_bytes for axis in inner))
+    caches = {}
+    for index, tensor in enumerate(tensors):
+        address = raw.offset_bytes + index * axes[LAYER].stride_bytes
+        layer_cache = strided_memory(cache, raw.dtype, address, shape, strides)
+        caches.update(dict.fromkeys(_names(tensor), layer_cache))
+    return caches
 
 
 def _add_layer(
@@ -206,7 +235,7 @@ def _add_layer(
     layers: Mapping[str, Any],
     kv_layout: str | None,
 ) -> None:
-    """Adds the views of one layer."""
+    """Add the views of one layer, which has a number in the model."""
     if hasattr(spec, "shapes"):
         page = assembly.pages(number)[STATE]
         assembly.add_page(cache, page, conv_order(page.sections, spec.shapes, spec.dtypes))
@@ -215,109 +244,128 @@ def _add_layer(
         assembly.add_page(cache, assembly.index(number))
         return
     tensor = assembly.attention(number, "index")
-    has_kv = any(axis.name == KV for axis in tensor.axes)
+    has_kv = tensor.has(KV)
     names = _pattern(cache, HEADS if has_kv else LATENTS)
+    # The cache may have smaller blocks than the engine's block tables.
     slots = cache.shape[names.index(TOKEN)]
-    join, rest = divmod(spec.block_size, slots)
-    if rest:
-        expected, got = f"a divisor of {spec.block_size} tokens", f"{slots} in a kernel block"
-        raise differ("SIZE", f"join the kernel blocks of {name!r}", expected, got)
+    kernel_blocks, num_left = divmod(spec.block_size, slots)
+    if num_left:
+        action = f"join the kernel blocks of {name!r}"
+        expected = f"a divisor of {spec.block_size} tokens"
+        raise contradiction("SIZE", action, expected, f"{slots} in a kernel block")
     halves = KV_LAYOUTS[kv_layout or _kv_layout(name, layers.get(name))] if has_kv else None
     if halves is None:
-        assembly.add(cache, " ".join(names), tensor, join=join)
+        assembly.add(cache, " ".join(names), tensor, kernel_blocks=kernel_blocks)
         return
+    # K and V are views of their own.
     for half, dims in enumerate(halves):
         memory, pattern = _half(cache, half, dims, tensor)
-        assembly.add(memory, pattern, k_or_v(tensor, half), join=join)
+        assembly.add(memory, pattern, k_or_v(tensor, half), kernel_blocks=kernel_blocks)
 
 
 def _kv_layout(name: str, layer: Any) -> str:
-    """How the attention backend of a layer stores K and V."""
+    """Return how the attention backend of a layer stores K and V."""
+    # On a CPU, an attention backend has several layouts, by instruction set.
     backend = "no layer" if layer is None else layer.get_attn_backend().get_name()
     isa = getattr(layer, "isa", None)
     backend = f"{backend} {isa}" if isa else backend
     if backend not in BACKENDS:
-        known = f"kv_layout, or a layer whose backend is one of {', '.join(BACKENDS)}"
-        raise differ("LAYOUT", f"read K and V of {name!r}", known, backend)
+        expected = f"kv_layout, or a layer whose backend is one of {', '.join(BACKENDS)}"
+        raise contradiction("LAYOUT", f"read K and V of {name!r}", expected, backend)
     return BACKENDS[backend]
 
 
 def _half(cache: Any, half: int, dims: str, tensor: LocalTensor) -> tuple[Any, str]:
-    """K (0) or V (1) of a cache in which each head of a block has all of K before all of V; and its dimensions."""
-    raw = view_of(cache, PATTERN, name=tensor.name, group=tensor.group, region=everywhere(cache))
-    (head, token, content), size = raw.axes, raw.itemsize
+    """Return K (0) or V (1) of a cache in which each head of a block has all of K before all of V.
+
+    The second value is the pattern of its dimensions.
+    """
+    raw = view_at_addresses(cache, PATTERN, tensor.name, tensor.group)
+    head, token, content = raw.axes
+    itemsize = raw.itemsize
+    action = f"read tensor {tensor.name!r}"
     if content.extent % 2:
-        raise differ(
-            "SIZE",
-            f"read tensor {tensor.name!r}",
-            "K and V of equal length",
-            f"{content.extent} elements",
-        )
-    if (token.stride_bytes, content.stride_bytes) != (content.extent * size, size):
+        got = f"{content.extent} elements"
+        raise contradiction("SIZE", action, "K and V of equal length", got)
+    if (token.stride_bytes, content.stride_bytes) != (content.extent * itemsize, itemsize):
         got = f"slots {token.stride_bytes} bytes apart, elements {content.stride_bytes}"
-        raise differ(
-            "STRIDE", f"read tensor {tensor.name!r}", "dense slots in each head of a block", got
-        )
-    left = {TOKEN: token.extent, "dim": content.extent // 2}
-    elements = math.prod(left.values())
-    digits = [
-        (name, int(inner or 0)) for name, _, inner in (part.partition(":") for part in dims.split())
-    ]
-    for name, inner in digits:
-        if inner and left[name] % inner:
-            raise differ(
-                "SIZE",
-                f"read axis {name!r} of tensor {tensor.name!r}",
-                f"a multiple of {inner}",
-                left[name],
-            )
-        left[name] //= inner or 1
-    shape = [inner or left[name] for name, inner in digits]
-    strides = [size * math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    memory = strided(
+        raise contradiction("STRIDE", action, "dense slots in each head of a block", got)
+    lengths = {TOKEN: token.extent, "dim": content.extent // 2}
+    half_bytes = math.prod(lengths.values()) * itemsize
+    # A word of `dims` is the name of a dimension, with its size if it is an inner digit. Outer
+    # digits have the lengths that inner ones leave.
+    names = []
+    inner_sizes = []
+    for word in dims.split():
+        name, _, inner_size = word.partition(":")
+        names.append(name)
+        inner_sizes.append(int(inner_size or 0))
+    for name, size in zip(names, inner_sizes, strict=True):
+        if size and lengths[name] % size:
+            action = f"read axis {name!r} of tensor {tensor.name!r}"
+            raise contradiction("SIZE", action, f"a multiple of {size}", lengths[name])
+        lengths[name] //= size or 1
+    shape = [size or lengths[name] for name, size in zip(names, inner_sizes, strict=True)]
+    memory = strided_memory(
         cache,
         raw.dtype,
-        raw.offset_bytes + half * elements * size,
+        raw.offset_bytes + half * half_bytes,
         (raw.num_blocks, head.extent, *shape),
-        (raw.block_stride_bytes, head.stride_bytes, *strides),
+        (raw.block_stride_bytes, head.stride_bytes, *dense_strides(shape, itemsize)),
     )
-    return memory, " ".join(["block", HEAD, *(name for name, _ in digits)])
+    return memory, " ".join(["block", HEAD, *names])
 
 
-def _check_place(assembly: Assembly, name: str, first: int, tensor: Any, index: int) -> None:
-    """Checks that the views from ``first`` on lie where a ``KVCacheTensor`` places its layer number ``index``."""
-    (device, view), what = assembly.views[first], f"place the cache of {name!r}"
+def _check_place(assembly: Assembly, name: str, first_view: int, place: TensorPlace) -> None:
+    """Raise ``STRIDE`` or ``BOUNDS`` if a layer's views lie elsewhere than its tensor says.
+
+    They are the views from ``first_view`` on.
+    """
+    tensor = place.tensor
+    device, view = assembly.views[first_view]
+    action = f"place the cache of {name!r}"
     if view.block_stride_bytes != tensor.block_stride:
-        raise differ(
-            "STRIDE", what, f"blocks {tensor.block_stride} bytes apart", view.block_stride_bytes
+        expected = f"blocks {tensor.block_stride} bytes apart"
+        raise contradiction("STRIDE", action, expected, view.block_stride_bytes)
+    # All tensors lie in one allocation, which begins before the offset of each.
+    start = view.offset_bytes - tensor.offset - place.number * tensor.layer_stride
+    stop = start + tensor.size
+    assembly.allocations.add(MemoryInterval(device, start, stop))
+    allocations = sorted(interval for interval in assembly.allocations if interval.device == device)
+    if len(allocations) > 1:
+        places = [f"{interval.start:#x} to {interval.stop:#x}" for interval in allocations]
+        raise contradiction(
+            "BOUNDS", action, f"one allocation, {places[0]}", f"another, {places[1]}"
         )
-    start = view.offset_bytes - tensor.offset - index * tensor.layer_stride
-    assembly.allocations.add((device, start, start + tensor.size))
-    known = sorted(allocation for allocation in assembly.allocations if allocation[0] == device)
-    if len(known) > 1:
-        places = [f"{start:#x} to {stop:#x}" for _, start, stop in known]
-        raise differ("BOUNDS", what, f"one allocation, {places[0]}", f"another, {places[1]}")
-    end = max(view.end_bytes for _, view in assembly.views[first:])
-    if end > start + tensor.size:
-        raise differ("BOUNDS", what, f"bytes below {start + tensor.size:#x}", f"{end:#x}")
+    # The layer lies inside that allocation.
+    end = max(view.end_bytes for _, view in assembly.views[first_view:])
+    if end > stop:
+        raise contradiction("BOUNDS", action, f"bytes below {stop:#x}", f"{end:#x}")
 
 
 def _numbered_apart(model: Model, attending: Sequence[int] | None) -> Sequence[int]:
-    """The layers of a model in the order of their attention's numbers, if its states have numbers of their own.
+    """Return the layers of a model in the order of their attention's numbers.
 
-    In vLLM no two caches have the same number. So where a layer has two, all states are numbered after all attention
-    (``ssm_layer_idx`` of falcon_h1.py, ``layer2block_map`` of zamba2.py, in vllm/model_executor/models).
+    There are none unless its states have numbers of their own. In vLLM no two caches have the same
+    number. So where a layer has two, all states are numbered after all attention
+    (``ssm_layer_idx`` of falcon_h1.py, ``layer2block_map`` of zamba2.py, in
+    vllm/model_executor/models).
     """
-    kinds = [{tensor.paged for tensor in layer} for layer in model.layers]
-    in_order = [layer for layer, paged in enumerate(kinds) if True in paged]
+    in_order = []
+    has_both = False
+    for number, layer in enumerate(model.layers):
+        attends = any(tensor.paged for tensor in layer)
+        if attends:
+            in_order.append(number)
+            has_both |= not all(tensor.paged for tensor in layer)
     if attending is not None and sorted(attending) != in_order:
-        raise differ("NAME", "number the attention of vLLM", f"layers {in_order}", [*attending])
-    has_both = any(len(paged) == 2 for paged in kinds)
+        action = "number the attention of vLLM"
+        raise contradiction("NAME", action, f"layers {in_order}", [*attending])
     return (attending or in_order) if has_both else ()
 
 
 def _layer_of(name: str, spec: Any, numbered_apart: Sequence[int]) -> int:
-    """The layer of the model to which vLLM's layer belongs."""
+    """Return the layer of the model to which vLLM's layer belongs."""
     number = _number(name)
     num_attending = len(numbered_apart)
     if not num_attending:
@@ -325,12 +373,14 @@ def _layer_of(name: str, spec: Any, numbered_apart: Sequence[int]) -> int:
     is_state = hasattr(spec, "shapes")
     if is_state == (number < num_attending):
         expected = f"a number from {num_attending} on" if is_state else f"below {num_attending}"
-        raise differ("NAME", f"read the layer name {name!r}", expected, number)
+        raise contradiction("NAME", f"read the layer name {name!r}", expected, number)
     return number - num_attending if is_state else numbered_apart[number]
 
 
 def shared_attention(layers: Sequence[int], num_blocks: int) -> list[int]:
-    """The ``attending`` of Zamba2: ``layers`` take turns in attention blocks, and vLLM numbers block by block.
+    """Return the ``attending`` of Zamba2: ``layers`` take turns in attention blocks.
+
+    vLLM numbers block by block.
 
     >>> shared_attention([5, 11, 17, 23, 29], num_blocks=2)
     [5, 17, 29, 11, 23]
@@ -340,8 +390,9 @@ def shared_attention(layers: Sequence[int], num_blocks: int) -> list[int]:
 
 
 def _number(name: str) -> int:
-    """The one number in vLLM's name of a layer."""
+    """Return the one number in vLLM's name of a layer."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
-        raise differ("NAME", f"read the layer name {name!r}", "one number", f"{len(numbers)}")
+        action = f"read the layer name {name!r}"
+        raise contradiction("NAME", action, "one number", f"{len(numbers)}")
     return numbers[0]

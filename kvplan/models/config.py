@@ -1,6 +1,6 @@
 """Reading a Hugging Face config.json: what each layer caches, or a refusal that names the key.
 
-:func:`read` applies what the file's :class:`Family` says; the families are in
+:func:`read_config` applies what the file's :class:`Family` says; the families are in
 :mod:`kvplan.models.families`. The other functions read single values.
 """
 
@@ -146,7 +146,7 @@ def _frozen(keys: Config) -> Config:
 
 @attrs.frozen
 class Family:
-    """How to read the files of one ``model_type``: what layers cache, and of which kind each is.
+    """The rules by which files of one ``model_type`` are read: what layers of which kind cache.
 
     ``defaults`` are the keys that the family reads, with the values of those that a file leaves
     out. ``keys`` computes more of them from the others. ``layers`` is the rule for files without a
@@ -169,7 +169,7 @@ class Family:
         config = {**config, **_keys_of_kind(kind, config)}
         tensors: Layer = ()
         if kind == SLIDING:
-            tensors = self.attention(config, SLIDING, count(config, "sliding_window"))
+            tensors = self.attention(config, SLIDING, integer_of(config, "sliding_window"))
         elif kind in (FULL, BOTH):
             tensors = self.attention(config, FULL, None)
         if self.state is not None and kind in (STATE, BOTH):
@@ -180,11 +180,8 @@ class Family:
 def _keys_of_kind(kind: str, config: Config) -> dict[str, Any]:
     """Return the keys that are stated for layers of one kind alone, without the prefix."""
     prefix = "swa_" if kind == SLIDING else "full_"
-    keys = {}
-    for key, value in config.items():
-        if key.startswith(prefix) and value is not None:
-            keys[key.removeprefix(prefix)] = value
-    return keys
+    stated_keys = [key for key, value in config.items() if value is not None]
+    return {key[len(prefix) :]: config[key] for key in stated_keys if key.startswith(prefix)}
 
 
 @attrs.frozen
@@ -202,7 +199,7 @@ class Registry:
 
 @attrs.frozen
 class ModelConfig:
-    """What a config.json says about the caches of a model.
+    """The caches of a model, as its config.json states them.
 
     ``layers`` and ``drafts`` have the tensors of each layer and draft layer. ``dtype`` is that of
     the attention cache. ``query_heads`` counts the heads that attend, if the file states it.
@@ -215,7 +212,7 @@ class ModelConfig:
     query_heads: int | None
 
 
-def read(
+def read_config(
     config: Any, registry: Registry, with_drafts: bool, like: str | None = None
 ) -> ModelConfig:
     """Return what the layers of a model cache, by its config.json.
@@ -233,7 +230,7 @@ def read(
     >>> from kvplan.models.families import REGISTRY
     >>> keys = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
     >>> sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    >>> model = read({**keys, **sizes}, REGISTRY, with_drafts=False)
+    >>> model = read_config({**keys, **sizes}, REGISTRY, with_drafts=False)
     >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
@@ -245,10 +242,10 @@ def read(
     num_owners = _num_owners(config, family, kinds)
     owners = _owners(config, family, kinds, num_owners)
     sharers: Layers = ((),) * (len(kinds) - num_owners)
-    num_drafts = count(config, DRAFTS, high=MAX_LAYERS) if with_drafts else 0
+    num_drafts = integer_of(config, DRAFTS, high=MAX_LAYERS) if with_drafts else 0
     drafts = (_draft(config, owners, num_drafts),) * num_drafts
-    states_heads = config.get(key_of(config, NUM_HEADS)) is not None
-    query_heads = count(config, NUM_HEADS) if states_heads else None
+    has_heads = config.get(stated_key(config, NUM_HEADS)) is not None
+    query_heads = integer_of(config, NUM_HEADS) if has_heads else None
     return ModelConfig(config["model_type"], (*owners, *sharers), drafts, cache_dtype, query_heads)
 
 
@@ -259,7 +256,7 @@ def _cache_dtype(quantization: Any, weights_dtype: str) -> str:
     """
     if not isinstance(quantization, Mapping):
         return weights_dtype
-    key = key_of(quantization, ("kv_cache_scheme", "kv_cache_quant_algo"))
+    key = stated_key(quantization, ("kv_cache_scheme", "kv_cache_quant_algo"))
     scheme = quantization.get(key)
     if scheme is None:
         return weights_dtype
@@ -277,7 +274,7 @@ def _num_owners(config: Config, family: Family, kinds: Sequence[str]) -> int:
     """Return how many layers have a cache of their own; the last ones may share earlier caches."""
     if "num_kv_shared_layers" not in family.defaults:
         return len(kinds)
-    num_shared = count(config, "num_kv_shared_layers", 0, low=0, high=len(kinds))
+    num_shared = integer_of(config, "num_kv_shared_layers", 0, low=0, high=len(kinds))
     num_owners = len(kinds) - num_shared
     if not {*kinds[num_owners:]} <= {*kinds[:num_owners]}:
         earlier = "an earlier layer of the same kind that has one"
@@ -294,6 +291,7 @@ def _owners(config: Config, family: Family, kinds: Sequence[str], num_owners: in
     layers: list[Layer] = []
     for layer_number, kind in enumerate(kinds[:num_owners]):
         own_keys = exceptions.get(layer_number, {})
+        # Layers of one kind with equal keys of their own are equal.
         content = kind, json.dumps(own_keys, sort_keys=True, default=str)
         if content not in layer_of:
             layer = family.cache(kind, {**config, **own_keys})
@@ -305,28 +303,31 @@ def _owners(config: Config, family: Family, kinds: Sequence[str], num_owners: in
 
 def _as_full(layer: Layer) -> Layer:
     """Return the layer with sliding tensors in the group of full attention."""
-    return tuple(attrs.evolve(t, group=FULL) if t.group == SLIDING else t for t in layer)
+    return tuple(tensor.in_group(FULL) if tensor.group == SLIDING else tensor for tensor in layer)
 
 
 def _draft(config: Config, layers: Layers, num_drafts: int) -> Layer:
     """Return the tensors of a draft layer: those of the first layer with full attention."""
-    layers_that_attend = (layer for layer in layers if any(t.group == FULL for t in layer))
-    layer = next(layers_that_attend, ())
+    layer = next(filter(_attends_to_all, layers), ())
     if num_drafts and not layer:
         expected = "none in a model without attention layers"
-        raise unusable(key_of(config, DRAFTS), expected, num_drafts)
+        raise unusable(stated_key(config, DRAFTS), expected, num_drafts)
     return tuple(tensor for tensor in layer if tensor.paged)
+
+
+def _attends_to_all(layer: Layer) -> bool:
+    return any(tensor.group == FULL for tensor in layer)
 
 
 def _exceptions(config: Config, num_layers: int) -> dict[int, Config]:
     """Return what ``per_layer_config`` states of single layers, by their number."""
     per_layer = config.get("per_layer_config") or {}
-    number_of = {str(layer_number): layer_number for layer_number in range(num_layers)}
-    if not isinstance(per_layer, Mapping) or not all(
-        str(layer) in number_of and isinstance(keys, Mapping) for layer, keys in per_layer.items()
-    ):
+    numbers = {str(layer_number): layer_number for layer_number in range(num_layers)}
+    # JSON has the numbers of layers as text.
+    has_layers = isinstance(per_layer, Mapping) and {*map(str, per_layer)} <= {*numbers}
+    if not has_layers or not all(isinstance(keys, Mapping) for keys in per_layer.values()):
         raise unusable("per_layer_config", "a mapping of layers to mappings of keys", per_layer)
-    return {number_of[str(layer)]: keys for layer, keys in per_layer.items()}
+    return {numbers[str(layer)]: keys for layer, keys in per_layer.items()}
 
 
 def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[str, Any], Family]:
@@ -338,16 +339,17 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
         got = type(config).__name__
         expected = "a mapping, as json.load makes it of a config.json"
         raise KVPlanError("TYPE", "read a model configuration", expected=expected, got=got)
-    weights_dtype = dtype(config, "bfloat16")
+    weights_dtype = dtype_of(config, "bfloat16")
     stated_always = SIZES
     # A file of several modalities has its decoder inside, perhaps more than one level deep.
-    while isinstance(config, Mapping) and not config.get("is_encoder_decoder"):
-        decoder = _nested_decoder(config)
+    while not config.get("is_encoder_decoder"):
+        decoders = (config[key] for key in NESTED if isinstance(config.get(key), Mapping))
+        decoder = next(decoders, None)
         if decoder is None:
             break
         config = {"model_type": registry.outer.get(str(config.get("model_type"))), **decoder}
         stated_always = frozenset()
-        weights_dtype = dtype(config, weights_dtype)
+        weights_dtype = dtype_of(config, weights_dtype)
     model_type = _model_type(config, registry, like)
     family = registry.families[model_type]
     defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
@@ -355,11 +357,6 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
     _check_keys(config, family)
     computed = family.keys(config) if family.keys else {}
     return {**config, **computed}, family
-
-
-def _nested_decoder(config: Config) -> Config | None:
-    decoders = (config[key] for key in NESTED if isinstance(config.get(key), Mapping))
-    return next(decoders, None)
 
 
 def _model_type(config: Config, registry: Registry, like: str | None) -> str:
@@ -370,35 +367,20 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
     reason = registry.refused.get(str(model_type))
     if config.get("is_encoder_decoder"):
         reason = "the decoder also reads a cache of the encoder's outputs, which has no block table"
-    action = "read a model configuration"
     if reason:
-        raise KVPlanError(
-            "CONFIG",
-            f"{action} of type {model_type!r}",
-            expected="a model whose cache is known",
-            got=reason,
-            hint=WAY_OUT,
-            model_type=model_type,
-        )
+        of_type = f" of type {model_type!r}"
+        expected = "a model whose cache is known"
+        raise _refusal(of_type, expected, reason, WAY_OUT, model_type=model_type)
     if like is not None and (model_type is None or isinstance(model_type, str)):
         if model_type in families:
-            raise KVPlanError(
-                "CONFIG",
-                f"{action} like {like!r}",
-                expected="one of an unknown type",
-                got=repr(model_type),
-                model_type=model_type,
-            )
+            expected = "one of an unknown type"
+            got = repr(model_type)
+            raise _refusal(f" like {like!r}", expected, got, model_type=model_type)
         model_type = like
     if not isinstance(model_type, str) or model_type not in families:
-        raise KVPlanError(
-            "CONFIG",
-            action,
-            expected=f"one of the {len(families)} types in models.FAMILIES",
-            got=repr(model_type),
-            hint=f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip(),
-            model_type=model_type,
-        )
+        expected = f"one of the {len(families)} types in models.FAMILIES"
+        hint = f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip()
+        raise _refusal("", expected, repr(model_type), hint, model_type=model_type)
     return model_type
 
 
@@ -411,19 +393,15 @@ def _check_keys(config: Config, family: Family) -> None:
         foreign_keys = {key for key in foreign_keys if "window" not in key}
     for key in sorted(foreign_keys & {*config}):
         if config[key] not in (None, False, 0, [], {}):
-            raise KVPlanError(
-                "CONFIG",
-                f"read a model configuration of type {config['model_type']!r}",
-                expected=f"no {key!r}, which this type doesn't have",
-                got=repr(config[key]),
-                hint=f"remove {key!r} if the model doesn't use it; {WAY_OUT}",
-                key=key,
-            )
+            expected = f"no {key!r}, which this type doesn't have"
+            hint = f"remove {key!r} if the model doesn't use it; {WAY_OUT}"
+            of_type = f" of type {config['model_type']!r}"
+            raise _refusal(of_type, expected, repr(config[key]), hint, key=key)
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
     """Return the kind of each layer: as the file lists them, or by the rule of the family."""
-    key = key_of(config, ("layer_types", "layers_block_type"))
+    key = stated_key(config, ("layer_types", "layers_block_type"))
     is_listed = config.get(key) is not None
     kinds = _listed_kinds(config, key, family) if is_listed else family.layers(config)
     return kinds if family.last is None else [*kinds[:-1], family.last]
@@ -449,8 +427,9 @@ def _listed_kinds(config: Config, key: str, family: Family) -> list[str]:
     # Values of any kind may stand in the list, so they are compared as text.
     is_sequence = isinstance(types, list | tuple) and 0 < len(types) <= MAX_LAYERS
     is_list_of_types = is_sequence and {*map(str, types)} <= {*possible_types}
+    # A file with a list need not state the number of its layers.
     default = len(types) if is_list_of_types else None
-    num_layers = count(config, NUM_LAYERS, default, high=MAX_LAYERS)
+    num_layers = integer_of(config, NUM_LAYERS, default, high=MAX_LAYERS)
     if not is_list_of_types or len(types) != num_layers:
         raise unusable(key, f"{num_layers} of {', '.join(possible_types)}", types)
     return [LAYER_TYPES[layer_type] for layer_type in types]
@@ -469,7 +448,7 @@ def shipped_configs() -> dict[str, Any]:
     return configs
 
 
-def count(
+def integer_of(
     config: Config,
     keys: Keys,
     default: int | None = None,
@@ -481,27 +460,27 @@ def count(
 
     Raises ``CONFIG`` if there is none, or if it lies outside ``[low, high)``.
 
-    >>> count({"n_groups": None, "mamba_n_groups": 8}, ("n_groups", "mamba_n_groups"))
+    >>> integer_of({"n_groups": None, "mamba_n_groups": 8}, ("n_groups", "mamba_n_groups"))
     8
     """
-    key = key_of(config, keys)
+    key = stated_key(config, keys)
     value = config.get(key, default)
     if value is None:
-        action = f"read a model configuration of type {config.get('model_type')!r}"
+        of_type = f" of type {config.get('model_type')!r}"
         got = "null" if key in config else "no such key"
-        raise KVPlanError("CONFIG", action, expected=f"a value for key {key!r}", got=got, key=key)
+        raise _refusal(of_type, f"a value for key {key!r}", got, key=key)
     try:
         return integer(value, key, low=low, high=high)
     except KVPlanError:
         raise unusable(key, f"an integer in [{low}, {high})", value) from None
 
 
-def dtype(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -> str:
+def dtype_of(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -> str:
     """Return the element type under a key.
 
     ``dtype`` takes precedence over ``torch_dtype``, as in transformers.
     """
-    value = config.get(key_of(config, keys))
+    value = config.get(stated_key(config, keys))
     if value is None:
         value = default
     dtype_name = str(value).removeprefix("torch.")
@@ -511,7 +490,7 @@ def dtype(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -
     return dtype_name
 
 
-def key_of(config: Config, keys: Keys) -> str:
+def stated_key(config: Config, keys: Keys) -> str:
     """Return the first of the keys that has a value, or else the first."""
     if isinstance(keys, str):
         return keys
@@ -522,3 +501,9 @@ def unusable(key: str, expected: str, value: Any) -> KVPlanError:
     """Return the error for a value that no model can have."""
     action = f"use {key!r} of a model configuration"
     return KVPlanError("CONFIG", action, expected=expected, got=repr(value), key=key, value=value)
+
+
+def _refusal(suffix: str, expected: str, got: str, hint: str = "", **details: Any) -> KVPlanError:
+    """Return the error for a file that cannot be read. ``suffix`` says of which type it is."""
+    action = f"read a model configuration{suffix}"
+    return KVPlanError("CONFIG", action, expected=expected, got=got, hint=hint, **details)

@@ -3,10 +3,10 @@
 One rule reads most families: K and V of each head (or a latent for all heads, if the family has
 ``kv_lora_rank``) of every layer, in a window if the family has ``sliding_window``; ``layer_types``
 says which layers slide, have a state, or cache nothing. families.json lists the keys that each
-family reads, with the defaults of its class in transformers 5.23. :data:`SPECIAL` has the families
-that need more: the rule that gives the kind of each layer if the file has no list of them
-(``configuration_*.py``), the state of recurrent layers, and keys that are computed from others
-(``modeling_*.py``). :data:`REFUSED` says why kvplan doesn't read the others.
+family reads, with the defaults of its class in transformers 5.23, and those that its class lacks.
+:data:`FAMILIES` names the families that need more: the rule that gives the kind of each layer if
+the file has no list of them (``configuration_*.py``), the state of recurrent layers, and keys that
+are computed from others (``modeling_*.py``). :data:`REFUSED` says why kvplan doesn't read the rest.
 
 ``num_key_value_heads: null`` means ``num_attention_heads``, ``head_dim: null`` means
 ``hidden_size // num_attention_heads``. Sizes that every published file states
@@ -37,9 +37,9 @@ from kvplan.models.config import (
     LayerRule,
     Registry,
     StateReader,
-    count,
-    dtype,
-    key_of,
+    dtype_of,
+    integer_of,
+    stated_key,
     unusable,
 )
 from kvplan.models.tensors import (
@@ -65,22 +65,24 @@ _HEAD_DIM: Final = ("attention_head_dim", "head_dim", "kv_channels")
 
 def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return K and V of each head. V has ``v_head_dim`` elements, if the family has that key."""
-    heads_key = key_of(config, _KV_HEADS)
-    num_heads = count(config, heads_key if config.get(heads_key) is not None else NUM_HEADS)
-    num_query_heads = count(config, NUM_HEADS, num_heads)
+    # A file without a number of KV heads has one for each query head.
+    heads_key = stated_key(config, _KV_HEADS)
+    num_heads = integer_of(config, heads_key if config.get(heads_key) is not None else NUM_HEADS)
+    num_query_heads = integer_of(config, NUM_HEADS, num_heads)
     if num_query_heads % num_heads:
         expected = f"a divisor of num_attention_heads {num_query_heads}"
         raise unusable(heads_key, expected, num_heads)
-    dim_key = key_of(config, _HEAD_DIM)
+    # A file without a size of heads divides the width of the model among them.
+    dim_key = stated_key(config, _HEAD_DIM)
     if config.get(dim_key) is not None:
-        dim = count(config, dim_key)
+        dim = integer_of(config, dim_key)
     else:
-        dim, remainder = divmod(count(config, HIDDEN), count(config, NUM_HEADS))
+        dim, remainder = divmod(integer_of(config, HIDDEN), integer_of(config, NUM_HEADS))
         if remainder or not dim:
-            width_key = key_of(config, HIDDEN)
+            width_key = stated_key(config, HIDDEN)
             expected = f"a multiple of num_attention_heads {num_query_heads}"
             raise unusable(width_key, expected, config[width_key])
-    value_dim = count(config, "v_head_dim", dim) if config.get("v_head_dim") else dim
+    value_dim = integer_of(config, "v_head_dim", dim) if config.get("v_head_dim") else dim
     return attention(num_heads, dim, group, window, value_dim)
 
 
@@ -88,8 +90,8 @@ def mla(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return one latent for all heads, or K and V of each head if ``kv_lora_rank`` is null."""
     if "kv_lora_rank" in config and config["kv_lora_rank"] is None:
         return kv_heads(config, group, window)
-    rank = count(config, "kv_lora_rank")
-    rope_dim = count(config, "qk_rope_head_dim")
+    rank = integer_of(config, "kv_lora_rank")
+    rope_dim = integer_of(config, "qk_rope_head_dim")
     return latent(rank, rope_dim, group, window)
 
 
@@ -100,19 +102,17 @@ def sparse_mla(config: Config, group: str = FULL, window: int | None = None) -> 
     """
     if group == SLIDING or config.get("use_dsa") is False:
         return mla(config, group, window)
-    rank = count(config, "kv_lora_rank")
-    rope_dim = count(config, "qk_rope_head_dim")
-    tensors = sparse_latent(rank, rope_dim, count(config, "index_head_dim"))
+    rank = integer_of(config, "kv_lora_rank")
+    rope_dim = integer_of(config, "qk_rope_head_dim")
+    tensors = sparse_latent(rank, rope_dim, integer_of(config, "index_head_dim"))
+    # The first tensor is the latent, the others are those of the indexer.
     return tensors[:1] if config.get("shares_index") else tensors
 
 
 def stated_window(config: Config, group: str = FULL, window: int | None = None) -> Layer:
-    """Return K and V of each head, in a window if the file states one.
-
-    (vllm/model_executor/models/nemotron_h.py, 0.33)
-    """
-    states_window = config.get("sliding_window") is not None
-    return kv_heads(config, group, count(config, "sliding_window") if states_window else None)
+    """Return K and V of each head, in a window if the file states one (nemotron_h.py of vLLM)."""
+    has_window = config.get("sliding_window") is not None
+    return kv_heads(config, group, integer_of(config, "sliding_window") if has_window else None)
 
 
 def mamba1_state(config: Config, width_key: str | None = None) -> Layer:
@@ -120,7 +120,7 @@ def mamba1_state(config: Config, width_key: str | None = None) -> Layer:
 
     The number of its channels is under ``width_key``, or a multiple of the model's width.
     """
-    state_size = count(config, ("state_size", "mamba_d_state"))
+    state_size = integer_of(config, ("state_size", "mamba_d_state"))
     steps = _steps(config, ("conv_kernel", "mamba_d_conv"))
     return mamba1(_channels(config, width_key), state_size, steps, *_dtypes(config))
 
@@ -131,12 +131,12 @@ _GROUPS: Final = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 def mamba2_state(config: Config) -> Layer:
     """Return the state of a Mamba-2 layer."""
-    num_heads = count(config, _HEADS)
-    dim = count(config, ("mamba_d_head", "mamba_head_dim", "head_dim"))
-    num_groups = count(config, _GROUPS)
-    state_size = count(config, ("mamba_d_state", "ssm_state_size", "state_size"))
+    num_heads = integer_of(config, _HEADS)
+    dim = integer_of(config, ("mamba_d_head", "mamba_head_dim", "head_dim"))
+    num_groups = integer_of(config, _GROUPS)
+    state_size = integer_of(config, ("mamba_d_state", "ssm_state_size", "state_size"))
     if num_heads % num_groups:
-        raise unusable(key_of(config, _GROUPS), f"a divisor of {num_heads} heads", num_groups)
+        raise unusable(stated_key(config, _GROUPS), f"a divisor of {num_heads} heads", num_groups)
     steps = _steps(config, ("mamba_d_conv", "conv_kernel"))
     return mamba2(num_heads, dim, num_groups, state_size, steps, *_dtypes(config))
 
@@ -147,21 +147,21 @@ def granite_state(config: Config) -> Layer:
     It may state how wide each head is, too.
     """
     channels = _channels(config, "mamba_d_ssm")
-    num_heads = count(config, _HEADS)
+    num_heads = integer_of(config, _HEADS)
     states_dim = config.get("mamba_d_head") not in (None, "auto")
-    dim = count(config, "mamba_d_head") if states_dim else channels // num_heads
+    dim = integer_of(config, "mamba_d_head") if states_dim else channels // num_heads
     if dim * num_heads != channels:
         expected = f"heads that make up the {channels} channels"
-        raise unusable(key_of(config, _HEADS), expected, num_heads)
+        raise unusable(stated_key(config, _HEADS), expected, num_heads)
     return mamba2_state({**config, "mamba_d_head": dim})
 
 
 def delta_state(config: Config) -> Layer:
     """Return the state of a gated delta layer."""
-    key_heads = count(config, "linear_num_key_heads")
-    value_heads = count(config, "linear_num_value_heads")
-    key_dim = count(config, "linear_key_head_dim")
-    value_dim = count(config, "linear_value_head_dim")
+    key_heads = integer_of(config, "linear_num_key_heads")
+    value_heads = integer_of(config, "linear_num_value_heads")
+    key_dim = integer_of(config, "linear_key_head_dim")
+    value_dim = integer_of(config, "linear_value_head_dim")
     if value_heads % key_heads:
         expected = f"a divisor of linear_num_value_heads {value_heads}"
         raise unusable("linear_num_key_heads", expected, key_heads)
@@ -171,14 +171,14 @@ def delta_state(config: Config) -> Layer:
 
 def kimi_state(config: Config) -> Layer:
     """Return the state of Kimi delta attention."""
-    num_heads = count(config, "linear_num_heads")
-    dim = count(config, "linear_head_dim")
+    num_heads = integer_of(config, "linear_num_heads")
+    dim = integer_of(config, "linear_head_dim")
     steps = _steps(config, "linear_conv_kernel_dim")
     return delta(num_heads, dim, num_heads, dim, steps, *_dtypes(config))
 
 
 def bailing_state(config: Config) -> Layer:
-    """Return the state of lightning attention in files of Ling 2.5, else of Kimi delta attention.
+    """Return the state of lightning attention in files of Ling 2.5, else that of Kimi.
 
     (bailing_moe_linear.py of vLLM 0.33)
     """
@@ -189,6 +189,7 @@ def bailing_state(config: Config) -> Layer:
 
 def lightning_state(config: Config) -> Layer:
     """Return the state of a lightning attention layer: a matrix for each query head."""
+    # Without a number of KV heads, they are as many as the query heads.
     (query_heads,) = kv_heads({**config, "num_key_value_heads": None, "v_head_dim": None})
     sizes = dict(query_heads.axes)
     _, ssm_dtype = _dtypes(config)
@@ -197,7 +198,7 @@ def lightning_state(config: Config) -> Layer:
 
 def short_conv(config: Config) -> Layer:
     """Return the last inputs of a short convolution over the model's width."""
-    channels = count(config, HIDDEN)
+    channels = integer_of(config, HIDDEN)
     steps = _steps(config, "conv_L_cache")
     conv_dtype, _ = _dtypes(config)
     return convolution(channels, steps, conv_dtype)
@@ -205,13 +206,13 @@ def short_conv(config: Config) -> Layer:
 
 def _channels(config: Config, width_key: str | None) -> int:
     if width_key is not None and config.get(width_key) is not None:
-        return count(config, width_key)
-    return count(config, ("expand", "mamba_expand")) * count(config, HIDDEN)
+        return integer_of(config, width_key)
+    return integer_of(config, ("expand", "mamba_expand")) * integer_of(config, HIDDEN)
 
 
 def _steps(config: Config, keys: Keys) -> int:
     """Return how many inputs a convolution stores: of width ``w``, the last ``w - 1``."""
-    return count(config, keys, low=2) - 1
+    return integer_of(config, keys, low=2) - 1
 
 
 def _dtypes(config: Config) -> tuple[str, str]:
@@ -219,8 +220,8 @@ def _dtypes(config: Config) -> tuple[str, str]:
 
     Files of Nemotron-H and Qwen3.5 may state the second.
     """
-    conv_dtype = dtype(config, "bfloat16")
-    return conv_dtype, dtype(config, "float32", ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+    conv_dtype = dtype_of(config, "bfloat16")
+    return conv_dtype, dtype_of(config, "float32", ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
 
 
 # Keys that are computed from others
@@ -231,15 +232,12 @@ def query_width(config: Config) -> Config:
 
     Its attention reads the layer's input beside the embeddings, so the heads are twice as wide.
     """
-    dim = 2 * count(config, HIDDEN) // count(config, NUM_HEADS)
+    dim = 2 * integer_of(config, HIDDEN) // integer_of(config, NUM_HEADS)
     return {} if config.get("attention_head_dim") is not None else {"attention_head_dim": dim}
 
 
 def falcon_heads(config: Config) -> Config:
-    """Return one KV head (``multi_query``), unless a new file states how many.
-
-    (FalconConfig, GPTBigCodeConfig)
-    """
+    """Return one KV head (``multi_query``), unless a new file states how many (FalconConfig)."""
     is_grouped = config.get("new_decoder_architecture") or not config["multi_query"]
     return {"num_key_value_heads": config.get("num_kv_heads") if is_grouped else 1}
 
@@ -251,7 +249,7 @@ def chatglm_heads(config: Config) -> Config:
     """
     if config["multi_query_attention"]:
         return {}
-    return {"multi_query_group_num": count(config, NUM_HEADS)}
+    return {"multi_query_group_num": integer_of(config, NUM_HEADS)}
 
 
 def nested_heads(config: Config) -> Config:
@@ -270,6 +268,7 @@ def global_heads(config: Config) -> Config:
     """
     if config.get("per_layer_config") is not None:
         return {}
+    # Keys that begin with full_ count only for layers that attend to all positions.
     keys = {"full_head_dim": config["global_head_dim"]}
     num_heads = config.get("num_global_key_value_heads")
     if config.get("attention_k_eq_v") and num_heads is not None:
@@ -277,40 +276,28 @@ def global_heads(config: Config) -> Config:
     return keys
 
 
-_KIMI_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "num_heads": "linear_num_heads",
-        "head_dim": "linear_head_dim",
-        "short_conv_kernel_size": "linear_conv_kernel_dim",
-    }
-)
+_LINEAR_KEYS: Final = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+_KIMI_KEYS: Final = ("num_heads", "head_dim", "short_conv_kernel_size")
+_BAILING_KEYS: Final = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
 
 
 def kimi_keys(config: Config) -> Config:
     """Return the sizes of linear layers that ``linear_attn_config`` states (KimiLinearConfig)."""
     sizes = _linear_attn_config(config)
-    return {_KIMI_NAMES[key]: value for key, value in sizes.items() if key in _KIMI_NAMES}
-
-
-_BAILING_SOURCES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "linear_num_heads": "num_attention_heads",
-        "linear_head_dim": "head_dim",
-        "linear_conv_kernel_dim": "short_conv_kernel_size",
-    }
-)
+    names = zip(_LINEAR_KEYS, _KIMI_KEYS, strict=True)
+    return {key: sizes[kimi_key] for key, kimi_key in names if kimi_key in sizes}
 
 
 def bailing_keys(config: Config) -> Config:
     """Return the sizes of linear layers, which have the query heads (BailingHybridConfig)."""
-    missing_keys = [key for key in _BAILING_SOURCES if config.get(key) is None]
-    return {key: config.get(_BAILING_SOURCES[key]) for key in missing_keys}
+    names = zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True)
+    return {key: config.get(source) for key, source in names if config.get(key) is None}
 
 
 def olmo_keys(config: Config) -> Config:
     """Return what a file leaves out, from its heads and its width (OlmoHybridConfig)."""
-    num_heads = count(config, NUM_HEADS)
-    width = count(config, HIDDEN)
+    num_heads = integer_of(config, NUM_HEADS)
+    width = integer_of(config, HIDDEN)
     key_heads = config.get("linear_num_key_heads") or num_heads
     value_heads = config.get("linear_num_value_heads") or num_heads
     key_dim = config.get("linear_key_head_dim") or int(0.75 * width / key_heads)
@@ -323,29 +310,23 @@ def olmo_keys(config: Config) -> Config:
 
 
 def grouped_heads(config: Config) -> Config:
-    """Return the KV heads that files of Step-3.5 may state as groups.
-
-    (vllm/model_executor/models/step3p5.py)
-    """
+    """Return the KV heads that files of Step-3.5 may state as groups (step3p5.py of vLLM)."""
     num_groups = config.get("num_attention_groups")
     return {} if num_groups is None else {"num_key_value_heads": num_groups}
 
 
-def two_in_each(config: Config) -> Config:
-    """Return twice as many layers as the file has, each of which attends twice.
-
-    (LongcatFlashConfig)
-    """
-    return {"num_hidden_layers": 2 * count(config, "num_layers", high=MAX_LAYERS)}
+def double_layers(config: Config) -> Config:
+    """Return twice as many layers as the file has: each attends twice (LongcatFlashConfig)."""
+    return {"num_hidden_layers": 2 * integer_of(config, "num_layers", high=MAX_LAYERS)}
 
 
-def window_of(key: str, tokens_of: Callable[[int], int] = int) -> KeyRule:
+def window_from(key: str, tokens_of: Callable[[int], int] = int) -> KeyRule:
     """Return the rule for layers that see as many tokens as follow from the value under ``key``."""
 
     def rule(config: Config) -> Config:
         if config.get(key) is None:
             return {}
-        return {"sliding_window": tokens_of(count(config, key))}
+        return {"sliding_window": tokens_of(integer_of(config, key))}
 
     return rule
 
@@ -356,9 +337,9 @@ def sliding_heads(config: Config) -> Config:
     Where they leave out the heads, transformers doubles those of the other layers.
     """
     num_heads = config.get("swa_num_key_value_heads")
-    keys = {"swa_num_key_value_heads": num_heads or 2 * count(config, "num_key_value_heads")}
+    keys = {"swa_num_key_value_heads": num_heads or 2 * integer_of(config, "num_key_value_heads")}
     if config.get("sliding_window_size") is not None:
-        keys["sliding_window"] = count(config, "sliding_window_size") + 1
+        keys["sliding_window"] = integer_of(config, "sliding_window_size") + 1
     return keys
 
 
@@ -374,14 +355,16 @@ def shared_indexers(config: Config) -> Config:
     is_sequence = isinstance(types, list | tuple | str)
     if not is_sequence or {*map(str, types)} - {"full", "shared", "F", "S"}:
         raise unusable("indexer_types", "full or shared for each layer", types)
+    # Layers that share are exceptions: they have no indexer of their own.
     sharers = [layer for layer, kind in enumerate(types) if kind in ("shared", "S")]
-    return {"per_layer_config": {i: {"shares_index": True} for i in sharers}} if sharers else {}
+    exceptions = {layer: {"shares_index": True} for layer in sharers}
+    return {"per_layer_config": exceptions} if exceptions else {}
 
 
 def _periodic_indexers(config: Config) -> list[str]:
     """Return ``F`` for each layer with an indexer of its own, one of a period, else ``S``."""
-    period = count(config, "index_topk_freq")
-    offset = count(config, "index_skip_topk_offset", low=0)
+    period = integer_of(config, "index_topk_freq")
+    offset = integer_of(config, "index_skip_topk_offset", low=0)
     layers = range(_num_layers(config))
     return ["S" if max(layer - offset + 1, 0) % period else "F" for layer in layers]
 
@@ -395,10 +378,7 @@ def all_of(kind: str) -> LayerRule:
 
 
 def all_slide(config: Config) -> list[str]:
-    """All layers slide if the file has a window in use, else none.
-
-    (``get_layer_types_and_kwargs``)
-    """
+    """All layers slide if the file has a window in use, else none, as in transformers."""
     return [SLIDING if _uses_window(config) else FULL] * _num_layers(config)
 
 
@@ -426,23 +406,23 @@ def all_but_each(
     """
 
     def rule(config: Config) -> list[str]:
-        num_layers_of_period = period if isinstance(period, int) else count(config, period)
+        num_layers_of_period = period if isinstance(period, int) else integer_of(config, period)
         if offset is None:
             place = num_layers_of_period - 1
         elif isinstance(offset, int):
             place = offset
         else:
-            place = count(config, offset, low=0, high=num_layers_of_period)
-        kinds = []
-        for layer in range(_num_layers(config)):
-            is_full = layer < first or layer % num_layers_of_period == place
-            kinds.append(FULL if is_full else kind)
+            place = integer_of(config, offset, low=0, high=num_layers_of_period)
+        kinds = [kind] * _num_layers(config)
+        for layer in range(len(kinds)):
+            if layer < first or layer % num_layers_of_period == place:
+                kinds[layer] = FULL
         return kinds if last is None else [*kinds[:-1], last]
 
     return rule
 
 
-def listed(key: str, absent: str, kind: str = FULL) -> LayerRule:
+def by_list(key: str, absent: str, kind: str = FULL) -> LayerRule:
     """Return the rule that a list under ``key`` has the layers of a kind that attends.
 
     The others have a state. Without such a list, all layers are of the kind ``absent``.
@@ -450,6 +430,7 @@ def listed(key: str, absent: str, kind: str = FULL) -> LayerRule:
 
     def rule(config: Config) -> list[str]:
         layers = range(_num_layers(config))
+        # Values of any kind may stand in the list, so they are compared as text.
         numbers = config.get(key)
         if numbers is None:
             return [absent for _ in layers]
@@ -464,31 +445,20 @@ def listed(key: str, absent: str, kind: str = FULL) -> LayerRule:
 def upper_slide(config: Config) -> list[str]:
     """Layers from ``max_window_layers`` on slide, if sliding is in use (Qwen2Config)."""
     layers = range(_num_layers(config))
-    if not _uses_window(config):
-        return [FULL for _ in layers]
-    first = count(config, "max_window_layers", low=0)
+    in_use = _uses_window(config)
+    first = integer_of(config, "max_window_layers", low=0) if in_use else len(layers)
     return [SLIDING if layer >= first else FULL for layer in layers]
 
 
 def every_other_lower_slides(config: Config) -> list[str]:
-    """Every other layer below ``max_window_layers`` slides, if sliding is in use.
-
-    (Qwen2MoeConfig)
-    """
-    layers = range(_num_layers(config))
+    """Every other layer below ``max_window_layers`` slides, if any does (Qwen2MoeConfig)."""
     in_use = config["use_sliding_window"]
-    end = count(config, "max_window_layers", low=0) if in_use else 0
-    return [SLIDING if layer < end and layer % 2 == 0 else FULL for layer in layers]
+    end = integer_of(config, "max_window_layers", low=0) if in_use else 0
+    sliding_layers = range(0, end, 2)
+    return [SLIDING if layer in sliding_layers else FULL for layer in range(_num_layers(config))]
 
 
-_LETTERS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "M": STATE,
-        "*": FULL,
-        "-": NONE,
-        "E": NONE,
-    }
-)
+_LETTERS: Final = MappingProxyType({"M": STATE, "*": FULL, "-": NONE, "E": NONE})
 
 
 def by_letter(config: Config) -> list[str]:
@@ -512,6 +482,7 @@ def numbered_from_one(config: Config) -> list[str]:
     if "full_attn_layers" not in linear_attn_config or "kda_layers" not in linear_attn_config:
         return [FULL if layer and layer % 4 == 0 else STATE for layer in range(num_layers)]
     lists = {key: linear_attn_config[key] for key in ("full_attn_layers", "kda_layers")}
+    # Values of any kind may stand in the lists, so they are compared as text.
     numbers: list[str] = []
     for numbers_of_kind in lists.values():
         is_list = isinstance(numbers_of_kind, list | tuple)
@@ -542,6 +513,7 @@ def by_flags(key: str, kinds: Mapping[int, str], otherwise: LayerRule | None = N
 
     def rule(config: Config) -> list[str]:
         num_layers = _num_layers(config)
+        # Flags of any kind may stand in the list, so they are compared as text.
         flags = config.get(key)
         if not flags and otherwise is not None:
             return otherwise(config)
@@ -553,11 +525,8 @@ def by_flags(key: str, kinds: Mapping[int, str], otherwise: LayerRule | None = N
     return rule
 
 
-def repeated(config: Config) -> list[str]:
-    """``sliding_window_pattern`` is a number, or a letter for each layer of a period.
-
-    (Exaone4Config)
-    """
+def by_period(config: Config) -> list[str]:
+    """``sliding_window_pattern`` is a number, or the letters of a period (Exaone4Config)."""
     pattern = config.get("sliding_window_pattern")
     if config.get("sliding_window") is None:
         return all_of(FULL)(config)
@@ -566,17 +535,16 @@ def repeated(config: Config) -> list[str]:
     if not pattern or {*pattern} - {*"LG"}:
         raise unusable("sliding_window_pattern", "a number, or letters of L and G", pattern)
     num_layers = _num_layers(config)
-    kinds = []
-    for layer in range(num_layers):
-        slides = pattern[layer % len(pattern)] == "L" and layer < num_layers - 1
-        kinds.append(SLIDING if slides else FULL)
-    return kinds
+    # The letters of all periods, at least as many as there are layers; the last layer is full.
+    letters = pattern * (num_layers // len(pattern) + 1)
+    kinds = [SLIDING if letter == "L" else FULL for letter in letters[:num_layers]]
+    return [*kinds[:-1], FULL]
 
 
 def after_dense(config: Config) -> list[str]:
     """The first layers may have a pattern of their own (Cohere2MoeConfig)."""
     num_layers = _num_layers(config)
-    num_dense = count(config, "first_k_dense_replace", 0, low=0)
+    num_dense = integer_of(config, "first_k_dense_replace", 0, low=0)
     if num_dense > num_layers:
         raise unusable("first_k_dense_replace", f"at most {num_layers} layers", num_dense)
     dense_kinds = _pattern(config, "prefix_dense_sliding_window_pattern", num_dense)
@@ -597,17 +565,14 @@ def from_last(config: Config) -> list[str]:
 
 
 def conv_and_slide(config: Config) -> list[str]:
-    """Every other layer attends, the first of them in a window; the rest are convolutions.
-
-    (Lfm3Config)
-    """
-    kind_of_place = {0: SLIDING, 2: FULL}
-    layers = range(_num_layers(config))
-    return [kind_of_place.get(layer % 4, STATE) if layer else STATE for layer in layers]
+    """Every second layer attends, in a window in turn; others are convolutions (Lfm3Config)."""
+    period = (SLIDING, STATE, FULL, STATE)
+    kinds = [period[layer % 4] for layer in range(_num_layers(config))]
+    return [STATE, *kinds[1:]]
 
 
 def _num_layers(config: Config) -> int:
-    return count(config, NUM_LAYERS, high=MAX_LAYERS)
+    return integer_of(config, NUM_LAYERS, high=MAX_LAYERS)
 
 
 # The families
@@ -620,8 +585,6 @@ _TABLE: Final[Mapping[str, Mapping[str, Any]]] = json.loads(
 _CLASS_DEFAULTS: Final = MappingProxyType({**_TABLE["families"], **_TABLE["others"]})
 """The keys that each family reads, with the defaults of its class."""
 
-_NO_KEYS: Final[Config] = MappingProxyType({})
-
 
 def _families(
     *model_types: str,
@@ -630,53 +593,40 @@ def _families(
     state: StateReader | None = None,
     keys: KeyRule | None = None,
     last: str | None = None,
-    defaults: Config = _NO_KEYS,
 ) -> dict[str, Family]:
-    """Return the families of some types, which differ only in the defaults of their classes.
+    """Return the families of some types, which differ only in their defaults.
 
-    ``defaults`` are those of keys that the classes lack. Without ``attention``, a family that has
-    the keys of latents keeps latents, any other K and V of each head.
+    Without ``attention``, a family that has the keys of latents keeps latents, any other K and V of
+    each head.
     """
     families = {}
     for model_type in model_types:
-        class_defaults = _CLASS_DEFAULTS[model_type]
-        families[model_type] = Family(
-            defaults={**class_defaults, **defaults},
-            layers=layers,
-            attention=attention or _attention_of(class_defaults),
-            state=state,
-            keys=keys,
-            last=last,
-        )
+        # Files may state keys that the class of the family lacks.
+        defaults = {**_CLASS_DEFAULTS[model_type], **_TABLE["unlisted"].get(model_type, {})}
+        reader = attention or _attention_of(defaults)
+        families[model_type] = Family(defaults, layers, reader, state, keys, last)
     return families
 
 
-def _attention_of(class_defaults: Config) -> AttentionReader:
-    if "index_head_dim" in class_defaults:
+def _attention_of(defaults: Config) -> AttentionReader:
+    if "index_head_dim" in defaults:
         return sparse_mla
-    return mla if "kv_lora_rank" in class_defaults else kv_heads
+    return mla if "kv_lora_rank" in defaults else kv_heads
 
 
-def _unset(*keys: str) -> Config:
-    """Return keys that a family reads where a file states them."""
-    return MappingProxyType(dict.fromkeys(keys))
+# A window of Cohere counts the tokens before one; that of ModernBERT reaches in both directions.
+_WITH_OWN_TOKEN: Final = window_from("sliding_window", lambda tokens_before: tokens_before + 1)
+_HALF_WINDOW: Final = window_from("local_attention", lambda tokens: tokens // 2)
+_MAMBA_STATE: Final = partial(mamba1_state, width_key="intermediate_size")
 
-
-_INDEXERS: Final[Config] = MappingProxyType(
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
-        "indexer_types": None,
-        "index_topk_pattern": None,
-        "index_topk_freq": 1,
-        "index_skip_topk_offset": 2,
-    }
-)
-_SLIDING_HEADS: Final = _unset("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim")
-
-_WINDOWS: Final[Mapping[str, Family]] = MappingProxyType(
-    {
+        # One rule reads all families but those that follow.
+        **_families(*_CLASS_DEFAULTS),
+        # Families with layers that slide
         **_families("cohere_compass_text", "laguna", "mellum", layers=all_of(FULL)),
         **_families("cwm", "granite_swa", "granitemoe_swa", layers=all_but_each(SLIDING, 4, 0)),
-        **_families("exaone4", "exaone_moe", layers=repeated),
+        **_families("exaone4", "exaone_moe", layers=by_period),
         **_families("gemma2", "gpt_oss", "vaultgemma", layers=all_but_each(SLIDING, 2)),
         **_families("gemma3n_text", "kolibri1", layers=all_but_each(SLIDING, 5)),
         **_families("muse_glimmer_text", "muse_spark_text", layers=from_last),
@@ -688,22 +638,13 @@ _WINDOWS: Final[Mapping[str, Family]] = MappingProxyType(
         **_families("qwen2_5_omni_text", "qwen3", "dots1", "mimo", layers=upper_slide),
         **_families("deepseek_ocr2_text", layers=upper_slide),
         **_families("qwen2_moe", layers=every_other_lower_slides),
+        **_families("gemma3_text", layers=all_but_each(SLIDING, "sliding_window_pattern")),
         **_families(
             "cohere2",
             layers=all_but_each(SLIDING, "sliding_window_pattern"),
-            keys=window_of("sliding_window", lambda tokens_before: tokens_before + 1),
-            defaults={"sliding_window_pattern": 4},
+            keys=_WITH_OWN_TOKEN,
         ),
-        **_families(
-            "cohere2_moe",
-            layers=after_dense,
-            keys=window_of("sliding_window", lambda tokens_before: tokens_before + 1),
-        ),
-        **_families(
-            "gemma3_text",
-            layers=all_but_each(SLIDING, "sliding_window_pattern"),
-            defaults={"sliding_window_pattern": 6},
-        ),
+        **_families("cohere2_moe", layers=after_dense, keys=_WITH_OWN_TOKEN),
         **_families(
             "gemma4_text",
             "gemma4_unified_text",
@@ -711,7 +652,6 @@ _WINDOWS: Final[Mapping[str, Family]] = MappingProxyType(
             layers=all_but_each(SLIDING, 6),
             keys=global_heads,
             last=FULL,
-            defaults={"global_head_dim": 512, "num_global_key_value_heads": None},
         ),
         **_families(
             "llama4_text",
@@ -720,7 +660,8 @@ _WINDOWS: Final[Mapping[str, Family]] = MappingProxyType(
                 {0: FULL, 1: SLIDING},
                 otherwise=all_but_each(SLIDING, "no_rope_layer_interval"),
             ),
-            keys=window_of("attention_chunk_size"),  # one chunk at most (Llama4TextConfig)
+            # A layer sees one chunk at most (Llama4TextConfig).
+            keys=window_from("attention_chunk_size"),
         ),
         **_families(
             "mimo_v2_flash",
@@ -730,106 +671,43 @@ _WINDOWS: Final[Mapping[str, Family]] = MappingProxyType(
                 otherwise=all_but_each(SLIDING, 6, first=1),
             ),
             keys=sliding_heads,
-            defaults={**_SLIDING_HEADS, **_unset("hybrid_layer_pattern", "sliding_window_size")},
         ),
         **_families(
             "modernbert-decoder",
             layers=all_but_each(SLIDING, "global_attn_every_n_layers", 0),
-            # The window is in both directions (ModernBertDecoderConfig).
-            keys=window_of("local_attention", lambda tokens: tokens // 2),
-            defaults={
-                "global_attn_every_n_layers": 3,
-                "local_attention": 128,
-                "sliding_window": None,
-            },
+            keys=_HALF_WINDOW,
         ),
-    }
-)
-"""Families with layers that slide."""
-
-_HEADS_AND_LATENTS: Final[Mapping[str, Family]] = MappingProxyType(
-    {
+        # Families that state their heads or their latents in a way of their own
         **_families("chatglm", keys=chatglm_heads),
-        **_families("dbrx", keys=nested_heads, defaults=_unset("num_key_value_heads")),
-        **_families("falcon", keys=falcon_heads),
-        **_families("gpt_bigcode", keys=falcon_heads, defaults=_unset("num_key_value_heads")),
-        **_families(
-            "hunyuan_v1_dense",
-            "hunyuan_v1_moe",
-            "hunyuan_vl_text",
-            defaults=_unset("attention_head_dim"),
-        ),
-        **_families("longcat_flash", keys=two_in_each),
+        **_families("dbrx", keys=nested_heads),
+        **_families("falcon", "gpt_bigcode", keys=falcon_heads),
+        **_families("longcat_flash", keys=double_layers),
+        **_families("step3p5", layers=all_of(FULL), keys=grouped_heads),
+        **_families("deepseek_v32", "glm_moe_dsa", "hy_v4", keys=shared_indexers),
+        **_families("dots3_note_text", layers=all_but_each(SLIDING, 4, 1, first=2)),
         **_families(
             "minimax_m2",
             layers=by_flags("attn_type_list", {1: FULL}, otherwise=all_of(FULL)),
-            defaults=_unset("attn_type_list"),
         ),
-        **_families(
-            "step3p5",
-            layers=all_of(FULL),
-            keys=grouped_heads,
-            defaults=_unset("num_attention_groups"),
-        ),
-        **_families("deepseek_v32", "glm_moe_dsa", keys=shared_indexers, defaults=_INDEXERS),
-        **_families("hy_v4", keys=shared_indexers, defaults={**_INDEXERS, "index_topk_freq": 4}),
-        **_families(
-            "dots3_note_text",
-            layers=all_but_each(SLIDING, 4, 1, first=2),
-            defaults={
-                **_SLIDING_HEADS,
-                "sliding_window": 512,
-                "swa_kv_lora_rank": 1024,
-                "swa_qk_rope_head_dim": 64,
-                "use_dsa": None,
-            },
-        ),
-    }
-)
-"""Families that state their heads or their latents in a way of their own."""
-
-_STATES: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        **_families(
-            "mamba",
-            "falcon_mamba",
-            state=partial(mamba1_state, width_key="intermediate_size"),
-            layers=all_of(STATE),
-        ),
+        # Families with recurrent states
+        **_families("mamba", "falcon_mamba", state=_MAMBA_STATE, layers=all_of(STATE)),
         **_families("mamba2", state=mamba2_state, layers=all_of(STATE)),
         **_families(
             "jamba",
             state=mamba1_state,
             layers=all_but_each(STATE, "attn_layer_period", "attn_layer_offset"),
         ),
-        **_families(
-            "nemotron_h",
-            state=mamba2_state,
-            attention=stated_window,
-            layers=by_letter,
-            defaults=_unset(
-                "hybrid_override_pattern",
-                "attention_head_dim",
-                "mamba_n_groups",
-                "mamba_d_conv",
-            ),
-        ),
-        **_families("bamba", state=granite_state, layers=listed("attn_layer_indices", STATE)),
+        **_families("nemotron_h", state=mamba2_state, attention=stated_window, layers=by_letter),
+        **_families("bamba", state=granite_state, layers=by_list("attn_layer_indices", STATE)),
         **_families("granitemoehybrid", state=granite_state, layers=all_of(STATE)),
         **_families("falcon_h1", state=granite_state, layers=all_of(BOTH)),
         **_families(
             "zamba2",
             state=granite_state,
-            layers=listed("hybrid_layer_ids", STATE, BOTH),
+            layers=by_list("hybrid_layer_ids", STATE, BOTH),
             keys=query_width,
-            defaults=_unset(
-                "hybrid_layer_ids",
-                "attention_head_dim",
-                "kv_channels",
-                "mamba_headdim",
-            ),
         ),
-        **_families("lfm2", "lfm2_moe", state=short_conv, layers=listed("full_attn_idxs", FULL)),
+        **_families("lfm2", "lfm2_moe", state=short_conv, layers=by_list("full_attn_idxs", FULL)),
         **_families("lfm3", state=short_conv, layers=conv_and_slide),
         **_families(
             "qwen3_next",
@@ -837,27 +715,16 @@ _STATES: Final[Mapping[str, Family]] = MappingProxyType(
             "qwen3_5_moe_text",
             state=delta_state,
             layers=all_but_each(STATE, "full_attention_interval"),
-            defaults={"full_attention_interval": 4},
         ),
         **_families(
-            "olmo_hybrid",
-            state=delta_state,
-            layers=all_but_each(STATE, 4),
-            keys=olmo_keys,
+            "olmo_hybrid", state=delta_state, layers=all_but_each(STATE, 4), keys=olmo_keys
         ),
-        **_families(
-            "kimi_linear",
-            state=kimi_state,
-            layers=numbered_from_one,
-            keys=kimi_keys,
-            defaults=_unset("linear_attn_config"),
-        ),
+        **_families("kimi_linear", state=kimi_state, layers=numbered_from_one, keys=kimi_keys),
         **_families(
             "bailing_hybrid",
             state=bailing_state,
             layers=all_but_each(STATE, "layer_group_size"),
             keys=bailing_keys,
-            defaults=_unset("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
         ),
         **_families("minimax", state=lightning_state, layers=all_but_each(STATE, 2, 0)),
         **_families(
@@ -868,13 +735,7 @@ _STATES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
     }
 )
-"""Families with recurrent states."""
-
-SPECIAL: Final = MappingProxyType({**_WINDOWS, **_HEADS_AND_LATENTS, **_STATES})
-"""The families that the one rule does not read."""
-
-FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({**_families(*_CLASS_DEFAULTS), **SPECIAL})
-"""How to read each known value of ``model_type``."""
+"""The family of each known ``model_type``."""
 
 OUTER: Final[Mapping[str, str]] = _TABLE["outer"]
 """The family of a decoder without a ``model_type``, by the type of the file around it."""
@@ -888,7 +749,7 @@ def _reason_of_each_type() -> dict[str, str]:
 
 
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(_reason_of_each_type())
-"""Why the files of a ``model_type`` cannot be read."""
+"""The reasons why the files of a ``model_type`` cannot be read."""
 
 REGISTRY: Final = Registry(FAMILIES, OUTER, REFUSED)
 """All types that kvplan can read, or has a reason not to read."""

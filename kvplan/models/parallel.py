@@ -1,21 +1,24 @@
-"""Parallel sizes: how many ranks an engine has, and which layers, heads and positions each of them holds.
+"""Parallel sizes: which layers, heads and positions each rank of an engine holds.
 
 - The world rank is ``(pp_rank*pcp + pcp_rank)*tp + tp_rank``: PP is the slowest, TP the fastest
   (``initialize_model_parallel`` of vllm/distributed/parallel_state.py, 0.33).
-- Runs of ``interleave`` positions go to the ``dcp`` context ranks in turn. These are existing ranks, counted over PCP
-  first, then TP: a worker's context rank is ``(tp_rank*pcp + pcp_rank) % dcp``. PCP alone therefore replicates the
-  cache, as in vLLM since 0.26 (``prefill_context_parallel_size`` of vllm/config/parallel.py: it "does not increase the
-  KV-cache shard count"). With pcp > 1, vLLM 0.33 accepts a dcp of 1, pcp or tp*pcp; here it is any divisor of tp*pcp.
+- Runs of ``interleave`` positions go to the ``dcp`` context ranks in turn. These are existing
+  ranks, counted over PCP first, then TP: a worker's context rank is
+  ``(tp_rank*pcp + pcp_rank) % dcp``. PCP alone therefore replicates the cache, as in vLLM since
+  0.26 (``prefill_context_parallel_size`` of vllm/config/parallel.py: it "does not increase the
+  KV-cache shard count"). With pcp > 1, vLLM 0.33 accepts a dcp of 1, pcp or tp*pcp; here it is any
+  divisor of tp*pcp.
 - With ``pcp_spreads``, they go to ``pcp*dcp`` ranks in turn, and a worker's context rank is
   ``pcp_rank*dcp + tp_rank % dcp``, as in vLLM up to 0.25 (vllm/v1/worker/block_table.py).
 
-In both cases the ranks over which the positions of a head are spread must all hold that head. Recurrent states are not
-spread: every rank has the states of its heads.
+In both cases the ranks over which the positions of a head are spread must all hold that head.
+Recurrent states are not spread: every rank has the states of its heads.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,15 +27,17 @@ import attrs
 from kvplan._checks import integer, settle, wrong_type
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Context
-from kvplan.errors import KVPlanError
 from kvplan.models.config import MAX_LAYERS
-from kvplan.models.layouts import LocalTensor, Page, check_word
+from kvplan.models.layouts import LocalTensor, Page, check_word, layout_error
 from kvplan.models.tensors import Layer, Tensor
 
 MAX_RANKS: Final = 1 << 16
 
 SCALES: Final = ("inline", "page", "region")
-"""Where the scales of a quantized cache are: beside each head's values, behind those of all heads, or apart."""
+"""The place of a quantized cache's scales.
+
+They are beside each head's values, behind those of all heads, or in a region of their own.
+"""
 
 
 def flag(value: Any, subject: str) -> bool:
@@ -83,28 +88,16 @@ class Parallel:
         num_ranks = self.tp * pcp_copies
         if num_ranks % self.dcp:
             reused = "tp" if pcp_copies == 1 else "tp * pcp"
-            raise KVPlanError(
-                "LAYOUT",
-                action,
-                expected=f"dcp that divides {reused} {num_ranks}, whose ranks it reuses",
-                got=f"{self.dcp}",
-                tp=self.tp,
-                dcp=self.dcp,
-            )
+            expected = f"dcp that divides {reused} {num_ranks}, whose ranks it reuses"
+            raise layout_error(action, expected, f"{self.dcp}", tp=self.tp, dcp=self.dcp)
         for tensor in tensors:
-            num_heads = tensor.shards
+            heads = tensor.shards
             holders = tensor.replicas(self.tp) * pcp_copies
             if holders < self.dcp:
-                holding = f"the {num_ranks} ranks that hold each of {num_heads} heads"
-                raise KVPlanError(
-                    "LAYOUT",
-                    action,
-                    expected=f"dcp <= {holders}, the number of {holding}",
-                    got=f"{self.dcp}",
-                    tp=self.tp,
-                    dcp=self.dcp,
-                    heads=num_heads,
-                )
+                holding = f"the {num_ranks} ranks that hold each of {heads} heads"
+                expected = f"dcp <= {holders}, the number of {holding}"
+                got = f"{self.dcp}"
+                raise layout_error(action, expected, got, tp=self.tp, dcp=self.dcp, heads=heads)
 
 
 def stages_of(
@@ -114,9 +107,9 @@ def stages_of(
 ) -> list[range]:
     """Return the layers of each pipeline stage: as many as stated, or equally many.
 
-    The remainder of equal stages goes to the stages before the last, one layer each, the latest first
-    (``get_pp_indices`` of vllm/distributed/utils.py, 0.33). Raises ``LAYOUT`` if a stage has no layers, or if the
-    stages do not add up to ``pp`` stages and ``num_layers`` layers.
+    The remainder of equal stages goes to the stages before the last, one layer each, the latest
+    first (``get_pp_indices`` of vllm/distributed/utils.py, 0.33). Raises ``LAYOUT`` if a stage has
+    no layers, or if the stages do not add up to ``pp`` stages and ``num_layers`` layers.
 
     >>> stages_of(5, 2), stages_of(5, 2, [1, 4])
     ([range(0, 3), range(3, 5)], [range(0, 1), range(1, 5)])
@@ -125,12 +118,12 @@ def stages_of(
         layer_counts = _equal_stages(num_layers, pp)
     else:
         layer_counts = []
-        for num_layers_of_stage in layers_per_stage:
-            length = integer(num_layers_of_stage, "layers_per_stage", low=1, high=MAX_LAYERS)
-            layer_counts.append(length)
+        for length in layers_per_stage:
+            layer_counts.append(integer(length, "layers_per_stage", low=1, high=MAX_LAYERS))
     if sum(layer_counts) != num_layers or len(layer_counts) != pp:
+        expected = f"{num_layers} layers in {pp} stages"
         got = f"{sum(layer_counts)} in {len(layer_counts)}"
-        raise _uneven(f"{num_layers} layers in {pp} stages", got, pp, num_layers)
+        raise layout_error("divide layers into stages", expected, got, pp=pp, layers=num_layers)
     stops = list(itertools.accumulate(layer_counts))
     return [range(stop - length, stop) for stop, length in zip(stops, layer_counts, strict=True)]
 
@@ -138,16 +131,13 @@ def stages_of(
 def _equal_stages(num_layers: int, pp: int) -> list[int]:
     """Return the number of layers of each stage, as equal as can be."""
     if pp > num_layers:
+        action = "divide layers into stages"
         expected = f"pp <= {num_layers}, the number of layers"
-        raise _uneven(expected, f"{pp}", pp, num_layers)
-    num_layers_of_stage, remainder = divmod(num_layers, pp)
+        raise layout_error(action, expected, f"{pp}", pp=pp, layers=num_layers)
+    length, remainder = divmod(num_layers, pp)
+    # The stages before the last have one layer more, as many of them as there are layers left.
     first_longer = pp - 1 - remainder
-    return [num_layers_of_stage + (first_longer <= stage < pp - 1) for stage in range(pp)]
-
-
-def _uneven(expected: str, got: str, pp: int, layers: int) -> KVPlanError:
-    action = "divide layers into stages"
-    return KVPlanError("LAYOUT", action, expected=expected, got=got, pp=pp, layers=layers)
+    return [length + (first_longer <= stage < pp - 1) for stage in range(pp)]
 
 
 @attrs.frozen
@@ -160,7 +150,8 @@ class RankPart:
     >>> from kvplan.models.tensors import attention
     >>> local = RankPart(1, 2, {"attn": 16}).tensor(attention(8, 128)[0])
     >>> print(*local.axes, sep="; ")
-    kv [0, 2) of 2 stride 0; head [4, 8) of 8 stride 0; dim [0, 128) of 128 stride 0; token [0, 16) of 16 stride 0
+    kv [0, 2) of 2 stride 0; head [4, 8) of 8 stride 0; dim [0, 128) of 128 stride 0;
+    token [0, 16) of 16 stride 0
     """
 
     rank: int
@@ -180,12 +171,27 @@ class RankPart:
             axes += (Axis(TOKEN, 0, slots, slots, 0),)
         return LocalTensor(prefix + tensor.kind, tensor.group, tensor.dtype or self.dtype, axes)
 
+    def tensor_bytes(self, layer: Layer) -> dict[str, int]:
+        """Return the bytes of one block of the rank's part of each tensor, by kind."""
+        return {tensor.kind: self.tensor(tensor).block_bytes for tensor in layer}
+
+    def page_bytes(self, layer: Layer) -> Counter[str]:
+        """Return the bytes of one block of all tensors with tokens together, by group."""
+        page_bytes = Counter[str]()
+        for tensor in layer:
+            if tensor.paged:
+                page_bytes[tensor.group] += self.tensor(tensor).block_bytes
+        return page_bytes
+
     def pages(self, layer: Layer, prefix: str = "") -> Iterator[tuple[str, Page]]:
         """Yield the rank's pages of a layer, each with the name of its pool."""
+        # The tensors of each section, by group and pool.
         pages: dict[tuple[str, str], dict[str, list[LocalTensor]]] = {}
         for tensor in layer:
             pool = tensor.pool
             section = tensor.section
+            # Scales in the page keep their own section; elsewhere they leave the page, or join
+            # the section of the values that they scale.
             if tensor.scale_of is not None and self.scales == "region":
                 pool = tensor.kind
             elif tensor.scale_of and self.scales == "inline":

@@ -1,14 +1,16 @@
-"""Pools: the pages of one or more layers in a layout, as views with strides, and the addresses of their regions.
+"""Pools: the pages of layers in a layout, as views with strides, and the addresses of regions.
 
-A pool is an array. Its dimensions are those around a page (layers, blocks, and heads or slots if they are outside) and
-those of each section inside the page. Strides are computed from the fastest dimension outwards: first through each
-section, then through the page, then through the dimensions around it.
+A pool is an array. Its dimensions are those around a page (layers, blocks, and heads or slots if
+they are outside) and those of each section inside the page. Strides are computed from the fastest
+dimension outwards: first through each section, then through the page, then through the dimensions
+around it.
 
-Pools lie apart, or they share memory as in hybrid models. If they share, the memory is divided into numbered pages for
-each block: the first layer of each group takes page 0, the second page 1, and so on. All pages are as large as the
-largest one, so any group can use any block; the engine decides which. This is how attention layers and states, or
-layers of different windows, get their blocks from one pool. If a layer of a group has several pages (the keys of an
-indexer, scales in a region of their own), each takes a numbered page.
+Pools lie apart, or they share memory as in hybrid models. If they share, the memory is divided into
+numbered pages for each block: the first layer of each group takes page 0, the second page 1, and so
+on. All pages are as large as the largest one, so any group can use any block; the engine decides
+which. This is how attention layers and states, or layers of different windows, get their blocks
+from one pool. If a layer of a group has several pages (the keys of an indexer, scales in a region
+of their own), each takes a numbered page.
 """
 
 from __future__ import annotations
@@ -25,13 +27,23 @@ from kvplan._checks import integer
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE, TOKEN, Region, View
 from kvplan.errors import KVPlanError
-from kvplan.models.layouts import BLOCK, HEAD, KV, LAYER, STEP, Layout, LocalTensor, Page
+from kvplan.models.layouts import (
+    BLOCK,
+    HEAD,
+    KV,
+    LAYER,
+    STEP,
+    Layout,
+    LocalTensor,
+    Page,
+    layout_error,
+)
 
 ALIGNMENT_BYTES: Final = 1 << 21
-"""Every region starts at a multiple of this, and at least this far behind the one before: 2 MiB, a huge page."""
+"""Regions start at multiples of this, and at least this far apart: 2 MiB, a huge page."""
 
 ENGINE_BYTES: Final = 1 << 46
-"""The address space of one engine. There are 65535 of them, from this address up to 2**62."""
+"""The address space of one engine; 65535 of them lie between this address and 2**62."""
 
 
 def place_pools(
@@ -52,19 +64,20 @@ def place_pools(
     first_page = dict.fromkeys(pools, 0)
     if shared and pools:
         _check_shareable(layout, pools)
-        page_bytes = max(size_of(layouts[pool], pages[0]) for pool, pages in pools.items())
+        # All pages are as large as the largest, so that any pool can use them.
+        page_bytes = max(page_stride(layouts[pool], pages[0]) for pool, pages in pools.items())
         first_page, num_pages = _number_pages(pools)
     views: list[View] = []
     sizes: dict[str, int] = {}
     for pool, pages in pools.items():
         region = pool
         if shared:
-            # A page without K and V shares the memory of K alone if they are split.
+            # All pools use the same regions. If K and V are split, other pages share that of K.
             suffix = ".k" if layout.kv == "split" and not pages[0].has(KV) else ""
             region = f"pool{suffix}"
             numbered = enumerate(pages, first_page[pool])
-            pages = [attrs.evolve(page, name=f"pool.{n}{suffix}") for n, page in numbered]
-        pool_views, pool_sizes = place(
+            pages = [attrs.evolve(page, name=f"pool.{number}{suffix}") for number, page in numbered]
+        pool_views, pool_sizes = place_pool(
             layouts[pool],
             region,
             pages,
@@ -89,13 +102,10 @@ def _check_shareable(layout: Layout, pools: Mapping[str, Sequence[Page]]) -> Non
     """Raise ``LAYOUT`` if a page is not contiguous, so that no other pool can use its memory."""
     has_loose_kernel_blocks = layout.kernel_tokens is not None and not layout.order.startswith("L")
     if "H" not in layout.inside or has_loose_kernel_blocks:
-        raise KVPlanError(
-            "LAYOUT",
-            f"place pools {', '.join(pools)} in the same memory",
-            expected="heads inside layer and block, and kernel blocks inside a layer's block",
-            got=f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}",
-            layout=layout.order,
-        )
+        action = f"place pools {', '.join(pools)} in the same memory"
+        expected = "heads inside layer and block, and kernel blocks inside a layer's block"
+        got = f"layout {layout.order}, kernel_tokens {layout.kernel_tokens}"
+        raise layout_error(action, expected, got, layout=layout.order)
 
 
 def _number_pages(pools: Mapping[str, Sequence[Page]]) -> tuple[dict[str, int], int]:
@@ -103,6 +113,7 @@ def _number_pages(pools: Mapping[str, Sequence[Page]]) -> tuple[dict[str, int], 
 
     The pools of one group take consecutive pages, each group from page 0 on.
     """
+    # Pages that the pools so far take, by group.
     first_page: dict[str, int] = {}
     num_pages_of: dict[str, int] = {}
     for pool, pages in pools.items():
@@ -112,7 +123,7 @@ def _number_pages(pools: Mapping[str, Sequence[Page]]) -> tuple[dict[str, int], 
     return first_page, max(num_pages_of.values())
 
 
-def place(
+def place_pool(
     layout: Layout,
     pool: str,
     pages: Sequence[Page],
@@ -135,7 +146,7 @@ def place(
     ...         Axis("token", 0, 16, 16, 0), Axis("dim", 0, 128, 128, 0))
     >>> names = ["layers.0.attn", "layers.1.attn"]
     >>> layers = [Page.of(LocalTensor(name, "attn", "bfloat16", axes)) for name in names]
-    >>> views, sizes = place(Layout("BLNHC"), "pool", layers, num_blocks=100)
+    >>> views, sizes = place_pool(Layout("BLNHC"), "pool", layers, num_blocks=100)
     >>> print(*views[1].axes, sep="; ")
     token [0, 16) of 16 stride 2048; head [4, 8) of 8 stride 512; kv [0, 2) of 2 stride 256;
     dim [0, 128) of 128 stride 2
@@ -143,24 +154,24 @@ def place(
     (32768, 65536, {'pool': 6553600})
     """
     num_blocks = integer(num_blocks, "num_blocks of a pool", low=1, high=1 << 40)
-    has_region_per_layer = layout.order.startswith("L")
     pages_of_region = {pool: list(pages)}
-    if has_region_per_layer:
+    if layout.order.startswith("L"):
+        # Each page is the only one of its region.
         pages_of_region = {page.name: [page] for page in pages}
+        first_page = 0
+        num_pages = 1
     views: list[View] = []
     sizes: dict[str, int] = {}
     for region, region_pages in pages_of_region.items():
         _check_equal(region, region_pages)
-        first_layer = 0 if has_region_per_layer else first_page
-        num_layers = 1
-        if not has_region_per_layer:
-            num_layers = max(num_pages, first_page + len(region_pages))
+        num_layers = max(num_pages, first_page + len(region_pages))
         for suffix, page in _kv_parts(layout, region_pages[0]):
             outer_axes = _outer(layout, region, page, num_layers, num_blocks)
             placed_page = _inner(layout, region, page)
             around = _around(layout, outer_axes, placed_page.size_bytes, page_bytes)
             sizes[region + suffix] = around.size_bytes
-            for layer, layer_page in enumerate(region_pages, first_layer):
+            # All layers have the axes of the first one, at offsets of their own.
+            for layer, layer_page in enumerate(region_pages, first_page):
                 page_offset = layer * around.layer_stride_bytes
                 tensors = zip(layer_page.tensors, placed_page.tensors, strict=True)
                 for tensor, (offset, inner_axes) in tensors:
@@ -178,15 +189,16 @@ def place(
     return tuple(views), sizes
 
 
-def size_of(layout: Layout, page: Page) -> int:
+def page_stride(layout: Layout, page: Page) -> int:
     """Return the bytes between consecutive pages of a pool without the pad of a block.
 
     If K and V are split, they are those of K or V alone.
 
     >>> axes = (Axis("head", 0, 4, 8, 0), Axis("state", 0, 128, 128, 0))
-    >>> size_of(Layout(), Page.of(LocalTensor("layers.0.ssm", "state", "float32", axes)))
+    >>> page_stride(Layout(), Page.of(LocalTensor("layers.0.ssm", "state", "float32", axes)))
     2048
     """
+    # A page in a pool of one layer and one block, with the heads and slots around it.
     sizes = []
     for _, part in _kv_parts(layout, page):
         size_bytes = _inner(layout, page.name, part).size_bytes
@@ -198,36 +210,27 @@ def size_of(layout: Layout, page: Page) -> int:
 def _check_equal(region: str, pages: Sequence[Page]) -> None:
     """Raise ``LAYOUT`` if pages of one region differ in their tensors or sections."""
     first_page = pages[0]
+    lengths = [*map(len, first_page.sections)]
     for page in pages[1:]:
         for first, second in zip(first_page.tensors, page.tensors, strict=False):
-            if (second.group, second.dtype, second.axes) != (first.group, first.dtype, first.axes):
+            if second != attrs.evolve(first, name=second.name):
+                action = f"place tensor {second.name!r} in region {region!r}"
+                expected = f"the group, dtype and axes of {first.name!r}"
                 axes = "; ".join(map(str, second.axes))
-                raise KVPlanError(
-                    "LAYOUT",
-                    f"place tensor {second.name!r} in region {region!r}",
-                    expected=f"the group, dtype and axes of {first.name!r}",
-                    got=f"{second.group!r}, {second.dtype}, {axes}",
-                    first=first.name,
-                    second=second.name,
-                )
-        expected_lengths = [*map(len, first_page.sections)]
-        lengths = [*map(len, page.sections)]
-        if lengths != expected_lengths:
-            num_tensors = sum(expected_lengths)
-            raise KVPlanError(
-                "LAYOUT",
-                f"place page {page.name!r} in region {region!r}",
-                expected=f"the sections of {first_page.name!r}, which hold {num_tensors} tensors",
-                got=f"{sum(lengths)} tensors in {len(lengths)} sections",
-                first=first_page.name,
-                second=page.name,
-            )
+                got = f"{second.group!r}, {second.dtype}, {axes}"
+                raise layout_error(action, expected, got, first=first.name, second=second.name)
+        page_lengths = [*map(len, page.sections)]
+        if page_lengths != lengths:
+            action = f"place page {page.name!r} in region {region!r}"
+            expected = f"the sections of {first_page.name!r}, which hold {sum(lengths)} tensors"
+            got = f"{sum(page_lengths)} tensors in {len(page_lengths)} sections"
+            raise layout_error(action, expected, got, first=first_page.name, second=page.name)
 
 
 def _kv_parts(layout: Layout, page: Page) -> list[tuple[str, Page]]:
-    """Return the page, or its K and its V if they are split.
+    """Return the page, or its K and its V if they are split, with the suffix of each one's region.
 
-    Each comes with the suffix of its region.
+    Raises ``LAYOUT`` if a page with heads cannot be divided into K and V.
     """
     if layout.kv != "content" and page.has(TOKEN) and page.has(HEAD):
         _check_has_kv(page)
@@ -239,23 +242,18 @@ def _kv_parts(layout: Layout, page: Page) -> list[tuple[str, Page]]:
 def _check_has_kv(page: Page) -> None:
     for tensor in page.tensors:
         if not tensor.has(KV):
-            raise KVPlanError(
-                "LAYOUT",
-                f"split page {page.name!r} into K and V",
-                expected=f"a {KV!r} axis in each of its tensors",
-                got=f"none in {tensor.name!r}",
-                hint="K and V of unequal sizes are beside each other: kv=content",
-                tensor=tensor.name,
-            )
+            action = f"split page {page.name!r} into K and V"
+            expected = f"a {KV!r} axis in each of its tensors"
+            got = f"none in {tensor.name!r}"
+            hint = "K and V of unequal sizes are beside each other: kv=content"
+            raise layout_error(action, expected, got, hint, tensor=tensor.name)
 
 
 def _part_of_page(page: Page, index: int) -> Page:
-    sections = tuple(_part_of_section(section, index) for section in page.sections)
-    return attrs.evolve(page, sections=sections)
-
-
-def _part_of_section(section: Sequence[LocalTensor], index: int) -> tuple[LocalTensor, ...]:
-    return tuple(k_or_v(tensor, index) for tensor in section)
+    """Return K (0) or V (1) of a page."""
+    parts = iter([k_or_v(tensor, index) for tensor in page.tensors])
+    sections = [tuple(itertools.islice(parts, len(section))) for section in page.sections]
+    return attrs.evolve(page, sections=tuple(sections))
 
 
 def k_or_v(tensor: LocalTensor, index: int) -> LocalTensor:
@@ -278,8 +276,9 @@ def _outer(
 
     All of its tensors must have the same.
     """
-    letters_around = [letter for letter in layout.order if letter not in layout.inside]
-    axes_of_page: list[Axis] | None = None
+    letters_around = layout.order.removesuffix(layout.inside)
+    # Each tensor has a list of axes around the page; all lists must be equal.
+    axes_by_tensor = []
     for tensor in page.tensors:
         axes = _by_letter(layout, region, tensor)
         axes["L"] = [Axis(LAYER, 0, num_layers, num_layers, 0)]
@@ -287,11 +286,8 @@ def _outer(
         outer_axes = _chained(axes, letters_around)
         if layout.kv == "axis":
             outer_axes += [axis for axis in tensor.axes if axis.name == KV]
-        if axes_of_page is None:
-            axes_of_page = outer_axes
-        _check_common(region, tensor, axes_of_page, outer_axes)
-    assert axes_of_page is not None  # a page has a tensor
-    return axes_of_page
+        axes_by_tensor.append(outer_axes)
+    return _common_axes(region, page.tensors, axes_by_tensor)
 
 
 def _chained(axes: Mapping[str, list[Axis]], letters: Iterable[str]) -> list[Axis]:
@@ -311,43 +307,42 @@ def _inner(layout: Layout, region: str, page: Page) -> _PlacedPage:
     placed_tensors: list[tuple[int, list[Axis]]] = []
     section_offset = 0
     for section in page.sections:
-        axes_of_section: list[Axis] | None = None
-        contents: list[tuple[list[Axis], int]] = []
+        # Of each tensor: its heads and slots inside the page, and its content with its bytes.
+        axes_by_tensor = []
+        contents = []
         for tensor in section:
             axes = _by_letter(layout, region, tensor)
-            inner_axes = _chained(axes, layout.inside[:-1])
+            axes_by_tensor.append(_chained(axes, layout.inside[:-1]))
             contents.append(_dense(axes["C"], ITEMSIZE[tensor.dtype]))
-            if axes_of_section is None:
-                axes_of_section = inner_axes
-            _check_common(region, tensor, axes_of_section, inner_axes)
+        common_axes = _common_axes(region, section, axes_by_tensor)
         # A slot of the section has the contents of all its tensors, side by side.
         slot_bytes = sum(content_bytes for _, content_bytes in contents)
-        common_axes, section_bytes = _dense(axes_of_section or (), slot_bytes)
+        slot_axes, section_bytes = _dense(common_axes, slot_bytes)
         offset = section_offset
         for content_axes, content_bytes in contents:
-            placed_tensors.append((offset, common_axes + content_axes))
+            placed_tensors.append((offset, slot_axes + content_axes))
             offset += content_bytes
         section_offset += section_bytes
     return _PlacedPage(placed_tensors, section_offset)
 
 
-def _check_common(
+def _common_axes(
     region: str,
-    tensor: LocalTensor,
-    first_axes: list[Axis],
-    axes: list[Axis],
-) -> None:
-    if axes != first_axes:
-        neither = "neither heads nor slots"
-        inside = "heads and slots inside a page are the same for all tensors of a section"
-        raise KVPlanError(
-            "LAYOUT",
-            f"place tensor {tensor.name!r} in region {region!r}",
-            expected="; ".join(map(str, first_axes)) or neither,
-            got="; ".join(map(str, axes)) or neither,
-            hint=f"{inside}, those around it for the page",
-            tensor=tensor.name,
-        )
+    tensors: Iterable[LocalTensor],
+    axes_by_tensor: Sequence[list[Axis]],
+) -> list[Axis]:
+    """Return the axes that all tensors have. Raises ``LAYOUT`` if they differ."""
+    common_axes = axes_by_tensor[0]
+    for tensor, axes in zip(tensors, axes_by_tensor, strict=True):
+        if axes != common_axes:
+            action = f"place tensor {tensor.name!r} in region {region!r}"
+            neither = "neither heads nor slots"
+            expected = "; ".join(map(str, common_axes)) or neither
+            got = "; ".join(map(str, axes)) or neither
+            inside = "heads and slots inside a page are the same for all tensors of a section"
+            hint = f"{inside}, those around it for the page"
+            raise layout_error(action, expected, got, hint, tensor=tensor.name)
+    return common_axes
 
 
 def _by_letter(layout: Layout, region: str, tensor: LocalTensor) -> dict[str, list[Axis]]:
@@ -371,23 +366,19 @@ def _kernel_blocks(layout: Layout, region: str, tokens: int) -> tuple[list[Axis]
     """Return the token axis of a block as kernel blocks, if there are several, and their slots."""
     slots = layout.kernel_tokens or tokens
     if tokens % slots:
-        raise KVPlanError(
-            "LAYOUT",
-            f"divide the blocks of region {region!r} into kernel blocks",
-            expected=f"kernel_tokens that divides tokens_per_block {tokens}",
-            got=f"{slots}",
-            tokens_per_block=tokens,
-            kernel_tokens=slots,
+        action = f"divide the blocks of region {region!r} into kernel blocks"
+        expected = f"kernel_tokens that divides tokens_per_block {tokens}"
+        raise layout_error(
+            action, expected, f"{slots}", tokens_per_block=tokens, kernel_tokens=slots
         )
     num_kernel_blocks = tokens // slots
-    block_axes = []
-    if num_kernel_blocks > 1:
-        block_axes.append(Axis(TOKEN, 0, num_kernel_blocks, num_kernel_blocks, 0))
-    return block_axes, [Axis(TOKEN, 0, slots, slots, 0)]
+    block_axes = [Axis(TOKEN, 0, num_kernel_blocks, num_kernel_blocks, 0)]
+    return block_axes if num_kernel_blocks > 1 else [], [Axis(TOKEN, 0, slots, slots, 0)]
 
 
 def _dense(axes: Sequence[Axis], size_bytes: int) -> tuple[list[Axis], int]:
-    """Return the axes around ``size_bytes``, without gaps, and the bytes that they span."""
+    """Return the axes around elements of ``size_bytes``, without gaps, and the bytes they span."""
+    # From the fastest axis outwards, each steps over all that lies inside it.
     placed_axes: list[Axis] = []
     for axis in reversed(axes):
         placed_axes.insert(0, attrs.evolve(axis, stride_bytes=size_bytes))
@@ -415,6 +406,7 @@ def _around(layout: Layout, outer: list[Axis], size_bytes: int, page_bytes: int)
     axes: list[Axis] = []
     strides: dict[str, int] = {}
     for axis in reversed(outer):
+        # Heads and slots outside the page belong to it: all of them together fill its bytes.
         if axis.name == fastest:
             size_bytes = max(size_bytes, page_bytes)
         if axis.name == BLOCK:
@@ -439,14 +431,12 @@ class Addresses:
         """Return the next region."""
         base = (1 + zlib.crc32(self.engine_id.encode()) % 65535) * ENGINE_BYTES
         address = base + self.used_bytes
+        # The region, up to the next multiple of the alignment, and a gap.
         self.used_bytes += (size_bytes // ALIGNMENT_BYTES + 2) * ALIGNMENT_BYTES
         if self.used_bytes > ENGINE_BYTES:
-            raise KVPlanError(
-                "RANGE",
-                f"place engine {self.engine_id!r}",
-                expected=f"at most {ENGINE_BYTES} bytes of regions",
-                got=f"{self.used_bytes}",
-                size_bytes=self.used_bytes,
-            )
+            action = f"place engine {self.engine_id!r}"
+            expected = f"at most {ENGINE_BYTES} bytes of regions"
+            used = self.used_bytes
+            raise KVPlanError("RANGE", action, expected=expected, got=f"{used}", size_bytes=used)
         device_id = rank if self.memory == "VRAM" else 0
         return Region(region, address, size_bytes, self.memory, device_id)

@@ -11,7 +11,7 @@ import pytest
 
 from kvplan import KVPlanError, Model
 from kvplan.models import FAMILIES, families
-from kvplan.models.config import CACHE_KEYS, Registry, read
+from kvplan.models.config import CACHE_KEYS, Registry, read_config
 from kvplan.models.tensors import Layers, Tensor
 
 ATTENTION = [
@@ -602,8 +602,8 @@ def test_a_key_of_a_family_changes_how_no_other_is_read() -> None:
     turning = attrs.evolve(known, defaults={**known.defaults, "rope_theta": 10000})
     registry = Registry({**FAMILIES, "turning": turning}, families.OUTER, families.REFUSED)
     keys = config("llama", rope_theta=500000)
-    assert read(keys, registry, with_drafts=False) == read(keys, families.REGISTRY, with_drafts=False)
-    assert read({**keys, "model_type": "turning"}, registry, with_drafts=False).model_type == "turning"
+    assert read_config(keys, registry, with_drafts=False) == read_config(keys, families.REGISTRY, with_drafts=False)
+    assert read_config({**keys, "model_type": "turning"}, registry, with_drafts=False).model_type == "turning"
 
 
 def test_each_key_of_a_family_is_refused_or_stated_anywhere() -> None:

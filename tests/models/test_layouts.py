@@ -8,7 +8,7 @@ import pytest
 
 from kvplan import Axis, Group, KVPlanError, Region, View, Worker, view_of
 from kvplan.models.layouts import CONV_ORDERS, KV_FORMS, ORDERS, Layout, LocalTensor, Page
-from kvplan.models.pools import place, size_of
+from kvplan.models.pools import page_stride, place_pool
 from kvplan.models.tensors import mamba2
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 7, 4, 6, 5
@@ -56,7 +56,7 @@ def test_each_order_is_the_array_that_its_letters_spell(order: str, kv: str) -> 
     """Strides and offsets of every layer equal those of an array with the dimensions in that order."""
     words = pattern(order, kv)
     array = np.zeros([EXTENT[word] for word in words], np.float16)
-    views, sizes = place(Layout(order, kv), "pool", held(), BLOCKS)
+    views, sizes = place_pool(Layout(order, kv), "pool", held(), BLOCKS)
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
     expected = [places(of_array(array, words, layer)) for layer in range(LAYERS)]
     assert [places(view, starts[view.region]) for view in views] == expected
@@ -68,7 +68,7 @@ def test_split_keeps_each_half_as_an_order_of_its_own(order: str) -> None:
     """K and V lie each in its own region, with the strides of a pool that has no kv."""
     words = [WORD[letter] for letter in order]
     array = np.zeros([EXTENT[word] for word in words], np.float16)
-    views, sizes = place(Layout(order, "split"), "pool", held(layers=1), BLOCKS)
+    views, sizes = place_pool(Layout(order, "split"), "pool", held(layers=1), BLOCKS)
     one = array[tuple(slice(0, 1) if word == "layer" else slice(None) for word in words)].copy()
     expected = of_array(one, words, 0)
     for view, suffix, half in zip(views, (".k", ".v"), range(2), strict=True):
@@ -85,7 +85,7 @@ def test_a_latent_ignores_the_head_letter_and_the_kv_form(order: str, kv: str) -
     """A tensor without head and kv lies as one with a single head and no kv would, in one region per pool."""
     words = [WORD[letter] for letter in order if letter != "H"]
     array = np.zeros([EXTENT[word] for word in words], np.float16)
-    views, sizes = place(Layout(order, kv), "pool", held(LATENT), BLOCKS)
+    views, sizes = place_pool(Layout(order, kv), "pool", held(LATENT), BLOCKS)
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
     strides = dict(zip(words, array.strides, strict=True))
     for layer, view in enumerate(views):
@@ -99,8 +99,8 @@ def test_a_latent_ignores_the_head_letter_and_the_kv_form(order: str, kv: str) -
 def test_kernel_blocks_make_a_pool_of_smaller_blocks(order: str, kv: str) -> None:
     """A pool of B blocks of 6 tokens in kernel blocks of 2 is the pool of 3*B blocks of 2 tokens."""
     small = tuple(Axis("token", 0, 2, 2, 0) if axis.name == "token" else axis for axis in ATTENTION)
-    whole, sizes = place(Layout(order, kv, kernel_tokens=2), "pool", held(), BLOCKS)
-    pieces, piece_sizes = place(Layout(order, kv), "pool", held(small), BLOCKS * 3)
+    whole, sizes = place_pool(Layout(order, kv, kernel_tokens=2), "pool", held(), BLOCKS)
+    pieces, piece_sizes = place_pool(Layout(order, kv), "pool", held(small), BLOCKS * 3)
     assert sizes == piece_sizes
     for view, piece in zip(whole, pieces, strict=True):
         outer = next(axis for axis in view.axes if axis.name == "token")
@@ -114,26 +114,26 @@ def test_only_content_axes_have_an_order_of_their_own() -> None:
     """A tensor may list kv, heads and slots in any order: the layout decides where they are."""
     for kv in KV_FORMS:
         layout = Layout("LBNHC", kv)
-        assert place(layout, "pool", held(ATTENTION[::-1]), BLOCKS) == place(layout, "pool", held(), BLOCKS)
+        assert place_pool(layout, "pool", held(ATTENTION[::-1]), BLOCKS) == place_pool(layout, "pool", held(), BLOCKS)
 
 
 def test_a_kernel_block_as_large_as_the_block_changes_nothing() -> None:
     """One kernel block a block leaves the token axis a single digit."""
     layout = Layout("LBNHC", kernel_tokens=TOKENS)
-    assert place(layout, "pool", held(), BLOCKS) == place(Layout("LBNHC"), "pool", held(), BLOCKS)
+    assert place_pool(layout, "pool", held(), BLOCKS) == place_pool(Layout("LBNHC"), "pool", held(), BLOCKS)
 
 
 def test_kernel_blocks_must_divide_the_block() -> None:
     """4 slots do not divide 6: both numbers are named."""
     with pytest.raises(KVPlanError, match="tokens_per_block 6, got 4") as caught:
-        place(Layout(kernel_tokens=4), "pool", held(), BLOCKS)
+        place_pool(Layout(kernel_tokens=4), "pool", held(), BLOCKS)
     assert caught.value.code == "LAYOUT"
 
 
 def test_pad_follows_each_block() -> None:
     """In LBHNC, blocks step over the pad, and nothing inside a block moves."""
-    plain, sizes = place(Layout("LBHNC"), "pool", held(), BLOCKS)
-    padded, padded_sizes = place(Layout("LBHNC", pad_bytes=24), "pool", held(), BLOCKS)
+    plain, sizes = place_pool(Layout("LBHNC"), "pool", held(), BLOCKS)
+    padded, padded_sizes = place_pool(Layout("LBHNC", pad_bytes=24), "pool", held(), BLOCKS)
     for before, after in zip(plain, padded, strict=True):
         assert after.axes == before.axes
         assert after.block_stride_bytes == before.block_stride_bytes + 24
@@ -142,7 +142,7 @@ def test_pad_follows_each_block() -> None:
 
 def test_a_head_outside_the_block_steps_over_every_padded_block() -> None:
     """In LHBNC a head's stride is the whole pool of its blocks, pads included."""
-    view = place(Layout("LHBNC", pad_bytes=24), "pool", held(), BLOCKS)[0][0]
+    view = place_pool(Layout("LHBNC", pad_bytes=24), "pool", held(), BLOCKS)[0][0]
     block = TOKENS * 2 * DIM * 2 + 24
     assert view.block_stride_bytes == block
     assert view.axes[0] == Axis("head", 4, 8, 12, BLOCKS * block)
@@ -150,7 +150,7 @@ def test_a_head_outside_the_block_steps_over_every_padded_block() -> None:
 
 def test_pad_of_a_block_that_holds_all_layers_comes_once() -> None:
     """In BLHNC the pad follows the last layer of a block, not each layer."""
-    views, sizes = place(Layout("BLHNC", pad_bytes=24), "pool", held(), BLOCKS)
+    views, sizes = place_pool(Layout("BLHNC", pad_bytes=24), "pool", held(), BLOCKS)
     page = HEADS * TOKENS * 2 * DIM * 2
     assert [view.offset_bytes for view in views] == [0, page, 2 * page]
     assert {view.block_stride_bytes for view in views} == {LAYERS * page + 24}
@@ -160,7 +160,7 @@ def test_pad_of_a_block_that_holds_all_layers_comes_once() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_regions_hold_one_layer_or_all(order: str) -> None:
     """Orders with the layer slowest register a region per layer, the others one for the pool."""
-    _, sizes = place(Layout(order), "pool", held(), BLOCKS)
+    _, sizes = place_pool(Layout(order), "pool", held(), BLOCKS)
     assert list(sizes) == ([page.name for page in held()] if order[0] == "L" else ["pool"])
 
 
@@ -169,7 +169,7 @@ def test_regions_hold_one_layer_or_all(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_views_fill_their_regions_and_share_no_byte(order: str, kv: str, kernel: int | None) -> None:
     """Without pad every byte of every region belongs to exactly one element."""
-    views, sizes = place(Layout(order, kv, 0, kernel), "pool", held(), BLOCKS)
+    views, sizes = place_pool(Layout(order, kv, 0, kernel), "pool", held(), BLOCKS)
     regions = [Region(name, i << 20, size) for i, (name, size) in enumerate(sizes.items())]
     Worker("e", 0, regions, [Group("attn", TOKENS)], views)
     assert sum(view.block_bytes * BLOCKS for view in views) == sum(sizes.values())
@@ -179,7 +179,7 @@ def test_views_fill_their_regions_and_share_no_byte(order: str, kv: str, kernel:
 def test_a_state_has_no_token_slots() -> None:
     """A tensor of a state group keeps its content axes in their order, slowest first."""
     axes = (Axis("step", 0, 3, 3, 0), Axis("channel", 8, 16, 32, 0))
-    (view,), sizes = place(
+    (view,), sizes = place_pool(
         Layout("LBHNC"), "pool", [Page.of(LocalTensor("layers.0.conv", "state", "bfloat16", axes))], BLOCKS
     )
     assert view.axes == (Axis("step", 0, 3, 3, 16), Axis("channel", 8, 16, 32, 2))
@@ -188,7 +188,7 @@ def test_a_state_has_no_token_slots() -> None:
 
 def test_a_pool_of_one_block_keeps_its_stride() -> None:
     """The block stride does not depend on how many blocks there are."""
-    (one, *_), _ = place(Layout("LBHNC"), "pool", held(), 1)
+    (one, *_), _ = place_pool(Layout("LBHNC"), "pool", held(), 1)
     assert one.block_stride_bytes == HEADS * TOKENS * 2 * DIM * 2
 
 
@@ -196,14 +196,14 @@ def test_layers_of_one_pool_have_one_shape() -> None:
     """Pages of unequal size in one region are refused by name."""
     other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
     with pytest.raises(KVPlanError, match=r"'layers\.9\.attn'") as caught:
-        place(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
+        place_pool(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
     assert caught.value.code == "LAYOUT"
 
 
 def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
     """If the layer is the slowest dimension, no region is shared, so pages may differ."""
     other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
-    assert len(place(Layout("LBHNC"), "pool", [*held(), other], BLOCKS)[0]) == LAYERS + 1
+    assert len(place_pool(Layout("LBHNC"), "pool", [*held(), other], BLOCKS)[0]) == LAYERS + 1
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_numbers_of_a_layout_are_exact_integers(options: dict[str, Any], code: s
 def test_a_pool_has_blocks(num_blocks: int) -> None:
     """A pool of no blocks is refused."""
     with pytest.raises(KVPlanError, match="num_blocks") as caught:
-        place(Layout(), "pool", held(), num_blocks)
+        place_pool(Layout(), "pool", held(), num_blocks)
     assert caught.value.code == "RANGE"
 
 
@@ -272,7 +272,7 @@ def test_a_convolution_is_one_array(order: str, rank: int, tp: int) -> None:
     layer = mamba2(6, 4, 2, 8, 3, "float16", "float32")
     *conv, ssm = (LocalTensor(t.kind, t.group, t.dtype or "", t.local_axes(rank, tp)) for t in layer)
     made = Page("state", (tuple(conv), (ssm,)))
-    views, sizes = place(Layout(conv=order), "state", [made], BLOCKS)
+    views, sizes = place_pool(Layout(conv=order), "state", [made], BLOCKS)
     widths = [tensor.axes[0].extent for tensor in conv]
     total = sum(widths)
     stride = 2 * total * 3 + ssm.block_bytes
@@ -308,25 +308,25 @@ def two(apart: bool, **axes: int) -> Page:
 @pytest.mark.parametrize(("apart", "offset", "head"), [(False, 8, 4 * 10), (True, 64, 4 * 2)])
 def test_sections_follow_one_another(apart: bool, offset: int, head: int) -> None:
     """Tensors of one section alternate slot by slot; two sections follow each other. The page has the same size."""
-    views, sizes = place(Layout(), "pool", [two(apart, head=2, scale=2)], 3)
+    views, sizes = place_pool(Layout(), "pool", [two(apart, head=2, scale=2)], 3)
     assert views[1].offset_bytes == offset
     assert views[1].axes[0].stride_bytes == head
     assert sizes == {"page": 3 * (64 + 16)}
-    assert size_of(Layout(), two(apart, head=2, scale=2)) == 64 + 16
+    assert page_stride(Layout(), two(apart, head=2, scale=2)) == 64 + 16
 
 
 def test_tensors_of_one_section_have_one_set_of_heads() -> None:
     """A tensor without the heads of its section is refused."""
     with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
-        place(Layout(), "pool", [two(False, scale=2)], 3)
+        place_pool(Layout(), "pool", [two(False, scale=2)], 3)
     assert caught.value.code == "LAYOUT"
-    place(Layout(), "pool", [two(True, scale=2)], 3)
+    place_pool(Layout(), "pool", [two(True, scale=2)], 3)
 
 
 def test_heads_outside_a_page_are_those_of_all_its_sections() -> None:
     """If heads are outside the page, a section without them is refused."""
     with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
-        place(Layout("LHBNC"), "pool", [two(True, scale=2)], 3)
+        place_pool(Layout("LHBNC"), "pool", [two(True, scale=2)], 3)
     assert caught.value.code == "LAYOUT"
 
 
@@ -334,7 +334,7 @@ def test_pages_of_one_pool_have_equal_sections() -> None:
     """A layer with one more tensor is refused by name."""
     page = two(True, scale=2)
     with pytest.raises(KVPlanError, match="2 tensors in 2 sections") as caught:
-        place(Layout("BLHNC"), "pool", [Page("first", page.sections[:1]), page], 3)
+        place_pool(Layout("BLHNC"), "pool", [Page("first", page.sections[:1]), page], 3)
     assert caught.value.code == "LAYOUT"
 
 
@@ -342,5 +342,5 @@ def test_a_page_that_splits_has_k_and_v_throughout() -> None:
     """If K and V are split, a page refuses a tensor that has neither."""
     page = Page("page", (two(True, kv=2, scale=2).sections[1], two(True, scale=2).sections[0]))
     with pytest.raises(KVPlanError, match=r"split page 'page' into K and V: .* got none in 'a'") as caught:
-        place(Layout(kv="split"), "pool", [page], 3)
+        place_pool(Layout(kv="split"), "pool", [page], 3)
     assert caught.value.code == "LAYOUT"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvplan import KVPlanError, Model
-from kvplan.models.tensors import Layer, Tensor, attention, delta, latent, mamba1, mamba2, quantized, sparse_latent
+from kvplan.models.tensors import Layer, Tensor, attention, delta, latent, mamba1, mamba2, quantize, sparse_latent
 
 
 @pytest.mark.parametrize("query_heads", [24, 48])
@@ -94,7 +94,7 @@ def test_states_have_the_axes_of_the_engines(layer: Layer, widths: dict[str, int
 @pytest.mark.parametrize(("elements", "bits", "size"), [(128, 4, 64), (16, 6, 12), (5, 8, 5), (8, 1, 1)])
 def test_values_are_packed(elements: int, bits: int, size: int) -> None:
     """The values of a head follow each other bit by bit."""
-    values, _ = quantized(attention(2, elements), bits, "float32", None)
+    values, _ = quantize(attention(2, elements), bits, "float32", None)
     assert values.axes == (("kv", 2), ("head", 2), ("byte", size))
 
 
@@ -103,13 +103,13 @@ def test_a_head_that_ends_inside_a_byte_is_refused() -> None:
     with pytest.raises(
         KVPlanError, match=r"pack each head of 'attn' into bytes: .*, got 3 elements of 4 bits"
     ) as caught:
-        quantized(attention(2, 3), 4, "float32", None)
+        quantize(attention(2, 3), 4, "float32", None)
     assert (caught.value.code, dict(caught.value.details)) == ("SIZE", {"elements": 3, "bits": 4})
 
 
 def test_scales_divide_like_their_heads() -> None:
     """Whichever heads a rank holds, it holds their scales."""
-    values, scales = quantized(attention(12, 128), 8, "float32", None)
+    values, scales = quantize(attention(12, 128), 8, "float32", None)
     for tp in (1, 5, 12, 24):
         for rank in range(tp):
             assert values.shards_of(rank, tp) == scales.shards_of(rank, tp)
@@ -119,7 +119,7 @@ def test_scales_divide_like_their_heads() -> None:
 @pytest.mark.parametrize("layer", [latent(12, 4), sparse_latent(128, 64, 128)])
 def test_latents_are_not_scaled_by_head(layer: Any) -> None:
     """What has no heads stays as it is."""
-    assert quantized(layer, 8, "float32", None) == layer
+    assert quantize(layer, 8, "float32", None) == layer
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_latents_are_not_scaled_by_head(layer: Any) -> None:
 def test_scales_that_cannot_be_are_refused(options: tuple[int, str, int | None], code: str) -> None:
     """Scales divide a head, and are of a known dtype."""
     with pytest.raises(KVPlanError) as caught:
-        quantized(attention(2, 8), *options)
+        quantize(attention(2, 8), *options)
     assert caught.value.code == code
 
 

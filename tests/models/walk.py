@@ -287,13 +287,13 @@ def verdict(model_type: str) -> tuple[str, str]:
 
 
 def write() -> None:
-    """Write the defaults of all families that aren't refused; those of other engines are written by hand."""
+    """Write the defaults of all families that aren't refused; the other parts are written by hand."""
     types, table = model_types(), json.loads(TABLE.read_text())
     refused = {model_type for types_of in table["refused"].values() for model_type in types_of}
     families = {name: defaults(CLASSES[name]) for name in sorted(types) if name not in refused}
     outer = {name: inner for inner, names in types.items() for name in names if inner not in refused}
     parts: dict[str, dict[str, Any]] = {"outer": dict(sorted(outer.items())), "families": families}
-    parts |= {part: table[part] for part in ("others", "refused")}
+    parts |= {part: table[part] for part in ("others", "unlisted", "refused")}
     lines = [
         f'"{part}": {{\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()) + "\n}"
         for part, rows in parts.items()
