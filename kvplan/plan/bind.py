@@ -125,7 +125,7 @@ def check_names(group_names: Collection[str], names: Iterable[str], subject: str
 
 def range_of(tokens: Tokens, group: Group) -> Range | None:
     """Return the checked range of a local group; ``None`` if the request gives it none."""
-    if isinstance(tokens, Mapping):
+    if not isinstance(tokens, tuple) and isinstance(tokens, Mapping):
         token_range = tokens.get(group.name)
     else:
         token_range = None if group.tokens_per_block is None else tokens

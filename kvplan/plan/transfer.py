@@ -224,7 +224,7 @@ class TransferPlan:
         # by index in SIDES
         is_destination = self.direction.by_role(True, False)
         for side, tables in enumerate((local, remote)):
-            if not isinstance(tables, Mapping):
+            if not isinstance(tables, (dict, Mapping)):  # a dict is known sooner
                 raise wrong_type("block tables", "a mapping of groups to Blocks", tables)
             check_names(self._group_names[side], tables, "block table")
             for name, num_blocks in self._pools[side].items():
@@ -232,7 +232,7 @@ class TransferPlan:
                 check_blocks(name, blocks, num_blocks, is_destination[side], SIDES[side])
             for pair in self._overlaid[side]:
                 check_apart(pair, tables, SIDES[side])
-        if isinstance(tokens, Mapping):
+        if not isinstance(tokens, tuple) and isinstance(tokens, Mapping):
             check_names(self._group_names[0], tokens, "token range")
 
     def __repr__(self) -> str:
