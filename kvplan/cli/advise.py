@@ -21,13 +21,13 @@ from kvplan.cli.options import (
     EngineCommand,
     EngineOptions,
     Engines,
-    decimal,
     echo_json,
     engine_options,
     json_option,
     model_only,
     print_lines,
     progress_bar,
+    read_decimal,
 )
 from kvplan.cli.trials import destination_drafts
 from kvplan.describe import Worker
@@ -250,7 +250,7 @@ def changed_options(
     "--tokens",
     default="1000",
     show_default=True,
-    callback=lambda context, option, text: decimal(text, "--tokens", 1, MAX_TOKENS + 1),
+    callback=lambda context, option, text: read_decimal(text, "--tokens", 1, MAX_TOKENS + 1),
     help="How many positions the request has.",
 )
 @json_option

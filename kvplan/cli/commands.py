@@ -15,13 +15,13 @@ from kvplan.cli.engines import lines, reasons
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
-    decimal,
     echo_json,
     engine_options,
     json_option,
     plain_console,
     print_lines,
     progress_bar,
+    read_decimal,
     terminal_width,
     token_range,
 )
@@ -75,7 +75,7 @@ def verify_command(
     if isinstance(loaded, Model):
         sides = {"src": reasons(loaded, given.src), "dst": reasons(loaded, given.dst)}
         if layers is not None:
-            whole, loaded = loaded, sampled(loaded, decimal(layers, "--layers", 1, MAX_LAYERS))
+            whole, loaded = loaded, sampled(loaded, read_decimal(layers, "--layers", 1, MAX_LAYERS))
             title += f", {len(loaded.layers)} of {len(whole.layers)} layers"
             moved = {"layers": {"moved": len(loaded.layers), "of": len(whole.layers)}}
     elif layers is not None:
@@ -214,7 +214,7 @@ def show_command(given: Engines, rank: str, path: str | None, as_json: bool) -> 
     kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2 --svg plan.svg
     """
     sources, destinations = given.workers()
-    local = destinations[decimal(rank, "--rank", 0, len(destinations))]
+    local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
     if path is not None:
         picture = show(plan, about=str(given))

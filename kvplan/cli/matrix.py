@@ -14,15 +14,15 @@ from typing import Any, Final
 import attrs
 import click
 
-from kvplan.cli.engines import engines, reasons_of
+from kvplan.cli.engines import reasons_of, running_engines
 from kvplan.cli.options import (
     EngineOptions,
     echo_json,
-    in_bits,
     json_option,
     load,
     model_argument,
     progress_bar,
+    quantize,
 )
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
 from kvplan.errors import KVPlanError
@@ -121,7 +121,7 @@ class Result:
             EngineOptions.parse(mismatch.src, "the source"),
             EngineOptions.parse(mismatch.dst, "the destination"),
         )
-        quantized = model if mismatch.bits is None else in_bits(model, mismatch.bits)
+        quantized = model if mismatch.bits is None else quantize(model, mismatch.bits)
         found = {
             "src": reasons_of(quantized, mismatch.src),
             "dst": reasons_of(quantized, mismatch.dst),
@@ -194,7 +194,7 @@ def markdown(results: Iterable[Result]) -> Iterator[str]:
     yield "| differs in | source | destination | runs in | result |"
     yield "|---|---|---|---|---|"
     for result in results:
-        starts = " -> ".join(dict.fromkeys(map(engines, result.not_run_because.values())))
+        starts = " -> ".join(dict.fromkeys(map(running_engines, result.not_run_because.values())))
         text = str(result).replace("|", "\\|")
         yield f"| {' | '.join(result.mismatch.to_json().values())} | {starts} | {text} |"
 
