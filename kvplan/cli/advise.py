@@ -138,14 +138,14 @@ def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) ->
     """
     search = _Search(model, src, dst, tokens)
     cost = search.cost({})
-    single = list[Suggestion]()
-    both = list[Suggestion]()
     with progress_bar() as bar:
-        for changes in bar.track(search.changes(), description="advise"):
-            suggestion = Suggestion.of(changes, search.cost(changes))
-            (single if len(changes) == 1 else both).append(suggestion)
+        tracked = bar.track(search.changes(), description="advise")
+        suggestions = [Suggestion.of(changes, search.cost(changes)) for changes in tracked]
+    single = [suggestion for suggestion in suggestions if len(suggestion.changes) == 1]
+    of_both = [suggestion for suggestion in suggestions if len(suggestion.changes) == 2]
     options = sorted(_merged(single), key=BY_COST)
-    best = min(both, key=BY_COST, default=None)
+    # of the changes of both engines, only the best counts, and only if it is the best of all
+    best = min(of_both, key=BY_COST, default=None)
     if best is not None and best.descriptors < options[0].descriptors:
         options.insert(0, best)
     now = Suggestion.of({}, cost)
