@@ -61,8 +61,8 @@ class PlacedRequest:
         Raises ``BLOCKS`` if a pool has too few blocks for them.
         """
         _, stop = tokens
-        source = _Placement.of(model, src, "src", stop, SOURCE_SPREAD)
-        destination = _Placement.of(model, dst, "dst", stop, DESTINATION_SPREAD)
+        source = _PlacedEngine.of(model, src, "src", stop, SOURCE_SPREAD)
+        destination = _PlacedEngine.of(model, dst, "dst", stop, DESTINATION_SPREAD)
         groups = destination.workers[0].groups
         paged = [group.name for group in groups if group.tokens_per_block is not None]
         return cls(
@@ -82,7 +82,7 @@ class PlacedRequest:
 
 
 @attrs.frozen
-class _Placement:
+class _PlacedEngine:
     """One engine with a request: options with the size of its pool, workers, and block tables."""
 
     options: EngineOptions
@@ -97,7 +97,7 @@ class _Placement:
         engine_id: str,
         stop: int,
         spread: float,
-    ) -> _Placement:
+    ) -> _PlacedEngine:
         """Place positions ``[0, stop)``. Raises ``BLOCKS`` if the pool has too few blocks."""
         is_offered = isinstance(model, EngineViews)
         # offers do not say whether groups share a pool
