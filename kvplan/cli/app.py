@@ -79,7 +79,7 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
 
 
 def installed_version() -> str:
-    """The version of the installed package."""
+    """Return the version of the installed package."""
     try:
         return metadata.version("kvplan")
     except metadata.PackageNotFoundError:

@@ -35,7 +35,7 @@ TOKENS: Final = (5, 150)
 
 LAYERS_PER_KIND: Final = 2
 MIN_LAYERS: Final = 4
-"""How many layers of a longer model are left, so that three pipeline stages are uneven."""
+"""The layers that are left of a longer model, so that three pipeline stages are uneven."""
 
 STEP: Final = "step"
 GROUPS: Final = "groups"

@@ -108,17 +108,23 @@ class _PlacedEngine:
             pool = options.blocks or needed + needed // 2 + 7
             workers = options.engine(model, engine_id, pool)
             num_blocks = blocks_needed(workers, stop)
-            needed = (sum if is_shared else _largest)(num_blocks.values())
+            numbers = num_blocks.values()
+            needed = sum(numbers) if is_shared else _largest(numbers)
             if is_offered or options.blocks is not None or needed <= pool:
                 break
         if is_offered:
-            pool = min(itertools.chain.from_iterable(map(_pools, workers)), default=0)
+            views = itertools.chain.from_iterable(worker.views for worker in workers)
+            pool = min((view.num_blocks for view in views), default=0)
         if needed > pool:
-            action = f"place a request of {stop} tokens on --{engine_id}"
-            expected = f"at least {needed} blocks"
             raise KVPlanError(
-                "BLOCKS", action, expected=expected, got=f"{pool}", needed=needed, blocks=pool
+                "BLOCKS",
+                f"place a request of {stop} tokens on --{engine_id}",
+                expected=f"at least {needed} blocks",
+                got=f"{pool}",
+                needed=needed,
+                blocks=pool,
             )
+        # groups that share a pool follow each other among its scattered ids
         tables = {}
         first = 0
         for group_name, number in num_blocks.items():
@@ -130,11 +136,6 @@ class _PlacedEngine:
 
 def _largest(numbers: Iterable[int]) -> int:
     return max(numbers, default=0)
-
-
-def _pools(worker: Worker) -> list[int]:
-    """Return the number of blocks of each view."""
-    return [view.num_blocks for view in worker.views]
 
 
 def sampled(model: Model, num_layers: int) -> Model:

@@ -89,7 +89,7 @@ class EngineDesign:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether several views lie in one block of a pool."""
+        """True if several views lie in one block of a pool."""
         return self.packing in (INTERLEAVED, POOL)
 
 

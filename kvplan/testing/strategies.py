@@ -87,7 +87,7 @@ def _scatter(
     tables = {}
     for name, pool in sorted(pools.items(), key=lambda item: item[1].num_blocks):
         num_blocks = len(ordinals[name])
-        # as many as are used by other groups can be lost
+        # other groups may use as many of the drawn blocks as they have
         num_drawn = num_blocks + len(used)
         drawn: Iterable[int] = range(num_drawn)
         if seed:
@@ -259,7 +259,7 @@ class Choices:
 
     @property
     def are_used_up(self) -> bool:
-        """Whether no byte is left."""
+        """True if no byte is left."""
         return next(self._bytes, None) is None
 
 
@@ -309,38 +309,37 @@ def case_of(drawn: bytes) -> Case:
         request = asked[group.name]
         destination_spans[name] = None if request.everything else request.span
     source_spans = _spans_of_groups(destination_spans, source_groups)
-
-    # blocks: each group has those of its own range, and of what the source moves of its tensors
-    destination_wanted = {name: [request.span] for name, request in asked.items()}
-    for name, span in source_spans.items():
-        if span is not None:
-            destination_wanted[destination_groups[name].name].append(span)
-    local = _tables(destination, destination_wanted, choices)
-    source_wanted: dict[str, list[Range]] = {name: [] for name in source.groups}
-    for name, span in source_spans.items():
-        group = destination_groups[name]
-        span = span or _held_positions(group, local[group.name])
-        source_wanted[source_groups[name].name].append(span)
-    remote = _tables(source, source_wanted, choices)
-    assert choices.are_used_up
-
+    tokens: tuple[Tokens, Tokens] = (
+        _spans_by_group(destination_spans, destination_groups),
+        _spans_by_group(source_spans, source_groups),
+    )
     if has_one_range:
         paged = [name for name, group in destination_groups.items() if group.tokens_per_block]
         span = destination_spans[paged[0]] if paged else None
-        tokens: tuple[Tokens, Tokens] = (span, span)
-    else:
-        tokens = (
-            _spans_by_group(destination_spans, destination_groups),
-            _spans_by_group(source_spans, source_groups),
-        )
-    skipped = (DESTINATION_ONLY, EXCLUDED)
+        tokens = (span, span)
+
+    # blocks: the destination has those of its ranges, and of all that the source moves
+    wanted = {name: [request.span] for name, request in asked.items()}
+    for name, span in source_spans.items():
+        if span is not None:
+            wanted[destination_groups[name].name].append(span)
+    local = _tables(destination, wanted, choices)
+    wanted = {name: [] for name in source.groups}
+    for name, span in source_spans.items():
+        group = destination_groups[name]
+        moved_span = span or _held_positions(group, local[group.name])
+        wanted[source_groups[name].name].append(moved_span)
+    remote = _tables(source, wanted, choices)
+    assert choices.are_used_up
+
+    skipped = [tensor.name for tensor in tensors if tensor.engines in (DESTINATION_ONLY, EXCLUDED)]
     return Case(
         destinations=engines.workers(destination, local),
         sources=engines.workers(source, remote),
         tables=(local, remote),
         spans=(destination_spans, source_spans),
         tokens=tokens,
-        not_transferred=tuple(tensor.name for tensor in tensors if tensor.engines in skipped),
+        not_transferred=tuple(skipped),
         designs=(destination, source),
     )
 
