@@ -246,6 +246,7 @@ def _draw(plan: TransferPlan) -> None:
         text = Text(f"\n{picture.title}\n\n", style="bold")
         text.append(Text(picture.text, style="not bold"))
         text.highlight_regex(r"[│░]|···", "dim")
+        # a source has one colour in all three drawings
         for nth, worker in enumerate(sending):
             style = STYLES[nth % len(STYLES)]
             text.highlight_regex(rf"{re.escape(worker.label)}(?!\d)", style)

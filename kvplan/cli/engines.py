@@ -248,6 +248,7 @@ def default_keys(model: Model) -> dict[str, dict[str, str]]:
     >>> default_keys(Model.shipped("qwen3-next-80b"))["vLLM 0.33"]
     {'layout': 'LBNHC', 'block': 'auto', 'kv': 'content', 'shared': '1'}
     """
+    # attention beside recurrent states
     is_hybrid = len({tensor.paged for tensor in model.tensors}) > 1
     index_block = "64" if _has_index(model) else None
     vllm = {"layout": "LBNHC", "block": AUTO if is_hybrid else index_block or "16"}

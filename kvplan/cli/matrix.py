@@ -177,6 +177,7 @@ def mismatches(model: Model) -> list[Mismatch]:
     >>> [mismatch.src for mismatch in mamba][-5:]
     ['layout=LBNHC', 'layout=LBHNC', 'layout=BHLNC', 'conv=SD', 'pad=0']
     """
+    # all that a mismatch can need, and None, which needs nothing
     features: set[str | None] = {None}
     for tensor in model.tensors:
         features.update(axis for axis, _ in tensor.axes)

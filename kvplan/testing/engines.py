@@ -106,6 +106,7 @@ def ordinals_of(ranks: Sequence[Group], start: int, stop: int) -> range:
     Positions are those in ``[start, stop)``.
     """
     slots = ranks[0].tokens_per_block or 1
+    # the nth position that a rank holds is in its nth slot
     ordinals = set[int]()
     for group in ranks:
         for slot, position in enumerate(_positions_below(group, stop)):
@@ -179,11 +180,13 @@ def _worker(
                 offset,
             )
             views.append(view)
+    # blocks of a region are as long as the group that uses most of one
     if design.shares_blocks:
         block_bytes: dict[str, int] = {}
         for (region, _), end in used.items():
             block_bytes[region] = max(block_bytes.get(region, 0), end)
         views = [attrs.evolve(view, block_stride_bytes=block_bytes[view.region]) for view in views]
+    # a region ends with its last view
     sizes: dict[str, int] = {}
     for view in views:
         sizes[view.region] = max(sizes.get(view.region, 0), view.end_bytes)

@@ -103,7 +103,10 @@ class Transmission:
     @property
     def regions(self) -> list[tuple[Worker, Region]]:
         """Each region with its worker."""
-        return [(worker, region) for worker in self.cluster.workers for region in worker.regions]
+        regions = list[tuple[Worker, Region]]()
+        for worker in self.cluster.workers:
+            regions += ((worker, region) for region in worker.regions)
+        return regions
 
     def plan(self, operation: Operation) -> MeshPlan:
         """Return the plans of all workers that read or write, prepared by their executors."""
@@ -131,6 +134,7 @@ class Transmission:
         """
         report = verify(plans, **self._arguments(plans[0]))
         _expect(report.ok, str(report))
+        # the same bytes in the cluster and in fake memory, where the request is carried out
         random = np.random.default_rng(1)
         with FakeMemory(self.cluster.workers) as memory:
             for worker, region in self.regions:
@@ -218,6 +222,7 @@ class Transmission:
         for key, completions in mesh.completions.items():
             senders = completions.awaits if sent else ()
             expected[key] = Counter(Notice(*sender, request) for sender in senders)
+        # wait until all have come, or for a while whether any comes
         deadline = time.monotonic() + (self.timeout_s if sent else QUIET_S)
         while time.monotonic() < deadline:
             self._receive()
@@ -310,6 +315,7 @@ class ExecutorContract:
         All notices come, also those of a request without bytes.
         """
         with self.transmission() as transmission:
+            # the last one reads again what is in place, with the notices of a new request
             for number, operation in enumerate((*OPERATIONS, "READ")):
                 transmission.move(operation, f"request {number}")
             transmission.tokens = NO_TOKENS
@@ -327,6 +333,7 @@ class ExecutorContract:
                 expected = transmission.fill(mesh.plans)
                 transmission.finish(transmission.start(mesh.plans, "request", notify=False))
                 transmission.check_memory(expected)
+                # the last part of the request has no bytes, and one of its transfers notifies
                 transmission.tokens = NO_TOKENS
                 transmission.finish(transmission.start(mesh.plans, "request", notify=False))
                 transmission.check_notices(mesh, "request", sent=False)
@@ -346,6 +353,7 @@ class ExecutorContract:
             first, *rest = [plan_of_worker[key] for key in awaits]
             pending = PendingRequests()
             pending.add("request", awaits, attempt=2)
+            # all of an earlier attempt, and the first reader twice, leave the request pending
             for attempt, plans in ((1, mesh.plans), (2, [first]), (2, [first]), (2, rest)):
                 _expect(len(pending) == 1, f"expected a pending request before attempt {attempt}")
                 transmission.finish(transmission.start(plans, "request", attempt=attempt))
@@ -424,6 +432,7 @@ class ExecutorContract:
             larger = attrs.evolve(local, regions=[*local.regions, Region("more", 1 << 50, 64)])
             unknown = engine("unknown", tp=2)
             changed = engine("prefill", tp=2, tokens_per_block=2)
+            # an executor, a plan, and the worker of it that the executor does not know
             plans = (
                 (sibling, plan_reads(local, sources), local),
                 (local, plan_reads(larger, sources), local),
@@ -466,6 +475,7 @@ class ExecutorContract:
             statuses = transmission.finish(started)
             is_right = statuses <= {Status.CANCELLED, Status.DONE}
             _expect(is_right, f"expected CANCELLED or DONE, got {started}")
+            # what is still in flight would overwrite zeros
             zeros = {place: np.zeros_like(values) for place, values in expected.items()}
             for worker, region in transmission.regions:
                 transmission.cluster.write(worker, region, zeros[worker.key, region.name])
@@ -477,6 +487,7 @@ class ExecutorContract:
         with self.transmission() as transmission:
             started = transmission.start(transmission.plan("READ").plans, "request")
             transmission.finish(started)
+            # every transfer twice
             for executor, transfer in (*started, *started):
                 executor.cancel(transfer)
                 executor.release(transfer)

@@ -133,6 +133,7 @@ def requests(
     first = draw(st.integers(0, 2))
     num_states = draw(st.integers(0, 3))
     destination_seed, source_seed = draw(st.tuples(*2 * [st.integers(0, 255)]))
+    # halve the request until both pools have room for it
     while True:
         span = (start, start + length)
         states = (first, first + num_states)
@@ -422,6 +423,7 @@ def _design(
 
     It lists them from any of them on.
     """
+    # choices of the engine, then of each place in its list of tensors
     shape, regroup, renamed, turn, unlike, pools = choices.below(len(SHAPES), 5, 6, 4, 5, 2)
     packing, digits, gap, base, devices, extra_blocks = choices.below(4, 2, 2, 4, 2, 4)
     tp, cp, pp = SHAPES[shape]
@@ -477,6 +479,7 @@ def _groups(
 
     A token group is on all context-parallel ranks or, sometimes, without contexts.
     """
+    # names of the engine's own, or those of both engines in a turned order
     names = [f"{engine_id}.{name}" for name in NAMES]
     if renamed < 5:
         names = [NAMES[(index + renamed) % 5] for index in range(5)]
