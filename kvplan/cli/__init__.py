@@ -1,4 +1,7 @@
-"""The ``kvplan`` command line. This door works without the ``cli`` extra, and names the packages to install."""
+"""The ``kvplan`` command line.
+
+This module works without the ``cli`` extra, and names the packages to install.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command (``None``: the arguments of this process) and return its exit status; ``--help`` lists them."""
+    """Run a command and return its exit status; ``--help`` lists them.
+
+    Without ``arguments``, those of this process count.
+    """
     for package in ("click", "rich"):
         if importlib.util.find_spec(package) is None:
-            print(
-                f"kvplan: the command line needs {package}: pip install click rich", file=sys.stderr
-            )
+            text = f"kvplan: the command line needs {package}: pip install click rich"
+            print(text, file=sys.stderr)
             return 2
     from kvplan.cli.app import run
 

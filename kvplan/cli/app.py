@@ -1,4 +1,7 @@
-"""The group of all commands, and what their errors become: one line on stderr, one JSON document, an exit status."""
+"""The group of all commands, and the end of each: an exit status.
+
+An error is one line on stderr, and one JSON document if that was asked for.
+"""
 
 from __future__ import annotations
 
@@ -48,24 +51,26 @@ def run(arguments: Sequence[str]) -> int:
         return _refuse(exhausted, arguments)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except SystemExit:  # click and rich exit with 1 when the pipe that they write to is closed
+    except SystemExit:
+        # click and rich exit with 1 when the pipe that they write to is closed
         return PIPE_CLOSED
 
 
 def _misread(error: click.ClickException) -> KVPlanError:
-    """An error of click in kvplan's grammar; the suggestion that click makes becomes the hint."""
+    """Return an error of click in kvplan's grammar; its suggestion becomes the hint."""
     problem, _, suggestion = " ".join(error.format_message().split()).partition("Did you mean")
     got = re.sub("^(No such|Got) ", "", problem).strip(" .(")
     got = re.sub("^Missing ", "no ", got)
+    got = got[:1].lower() + got[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
-    expected = f"what '{context.command_path if context else 'kvplan'} --help' shows"
+    command = context.command_path if context else "kvplan"
+    expected = f"what '{command} --help' shows"
     hint = f"did you mean{suggestion.strip(').')}" if suggestion else ""
-    return KVPlanError(
-        "NAME", "read the command line", expected=expected, got=got[:1].lower() + got[1:], hint=hint
-    )
+    return KVPlanError("NAME", "read the command line", expected=expected, got=got, hint=hint)
 
 
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
+    """Print an error, and return the exit status."""
     click.echo(error, err=True)
     if "--json" in arguments:
         message = str(error).partition(": ")[2]
@@ -74,7 +79,7 @@ def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
 
 
 def installed_version() -> str:
-    """The version of the installed package."""
+    """Return the version of the installed package."""
     try:
         return metadata.version("kvplan")
     except metadata.PackageNotFoundError:
@@ -90,7 +95,9 @@ def installed_version() -> str:
 @click.version_option(installed_version())
 @click.pass_context
 def kvplan(context: click.Context) -> int:
-    """Plan how a request's KV cache moves between engines of any layout, and verify it byte for byte."""
+    """Plan how a request's KV cache moves between engines of any layout, and verify it byte for
+    byte.
+    """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
     return 0

@@ -1,9 +1,10 @@
-"""The commands about one pair of engines, verify, explain and show, and check-offer, which is about offers."""
+"""The commands about a pair of engines (verify, explain, show), and check-offer."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import attrs
@@ -15,13 +16,13 @@ from kvplan.cli.engines import lines, reasons
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
-    decimal,
     echo_json,
     engine_options,
     json_option,
     plain_console,
     print_lines,
     progress_bar,
+    read_decimal,
     terminal_width,
     token_range,
 )
@@ -29,14 +30,14 @@ from kvplan.cli.trials import PlacedRequest, Trial, described, destination_draft
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of
 from kvplan.display import explain, show
-from kvplan.display.copies import CopyEnd, panels
+from kvplan.display.copies import BoxCopy, CopyEnd, Panel, panels
 from kvplan.display.explanation import rows_of
 from kvplan.errors import KVPlanError
 from kvplan.handshake import PeerError, Problem, compare, decode, encode, fingerprint
 from kvplan.handshake.messages import MAX_BYTES
 from kvplan.models import Model
 from kvplan.models.config import MAX_LAYERS
-from kvplan.plan import Pair, TransferPlan, plan_mesh, plan_reads
+from kvplan.plan import MeshPlan, TransferPlan, plan_mesh, plan_reads
 
 STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 """Colours of source workers in a drawing; the seventh has the first again."""
@@ -55,46 +56,42 @@ STYLES: Final = ("bright_blue", "yellow", "green", "magenta", "cyan", "red")
 @click.option("--layers", metavar="N", help="Move only N layers, some of each kind.")
 @json_option
 def verify_command(
-    given: Engines, tokens: tuple[int, int], layers: str | None, as_json: bool
+    engines: Engines,
+    tokens: tuple[int, int],
+    layers: str | None,
+    as_json: bool,
 ) -> int:
     """Plan a transfer, run it in fake memory, check every byte.
 
-    The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and layouts.
+    The last lines say whether vLLM and SGLang run such engines, by their rules of sizes and
+    layouts.
 
     \b
     kvplan verify qwen3-0.6b --src tp=4 --dst tp=2,block=64 --tokens 37:1000
 
     Exit status: 0 verified, 1 bytes differ, 2 refused.
     """
-    loaded, title, sides, moved = (
-        given.model,
-        f"{given}, positions [{tokens[0]}, {tokens[1]})",
-        {},
-        {},
-    )
-    if isinstance(loaded, Model):
-        sides = {"src": reasons(loaded, given.src), "dst": reasons(loaded, given.dst)}
-        if layers is not None:
-            whole, loaded = loaded, sampled(loaded, decimal(layers, "--layers", 1, MAX_LAYERS))
-            title += f", {len(loaded.layers)} of {len(whole.layers)} layers"
-            moved = {"layers": {"moved": len(loaded.layers), "of": len(whole.layers)}}
-    elif layers is not None:
-        raise KVPlanError(
-            "CONFIG", "move some layers of offers", expected="no --layers", got=layers
-        )
+    model = engines.model
+    start, stop = tokens
+    title = f"{engines}, positions [{start}, {stop})"
+    moved = {}
+    sides = {}
+    if isinstance(model, Model):
+        sides = {"src": reasons(model, engines.src), "dst": reasons(model, engines.dst)}
+    if layers is not None:
+        if not isinstance(model, Model):
+            action = "move some layers of offers"
+            raise KVPlanError("CONFIG", action, expected="no --layers", got=layers)
+        num_layers = len(model.layers)
+        model = sampled(model, read_decimal(layers, "--layers", 1, MAX_LAYERS))
+        title += f", {len(model.layers)} of {num_layers} layers"
+        moved = {"layers": {"moved": len(model.layers), "of": num_layers}}
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
-        trial = Trial.of(PlacedRequest.of(loaded, given.src, given.dst, tokens))
+        trial = Trial.of(PlacedRequest.of(model, engines.src, engines.dst, tokens))
     if as_json:
-        echo_json(
-            {
-                "model": given.name,
-                "tokens": list(tokens),
-                **moved,
-                **trial.to_json(),
-                "not_run_because": sides,
-            }
-        )
+        document = {"model": engines.name, "tokens": list(tokens), **moved, **trial.to_json()}
+        echo_json(document | {"not_run_because": sides})
     else:
         _print_trial(title, trial)
         print_lines(lines(sides))
@@ -102,17 +99,17 @@ def verify_command(
 
 
 def _print_trial(title: str, trial: Trial) -> None:
-    """A title, a line for each destination worker, and the report."""
+    """Print a title, a line for each destination worker, and the report."""
     console = plain_console()
     console.print(title)
     for worker in trial.request.destinations:
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
-        ranks, moved = (
-            intervals(pair.remote[1] for pair in pairs),
-            size(sum(pair.num_bytes for pair in pairs)),
-        )
-        what = f"{moved} from src/{ranks}, {described(pairs)}" if pairs else "nothing"
-        console.print(f"  {worker.label} reads {what}")
+        moved = "nothing"
+        if pairs:
+            num_bytes = size(sum(pair.num_bytes for pair in pairs))
+            ranks = intervals(pair.remote[1] for pair in pairs)
+            moved = f"{num_bytes} from src/{ranks}, {described(pairs)}"
+        console.print(f"  {worker.label} reads {moved}")
     if skipped := trial.request.not_transferred:
         console.print(f"  not transferred: {fold(skipped)} (no source has it)")
     console.print(Text(str(trial.report), style="green" if trial.report.ok else "bold red"))
@@ -125,71 +122,77 @@ def _print_trial(title: str, trial: Trial) -> None:
     type=click.Choice(["line", "workers", "rows"]),
     default="workers",
     show_default=True,
-    help="line: one line per engine; workers: one worker of each engine, and a line per pair; rows: everything.",
+    help=(
+        "line: one line per engine; workers: one worker of each engine, and a line per pair; "
+        "rows: everything."
+    ),
 )
 @json_option
 def explain_command(
-    given: Engines, detail: Literal["line", "workers", "rows"], as_json: bool
+    engines: Engines,
+    detail: Literal["line", "workers", "rows"],
+    as_json: bool,
 ) -> int:
     """Describe both engines' memory and a plan's rows.
 
-    With --json: each worker's offer, each row, and the completions that each worker sends and awaits.
+    With --json: each worker's offer, each row, and the completions that each worker sends and
+    awaits.
 
     \b
     kvplan explain llama-3.1-8b --src tp=4 --dst tp=2,block=64 --detail line
     """
-    sources, destinations = given.workers()
-    mesh = plan_mesh(
-        destinations, sources, not_transferred=destination_drafts(destinations, sources)
-    )
+    sources, destinations = engines.workers()
+    drafts = destination_drafts(destinations, sources)
+    mesh = plan_mesh(destinations, sources, not_transferred=drafts)
     if as_json:
-        engines = {"src": sources, "dst": destinations}
-        offers = {
-            name: [json.loads(encode(worker)) for worker in engine]
-            for name, engine in engines.items()
-        }
-        completions = {
-            label_of(key): {
-                "sends": [*map(label_of, each.sends)],
-                "awaits": [*map(label_of, each.awaits)],
-            }
-            for key, each in mesh.completions.items()
-        }
-        plans = [
-            {
-                "worker": plan.local.label,
-                "operation": plan.operation,
-                "not_transferred": plan.not_transferred,
-                "pairs": [
-                    {"remote": label_of(pair.remote), "rows": _rows_json(pair)}
-                    for pair in plan.pairs
-                ],
-            }
-            for plan in mesh.plans
-        ]
-        echo_json(given.to_json() | {"offers": offers, "plans": plans, "completions": completions})
+        offers = {"src": _offers_json(sources), "dst": _offers_json(destinations)}
+        echo_json(engines.to_json() | {"offers": offers, **_mesh_json(mesh)})
         return 0
     width = terminal_width()
-    for role, side, engine in (
-        ("source", given.src, sources),
-        ("destination", given.dst, destinations),
-    ):
-        shown = engine if detail == "rows" else engine[:1]
-        title = f"{role}, {side.title(given.model)}: {count(len(engine), 'worker')}"
-        title += "" if detail == "rows" else ", the first:"
+    sides = (
+        ("source", engines.src, sources),
+        ("destination", engines.dst, destinations),
+    )
+    for role, options, workers in sides:
+        title = f"{role}, {options.title(engines.model)}: {count(len(workers), 'worker')}"
+        explained = workers
+        if detail != "rows":
+            title += ", the first:"
+            explained = workers[:1]
         print_lines(click.wrap_text(title, width, subsequent_indent="    ").splitlines())
-        print_lines(
-            line
-            for worker in shown
-            for line in explain(worker, detail=detail, width=width).splitlines()
-        )
-        print_lines([] if detail == "line" else [""])
+        for worker in explained:
+            print_lines(explain(worker, detail=detail, width=width).splitlines())
+        if detail != "line":
+            print_lines([""])
     print_lines(explain(mesh, detail=detail, width=width).splitlines())
     return 0
 
 
-def _rows_json(pair: Pair) -> dict[str, Any]:
-    return {"local": [*rows_of(pair.local_table)], "remote": [*rows_of(pair.remote_table)]}
+def _offers_json(workers: Sequence[Worker]) -> list[Any]:
+    return [json.loads(encode(worker)) for worker in workers]
+
+
+def _mesh_json(mesh: MeshPlan) -> dict[str, Any]:
+    """Return the plans of all workers, and the completions that each of them sends and awaits."""
+    completions = {}
+    for key, awaited in mesh.completions.items():
+        sends = list(map(label_of, awaited.sends))
+        awaits = list(map(label_of, awaited.awaits))
+        completions[label_of(key)] = {"sends": sends, "awaits": awaits}
+    return {"plans": list(map(_plan_json, mesh.plans)), "completions": completions}
+
+
+def _plan_json(plan: TransferPlan) -> dict[str, Any]:
+    pairs = []
+    for pair in plan.pairs:
+        rows = {"local": [*rows_of(pair.local_table)], "remote": [*rows_of(pair.remote_table)]}
+        pairs.append({"remote": label_of(pair.remote), "rows": rows})
+    return {
+        "worker": plan.local.label,
+        "operation": plan.operation,
+        "not_transferred": plan.not_transferred,
+        "pairs": pairs,
+    }
 
 
 @click.command("show", cls=EngineCommand)
@@ -204,70 +207,70 @@ def _rows_json(pair: Pair) -> dict[str, Any]:
     help="Write the drawing to FILE, as .svg or .txt, and print no drawing.",
 )
 @json_option
-def show_command(given: Engines, rank: str, path: str | None, as_json: bool) -> int:
+def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -> int:
     """Draw both engines' blocks, and which bytes go where.
 
-    Rows are axes, from the slowest in memory to the fastest; columns are bytes. Source and destination bytes of one
-    copy have the same letter. With --json: every copy that is drawn.
+    Rows are axes, from the slowest in memory to the fastest; columns are bytes. Source and
+    destination bytes of one copy have the same letter. With --json: every copy that is drawn.
 
     \b
     kvplan show llama-3.1-8b --src tp=4,layout=LBNHC --dst tp=2 --svg plan.svg
     """
-    sources, destinations = given.workers()
-    local = destinations[decimal(rank, "--rank", 0, len(destinations))]
+    sources, destinations = engines.workers()
+    local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
     if path is not None:
-        picture = show(plan, about=str(given))
+        picture = show(plan, about=str(engines))
         picture.save(path)
     if as_json:
-        echo_json(given.to_json() | {"worker": local.label, "panels": _panels_json(plan)})
+        panels_json = list(map(_panel_json, panels(plan)))
+        echo_json(engines.to_json() | {"worker": local.label, "panels": panels_json})
     elif path is not None:
         click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        click.echo(given)
+        click.echo(engines)
         _draw(plan)
     return 0
 
 
 def _draw(plan: TransferPlan) -> None:
-    """A block of the first source that sends something, a block of the destination, and what moves between them."""
-    moving = [
-        remote
-        for remote, pair in zip(plan.remotes, plan.pairs, strict=True)
-        if pair.local_table.num_ids
-    ]
+    """Print a block of the first source that sends bytes, one of the destination, and the plan."""
+    sending = list[Worker]()
+    for remote, pair in zip(plan.remotes, plan.pairs, strict=True):
+        if pair.local_table.num_ids:
+            sending.append(remote)
     console = plain_console()
     width = terminal_width()
-    for value in (*moving[:1], plan.local, plan):
-        picture = show(value, width=width)
+    for subject in (*sending[:1], plan.local, plan):
+        picture = show(subject, width=width)
         text = Text(f"\n{picture.title}\n\n", style="bold")
         text.append(Text(picture.text, style="not bold"))
         text.highlight_regex(r"[│░]|···", "dim")
-        for i, worker in enumerate(moving):
-            text.highlight_regex(rf"{re.escape(worker.label)}(?!\d)", STYLES[i % len(STYLES)])
+        # a source has one colour in all three drawings
+        for nth, worker in enumerate(sending):
+            style = STYLES[nth % len(STYLES)]
+            text.highlight_regex(rf"{re.escape(worker.label)}(?!\d)", style)
         console.print(text)
 
 
-def _panels_json(plan: TransferPlan) -> list[dict[str, Any]]:
-    """What is drawn of a plan as plain data: for each kind of layer, every copy."""
-    return [
-        {
-            "tensors": panel.tensors,
-            "layers": panel.num_layers,
-            "tokens": panel.tokens,
-            "copies": [
-                {
-                    "what": copy.local.coordinates,
-                    "bytes": copy.num_bytes,
-                    "descriptor_bytes": copy.run_bytes,
-                    "src": _end_json(copy.remote),
-                    "dst": _end_json(copy.local),
-                }
-                for copy in panel.copies
-            ],
-        }
-        for panel in panels(plan)
-    ]
+def _panel_json(panel: Panel) -> dict[str, Any]:
+    """Return one kind of layer as plain data, with every copy that is drawn."""
+    return {
+        "tensors": panel.tensors,
+        "layers": panel.num_layers,
+        "tokens": panel.tokens,
+        "copies": list(map(_copy_json, panel.copies)),
+    }
+
+
+def _copy_json(copy: BoxCopy) -> dict[str, Any]:
+    return {
+        "what": copy.local.coordinates,
+        "bytes": copy.num_bytes,
+        "descriptor_bytes": copy.run_bytes,
+        "src": _end_json(copy.remote),
+        "dst": _end_json(copy.local),
+    }
 
 
 def _end_json(end: CopyEnd) -> dict[str, Any]:
@@ -287,8 +290,9 @@ def _end_json(end: CopyEnd) -> dict[str, Any]:
 def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
     """Describe a worker's offer, or list everything wrong with it.
 
-    An offer is the message that kvplan.encode makes of a worker. With FILE2, compare the worker in FILE, a destination,
-    with the one in FILE2, its source, and list the differences that no plan can bridge. - reads stdin.
+    An offer is the message that kvplan.encode makes of a worker. With FILE2, compare the worker in
+    FILE, a destination, with the one in FILE2, its source, and list the differences that no plan
+    can bridge. - reads stdin.
 
     \b
     kvplan check-offer offer.json
@@ -296,66 +300,78 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
 
     Exit status: 0 valid, 2 an invalid offer or a difference that is refused.
     """
-    files = [file] if file2 is None else [file, file2]
-    if files.count("-") > 1:
+    paths = [file] if file2 is None else [file, file2]
+    if paths.count("-") > 1:
         raise KVPlanError("NAME", "read offers", expected="stdin for one of them", got="for both")
-    offers = [(click.format_filename(path), _read_offer(path)) for path in files]
-    workers = [offer for _, offer in offers if isinstance(offer, Worker)]
+    offers = list(map(_OfferText.read, paths))
+    workers = [offer.worker for offer in offers if offer.worker is not None]
     comparison = compare(workers[0], workers[1]) if len(workers) == 2 else None
     if as_json:
-        found = None if comparison is None else {"ok": comparison.ok, **attrs.asdict(comparison)}
-        echo_json({"offers": [_offer_json(*offer) for offer in offers], "comparison": found})
+        document = None
+        if comparison is not None:
+            document = {"ok": comparison.ok, **attrs.asdict(comparison)}
+        echo_json({"offers": [offer.to_json() for offer in offers], "comparison": document})
     elif comparison is not None:
         print_lines(str(comparison).splitlines())
     else:
-        for name, offer in offers:
-            if isinstance(offer, Worker):
-                print_lines(explain(offer, width=terminal_width()).splitlines())
-                print_lines([f"  fingerprint {fingerprint(offer)}"])
-            else:
-                print_lines([f"{name}: refused", *(f"  {problem}" for problem in offer)])
-    return 0 if len(workers) == len(files) and (comparison is None or comparison.ok) else 2
+        for offer in offers:
+            print_lines(offer.lines())
+    is_valid = len(workers) == len(paths) and (comparison is None or comparison.ok)
+    return 0 if is_valid else 2
 
 
-def _read_offer(path: str) -> Worker | tuple[Problem, ...]:
-    """The worker that a file, or stdin, offers; or the problems of its text. Raises ``NAME`` if it can't be read."""
-    try:
-        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        got = f"{path!r}: {(error.strerror if isinstance(error, OSError) else None) or error}"
-        raise KVPlanError(
-            "NAME", "read an offer", expected="a file that can be read, or -", got=got
-        ) from None
-    if len(data) > MAX_BYTES:
-        return (
-            Problem(
-                "",
-                "MESSAGE",
-                f"cannot read a message: expected at most {MAX_BYTES} bytes, got more",
-            ),
-        )
-    try:
-        return decode(data)
-    except PeerError as error:
-        return error.problems
+@attrs.frozen
+class _OfferText:
+    """A text that should be an offer: the name of its file, and the worker, or the problems."""
 
+    name: str
+    worker: Worker | None = None
+    problems: tuple[Problem, ...] = ()
 
-def _offer_json(name: str, offer: Worker | tuple[Problem, ...]) -> dict[str, Any]:
-    if not isinstance(offer, Worker):
-        return {"file": name, "ok": False, "problems": offer}
-    return {
-        "file": name,
-        "ok": True,
-        "problems": [],
-        "engine_id": offer.engine_id,
-        "rank": offer.rank,
-        "fingerprint": fingerprint(offer),
-        "groups": offer.groups,
-        "regions": len(offer.regions),
-        "tensors": len(offer.tensors),
-        "views": len(offer.views),
-    }
+    @classmethod
+    def read(cls, path: str) -> _OfferText:
+        """Read a file, or stdin. Raises ``NAME`` if it cannot be read."""
+        name = click.format_filename(path)
+        try:
+            with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+                data = file.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            expected = "a file that can be read, or -"
+            got = f"{path!r}: {reason}"
+            raise KVPlanError("NAME", "read an offer", expected=expected, got=got) from None
+        if len(data) > MAX_BYTES:
+            message = f"cannot read a message: expected at most {MAX_BYTES} bytes, got more"
+            return cls(name, problems=(Problem("", "MESSAGE", message),))
+        try:
+            return cls(name, decode(data))
+        except PeerError as error:
+            return cls(name, problems=error.problems)
+
+    def lines(self) -> list[str]:
+        """Return a description of the worker, or all problems."""
+        if self.worker is None:
+            return [f"{self.name}: refused", *(f"  {problem}" for problem in self.problems)]
+        description = explain(self.worker, width=terminal_width()).splitlines()
+        return [*description, f"  fingerprint {fingerprint(self.worker)}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        worker = self.worker
+        if worker is None:
+            return {"file": self.name, "ok": False, "problems": self.problems}
+        return {
+            "file": self.name,
+            "ok": True,
+            "problems": [],
+            "engine_id": worker.engine_id,
+            "rank": worker.rank,
+            "fingerprint": fingerprint(worker),
+            "groups": worker.groups,
+            "regions": len(worker.regions),
+            "tensors": len(worker.tensors),
+            "views": len(worker.views),
+        }
 
 
 COMMANDS: Final = (verify_command, explain_command, show_command, check_offer_command)

@@ -1,9 +1,10 @@
-"""The ``demo`` command: one request moves between pairs of engines that differ, on the geometry of real models."""
+"""The ``demo`` command: a request moves between engines that differ, for each of some models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -20,7 +21,7 @@ from kvplan.models import Model
 TOKENS: Final = (0, 100)
 
 TWELVE_HEADS: Final = "12 KV heads"
-"""No real model: with 12 KV heads, 2 and 3 workers share heads although neither number divides the other."""
+"""No real model: 2 and 3 workers share 12 heads although neither number divides the other."""
 
 
 EXAMPLES: Final = (
@@ -38,18 +39,18 @@ EXAMPLES: Final = (
     ("falcon-mamba-7b", "tp=8", "tp=4"),
     (TWELVE_HEADS, "tp=2", "tp=3"),
 )
-"""Models, each with the options of a prefill engine (source) and of a decode engine (destination)."""
+"""Models, each with the options of a prefill engine (source) and a decode engine (destination)."""
 
-ENGINES: Final = Path(".venv-engines")
+ENGINES_PATH: Final = Path(".venv-engines")
 """The environment with vLLM that ``.ci/engines`` makes in a checkout."""
 
 REAL_ENGINES: Final = f"""
 The last line is for two real vLLM engines, too slow for this demo. To run it:
-{ENGINES}/bin/python -m tests.engines --connector kvplan --pair "llama 32->64"
+{ENGINES_PATH}/bin/python -m tests.engines --connector kvplan --pair "llama 32->64"
 """
 
-WORDS: Final = ("model", "prefill (source)", "decode (destination)")
-NUMBERS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
+TEXT_COLUMNS: Final = ("model", "prefill (source)", "decode (destination)")
+NUMBER_COLUMNS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
 
 INTRODUCTION: Final = f"""\
 Each line moves one request of {TOKENS[1] - TOKENS[0]} tokens from a prefill engine (source) to a
@@ -66,26 +67,40 @@ nemotron-h and falcon-mamba the states of Mamba layers.
 def _load(model: str) -> Model:
     if model != TWELVE_HEADS:
         return Model.shipped(model)
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 128}
-    return Model.from_config(
-        {"model_type": "llama", "hidden_size": 12 * 128, "num_hidden_layers": 8, **heads}
-    )
-
-
-def _columns(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Text]:
-    """A line of the table, by column."""
-    report, lengths = trial.report, lengths_of(trial.pairs)
-    engines = (options.replace("layout=", "").replace(",", " ") for options in (src, dst))
-    return {
-        **dict(zip(WORDS, (model, *engines), strict=True)),
-        "workers": f"{len(trial.request.sources)} -> {len(trial.request.destinations)}",
-        "descriptors": f"{report.num_descriptors:,}",
-        "of bytes": "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}"))),
-        "moved": size(report.num_bytes),
-        "verified": Text("yes", style="green")
-        if report.ok
-        else Text(f"NO: {report.failures[0][0]}", style="bold red"),
+    config = {
+        "model_type": "llama",
+        "hidden_size": 12 * 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 128,
     }
+    return Model.from_config(config)
+
+
+def _try_example(model: str, src: str, dst: str) -> Trial:
+    source = EngineOptions.parse(src, "the demo's source")
+    destination = EngineOptions.parse(dst, "the demo's destination")
+    return Trial.of(PlacedRequest.of(_load(model), source, destination, TOKENS))
+
+
+def _row(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Text]:
+    """Return a line of the table, by column."""
+    report = trial.report
+    lengths = lengths_of(trial.pairs)
+    row = _text_row(model, *(text.replace("layout=", "").replace(",", " ") for text in (src, dst)))
+    row["workers"] = f"{len(trial.request.sources)} -> {len(trial.request.destinations)}"
+    row["descriptors"] = f"{report.num_descriptors:,}"
+    row["of bytes"] = "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}")))
+    row["moved"] = size(report.num_bytes)
+    row["verified"] = Text("yes", style="green")
+    if not report.ok:
+        row["verified"] = Text(f"NO: {report.failures[0][0]}", style="bold red")
+    return row
+
+
+def _text_row(*texts: str) -> dict[str, str | Text]:
+    return dict(zip(TEXT_COLUMNS, texts, strict=True))
 
 
 @click.command("demo")
@@ -99,42 +114,41 @@ def demo_command(as_json: bool) -> int:
     is_terminal = Console().is_terminal
     console = Console(quiet=as_json, width=None if is_terminal else WIDTH)
     console.print(INTRODUCTION, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
     omitted = () if console.width >= WIDTH else ("workers", "moved")
-    columns = [name for name in (*WORDS, *NUMBERS) if name not in omitted]
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name in WORDS else "right", no_wrap=name not in WORDS[1:]
-        )
+    columns = [name for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS) if name not in omitted]
+    table = _table(columns)
     trials = []
     with (
         progress_bar(disable=is_terminal and not as_json) as bar,
         Live(table, console=console, auto_refresh=False) as live,
     ):
         for model, src, dst in bar.track(EXAMPLES, description="demo"):
-            engines = (
-                EngineOptions.parse(src, "the demo's source"),
-                EngineOptions.parse(dst, "the demo's destination"),
-            )
-            trials.append(Trial.of(PlacedRequest.of(_load(model), *engines, TOKENS)))
-            row = _columns(model, src, dst, trials[-1])
+            trial = _try_example(model, src, dst)
+            trials.append(trial)
+            row = _row(model, src, dst, trial)
             table.add_row(*(row[name] for name in columns))
             live.refresh()
-        if ENGINES.exists():
-            row = {
-                **dict(zip(WORDS, ("llama in vLLM", "block=32", "block=64"), strict=True)),
-                "verified": "not run",
-            }
+        if ENGINES_PATH.exists():
+            row = _text_row("llama in vLLM", "block=32", "block=64") | {"verified": "not run"}
             table.add_row(*(row.get(name, "") for name in columns))
             live.refresh()
     if not is_terminal:
-        console.print()  # ends the table's last line
-    if ENGINES.exists():
+        # ends the table's last line
+        console.print()
+    if ENGINES_PATH.exists():
         console.print(REAL_ENGINES, soft_wrap=True, highlight=False)
     if as_json:
-        cases = [
-            {"model": model, **trial.to_json()}
-            for (model, *_), trial in zip(EXAMPLES, trials, strict=True)
-        ]
+        cases = []
+        for (model, *_), trial in zip(EXAMPLES, trials, strict=True):
+            cases.append({"model": model, **trial.to_json()})
         echo_json({"tokens": list(TOKENS), "cases": cases})
     return 0 if all(trial.report.ok for trial in trials) else 1
+
+
+def _table(columns: Sequence[str]) -> Table:
+    """Return an empty table; numbers are on the right, and engines may wrap."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
+    for name in columns:
+        justify: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
+        table.add_column(name, justify=justify, no_wrap=name not in TEXT_COLUMNS[1:])
+    return table

@@ -1,4 +1,4 @@
-"""What the commands have in common: the options of an engine, the model that it runs, JSON output and consoles.
+"""Options of an engine, the model that it runs, JSON output and consoles, for all commands.
 
 An engine is written as ``tp=4,block=16,layout=LBNHC`` on the command line.
 """
@@ -34,8 +34,10 @@ MAX_WORKERS: Final = 4096
 MAX_TOKENS: Final = 1 << 24
 """The last position of a request, plus one, is at most this."""
 
-POOL: Final = 4096
-"""Blocks in the pool of an engine for which neither the options nor a request say how many."""
+DEFAULT_NUM_BLOCKS: Final = 4096
+"""The blocks of a pool for which neither the options nor a request say how many."""
+
+ENGINE_IDS: Final = ("src", "dst")
 
 AUTO: Final = "auto"
 """The value of ``block`` that makes a block of attention as large as a recurrent state."""
@@ -45,49 +47,55 @@ BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
 )
 """Arguments of :meth:`Model.quantized` for each value of ``--bits``: 8 bits, and NVFP4."""
 
-MODEL: Final = "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 (and window=4096, heads=40)"
-"""What MODEL is on the command line, beside a shipped name."""
+MODEL_FORMS: Final = (
+    "a config.json or its directory, or sizes: layers=40,kv_heads=10,head_dim=128 "
+    "(and window=4096, heads=40)"
+)
+"""The forms of MODEL on the command line, beside a shipped name."""
 
 LAYOUTS: Final = f"{', '.join(ORDERS)}; vLLM's NHD is LBNHC, its HND is LBHNC"
-KV_PLACES: Final = "content (K beside V for each token and head), axis (K, then V, in each block and layer), split (separate regions)"
+KV_PLACES: Final = (
+    "content (K beside V for each token and head), axis (K, then V, in each block and layer), "
+    "split (separate regions)"
+)
 
 
-def in_bits(model: Model, bits: int) -> Model:
-    """The model with K and V quantized to ``bits``, a key of :data:`BITS`."""
+def quantize(model: Model, bits: int) -> Model:
+    """Return the model with K and V quantized to ``bits``, a key of :data:`BITS`."""
     return model.quantized(*BITS[bits])
 
 
 @attrs.frozen
 class EngineViews:
-    """The workers of two engines, ``src`` and ``dst``, from a file of their offers: of a model that kvplan cannot read.
+    """The workers of two engines, ``src`` and ``dst``, from a file of their offers.
 
-    ``kvplan explain --json`` writes such a file.
+    Such a file, which ``kvplan explain --json`` writes, stands for a model that kvplan cannot read.
     """
 
     workers: Mapping[str, tuple[Worker, ...]]
 
     @classmethod
     def of(cls, offers: Any) -> EngineViews:
-        """From the offers by engine. Raises ``CONFIG`` if there are none of one engine, and what ``decode`` raises."""
-        if not isinstance(offers, dict) or not all(
-            isinstance(offers.get(key), list) for key in ("src", "dst")
-        ):
+        """Return the engines that offers describe, which are lists by engine.
+
+        Raises ``CONFIG`` if one engine has no list, and what ``decode`` raises.
+        """
+        by_engine = offers if isinstance(offers, dict) else {}
+        if not all(isinstance(by_engine.get(name), list) for name in ENGINE_IDS):
             expected = "a list of offers for each of src and dst"
-            raise KVPlanError(
-                "CONFIG", "load offers", expected=expected, got=f"{type(offers).__name__}"
-            )
-        return cls(
-            {
-                key: tuple(decode(json.dumps(offer).encode()) for offer in offers[key])
-                for key in ("src", "dst")
-            }
-        )
+            got = f"{type(offers).__name__}"
+            raise KVPlanError("CONFIG", "load offers", expected=expected, got=got)
+        workers = {}
+        for name in ENGINE_IDS:
+            workers[name] = tuple(decode(json.dumps(offer).encode()) for offer in by_engine[name])
+        return cls(workers)
 
 
 def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
-    """The model of a shipped name, of the path of a config.json or its directory, or of sizes. Raises ``CONFIG``.
+    """Return the model of a shipped name, of a config.json or its directory, or of sizes.
 
-    ``bits`` quantizes it. ``like`` is the type as which a file of an unknown type is read.
+    ``bits`` quantizes it. A file of an unknown type is read as one of the type ``like``. Raises
+    ``CONFIG``.
 
     >>> print(load("layers=40,kv_heads=10,head_dim=128,window=4096"))
     mistral: 40 layers, bfloat16, groups attn
@@ -95,27 +103,33 @@ def load(model: str, bits: str | None = None, like: str | None = None) -> Model:
     return model_only(load_engines(model, bits, like), model)
 
 
-def model_only(found: Model | EngineViews, name: str) -> Model:
-    """``found``, which must be a model. Raises ``CONFIG`` for offers."""
-    if isinstance(found, EngineViews):
+def model_only(loaded: Model | EngineViews, name: str) -> Model:
+    """Return what was loaded, which must be a model. Raises ``CONFIG`` for offers."""
+    if isinstance(loaded, EngineViews):
         expected = "a model, since this command changes its engines"
-        raise KVPlanError(
-            "CONFIG", "load a model", expected=expected, got=f"{name!r}: offers", model=name
-        )
-    return found
+        got = f"{name!r}: offers"
+        raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, model=name)
+    return loaded
 
 
 def load_engines(
-    model: str, bits: str | None = None, like: str | None = None
+    model: str,
+    bits: str | None = None,
+    like: str | None = None,
 ) -> Model | EngineViews:
-    """The model, or the engines in a file with the key ``offers``, which don't take ``bits``."""
+    """Return the model, or the engines in a file with the key ``offers``, which takes no ``bits``.
+
+    Raises ``CONFIG``.
+    """
     if bits is not None:
-        return in_bits(load(model, None, like), int(bits))
+        return quantize(load(model, None, like), int(bits))
     if model in Model.names():
         return Model.shipped(model)
-    if "=" in model and not Path(model).exists():
-        return _sized(model)
-    path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
+    path = Path(model)
+    if "=" in model and not path.exists():
+        return _load_sizes(model)
+    if path.is_dir():
+        path = Path(model, "config.json")
     try:
         config = json.loads(path.read_bytes())
         if isinstance(config, dict) and "offers" in config:
@@ -124,216 +138,256 @@ def load_engines(
     except KVPlanError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
-    got, hint = f"{model!r}: {reason}", ""
-    if missing and not model.endswith(".json"):  # it may be a name
-        got = got if "/" in model else repr(model)
-        hint = f"{meant(model.rpartition('/')[2], Model.names())} 'kvplan --help' lists all".strip()
-    expected = f"the name of a shipped model, {MODEL}"
-    raise KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
+        raise _cannot_load(model, error) from None
 
 
-def _sized(text: str) -> Model:
-    """A model that keeps K and V of each head, of its sizes. The number of query ``heads`` is only for engines."""
-    keys = {
+def _cannot_load(model: str, error: Exception) -> KVPlanError:
+    """Return the error for a model that could not be read, perhaps a mistyped name."""
+    missing = isinstance(error, FileNotFoundError)
+    reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
+    got = f"{model!r}: {reason}"
+    hint = ""
+    if missing and not model.endswith(".json"):
+        if "/" not in model:
+            got = repr(model)
+        similar = meant(model.rpartition("/")[2], Model.names())
+        hint = f"{similar} 'kvplan --help' lists all".strip()
+    expected = f"the name of a shipped model, {MODEL_FORMS}"
+    return KVPlanError("CONFIG", "load a model", expected=expected, got=got, hint=hint, model=model)
+
+
+def _load_sizes(text: str) -> Model:
+    """Return a model that keeps K and V of each head, of its sizes.
+
+    The number of query ``heads`` only matters to the rules of engines.
+    """
+    required = {
         "layers": "num_hidden_layers",
         "kv_heads": "num_key_value_heads",
         "head_dim": "head_dim",
     }
     optional = {"window": "sliding_window", "heads": "num_attention_heads"}
-    given = dict(item.partition("=")[::2] for item in text.split(","))
-    if not {*keys} <= {*given} <= {*keys, *optional}:
-        expected = f"each of {', '.join(keys)}, and maybe {' and '.join(optional)}"
-        got = ", ".join(given)
-        raise KVPlanError(
-            "CONFIG", "read the sizes of a model", expected=expected, got=got, model=text
-        )
-    keys |= optional
-    sizes = {
-        keys[key]: decimal(value, f"{key} of the model", 1, MAX_TOKENS)
-        for key, value in given.items()
-    }
-    return Model.from_config({"model_type": "mistral" if "window" in given else "llama", **sizes})
+    values = items_of(text)
+    if not {*required} <= {*values} <= {*required, *optional}:
+        expected = f"each of {', '.join(required)}, and maybe {' and '.join(optional)}"
+        got = ", ".join(values)
+        action = "read the sizes of a model"
+        raise KVPlanError("CONFIG", action, expected=expected, got=got, model=text)
+    config: dict[str, Any] = {"model_type": "mistral" if "window" in values else "llama"}
+    config_keys = required | optional
+    for key, value in values.items():
+        config[config_keys[key]] = read_decimal(value, f"{key} of the model", 1, MAX_TOKENS)
+    return Model.from_config(config)
 
 
-def decimal(text: str, what: str, low: int, high: int) -> int:
-    """The integer in ``[low, high)`` that ``text`` writes in ASCII digits. Raises ``TYPE`` or ``RANGE``."""
+def items_of(text: str) -> dict[str, str]:
+    """Return the values of a text such as ``tp=4,block=16``, by key."""
+    return dict(item.partition("=")[::2] for item in text.split(","))
+
+
+def read_decimal(text: str, subject: str, low: int, high: int) -> int:
+    """Return the integer in ``[low, high)`` that ``text`` writes in ASCII digits.
+
+    Raises ``TYPE`` or ``RANGE``.
+    """
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        raise KVPlanError(
-            "TYPE",
-            f"read {what}",
-            expected="an integer in decimal digits",
-            got=repr(text),
-            value=text,
-        )
-    return integer(int(text), what, low=low, high=high)
+        expected = "an integer in decimal digits"
+        got = repr(text)
+        raise KVPlanError("TYPE", f"read {subject}", expected=expected, got=got, value=text)
+    return integer(int(text), subject, low=low, high=high)
 
 
-def token_range(text: str, what: str) -> tuple[int, int]:
-    """``STOP`` or ``START:STOP`` as a half-open range of positions.
+def token_range(text: str, subject: str) -> tuple[int, int]:
+    """Return ``STOP`` or ``START:STOP`` as a half-open range of positions.
 
     >>> token_range("1000", "--tokens"), token_range("37:1000", "--tokens")
     ((0, 1000), (37, 1000))
     """
-    start, colon, stop = text.rpartition(":")
-    first = decimal(start, what, 0, MAX_TOKENS + 1) if colon else 0
-    return first, decimal(stop, what, first, MAX_TOKENS + 1)
+    start_text, colon, stop_text = text.rpartition(":")
+    start = read_decimal(start_text, subject, 0, MAX_TOKENS + 1) if colon else 0
+    return start, read_decimal(stop_text, subject, start, MAX_TOKENS + 1)
 
 
-def _block(text: str, what: str) -> int | None:
-    return None if text == AUTO else decimal(text, what, 1, MAX_TOKENS)
+def _read_block(text: str, subject: str) -> int | None:
+    return None if text == AUTO else read_decimal(text, subject, 1, MAX_TOKENS)
 
 
-def _stages(text: str, what: str) -> tuple[int, ...]:
-    return tuple(decimal(layers, what, 1, MAX_WORKERS) for layers in text.split("+", MAX_WORKERS))
+def _read_stages(text: str, subject: str) -> tuple[int, ...]:
+    sizes = text.split("+", MAX_WORKERS)
+    return tuple(read_decimal(num_layers, subject, 1, MAX_WORKERS) for num_layers in sizes)
 
 
-def _flag(text: str, what: str) -> bool:
-    return bool(decimal(text, what, 0, 2))
+def _read_flag(text: str, subject: str) -> bool:
+    return bool(read_decimal(text, subject, 0, 2))
 
 
-def _key(
+def _option(
     default: Any,
     about: str,
-    reader: Callable[..., Any] = decimal,
+    reader: Callable[..., Any] = read_decimal,
     argument: str = "",
     **limits: int,
 ) -> Any:
-    """A field: ``reader`` converts its text, ``about`` is its help, ``argument`` its name in :meth:`Model.engine`."""
-    about += (
-        f" (default: {int(default) if isinstance(default, bool) else default})"
-        if default is not None
-        else ""
-    )
+    """Return a field whose text ``reader`` converts.
+
+    ``about`` is its help, ``argument`` its name in :meth:`Model.engine`.
+    """
+    if default is not None:
+        about += f" (default: {int(default) if isinstance(default, bool) else default})"
     metadata = {"reader": partial(reader, **limits), "about": about, "argument": argument}
     return attrs.field(default=default, metadata=metadata)
 
 
-_size = partial(_key, 1, low=1, high=MAX_WORKERS)
-_word = partial(_key, reader=lambda text, what: text)
+_size_option = partial(_option, 1, low=1, high=MAX_WORKERS)
+_text_option = partial(_option, reader=lambda text, subject: text)
 
 
 @attrs.frozen
 class EngineOptions:
-    """One engine: parallel sizes, block size and memory layout, as arguments of :meth:`Model.engine`.
+    """One engine: parallel sizes, block size and memory layout, as in :meth:`Model.engine`.
 
-    ``block`` is in tokens; None (``auto``) is the size of a recurrent state. ``blocks`` None is enough for the request.
+    ``block`` is in tokens; None (``auto``) is the size of a recurrent state. ``blocks`` None is
+    enough for the request.
 
     >>> options = EngineOptions.parse("tp=4,layout=LBNHC,stages=10+22", "--src")
     >>> options.tp, options.stages, options.block, str(options)
     (4, (10, 22), 16, 'tp=4,layout=LBNHC,stages=10+22')
     """
 
-    tp: int = _size("tensor-parallel size")
-    pp: int = _size("pipeline-parallel size")
-    dcp: int = _size("decode context-parallel size")
-    pcp: int = _size("prefill context-parallel size")
-    interleave: int = _key(
+    tp: int = _size_option("tensor-parallel size")
+    pp: int = _size_option("pipeline-parallel size")
+    dcp: int = _size_option("decode context-parallel size")
+    pcp: int = _size_option("prefill context-parallel size")
+    interleave: int = _option(
         1, "consecutive positions on one context-parallel rank", low=1, high=MAX_TOKENS
     )
-    block: int | None = _key(
-        16, f"tokens per block; {AUTO}: as a recurrent state", _block, "tokens_per_block"
+    block: int | None = _option(
+        16, f"tokens per block; {AUTO}: as a recurrent state", _read_block, "tokens_per_block"
     )
-    layout: str = _word("LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}")
-    kv: str = _word("content", f"where K and V are: {KV_PLACES}")
-    pad: int = _key(0, "bytes of padding after each block", low=0, high=1 << 40)
-    blocks: int | None = _key(
+    layout: str = _text_option(
+        "LBHNC", f"memory order, slowest dimension first ({LETTERS}): {LAYOUTS}"
+    )
+    kv: str = _text_option("content", f"where K and V are: {KV_PLACES}")
+    pad: int = _option(0, "bytes of padding after each block", low=0, high=1 << 40)
+    blocks: int | None = _option(
         None, "blocks in the pool", argument="num_blocks", low=1, high=1 << 31
     )
-    conv: str = _word(
+    conv: str = _text_option(
         "DS", "convolution state: DS (channel, step) or SD (step, channel)", argument="conv_order"
     )
-    stages: tuple[int, ...] | None = _key(
-        None, "layers per pipeline stage, such as 10+22", _stages, "layers_per_stage"
+    stages: tuple[int, ...] | None = _option(
+        None, "layers per pipeline stage, such as 10+22", _read_stages, "layers_per_stage"
     )
-    kernel: int | None = _key(
+    kernel: int | None = _option(
         None, "tokens per kernel block", argument="kernel_tokens", low=1, high=MAX_TOKENS
     )
-    shared: bool = _key(False, "1: the KV cache groups of a hybrid model share one pool", _flag)
-    scales: str = _word("inline", "where scales of quantized K and V are: inline, page, region")
-    spread: bool = _key(
-        False, "1: prefill context-parallel ranks hold different positions", _flag, "pcp_spreads"
+    shared: bool = _option(
+        False, "1: the KV cache groups of a hybrid model share one pool", _read_flag
     )
-    draft: str | None = _word(None, "shipped model that drafts tokens")
+    scales: str = _text_option(
+        "inline", "where scales of quantized K and V are: inline, page, region"
+    )
+    spread: bool = _option(
+        False,
+        "1: prefill context-parallel ranks hold different positions",
+        _read_flag,
+        "pcp_spreads",
+    )
+    draft: str | None = _text_option(None, "shipped model that drafts tokens")
 
     @classmethod
-    def parse(cls, text: str, what: str) -> EngineOptions:
-        """The options in comma-separated ``KEY=VALUE`` form; messages call them ``what``.
+    def parse(cls, text: str, subject: str) -> EngineOptions:
+        """Return the options in comma-separated ``KEY=VALUE`` form; messages name the ``subject``.
 
-        Raises ``LAYOUT`` for an unknown key, ``NAME`` for a repeated one, ``TYPE`` or ``RANGE`` for a bad number.
+        Raises ``LAYOUT`` for an unknown key, ``NAME`` for a repeated one, ``TYPE`` or ``RANGE`` for
+        a bad number.
         """
+        action = f"read {subject}"
         readers = {field.name: field.metadata["reader"] for field in attrs.fields(cls)}
         values: dict[str, Any] = {}
         for item in filter(None, text.split(",")):
             key, _, value = item.partition("=")
+            got = repr(key)
             if key not in readers:
-                expected, hint = f"keys of {', '.join(readers)}", meant(_short(key), readers)
-                raise KVPlanError(
-                    "LAYOUT", f"read {what}", expected=expected, got=repr(key), hint=hint, key=key
-                )
+                expected = f"keys of {', '.join(readers)}"
+                hint = meant(_own_key(key), readers)
+                raise KVPlanError("LAYOUT", action, expected=expected, got=got, hint=hint, key=key)
             if key in values:
-                raise KVPlanError(
-                    "NAME", f"read {what}", expected="each key once", got=f"{key!r} twice", key=key
-                )
-            values[key] = readers[key](value, f"{key} of {what}")
+                expected = "each key once"
+                raise KVPlanError("NAME", action, expected=expected, got=f"{got} twice", key=key)
+            values[key] = readers[key](value, f"{key} of {subject}")
         options = cls(**values)
-        stages = options.pp if options.stages is None else max(options.pp, len(options.stages))
-        integer(options.tp * stages * options.pcp, f"tp * pp * pcp of {what}", high=MAX_WORKERS)
+        num_stages = max(options.pp, len(options.stages or ()))
+        integer(
+            options.tp * num_stages * options.pcp, f"tp * pp * pcp of {subject}", high=MAX_WORKERS
+        )
         return options
 
     def title(self, model: Model | EngineViews) -> str:
-        """The options, or that offers stand for them."""
+        """Return the options, or that offers stand for them."""
         return "as offered" if isinstance(model, EngineViews) else str(self)
 
     def __str__(self) -> str:
-        given = attrs.asdict(
-            self, recurse=False, filter=lambda field, value: value != field.default
-        )
-        return ",".join(f"{key}={_text(value)}" for key, value in given.items()) or "tp=1"
+        items = []
+        for field in attrs.fields(EngineOptions):
+            value = getattr(self, field.name)
+            if value != field.default:
+                items.append(f"{field.name}={_written(value)}")
+        return ",".join(items) or "tp=1"
 
     def engine(
-        self, model: Model | EngineViews, engine_id: str, num_blocks: int | None = None
+        self,
+        model: Model | EngineViews,
+        engine_id: str,
+        num_blocks: int | None = None,
     ) -> tuple[Worker, ...]:
-        """The engine's workers, each with a pool of ``num_blocks``; None: of ``blocks``, else :data:`POOL`."""
+        """Return the engine's workers, each with a pool of ``num_blocks``.
+
+        None: of ``blocks``, else of :data:`DEFAULT_NUM_BLOCKS`.
+        """
         if isinstance(model, EngineViews):
             if self != EngineOptions():
-                what, expected = f"change engine {engine_id}", "no keys, since offers say all"
-                raise KVPlanError("LAYOUT", what, expected=expected, got=str(self))
+                action = f"change engine {engine_id}"
+                expected = "no keys, since offers say all"
+                raise KVPlanError("LAYOUT", action, expected=expected, got=str(self))
             return model.workers[engine_id]
         if self.draft is not None:
             model = model.with_draft(Model.shipped(self.draft))
         if self.shared:
             model = model.grouped()
-        fields = [field for field in attrs.fields(EngineOptions) if field.name != "draft"]
-        arguments = {
-            field.metadata["argument"] or field.name: getattr(self, field.name) for field in fields
-        }
-        return model.engine(
-            engine_id, **arguments | {"num_blocks": num_blocks or self.blocks or POOL}
-        )
+        arguments = {}
+        for field in attrs.fields(EngineOptions):
+            if field.name != "draft":
+                arguments[field.metadata["argument"] or field.name] = getattr(self, field.name)
+        arguments["num_blocks"] = num_blocks or self.blocks or DEFAULT_NUM_BLOCKS
+        return model.engine(engine_id, **arguments)
 
 
-def _short(key: str) -> str:
-    """The key for what :meth:`Model.engine`, vLLM or SGLang call by another name; any other text as it is.
+def _own_key(key: str) -> str:
+    """Return the key for a name that :meth:`Model.engine`, vLLM or SGLang have for it.
 
-    >>> _short("tokens_per_block"), _short("page_size"), _short("tpp")
+    Any other text stays as it is.
+
+    >>> _own_key("tokens_per_block"), _own_key("page_size"), _own_key("tpp")
     ('block', 'block', 'tpp')
     """
-    arguments = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
-    return {**arguments, "": "", "block_size": "block", "page_size": "block"}.get(key, key)
+    keys = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
+    keys |= {"": "", "block_size": "block", "page_size": "block"}
+    return keys.get(key, key)
 
 
-def _text(value: Any) -> str:
-    """``value`` in the form that :meth:`EngineOptions.parse` reads."""
+def _written(value: Any) -> str:
+    """Return a value in the form that :meth:`EngineOptions.parse` reads."""
+    if value is None:
+        return AUTO
     if isinstance(value, tuple):
         return "+".join(map(str, value))
-    return AUTO if value is None else str(int(value) if isinstance(value, bool) else value)
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 @attrs.frozen
 class Engines:
-    """Two engines as a command is given them: ``name`` is MODEL, ``model`` what it stands for."""
+    """Two engines as a command line names them: ``name`` is MODEL, ``model`` is what it means."""
 
     name: str
     model: Model | EngineViews
@@ -344,11 +398,11 @@ class Engines:
         return f"{self.name}, {self.src.title(self.model)} -> {self.dst.title(self.model)}"
 
     def workers(self) -> tuple[tuple[Worker, ...], tuple[Worker, ...]]:
-        """The workers of the source engine, and of the destination engine."""
+        """Return the workers of the source engine, and of the destination engine."""
         return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
 
     def to_json(self) -> dict[str, str]:
-        """As plain data."""
+        """Return plain data."""
         return {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
 
 
@@ -356,40 +410,53 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class EngineCommand(click.Command):
-    """A command that takes :func:`engine_options`: its help ends with what MODEL and the keys of an engine mean."""
+    """A command that takes :func:`engine_options`.
+
+    Its help ends with the meaning of MODEL, and of the keys of an engine.
+    """
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the end of the help."""
         formatter.write_paragraph()
-        offers = "For verify, explain and show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
-        formatter.write_text(f"MODEL is a shipped name such as llama-3.1-8b, {MODEL}. {offers}")
+        formatter.write_text(
+            f"MODEL is a shipped name such as llama-3.1-8b, {MODEL_FORMS}. For verify, explain and "
+            "show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
+        )
+        keys = [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
         with formatter.section("Keys of --src and --dst"):
-            formatter.write_dl(
-                [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
-            )
+            formatter.write_dl(keys)
 
 
 _like = click.option(
     "--like", metavar="TYPE", help="Read a config.json of an unknown model_type as one of TYPE."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-def model_argument(command: Command) -> Command:
-    """MODEL and ``--like``."""
-    return click.argument("model")(_like(command))
-
-
+_bits = click.option(
+    "--bits",
+    type=click.Choice([str(bits) for bits in BITS]),
+    help=(
+        "Quantize K and V: 8 has a scale for each head of a token, "
+        "4 has one for each 16 values (NVFP4)."
+    ),
+)
 _engine = partial(
     click.option,
     default="",
     metavar="KEY=VALUE,...",
     callback=lambda context, option, text: EngineOptions.parse(text, option.opts[0]),
 )
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def model_argument(command: Command) -> Command:
+    """Add the argument MODEL and ``--like``."""
+    return click.argument("model")(_like(command))
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
-    """A command's first argument, :class:`Engines`: MODEL, ``--like``, ``--src``, ``--dst`` and ``--bits``."""
+    """Add MODEL, ``--like``, ``--src``, ``--dst`` and ``--bits``.
+
+    The command gets all of them as its first argument, :class:`Engines`.
+    """
 
     @wraps(command)
     def run(
@@ -402,12 +469,10 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
     ) -> int:
         return command(Engines(model, load_engines(model, bits, like), src, dst), **options)
 
-    bits_help = "Quantize K and V: 8 has a scale for each head of a token, 4 has one for each 16 values (NVFP4)."
-    run = click.option("--bits", type=click.Choice([str(bits) for bits in BITS]), help=bits_help)(
-        run
-    )
+    run = _bits(run)
     run = _engine("--dst", help="The decode engine (destination).")(run)
-    return model_argument(_engine("--src", help="The prefill engine (source).")(run))
+    run = _engine("--src", help="The prefill engine (source).")(run)
+    return model_argument(run)
 
 
 def _plain(value: Any) -> Any:
@@ -420,12 +485,15 @@ def echo_json(document: Mapping[str, Any]) -> None:
 
 
 def plain_console() -> Console:
-    """A console for stdout that reads no markup. It wraps text on a terminal alone, and colours it there."""
+    """Return a console for stdout that reads no markup.
+
+    It wraps and colours text on a terminal alone.
+    """
     return Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def terminal_width() -> int:
-    """Characters in a line of the terminal, at least 40; 120 where there is none."""
+    """Return the characters in a line of the terminal, at least 40; 120 where there is none."""
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
 
 
@@ -437,7 +505,10 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def progress_bar(disable: bool = False) -> Progress:
-    """A progress bar on stderr, which is erased at the end. It is only drawn if stderr is a terminal."""
+    """Return a progress bar on stderr, which is erased at the end.
+
+    It is only drawn if stderr is a terminal.
+    """
     console = Console(stderr=True)
     hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
     return Progress(

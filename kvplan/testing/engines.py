@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
 from kvplan.describe import ITEMSIZE, Axis, Blocks, Context, Group, Region, View, Worker
 
-INTERLEAVED, POOL = 2, 3
-"""Packings besides 0, a region for each view, and 1, one for each group. Here views share blocks, by group or all."""
+INTERLEAVED = 2
+POOL = 3
+"""Packings in which views share blocks, by group or all of them.
 
-BOTH, DESTINATION, SOURCE, EXCLUDED = range(4)
-"""Which engines have a tensor: both, one of them, or both although the destination excludes it from the transfer."""
+In the others, 0 and 1, there is a region for each view, or one for each group.
+"""
+
+BOTH = 0
+DESTINATION_ONLY = 1
+SOURCE_ONLY = 2
+EXCLUDED = 3
+"""Both engines have a tensor, or one of them. The destination may exclude it from the transfer."""
+
+UNKNOWN_STRIDE = 1 << 30
+"""A block stride longer than any block, until all views of the block are known."""
 
 
 @attrs.frozen
@@ -33,11 +43,11 @@ class LogicalTensor:
 
 @attrs.frozen
 class StoredTensor:
-    """How one engine stores one tensor.
+    """A tensor as one engine stores it.
 
-    ``group`` is the tensor's group on context-parallel rank 0. ``first_axis`` is listed first; ``order`` and ``pads``
-    choose the strides. A worker with several coordinates of the axis ``split`` has two views of them, and one with
-    several of the axis ``narrowed`` lacks the first.
+    ``group`` is the tensor's group on context-parallel rank 0. ``first_axis`` is listed first;
+    ``order`` and ``pads`` choose the strides. A worker with several coordinates of the axis
+    ``split`` has two views of them, and one with several of the axis ``narrowed`` lacks the first.
     """
 
     tensor: LogicalTensor
@@ -54,8 +64,9 @@ class StoredTensor:
 class EngineDesign:
     """One engine: its parallel sizes, its tensors in the order of its lists, and its memory.
 
-    ``digits`` makes two digits of an axis where possible. ``gap``, ``base`` and ``devices`` place the regions. With
-    ``equal_pools``, and where all groups share blocks, every group of a worker has the same number of blocks.
+    ``digits`` makes two digits of an axis where possible. ``gap``, ``base`` and ``devices`` place
+    the regions. With ``equal_pools``, and where all groups share blocks, every group of a worker
+    has the same number of blocks.
     """
 
     engine_id: str
@@ -76,41 +87,60 @@ class EngineDesign:
         """The groups of context-parallel rank 0 by name, in the order of the tensors."""
         return {stored.group.name: stored.group for stored in self.tensors}
 
+    @property
+    def shares_blocks(self) -> bool:
+        """True if several views lie in one block of a pool."""
+        return self.packing in (INTERLEAVED, POOL)
+
 
 def on_ranks(group: Group) -> list[Group]:
-    """A group on each context-parallel rank."""
-    size, run = group.context.size, group.context.interleave_tokens
-    return [
-        Group(group.name, group.tokens_per_block, Context(rank, size, run)) for rank in range(size)
-    ]
+    """Return a group on each context-parallel rank."""
+    size = group.context.size
+    contexts = [Context(rank, size, group.context.interleave_tokens) for rank in range(size)]
+    return [Group(group.name, group.tokens_per_block, context) for context in contexts]
 
 
 def ordinals_of(ranks: Sequence[Group], start: int, stop: int) -> range:
-    """The blocks from the first to the last in which any rank has a position in ``[start, stop)``."""
+    """Return the blocks from the first to the last in which a rank has one of the positions.
+
+    Positions are those in ``[start, stop)``.
+    """
     slots = ranks[0].tokens_per_block or 1
-    held = ([at for at in range(stop) if at in group.context] for group in ranks)
-    return _hull(i // slots for positions in held for i, at in enumerate(positions) if at >= start)
+    # the nth position that a rank holds is in its nth slot
+    ordinals = set[int]()
+    for group in ranks:
+        for slot, position in enumerate(_positions_below(group, stop)):
+            if position >= start:
+                ordinals.add(slot // slots)
+    return _range_around(ordinals)
 
 
 def positions_of(ranks: Sequence[Group], ordinals: range) -> range:
-    """The positions from the first to the last that any rank has in some blocks."""
-    slots, context = ranks[0].tokens_per_block or 1, ranks[0].context
+    """Return the positions from the first to the last that any rank has in some blocks."""
+    slots = ranks[0].tokens_per_block or 1
+    context = ranks[0].context
     end = (ordinals.stop * slots + context.interleave_tokens) * context.size
-    held = ([at for at in range(end) if at in group.context] for group in ranks)
-    return _hull(
-        at for positions in held for at in positions[ordinals.start * slots : ordinals.stop * slots]
-    )
+    positions = set[int]()
+    for group in ranks:
+        held = list(_positions_below(group, end))
+        positions.update(held[ordinals.start * slots : ordinals.stop * slots])
+    return _range_around(positions)
 
 
-def _hull(numbers: Iterable[int]) -> range:
-    found = set(numbers)
-    return range(min(found), max(found) + 1) if found else range(0)
+def _positions_below(group: Group, stop: int) -> Iterator[int]:
+    """Yield the positions that a rank holds; the nth is in its local slot n."""
+    return (position for position in range(stop) if position in group.context)
+
+
+def _range_around(numbers: Iterable[int]) -> range:
+    numbers = set(numbers)
+    return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
 
 def workers(design: EngineDesign, tables: Mapping[str, Blocks]) -> tuple[Worker, ...]:
-    """All workers of an engine, with pools that have at least the blocks of ``tables``."""
-    stages = itertools.product(range(design.pp), range(design.cp), range(design.tp))
-    return tuple(_worker(design, tables, number, *at) for number, at in enumerate(stages))
+    """Return all workers of an engine, with pools that have at least the blocks of ``tables``."""
+    coordinates = itertools.product(range(design.pp), range(design.cp), range(design.tp))
+    return tuple(_worker(design, tables, number, *at) for number, at in enumerate(coordinates))
 
 
 def _worker(
@@ -121,120 +151,151 @@ def _worker(
     context: int,
     rank: int,
 ) -> Worker:
-    """One worker: its parts of the tensors of its stage, packed into regions."""
-    ends: dict[tuple[str, str], int] = {}
-    views, groups = list[View](), dict[str, Group]()
+    """Return one worker: its parts of the tensors of its stage, packed into regions."""
+    groups = dict[str, Group]()
+    views = list[View]()
+    # by region and group, the bytes used so far: of a block where views share blocks
+    used: dict[tuple[str, str], int] = {}
     for index, stored in enumerate(design.tensors):
         if stored.stage != stage:
             continue
-        group = stored.group.name
-        groups[group] = (
-            stored.group if stored.group.context.size == 1 else on_ranks(stored.group)[context]
-        )
-        listed = (
-            tables.values() if design.equal_pools or design.packing == POOL else [tables[group]]
-        )
-        blocks = (
-            max(int(table.ids.max(initial=0)) for table in listed)
-            + 1
-            + design.extra_blocks * (1 + number % 2)
-        )
-        for part, axes in enumerate(_parts(design, stored, rank)):
-            axes, step, length = _strides(design, stored, axes, blocks)
-            region = (f"{group}.{index}.{part}", group, group, "pool")[design.packing]
-            offset = ends.get((region, group), 0)
-            ends[region, group] = offset + length + design.gap * 3
-            if design.packing in (INTERLEAVED, POOL):
-                step = 1 << 30  # more than any block, until all views are known
-            views.append(
-                View(
-                    stored.tensor.name,
-                    group,
-                    region,
-                    stored.tensor.dtype,
-                    axes,
-                    blocks,
-                    step,
-                    offset,
-                )
+        ranks = on_ranks(stored.group)
+        group = ranks[context] if len(ranks) > 1 else stored.group
+        groups[group.name] = group
+        num_blocks = _num_blocks(design, tables, group.name, number)
+        for nth, axes in enumerate(_parts(design, stored, rank)):
+            placed = _place_axes(design, stored, axes, num_blocks)
+            regions = (f"{group.name}.{index}.{nth}", group.name, group.name, "pool")
+            region = regions[design.packing]
+            offset = used.get((region, group.name), 0)
+            used[region, group.name] = offset + placed.num_bytes + design.gap * 3
+            view = View(
+                stored.tensor.name,
+                group.name,
+                region,
+                stored.tensor.dtype,
+                placed.axes,
+                num_blocks,
+                placed.block_stride,
+                offset,
             )
-    if design.packing in (INTERLEAVED, POOL):
-        steps = {
-            view.region: max(end for (name, _), end in ends.items() if name == view.region)
-            for view in views
-        }
-        views = [attrs.evolve(view, block_stride_bytes=steps[view.region]) for view in views]
-    sizes = {
-        view.region: max(other.end_bytes for other in views if other.region == view.region)
-        for view in views
-    }
+            views.append(view)
+    # blocks of a region are as long as the group that uses most of one
+    if design.shares_blocks:
+        block_bytes: dict[str, int] = {}
+        for (region, _), end in used.items():
+            block_bytes[region] = max(block_bytes.get(region, 0), end)
+        views = [attrs.evolve(view, block_stride_bytes=block_bytes[view.region]) for view in views]
+    # a region ends with its last view
+    sizes: dict[str, int] = {}
+    for view in views:
+        sizes[view.region] = max(sizes.get(view.region, 0), view.end_bytes)
     return Worker(design.engine_id, number, _regions(design, sizes, number), groups.values(), views)
 
 
+def _num_blocks(
+    design: EngineDesign,
+    tables: Mapping[str, Blocks],
+    group_name: str,
+    number: int,
+) -> int:
+    """Return the blocks of a group's pool: those that tables list, and a few that none does."""
+    shared = design.equal_pools or design.packing == POOL
+    listed = tables.values() if shared else [tables[group_name]]
+    highest = max(int(table.ids.max(initial=0)) for table in listed)
+    return highest + 1 + design.extra_blocks * (1 + number % 2)
+
+
 def _parts(design: EngineDesign, stored: StoredTensor, rank: int) -> list[list[Axis]]:
-    """The box of a tensor on a rank, in one view or split in two. Strides are 0."""
-    axes = []
+    """Return the box of a tensor on a rank, in one view or split in two. Strides are 0."""
+    axes = list[Axis]()
     for name, size in stored.tensor.sizes.items():
-        sharded = name == "head"
-        start = rank * size // design.tp if sharded else 0
-        stop = -(-(rank + 1) * size // design.tp) if sharded else size
-        axes.append(
-            Axis(name, start + (name == stored.narrowed and stop - start > 1), stop, size, 0)
-        )
-    for i, axis in enumerate(axes):
+        start = 0
+        stop = size
+        if name == "head":
+            start = rank * size // design.tp
+            stop = -(-(rank + 1) * size // design.tp)
+        if name == stored.narrowed and stop - start > 1:
+            start += 1
+        axes.append(Axis(name, start, stop, size, 0))
+    for index, axis in enumerate(axes):
         if axis.name == stored.split and axis.extent > 1:
-            halves = (
-                attrs.evolve(axis, stop=axis.start + 1),
-                attrs.evolve(axis, start=axis.start + 1),
-            )
-            return [[*axes[:i], half, *axes[i + 1 :]] for half in halves]
+            first = attrs.evolve(axis, stop=axis.start + 1)
+            rest = attrs.evolve(axis, start=axis.start + 1)
+            return [[*axes[:index], half, *axes[index + 1 :]] for half in (first, rest)]
     return [axes]
 
 
-def _strides(
-    design: EngineDesign, stored: StoredTensor, axes: Sequence[Axis], blocks: int
-) -> tuple[list[Axis], int, int]:
-    """Axes with strides, the block's stride, and the bytes of all blocks.
+@attrs.frozen
+class _PlacedAxes:
+    """Axes with strides, the stride of blocks, and the bytes of all blocks.
 
-    Where views interleave within a block, the block's stride is 0, and the bytes are those of one block.
+    Where views share blocks, the bytes are those of one block.
     """
+
+    axes: list[Axis]
+    block_stride: int
+    num_bytes: int
+
+
+def _place_axes(
+    design: EngineDesign,
+    stored: StoredTensor,
+    axes: Sequence[Axis],
+    num_blocks: int,
+) -> _PlacedAxes:
+    """Place axes in memory, in the order and with the pads that a tensor's numbers choose."""
     slots = stored.group.tokens_per_block
-    listed = [*axes, Axis("token", 0, slots, slots, 0)] if slots else [*axes]
+    listed = [*axes]
+    if slots:
+        listed.append(Axis("token", 0, slots, slots, 0))
     listed = listed[stored.first_axis :] + listed[: stored.first_axis]
-    digits = [digit for axis in listed for digit in _digits(design, axis)]
-    extents = [axis.extent for axis in digits] + (
-        [] if design.packing in (INTERLEAVED, POOL) else [blocks]
-    )
-    order = list(range(len(extents)))
-    choice, pads, stride = stored.order, stored.pads, [0] * (len(digits) + 1)
+    digits = list[Axis]()
+    for axis in listed:
+        digits += _digits(design, axis)
+    # the dimensions are the digits, and then blocks, unless other views lie between blocks
+    extents = [axis.extent for axis in digits]
+    if not design.shares_blocks:
+        extents.append(num_blocks)
+    strides = [0] * len(extents)
+    remaining = list(range(len(extents)))
+    order = stored.order
+    pads = stored.pads
     span = ITEMSIZE[stored.tensor.dtype]
-    while order:
-        choice, at = divmod(choice, len(order))
+    # each step chooses the next coarser dimension: `order` and `pads` are numbers of mixed radix
+    while remaining:
+        order, choice = divmod(order, len(remaining))
         pads, pad = divmod(pads, 3)
-        dim = order.pop(at)
+        dim = remaining.pop(choice)
         if extents[dim] > 1:
-            stride[dim] = span + pad
-            span += (extents[dim] - 1) * stride[dim]
-    return (
-        [attrs.evolve(axis, stride_bytes=stride[i]) for i, axis in enumerate(digits)],
-        stride[-1],
-        span,
+            strides[dim] = span + pad
+            span += (extents[dim] - 1) * strides[dim]
+    block_stride = UNKNOWN_STRIDE if design.shares_blocks else strides.pop()
+    placed = zip(digits, strides, strict=True)
+    return _PlacedAxes(
+        [attrs.evolve(axis, stride_bytes=stride) for axis, stride in placed], block_stride, span
     )
 
 
 def _digits(design: EngineDesign, axis: Axis) -> list[Axis]:
-    """A whole axis of even size as two digits, in a design with digits."""
+    """Return a whole axis of even size as two digits, in a design with digits."""
     if not design.digits or axis.extent < axis.size or axis.size < 4 or axis.size % 2:
         return [axis]
     return [Axis(axis.name, 0, axis.size // 2, axis.size // 2, 0), Axis(axis.name, 0, 2, 2, 0)]
 
 
 def _regions(design: EngineDesign, used: Mapping[str, int], rank: int) -> list[Region]:
-    """Regions for the bytes used, one after another: at low addresses, across 2**63, or up to 2**64."""
-    sizes = {name: size + design.gap * 5 for name, size in used.items()}
+    """Return regions for the bytes used, one after another.
+
+    They begin at a low address, or at a high one, lie across 2**63, or end at 2**64.
+    """
+    sizes = {name: num_bytes + design.gap * 5 for name, num_bytes in used.items()}
     total = sum(sizes.values())
-    at = (4096, (1 << 44) + rank * 4096, (1 << 63) - total // 2, (1 << 64) - total)[design.base]
-    starts = itertools.accumulate(sizes.values(), initial=at)
-    device = design.devices * (rank % 3)
-    placed = zip(sizes.items(), starts, strict=False)
-    return [Region(name, start, size, device_id=device) for (name, size), start in placed]
+    bases = (4096, (1 << 44) + rank * 4096, (1 << 63) - total // 2, (1 << 64) - total)
+    address = bases[design.base]
+    device_id = design.devices * (rank % 3)
+    regions = list[Region]()
+    for name, size in sizes.items():
+        regions.append(Region(name, address, size, device_id=device_id))
+        address += size
+    return regions

@@ -38,15 +38,17 @@ class FakeNetwork:
     >>> model = Model.shipped("llama-3.2-1b")
     >>> (source,), (local,) = (model.engine(name, num_blocks=10) for name in ("prefill", "decode"))
     >>> plan = plan_reads(local, [source])
-    >>> (spec,) = plan.bind(local={"attn": Blocks([7])}, remote={"attn": Blocks([3])}, tokens=(0, 16))
+    >>> tables = {"local": {"attn": Blocks([7])}, "remote": {"attn": Blocks([3])}}
+    >>> (spec,) = plan.bind(**tables, tokens=(0, 16))
     >>> network = FakeNetwork([source, local])
     >>> executor = network.executor(local)
     >>> executor.prepare(plan)
     >>> transfer = executor.start(spec, "request 1")
     >>> executor.poll(transfer)
     <Status.DONE: 'done'>
-    >>> network.executor(source).notices()
-    (Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>),)
+    >>> (notice,) = network.executor(source).notices()
+    >>> notice.engine_id, notice.rank, notice.request, notice.status
+    ('decode', 0, 'request 1', <Status.DONE: 'done'>)
     """
 
     def __init__(self, workers: Iterable[Worker]) -> None:

@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from kvplan import KVPlanError, Model, plan_mesh
-from kvplan.cli.advise import Advice, Suggestion, advise, changes
+from kvplan.cli.advise import Advice, Suggestion, advise, changed_options
 from kvplan.cli.matrix import shortened
 from kvplan.cli.options import EngineOptions
 from kvplan.plan import Cost
@@ -38,7 +38,7 @@ def advice(src: str, dst: str, tokens: int = 100) -> Advice:
 
 def keys(model: Model, side: EngineOptions = PLAIN, other: EngineOptions = PLAIN) -> list[str]:
     """The changes of an engine."""
-    return [change for change, _ in changes(model, side, other)]
+    return [*changed_options(model, side, other)]
 
 
 def test_changes_are_those_that_make_sense_for_a_model() -> None:

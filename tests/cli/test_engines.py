@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvplan import Model
-from kvplan.cli.engines import ENGINES, RULES, engines, lines, reasons, reasons_of, words
-from kvplan.cli.options import EngineOptions, in_bits, load
+from kvplan.cli.engines import ENGINES, RULES, default_keys, lines, reasons, reasons_of, running_engines
+from kvplan.cli.options import EngineOptions, load, quantize
 from tests.conftest import Cli
 
 VLLM, SGLANG = ENGINES
@@ -61,9 +61,9 @@ CASES = [
     (VLLM, GRANITE, "block=16,shared=1", ["block=16, smaller than a state, not auto"]),
     (VLLM, GRANITE, "tp=2,block=auto,shared=1", []),
     (VLLM, NEMOTRON, "tp=16,block=auto,shared=1", ["tp=16 does not divide the 8 heads, groups or channels of a state"]),
-    (VLLM, in_bits(PHI, 8), "scales=inline", []),
-    (VLLM, in_bits(PHI, 8), "scales=page", ["scales=page of float32, not inline"]),
-    (VLLM, in_bits(PHI, 4), "scales=page", []),
+    (VLLM, quantize(PHI, 8), "scales=inline", []),
+    (VLLM, quantize(PHI, 8), "scales=page", ["scales=page of float32, not inline"]),
+    (VLLM, quantize(PHI, 4), "scales=page", []),
     (SGLANG, PHI, "tp=6,kv=split", ["tp=6 does not divide 40 query heads", "10 KV heads and tp=6, neither of which"]),
     (SGLANG, PHI, "tp=5,kv=split,block=1", []),
     (SGLANG, PHI, "kv=content,layout=BLHNC", ["kv=content, not split", "layout=BLHNC, neither LBNHC nor LBHNC"]),
@@ -73,8 +73,8 @@ CASES = [
     (SGLANG, SPARSE, "block=64", []),
     (SGLANG, GPT, "kv=split,shared=1", ["shared=1, not 0"]),
     (SGLANG, NEMOTRON, "tp=16,kv=split", ["tp=16 does not divide the 8 heads, groups or channels of a state"]),
-    (SGLANG, in_bits(PHI, 8), "kv=split", ["scales=inline of float32, not stored"]),
-    (SGLANG, in_bits(PHI, 4), "kv=split,scales=region", []),
+    (SGLANG, quantize(PHI, 8), "kv=split", ["scales=inline of float32, not stored"]),
+    (SGLANG, quantize(PHI, 4), "kv=split,scales=region", []),
 ]
 
 
@@ -113,8 +113,8 @@ def test_lines_name_the_sides() -> None:
         "vLLM 0.33 runs src and dst",
         "SGLang 0.5.23 does not run src and dst: kv=content, not split (sglang/srt/mem_cache/memory_pool.py)",
     ]
-    assert engines(sides["src"]) == "vLLM 0.33"
-    assert engines(reasons(PHI, EngineOptions(kv="axis"))) == "none"
+    assert running_engines(sides["src"]) == "vLLM 0.33"
+    assert running_engines(reasons(PHI, EngineOptions(kv="axis"))) == "none"
     assert [*lines({})] == []
 
 
@@ -142,7 +142,7 @@ def table() -> str:
     models |= {"MLA": MLA, "MLA with an indexer": SPARSE}
     rows = [f"| a model with | {' | '.join(ENGINES)} |", "|---|---|---|"]
     for kind, model in models.items():
-        texts = (",".join(f"{key}={value}" for key, value in own.items()) for own in words(model).values())
+        texts = (",".join(f"{key}={value}" for key, value in own.items()) for own in default_keys(model).values())
         rows.append(f"| {kind} | {' | '.join(f'`{text}`' for text in texts)} |")
     return "\n".join(rows)
 
@@ -158,5 +158,5 @@ def test_engines_run_their_own_words(name: str) -> None:
     """Each engine runs each shipped model on one rank, as it stores it by default."""
     model = Model.shipped(name)
     assert reasons_of(model, "tp=1") == {VLLM: [], SGLANG: []}
-    for text in words(model).values():
+    for text in default_keys(model).values():
         EngineOptions.parse(",".join(f"{key}={value}" for key, value in text.items()), "").engine(model, "e", 300)
