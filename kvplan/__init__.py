@@ -1,4 +1,4 @@
-"""kvplan: plans that move a request's KV cache between engines of any layout, verified byte for byte.
+"""kvplan: plans that move a request's KV cache between engines, verified byte for byte.
 
 Describe what each worker keeps, plan once for each remote engine, bind each request:
 
@@ -7,27 +7,30 @@ Describe what each worker keeps, plan once for each remote engine, bind each req
 >>> prefill = model.engine("prefill", tp=2, layout="LBNHC", tokens_per_block=16, num_blocks=100)
 >>> (decode,) = model.engine("decode", tokens_per_block=64, num_blocks=30)
 >>> plan = plan_reads(decode, prefill)
->>> request = {"local": {"attn": Blocks([7])}, "remote": {"attn": Blocks([12, 5, 31])}, "tokens": (0, 40)}
->>> [(spec.remote, spec.num_bytes) for spec in plan.bind(**request)]
+>>> local, remote = {"attn": Blocks([7])}, {"attn": Blocks([12, 5, 31])}
+>>> specs = plan.bind(local=local, remote=remote, tokens=(0, 40))
+>>> [(spec.remote, spec.num_bytes) for spec in specs]
 [(('prefill', 0), 2293760), (('prefill', 1), 2293760)]
->>> verify(plan, **request).ok
+>>> verify(plan, local=local, remote=remote, tokens=(0, 40)).ok
 True
 
-describe             Worker of Region, Group (with a Context) and View (of Axis); region_of, view_of: from a tensor
-from a model         Model.shipped, Model.from_config, then model.engine
-plan                 plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan; contacts: whom to shake hands with
-bind a request       plan.bind with a Request of Blocks (and a Workspace): each ReadSpec; tails: bytes to set to zero
-check                verify, verify_together, certify
-shake hands          encode, decode, problems, compare
-execute              Executor, with a Transfer of a Status, and a Notice
-look                 explain, show; plan.cost()
-errors               KVPlanError; PeerError, for a peer's message
+describe          Worker of Region, Group (with a Context) and View (of Axis);
+                  from a tensor: region_of, view_of
+from a model      Model.shipped, Model.from_config, then model.engine
+plan              plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan;
+                  contacts: whom to shake hands with
+bind a request    plan.bind with a Request of Blocks (and a Workspace): each ReadSpec;
+                  tails: bytes to set to zero
+check             verify, verify_together, certify
+shake hands       encode, decode, problems, compare
+execute           Executor, with a Transfer of a Status, and a Notice
+look              explain, show; plan.cost()
+errors            KVPlanError; PeerError, for a peer's message
 
-Each room has the rest of its own names: kvplan.describe, plan, verification, handshake, models and display;
-kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging, for transfers in two steps;
-kvplan.connector and kvplan.testing, for a connector and its tests. The package kvplan_nixl carries plans out on real
-memory.
-``kvplan --help`` is the command line.
+Each room has the rest of its own names: kvplan.describe, plan, verification, handshake, models and
+display; kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging,
+for transfers in two steps; kvplan.connector and kvplan.testing, for a connector and its tests. The
+package kvplan_nixl carries plans out on real memory. ``kvplan --help`` is the command line.
 """
 
 import importlib
@@ -76,7 +79,7 @@ LATER: Final = MappingProxyType(
         **dict.fromkeys(("certify", "verify", "verify_together"), "verification"),
     }
 )
-"""The room of each name that loads when it is first asked for, so that a process pays only for the rooms it uses."""
+"""The room of each name that loads when it is first asked for: a process pays for what it uses."""
 
 ROOMS: Final = (
     *("describe", "plan", "verification", "handshake", "models"),

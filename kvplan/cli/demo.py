@@ -18,7 +18,7 @@ from kvplan.cli.options import EngineOptions, echo_json, json_option, progress_b
 from kvplan.cli.trials import PlacedRequest, Trial, lengths_of
 from kvplan.models import Model
 
-TOKENS: Final = (0, 100)
+DEMO_TOKENS: Final = (0, 100)
 
 TWELVE_HEADS: Final = "12 KV heads"
 """No real model: 2 and 3 workers share 12 heads although neither number divides the other."""
@@ -53,7 +53,7 @@ TEXT_COLUMNS: Final = ("model", "prefill (source)", "decode (destination)")
 NUMBER_COLUMNS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
 
 INTRODUCTION: Final = f"""\
-Each line moves one request of {TOKENS[1] - TOKENS[0]} tokens from a prefill engine (source) to a
+Each line moves one request of {DEMO_TOKENS[1] - DEMO_TOKENS[0]} tokens from a prefill engine (source) to a
 decode engine (destination) of another shape. kvplan plans the pair of engines,
 binds scattered blocks, and copies the byte ranges in fake memory.
 
@@ -81,7 +81,7 @@ def _load(model: str) -> Model:
 def _try_example(model: str, src: str, dst: str) -> Trial:
     source = EngineOptions.parse(src, "the demo's source")
     destination = EngineOptions.parse(dst, "the demo's destination")
-    return Trial.of(PlacedRequest.of(_load(model), source, destination, TOKENS))
+    return Trial.of(PlacedRequest.of(_load(model), source, destination, DEMO_TOKENS))
 
 
 def _row(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Text]:
@@ -141,7 +141,7 @@ def demo_command(as_json: bool) -> int:
         cases = []
         for (model, *_), trial in zip(EXAMPLES, trials, strict=True):
             cases.append({"model": model, **trial.to_json()})
-        echo_json({"tokens": list(TOKENS), "cases": cases})
+        echo_json({"tokens": list(DEMO_TOKENS), "cases": cases})
     return 0 if all(trial.report.ok for trial in trials) else 1
 
 

@@ -22,7 +22,7 @@ from kvplan.cli.options import (
     load,
     model_argument,
     progress_bar,
-    quantize,
+    quantize_model,
 )
 from kvplan.cli.trials import PlacedRequest, Trial, described, lengths_of, sampled
 from kvplan.describe.views import TOKEN
@@ -30,7 +30,7 @@ from kvplan.errors import KVPlanError
 from kvplan.models import Model
 from kvplan.models.layouts import KV
 
-TOKENS: Final = (5, 150)
+MATRIX_TOKENS: Final = (5, 150)
 """The positions that move: they start and stop inside blocks."""
 
 LAYERS_PER_KIND: Final = 2
@@ -126,10 +126,10 @@ class Result:
         src = EngineOptions.parse(mismatch.src, "the source")
         dst = EngineOptions.parse(mismatch.dst, "the destination")
         if mismatch.bits is not None:
-            model = quantize(model, mismatch.bits)
+            model = quantize_model(model, mismatch.bits)
         sides = {"src": reasons_of(model, mismatch.src), "dst": reasons_of(model, mismatch.dst)}
         try:
-            trial = Trial.of(PlacedRequest.of(model, src, dst, TOKENS))
+            trial = Trial.of(PlacedRequest.of(model, src, dst, MATRIX_TOKENS))
         except KVPlanError as error:
             return cls(mismatch, "refused", str(error), None, sides)
         if trial.report.ok:
@@ -228,9 +228,11 @@ def matrix_command(model: str, like: str | None, as_json: bool) -> int:
     if as_json:
         layers = {"moved": len(short.layers), "of": len(whole.layers)}
         cells = [result.to_json() for result in results]
-        echo_json({"model": model, "layers": layers, "tokens": list(TOKENS), "cells": cells})
+        echo_json({"model": model, "layers": layers, "tokens": list(MATRIX_TOKENS), "cells": cells})
     else:
         layers_moved = f"{len(short.layers)} of {len(whole.layers)} layers"
-        click.echo(f"{model}, {layers_moved}, positions [{TOKENS[0]}, {TOKENS[1]}):\n")
+        click.echo(
+            f"{model}, {layers_moved}, positions [{MATRIX_TOKENS[0]}, {MATRIX_TOKENS[1]}):\n"
+        )
         click.echo("\n".join(markdown(results)))
     return 1 if any(result.verdict == "wrong" for result in results) else 0

@@ -60,7 +60,7 @@ KV_PLACES: Final = (
 )
 
 
-def quantize(model: Model, bits: int) -> Model:
+def quantize_model(model: Model, bits: int) -> Model:
     """Return the model with K and V quantized to ``bits``, a key of :data:`BITS`."""
     return model.quantized(*BITS[bits])
 
@@ -122,7 +122,7 @@ def load_engines(
     Raises ``CONFIG``.
     """
     if bits is not None:
-        return quantize(load(model, None, like), int(bits))
+        return quantize_model(load(model, None, like), int(bits))
     if model in Model.names():
         return Model.shipped(model)
     path = Path(model)

@@ -32,7 +32,7 @@ from kvplan.plan.transfer import TransferPlan
 POSITION: Final = "position"
 """The axis of a request's positions: the same on both sides, unlike that of tokens in a block."""
 
-MAX_BLOCKS: Final = 4
+MAX_EXAMPLE_BLOCKS: Final = 4
 """At most this many local blocks are drawn for a period, after which both sides repeat."""
 
 MAX_POSITIONS: Final = 1024
@@ -287,7 +287,7 @@ def excerpt(
             stop = min(stop, start + 1)
         else:
             first_block = before(group, start) // slots(group)
-            _, end = reach(group, first_block, min(turn, MAX_BLOCKS))
+            _, end = reach(group, first_block, min(turn, MAX_EXAMPLE_BLOCKS))
             stop = min(stop, end, start + MAX_POSITIONS)
     if start >= stop:
         return None
@@ -356,7 +356,7 @@ def _example(
         # Where the last block of each side's smallest pool ends.
         ends = [reach(group, 0, pool)[1]]
         ends += [reach(far_group, 0, _pool(maps[1:], far_group))[1] for far_group in remote_groups]
-        num_blocks = min(turn if turn <= MAX_BLOCKS else 2, pool)
+        num_blocks = min(turn if turn <= MAX_EXAMPLE_BLOCKS else 2, pool)
         stop = min(num_blocks * slots(group) * group.context.size, MAX_POSITIONS, *ends)
     # Local ids ascend and remote ids descend: no two blocks are neighbours on both sides.
     local = {local_group.name: Blocks([]) for local_group in plan.local.groups}

@@ -28,7 +28,7 @@ NOTE: Final = "byte: offset in one block"
 MAX_COLUMNS: Final = 20
 """A drawing shows about so many copies of a panel, or columns of a block map, at most."""
 
-FEW: Final = 12
+MIN_COLUMNS: Final = 12
 """A drawing too wide for a line shows fewer copies, down to this number; then it goes on below."""
 
 MAX_VALUES: Final = 8
@@ -261,7 +261,7 @@ def panel_diagrams(panel: Panel) -> Iterator[tuple[Diagram, ...]]:
         source, destination = destination, source
     tokens = None if panel.is_example else panel.tokens
     sides = [_blocks(source, tokens), _blocks(destination, tokens)]
-    for max_copies in range(MAX_COLUMNS, FEW - 1, -1):
+    for max_copies in range(MAX_COLUMNS, MIN_COLUMNS - 1, -1):
         shown = _chosen(values, ranked, max_copies)
         yield tuple(_panel_diagram(panel, blocks, shown) for blocks in sides)
 

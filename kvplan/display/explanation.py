@@ -32,7 +32,7 @@ DETAILS: Final[tuple[Detail, ...]] = ("line", "workers", "rows")
 
 TABLE_HEADS: Final = ("ids", "address", "length", "device", "stride", "count", "region")
 
-MAX_IDS: Final = 8
+MAX_IDS_SHOWN: Final = 8
 """Of more block ids than this, a line has the first and the last."""
 
 
@@ -95,14 +95,14 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
         line = next(lines)
         return line if len(line) <= width else f"{line[: width - 3]}..."
     if detail == "workers":
-        lines = itertools.chain.from_iterable(fit(line, width) for line in lines)
+        lines = itertools.chain.from_iterable(wrap_line(line, width) for line in lines)
     return "\n".join(lines)
 
 
-def fit(line: str, width: int = WIDTH) -> list[str]:
+def wrap_line(line: str, width: int = WIDTH) -> list[str]:
     """Return a line in lines of at most ``width`` characters, the later ones indented by four more.
 
-    >>> [len(text) for text in fit("  " + 50 * "word ")]
+    >>> [len(text) for text in wrap_line("  " + 50 * "word ")]
     [116, 120, 25]
     """
     indent = " " * (min(len(line) - len(line.lstrip()), width // 4) + 4)
@@ -179,8 +179,8 @@ def _views(views: Sequence[View], rows: bool) -> Iterator[str]:
 
 @_lines.register
 def _blocks(blocks: Blocks, rows: bool) -> Iterator[str]:
-    ids = ", ".join(map(str, blocks.ids[:MAX_IDS].tolist())) or "none"
-    if blocks.ids.size > MAX_IDS:
+    ids = ", ".join(map(str, blocks.ids[:MAX_IDS_SHOWN].tolist())) or "none"
+    if blocks.ids.size > MAX_IDS_SHOWN:
         ids += f", ... {blocks.ids[-1]}"
     # `twice` is None in a table without repeats: no id equals it.
     num_repeats = int(np.count_nonzero(blocks.ids == blocks.twice))

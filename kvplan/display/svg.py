@@ -27,11 +27,11 @@ from kvplan.display.diagram import (
     common,
 )
 
-WIDTH: Final = 1160
+SVG_WIDTH: Final = 1160
 LEFT: Final = 84
 EDGE: Final = 20
 ROW: Final = 20
-BYTES: Final = 22
+BYTES_HEIGHT: Final = 22
 RIBBONS: Final = 110
 LETTER: Final = 7.2
 DIGIT: Final = 6.9
@@ -106,11 +106,11 @@ def draw_svg(
     for drawing, diagrams in parts:
         y += 34
         _add(root, "text", drawing.title, x=EDGE, y=y, class_="panel")
-        _add(root, "text", drawing.facts, x=WIDTH - EDGE, y=y, class_="faint end")
+        _add(root, "text", drawing.facts, x=SVG_WIDTH - EDGE, y=y, class_="faint end")
         y = _draw_part(root, y + 12, diagrams, colours)
     height = math.ceil(y + EDGE)
-    root.set("viewBox", f"0 0 {WIDTH} {height}")
-    root.set("width", str(WIDTH))
+    root.set("viewBox", f"0 0 {SVG_WIDTH} {height}")
+    root.set("width", str(SVG_WIDTH))
     root.set("height", str(height))
     ElementTree.indent(root, " ")
     return ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -139,13 +139,13 @@ def _draw_legend(root: Element, top: float, colours: Mapping[str, str]) -> float
     y = top + 16
     for name, colour in colours.items():
         width = 34 + len(name) * LETTER
-        if x + width > WIDTH - EDGE - len(LEGEND) * LETTER:
+        if x + width > SVG_WIDTH - EDGE - len(LEGEND) * LETTER:
             x = float(EDGE)
             y += ROW
         _add(root, "rect", x=x, y=y - 10, width=11, height=11, rx=2, class_=colour)
         _add(root, "text", name, x=x + 16, y=y, class_="faint")
         x += width
-    _add(root, "text", LEGEND, x=WIDTH - EDGE, y=y, class_="faint end")
+    _add(root, "text", LEGEND, x=SVG_WIDTH - EDGE, y=y, class_="faint end")
     return y + 8
 
 
@@ -165,7 +165,7 @@ def _draw_part(
     _draw_headers(root, top, top_spans, y, colours if is_plan else {}, is_down=False)
     y += len(top.axes) * ROW
     _draw_bytes(root, top, top_spans, y, colours)
-    y += BYTES
+    y += BYTES_HEIGHT
     for bottom in bottoms:
         bottom_spans = _spans(bottom)
         bytes_y = y + RIBBONS
@@ -179,7 +179,7 @@ def _draw_part(
                 ribbon = _add(root, "path", d=outline, class_=colours[column.colour])
                 _add(ribbon, "title", column.hover)
         _draw_bytes(root, bottom, bottom_spans, bytes_y, colours)
-        headers_y = bytes_y + BYTES
+        headers_y = bytes_y + BYTES_HEIGHT
         _draw_headers(root, bottom, bottom_spans, headers_y, colours, is_down=True)
         y = headers_y + len(bottom.axes) * ROW
     return y
@@ -208,7 +208,7 @@ def _spans(diagram: Diagram) -> _ColumnSpans:
     columns = diagram.columns
     gaps = [_gap(a, b, len(diagram.axes)) for a, b in itertools.pairwise(columns)]
     narrow = [NARROW[column.fill] for column in columns]
-    width = WIDTH - LEFT - EDGE
+    width = SVG_WIDTH - LEFT - EDGE
     # Gaps and narrow columns take half of the width at most; the bytes share the room that is left.
     fixed = sum(narrow) + sum(gaps)
     squeeze = min(1.0, width / 2 / max(fixed, 1))
@@ -304,7 +304,7 @@ def _draw_bytes(
         group = _add(root, "g")
         _add(group, "title", column.hover)
         colour = colours.get(column.colour, "rest")
-        _add(group, "rect", x=left, y=y, width=width, height=BYTES - 1, class_=colour)
+        _add(group, "rect", x=left, y=y, width=width, height=BYTES_HEIGHT - 1, class_=colour)
         if column in texts and _fits(texts[column], width, DIGIT):
             _add(group, "text", texts[column], x=(left + right) / 2, y=y + 15, class_="byte")
 

@@ -22,7 +22,7 @@ REST: Final = "░"
 MAX_REST: Final = 8
 """Coordinates of bytes that are not copied are printed up to this number of characters."""
 
-NONE: Final[Mapping[int | None, str]] = MappingProxyType({})
+NO_LETTERS: Final[Mapping[int | None, str]] = MappingProxyType({})
 
 
 def draw_text(drawings: Iterable[Drawing], rest: str, width: int = WIDTH) -> str:
@@ -55,7 +55,7 @@ def _drawn(drawing: Drawing, width: int) -> str:
 def _wrapped(
     diagram: Diagram,
     width: int,
-    letters: Mapping[int | None, str] = NONE,
+    letters: Mapping[int | None, str] = NO_LETTERS,
 ) -> Iterator[list[str]]:
     """Yield a diagram in parts that fit, of one column at least.
 
@@ -87,7 +87,7 @@ _HeaderTexts = list[tuple[int, int, str]]
 """Texts from left to right, each with the first and the last column that it spans."""
 
 
-def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NONE) -> list[str]:
+def _lines(diagram: Diagram, letters: Mapping[int | None, str] = NO_LETTERS) -> list[str]:
     """Return a diagram: headers, the byte at which each column begins, and letters of copies."""
     columns = diagram.columns
     rows = [_header_row(diagram, row) for row in range(len(diagram.axes))]

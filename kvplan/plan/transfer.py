@@ -28,7 +28,7 @@ from kvplan.plan.pairs import plan_pairs, shares
 from kvplan.plan.series import GroupPair, SideTable
 from kvplan.plan.specs import DIRECTIONS, READ, WRITE, Direction, Pair, ReadSpec
 
-SIDES: Final = ("local", "remote")
+SIDE_NAMES: Final = ("local", "remote")
 NO_RANGE: Final = "no token range given: every position in the destination's blocks is transferred"
 
 
@@ -100,7 +100,7 @@ class TransferPlan:
         """
         self._check_request(local, remote, tokens)
         direction = self.direction
-        destination_side, source_side = direction.by_role(*SIDES)
+        destination_side, source_side = direction.by_role(*SIDE_NAMES)
         destination_tables, source_tables = direction.by_role(local, remote)
         ranges = {group.name: range_of(tokens, group) for group in self.local.groups}
         terms_by_pairs: dict[tuple[GroupPair, ...], list[Terms]] = {}
@@ -221,7 +221,7 @@ class TransferPlan:
         self, local: Mapping[str, Blocks], remote: Mapping[str, Blocks], tokens: Tokens
     ) -> None:
         """Raise ``TYPE``, ``NAME`` or ``BLOCKS`` for tables or a range that no request may have."""
-        # by index in SIDES
+        # by index in SIDE_NAMES
         is_destination = self.direction.by_role(True, False)
         for side, tables in enumerate((local, remote)):
             if not isinstance(tables, (dict, Mapping)):  # a dict is known sooner
@@ -229,9 +229,9 @@ class TransferPlan:
             check_names(self._group_names[side], tables, "block table")
             for name, num_blocks in self._pools[side].items():
                 blocks = tables.get(name)
-                check_blocks(name, blocks, num_blocks, is_destination[side], SIDES[side])
+                check_blocks(name, blocks, num_blocks, is_destination[side], SIDE_NAMES[side])
             for pair in self._overlaid[side]:
-                check_apart(pair, tables, SIDES[side])
+                check_apart(pair, tables, SIDE_NAMES[side])
         if not isinstance(tokens, tuple) and isinstance(tokens, Mapping):
             check_names(self._group_names[0], tokens, "token range")
 

@@ -37,7 +37,7 @@ from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import PairPlanner, Share, plan_pairs, shares
 from kvplan.plan.specs import READ, WRITE, Direction, ReadSpec
-from kvplan.plan.transfer import SIDES, TransferPlan, checked_names, checked_workers
+from kvplan.plan.transfer import SIDE_NAMES, TransferPlan, checked_names, checked_workers
 from kvplan.staging.buffers import (
     Demand,
     Pool,
@@ -182,7 +182,7 @@ class StagedPlan:
 
     def _wanted(self, peer: StagedPeer, tables: BlockTables, tokens: Tokens) -> WantedRanges:
         """Return the ranges that a peer serves, given the destination's block tables."""
-        destination_side, _ = self.direction.by_role(*SIDES)
+        destination_side, _ = self.direction.by_role(*SIDE_NAMES)
         ranges = {}
         for groups in peer.buffer.groups:
             destination = groups[DESTINATION]
