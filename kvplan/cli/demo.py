@@ -52,8 +52,10 @@ The last line is for two real vLLM engines, too slow for this demo. To run it:
 TEXT_COLUMNS: Final = ("model", "prefill (source)", "decode (destination)")
 NUMBER_COLUMNS: Final = ("workers", "descriptors", "of bytes", "moved", "verified")
 
+NUM_TOKENS: Final = DEMO_TOKENS[1] - DEMO_TOKENS[0]
+
 INTRODUCTION: Final = f"""\
-Each line moves one request of {DEMO_TOKENS[1] - DEMO_TOKENS[0]} tokens from a prefill engine (source) to a
+Each line moves one request of {NUM_TOKENS} tokens from a prefill engine (source) to a
 decode engine (destination) of another shape. kvplan plans the pair of engines,
 binds scattered blocks, and copies the byte ranges in fake memory.
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvplan import Model
 from kvplan.cli.engines import ENGINES, RULES, default_keys, lines, reasons, reasons_of, running_engines
-from kvplan.cli.options import EngineOptions, load, quantize
+from kvplan.cli.options import EngineOptions, load, quantize_model
 from tests.conftest import Cli
 
 VLLM, SGLANG = ENGINES
@@ -61,9 +61,9 @@ CASES = [
     (VLLM, GRANITE, "block=16,shared=1", ["block=16, smaller than a state, not auto"]),
     (VLLM, GRANITE, "tp=2,block=auto,shared=1", []),
     (VLLM, NEMOTRON, "tp=16,block=auto,shared=1", ["tp=16 does not divide the 8 heads, groups or channels of a state"]),
-    (VLLM, quantize(PHI, 8), "scales=inline", []),
-    (VLLM, quantize(PHI, 8), "scales=page", ["scales=page of float32, not inline"]),
-    (VLLM, quantize(PHI, 4), "scales=page", []),
+    (VLLM, quantize_model(PHI, 8), "scales=inline", []),
+    (VLLM, quantize_model(PHI, 8), "scales=page", ["scales=page of float32, not inline"]),
+    (VLLM, quantize_model(PHI, 4), "scales=page", []),
     (SGLANG, PHI, "tp=6,kv=split", ["tp=6 does not divide 40 query heads", "10 KV heads and tp=6, neither of which"]),
     (SGLANG, PHI, "tp=5,kv=split,block=1", []),
     (SGLANG, PHI, "kv=content,layout=BLHNC", ["kv=content, not split", "layout=BLHNC, neither LBNHC nor LBHNC"]),
@@ -73,8 +73,8 @@ CASES = [
     (SGLANG, SPARSE, "block=64", []),
     (SGLANG, GPT, "kv=split,shared=1", ["shared=1, not 0"]),
     (SGLANG, NEMOTRON, "tp=16,kv=split", ["tp=16 does not divide the 8 heads, groups or channels of a state"]),
-    (SGLANG, quantize(PHI, 8), "kv=split", ["scales=inline of float32, not stored"]),
-    (SGLANG, quantize(PHI, 4), "kv=split,scales=region", []),
+    (SGLANG, quantize_model(PHI, 8), "kv=split", ["scales=inline of float32, not stored"]),
+    (SGLANG, quantize_model(PHI, 4), "kv=split,scales=region", []),
 ]
 
 

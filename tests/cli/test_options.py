@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan import KVPlanError, Model
-from kvplan.cli.options import MAX_TOKENS, EngineOptions, load, quantize, token_range
+from kvplan.cli.options import MAX_TOKENS, EngineOptions, load, quantize_model, token_range
 
 ALL_KEYS = (
     "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
@@ -141,7 +141,7 @@ def test_every_key_reaches_the_engine(model: str, text: str, arguments: dict[str
 
 def test_scales_a_shared_pool_and_a_draft_reach_the_engine() -> None:
     """Keys that change the model do so: scales of quantized values, groups that share a pool, layers of a draft."""
-    quantized = quantize(Model.shipped("llama-3.2-1b"), 8)
+    quantized = quantize_model(Model.shipped("llama-3.2-1b"), 8)
     (worker,) = EngineOptions.parse("scales=region", "--src").engine(quantized, "e")
     assert len(worker.regions) == 2 * 16
     (worker,) = EngineOptions.parse("shared=1", "--src").engine(Model.shipped("qwen3-next-80b"), "e")

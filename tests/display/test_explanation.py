@@ -36,7 +36,7 @@ from kvplan import (
     verify,
 )
 from kvplan._text import WIDTH
-from kvplan.display.explanation import DETAILS, fit, rows_of
+from kvplan.display.explanation import DETAILS, rows_of, wrap_line
 from kvplan.staging import Rates, choose
 from kvplan.verification import FakeMemory, Report
 from tests.pages import failed_examples
@@ -82,7 +82,7 @@ def test_explanations_are_as_written_down() -> None:
 
 
 def fitted(text: str) -> list[str]:
-    return [line for long in text.splitlines() for line in fit(long)]
+    return [line for long in text.splitlines() for line in wrap_line(long)]
 
 
 @pytest.mark.parametrize("value", PRINTED, ids=lambda value: type(value).__name__)
@@ -115,7 +115,7 @@ LONG = ("very long engine " * 20).strip()
 
 @pytest.mark.parametrize("name", [LONG, LONG.replace(" ", "-"), f"{'deep':>200}"], ids=["words", "one word", "spaces"])
 def test_lines_fit_a_terminal(name: str) -> None:
-    """However long names are, lines of the first two details fit, and the second leaves no letter out."""
+    """However long names are, lines of the first two details wrap_line, and the second leaves no letter out."""
     worker = Worker(name, 0, DECODE.regions, DECODE.groups, DECODE.views)
     for value in (worker, plan_mesh([worker], PREFILL), compare(worker, PREFILL[0]), REFUSED):
         for width in (WIDTH, 80):
@@ -136,7 +136,7 @@ def test_lines_fit_a_terminal(name: str) -> None:
 )
 def test_a_long_line_goes_on_below(text: str, lines: list[str]) -> None:
     """A line is broken between words, else anywhere, and goes on indented by four more."""
-    assert fit(text) == lines
+    assert wrap_line(text) == lines
 
 
 @pytest.mark.parametrize("size", [WIDTH - 1, WIDTH, WIDTH + 1])

@@ -21,7 +21,7 @@ from kvplan.display.copies import CopyEnd, Panel, excerpt, panels
 from kvplan.display.diagram import Column, Diagram, map_diagrams, panel_diagrams
 from kvplan.display.svg import LETTER
 from kvplan.plan import Table
-from kvplan.plan.bind import Ids
+from kvplan.plan.series import Ids
 from tests.pages import failed_examples
 from tests.small import engine
 

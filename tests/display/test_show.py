@@ -11,7 +11,7 @@ import pytest
 
 from kvplan import Blocks, KVPlanError, Request, Worker, plan_mesh, plan_reads, plan_writes
 from kvplan.display import Picture, show
-from kvplan.display.svg import STYLE, WIDTH
+from kvplan.display.svg import STYLE, SVG_WIDTH
 from tests.conftest import Cli
 from tests.pages import commands, wrong_prints
 from tests.small import engine
@@ -73,7 +73,7 @@ def test_texts_are_readable_in_the_book() -> None:
     """The book shows a picture in at least so many pixels that no text is below 9."""
     (least,) = re.findall(r"img\[src\$=\"\.svg\"\] { min-width: (\d+)px }", (PICTURES.parent / "book.css").read_text())
     sizes = [int(size) for size in re.findall(r"font(?:-size)?: (\d+)px", STYLE)]
-    assert min(sizes) * int(least) / WIDTH >= 9
+    assert min(sizes) * int(least) / SVG_WIDTH >= 9
 
 
 def test_a_writers_request_has_the_positions_of_its_destination() -> None:
