@@ -20,7 +20,8 @@ MAX_TERMS = 25
 
 PLAIN = """
     addresses advice advise align answer app arrays assembly bind blockmap box bridges case certificate check checks
-    choice choices claim claims cli cluster column columns command commands comparison completions config connector
+    choice choices claim claims cli cluster column columns command commands comparison completions config
+    connections connector
     contract copier copies copy cost demo describe design diagram difference digest digests display drawing end ended
     error errors executor executors explanation fake families family findings fingerprint fit handler handoff
     handshake header http info integer interval job kv labels layout layouts lease leases list listener llm lmcache
