@@ -8,7 +8,6 @@ import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -21,11 +20,11 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
-from kvplan.connector import Claims, Leases, Listener, Reads, send_claims
+from kvplan.connector import Claims, Leases, Listener, send_claims
 from kvplan.connector.leases import LEASE_S
-from kvplan.staging import Pipeline
-from kvplan_nixl import Envelope, NixlExecutor
-from kvplan_nixl.rearrange import STAGING, with_staging
+from kvplan_nixl import NixlExecutor
+from kvplan_nixl.reads import make_reads
+from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.sglang.bootstrap import Rooms
 from kvplan_nixl.weights import weights_of
 
@@ -118,16 +117,7 @@ class Manager(BaseKVManager):
             self._num_refused = 0
         else:
             self.claims = Claims(logger, send_claims)
-            self.reads = Reads(
-                self.worker,
-                self._executor,
-                logger,
-                open_offer=lambda data: Envelope.unpack(data, key).worker,
-                connect=self._executor.connect,
-                disconnect=partial(self._executor.disconnect, force=True),
-                claims=self.claims,
-                pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
-            )
+            self.reads = make_reads(self._executor, self.claims, logger, key=key, copier=copier)
             queue.transfer_queue.enable_deferred_kv_release = True
             queue.transfer_queue.deferred_kv_release_timeout = (
                 math.inf

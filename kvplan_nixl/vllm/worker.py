@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
 from kvplan.bridges import RankInfo
-from kvplan.connector import Claims, Read, Reads, send_claims
+from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
 from kvplan.describe.blocks import Request as Binding
-from kvplan.staging import Pipeline
-from kvplan_nixl import UCX, Envelope, NixlExecutor
+from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.digest import cache_digests
-from kvplan_nixl.rearrange import STAGING, memories_of, set_zero, with_staging
+from kvplan_nixl.reads import make_reads
+from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 
@@ -58,16 +57,13 @@ class Worker:
         self._executor = NixlExecutor(
             worker, {name: UCX.get(name, {}) for name in backends}, key=key
         )
-        self._reads = Reads(
-            worker,
+        self._reads = make_reads(
             self._executor,
+            Claims(logger, send_claims),
             logger,
-            open_offer=lambda data: Envelope.unpack(data, key).worker,
-            connect=self._executor.connect,
-            disconnect=partial(self._executor.disconnect, force=True),
-            claims=Claims(logger, send_claims),
+            key=key,
+            copier=copier,
             timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", 30)),
-            pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
             digest=self._digests_of if transfer.get_from_extra_config("verify", False) else None,
         )
         logger.info("%s", worker)
