@@ -144,8 +144,9 @@ class Positions:
             raise wrong_type("slots of digests", "ascending intervals", spans)
         number = sum(stop - start for start, stop in intervals)
         at_most(MAX_SLOTS, number, "slots in one group", "read digests")
-        own, others = (Context(*_several(numbers, 3)) for numbers in (context, within))
-        return cls(own, others, tuple(intervals))
+        own_context = Context(*_several(context, 3))
+        other_context = Context(*_several(within, 3))
+        return cls(own_context, other_context, tuple(intervals))
 
 
 def holds(context: Context, positions: Ints) -> npt.NDArray[np.bool_]:
@@ -415,7 +416,7 @@ class BoxComparison:
             part=part,
         )
 
-    def _right_sums(self, offered: DigestsByBox, received: DigestsByBox, what: str) -> set[int]:
+    def _right_sums(self, offered: DigestsByBox, received: DigestsByBox, label: str) -> set[int]:
         """Return the sources' digests of all that was received, or none if nothing makes it up."""
         elements = _elements(received)
         # Sources that have all of it each are alternatives.
@@ -424,7 +425,7 @@ class BoxComparison:
             return set().union(*alternatives)
         for boxes in self._choices(offered, received):
             if boxes and _elements(boxes) == elements:
-                return _sums({box: offered[box] for box in boxes}, what)
+                return _sums({box: offered[box] for box in boxes}, label)
         return set()
 
     def _choices(self, offered: DigestsByBox, received: DigestsByBox) -> Iterator[list[PartBox]]:
@@ -458,10 +459,10 @@ def _elements(boxes: Iterable[PartBox]) -> int:
     return sum(box.elements for box in boxes) % SUM_END
 
 
-def _sums(boxes: DigestsByBox, what: str) -> set[int]:
+def _sums(boxes: DigestsByBox, label: str) -> set[int]:
     """Return the digests of all boxes together, for each choice between unequal replicas."""
     choices = math.prod(len(digests) for digests in boxes.values())
-    at_most(MAX_SUMS, choices, "choices between unequal replicas", f"compare digests of {what}")
+    at_most(MAX_SUMS, choices, "choices between unequal replicas", f"compare digests of {label}")
     return {sum(choice) % SUM_END for choice in itertools.product(*boxes.values())}
 
 
