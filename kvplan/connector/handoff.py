@@ -96,7 +96,7 @@ class Handoff:
     def of_params(cls, params: Mapping[str, Any]) -> Handoff:
         """Read the handoff in a request's parameters, which may have others too.
 
-        Raises ``KEY`` if one lacks, and what the values of a stranger deserve.
+        Raises ``KEY`` if one lacks; ``TYPE``, ``NAME``, ``RANGE`` or ``BLOCKS`` for a bad value.
         """
         missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
@@ -118,7 +118,7 @@ class Handoff:
         )
 
     def check_prompt(self, digest: str) -> None:
-        """Refuse a request with another prompt than the one that was computed. Raises ``PROMPT``."""
+        """Refuse a request whose prompt is not the one that was computed. Raises ``PROMPT``."""
         if name(digest, "digest of a prompt") != self.prompt:
             raise KVPlanError(
                 "PROMPT",
