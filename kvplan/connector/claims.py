@@ -160,6 +160,7 @@ class SourceClaims:
     def end(self, claim: Claim) -> None:
         """End a claim, also one that was refused or never sent."""
         self._due_at.pop(claim, None)
+        # The engine has nothing to end of a claim that it refused.
         if self.refusals.pop(claim, None) is None:
             self._done[claim] = None
 
@@ -178,6 +179,7 @@ class SourceClaims:
     def take_message(self, now: float) -> ClaimMessage:
         """Return everything that has to be sent now, for one answer or failure."""
         claims = tuple(claim for claim, due_at in self._due_at.items() if due_at <= now)
+        # An end is sent once: if it is lost, the claim ends for want of renewals.
         message = ClaimMessage(self.source.start, claims, tuple(self._done), tuple(self._unsent))
         self._done.clear()
         self._sent.update(self._unsent)
@@ -239,6 +241,7 @@ class Claims:
     def __init__(self, logger: Logger, send: Callable[[Source, ClaimMessage], ClaimAnswer]) -> None:
         self._logger = instance(Logger, logger, "logger")
         self._send = having("__call__", send, "send of claims", "a function")
+        # One lock guards the claims on all engines. Nobody holds it while a message is exchanged.
         self._by_source: dict[Source, SourceClaims] = {}
         self._changed = threading.Condition()
         self._is_closed = False

@@ -81,6 +81,7 @@ class DigestRequests:
             expected = "a lease that stands"
             raise KVPlanError("LEASE", action, expected=expected, got="one that is over")
         with self._lock:
+            # All ranks of a reader ask the same; the workers compute it once.
             if request not in self._answers:
                 if len(self._answers) >= MAX_REQUESTS:
                     expected = f"at most {MAX_REQUESTS} requests"
@@ -99,6 +100,7 @@ class DigestRequests:
     def put(self, request: DigestRequest, digests: Sequence[dict[str, Any]]) -> None:
         """Answer a request, with the digests of each worker."""
         with self._lock:
+            # A lease may have ended while its digests were computed.
             if request in self._answers:
                 self._answers[request] = [*members(dict, digests, "digests")]
 
@@ -127,6 +129,7 @@ def fetch_digests(
     An engine that is too busy to answer is asked again. Raises ``PEER`` and ``MESSAGE``.
     """
     stop = time.monotonic() + timeout_s
+    # the reason of the last attempt, if it got no answer
     silence: KVPlanError | None = None
     while time.monotonic() < stop:
         try:

@@ -134,6 +134,7 @@ PARAMS: Final = frozenset(Handoff(Source("-", "-", "-", 0), "-", 0, "-", {}).par
 
 def _table_values(blocks: Blocks) -> list[Any]:
     """Return a table as plain values: the first ordinal, and an id for each one from there on."""
+    # one element for each ordinal, also of gaps
     ids = np.full(blocks.stop - blocks.first, GAP)
     ids[blocks.ordinals - blocks.first] = blocks.ids
     return [blocks.first, ids.tolist()]
@@ -192,6 +193,7 @@ def whole_blocks(
     size = integer(tokens_per_block, "tokens_per_block", low=1, high=POSITION_END)
     first_wanted = max(first, integer(listed, "listed", high=POSITION_END))
     kept = integer(kept, "kept", high=POSITION_END)
+    # Positions before a window need not be there, and those after ``stop`` are not read.
     first_needed = max(first, attended)
     if first_needed < min(kept, stop):
         raise KVPlanError(
@@ -219,5 +221,6 @@ def attended(start: int, stop: int, window: int | None) -> Range:
     stop = integer(stop, "stop of a range")
     if window is None:
         return start, stop
+    # a window may begin before the range
     first_in_window = stop - integer(window, "window", low=1) + 1
     return min(max(start, first_in_window), stop), stop

@@ -85,6 +85,7 @@ class Leases:
         """Keep the blocks of a request, and return the name by which readers know the lease."""
         name(request, "name of a request")
         with self._lock:
+            # a name of its own, also if the request is lent again, by rule L3
             lease = f"{request} {self._num_granted:x}"
             self._leases[lease] = _Lease(request, self._clock() + self.lease_s)
             self._num_granted += 1

@@ -80,6 +80,7 @@ class Listener:
         port: int = 0,
         bind: str | None = None,
     ) -> None:
+        # Another start of this engine has other leases, maybe under the same names.
         start = f"{time.time_ns():x}"
         engine_id = name(engine_id, "engine_id")
         offers = members(bytes, workers, "offers of a listener")
@@ -115,6 +116,7 @@ def fetch(source: Source, timeout_s: float) -> Offers:
     """
     peer = str(instance(Source, source, "source"))
     offers = Offers.decode(exchange(peer, source.host, source.port, "/", timeout_s))
+    # The address may have gone over to another engine, or to another start of it.
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
         raise KVPlanError(
             "PEER",

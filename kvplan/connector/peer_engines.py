@@ -79,7 +79,7 @@ class PipelinePlan:
 
 @attrs.frozen(eq=False)
 class PeerPlan:
-    """How a worker reads from an engine: directly, or as ``staged`` says.
+    """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
     ``offers`` has the offer of each of the engine's workers.
     """
@@ -176,6 +176,7 @@ class PeerEngines:
                 failure = KVPlanError("PEER", action, expected="a plan", got=repr(error))
                 future.set_exception(failure)
 
+        # a daemon, which does not keep a process that ends while an engine hangs
         thread_name = f"kvplan handshake {source.engine_id}"
         threading.Thread(target=run, name=thread_name, daemon=True).start()
         return future
@@ -206,6 +207,7 @@ class PeerEngines:
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""
         if not peer.handshake.done():
+            # A thread that hangs is left to itself: nobody takes its result.
             if time.monotonic() - peer.began_at <= self.timeout_s:
                 return False
             action = f"shake hands with {peer.source}"
@@ -234,8 +236,10 @@ class PeerEngines:
                 continue
             offer = plan.offers[remote.key]
             connected = self._connected.get(remote.key)
+            # Another offer is that of another start, or of other memory.
             if connected is not None and connected.offer != offer:
                 self._connections.disconnect(connected.worker)
+            # Connecting may fail. A worker that was lost connects again by the same offer.
             self._connected.pop(remote.key, None)
             self._connections.connect(offer)
             self._connected[remote.key] = WorkerOffer(remote, offer)
@@ -258,6 +262,7 @@ class PeerEngines:
         del self._peers[peer.source]
         for key, offer in plan.offers.items():
             connected = self._connected.get(key)
+            # A later start may have the worker's place already.
             if connected is not None and connected.offer == offer:
                 del self._connected[key]
                 # The executor keeps a worker with which a transfer still runs.

@@ -248,6 +248,7 @@ class Reads:
 
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
+        # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
             for read in self._waiting.pop(peer.source, []):
                 if peer.plan is None:
@@ -285,6 +286,7 @@ class Reads:
         lease_check = _LeaseCheck(read, self._claims, self._logger, asked_at=now, confirmed_at=now)
         job = _Job(read, peer, plan.direct, lease_check, began_at=now)
         self._jobs.append(job)
+        # The source computes its digests while the bytes move.
         if self._digest is not None:
             digest_request = DigestRequest.of(read.lease, read.tokens)
             job.digest_check = _DigestCheck(
@@ -323,6 +325,7 @@ class Reads:
             for transfer in [*job.transfers]:
                 if not isinstance(transfer, StagedTransfer):
                     continue
+                # A chunk that has begun may still write into the request's blocks.
                 has_begun = transfer.num_bytes > 0 or transfer.status.is_settled
                 if not has_begun:
                     pipeline.cancel(transfer)
@@ -352,10 +355,12 @@ class Reads:
             job.lease_check.poll()
             job.error = job.lease_check.error
         is_right = job.lease_check.is_confirmed
+        # Digests matter only if the blocks were the request's until the last byte.
         if job.error is None and is_right and job.digest_check is not None:
             if not job.digest_check.expected.done():
                 return
             job.error = self._mismatch(job, job.digest_check)
+        # Before it is settled, a read that has failed keeps its blocks, by rule R2.
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
             num_bytes = sum(transfer.num_bytes for transfer in job.transfers)
@@ -378,6 +383,7 @@ class Reads:
         job.lease_check.begin_last()
         for transfer in job.transfers:
             job.error = job.error or transfer.error
+            # A transfer without an error may lack bytes too.
             if job.error is None and transfer.status is not Status.DONE:
                 action = f"read request {job.read.request!r} from {job.read.source}"
                 got = "a cancelled transfer"

@@ -20,6 +20,7 @@ def register() -> None:
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # SGLang's own backends, and one more: an Enum can't be extended
     backends = {member.name: member.value for member in utils.TransferBackend}
     transfer_backend = Enum("TransferBackend", {**backends, BACKEND.upper(): BACKEND})  # type: ignore[misc]
     package = "sglang.srt.disaggregation"

@@ -128,6 +128,7 @@ class Receiver(BaseKVReceiver):
                 self._check_time()
                 return KVPoll.Bootstrapping
             self._claim(entry)
+        # SGLang allocates pages now, and calls send_metadata.
         if self._row_index < 0:
             return KVPoll.WaitingForInput
         rank.poll()
@@ -156,6 +157,7 @@ class Receiver(BaseKVReceiver):
             got = f"{handoff.num_tokens} computed"
             raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
         handoff.check_prompt(prompt_of(self.req, num_tokens))
+        # One claim serves all ranks: SGLang clears receivers when those of all ranks have ended.
         if self._rank.memory.is_first:
             self._rank.claims.begin(handoff.source, handoff.lease, self._name)
         self._entry = entry
@@ -177,6 +179,7 @@ class Receiver(BaseKVReceiver):
         rank = self._rank
         start = decode_prefix_len or 0
         stop = handoff.num_tokens
+        # From now on the pages stay until the read has ended.
         rank.under_way[self._name] = self._room
         pages = kv_indices.tolist()
         local = rank.memory.block_tables(pages, start, stop, state_indices or [])
@@ -209,6 +212,7 @@ class Receiver(BaseKVReceiver):
         """Write the first token, and what belongs to it, where SGLang looks for them."""
         rank = self._rank
         rows = rank.memory.metadata_rows(self._row_index)
+        # Another engine's prefill knows the token alone; the rows may be an earlier request's.
         if "token" in self._entry:
             for row in rows:
                 ctypes.memset(row.address, 0, row.num_bytes)

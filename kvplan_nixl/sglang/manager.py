@@ -68,6 +68,7 @@ class Manager(BaseKVManager):
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
         key = os.environ.get("KVPLAN_KEY", "").encode()
+        # Only a reader stages.
         staging_bytes = 0
         if not self._is_prefill:
             staging_bytes = int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
@@ -91,6 +92,7 @@ class Manager(BaseKVManager):
         kinds = self._state_kinds()
         _require("state_types", [kind for kind in kinds if kind in STATE_KINDS], kinds)
         pool = queue.token_to_kv_pool
+        # a model with Mamba layers caches their states in a dtype of its own
         state_dtype = None
         if hasattr(pool, "mamba_pool"):
             state_dtype = pool.mamba_pool.mamba_cache.temporal.dtype
@@ -98,6 +100,7 @@ class Manager(BaseKVManager):
         model = model.with_dtypes(_dtype_name(pool.dtype), _dtype_name(state_dtype))
         worker = from_sglang(model, info, pool)
         _require("num_groups", 1 + len(kinds), len(worker.groups))
+        # The page tables of prefill's stages may differ, and decode tells them apart by group.
         if self._is_prefill and parallel.pp_size > 1:
             return _with_own_groups(worker, parallel.pp_rank)
         return worker

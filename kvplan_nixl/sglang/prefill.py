@@ -32,6 +32,7 @@ class PrefillRank(Rank):
     def __init__(self, memory: RankMemory, ranks: Any) -> None:
         super().__init__(memory)
         executor = memory.executor
+        # Readers get the offers of all ranks from the first one.
         offers: list[bytes] = [b""] * ranks.world_size
         torch.distributed.all_gather_object(offers, executor.envelope(), group=ranks.cpu_group)
         self.leases = Leases(float(os.environ.get("KVPLAN_LEASE_S", LEASE_S)))
@@ -42,6 +43,7 @@ class PrefillRank(Rank):
             bind = os.environ.get("KVPLAN_BIND", host)
             self.listener = Listener(engine_id, host, offers, self.leases, bind=bind)
         self.source: Source = ranks.broadcast_object(self.listener and self.listener.source, src=0)
+        # Requests are published in the background, one after the other.
         self.publisher = ThreadPoolExecutor(1, "kvplan publish")
         self._num_refused = 0
 
@@ -121,6 +123,7 @@ class Sender(BaseKVSender):
         self._is_sent = True
         rank = self._rank
         lease = self._name  # of another rank, which waits for the readers
+        # The lease is the first rank's, before anybody can know of it. Other ranks are done.
         if rank.listener is None:
             self._result = KVPoll.Success
         else:

@@ -66,6 +66,7 @@ class RankMemory:
         """
         token_group, *state_groups = (group.name for group in self.executor.worker.groups)
         page_size = self.args.page_size
+        # of the whole prompt, also if ``pages`` begin later
         num_pages = -(-num_tokens // page_size)
         tables = {token_group: Blocks(pages, first // page_size)}
         kinds = self.args.state_types

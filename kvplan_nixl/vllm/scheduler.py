@@ -99,7 +99,7 @@ class Scheduler:
         self._claims = Claims(logger, send_claims)
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
-        # by request and group: the first position that was read, if blocks before it lack some
+        # by request and group: the first position that was read, if its block was read in part
         self._read_from: dict[str, dict[str, int]] = {}
         self._step = KvplanMetadata()
         self.stats = KvplanStats()
@@ -146,6 +146,7 @@ class Scheduler:
             handoff.check_prompt(prompt_of(request, handoff.num_tokens))
         except KVPlanError as error:
             return _Reading(None, error)
+        # before the request waits for blocks, since the first lease is short
         self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         return _Reading(handoff, None)
 
@@ -177,6 +178,7 @@ class Scheduler:
         if reading is None or reading.is_begun:
             return
         reading.is_begun = True
+        # Decode has cached all but the last token.
         if num_tokens == 0:
             self._end_claim(request.request_id)
             return
@@ -280,6 +282,7 @@ class Scheduler:
 
     def end_reads(self, requests: set[str]) -> None:
         """End the claims of requests whose reads have ended in all workers."""
+        # The claims of some may have ended before.
         for request in requests & self._reading.keys():
             self._end_claim(request)
 

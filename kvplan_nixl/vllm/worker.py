@@ -81,6 +81,7 @@ class Worker:
             self._reads.fail(name, error)
         for read in step.reads:
             try:
+                # before any byte moves: transfers write into the same blocks
                 if self._cache.needs_kv_cache_zeroing:
                     self._clear_tail(read)
             except KVPlanError as error:
@@ -100,6 +101,7 @@ class Worker:
         """
         worker = self._reads.worker
         tokens = dict(request.tokens)
+        # Readers name ranges of token groups; each state group has one state to digest.
         states = {group.name for group in worker.groups if group.tokens_per_block is None}
         groups = {group.name for group in worker.groups} & (tokens.keys() | states)
         tables = {group: blocks[group] for group in groups}
