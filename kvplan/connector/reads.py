@@ -162,13 +162,6 @@ class _DigestCheck:
     request: Request
     expected: Future[list[Mapping[str, Any]]]
 
-    def error(self) -> KVPlanError | None:
-        """Compare what has arrived with the source, and return the first difference or failure."""
-        try:
-            return mismatch(self.expected.result(), [self.digest(self.request)])
-        except KVPlanError as error:
-            return error
-
 
 @attrs.define(eq=False)
 class _Job:
@@ -367,9 +360,15 @@ class Reads:
             elapsed_s = time.monotonic() - job.began_at
             self._report(ReadResult(job.read.request, job.error, num_bytes, elapsed_s))
 
-    def _mismatch(self, job: _Job, digest_check: _DigestCheck) -> KVPlanError | None:
-        """Return the difference between what has arrived and what the source has, if any."""
-        error = digest_check.error()
+    def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
+        """Return the difference between what has arrived and what the source has, if any.
+
+        Digests that cannot be computed or fetched count as different.
+        """
+        try:
+            error = mismatch(check.expected.result(), [check.digest(check.request)])
+        except KVPlanError as failure:
+            return failure
         # Digests of different elements say nothing.
         if error is not None and error.code == "COVER":
             request = job.read.request
