@@ -46,8 +46,8 @@ class Connections:
 
     ``fetch_offers`` returns the offers of an engine, within seconds. ``open_offer`` returns the
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
-    where it is known; ``disconnect`` makes the executor forget it. The first two are called on
-    threads, the others where :class:`Reads` is used.
+    where it is known; ``disconnect`` makes the executor forget it. Threads call ``fetch_offers``
+    and ``open_offer``. The others are called where :class:`~kvplan.connector.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]

@@ -1,4 +1,4 @@
-"""Ranks: what a rank of prefill and one of decode have in common.
+"""Ranks: the memory and the requests of a rank, in what prefill and decode have in common.
 
 A request of SGLang is in a *room*, a number that it has in both engines.
 """
@@ -48,12 +48,12 @@ class RankMemory:
 
     @property
     def is_first(self) -> bool:
-        """The rank is the first one of its engine."""
+        """Return whether the rank is the first one of its engine."""
         return self.info.rank == 0
 
     @property
     def is_first_of_stage(self) -> bool:
-        """The rank is the first one of its pipeline stage."""
+        """Return whether the rank is the first one of its pipeline stage."""
         return self.info.tp_rank == 0
 
     def block_tables(
