@@ -40,6 +40,7 @@ from kvplan import (
 from kvplan.bridges import RankInfo, from_lmcache, from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.connector import (
     Claims,
+    Connections,
     Handoff,
     Leases,
     Listener,
@@ -124,7 +125,7 @@ COPIES = {(SPEC.local, SPEC.remote): SPEC.descriptors()}
 TENSOR = np.zeros((4, 2, 3), np.float16)
 LOGGER = logging.getLogger("kvplan.tests")
 LOGGER.addHandler(logging.NullHandler())
-HOOKS: dict[str, Any] = dict.fromkeys(("open_offer", "connect", "disconnect"), lambda *_: None)
+HOOKS: dict[str, Any] = dict.fromkeys(("open_offer", "connect", "disconnect", "fetch_offers"), lambda *_: None)
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 1,
@@ -155,7 +156,7 @@ def pipeline() -> Pipeline:
 def reads() -> Reads:
     executor = FakeNetwork([OURS, THEIRS]).executor(OURS)
     claims = Claims(LOGGER, HOOKS["connect"])
-    return Reads(OURS, executor, LOGGER, **HOOKS, claims=claims, fetch_offers=HOOKS["connect"])
+    return Reads(OURS, executor, LOGGER, connections=Connections(**HOOKS), claims=claims)
 
 
 def calls() -> Calls:
@@ -345,8 +346,9 @@ def calls() -> Calls:
     yield "connector.Claims.ask", claims.ask, {"source": SOURCE, "lease": "r 0"}
     read = {"request": "r", "source": SOURCE, **REQUEST, "tokens": {"attn": (1, 7)}, "lease": "r 0"}
     yield "connector.Read", Read, read
-    given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, **HOOKS, "claims": claims}
-    yield "connector.Reads", Reads, {**given, "fetch_offers": HOOKS["connect"], "timeout_s": 1.0}
+    yield "connector.Connections", Connections, HOOKS
+    given = {"worker": OURS, "executor": started()[0], "logger": LOGGER, "connections": Connections(**HOOKS)}
+    yield "connector.Reads", Reads, {**given, "claims": claims, "timeout_s": 1.0}
     yield "connector.Reads.begin", reads().begin, {"read": Read(**read)}
     yield "connector.Reads.fail", reads().fail, {"request": "r", "error": KVPlanError("TYPE", "", expected="", got="")}
 

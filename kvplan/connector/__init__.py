@@ -1,11 +1,12 @@
-"""Connectors: what every engine's connector needs beside plans and an executor. It knows no engine and no NIXL.
+"""Connectors: the parts that every engine's connector needs beside plans and an executor.
 
-Prefill keeps the blocks of a computed request under a lease, and describes the request in a :class:`Handoff`. Decode
-claims the lease while the request waits, reads it, and says when it is done:
+They know no engine and no NIXL. Prefill keeps the blocks of a computed request under a lease, and
+describes the request in a :class:`Handoff`. Decode claims the lease while the request waits, reads
+the request, and says when it is done:
 
-    prefill                                        decode
-    Listener: offers of all workers     <-- GET    Reads, in each worker: handshake in the background, then transfers
-    Leases: request 1 is kept           <-- POST   Claims: request 1 is claimed, does its lease stand, it is done
+    prefill                                    decode
+    Listener: offers of all workers  <-- GET   Reads, in each worker: a handshake, then transfers
+    Leases: request 1 is kept        <-- POST  Claims: I claim it, does its lease stand, I am done
 """
 
 from kvplan.connector.claims import Claims
@@ -13,11 +14,13 @@ from kvplan.connector.fingerprint import fingerprint
 from kvplan.connector.handoff import Handoff, Source, WholeBlocks, attended, whole_blocks
 from kvplan.connector.leases import EndedLeases, Leases
 from kvplan.connector.listener import Listener, Offers, fetch, send_claims
+from kvplan.connector.peer_engines import Connections
 from kvplan.connector.prompt import prompt_digest
 from kvplan.connector.reads import Read, ReadResult, Reads
 
 __all__ = [
     "Claims",
+    "Connections",
     "EndedLeases",
     "Handoff",
     "Leases",

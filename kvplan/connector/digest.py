@@ -120,6 +120,7 @@ class Positions:
     @cached_property
     def listed(self) -> Ints:
         """The positions, ascending."""
+        # the local index of each slot, then its position, then those that both contexts hold
         local = listed(np.array(self.slots, np.int64).reshape(-1, 2))
         positions = position_of(Group("-", 1, self.context), local)
         return positions[holds(self.within, positions)]
@@ -144,8 +145,9 @@ class Positions:
             raise wrong_type("slots of digests", "ascending intervals", spans)
         number = sum(stop - start for start, stop in intervals)
         at_most(MAX_SLOTS, number, "slots in one group", "read digests")
-        own, others = (Context(*_several(numbers, 3)) for numbers in (context, within))
-        return cls(own, others, tuple(intervals))
+        own_context = Context(*_several(context, 3))
+        other_context = Context(*_several(within, 3))
+        return cls(own_context, other_context, tuple(intervals))
 
 
 def holds(context: Context, positions: Ints) -> npt.NDArray[np.bool_]:
@@ -192,6 +194,7 @@ class BlockPositions:
             if low < high:
                 check_listed(group.name, low // size, -(-high // size), *table.listed, "")
             is_asked = (low <= local) & (local < high)
+        # Slots are listed before the other context leaves some of their positions out.
         positions = Positions(group.context, within, _intervals(local[is_asked]))
         is_asked &= holds(within, position)
         has_any = is_asked.any(axis=1)
@@ -203,6 +206,7 @@ def _intervals(numbers: Ints) -> tuple[Range, ...]:
     """Return ascending integers as intervals that do not touch."""
     if not numbers.size:
         return ()
+    # the index of the first number of each interval, and how many numbers follow it
     first = heads(numbers[1:] == numbers[:-1] + 1)
     length = np.diff(first, append=numbers.size)
     start = numbers[first]
@@ -229,7 +233,7 @@ class TensorDigests:
 def to_json(tensors: Iterable[TensorDigests]) -> dict[str, Any]:
     """Return the digests of a worker as plain values that JSON can hold.
 
-    What equal layers share stands once, in ``boxes``; a row of ``digests`` has the name of a
+    ``boxes`` has once what equal layers share; a row of ``digests`` has the name of a
     tensor, the number of its box, and a digest of 8 bytes for each part, in base64.
     """
     number_of_box: dict[Any, int] = {}
@@ -237,6 +241,7 @@ def to_json(tensors: Iterable[TensorDigests]) -> dict[str, Any]:
     rows: list[list[Any]] = []
     for tensor in tensors:
         axes = tuple(tensor.axes.items())
+        # Equal layers have equal boxes.
         box = (tensor.positions, axes, tensor.parts.tobytes(), tensor.coverage.tobytes())
         if box not in number_of_box:
             number_of_box[box] = len(boxes)
@@ -278,7 +283,7 @@ def of_json(values: Any) -> list[TensorDigests]:
 
 
 def joined(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the digests of several workers as one mapping: what replicas share stands once.
+    """Return the digests of several workers as one mapping, those of replicas once.
 
     Raises what :func:`of_json` does.
     """
@@ -315,7 +320,7 @@ def _array(text: Any, size: int) -> Residues:
 
 @attrs.frozen
 class PartBox:
-    """What one worker holds of a part: some positions, and the elements that its coverage tells."""
+    """The box of a part that one worker holds: positions, and elements by their coverage."""
 
     positions: Positions
     coverage: int
@@ -352,6 +357,7 @@ def mismatch(
     for destination in actual:
         for digests in of_json(destination):
             received.setdefault(digests.name, []).append(digests)
+    # Most parts equal a part of one source. The others are compared by boxes, which takes longer.
     comparison = BoxComparison()
     for tensor, held in received.items():
         sources = offered.get(tensor, [])
@@ -415,7 +421,7 @@ class BoxComparison:
             part=part,
         )
 
-    def _right_sums(self, offered: DigestsByBox, received: DigestsByBox, what: str) -> set[int]:
+    def _right_sums(self, offered: DigestsByBox, received: DigestsByBox, label: str) -> set[int]:
         """Return the sources' digests of all that was received, or none if nothing makes it up."""
         elements = _elements(received)
         # Sources that have all of it each are alternatives.
@@ -424,12 +430,14 @@ class BoxComparison:
             return set().union(*alternatives)
         for boxes in self._choices(offered, received):
             if boxes and _elements(boxes) == elements:
-                return _sums({box: offered[box] for box in boxes}, what)
+                return _sums({box: offered[box] for box in boxes}, label)
         return set()
 
     def _choices(self, offered: DigestsByBox, received: DigestsByBox) -> Iterator[list[PartBox]]:
         """Yield boxes of sources that may make up what was received, together."""
+        # first the same boxes, as between equal engines
         yield [box for box in received if box in offered]
+        # then boxes that hold some of the positions: of the same elements, and of any
         asked = tuple(dict.fromkeys(box.positions for box in received))
         inside = [box for box in offered if self._holds(asked, box.positions)]
         coverages = {box.coverage for box in received}
@@ -458,10 +466,10 @@ def _elements(boxes: Iterable[PartBox]) -> int:
     return sum(box.elements for box in boxes) % SUM_END
 
 
-def _sums(boxes: DigestsByBox, what: str) -> set[int]:
+def _sums(boxes: DigestsByBox, label: str) -> set[int]:
     """Return the digests of all boxes together, for each choice between unequal replicas."""
     choices = math.prod(len(digests) for digests in boxes.values())
-    at_most(MAX_SUMS, choices, "choices between unequal replicas", f"compare digests of {what}")
+    at_most(MAX_SUMS, choices, "choices between unequal replicas", f"compare digests of {label}")
     return {sum(choice) % SUM_END for choice in itertools.product(*boxes.values())}
 
 

@@ -1,4 +1,4 @@
-"""Digests that readers ask for of what an engine keeps for them, by HTTP, and that its workers compute meanwhile."""
+"""Requests for digests: readers send them by HTTP, and an engine's workers compute the digests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 
 from kvplan._checks import instance, interval, members, name
 from kvplan.connector.handoff import Source
-from kvplan.connector.http import exchange
+from kvplan.connector.http import ANSWER_S, exchange
 from kvplan.connector.leases import Leases
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan.errors import KVPlanError
@@ -20,23 +20,26 @@ from kvplan.errors import KVPlanError
 MAX_REQUESTS: Final = 1 << 12
 """Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
 
-POLL_S: Final = 0.005
+ASK_AGAIN_S: Final = 0.005
 """Seconds after which a reader asks again for digests that are not computed yet."""
-
-ANSWER_S: Final = 3.0
-"""Seconds for which a reader waits for one answer."""
 
 
 @attrs.frozen
 class DigestRequest:
-    """Positions of a lease, by token group, whose digests a reader asks for; of states, the last one counts."""
+    """Ranges of positions by token group, whose digests a reader of ``lease`` asks for.
+
+    Of states, the last one counts.
+    """
 
     lease: str
     tokens: tuple[tuple[str, Range], ...]
 
     @classmethod
     def of(cls, lease: str, tokens: Mapping[str, Any]) -> DigestRequest:
-        """Make a request of values that a stranger may have written. Raises ``TYPE``, ``RANGE`` or ``NAME``."""
+        """Make a request of values that a stranger may have written.
+
+        Raises ``TYPE``, ``RANGE`` or ``NAME``.
+        """
         ranges = []
         for group in sorted(instance(Mapping, tokens, "tokens of digests")):
             span = interval(tokens[group], f"tokens of group {group!r}", POSITION_END)
@@ -69,13 +72,16 @@ class DigestRequests:
         self._new: list[DigestRequest] = []
 
     def ask(self, request: DigestRequest) -> list[Mapping[str, Any]] | None:
-        """Return the digests of all workers, None while they are not computed. Raises ``LEASE``, ``RANGE``."""
+        """Return the digests of all workers, None while they are not computed.
+
+        Raises ``LEASE`` if the lease is over, ``RANGE`` if there are too many requests.
+        """
         if not self._leases.stands(request.lease):
+            action = f"digest {request.lease!r}"
             expected = "a lease that stands"
-            raise KVPlanError(
-                "LEASE", f"digest {request.lease!r}", expected=expected, got="one that is over"
-            )
+            raise KVPlanError("LEASE", action, expected=expected, got="one that is over")
         with self._lock:
+            # All ranks of a reader ask the same; the workers compute it once.
             if request not in self._answers:
                 if len(self._answers) >= MAX_REQUESTS:
                     expected = f"at most {MAX_REQUESTS} requests"
@@ -94,19 +100,20 @@ class DigestRequests:
     def put(self, request: DigestRequest, digests: Sequence[dict[str, Any]]) -> None:
         """Answer a request, with the digests of each worker."""
         with self._lock:
+            # A lease may have ended while its digests were computed.
             if request in self._answers:
                 self._answers[request] = [*members(dict, digests, "digests")]
 
     def forget(self, lease: str) -> None:
         """Forget the requests of a lease that is over."""
         with self._lock:
-            self._answers = {
-                request: kept for request, kept in self._answers.items() if request.lease != lease
-            }
+            for request in [*self._answers]:
+                if request.lease == lease:
+                    del self._answers[request]
 
 
 def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any] | None:
-    """Answer what a reader has sent: None where it is nonsense, or of another start of the engine."""
+    """Answer a reader's request, None if it is for another start of the engine."""
     fields = instance(Mapping, body, "a request for digests")
     if fields.get("start") != start:
         return None
@@ -117,15 +124,16 @@ def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str,
 def fetch_digests(
     source: Source, request: DigestRequest, timeout_s: float
 ) -> list[Mapping[str, Any]]:
-    """Fetch the digests of all workers of an engine, when they have computed them. Raises ``PEER`` and ``MESSAGE``.
+    """Fetch the digests of all workers of an engine, when they have computed them.
 
-    An engine that is too busy to answer is asked again.
+    An engine that is too busy to answer is asked again. Raises ``PEER`` and ``MESSAGE``.
     """
     stop = time.monotonic() + timeout_s
+    # the reason of the last attempt, if it got no answer
     silence: KVPlanError | None = None
     while time.monotonic() < stop:
         try:
-            digests = _ask(source, request)
+            digests = _ask_once(source, request)
         except KVPlanError as error:
             if error.code != "PEER":
                 raise
@@ -134,22 +142,20 @@ def fetch_digests(
             silence = None
             if digests is not None:
                 return digests
-        time.sleep(POLL_S)
+        time.sleep(ASK_AGAIN_S)
     expected = f"digests within {timeout_s:g} s"
     raise silence or KVPlanError(
         "PEER", f"check {request.lease!r} from {source}", expected=expected, got="none"
     )
 
 
-def _ask(source: Source, request: DigestRequest) -> list[Mapping[str, Any]] | None:
-    """Ask an engine for digests once; returns None where it has not computed them yet."""
-    answer = exchange(
-        f"{source}", source.host, source.port, "/digests", ANSWER_S, request.fields(source.start)
-    )
+def _ask_once(source: Source, request: DigestRequest) -> list[Mapping[str, Any]] | None:
+    """Ask an engine for digests once. Returns None if it has not computed them yet."""
+    fields = request.fields(source.start)
+    answer = exchange(str(source), source.host, source.port, "/digests", ANSWER_S, fields)
     try:
         digests = json.loads(answer)["digests"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise KVPlanError(
-            "MESSAGE", "read digests", expected="digests as JSON", got=f"{error!r}"
-        ) from None
+        expected = "digests as JSON"
+        raise KVPlanError("MESSAGE", "read digests", expected=expected, got=repr(error)) from None
     return None if digests is None else [*members(dict, digests, "digests")]

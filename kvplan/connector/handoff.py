@@ -1,4 +1,4 @@
-"""Handoffs: what prefill tells decode about a request, in the request's own parameters."""
+"""Handoffs: prefill describes a computed request to decode, in the request's own parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from kvplan.errors import KVPlanError
 
 PORT_END: Final = 1 << 16
 
-MAX_BLOCKS: Final = 1 << 22
+MAX_TABLE_IDS: Final = 1 << 22
 """Blocks of one group that a handoff may list: a request of 64 million tokens in blocks of 16."""
+
+GAP: Final = -1
+"""The id at a gap of a table, in JSON."""
 
 
 @attrs.frozen
 class Source:
-    """An engine that others read from: its id, a name of this start of it, and where its :class:`Listener` is."""
+    """An engine that others read from.
+
+    ``start`` is a name of this start of the engine. Its :class:`Listener` is at ``host`` and
+    ``port``.
+    """
 
     engine_id: str
     start: str
@@ -39,10 +46,11 @@ class Source:
 class Handoff:
     """A request that an engine has computed for others, which may read it while ``lease`` stands.
 
-    ``num_tokens`` positions are computed, of the prompt that ``prompt`` is the
-    :func:`~kvplan.connector.prompt_digest` of. ``blocks`` are those that are left, by group; positions before
-    ``kept`` of a group are not, or not whole. :meth:`params` are plain values, for JSON; :meth:`of_params` reads them,
-    which a stranger may have written.
+    The first ``num_tokens`` positions are computed, of a prompt whose
+    :func:`~kvplan.connector.prompt_digest` is ``prompt``. ``blocks`` has a table for each group, of
+    the blocks that the engine still has. ``kept`` has the position from which on a group's blocks
+    are all there and whole. :meth:`params` are plain values, for JSON; :meth:`of_params` reads
+    them, which a stranger may have written.
 
     >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
     >>> blocks = {"attn": Blocks([12, 5, 31]), "swa": Blocks([0, 7], null=0)}
@@ -64,16 +72,14 @@ class Handoff:
         instance(Source, self.source, "source of a handoff")
         settle(self, "a handoff", name, "lease", "prompt")
         settle(self, "a handoff", integer, "num_tokens", high=POSITION_END)
-        members(
-            Blocks,
-            instance(Mapping, self.blocks, "blocks of a handoff").values(),
-            "blocks of a handoff",
-        )
+        tables = instance(Mapping, self.blocks, "blocks of a handoff")
+        members(Blocks, tables.values(), "blocks of a handoff")
         for group, position in instance(Mapping, self.kept, "kept of a handoff").items():
             integer(position, f"kept of group {group}", high=POSITION_END)
 
     def params(self) -> dict[str, Any]:
         """Return the handoff as plain values."""
+        tables = {group: _table_values(blocks) for group, blocks in self.blocks.items()}
         return {
             "remote_engine_id": self.source.engine_id,
             "remote_start": self.source.start,
@@ -82,29 +88,37 @@ class Handoff:
             "remote_lease": self.lease,
             "remote_num_tokens": self.num_tokens,
             "remote_prompt": self.prompt,
-            "remote_block_ids": {group: _listed(blocks) for group, blocks in self.blocks.items()},
+            "remote_block_ids": tables,
             "remote_kept": dict(self.kept),
         }
 
     @classmethod
     def of_params(cls, params: Mapping[str, Any]) -> Handoff:
-        """Read the handoff in a request's parameters, of which others are ignored. Raises ``KEY`` and others."""
+        """Read the handoff in a request's parameters, which may have others too.
+
+        Raises ``KEY`` if one lacks; ``TYPE``, ``NAME``, ``RANGE`` or ``BLOCKS`` for a bad value.
+        """
         missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
             raise KVPlanError("KEY", "read a handoff", expected=f"a key {missing[0]!r}", got="none")
         tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         kept = instance(Mapping, params["remote_kept"], "remote_kept")
         return cls(
-            Source(*(params[f"remote_{key}"] for key in ("engine_id", "start", "host", "port"))),
-            params["remote_lease"],
-            params["remote_num_tokens"],
-            params["remote_prompt"],
-            {name(group, "a group"): _blocks(listed) for group, listed in tables.items()},
-            {name(group, "a group"): position for group, position in kept.items()},
+            source=Source(
+                engine_id=params["remote_engine_id"],
+                start=params["remote_start"],
+                host=params["remote_host"],
+                port=params["remote_port"],
+            ),
+            lease=params["remote_lease"],
+            num_tokens=params["remote_num_tokens"],
+            prompt=params["remote_prompt"],
+            blocks={name(group, "a group"): _read_table(table) for group, table in tables.items()},
+            kept={name(group, "a group"): position for group, position in kept.items()},
         )
 
     def check_prompt(self, digest: str) -> None:
-        """Refuse a request with another prompt than the one that was computed. Raises ``PROMPT``."""
+        """Refuse a request whose prompt is not the one that was computed. Raises ``PROMPT``."""
         if name(digest, "digest of a prompt") != self.prompt:
             raise KVPlanError(
                 "PROMPT",
@@ -118,34 +132,38 @@ class Handoff:
 PARAMS: Final = frozenset(Handoff(Source("-", "-", "-", 0), "-", 0, "-", {}).params())
 
 
-def _listed(blocks: Blocks) -> list[Any]:
-    """A table as plain values: the first ordinal and the ids, -1 at a gap."""
-    ids = np.full(blocks.stop - blocks.first, -1)
+def _table_values(blocks: Blocks) -> list[Any]:
+    """Return a table as plain values: the first ordinal, and an id for each one from there on."""
+    # one element for each ordinal, also of gaps
+    ids = np.full(blocks.stop - blocks.first, GAP)
     ids[blocks.ordinals - blocks.first] = blocks.ids
     return [blocks.first, ids.tolist()]
 
 
-def _blocks(listed: Any) -> Blocks:
-    if not isinstance(listed, list | tuple) or len(listed) != 2:
-        raise wrong_type("a block table", "[first, ids]", listed)
-    first, ids = listed
+def _read_table(values: Any) -> Blocks:
+    """Read what :func:`_table_values` returns. Raises ``TYPE``, ``RANGE`` or ``BLOCKS``."""
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        raise wrong_type("a block table", "[first, ids]", values)
+    first, ids = values
     ids = members(int, ids, "block ids")
-    if len(ids) > MAX_BLOCKS:
-        raise KVPlanError(
-            "RANGE", "read a block table", expected=f"at most {MAX_BLOCKS} ids", got=f"{len(ids)}"
-        )
-    if -1 not in ids:
+    if len(ids) > MAX_TABLE_IDS:
+        expected = f"at most {MAX_TABLE_IDS} ids"
+        raise KVPlanError("RANGE", "read a block table", expected=expected, got=f"{len(ids)}")
+    # most tables have no gap
+    if GAP not in ids:
         return Blocks(ids, first)
-    there = [i for i, block in enumerate(ids) if block != -1]
     first = integer(first, "first of a block table", high=POSITION_END)
-    return Blocks([ids[i] for i in there], ordinals=[first + i for i in there])
+    block_ids = [block for block in ids if block != GAP]
+    ordinals = [ordinal for ordinal, block in enumerate(ids, start=first) if block != GAP]
+    return Blocks(block_ids, ordinals=ordinals)
 
 
 @attrs.frozen
 class WholeBlocks:
-    """The positions of a group that a request reads, and the first one of which all its blocks are whole.
+    """The positions of a group that a request reads, and the position from which blocks are whole.
 
-    A block that starts before ``first_whole`` was read in part, so no other request may find it in a prefix cache.
+    A block that starts before ``first_whole`` was read in part, so no other request may find it in
+    a prefix cache.
     """
 
     start: int
@@ -156,12 +174,13 @@ class WholeBlocks:
 def whole_blocks(
     tokens: Range, attended: int, tokens_per_block: int, listed: int, kept: int
 ) -> WholeBlocks:
-    """Choose the positions of ``tokens`` that a group reads, so that each block that it fills is whole.
+    """Choose the positions of ``tokens`` that a group reads, so that each block it fills is whole.
 
-    A prefix cache keeps blocks, not positions: of a block that was read from the middle it keeps bytes that nobody
-    wrote, for a later request whose window reaches further back. So a group reads from the first block that it
-    ``listed``, a position, also where its window begins later, at ``attended``. Where the source has ``kept`` less
-    than that, the group reads what there is, and says from where blocks are whole. Raises ``BLOCKS`` where the source
+    A prefix cache keeps blocks, not positions: of a block that was read from the middle it keeps
+    bytes that nobody wrote, for a later request whose window reaches further back. So a group reads
+    from ``listed`` on, the first position of its first block, also if its window begins later, at
+    ``attended``. If the source has only positions from ``kept`` on, and these are fewer, the group
+    reads them, and says from which position on blocks are whole. Raises ``BLOCKS`` if the source
     lacks positions that are attended to.
 
     >>> whole_blocks((0, 100), attended=37, tokens_per_block=32, listed=32, kept=32)
@@ -172,29 +191,36 @@ def whole_blocks(
     first, stop = interval(tokens, "tokens", POSITION_END)
     attended = integer(attended, "attended", high=POSITION_END)
     size = integer(tokens_per_block, "tokens_per_block", low=1, high=POSITION_END)
-    begin = max(first, integer(listed, "listed", high=POSITION_END))
+    first_wanted = max(first, integer(listed, "listed", high=POSITION_END))
     kept = integer(kept, "kept", high=POSITION_END)
-    needed = max(first, attended)
-    if needed < min(kept, stop):
+    # Positions before a window need not be there, and those after ``stop`` are not read.
+    first_needed = max(first, attended)
+    if first_needed < min(kept, stop):
         raise KVPlanError(
             "BLOCKS",
             "read all positions that a window reaches",
-            expected=f"positions from {needed} on",
+            expected=f"positions from {first_needed} on",
             got=f"those from {kept} on",
         )
-    start = min(max(begin, kept), stop)
-    first_whole = start if start == begin else -(-start // size) * size
+    start = min(max(first_wanted, kept), stop)
+    # the next block, if the source lacks the beginning of this one
+    first_whole = start if start == first_wanted else -(-start // size) * size
     return WholeBlocks(start, stop, first_whole)
 
 
 def attended(start: int, stop: int, window: int | None) -> Range:
-    """The positions of ``[start, stop)`` that the token at ``stop`` and later ones attend to: all, or a window's last.
+    """Return the positions of ``[start, stop)`` that the token at ``stop`` and later attend to.
 
-    With a window of ``w`` tokens, a token at ``p`` attends to positions above ``p - w``.
+    These are all, or the last ones of a window: with one of ``w`` tokens, a token at ``p`` attends
+    to positions above ``p - w``.
 
     >>> attended(0, 100, 64), attended(50, 100, 64), attended(0, 100, None)
     ((37, 100), (50, 100), (0, 100))
     """
-    start, stop = integer(start, "start of a range"), integer(stop, "stop of a range")
-    window = None if window is None else integer(window, "window", low=1)
-    return (start if window is None else min(max(start, stop - window + 1), stop), stop)
+    start = integer(start, "start of a range")
+    stop = integer(stop, "stop of a range")
+    if window is None:
+        return start, stop
+    # a window may begin before the range
+    first_in_window = stop - integer(window, "window", low=1) + 1
+    return min(max(start, first_in_window), stop), stop

@@ -16,6 +16,10 @@ from kvplan.errors import KVPlanError
 
 MAX_SENT_BYTES: Final = 1 << 24
 MAX_ANSWER_BYTES: Final = 1 << 28
+PART_BYTES: Final = 1 << 20
+
+ANSWER_S: Final = 3.0
+"""Seconds for which a reader waits for an answer about leases or digests."""
 
 CONNECTION_S: Final = 10.0
 """Seconds for which a server waits for a byte of a connection."""
@@ -29,10 +33,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
 
-def serve(
+def start_server(
     host: str, port: int, *, get: Callable[[str], Any], post: Callable[[str, Any], Any]
 ) -> ThreadingHTTPServer:
-    """Start a server on threads of its own. Raises ``PEER`` where it can't listen.
+    """Start a server on threads of its own. Raises ``PEER`` if it cannot listen.
 
     ``get`` takes a path and returns the answer, as JSON. ``post`` takes a path and what was sent
     there, as JSON, and returns the answer, or None where it refuses.
@@ -46,7 +50,8 @@ def serve(
 
         def do_POST(self) -> None:
             answer = None
-            with suppress(ValueError, TypeError, RecursionError):  # of nonsense
+            # Nonsense is refused, as what it raises when it is read.
+            with suppress(ValueError, TypeError, RecursionError):
                 size = int(self.headers["Content-Length"])
                 if 0 <= size <= MAX_SENT_BYTES:
                     answer = post(self.path, json.loads(self.rfile.read(size)))
@@ -58,7 +63,8 @@ def serve(
         def _reply(self, status: int, body: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
-            with suppress(ConnectionError):  # who asked has gone
+            # Whoever asked may be gone.
+            with suppress(ConnectionError):
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -79,9 +85,9 @@ def serve(
 def exchange(
     peer: str, host: str, port: int | None, path: str, timeout_s: float, sent: Any = None
 ) -> bytes:
-    """What a peer answers to GET, or to POST where something is ``sent``. Raises ``PEER``.
+    """Return the answer of a peer to GET, or to POST if something is ``sent``. Raises ``PEER``.
 
-    Without a port it is in ``host``.
+    Without a ``port``, ``host`` has it.
     """
     stop = time.monotonic() + seconds(timeout_s, "timeout_s")
     action = f"reach {peer}"
@@ -94,13 +100,12 @@ def exchange(
             else:
                 connection.request("POST", path, json.dumps(sent).encode())
             with connection.getresponse() as response:
-                while (
-                    (part := response.read1(1 << 20))
-                    and size <= MAX_ANSWER_BYTES
-                    and time.monotonic() <= stop
-                ):
+                # A peer that sends too much, or a byte now and then, is cut off: a part is left.
+                part = response.read1(PART_BYTES)
+                while part and size <= MAX_ANSWER_BYTES and time.monotonic() <= stop:
                     parts.append(part)
                     size += len(part)
+                    part = response.read1(PART_BYTES)
     except (OSError, HTTPException, ValueError) as error:
         raise KVPlanError("PEER", action, expected="an answer", got=f"{error!r}") from None
     if part:

@@ -1,12 +1,12 @@
-"""Leases: how long an engine keeps the blocks of a request that other engines read.
+"""Leases: an engine keeps the blocks of a request while other engines read them.
 
-- L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its claim; each renewal lasts
-  for ``lease_s``. So the first lease can be short, however long a request waits at its reader, and a reader that dies
-  holds blocks no longer than that.
-- L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the last claim, so readers
-  of one request all claim it before the first of them is done.
-- L3: A lease that is over stays over. No claim brings it back, since its blocks may be another request's, and whoever
-  asks is told. No two leases have one name.
+- L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its claim;
+  each renewal lasts for ``lease_s``. So the first lease can be short, however long a request waits
+  at its reader, and a reader that dies holds blocks no longer than that.
+- L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the
+  last claim, so readers of one request all claim it before the first of them is done.
+- L3: A lease that is over stays over. No claim brings it back, since its blocks may be another
+  request's, and whoever asks is told. No two leases have one name.
 """
 
 from __future__ import annotations
@@ -21,25 +21,32 @@ import attrs
 from kvplan._checks import having, name, seconds
 
 LEASE_S: Final = 30.0
-"""Seconds for which blocks are kept that nobody claims, or whose reader does not renew its claim."""
+"""Seconds for which blocks stay that nobody claims, or whose reader does not renew its claim."""
 
 
 @attrs.define(eq=False)
 class _Lease:
-    """A request, when its first lease is over, and when the claim of each reader is."""
+    """A request whose blocks stay until the first lease ends, and then until the last claim does.
+
+    ``claims_end_at`` has the end of each reader's claim.
+    """
 
     request: str
-    until: float
-    claims: dict[str, float] = attrs.field(factory=dict)
+    ends_at: float
+    claims_end_at: dict[str, float] = attrs.field(factory=dict)
 
     def stands_at(self, now: float) -> bool:
-        """Whether the first lease or a claim has time left."""
-        return now < self.until or any(now < end for end in self.claims.values())
+        """Return whether the first lease or a claim has time left."""
+        return now < self.ends_at or any(now < end for end in self.claims_end_at.values())
 
 
 @attrs.frozen
 class EndedLeases:
-    """Requests whose blocks may be freed: all readers are ``done``, or nobody renewed a claim in time: ``late``."""
+    """Requests whose blocks may be freed.
+
+    All readers of those in ``done`` are done. Of those in ``late`` nobody has renewed a claim in
+    time.
+    """
 
     done: tuple[str, ...]
     late: tuple[str, ...]
@@ -48,8 +55,8 @@ class EndedLeases:
 class Leases:
     """The requests whose blocks an engine keeps for readers. Safe for several threads.
 
-    ``clock`` returns seconds, and never less than before. :attr:`num_refused` counts questions and claims that came
-    too late.
+    ``clock`` returns seconds, and never less than before. :attr:`num_refused` counts questions and
+    claims that came too late.
 
     >>> leases = Leases()
     >>> lease = leases.grant("request 1")
@@ -75,39 +82,44 @@ class Leases:
         self._num_granted = 0
 
     def grant(self, request: str) -> str:
-        """Keep the blocks of a request; returns the name by which readers know the lease."""
+        """Keep the blocks of a request, and return the name by which readers know the lease."""
         name(request, "name of a request")
         with self._lock:
+            # a name of its own, also if the request is lent again, by rule L3
             lease = f"{request} {self._num_granted:x}"
             self._leases[lease] = _Lease(request, self._clock() + self.lease_s)
             self._num_granted += 1
         return lease
 
     def claim(self, lease: str, reader: str) -> bool:
-        """Claim a lease for a reader, or renew the claim; returns whether the lease stands."""
+        """Claim a lease for a reader, or renew the claim, and return whether the lease stands."""
         name(reader, "reader")
         with self._lock:
-            if self._is_over(lease):
+            if self._is_refused(lease):
                 return False
-            self._leases[lease].claims[reader] = self._clock() + self.lease_s
+            self._leases[lease].claims_end_at[reader] = self._clock() + self.lease_s
             return True
 
     def stands(self, lease: str) -> bool:
-        """Return whether a lease has stood until now, so that its blocks hold the request that it was granted for."""
+        """Return whether a lease has stood until now: then its blocks still hold the request."""
         with self._lock:
-            return not self._is_over(lease)
+            return not self._is_refused(lease)
 
     def end(self, lease: str, reader: str) -> bool:
-        """End the claim of a reader that is done, or that will not read; returns whether the lease stood till now."""
+        """End the claim of a reader that is done or will not read.
+
+        Returns whether the lease stood till now.
+        """
         name(reader, "reader")
         with self._lock:
-            if self._is_over(lease):
+            if self._is_refused(lease):
                 return False
             now = self._clock()
-            kept = self._leases[lease]
-            kept.claims.pop(reader, None)
-            kept.until = now
-            if not kept.stands_at(now):
+            ending = self._leases[lease]
+            ending.claims_end_at.pop(reader, None)
+            # the first lease ends too, by rule L2
+            ending.ends_at = now
+            if not ending.stands_at(now):
                 self._done.append(self._leases.pop(lease).request)
             return True
 
@@ -115,16 +127,18 @@ class Leases:
         """Return the requests whose leases have ended since the last call."""
         with self._lock:
             now = self._clock()
-            late = [lease for lease, kept in self._leases.items() if not kept.stands_at(now)]
-            requests = tuple(self._leases.pop(lease).request for lease in late)
+            # A lease is over from here on, and not before: whoever has asked until now is right.
+            over = [key for key, lease in self._leases.items() if not lease.stands_at(now)]
+            late = tuple(self._leases.pop(key).request for key in over)
             done = tuple(self._done)
             self._done.clear()
-        return EndedLeases(done, requests)
+        return EndedLeases(done, late)
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def _is_over(self, lease: str) -> bool:
+    def _is_refused(self, lease: str) -> bool:
+        """Return whether a lease is over, and count the refusal."""
         is_over = name(lease, "lease") not in self._leases
         self.num_refused += is_over
         return is_over

@@ -1,9 +1,10 @@
-"""The listener of an engine that others read from: HTTP by which they fetch its offers and claim its leases.
+"""The listener of an engine: by HTTP, others fetch its offers and claim its leases.
 
 ``GET /`` returns the offers of all workers. ``POST /claims`` takes a
-:class:`~kvplan.connector.claims.ClaimMessage` and returns the answer to each claim. ``POST /digests`` takes a
-:class:`~kvplan.connector.digest_requests.DigestRequest` and returns digests, when workers have computed them. The
-listener believes whoever reaches it, so let only your engines reach it.
+:class:`~kvplan.connector.claims.ClaimMessage` and returns the answer to each claim. ``POST
+/digests`` takes a :class:`~kvplan.connector.digest_requests.DigestRequest` and returns digests,
+when workers have computed them. The listener believes whoever reaches it, so let only your engines
+reach it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
@@ -20,12 +21,9 @@ from kvplan._checks import instance, integer, members, name, settle
 from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest_requests import DigestRequests, answer_digests
 from kvplan.connector.handoff import PORT_END, Source
-from kvplan.connector.http import exchange, serve
+from kvplan.connector.http import ANSWER_S, exchange, start_server
 from kvplan.connector.leases import Leases
 from kvplan.errors import KVPlanError
-
-ANSWER_S: Final = 3.0
-"""Seconds for which a reader waits for the answer to its claims."""
 
 
 @attrs.frozen
@@ -48,24 +46,26 @@ class Offers:
             workers = tuple(b64decode(worker, validate=True) for worker in fields["workers"])
             return cls(str(fields["engine_id"]), str(fields["start"]), workers)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
+            expected = "offers as JSON"
             raise KVPlanError(
-                "MESSAGE", "read offers", expected="offers as JSON", got=repr(error)
+                "MESSAGE", "read offers", expected=expected, got=repr(error)
             ) from None
 
 
 class Listener:
     """Serves the offers of an engine's workers, and answers claims from its ``leases``.
 
-    It announces ``host``, and listens on ``bind``, by default ``host``, at ``port``, by default one that is
-    free. :attr:`source` is what readers need, and :attr:`digests` what they want to
-    check. Raises ``PEER``.
+    It announces ``host``, and listens on ``bind``, by default ``host``, at ``port``, by default one
+    that is free. Readers find it by its :attr:`source`. :attr:`digests` are those that they ask
+    for. Raises ``PEER`` if it cannot listen.
 
     >>> leases = Leases()
     >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases)
     >>> fetch(listener.source, timeout_s=10).workers
     (b'offer of worker 0',)
     >>> lease = leases.grant("request 1")
-    >>> send_claims(listener.source, ClaimMessage(listener.source.start, claims=((lease, "decode 1"),))).claims
+    >>> message = ClaimMessage(listener.source.start, claims=((lease, "decode 1"),))
+    >>> send_claims(listener.source, message).claims
     (True,)
     >>> listener.close()
     """
@@ -80,29 +80,28 @@ class Listener:
         port: int = 0,
         bind: str | None = None,
     ) -> None:
-        fields = {"engine_id": name(engine_id, "engine_id"), "start": f"{time.time_ns():x}"}
-        offers = [
-            b64encode(worker).decode() for worker in members(bytes, workers, "offers of a listener")
-        ]
+        # Another start of this engine has other leases, maybe under the same names.
+        start = f"{time.time_ns():x}"
+        engine_id = name(engine_id, "engine_id")
+        offers = members(bytes, workers, "offers of a listener")
+        texts = [b64encode(offer).decode() for offer in offers]
         instance(Leases, leases, "leases of a listener")
+        self.digests: DigestRequests = DigestRequests(leases)
 
         def get(path: str) -> Any:
-            return {**fields, "workers": offers}
-
-        self.digests: DigestRequests = DigestRequests(leases)
+            return {"engine_id": engine_id, "start": start, "workers": texts}
 
         def post(path: str, body: Any) -> Any:
             if path == "/claims":
-                return attrs.asdict(
-                    answer_claims(leases, fields["start"], ClaimMessage.of_fields(body))
-                )
+                return attrs.asdict(answer_claims(leases, start, ClaimMessage.of_fields(body)))
             if path == "/digests":
-                return answer_digests(self.digests, fields["start"], body)
+                return answer_digests(self.digests, start, body)
             return None
 
         address = name(host, "host") if bind is None else name(bind, "bind")
-        self._server = serve(address, integer(port, "port", high=PORT_END), get=get, post=post)
-        self.source: Source = Source(**fields, host=host, port=self._server.server_port)
+        port = integer(port, "port", high=PORT_END)
+        self._server = start_server(address, port, get=get, post=post)
+        self.source: Source = Source(engine_id, start, host, self._server.server_port)
 
     def close(self) -> None:
         """Stop listening."""
@@ -111,11 +110,13 @@ class Listener:
 
 
 def fetch(source: Source, timeout_s: float) -> Offers:
-    """Fetch the offers of an engine's workers. Raises ``MESSAGE``, and ``PEER``, also where it has restarted."""
-    answer = exchange(
-        f"{instance(Source, source, 'source')}", source.host, source.port, "/", timeout_s
-    )
-    offers = Offers.decode(answer)
+    """Fetch the offers of an engine's workers.
+
+    Raises ``MESSAGE``, and ``PEER`` if the engine does not answer or has restarted.
+    """
+    peer = str(instance(Source, source, "source"))
+    offers = Offers.decode(exchange(peer, source.host, source.port, "/", timeout_s))
+    # The address may have gone over to another engine, or to another start of it.
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
         raise KVPlanError(
             "PEER",
@@ -130,13 +131,11 @@ def fetch(source: Source, timeout_s: float) -> Offers:
 def send_claims(source: Source, message: ClaimMessage) -> ClaimAnswer:
     """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
     sent = instance(ClaimMessage, message, "a message of claims").fields()
-    answer = exchange(
-        f"{instance(Source, source, 'source')}", source.host, source.port, "/claims", ANSWER_S, sent
-    )
+    peer = str(instance(Source, source, "source"))
+    answer = exchange(peer, source.host, source.port, "/claims", ANSWER_S, sent)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise KVPlanError(
-            "MESSAGE", "read answers", expected="answers as JSON", got=f"{error!r}"
-        ) from None
+        expected = "answers as JSON"
+        raise KVPlanError("MESSAGE", "read answers", expected=expected, got=repr(error)) from None
     return ClaimAnswer.of_fields(message, fields)

@@ -14,7 +14,7 @@ DIGEST_BYTES: Final = 16
 
 
 def prompt_digest(tokens: Sequence[int], facts: Iterable[str] = ()) -> str:
-    """Digest the token ids of positions 0, 1, ..., and the facts that decide their cache beside them.
+    """Digest the token ids of positions 0, 1, ..., and the facts that decide their cache too.
 
     ``facts`` are strings that both engines derive alike: an adapter, a salt, hashes of images or
     embeddings with their positions. Their order counts. Raises ``TYPE``.
@@ -26,7 +26,8 @@ def prompt_digest(tokens: Sequence[int], facts: Iterable[str] = ()) -> str:
     """
     try:
         ids = np.asarray(tokens)
-    except Exception:  # a ragged list, or a tensor that is no array, in its framework's own words
+    except Exception:
+        # of a ragged list, or of a tensor that is no array, in its framework's own words
         raise wrong_type("token ids", "a flat sequence of integers", tokens) from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise wrong_type("token ids", "a flat sequence of integers", tokens)

@@ -1,29 +1,33 @@
 """Reads: the requests that one worker reads from other engines, from handshake to last byte.
 
-- R1: Nothing waits. Offers are fetched and plans made on a thread per engine; :meth:`Reads.poll`, called once per step
-  of the engine, does the rest. The executor is used on the caller's thread only.
-- R2: A request is reported once, when none of its bytes can move any more, with an error or without. Until then its
-  blocks must stay, also where :meth:`Reads.late` says before that it has failed.
-- R3: What fails is one request, or those that wait for one engine. Another request to that engine tries again.
-- R4: A request is right only if its source says, after the last byte, that the lease stands: until then it has given
-  the blocks to no other request. No clock is compared. While bytes move, the source is asked every :data:`ASK_S`; a
-  request fails where the lease is over, or no answer came for :data:`SILENCE_S`.
-- R5: With a pipeline, an engine is read from through its staging region where that takes less time for a request of
-  :data:`TOKENS` positions. A request that waits while nothing has entered the region for :data:`STALL_S` is read
-  directly: what has the region may hang.
-- R6: With ``digest``, what has arrived is compared with what the source has, by logical coordinate, before a request is
-  right. The source computes its digests while the bytes move. Where it can't digest the same elements, as of heads that
-  are divided unevenly, the log says that the request was not verified.
+- R1: Nothing waits. Offers are fetched and plans made on a thread per engine;
+  :meth:`Reads.poll`, called once per step of the engine, does the rest. The executor is used on the
+  caller's thread only.
+- R2: A request is reported once, when none of its bytes can move any more, with an error or
+  without. Until then its blocks must stay, also where :meth:`Reads.late` says before that it has
+  failed.
+- R3: What fails is one request, or those that wait for one engine. Another request to that engine
+  tries again.
+- R4: A request is right only if its source says, after the last byte, that the lease stands: until
+  then it has given the blocks to no other request. No clock is compared. While bytes move, the
+  source is asked every :data:`ASK_S`; a request fails if the lease is over, or if no answer came
+  for :data:`SILENCE_S`.
+- R5: With a pipeline, an engine is read from through its staging region if that takes less time for
+  a request of :data:`~kvplan.connector.peer_engines.USUAL_TOKENS` positions. A request that waits
+  while nothing has entered the region for :data:`STALL_S` is read directly: the transfer that holds
+  the region may never end.
+- R6: With ``digest``, the bytes that have arrived are compared with those of the source, by logical
+  coordinate, before a request is right. The source computes its digests while the bytes move. If it
+  cannot digest the same elements, such as heads that are divided unevenly, the log says that the
+  request was not verified.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from logging import Logger
 from typing import Any, Final
 
@@ -34,43 +38,44 @@ from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
-from kvplan.connector.listener import Offers, fetch
+from kvplan.connector.peer_engines import (
+    HANDSHAKE_S,
+    Connections,
+    PeerEngine,
+    PeerEngines,
+    PeerPlan,
+)
 from kvplan.describe.blocks import Blocks, Range, Request
-from kvplan.describe.worker import Key, Worker
+from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor, Status, Transfer
-from kvplan.plan import TransferPlan, plan_reads
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, choose
-
-TIMEOUT_S: Final = 30.0
-"""Seconds within which an engine must answer a handshake."""
-
-MAX_AGE_S: Final = 3600.0
-"""Seconds after which an engine is forgotten that nothing was read from."""
+from kvplan.plan import TransferPlan
+from kvplan.staging import Pipeline, StagedTransfer
 
 ASK_S: Final = 5.0
 """Seconds after which a source is asked about a lease whose bytes still move."""
 
 SILENCE_S: Final = 30.0
-"""Seconds without an answer after which a source is taken for gone."""
-
-TOKENS: Final = 1024
-"""Positions of the request for which a way to read from an engine is chosen."""
+"""Seconds without an answer after which a source counts as gone."""
 
 MAX_FETCHES: Final = 8
 """Requests whose digests are fetched at a time."""
 
 STALL_S: Final = 2.0
-"""Seconds without a new chunk in the staging region after which requests that wait for it are read directly."""
+"""Seconds without a new chunk in the staging region, after which waiting requests leave it."""
+
+Digest = Callable[[Request], Mapping[str, Any]]
+"""Computes the digests of a request's local blocks, for the comparison of rule R6."""
 
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """What a worker reads for one request: block tables of both sides and ranges of positions, by group.
+    """The part of a request that a worker reads: block tables of both sides and ranges, by group.
 
-    Groups that the worker or the source lacks are ignored. The source keeps its blocks under ``lease``. With
-    ``to_block_end`` the positions after the last one, up to where a block of either side ends, may get whatever the
-    source holds there: a block that moves whole takes far fewer descriptors.
+    Groups that the worker or the source lacks are ignored. The source keeps its blocks under
+    ``lease``. With ``to_block_end`` the positions after the last one, up to where a block of either
+    side ends, may get whatever the source holds there: a block that moves whole takes far fewer
+    descriptors.
     """
 
     request: str
@@ -89,57 +94,9 @@ class Read:
         settle(self, "a read", name, "request", "lease")
 
 
-@attrs.frozen(eq=False)
-class _Handshake:
-    """The plan to read from an engine, and its offers."""
-
-    plan: TransferPlan | StagedPlan
-    offers: Mapping[Key, bytes]
-
-    @property
-    def direct(self) -> TransferPlan:
-        """The plan, or what it stages."""
-        return self.plan.direct if isinstance(self.plan, StagedPlan) else self.plan
-
-
-@attrs.define(eq=False)
-class _Peer:
-    """An engine to read from, when the handshake began, the reads that wait for it, and when the last one came."""
-
-    source: Source
-    began: float
-    future: Future[_Handshake]
-    waiting: list[Read] = attrs.field(factory=list)
-    ready: _Handshake | None = None
-    used: float = 0.0
-
-
-@attrs.define(eq=False)
-class _Job:
-    """A request under way: its transfers, and what its source has said of the lease.
-
-    ``asked`` is when the source was last asked, ``confirmed`` when it was asked and said yes.
-    """
-
-    read: Read
-    peer: _Peer
-    direct: TransferPlan
-    began: float
-    asked: float
-    confirmed: float
-    answer: Future[None] | None = None
-    transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
-    expected: Future[list[Mapping[str, Any]]] | None = None  # the digests of the source's workers
-    error: KVPlanError | None = None
-    is_settled: bool = False  # no byte can move any more
-    is_right: bool = False  # the lease stood when the last byte had come
-    is_lost: bool = False  # the lease is over, or the source silent, and bytes may still move
-    is_late: bool = False
-
-
 @attrs.frozen
 class ReadResult:
-    """A request whose read has ended: with an error, or after ``num_bytes`` have moved in ``seconds``."""
+    """The end of a read: its error, or the ``num_bytes`` that moved in ``seconds``."""
 
     request: str
     error: KVPlanError | None = None
@@ -147,12 +104,90 @@ class ReadResult:
     seconds: float = 0.0
 
 
-class Reads:
-    """The requests that ``worker`` reads through ``executor``, and through its ``pipeline`` where that is faster.
+@attrs.define(eq=False)
+class _LeaseCheck:
+    """The questions to a source about the lease of one read, by rule R4.
 
-    An engine's offers are fetched by ``fetch_offers``; ``open_offer`` is the worker in an offer, and ``connect`` makes
-    it known to the executor, or changes nothing where it is. ``claims`` asks sources whether leases stand.
-    ``digest`` computes the digests of what has arrived. Not for several threads at once.
+    ``asked_at`` is when the source was last asked. ``confirmed_at`` is when it was asked the last
+    question that it answered with yes. ``error`` says that the lease is over, or the source silent.
+    """
+
+    read: Read
+    claims: Claims
+    logger: Logger
+    asked_at: float
+    confirmed_at: float
+    answer: Future[None] | None = None
+    has_last_byte: bool = False
+    is_confirmed: bool = False  # the lease stood when the last byte had come
+    error: KVPlanError | None = None
+
+    def begin_last(self) -> None:
+        """Ask once more, since the last byte has come. Earlier questions say nothing about it."""
+        self.has_last_byte = True
+        self.asked_at = -math.inf
+        self.answer = None
+
+    def poll(self) -> None:
+        """Take the answer that has come, and ask again when it is time."""
+        now = time.monotonic()
+        if self.answer is not None and self.answer.done():
+            error = self.answer.exception()
+            self.answer = None
+            self._take(error, now)
+        interval_s = RETRY_S if self.has_last_byte else ASK_S
+        is_over = self.is_confirmed or self.error is not None
+        if self.answer is None and not is_over and now - self.asked_at >= interval_s:
+            self.asked_at = now
+            self.answer = self.claims.ask(self.read.source, self.read.lease)
+
+    def _take(self, error: BaseException | None, now: float) -> None:
+        if error is None:
+            self.confirmed_at = self.asked_at
+            self.is_confirmed = self.has_last_byte
+        elif not isinstance(error, KVPlanError):
+            raise error
+        elif error.code == "LEASE" or now - self.confirmed_at > SILENCE_S:
+            self.error = error
+        else:
+            request = self.read.request
+            self.logger.warning("request %r is not confirmed yet: %s", request, error)
+
+
+@attrs.frozen(eq=False)
+class _DigestCheck:
+    """The comparison of rule R6, for one read: ``expected`` are digests of the source's workers."""
+
+    digest: Digest
+    request: Request
+    expected: Future[list[Mapping[str, Any]]]
+
+
+@attrs.define(eq=False)
+class _Job:
+    """A read under way: the engine that it reads from, and its transfers.
+
+    ``error`` is the first reason to fail. Once ``is_settled``, no byte can move any more.
+    """
+
+    read: Read
+    peer: PeerEngine
+    plan: TransferPlan
+    lease_check: _LeaseCheck
+    began_at: float
+    digest_check: _DigestCheck | None = None
+    transfers: list[Transfer | StagedTransfer] = attrs.field(factory=list)
+    error: KVPlanError | None = None
+    is_settled: bool = False
+    is_reported_late: bool = False
+
+
+class Reads:
+    """The requests that ``worker`` reads by ``executor``, or by its ``pipeline`` if that is faster.
+
+    ``connections`` are the functions by which other engines' workers become known, and ``claims``
+    asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
+    computes the digests of what has arrived. Not for several threads at once.
     """
 
     def __init__(
@@ -161,350 +196,243 @@ class Reads:
         executor: Executor,
         logger: Logger,
         *,
-        open_offer: Callable[[bytes], Worker],
-        connect: Callable[[bytes], object],
-        disconnect: Callable[[Worker], None],
+        connections: Connections,
         claims: Claims,
-        fetch_offers: Callable[[Source, float], Offers] = fetch,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = HANDSHAKE_S,
         pipeline: Pipeline | None = None,
-        digest: Callable[[Request], Mapping[str, Any]] | None = None,
+        digest: Digest | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
         self._logger: Logger = instance(Logger, logger, "logger")
-        for function in (open_offer, connect, disconnect, fetch_offers):
-            having("__call__", function, "a function of reads", "a function")
-        self._open_offer = open_offer
-        self._connect = connect
-        self._disconnect = disconnect
         self._claims: Claims = having("ask", claims, "claims", "Claims")
-        self._fetch = fetch_offers
-        self._timeout_s = seconds(timeout_s, "timeout_s")
         self._pipeline = None if pipeline is None else instance(Pipeline, pipeline, "pipeline")
-        self._digest = (
-            None if digest is None else having("__call__", digest, "digest", "a function")
+        if digest is not None:
+            having("__call__", digest, "digest", "a function")
+        self._digest = digest
+        self._peers = PeerEngines(
+            worker,
+            executor,
+            logger,
+            instance(Connections, connections, "connections"),
+            self._pipeline,
+            seconds(timeout_s, "timeout_s"),
         )
-        self._threads = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
-        self._num_chunks, self._moved = 0, 0.0  # of the pipeline, and when that was seen to change
-        self._peers: dict[Source, _Peer] = {}
-        self._connected: dict[Key, tuple[Worker, bytes]] = {}
+        self._fetches = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
+        # the chunks of the pipeline that have begun, and when that number was seen to change
+        self._num_chunks = 0
+        self._last_chunk_at = 0.0
+        self._waiting: dict[Source, list[Read]] = {}  # for handshakes
         self._jobs: list[_Job] = []
-        self._ended: list[ReadResult] = []
+        self._results: list[ReadResult] = []
 
     def begin(self, read: Read) -> None:
         """Begin to read a request, which :meth:`poll` reports when it has ended."""
-        peer, now = self._peers.get(instance(Read, read, "read").source), time.monotonic()
-        if peer is None:
-            peer = self._peers[read.source] = _Peer(
-                read.source, now, self._shake_hands(read.source)
-            )
-        peer.used = now
-        if peer.ready is None:
-            peer.waiting.append(read)
+        peer = self._peers.use(instance(Read, read, "read").source)
+        if peer.plan is None:
+            self._waiting.setdefault(peer.source, []).append(read)
         else:
-            self._start(read, peer, peer.ready)
+            self._start(read, peer, peer.plan)
 
     def fail(self, request: str, error: KVPlanError) -> None:
-        """Report a request that can't be read."""
-        self._end(
-            ReadResult(
-                name(request, "name of a request"), instance(KVPlanError, error, "error of a read")
-            )
-        )
+        """Report a request that cannot be read."""
+        request_name = name(request, "name of a request")
+        self._report(ReadResult(request_name, instance(KVPlanError, error, "error of a read")))
 
     def poll(self) -> list[ReadResult]:
-        """The requests that have ended since the last call."""
-        for peer in [peer for peer in self._peers.values() if peer.ready is None]:
-            self._poll_handshake(peer)
+        """Continue without waiting, and return the requests that have ended since the last call."""
+        # handshakes first, since a request that waited begins to move in this step
+        for peer in self._peers.poll():
+            for read in self._waiting.pop(peer.source, []):
+                if peer.plan is None:
+                    self._report(ReadResult(read.request, peer.error))
+                else:
+                    self._start(read, peer, peer.plan)
         if self._pipeline is not None:
             self._poll_pipeline(self._pipeline)
         for job in [*self._jobs]:
             self._poll_job(job)
-        ended, self._ended = self._ended, []
-        return ended
+        results = self._results
+        self._results = []
+        return results
 
     def late(self) -> dict[str, KVPlanError]:
-        """The requests, with errors, that have lost their lease since the last call while bytes may still move.
+        """Return the requests that have lost their lease while bytes may still move, with errors.
 
-        Their blocks must stay until :meth:`poll` reports them: when their source answers or dies.
+        Each is returned once. Its blocks must stay until :meth:`poll` reports it: when its source
+        answers or dies.
         """
-        late = {}
+        late = dict[str, KVPlanError]()
         for job in self._jobs:
-            if job.is_lost and not job.is_late:
-                assert job.error is not None
-                job.is_late = True
+            error = job.lease_check.error
+            if error is not None and not job.is_reported_late:
+                job.is_reported_late = True
                 request = job.read.request
-                late[request] = job.error
-                self._logger.error(
-                    "blocks of request %r stay until its source answers or dies: %s",
-                    request,
-                    job.error,
-                )
+                late[request] = error
+                message = "blocks of request %r stay until its source answers or dies: %s"
+                self._logger.error(message, request, error)
         return late
 
-    def _shake_hands(self, source: Source) -> Future[_Handshake]:
-        """Fetch the offers of an engine and plan with it, on a thread."""
-        future: Future[_Handshake] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self._handshake(source))
-            except KVPlanError as error:
-                future.set_exception(error)
-            except Exception as error:  # whatever it is, the requests that wait for this engine fail, and no others
-                action = f"shake hands with {source}"
-                future.set_exception(
-                    KVPlanError("PEER", action, expected="a plan", got=repr(error))
-                )
-
-        threading.Thread(
-            target=run, name=f"kvplan handshake {source.engine_id}", daemon=True
-        ).start()
-        return future
-
-    def _handshake(self, source: Source) -> _Handshake:
-        offers = self._fetch(source, self._timeout_s)
-        workers = [self._open_offer(offer) for offer in offers.workers]
-        by_key = {worker.key: offer for worker, offer in zip(workers, offers.workers, strict=True)}
-        return _Handshake(self._plan(workers), by_key)
-
-    def _plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
-        """Rule R5."""
-        if self._pipeline is not None:
-            try:
-                return choose(
-                    self.worker, workers, tokens=TOKENS, staging=self._pipeline.staging
-                ).best.plan
-            except KVPlanError as error:
-                if error.code != "RANGE":  # more descriptors than can be counted
-                    raise
-        return plan_reads(self.worker, workers)
-
-    def _poll_handshake(self, peer: _Peer) -> None:
-        try:
-            if peer.future.done():
-                handshake = peer.future.result()
-                self._join(handshake)
-            elif time.monotonic() - peer.began > self._timeout_s:
-                expected = f"an answer within {self._timeout_s:g} s"
-                raise KVPlanError(
-                    "PEER", f"shake hands with {peer.source}", expected=expected, got="none"
-                )
-            else:
-                return
-        except KVPlanError as error:
-            self._drop(peer, error)
-            return
-        peer.ready = handshake
-        for other in [other for other in self._peers.values() if other is not peer]:
-            idle_s = time.monotonic() - other.used
-            if other.ready and (
-                other.source.engine_id == peer.source.engine_id or idle_s > MAX_AGE_S
-            ):
-                self._forget(other.source, other.ready)
-        self._logger.info("%s: %r", peer.source, handshake.plan)
-        waiting, peer.waiting = peer.waiting, []
-        for read in waiting:
-            self._start(read, peer, handshake)
-
-    def _join(self, handshake: _Handshake) -> None:
-        """Connect to the workers with which bytes are exchanged, and prepare the plan."""
-        for pair, remote in zip(handshake.direct.pairs, handshake.direct.remotes, strict=True):
-            offer, known = handshake.offers[remote.key], self._connected.get(remote.key)
-            if not pair.group_pairs:
-                continue
-            if known is not None and known[1] != offer:
-                self._disconnect(known[0])
-            self._connected.pop(remote.key, None)
-            self._connect(offer)
-            self._connected[remote.key] = remote, offer
-        if isinstance(handshake.plan, StagedPlan):
-            assert self._pipeline is not None
-            self._pipeline.prepare(handshake.plan)
-        else:
-            self._executor.prepare(handshake.plan)
-
-    def _forget(self, source: Source, handshake: _Handshake) -> None:
-        """Forget an engine that has restarted, or was not read from for long."""
-        del self._peers[source]
-        for key, offer in handshake.offers.items():
-            known = self._connected.get(key)
-            if known is not None and known[1] == offer:
-                del self._connected[key]
-                with suppress(KVPlanError):  # a transfer with it still runs: the executor keeps it
-                    self._disconnect(known[0])
-
-    def _drop(self, peer: _Peer, error: KVPlanError) -> None:
-        """Forget an engine; the requests that wait for it fail."""
-        del self._peers[peer.source]
-        for read in peer.waiting:
-            self._end(ReadResult(read.request, error))
-
-    def _start(self, read: Read, peer: _Peer, handshake: _Handshake) -> None:
+    def _start(self, read: Read, peer: PeerEngine, plan: PeerPlan) -> None:
+        """Start the transfers of a read. From now on it has a job, whatever fails."""
         now = time.monotonic()
-        job = _Job(read, peer, handshake.direct, began=now, asked=now, confirmed=now)
+        lease_check = _LeaseCheck(read, self._claims, self._logger, asked_at=now, confirmed_at=now)
+        job = _Job(read, peer, plan.direct, lease_check, began_at=now)
         self._jobs.append(job)
+        # The source computes its digests while the bytes move.
         if self._digest is not None:
-            request = DigestRequest.of(read.lease, read.tokens)
-            job.expected = self._threads.submit(fetch_digests, read.source, request, SILENCE_S)
+            digest_request = DigestRequest.of(read.lease, read.tokens)
+            job.digest_check = _DigestCheck(
+                self._digest,
+                _request_of(read, plan.direct, to_block_end=False),
+                self._fetches.submit(fetch_digests, read.source, digest_request, SILENCE_S),
+            )
         try:
-            if isinstance(handshake.plan, StagedPlan):
-                assert self._pipeline is not None
-                bound = _bound(job.direct, read)
-                job.transfers.append(
-                    self._pipeline.submit(handshake.plan, read.request, **bound, notify=False)
-                )
-            else:
+            if plan.staged is None:
                 self._start_directly(job)
+            else:
+                request = _request_of(read, plan.direct, to_block_end=read.to_block_end)
+                job.transfers.append(plan.staged.submit(read.request, request))
         except KVPlanError as error:
             job.error = error
 
     def _start_directly(self, job: _Job) -> None:
-        for spec in job.direct.bind(**_bound(job.direct, job.read)):
+        """Start a transfer with each worker that has some of the bytes."""
+        request = _request_of(job.read, job.plan, to_block_end=job.read.to_block_end)
+        for spec in job.plan.bind(**request):
             if spec.local_ids.size:
-                job.transfers.append(self._executor.start(spec, job.read.request, notify=False))
+                # one by one: those that have started are the job's, also if the next one fails
+                transfer = self._executor.start(spec, job.read.request, notify=False)
+                job.transfers.append(transfer)
 
     def _poll_pipeline(self, pipeline: Pipeline) -> None:
-        """Go on with what is staged, and read directly what waits for it in vain, by rule R5."""
+        """Continue staged transfers; read directly what waits for a region that stalls, rule R5."""
         pipeline.poll()
         now = time.monotonic()
         if pipeline.num_chunks != self._num_chunks:
-            self._num_chunks, self._moved = pipeline.num_chunks, now
-        if now - self._moved < STALL_S:
+            self._num_chunks = pipeline.num_chunks
+            self._last_chunk_at = now
+        if now - self._last_chunk_at < STALL_S:
             return
         for job in self._jobs:
             for transfer in [*job.transfers]:
-                if isinstance(transfer, StagedTransfer) and not (
-                    transfer.num_bytes or transfer.status.is_settled
-                ):
+                if not isinstance(transfer, StagedTransfer):
+                    continue
+                # A chunk that has begun may still write into the request's blocks.
+                has_begun = transfer.num_bytes > 0 or transfer.status.is_settled
+                if not has_begun:
                     pipeline.cancel(transfer)
                     job.transfers.remove(transfer)
-                    if job.error is not None:
-                        continue
-                    try:
-                        self._executor.prepare(job.direct)
-                        self._start_directly(job)
-                    except KVPlanError as error:
-                        job.error = error
+                    self._read_directly(job)
 
-    def _poll_lease(self, job: _Job) -> None:
-        """Ask the source whether the lease stands, now and then while bytes move, and once they all have come."""
-        now = time.monotonic()
-        if job.answer is not None and job.answer.done():
-            error = job.answer.exception()
-            job.answer = None
-            if error is None:
-                job.confirmed = job.asked
-                job.is_right = job.is_settled
-            elif not isinstance(error, KVPlanError):
-                raise error
-            elif error.code == "LEASE" or now - job.confirmed > SILENCE_S:
-                job.error = error
-                job.is_lost = True
-            else:
-                self._logger.warning("request %r is not confirmed yet: %s", job.read.request, error)
-        interval_s = RETRY_S if job.is_settled else ASK_S
-        if (
-            job.answer is None
-            and not (job.is_right or job.is_lost)
-            and now - job.asked >= interval_s
-        ):
-            job.asked = now
-            job.answer = self._claims.ask(job.read.source, job.read.lease)
+    def _read_directly(self, job: _Job) -> None:
+        """Read by the direct plan what was to be staged, unless the read has failed meanwhile."""
+        if job.error is not None:
+            return
+        try:
+            self._executor.prepare(job.plan)
+            self._start_directly(job)
+        except KVPlanError as error:
+            job.error = error
 
     def _poll_job(self, job: _Job) -> None:
-        """Go on with a request; report it when no byte of it can move and its lease is known."""
-        for transfer in job.transfers:
-            if isinstance(transfer, Transfer) and not job.is_settled:
-                self._executor.poll(transfer)
-        if not job.is_settled and all(transfer.status.is_settled for transfer in job.transfers):
-            self._settle(job)
+        """Continue a read; report it when no byte of it can move, and it is right or has failed."""
+        if not job.is_settled:
+            for transfer in job.transfers:
+                if isinstance(transfer, Transfer):
+                    self._executor.poll(transfer)
+            if all(transfer.status.is_settled for transfer in job.transfers):
+                self._settle_transfers(job)
+        # The lease of a read that has failed does not matter any more.
         if job.error is None:
-            self._poll_lease(job)
-        if job.error is None and job.is_right and job.expected is not None:
-            if not job.expected.done():
+            job.lease_check.poll()
+            job.error = job.lease_check.error
+        is_right = job.lease_check.is_confirmed
+        # Digests matter only if the blocks were the request's until the last byte.
+        if job.error is None and is_right and job.digest_check is not None:
+            if not job.digest_check.expected.done():
                 return
-            job.error = self._mismatch(job, job.expected)
-        if job.is_settled and (job.error is not None or job.is_right):
+            job.error = self._mismatch(job, job.digest_check)
+        # Before it is settled, a read that has failed keeps its blocks, by rule R2.
+        if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
             num_bytes = sum(transfer.num_bytes for transfer in job.transfers)
-            self._end(
-                ReadResult(job.read.request, job.error, num_bytes, time.monotonic() - job.began)
-            )
+            elapsed_s = time.monotonic() - job.began_at
+            self._report(ReadResult(job.read.request, job.error, num_bytes, elapsed_s))
 
-    def _mismatch(self, job: _Job, expected: Future[list[Mapping[str, Any]]]) -> KVPlanError | None:
-        """Compare what has arrived with what the source has."""
-        assert self._digest is not None
+    def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
+        """Return the difference between what has arrived and what the source has, if any.
+
+        Digests that cannot be computed or fetched count as different.
+        """
         try:
-            error = mismatch(
-                expected.result(), [self._digest(_bound(job.direct, job.read, to_block_end=False))]
-            )
+            error = mismatch(check.expected.result(), [check.digest(check.request)])
         except KVPlanError as failure:
             return failure
-        if error is not None and error.code == "COVER":  # digests of other elements say nothing
-            self._logger.warning("request %r is not verified: %s", job.read.request, error)
+        # Digests of different elements say nothing.
+        if error is not None and error.code == "COVER":
+            request = job.read.request
+            self._logger.warning("request %r is not verified: %s", request, error)
             return None
         return error
 
-    def _settle(self, job: _Job) -> None:
-        """Take the errors of transfers, none of which moves any more, and release them. What was asked is too old."""
+    def _settle_transfers(self, job: _Job) -> None:
+        """Take the errors of transfers that have all ended, and release them."""
         job.is_settled = True
-        job.asked = -math.inf
-        job.answer = None
+        job.lease_check.begin_last()
         for transfer in job.transfers:
             job.error = job.error or transfer.error
+            # A transfer without an error may lack bytes too.
             if job.error is None and transfer.status is not Status.DONE:
                 action = f"read request {job.read.request!r} from {job.read.source}"
-                job.error = KVPlanError(
-                    "TRANSFER", action, expected="all its bytes", got="a cancelled transfer"
-                )
-            is_gone = transfer.error is not None and transfer.error.code == "PEER"
-            if is_gone and self._peers.get(job.peer.source) is job.peer:
-                del self._peers[job.peer.source]
+                got = "a cancelled transfer"
+                job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
+            # Whoever reads from an engine that is gone has to shake hands again.
+            if transfer.error is not None and transfer.error.code == "PEER":
+                self._peers.discard(job.peer)
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
 
-    def _end(self, ended: ReadResult) -> None:
-        if ended.error is not None:
-            self._logger.error("request %r is not read: %s", ended.request, ended.error)
+    def _report(self, result: ReadResult) -> None:
+        """Log the end of a read, which the next :meth:`poll` returns."""
+        if result.error is None:
+            message = "request %r is read: %d bytes in %.3f s"
+            self._logger.debug(message, result.request, result.num_bytes, result.seconds)
         else:
-            seconds, num_bytes = ended.seconds, ended.num_bytes
-            self._logger.debug(
-                "request %r is read: %d bytes in %.3f s", ended.request, num_bytes, seconds
-            )
-        self._ended.append(ended)
+            self._logger.error("request %r is not read: %s", result.request, result.error)
+        self._results.append(result)
 
 
-def _bound(plan: TransferPlan, read: Read, *, to_block_end: bool = True) -> Request:
-    """What a read is to :meth:`TransferPlan.bind`: block tables and ranges of the groups that both sides have.
+def _request_of(read: Read, plan: TransferPlan, *, to_block_end: bool) -> Request:
+    """Return the arguments of :meth:`TransferPlan.bind`: of groups that the plan's workers have.
 
-    Ranges end with a block where the read may, unless ``to_block_end`` is false.
+    With ``to_block_end``, ranges end with a block.
     """
-    ours = {group.name for group in plan.local.groups}
-    theirs = {group.name for remote in plan.remotes for group in remote.groups}
+    local_groups = {group.name for group in plan.local.groups}
+    remote_groups = set[str]()
+    for remote in plan.remotes:
+        remote_groups.update(group.name for group in remote.groups)
+    tokens = dict[str, Range]()
+    for group, span in read.tokens.items():
+        if group in local_groups:
+            tokens[group] = _extended(plan, group, *span) if to_block_end else span
     return {
-        "local": {name: blocks for name, blocks in read.local.items() if name in ours},
-        "remote": {name: blocks for name, blocks in read.remote.items() if name in theirs},
-        "tokens": {
-            name: _to_block_end(plan, name, *tokens)
-            if read.to_block_end and to_block_end
-            else tokens
-            for name, tokens in read.tokens.items()
-            if name in ours
-        },
+        "local": {group: read.local[group] for group in read.local if group in local_groups},
+        "remote": {group: read.remote[group] for group in read.remote if group in remote_groups},
+        "tokens": tokens,
     }
 
 
-def _to_block_end(plan: TransferPlan, name: str, start: int, stop: int) -> Range:
-    """The positions of a local group up to where a block of either side ends, whichever ends first."""
+def _extended(plan: TransferPlan, group: str, start: int, stop: int) -> Range:
+    """Return a range of positions that ends with the first block of either side that ends."""
     if start == stop:
         return start, stop
-    sizes = {
-        group.tokens_per_block
-        for pair in plan.pairs
-        for each in pair.group_pairs
-        if each.groups[0].name == name
-        for group in each.groups
-    }
-    return start, min((-(-stop // size) * size for size in sizes if size), default=stop)
+    block_sizes = set[int]()
+    for pair in plan.pairs:
+        for group_pair in pair.group_pairs:
+            if group_pair.groups[0].name == group:
+                sizes = (side.tokens_per_block for side in group_pair.groups)
+                block_sizes.update(size for size in sizes if size is not None)
+    # the end of the block that has the last position, for each size
+    block_ends = [-(-stop // size) * size for size in block_sizes]
+    return start, min(block_ends, default=stop)

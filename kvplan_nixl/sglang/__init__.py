@@ -1,6 +1,9 @@
 """SGLang's plugin: it adds ``kvplan`` to the values of ``--disaggregation-transfer-backend``.
 
 SGLang finds :func:`register` by an entry point and calls it in each of its processes.
+
+A :class:`~kvplan_nixl.sglang.manager.Manager` is a rank as SGLang sees it. Its rank of prefill or
+of decode has the memory, leases and reads; a sender or receiver is one request of it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ def register() -> None:
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # SGLang's own backends, and one more: an Enum can't be extended
     backends = {member.name: member.value for member in utils.TransferBackend}
     transfer_backend = Enum("TransferBackend", {**backends, BACKEND.upper(): BACKEND})  # type: ignore[misc]
     package = "sglang.srt.disaggregation"
@@ -32,7 +36,7 @@ def register() -> None:
 
 
 def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
-    """The class of a kind, for all backends."""
+    """Return the class of a kind, for all backends."""
     if backend.value != BACKEND or kind.value == "kvargs":
         return original(backend, kind)
     from kvplan_nixl.sglang.bootstrap import BootstrapServer
@@ -50,7 +54,7 @@ def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
 
 
 def _start(manager: Any, queue: Any) -> None:
-    """Give a manager what its constructor does not get: the queue that made it, and with it the pool."""
+    """Give a manager the queue that made it, and with it the pool, which its constructor lacks."""
     from kvplan_nixl.sglang.manager import Manager
 
     if isinstance(manager, Manager):
@@ -64,7 +68,7 @@ def _tell_sender(is_created: bool, queue: Any, req: Any, *_: Any, **__: Any) -> 
 
 
 def _tell_receiver(waiting: Any, *_: Any, **__: Any) -> None:
-    """Give a receiver its request. What was retracted and would be computed again is refused."""
+    """Give a receiver its request. One that was retracted, to be computed again, is refused."""
     waiting.kv_receiver.req = waiting.req
     if waiting.is_rebootstrap:
         waiting.kv_receiver.refuse_rebootstrap()

@@ -1,13 +1,15 @@
-"""What prefill has computed for a room, where decode asks for it: SGLang's bootstrap server.
+"""SGLang's bootstrap server: it keeps what prefill has computed for a room, until decode asks.
 
-A room is the number that a request has in both engines. ``POST /ROOM`` stores an entry, a JSON object; ``GET
-/ROOM,ROOM`` returns those that are there, by room. An entry has a ``handoff``, the parameters of a
-:class:`~kvplan.connector.Handoff`, and either the ``metadata`` that SGLang's prefill sends or the first ``token`` of
-the answer, which is all that another engine's prefill knows.
+A room is the number that a request has in both engines. ``POST /ROOM`` stores an entry, a JSON
+object; ``GET /ROOM,ROOM`` returns the entries of those rooms that have one, by room. An entry has a
+``handoff``, the parameters of a :class:`~kvplan.connector.Handoff`, and either the ``metadata``
+that SGLang's prefill sends or the first ``token`` of the answer, which is all that another engine's
+prefill knows.
 
-Each pipeline stage of SGLang's prefill has block tables of its own, and posts an entry with them: ``POST
-/ROOM/STAGE/STAGES``, with its index and the number of all. The room is there when they all are, with all block tables.
-Entries with another ``attempt`` are of another request in the same room, so no stage of one is joined with the other's.
+Each pipeline stage of SGLang's prefill has block tables of its own, and posts an entry with them:
+``POST /ROOM/STAGE/STAGES``, with its index and the number of all. The room has an entry, with all
+block tables, once all stages have posted theirs. Entries with another ``attempt`` are of another
+request in the same room, so no stage of one is merged with the other's.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ from logging import Logger
 from typing import Any, Final
 
 from kvplan import KVPlanError
-from kvplan.connector.http import exchange, serve
+from kvplan.connector.http import exchange, start_server
 
 MAX_ROOMS: Final = 1 << 14
-"""Entries that a server keeps, the newest ones."""
+"""Rooms that a server keeps, the newest ones."""
+
+MAX_ATTEMPTS: Final = 4
+"""Attempts of one room that a server keeps, the newest ones: a request may be computed again."""
 
 BY_GROUP: Final = ("remote_block_ids", "remote_kept")
 """The parameters of a handoff in which each stage has groups of its own."""
 
-MAX_ATTEMPTS: Final = 4
-"""Entries of one room that a server keeps, the newest ones: a request may be computed again under its room."""
-
-Stages = dict[tuple[int, int], Any]
+StageEntries = dict[tuple[int, int], Any]
 """Entries by stage and number of stages."""
 
 TIMEOUT_S: Final = 3.0
+"""Seconds within which a bootstrap server must answer."""
 
 ASK_S: Final = 0.01
 """Seconds between two questions to a bootstrap server, each for all rooms that are wanted of it."""
@@ -45,7 +48,7 @@ RETRY_S: Final = 1.0
 
 
 class BootstrapServer:
-    """Keeps the entries of the newest rooms. Raises ``PEER`` where it can't listen.
+    """Keeps the entries of the newest rooms. Raises ``PEER`` if it cannot listen.
 
     >>> server = BootstrapServer("127.0.0.1", 0)
     >>> publish(server.address, 7, {"token": 42})
@@ -55,42 +58,10 @@ class BootstrapServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        rooms: OrderedDict[str, OrderedDict[str, Stages]] = OrderedDict()  # by room and attempt
-        lock = threading.Lock()
-
-        def get(path: str) -> Any:
-            with lock:
-                entries = {
-                    room: _newest(rooms.get(room, OrderedDict())) for room in path[1:].split(",")
-                }
-            return {room: entry for room, entry in entries.items() if entry is not None}
-
-        def post(path: str, entry: Any) -> Any:
-            room, *part = path[1:].split("/")
-            stage, stages = map(int, part or (0, 1))
-            match entry:
-                case {"handoff": {"remote_block_ids": dict(), "remote_kept": dict()}} if (
-                    0 <= stage < stages
-                ):
-                    pass
-                case dict() if (stage, stages) == (0, 1):
-                    pass
-                case _:
-                    return None
-            with lock:
-                attempts = rooms.setdefault(room, OrderedDict())
-                attempt = attempts.setdefault(f"{entry.get('attempt')}", {})
-                if attempt.setdefault((stage, stages), entry) != entry:
-                    attempt.clear()  # it has been computed again
-                    attempt[stage, stages] = entry
-                while len(attempts) > MAX_ATTEMPTS:
-                    attempts.popitem(last=False)
-                rooms.move_to_end(room)
-                while len(rooms) > MAX_ROOMS:
-                    rooms.popitem(last=False)
-            return {}
-
-        self._server = serve(host, port, get=get, post=post)
+        self._lock = threading.Lock()
+        # entries by room and by attempt, the newest last
+        self._rooms: OrderedDict[str, OrderedDict[str, StageEntries]] = OrderedDict()
+        self._server = start_server(host, port, get=self._get, post=self._post)
         self.address: str = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
@@ -98,54 +69,90 @@ class BootstrapServer:
         self._server.shutdown()
         self._server.server_close()
 
+    def _get(self, path: str) -> Any:
+        entries = {}
+        with self._lock:
+            for room in path[1:].split(","):
+                entry = _newest_entry(self._rooms.get(room, OrderedDict()))
+                if entry is not None:
+                    entries[room] = entry
+        return entries
 
-def _newest(attempts: OrderedDict[str, Stages]) -> Any:
-    """Return the entry of the newest attempt that all stages have published, None where there is none."""
-    entries = map(_joined, reversed(attempts.values()))
-    return next((entry for entry in entries if entry is not None), None)
+    def _post(self, path: str, entry: Any) -> Any:
+        room, *part = path[1:].split("/")
+        stage, stages = map(int, part or (0, 1))
+        if not _is_entry(entry, stage, stages):
+            return None
+        with self._lock:
+            attempts = self._rooms.setdefault(room, OrderedDict())
+            entries = attempts.setdefault(f"{entry.get('attempt')}", {})
+            # A stage that posts another entry has computed the attempt again, and so will others.
+            if entries.setdefault((stage, stages), entry) != entry:
+                entries.clear()
+                entries[stage, stages] = entry
+            while len(attempts) > MAX_ATTEMPTS:
+                attempts.popitem(last=False)
+            self._rooms.move_to_end(room)
+            while len(self._rooms) > MAX_ROOMS:
+                self._rooms.popitem(last=False)
+        return {}
 
 
-def _joined(entries: Stages) -> Any:
-    """The first stage's entry, with the block tables of all; None until all stages of a room have published."""
-    if {stages for _, stages in entries} != {len(entries)}:
+def _is_entry(entry: Any, stage: int, stages: int) -> bool:
+    """Return whether a stage may post an entry: several stages post what can be merged."""
+    match entry:
+        case {"handoff": {"remote_block_ids": dict(), "remote_kept": dict()}}:
+            return 0 <= stage < stages
+        case dict():
+            return (stage, stages) == (0, 1)
+    return False
+
+
+def _newest_entry(attempts: OrderedDict[str, StageEntries]) -> Any:
+    """Return the entry of the newest attempt that all stages have posted, None without one."""
+    for entries in reversed(attempts.values()):
+        merged = _merge_stages(entries)
+        if merged is not None:
+            return merged
+    return None
+
+
+def _merge_stages(entries: StageEntries) -> Any:
+    """Return the first stage's entry with the block tables of all, None while one lacks."""
+    numbers_of_stages = {stages for _, stages in entries}
+    if numbers_of_stages != {len(entries)}:
         return None
-    first, *others = (entries[stage] for stage in sorted(entries))
-    if not others:
-        return first
-    handoff = dict(first["handoff"])
+    merged, *later_entries = (entries[stage] for stage in sorted(entries))
+    if not later_entries:
+        return merged
+    handoff = dict(merged["handoff"])
     for key in BY_GROUP:
         handoff[key] = dict(handoff[key])
-        for entry in others:
+        for entry in later_entries:
             handoff[key].update(entry["handoff"][key])
-    return {**first, "handoff": handoff}
+    return {**merged, "handoff": handoff}
 
 
 def publish(
     address: str, room: int, entry: Mapping[str, Any], stage: int = 0, stages: int = 1
 ) -> None:
-    """Store the entry of a room, or that of one of ``stages``, in the bootstrap server at an address. Raises
-    ``PEER``.
+    """Store the entry of a room, or of one stage of ``stages``, in the bootstrap server there.
+
+    Raises ``PEER``.
     """
-    exchange(
-        f"the bootstrap server at {address}",
-        address,
-        None,
-        f"/{room}/{stage}/{stages}",
-        TIMEOUT_S,
-        entry,
-    )
+    peer = f"the bootstrap server at {address}"
+    exchange(peer, address, None, f"/{room}/{stage}/{stages}", TIMEOUT_S, entry)
 
 
 def ask(address: str, rooms: Iterable[int]) -> dict[int, Any]:
-    """The entries of rooms that the bootstrap server at an address has. Raises ``PEER``, ``MESSAGE``."""
+    """Return the entries of rooms that a bootstrap server has. Raises ``PEER``, ``MESSAGE``."""
     peer = f"the bootstrap server at {address}"
     answer = exchange(peer, address, None, "/" + ",".join(map(str, rooms)), TIMEOUT_S)
     try:
         return {int(room): entry for room, entry in json.loads(answer).items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise KVPlanError(
-            "MESSAGE", f"ask {peer}", expected="entries by room", got=f"{error!r}"
-        ) from None
+        expected = "entries by room"
+        raise KVPlanError("MESSAGE", f"ask {peer}", expected=expected, got=f"{error!r}") from None
 
 
 class Rooms:
@@ -155,10 +162,10 @@ class Rooms:
         self._logger = logger
         self._lock = threading.Lock()
         self._wanted: dict[str, set[int]] = {}  # rooms by the server that is asked
-        self._found: dict[int, Any] = {}
+        self._entries: dict[int, Any] = {}
 
     def want(self, room: int, address: str) -> None:
-        """Ask for a room until it is found or forgotten."""
+        """Ask for a room until it has an entry, or is forgotten."""
         with self._lock:
             if address not in self._wanted:
                 self._wanted[address] = set()
@@ -168,18 +175,19 @@ class Rooms:
             self._wanted[address].add(room)
 
     def take(self, room: int) -> Any:
-        """The entry of a room, once; None while there is none."""
+        """Return the entry of a room, once; None while there is none."""
         with self._lock:
-            return self._found.pop(room, None)
+            return self._entries.pop(room, None)
 
     def forget(self, room: int) -> None:
         """Ask for a room no more."""
         with self._lock:
             for rooms in self._wanted.values():
                 rooms.discard(room)
-            self._found.pop(room, None)
+            self._entries.pop(room, None)
 
     def _run(self, address: str) -> None:
+        """Ask a server for the rooms that are wanted of it, until there are none."""
         while True:
             with self._lock:
                 rooms = self._wanted[address]
@@ -188,12 +196,15 @@ class Rooms:
                     return
                 asked = sorted(rooms)
             try:
-                found = ask(address, asked)
+                entries = ask(address, asked)
             except KVPlanError as error:
                 self._logger.warning("%s", error)
                 time.sleep(RETRY_S)
                 continue
             with self._lock:
-                self._found |= {room: entry for room, entry in found.items() if room in rooms}
-                rooms.difference_update(found)
+                for room, entry in entries.items():
+                    # A room that was forgotten meanwhile stays so.
+                    if room in rooms:
+                        self._entries[room] = entry
+                rooms.difference_update(entries)
             time.sleep(ASK_S)

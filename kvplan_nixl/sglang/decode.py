@@ -1,4 +1,4 @@
-"""One request on decode: it waits until prefill has published it, then reads it."""
+"""Decode: a request waits until prefill has published it, and then its pages are read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,57 @@ from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferDestination
 
 from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff, Read, attended, whole_blocks
-from kvplan_nixl.sglang.manager import Manager
-from kvplan_nixl.sglang.prefill import tables_of
+from kvplan.connector import Claims, Handoff, Read, Reads, attended, send_claims, whole_blocks
+from kvplan.describe.blocks import Range
+from kvplan.staging import Copier
+from kvplan_nixl.reads import make_reads
+from kvplan_nixl.sglang.bootstrap import Rooms
 from kvplan_nixl.sglang.prompt import prompt_of
+from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
+
+
+class DecodeRank(Rank):
+    """A rank of decode: the rooms that it waits for, the leases that it claims, and its reads.
+
+    ``queue`` is SGLang's queue of requests. A request waits ``timeout_s`` for prefill.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        queue: Any,
+        copier: Copier | None,
+        key: bytes,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(memory)
+        self.timeout_s = timeout_s
+        self.metadata = queue.metadata_buffers
+        self.claims = Claims(logger, send_claims)
+        self.reads: Reads = make_reads(memory.executor, self.claims, logger, key=key, copier=copier)
+        self.rooms = Rooms(logger)
+        self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
+        # Pages of an aborted request stay until its read has ended, however late.
+        queue.transfer_queue.enable_deferred_kv_release = True
+        queue.transfer_queue.deferred_kv_release_timeout = math.inf
+
+    def is_written(self, room: int) -> bool:
+        """Return whether bytes may still move into the pages of a room's request."""
+        return room in self.under_way.values()
+
+    def _note_ended(self) -> None:
+        """Take the reads that have ended, and those that have failed while bytes may move."""
+        for result in self.reads.poll():
+            self.under_way.pop(result.request, None)
+            self.ended[result.request] = result.error
+        self.ended.update(self.reads.late())
 
 
 class Receiver(BaseKVReceiver):
-    """A request of one rank. All ranks ask for it and read their part; the first one tells prefill when all are done.
+    """A request of one rank. All ranks ask for it and read their part of it.
 
-    SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has computed it. The
-    lease is claimed then, and until all ranks are done.
+    SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has
+    computed it. The first rank claims the lease then, and until all ranks are done.
     """
 
     req: Any
@@ -31,16 +71,16 @@ class Receiver(BaseKVReceiver):
 
     require_staging = False
 
-    def __init__(
-        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None
-    ) -> None:
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         assert bootstrap_room is not None
         self.kv_mgr = mgr
-        self._address, self._room = bootstrap_addr, bootstrap_room
+        self._rank: DecodeRank = mgr.rank
+        self._address = bootstrap_addr
+        self._room = bootstrap_room
         self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
         self._entry: dict[str, Any] = {}
         self._handoff: Handoff | None = None
-        self._row = -1
+        self._row_index = -1
         self._stop = math.inf
         self._is_aborted = False
         self.conclude_state: Any = None
@@ -48,56 +88,65 @@ class Receiver(BaseKVReceiver):
         self._has_room = False
 
     def init(self, prefill_dp_rank: int) -> None:
+        """Ask for the room, unless the request is refused."""
         if self.conclude_state is not None:
             return
         try:
-            self.kv_mgr.open_room(self._room)
+            self._rank.open_room(self._room)
         except KVPlanError as error:
-            self._error = error
-            self.conclude_state = KVPoll.Failed
+            self._fail(error)
             return
         self._has_room = True
-        self._stop = time.monotonic() + self.kv_mgr.timeout_s
-        self.kv_mgr.rooms.want(self._room, self._address)
+        self._stop = time.monotonic() + self._rank.timeout_s
+        self._rank.rooms.want(self._room, self._address)
 
     def refuse_rebootstrap(self) -> None:
         """Fail a request whose prompt and answer so far prefill would have to compute again."""
         action = f"read request {self._room} again"
         expected = "a request that was not retracted for new weights"
-        self._error = KVPlanError("PROMPT", action, expected=expected, got="one that was")
+        self._fail(KVPlanError("PROMPT", action, expected=expected, got="one that was"))
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
         self.conclude_state = KVPoll.Failed
 
     def poll(self) -> Any:
+        """Return the state of the request, a value of KVPoll."""
         if self.conclude_state is None:
             try:
-                return self._poll()
+                return self._advance()
             except Exception as error:  # whatever it is, this request fails, and no others
-                self._error, self.conclude_state = error, KVPoll.Failed
+                self._fail(error)
         return self.conclude_state
 
-    def _poll(self) -> Any:
-        manager = self.kv_mgr
+    def _advance(self) -> Any:
+        """Continue the request, and return its state. Raises the reason why it fails."""
+        rank = self._rank
         if self._handoff is None:
-            entry = manager.rooms.take(self._room)
+            entry = rank.rooms.take(self._room)
             if entry is None:
-                if time.monotonic() > self._stop:
-                    expected = f"prefill to compute it within {manager.timeout_s:g} s"
-                    raise KVPlanError(
-                        "PEER", f"read request {self._room}", expected=expected, got="nothing"
-                    )
+                self._check_time()
                 return KVPoll.Bootstrapping
             self._claim(entry)
-        if self._row < 0:
+        # SGLang allocates pages now, and calls send_metadata.
+        if self._row_index < 0:
             return KVPoll.WaitingForInput
-        manager.poll()
-        if self._name not in manager.ended:
+        rank.poll()
+        if self._name not in rank.ended:
             return KVPoll.Transferring
-        error = manager.ended.pop(self._name)
+        error = rank.ended.pop(self._name)
         if error is not None or self._is_aborted:
             raise error or self._error
         self._write_metadata()
         self.conclude_state = KVPoll.Success
         return self.conclude_state
+
+    def _check_time(self) -> None:
+        """Raise ``PEER`` if prefill has not computed the request in time."""
+        if time.monotonic() > self._stop:
+            action = f"read request {self._room}"
+            expected = f"prefill to compute it within {self._rank.timeout_s:g} s"
+            raise KVPlanError("PEER", action, expected=expected, got="nothing")
 
     def _claim(self, entry: Any) -> None:
         """Take what prefill has published, if it is of this prompt, and claim its lease."""
@@ -108,8 +157,9 @@ class Receiver(BaseKVReceiver):
             got = f"{handoff.num_tokens} computed"
             raise KVPlanError("TOKENS", f"read request {self._room}", expected=expected, got=got)
         handoff.check_prompt(prompt_of(self.req, num_tokens))
-        if self.kv_mgr.is_first:
-            self.kv_mgr.claims.begin(handoff.source, handoff.lease, self._name)
+        # One claim serves all ranks: SGLang clears receivers when those of all ranks have ended.
+        if self._rank.memory.is_first:
+            self._rank.claims.begin(handoff.source, handoff.lease, self._name)
         self._entry = entry
         self._handoff = handoff
 
@@ -121,65 +171,73 @@ class Receiver(BaseKVReceiver):
         decode_prefix_len: int | None = None,
         destination: Any = KVTransferDestination.DEVICE,
     ) -> None:
-        """Read what prefill has computed into these pages, from the end of the prefix that is cached here."""
-        assert self._handoff is not None
+        """Read into these pages what prefill has computed, from the end of the cached prefix on."""
+        handoff = self._handoff
+        assert handoff is not None
         assert aux_index is not None
-        self._row = aux_index
-        manager, handoff = self.kv_mgr, self._handoff
-        start, stop = decode_prefix_len or 0, handoff.num_tokens
-        manager.under_way[self._name] = self._room
-        local = tables_of(manager, kv_indices.tolist(), start, stop, state_indices or [])
-        manager.reads.begin(
-            Read(
-                request=self._name,
-                source=handoff.source,
-                lease=handoff.lease,
-                local=local,
-                remote=handoff.blocks,
-                tokens={
-                    group: self._positions(group, (start, stop), local[group])
-                    for group in manager.windows
-                },
-            )
+        self._row_index = aux_index
+        rank = self._rank
+        start = decode_prefix_len or 0
+        stop = handoff.num_tokens
+        # From now on the pages stay until the read has ended.
+        rank.under_way[self._name] = self._room
+        pages = kv_indices.tolist()
+        local = rank.memory.block_tables(pages, start, stop, state_indices or [])
+        tokens = dict[str, Range]()
+        for group, window in rank.memory.windows.items():
+            kept = handoff.kept.get(group, 0)
+            tokens[group] = self._positions((start, stop), window, local[group], kept)
+        read = Read(
+            request=self._name,
+            source=handoff.source,
+            lease=handoff.lease,
+            local=local,
+            remote=handoff.blocks,
+            tokens=tokens,
         )
+        rank.reads.begin(read)
 
-    def _positions(self, group: str, tokens: tuple[int, int], blocks: Blocks) -> tuple[int, int]:
-        """Return the positions of a group that are read: all of its pages, as far as prefill has kept them."""
-        assert self._handoff is not None
-        manager, kept = self.kv_mgr, self._handoff.kept.get(group, 0)
-        size = manager.kv_args.page_size
-        needed, _ = attended(*tokens, manager.windows[group])
-        whole = whole_blocks(tokens, needed, size, blocks.first * size, kept)
+    def _positions(self, tokens: Range, window: int | None, blocks: Blocks, kept: int) -> Range:
+        """Return the positions of a group that are read: whole pages, as far as prefill has them.
+
+        Prefill has ``kept`` positions from there on.
+        """
+        page_size = self._rank.memory.args.page_size
+        first_attended, _ = attended(*tokens, window)
+        first_listed = blocks.first * page_size
+        whole = whole_blocks(tokens, first_attended, page_size, first_listed, kept)
         return whole.start, whole.stop
 
     def _write_metadata(self) -> None:
         """Write the first token, and what belongs to it, where SGLang looks for them."""
-        args, metadata = self.kv_mgr.kv_args, self.kv_mgr.metadata
+        rank = self._rank
+        rows = rank.memory.metadata_rows(self._row_index)
+        # Another engine's prefill knows the token alone; the rows may be an earlier request's.
         if "token" in self._entry:
-            for address, size in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True):
-                ctypes.memset(address + self._row * size, 0, size)
-            metadata.output_ids[self._row, 0] = self._entry["token"]
-            metadata.bootstrap_room[self._row, 0] = self._room
+            for row in rows:
+                ctypes.memset(row.address, 0, row.num_bytes)
+            rank.metadata.output_ids[self._row_index, 0] = self._entry["token"]
+            rank.metadata.bootstrap_room[self._row_index, 0] = self._room
             return
-        rows = [b64decode(row) for row in self._entry["metadata"]]
-        sizes = [len(row) for row in rows]
-        if sizes != args.aux_item_lens:
+        contents = [b64decode(text) for text in self._entry["metadata"]]
+        sizes = [len(content) for content in contents]
+        row_sizes = [row.num_bytes for row in rows]
+        if sizes != row_sizes:
             action = f"read the first token of request {self._room}"
-            raise KVPlanError(
-                "SIZE", action, expected=f"rows of {args.aux_item_lens} bytes", got=f"{sizes}"
-            )
-        for address, row in zip(args.aux_data_ptrs, rows, strict=True):
-            ctypes.memmove(address + self._row * len(row), row, len(row))
+            expected = f"rows of {row_sizes} bytes"
+            raise KVPlanError("SIZE", action, expected=expected, got=f"{sizes}")
+        for row, content in zip(rows, contents, strict=True):
+            ctypes.memmove(row.address, content, row.num_bytes)
 
     @property
     def abort_notified(self) -> bool:
-        """Whether bytes of the request may still move, so that its pages must stay."""
-        return self._name in self.kv_mgr.under_way
+        """Bytes of the request may still move, so that its pages must stay."""
+        return self._name in self._rank.under_way
 
     bootstrap_infos = ()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Prefill writes nothing."""
+        """Notify nobody: prefill writes nothing."""
 
     def abort(self) -> None:
         """Give the request up; while it is read, when its bytes have moved."""
@@ -188,14 +246,17 @@ class Receiver(BaseKVReceiver):
             self.conclude_state = KVPoll.Failed
 
     def clear(self) -> None:
+        """Let another request have the room, and end the claim on the lease."""
+        rank = self._rank
         if self._has_room:
-            self.kv_mgr.rooms.forget(self._room)
-            self.kv_mgr.close_room(self._room)
+            rank.rooms.forget(self._room)
+            rank.close_room(self._room)
             self._has_room = False
-        self.kv_mgr.ended.pop(self._name, None)
-        if self._handoff is not None and self.kv_mgr.is_first:
-            self.kv_mgr.claims.end(self._handoff.source, self._handoff.lease, self._name)
+        rank.ended.pop(self._name, None)
+        if self._handoff is not None and rank.memory.is_first:
+            rank.claims.end(self._handoff.source, self._handoff.lease, self._name)
             self._handoff = None
 
     def failure_exception(self) -> None:
+        """Raise the reason why the request has failed."""
         raise self._error

@@ -1,27 +1,77 @@
-"""One request on prefill: its pages are lent when it is computed, until decode has read them."""
+"""Prefill: a request's pages are lent when it is computed, until decode has read them."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 import uuid
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
+import torch
 from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferMetric
+from sglang.srt.utils.network import get_local_ip_auto
 
-from kvplan import Blocks, KVPlanError
-from kvplan.connector import Handoff
+from kvplan import KVPlanError
+from kvplan.connector import Handoff, Leases, Listener, Source
+from kvplan.connector.leases import LEASE_S
 from kvplan_nixl.sglang.bootstrap import RETRY_S, publish
-from kvplan_nixl.sglang.manager import Manager, logger
 from kvplan_nixl.sglang.prompt import prompt_of
+from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
+
+
+class PrefillRank(Rank):
+    """A rank of prefill. The engine's first one serves the offers of all ranks, and has the leases.
+
+    ``ranks`` is SGLang's group of the engine's ranks, which all make theirs at once.
+    """
+
+    def __init__(self, memory: RankMemory, ranks: Any) -> None:
+        super().__init__(memory)
+        executor = memory.executor
+        # Readers get the offers of all ranks from the first one.
+        offers: list[bytes] = [b""] * ranks.world_size
+        torch.distributed.all_gather_object(offers, executor.envelope(), group=ranks.cpu_group)
+        self.leases = Leases(float(os.environ.get("KVPLAN_LEASE_S", LEASE_S)))
+        self.listener: Listener | None = None
+        if memory.is_first:
+            engine_id = memory.info.engine_id
+            host = os.environ.get("KVPLAN_HOST", get_local_ip_auto())
+            bind = os.environ.get("KVPLAN_BIND", host)
+            self.listener = Listener(engine_id, host, offers, self.leases, bind=bind)
+        self.source: Source = ranks.broadcast_object(self.listener and self.listener.source, src=0)
+        # Requests are published in the background, one after the other.
+        self.publisher = ThreadPoolExecutor(1, "kvplan publish")
+        self._num_refused = 0
+
+    def is_written(self, room: int) -> bool:
+        """Return no: readers write nothing here."""
+        return False
+
+    def _note_ended(self) -> None:
+        """Take the requests that decode has read, or that nobody has claimed in time."""
+        ended = self.leases.take_ended()
+        for request in ended.done:
+            self.ended[request] = None
+        for request in ended.late:
+            expected = f"a reader that claims it within {self.leases.lease_s:g} s"
+            self.ended[request] = KVPlanError(
+                "LEASE", f"lend {request!r}", expected=expected, got="none"
+            )
+        num_stale = self.leases.num_refused - self._num_refused
+        if num_stale:
+            self._num_refused += num_stale
+            logger.error("%d claims came for leases that are over: their requests fail", num_stale)
 
 
 class Sender(BaseKVSender):
-    """All ranks collect the pages of a request. The first one of each pipeline stage publishes them; the first one of
-    all waits until they are read, and SGLang frees no stage's pages before.
+    """A request of one rank, which collects its pages.
+
+    The first rank of each pipeline stage publishes the stage's pages. The first one of all waits
+    until they are read, and SGLang frees no stage's pages before.
     """
 
     req: Any
@@ -29,76 +79,85 @@ class Sender(BaseKVSender):
 
     def __init__(
         self,
-        mgr: Manager,
+        mgr: Any,
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self.kv_mgr = mgr
-        self._address, self._room = bootstrap_addr, bootstrap_room
+        self._rank: PrefillRank = mgr.rank
+        self._address = bootstrap_addr
+        self._room = bootstrap_room
         self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
         self._pages: list[int] = []
         self._num_tokens = 0
-        self._is_sent = self._is_aborted = False
+        self._is_sent = False
+        self._is_aborted = False
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
-
         try:
-            mgr.open_room(bootstrap_room)
+            self._rank.open_room(bootstrap_room)
         except KVPlanError as error:
             self._error = error
             self._result = KVPoll.Failed
         self._is_refused = self._result is not None
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Take the number of pages to come, and the index of the request's row of metadata."""
         self._num_pages = num_kv_indices
-        self._row = aux_index
+        self._row_index: Any = aux_index
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """Return whether :meth:`send` wants a chunk: also the last one, whose states matter."""
         return num_pages > 0 or last_chunk
 
     def send(
         self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None
     ) -> None:
+        """Collect pages. With the last ones, the request is lent and published."""
         assert num_kv_tokens is not None
         self._pages += kv_indices.tolist()
         self._num_tokens += num_kv_tokens
         if len(self._pages) < self._num_pages:
             return
         self._is_sent = True
-        manager = self.kv_mgr
+        rank = self._rank
         lease = self._name  # of another rank, which waits for the readers
-        if manager.listener is None:
+        # The lease is the first rank's, before anybody can know of it. Other ranks are done.
+        if rank.listener is None:
             self._result = KVPoll.Success
         else:
-            lease = manager.leases.grant(self._name)
-        if manager.is_first_of_stage:
-            num_tokens = self._num_tokens
-            tables = tables_of(manager, self._pages, 0, num_tokens, state_indices or [])
-            size = manager.kv_args.page_size
-            kept = {group: tables[group].first * size for group in manager.windows}
-            prompt = prompt_of(self.req, num_tokens)
-            handoff = Handoff(manager.source, lease, num_tokens, prompt, tables, kept)
-            entry = {
-                "handoff": handoff.params(),
-                "metadata": [b64encode(row).decode() for row in self._metadata()],
-                "attempt": self.req.rid,  # equal in all stages
-            }
-            manager.publisher.submit(
-                self._publish, entry, time.monotonic() + manager.leases.lease_s
-            )
+            lease = rank.leases.grant(self._name)
+        if rank.memory.is_first_of_stage:
+            entry = self._entry(lease, state_indices or [])
+            until = time.monotonic() + rank.leases.lease_s
+            rank.publisher.submit(self._publish, entry, until)
+
+    def _entry(self, lease: str, state_ids: list[Any]) -> dict[str, Any]:
+        """Return what decode has to know of this stage's part of the request."""
+        memory = self._rank.memory
+        num_tokens = self._num_tokens
+        tables = memory.block_tables(self._pages, 0, num_tokens, state_ids)
+        kept = {group: tables[group].first * memory.args.page_size for group in memory.windows}
+        prompt = prompt_of(self.req, num_tokens)
+        handoff = Handoff(self._rank.source, lease, num_tokens, prompt, tables, kept)
+        return {
+            "handoff": handoff.params(),
+            "metadata": [b64encode(row).decode() for row in self._metadata()],
+            "attempt": self.req.rid,  # equal in all stages
+        }
 
     def _metadata(self) -> list[bytes]:
-        """The request's row of each buffer in which SGLang keeps the first token and what belongs to it."""
-        args = self.kv_mgr.kv_args
-        rows = zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
-        return [ctypes.string_at(address + self._row * size, size) for address, size in rows]
+        """Return the request's first token and what belongs to it, as SGLang keeps them."""
+        rows = self._rank.memory.metadata_rows(self._row_index)
+        return [ctypes.string_at(row.address, row.num_bytes) for row in rows]
 
     def _publish(self, entry: Any, until: float) -> None:
         """Publish the request, again and again while its pages are kept."""
+        memory = self._rank.memory
         while time.monotonic() < until:
             try:
-                publish(self._address, self._room, entry, self.kv_mgr.stage, self.kv_mgr.num_stages)
+                publish(self._address, self._room, entry, memory.stage, memory.num_stages)
             except KVPlanError as error:
                 logger.warning("request %s is not published yet: %s", self._room, error)
                 time.sleep(RETRY_S)
@@ -106,10 +165,11 @@ class Sender(BaseKVSender):
                 return
 
     def poll(self) -> Any:
+        """Return the state of the request, a value of KVPoll."""
         if self._result is None and self._is_sent:
-            self.kv_mgr.poll()
-            if self._name in self.kv_mgr.ended:
-                error = self.kv_mgr.ended.pop(self._name)
+            self._rank.poll()
+            if self._name in self._rank.ended:
+                error = self._rank.ended.pop(self._name)
                 self._error = error or self._error
                 self._result = KVPoll.Failed if error or self._is_aborted else KVPoll.Success
         if self._result is not None:
@@ -125,26 +185,14 @@ class Sender(BaseKVSender):
             self._result = KVPoll.Failed
 
     def clear(self) -> None:
+        """Let another request have the room."""
         if not self._is_refused:
-            self.kv_mgr.close_room(self._room)
+            self._rank.close_room(self._room)
 
     def failure_exception(self) -> None:
+        """Raise the reason why the request has failed."""
         raise self._error
 
     def get_transfer_metric(self) -> KVTransferMetric:
+        """Return no figures."""
         return KVTransferMetric()
-
-
-def tables_of(
-    manager: Manager, pages: list[int], first: int, num_tokens: int, states: list[Any]
-) -> dict[str, Blocks]:
-    """Block tables by group: the pages from position ``first`` on, and what SGLang lists of each of its states."""
-    size = manager.kv_args.page_size
-    tables = {manager.groups[0]: Blocks(pages, first // size)}
-    for group, kind, ids in zip(
-        manager.groups[1:], manager.kv_args.state_types, states, strict=True
-    ):
-        ids = np.asarray(ids).tolist()
-        # A window ends with the last page of the prompt.
-        tables[group] = Blocks(ids, -(-num_tokens // size) - len(ids) if kind.value == "swa" else 0)
-    return tables

@@ -1,4 +1,4 @@
-"""What binds a room to a prompt, from SGLang's own request."""
+"""Prompts: a digest of SGLang's own request binds a room to its prompt."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvplan.connector import prompt_digest
 
 
 def prompt_of(req: Any, num_tokens: int) -> str:
-    """Digest the first positions of a request, and what decides their cache or whose it is.
+    """Digest the first positions of a request, and the facts that decide their cache or its owner.
 
-    Token ids of images are made of the images' hashes. The id of an adapter is made of its name and path.
+    SGLang makes the token ids of images of the images' hashes, and the id of an adapter of its name
+    and path.
     """
     facts = []
     if req.cache_salt is not None:
@@ -26,9 +27,8 @@ def prompt_of(req: Any, num_tokens: int) -> str:
     if req.token_type_ids is not None:
         facts.append(f"token types {_digest(req.token_type_ids[:num_tokens])}")
     if req.positional_embed_overrides is not None:
-        facts.append(
-            uuid.uuid4().hex
-        )  # these may be in another process's memory, so no reader is told what they are
+        # These may be in another process's memory, so no reader can have the same fact.
+        facts.append(uuid.uuid4().hex)
     return prompt_digest(req.origin_input_ids[:num_tokens], facts)
 
 

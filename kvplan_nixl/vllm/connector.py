@@ -1,4 +1,8 @@
-"""The class that vLLM makes, once in its scheduler and once in each worker. It only hands calls on."""
+"""The connector as vLLM sees it: made once in the scheduler and once in each worker.
+
+It only hands calls on, to a :class:`~kvplan_nixl.vllm.scheduler.Scheduler` or a
+:class:`~kvplan_nixl.vllm.worker.Worker`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,10 @@ from kvplan_nixl.vllm.worker import Worker
 
 
 class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Reads a request's KV cache from the engine that computed it, whatever its parallel sizes, blocks and layout."""
+    """Reads a request's KV cache from the engine that computed it.
+
+    The two engines may differ in parallel sizes, blocks and layout.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -52,13 +59,13 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outside tokens: the longest runs where engines divide heads differently."""
+        """Ask for heads outside tokens: the longest runs if engines divide heads differently."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Caches stay where they are registered."""
+        """Return no: sleep mode would move registered memory."""
         return False
 
     def shutdown(self) -> None:
@@ -68,7 +75,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._scheduler.bind(kv_cache_manager.coordinator.single_type_managers)
+        self._scheduler.set_managers(kv_cache_manager.coordinator.single_type_managers)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.add(request)
@@ -79,22 +86,22 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        count = self._scheduler.count(request, num_computed_tokens)
-        return count, count > 0
+        num_tokens = self._scheduler.count_tokens_to_read(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler.allocate(request, blocks, num_external_tokens)
+        self._scheduler.begin_read(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.take_step()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.received(connector_output.finished_recving or set())
+        self._scheduler.end_reads(connector_output.finished_recving or set())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KvplanWorkerMetadata):
-            self._scheduler.answer(metadata)
+            self._scheduler.take_digests(metadata)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -104,15 +111,16 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        params = self._scheduler.finish(request, block_ids)
+        params = self._scheduler.hand_over(request, block_ids)
         return params is not None, params
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler.serve(
-            [one.envelope for one in metadata.values() if isinstance(one, KvplanHandshakeMetadata)]
-        )
+        handshakes = [
+            value for value in metadata.values() if isinstance(value, KvplanHandshakeMetadata)
+        ]
+        self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])
 
     # In a worker
 
@@ -142,12 +150,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return KvplanStats(data or {})
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests are read between steps."""
+        """Wait for nothing: requests are read between steps."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Requests are read when they are computed."""
+        """Save nothing: requests are read once they are computed."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Wait for nothing: no layer is saved."""

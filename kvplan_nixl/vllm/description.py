@@ -1,4 +1,4 @@
-"""What kvplan has to know of a vLLM engine, from its configuration and its caches."""
+"""Descriptions of a vLLM engine, from its configuration and its caches."""
 
 from __future__ import annotations
 
@@ -26,41 +26,45 @@ from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.weights import adapter_of, weights_of
 
-BYTES: Final = MappingProxyType(
+FP8_DTYPES: Final = MappingProxyType(
     {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 )
-"""What the bytes of a cache without a dtype are, by vLLM's name of its dtype."""
+"""The dtypes of caches that vLLM stores as bytes, by its own names."""
 
 
 def specs_of(group: Any) -> list[Any]:
-    """The specs of a cache group, one unless its layers differ."""
+    """Return the specs of a cache group: one, unless its layers differ."""
     spec = group.kv_cache_spec
     return [*getattr(spec, "kv_cache_specs", {}).values()] or [spec]
 
 
 def is_state(group: Any) -> bool:
-    """Whether a cache group has recurrent states."""
+    """Return whether a cache group has recurrent states."""
     return isinstance(specs_of(group)[0], MambaSpec)
 
 
-KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+SPEC_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 """Specs of caches whose blocks hold positions, or states, in the order of a request."""
 
 
 def check_kinds(cache: KVCacheConfig) -> None:
-    """Refuse caches whose blocks are used in another way than :data:`KINDS` are. Raises ``LAYOUT``."""
+    """Refuse caches whose blocks are used in another way than those of :data:`SPEC_KINDS`.
+
+    Raises ``LAYOUT``.
+    """
     for group in cache.transfer_groups:
         for spec in specs_of(group):
-            if not isinstance(spec, KINDS):
-                expected = " or ".join(kind.__name__ for kind in KINDS)
+            if not isinstance(spec, SPEC_KINDS):
+                expected = " or ".join(kind.__name__ for kind in SPEC_KINDS)
                 got = type(spec).__name__
                 raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
 
 
 def first_attended(group: Any, position: int) -> int:
-    """Return the first position that the token at ``position`` attends to in a cache group, and later ones too.
+    """Return the first position that the token at ``position`` or a later one attends to.
 
-    vLLM frees blocks before it: ``get_num_skipped_tokens`` in vllm/v1/core/single_type_kv_cache_manager.py.
+    It is that of a cache group. vLLM frees the blocks before it: ``get_num_skipped_tokens`` in
+    vllm/v1/core/single_type_kv_cache_manager.py.
     """
     return min(_first_attended(spec, position) for spec in specs_of(group))
 
@@ -74,17 +78,23 @@ def _first_attended(spec: Any, position: int) -> int:
 
 
 def frees_blocks(group: Any) -> bool:
-    """Return whether vLLM frees blocks of a running request: those that no later token attends to, and old states."""
+    """Return whether vLLM frees blocks of a running request.
+
+    They are those that no later token attends to, and old states.
+    """
     return is_state(group) or first_attended(group, POSITION_END) > 0
 
 
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
-    """The cache groups that are transferred: the index of each by its name, which is equal in all workers."""
-    return {f"group{i}": i for i in config.transfer_group_ids}
+    """Return the indices of the cache groups that are transferred, by name.
+
+    A group has the same name in all workers.
+    """
+    return {f"group{index}": index for index in config.transfer_group_ids}
 
 
 def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
-    """Return the model as both engines must name it, with its weights and the dtypes that the engine caches it in."""
+    """Return the model as both engines must name it: with its weights, and the cache's dtypes."""
     assert config.kv_transfer_config is not None
     extra_config = config.kv_transfer_config.get_from_extra_config
     name = extra_config("model", config.model_config.model)
@@ -92,27 +102,37 @@ def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
         config.model_config.model, config.model_config.revision
     )
     model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
-    specs = [spec for group in cache.transfer_groups for spec in specs_of(group)]
-    attention = {
-        str(spec.dtype).removeprefix("torch.") for spec in specs if hasattr(spec, "dtype")
-    } - {"uint8"}
-    if not attention:
-        attention = {
-            dtype for name, dtype in BYTES.items() if name == config.cache_config.cache_dtype
-        }
-    states = {
-        str(spec.dtypes[-1]).removeprefix("torch.") for spec in specs if isinstance(spec, MambaSpec)
-    }
-    return model.with_dtypes(
-        *(each.pop() if len(each) == 1 else None for each in (attention, states))
-    )
+    attention_dtypes = set()
+    state_dtypes = set()
+    for group in cache.transfer_groups:
+        for spec in specs_of(group):
+            if hasattr(spec, "dtype"):
+                attention_dtypes.add(_dtype_name(spec.dtype))
+            if isinstance(spec, MambaSpec):
+                state_dtypes.add(_dtype_name(spec.dtypes[-1]))
+    # vLLM stores fp8 as bytes, of which its configuration has the dtype.
+    attention_dtypes.discard("uint8")
+    cache_dtype = config.cache_config.cache_dtype
+    if not attention_dtypes and cache_dtype in FP8_DTYPES:
+        attention_dtypes.add(FP8_DTYPES[cache_dtype])
+    return model.with_dtypes(_only(attention_dtypes), _only(state_dtypes))
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _only(dtypes: set[str]) -> str | None:
+    """Return the one dtype of a set, None if there is no such one."""
+    return next(iter(dtypes)) if len(dtypes) == 1 else None
 
 
 def prompt_of(request: Request, num_tokens: int) -> str:
-    """Digest the first positions of a request, and all else that decides their cache or whose it is.
+    """Digest the first positions of a request, and all facts that decide their cache or its owner.
 
     The facts are those of vLLM's own prefix cache: ``generate_block_hash_extra_keys`` in
-    vllm/v1/core/kv_cache_utils.py. An adapter goes by its name and, where its files are here, by their fingerprint.
+    vllm/v1/core/kv_cache_utils.py. An adapter has its name and, if its files are on this machine,
+    their fingerprint.
     """
     facts = []
     if request.cache_salt is not None:
@@ -134,22 +154,27 @@ def prompt_of(request: Request, num_tokens: int) -> str:
 def worker_of(
     config: VllmConfig, cache: KVCacheConfig, info: RankInfo, kv_caches: Mapping[str, torch.Tensor]
 ) -> Worker:
-    """The worker of a rank. Its groups have the names of :func:`groups_of`."""
+    """Return the worker of a rank. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context
     hf_config = config.model_config.hf_config
-    num_shared = getattr(hf_config, "num_mem_blocks", None)  # of Zamba2
+    # Zamba2's attending layers take turns in a few blocks of weights.
+    num_shared = getattr(hf_config, "num_mem_blocks", None)
     attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
     model = model_of(config, cache)
     worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
-    placed = {layer for tensor in cache.kv_cache_tensors for layer in tensor.layers}
-    there = [
-        name
-        for name, i in groups_of(cache).items()
-        if placed.intersection(cache.kv_cache_groups[i].layer_names)
-    ]
-    renamed = dict(zip((group.name for group in worker.groups), there, strict=True))
-    return attrs.evolve(
-        worker,
-        groups=[attrs.evolve(group, name=renamed[group.name]) for group in worker.groups],
-        views=[attrs.evolve(view, group=renamed[view.group]) for view in worker.views],
-    )
+    new_names = dict(zip((group.name for group in worker.groups), _held(cache), strict=True))
+    groups = [attrs.evolve(group, name=new_names[group.name]) for group in worker.groups]
+    views = [attrs.evolve(view, group=new_names[view.group]) for view in worker.views]
+    return attrs.evolve(worker, groups=groups, views=views)
+
+
+def _held(cache: KVCacheConfig) -> list[str]:
+    """Return the names of the groups of which a rank has layers: a pipeline stage lacks some."""
+    layers_held = set()
+    for tensor in cache.kv_cache_tensors:
+        layers_held.update(tensor.layers)
+    held = []
+    for name, index in groups_of(cache).items():
+        if not layers_held.isdisjoint(cache.kv_cache_groups[index].layer_names):
+            held.append(name)
+    return held

@@ -1,4 +1,4 @@
-"""What the connector in vLLM's scheduler and those in its workers tell each other."""
+"""Messages between the connector in vLLM's scheduler and those in its workers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from kvplan.connector.digest_requests import DigestRequest
 
 @dataclass
 class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """The envelope of one worker, once."""
+    """The envelope of one worker, which it sends once."""
 
     envelope: bytes
 
 
 @dataclass
 class KvplanMetadata(KVConnectorMetadata):
-    """For each step: what to read and to digest, which requests can't be read and why, and whose blocks are free."""
+    """The work of all workers in one step.
+
+    ``reads`` begin. ``digests`` are to be computed, of the blocks by group of each request.
+    ``refused`` has the errors of requests that cannot be read. The blocks of ``released`` requests
+    are free.
+    """
 
     reads: list[Read] = field(default_factory=list)
-    digests: dict[DigestRequest, Mapping[str, Blocks]] = field(
-        default_factory=dict
-    )  # with the blocks of each
+    digests: dict[DigestRequest, Mapping[str, Blocks]] = field(default_factory=dict)
     refused: dict[str, KVPlanError] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
 
@@ -52,10 +55,11 @@ class KvplanWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KvplanStats(KVConnectorStats):
-    """Counts for the line that vLLM logs every few seconds: requests, bytes, failures, and how long requests took.
+    """Counts for the line that vLLM logs every few seconds.
 
-    ``data`` has the seconds and bytes of each request that was read, the number of those that failed, and on prefill
-    the number of claims that came when the lease was over.
+    ``data`` has the ``seconds`` and ``bytes`` of each request that was read, the number of those
+    that ``failed``, and on prefill the number of ``stale`` claims: they came when the lease was
+    over.
     """
 
     def __post_init__(self) -> None:
@@ -65,13 +69,13 @@ class KvplanStats(KVConnectorStats):
     def reset(self) -> None:
         self.data: dict[str, Any] = {"seconds": [], "bytes": [], "failed": 0, "stale": 0}
 
-    def record(self, ended: ReadResult) -> None:
-        """Count a request."""
-        if ended.error is not None:
+    def record(self, result: ReadResult) -> None:
+        """Count a request that was read or has failed."""
+        if result.error is not None:
             self.data["failed"] += 1
         else:
-            self.data["seconds"].append(ended.seconds)
-            self.data["bytes"].append(ended.num_bytes)
+            self.data["seconds"].append(result.seconds)
+            self.data["bytes"].append(result.num_bytes)
 
     def record_stale(self, num_claims: int) -> None:
         """Count claims that came when the lease was over."""

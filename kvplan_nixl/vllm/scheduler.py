@@ -1,4 +1,7 @@
-"""The connector's part in vLLM's scheduler: which requests are read, and whose blocks stay for a reader."""
+"""The connector's part in vLLM's scheduler.
+
+It decides which requests are read, and whose blocks stay for a reader.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvplan import Blocks, KVPlanError
 from kvplan.connector import (
     Claims,
+    EndedLeases,
     Handoff,
     Leases,
     Listener,
@@ -28,6 +32,7 @@ from kvplan.connector import (
 )
 from kvplan.connector.digest import joined
 from kvplan.connector.leases import LEASE_S
+from kvplan.describe.blocks import Range
 from kvplan_nixl.vllm.description import (
     check_kinds,
     first_attended,
@@ -40,27 +45,38 @@ from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerM
 
 logger = init_logger(f"vllm.{__name__}")
 
-NULL: Final = 0
+NULL_BLOCK: Final = 0
 """The id of vLLM's null block."""
 
 
 @attrs.define(eq=False)
 class _Reading:
-    """A request that decode reads: its handoff, or why it can't be read, and how many positions decode has cached."""
+    """A request that decode reads: its handoff, or the error that it cannot be read for.
+
+    Decode has cached its first ``num_cached`` positions. Once ``is_begun``, it is not read again:
+    its parameters cannot tell, which children of one request may share.
+    """
 
     handoff: Handoff | None
     error: KVPlanError | None
     num_cached: int = 0
-    is_begun: bool = (
-        False  # children of one request may share their parameters, so these cannot tell
-    )
+    is_begun: bool = False
+
+
+@attrs.frozen(eq=False)
+class _Lent:
+    """A request whose blocks stay for readers: its lease, and its block tables by group."""
+
+    lease: str
+    tables: dict[str, Blocks]
 
 
 class Scheduler:
-    """Prefill and decode in one: a request's ``kv_transfer_params`` say which of them an engine is for it.
+    """Prefill and decode in one: a request's ``kv_transfer_params`` say which one it meets.
 
-    Decode computes the last token of a prompt itself, so it reads the positions before. Where blocks would be freed
-    that this token attends to, or a state would have passed it, prefill stops one token short of the prompt.
+    Decode computes the last token of a prompt itself, so it reads the positions before. If blocks
+    would be freed that this token attends to, or a state would have passed it, prefill stops one
+    token short of the prompt.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -73,31 +89,27 @@ class Scheduler:
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
         self._states = {name for name, group in self._caches.items() if is_state(group)}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
-        self._to_block_end = (
-            not cache.needs_kv_cache_zeroing
-        )  # else what follows the last position must stay zero
+        # the slots after the last position must stay zero if the engine needs them so
+        self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
         self._listener: Listener | None = None
         self._leases = Leases(float(self._transfer.get_from_extra_config("lease_s", LEASE_S)))
-        self._handed_over: dict[
-            str, tuple[str, dict[str, Blocks]]
-        ] = {}  # leases and their blocks, by request
+        self._lent: dict[str, _Lent] = {}
         self._num_refused = 0
         self._claims = Claims(logger, send_claims)
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
-        self._read_from: dict[
-            str, dict[str, int]
-        ] = {}  # where groups of a request begin that were read in part
+        # by request and group: the first position that was read, if its block was read in part
+        self._read_from: dict[str, dict[str, int]] = {}
         self._step = KvplanMetadata()
         self.stats = KvplanStats()
 
-    def bind(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+    def set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
         """Take the managers of all cache groups, which register blocks in the prefix cache."""
         self._managers = managers
 
-    def serve(self, envelopes: Sequence[bytes]) -> None:
-        """Serve the envelopes of all workers to engines that read from this one, if it is a producer."""
+    def serve_offers(self, envelopes: Sequence[bytes]) -> None:
+        """Serve the envelopes of all workers to other engines, if this one is a producer."""
         if not self._transfer.is_kv_producer:
             return
         host = str(self._transfer.get_from_extra_config("host", get_ip()))
@@ -121,7 +133,7 @@ class Scheduler:
             self._listener = None
 
     def add(self, request: Request) -> None:
-        """Take a request that has arrived: claim what it reads, or shorten what decode computes the last token of."""
+        """Take a request that has arrived: claim its lease, or shorten its prompt for decode."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._reading[request.request_id] = self._claim(request)
@@ -134,11 +146,12 @@ class Scheduler:
             handoff.check_prompt(prompt_of(request, handoff.num_tokens))
         except KVPlanError as error:
             return _Reading(None, error)
-        self._claims.begin(handoff.source, handoff.lease, self._name(request.request_id))
+        # before the request waits for blocks, since the first lease is short
+        self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         return _Reading(handoff, None)
 
-    def _name(self, request: str) -> str:
-        """Return the reader that a request is, by a name that no other request has, of this engine or another."""
+    def _reader_name(self, request: str) -> str:
+        """Return the name of a request as a reader: no other request of any engine has it."""
         return f"{self._reader} {request}"
 
     def _stop_short(self, request: Request) -> None:
@@ -151,40 +164,43 @@ class Scheduler:
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
 
-    def count(self, request: Request, num_cached: int) -> int:
-        """Return how many positions decode reads of a request of which it has cached the first ``num_cached``."""
+    def count_tokens_to_read(self, request: Request, num_cached: int) -> int:
+        """Return the number of positions to read after the first ``num_cached`` of a request."""
         reading = self._reading.get(request.request_id)
         if reading is None or reading.is_begun:
             return 0
         reading.num_cached = num_cached
         return max(0, int(request.num_prompt_tokens) - 1 - num_cached)
 
-    def allocate(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+    def begin_read(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Read ``num_tokens`` positions of a request into its blocks. A request is read once."""
         reading = self._reading.get(request.request_id)
         if reading is None or reading.is_begun:
             return
         reading.is_begun = True
+        # Decode has cached all but the last token.
         if num_tokens == 0:
-            self._let_go(request.request_id)
+            self._end_claim(request.request_id)
             return
+        stop = reading.num_cached + num_tokens
         try:
-            stop = reading.num_cached + num_tokens
-            self._step.reads.append(
-                self._read(request.request_id, reading, blocks.get_block_ids(), stop)
-            )
+            read = self._read(request.request_id, reading, blocks.get_block_ids(), stop)
+            self._step.reads.append(read)
         except KVPlanError as error:
             self._step.refused[request.request_id] = error
 
     def _read(
         self, request: str, reading: _Reading, ids: Sequence[Sequence[int]], stop: int
     ) -> Read:
-        """Return what the workers read into blocks of all groups: positions from the cached ones to ``stop``."""
+        """Return the read of the positions from the cached ones to ``stop``, into all groups.
+
+        Raises the reason why the request cannot be read.
+        """
         handoff = reading.handoff
         if handoff is None:
             assert reading.error is not None
             raise reading.error
-        refusal = self._claims.refusal(handoff.source, handoff.lease, self._name(request))
+        refusal = self._claims.refusal(handoff.source, handoff.lease, self._reader_name(request))
         if refusal is not None:
             raise refusal
         if stop > handoff.num_tokens or (self._states and stop != handoff.num_tokens):
@@ -192,10 +208,11 @@ class Scheduler:
             got = f"{handoff.num_tokens} computed by {handoff.source}"
             raise KVPlanError("TOKENS", f"read request {request!r}", expected=expected, got=got)
         local = self._tables(ids)
-        positions = {
-            group: self._whole_blocks(group, (reading.num_cached, stop), local[group], handoff)
-            for group in self._groups.keys() - self._states
-        }
+        tokens = (reading.num_cached, stop)
+        positions = dict[str, WholeBlocks]()
+        for group in self._groups.keys() - self._states:
+            positions[group] = self._whole_blocks(group, tokens, local[group], handoff)
+        # Prefill may lack the beginning of a group's first block here.
         for group, whole in positions.items():
             if whole.start > max(reading.num_cached, self._first_listed(group, local[group])):
                 self._leave_uncached(request, group, whole)
@@ -211,84 +228,100 @@ class Scheduler:
         )
 
     def _whole_blocks(
-        self, group: str, tokens: tuple[int, int], blocks: Blocks, handoff: Handoff
+        self, group: str, tokens: Range, blocks: Blocks, handoff: Handoff
     ) -> WholeBlocks:
-        """Return the positions of a group that are read, by its blocks here and what prefill has kept."""
+        """Return the positions of a group that are read: what ``blocks`` hold and prefill has."""
         cache = self._caches[group]
-        size = int(cache.kv_cache_spec.block_size)
-        listed = self._first_listed(group, blocks)
         return whole_blocks(
-            tokens, first_attended(cache, tokens[1]), size, listed, handoff.kept.get(group, 0)
+            tokens,
+            attended=first_attended(cache, tokens[1]),
+            tokens_per_block=int(cache.kv_cache_spec.block_size),
+            listed=self._first_listed(group, blocks),
+            kept=handoff.kept.get(group, 0),
         )
 
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
-        """Keep a block that is read in part out of the prefix cache. Raises ``BLOCKS`` where vLLM gives no way to."""
+        """Keep a block that is read in part out of the prefix cache.
+
+        Raises ``BLOCKS`` if vLLM gives no way to do so.
+        """
         if not self._caches_prefixes:
             return
         if not self._managers:
             raise KVPlanError(
                 "BLOCKS",
                 f"read request {request!r}",
-                expected=f"whole blocks of {group}, from {whole.first_whole} on, for the prefix cache",
+                expected=f"whole blocks of {group}, "
+                f"from {whole.first_whole} on, for the prefix cache",
                 got=f"positions from {whole.start} on",
-                hint="engines with equal block sizes, or decode without prefix caching, can read it",
+                hint="engines with equal block sizes, "
+                "or decode without prefix caching, can read it",
             )
         manager = self._managers[self._groups[group]]
+        # vLLM caches a request's blocks from this ordinal on, and takes earlier ones for cached.
         num_blocks = whole.first_whole // manager.block_size
-        manager.num_cached_block[request] = max(
-            manager.num_cached_block.get(request, 0), num_blocks
-        )
+        num_cached = manager.num_cached_block.get(request, 0)
+        manager.num_cached_block[request] = max(num_cached, num_blocks)
 
     def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
-        """Return block tables by group. Of states only the last one counts, that of the last token computed."""
+        """Return block tables by group.
+
+        Of states only the last one counts, that of the last token computed.
+        """
         tables = {}
         for group, index in self._groups.items():
             block_ids = ids[index][-1:] if group in self._states else ids[index]
-            tables[group] = Blocks([*block_ids], null=NULL)
+            tables[group] = Blocks([*block_ids], null=NULL_BLOCK)
         return tables
 
-    def _let_go(self, request: str) -> None:
+    def _end_claim(self, request: str) -> None:
         """End the claim of a request that is read, or will not be."""
-        reading = self._reading.pop(request)
-        if reading.handoff is not None:
-            self._claims.end(reading.handoff.source, reading.handoff.lease, self._name(request))
+        handoff = self._reading.pop(request).handoff
+        if handoff is not None:
+            self._claims.end(handoff.source, handoff.lease, self._reader_name(request))
 
-    def received(self, requests: set[str]) -> None:
-        """Take requests whose reads have ended in all workers."""
+    def end_reads(self, requests: set[str]) -> None:
+        """End the claims of requests whose reads have ended in all workers."""
+        # The claims of some may have ended before.
         for request in requests & self._reading.keys():
-            self._let_go(request)
+            self._end_claim(request)
 
-    def finish(self, request: Request, ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Return the parameters with which others read a finished request, whose blocks stay; None where none can."""
+    def hand_over(self, request: Request, ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Return the parameters with which others read a finished request, whose blocks stay.
+
+        Returns None if nobody reads it; then its blocks are free.
+        """
         params = request.kv_transfer_params or {}
         reading = self._reading.get(request.request_id)
-        if reading is not None and not reading.is_begun:  # aborted before it was read
-            self._let_go(request.request_id)
+        # A request may be aborted before it was read.
+        if reading is not None and not reading.is_begun:
+            self._end_claim(request.request_id)
         read_from = self._read_from.pop(request.request_id, {})
         is_done = request.status in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
         )
-        if not (
-            params.get("do_remote_decode") and is_done and self._listener is not None and any(ids)
-        ):
+        is_wanted = params.get("do_remote_decode") and is_done and any(ids)
+        if not is_wanted or self._listener is None:
             return None
         num_tokens = request.num_computed_tokens
-        if not self._states:  # whose last one is that of the last token computed
+        # The last state is that of the last token computed, also after the prompt.
+        if not self._states:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         tables = self._tables(ids)
-        kept = {
-            group: max(self._first_listed(group, tables[group]), read_from.get(group, 0))
-            for group in self._groups.keys() - self._states
-        }
+        kept = dict[str, int]()
+        for group in self._groups.keys() - self._states:
+            first_listed = self._first_listed(group, tables[group])
+            kept[group] = max(first_listed, read_from.get(group, 0))
         lease = self._leases.grant(request.request_id)
-        self._handed_over[request.request_id] = lease, tables
+        self._lent[request.request_id] = _Lent(lease, tables)
         prompt = prompt_of(request, num_tokens)
         handoff = Handoff(self._listener.source, lease, num_tokens, prompt, tables, kept)
         return {"do_remote_prefill": True, "do_remote_decode": False, **handoff.params()}
 
     def _first_listed(self, group: str, blocks: Blocks) -> int:
         """Return the position from which on a group has all blocks of a request."""
+        # the index of the last block before each gap
         gaps = (blocks.ordinals[1:] - blocks.ordinals[:-1] > 1).nonzero()[0]
         if not blocks.ids.size:
             first_block = blocks.listed[1]
@@ -299,32 +332,35 @@ class Scheduler:
         return first_block * int(self._caches[group].kv_cache_spec.block_size)
 
     def take_step(self) -> KvplanMetadata:
-        """Return what the workers have to know in this step."""
+        """Return the work of the workers in this step."""
         ended = self._leases.take_ended()
-        if ended.late:
-            lease_s = self._leases.lease_s
-            logger.warning(
-                "no reader has claimed these requests for %g s: %s", lease_s, ", ".join(ended.late)
-            )
-        num_stale = self._leases.num_refused - self._num_refused
-        if num_stale:
-            self._num_refused += num_stale
-            self.stats.record_stale(num_stale)
-            logger.error("%d claims came for leases that are over: their requests fail", num_stale)
+        self._log_leases(ended)
         step = self._step
         self._step = KvplanMetadata()
         step.released.update(ended.done, ended.late)
         if self._listener is not None:
             for request in step.released:
-                self._listener.digests.forget(self._handed_over.pop(request)[0])
-            tables_by_lease = dict(self._handed_over.values())
-            for digest in self._listener.digests.take():
-                if digest.lease in tables_by_lease:
-                    step.digests[digest] = tables_by_lease[digest.lease]
+                self._listener.digests.forget(self._lent.pop(request).lease)
+            tables_by_lease = {lent.lease: lent.tables for lent in self._lent.values()}
+            for digest_request in self._listener.digests.take():
+                # Its lease may have ended meanwhile.
+                if digest_request.lease in tables_by_lease:
+                    step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
 
-    def answer(self, metadata: KvplanWorkerMetadata) -> None:
-        """Take the digests that all workers have computed."""
+    def _log_leases(self, ended: EndedLeases) -> None:
+        """Log the leases that nobody has claimed, and count the claims that came too late."""
+        if ended.late:
+            message = "no reader has claimed these requests for %g s: %s"
+            logger.warning(message, self._leases.lease_s, ", ".join(ended.late))
+        num_stale = self._leases.num_refused - self._num_refused
+        if num_stale:
+            self._num_refused += num_stale
+            self.stats.record_stale(num_stale)
+            logger.error("%d claims came for leases that are over: their requests fail", num_stale)
+
+    def take_digests(self, metadata: KvplanWorkerMetadata) -> None:
+        """Take the digests that all workers have computed, those of replicas once."""
         if self._listener is not None:
-            for request, digests in metadata.digests.items():
-                self._listener.digests.put(request, [joined(digests)])  # replicas once
+            for digest_request, digests in metadata.digests.items():
+                self._listener.digests.put(digest_request, [joined(digests)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import Blocks, KVPlanError, tails
 from kvplan.bridges import RankInfo
-from kvplan.connector import Claims, Read, Reads, send_claims
+from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
+from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.describe.blocks import Request as Binding
-from kvplan.staging import Pipeline
-from kvplan_nixl import UCX, Envelope, NixlExecutor
+from kvplan_nixl import UCX, NixlExecutor
 from kvplan_nixl.digest import cache_digests
-from kvplan_nixl.rearrange import STAGING, memories_of, set_zero, with_staging
+from kvplan_nixl.reads import make_reads
+from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 
@@ -29,7 +29,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Worker:
-    """Reads what the scheduler tells it to read, and reports what has ended."""
+    """Reads what the scheduler tells it to read, and reports the requests that have ended."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
         self._config = config
@@ -41,68 +41,67 @@ class Worker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the worker's caches and register them with NIXL."""
-        transfer, parallel = self._config.kv_transfer_config, self._config.parallel_config
+        transfer = self._config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
-        tp_rank, tp = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-        info = RankInfo(
-            transfer.engine_id, get_pp_group().rank_in_group * tp + tp_rank, tp_rank, tp
-        )
+        tp = self._config.parallel_config.tensor_parallel_size
+        tp_rank = get_tensor_model_parallel_rank()
+        rank = get_pp_group().rank_in_group * tp + tp_rank
+        info = RankInfo(transfer.engine_id, rank, tp_rank, tp)
         worker = worker_of(self._config, self._cache, info, kv_caches)
-        worker, copier = with_staging(
-            worker, int(transfer.get_from_extra_config("staging_bytes", 0))
-        )
-        backends: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
+        staging_bytes = int(transfer.get_from_extra_config("staging_bytes", 0))
+        worker, copier = with_staging(worker, staging_bytes)
         self._memories = memories_of(kv_caches.values())
+        names: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
+        backends = {name: UCX.get(name, {}) for name in names}
         key = str(transfer.get_from_extra_config("key", "")).encode()
-        self._executor = NixlExecutor(
-            worker, {name: UCX.get(name, {}) for name in backends}, key=key
-        )
-        self._reads = Reads(
-            worker,
+        self._executor = NixlExecutor(worker, backends, key=key)
+        self._reads = make_reads(
             self._executor,
+            Claims(logger, send_claims),
             logger,
-            open_offer=lambda data: Envelope.unpack(data, key).worker,
-            connect=self._executor.connect,
-            disconnect=partial(self._executor.disconnect, force=True),
-            claims=Claims(logger, send_claims),
-            timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", 30)),
-            pipeline=None if copier is None else Pipeline(self._executor, STAGING, copier),
-            digest=self._digests_of if transfer.get_from_extra_config("verify", False) else None,
+            key=key,
+            copier=copier,
+            timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", HANDSHAKE_S)),
+            digest=self._digest_read if transfer.get_from_extra_config("verify", False) else None,
         )
         logger.info("%s", worker)
 
     def envelope(self) -> bytes:
-        """The worker's envelope."""
+        """Return the worker's envelope."""
         assert self._executor is not None
         return self._executor.envelope()
 
     def begin(self, step: KvplanMetadata) -> None:
-        """Begin the reads of a step."""
+        """Begin the reads and compute the digests of a step."""
         self._released |= step.released
         for request, blocks in step.digests.items():
-            self._digests[request] = [self._digest(request, blocks)]
+            self._digests[request] = [self._digest_lent(request, blocks)]
         for name, error in step.refused.items():
             self._reads.fail(name, error)
         for read in step.reads:
             try:
+                # before any byte moves: transfers write into the same blocks
                 if self._cache.needs_kv_cache_zeroing:
-                    self._clear(read)
+                    self._clear_tail(read)
             except KVPlanError as error:
                 self._reads.fail(read.request, error)
             else:
                 self._reads.begin(read)
 
-    def _digests_of(self, arrived: Binding) -> Mapping[str, Any]:
+    def _digest_read(self, binding: Binding) -> Mapping[str, Any]:
         """Digest what has arrived of a request."""
-        return cache_digests(
-            self._reads.worker, self._memories, arrived["local"], arrived["tokens"]
-        )
+        tables = binding["local"]
+        return cache_digests(self._reads.worker, self._memories, tables, binding["tokens"])
 
-    def _digest(self, request: DigestRequest, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
-        """Digest what another engine reads of a request, as far as this worker has it; nothing where that fails."""
+    def _digest_lent(self, request: DigestRequest, blocks: Mapping[str, Blocks]) -> dict[str, Any]:
+        """Digest what another engine reads of a request, as far as this worker has it.
+
+        The digests are empty if that fails.
+        """
         worker = self._reads.worker
         tokens = dict(request.tokens)
+        # Readers name ranges of token groups; each state group has one state to digest.
         states = {group.name for group in worker.groups if group.tokens_per_block is None}
         groups = {group.name for group in worker.groups} & (tokens.keys() | states)
         tables = {group: blocks[group] for group in groups}
@@ -121,27 +120,29 @@ class Worker:
         self._digests = {}
         return KvplanWorkerMetadata(digests)
 
-    def _clear(self, read: Read) -> None:
-        """Set to zero what is after a request's last position in its blocks, which vLLM leaves to who fills them."""
+    def _clear_tail(self, read: Read) -> None:
+        """Set to zero the rest of a request's last blocks, as vLLM leaves to whoever fills them."""
         worker = self._reads.worker
-        ours = {group.name for group in worker.groups} & read.tokens.keys()
-        tokens = {name: read.tokens[name] for name in ours}
-        for rows in tails(worker, {name: read.local[name] for name in ours}, tokens).values():
+        groups = {group.name for group in worker.groups} & read.tokens.keys()
+        tables = {group: read.local[group] for group in groups}
+        tokens = {group: read.tokens[group] for group in groups}
+        for rows in tails(worker, tables, tokens).values():
             set_zero(self._memories, rows)
 
     def results(self) -> KVConnectorTransferResults:
-        """What has ended since the last step."""
-        released, self._released = self._released, set()
-        ended = self._reads.poll()
-        for one in ended:
-            self.stats.record(one)
+        """Return the requests that have ended since the last step."""
+        released = self._released
+        self._released = set()
+        results = self._reads.poll()
+        for result in results:
+            self.stats.record(result)
+        # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
+        # while bytes may still move.
+        failed = {result.request for result in results if result.error is not None}
         return KVConnectorTransferResults(
             finished_sending=released,
-            finished_recving={one.request for one in ended},
-            # vLLM ends a failed request at once, and frees its blocks when it is in finished_recving.
-            failed_recving={one.request for one in ended if one.error is not None}.union(
-                self._reads.late()
-            ),
+            finished_recving={result.request for result in results},
+            failed_recving=failed.union(self._reads.late()),
         )
 
     def close(self) -> None:

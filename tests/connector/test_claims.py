@@ -29,15 +29,15 @@ def test_a_claim_is_renewed_until_it_ends() -> None:
     """It is due when it begins and every RENEW_S; its end is sent once."""
     source_claims = SourceClaims(SOURCE)
     source_claims.begin(("l", "x"), 3.0)
-    assert source_claims.due(3.0) == 3.0
-    message = source_claims.message(3.0)
+    assert source_claims.next_due(3.0) == 3.0
+    message = source_claims.take_message(3.0)
     assert message == ClaimMessage("a1", claims=(("l", "x"),))
-    assert source_claims.answered(message, yes(message), 3.0) == []
-    assert source_claims.due(4.0) == 3.0 + RENEW_S
-    assert source_claims.message(3.0 + RENEW_S).claims == (("l", "x"),)
+    assert source_claims.take_answer(message, yes(message), 3.0) == []
+    assert source_claims.next_due(4.0) == 3.0 + RENEW_S
+    assert source_claims.take_message(3.0 + RENEW_S).claims == (("l", "x"),)
     source_claims.end(("l", "x"))
-    assert source_claims.message(4.0) == ClaimMessage("a1", done=(("l", "x"),))
-    assert source_claims.due(5.0) is None
+    assert source_claims.take_message(4.0) == ClaimMessage("a1", done=(("l", "x"),))
+    assert source_claims.next_due(5.0) is None
 
 
 def test_renewals_come_more_often_than_claims_end() -> None:
@@ -49,8 +49,8 @@ def test_no_answer_is_no_refusal() -> None:
     """A claim without an answer is sent again soon."""
     source_claims = SourceClaims(SOURCE)
     source_claims.begin(("l", "x"), 0.0)
-    source_claims.failed(source_claims.message(0.0), SILENCE, 7.0)
-    assert source_claims.due(7.0) == 7.0 + RETRY_S
+    source_claims.take_failure(source_claims.take_message(0.0), SILENCE, 7.0)
+    assert source_claims.next_due(7.0) == 7.0 + RETRY_S
     assert source_claims.refusals == {}
 
 
@@ -58,13 +58,13 @@ def test_a_refused_claim_is_not_sent_again() -> None:
     """It is a refusal until it ends, which the engine is not told."""
     source_claims = SourceClaims(SOURCE)
     source_claims.begin(("l", "x"), 0.0)
-    message = source_claims.message(0.0)
-    (refusal,) = source_claims.answered(message, ClaimAnswer((False,), (), ()), 0.0)
+    message = source_claims.take_message(0.0)
+    (refusal,) = source_claims.take_answer(message, ClaimAnswer((False,), (), ()), 0.0)
     assert "LEASE: cannot read 'l' from prefill at 127.0.0.1:1" in str(refusal)
     assert source_claims.refusals == {("l", "x"): refusal}
-    assert source_claims.due(0.0) is None
+    assert source_claims.next_due(0.0) is None
     source_claims.end(("l", "x"))
-    assert (source_claims.refusals, source_claims.due(0.0)) == ({}, None)
+    assert (source_claims.refusals, source_claims.next_due(0.0)) == ({}, None)
 
 
 def test_a_claim_that_ends_while_it_is_sent_is_forgotten() -> None:
@@ -72,29 +72,29 @@ def test_a_claim_that_ends_while_it_is_sent_is_forgotten() -> None:
     for fails in (False, True):
         source_claims = SourceClaims(SOURCE)
         source_claims.begin(("l", "x"), 0.0)
-        message = source_claims.message(0.0)
+        message = source_claims.take_message(0.0)
         source_claims.end(("l", "x"))
         if fails:
-            source_claims.failed(message, SILENCE, 0.0)
+            source_claims.take_failure(message, SILENCE, 0.0)
         else:
-            source_claims.answered(message, yes(message), 0.0)
-        assert source_claims.message(0.0) == ClaimMessage("a1", done=(("l", "x"),))
-        assert source_claims.due(100.0) is None
+            source_claims.take_answer(message, yes(message), 0.0)
+        assert source_claims.take_message(0.0) == ClaimMessage("a1", done=(("l", "x"),))
+        assert source_claims.next_due(100.0) is None
 
 
 def test_who_asks_is_told() -> None:
     """Each question gets the answer to a message that was sent after it, or why there is none."""
     source_claims = SourceClaims(SOURCE)
     first, again, over = source_claims.ask("l"), source_claims.ask("l"), source_claims.ask("o")
-    message = source_claims.message(0.0)
+    message = source_claims.take_message(0.0)
     later = source_claims.ask("l")
     assert message.asks == ("l", "o")
-    source_claims.answered(message, ClaimAnswer((), (), (True, False)), 0.0)
+    source_claims.take_answer(message, ClaimAnswer((), (), (True, False)), 0.0)
     assert (first.result(0), again.result(0)) == (None, None)
     with pytest.raises(KVPlanError, match="LEASE"):
         over.result(0)
     assert not later.done()
-    source_claims.failed(source_claims.message(0.0), SILENCE, 0.0)
+    source_claims.take_failure(source_claims.take_message(0.0), SILENCE, 0.0)
     assert later.exception(0) is SILENCE
 
 
@@ -180,16 +180,16 @@ class Network:
     def exchange(self, reader: int, loses: int) -> None:
         """A reader's message, if one is due, reaches the engine or is lost, and so does the answer."""
         source_claims = self.by_reader[reader]
-        due = source_claims.due(self.now)
+        due = source_claims.next_due(self.now)
         if due is None or due > self.now:
             return
-        message = source_claims.message(self.now)
+        message = source_claims.take_message(self.now)
         if loses != 1:
             answer = answer_claims(self.leases, "a1", message)
         if loses:
-            source_claims.failed(message, SILENCE, self.now)
+            source_claims.take_failure(message, SILENCE, self.now)
         else:
-            source_claims.answered(message, answer, self.now)
+            source_claims.take_answer(message, answer, self.now)
 
 
 STEPS = st.one_of(

@@ -16,7 +16,7 @@ import pytest
 from kvplan import KVPlanError
 from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, send_claims
 from kvplan.connector.claims import ClaimMessage
-from kvplan.connector.http import serve
+from kvplan.connector.http import start_server
 
 LOGGER = logging.getLogger("test")
 
@@ -158,7 +158,7 @@ def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
         has_gone.wait(10)
         return "offers" * (1 << 20)
 
-    server = serve("127.0.0.1", 0, get=get, post=lambda *_: None)
+    server = start_server("127.0.0.1", 0, get=get, post=lambda *_: None)
     with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset

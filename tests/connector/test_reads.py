@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
-from kvplan.connector import Claims, Offers, Read, ReadResult, Reads, Source, attended
+from kvplan.connector import Claims, Connections, Offers, Read, ReadResult, Reads, Source, attended
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from tests.small import engine
@@ -109,11 +109,10 @@ class World:
             local,
             self.executor,
             LOGGER,
-            open_offer=decode,
-            connect=self.connect,
-            disconnect=self.disconnect,
+            connections=Connections(
+                open_offer=decode, connect=self.connect, disconnect=self.disconnect, fetch_offers=self.fetch
+            ),
             claims=cast(Claims, self.sources),
-            fetch_offers=self.fetch,
             timeout_s=timeout_s,
             pipeline=self.pipeline,
             digest=digest,
@@ -225,7 +224,7 @@ def test_an_engine_that_never_answers_fails_its_requests(one: Callable[..., Worl
     assert {*failed} == {"a", "b"}
     assert "PEER: cannot shake hands with prefill" in str(failed["a"].error)
     held.set()
-    world.reads._timeout_s = 30
+    world.reads._peers.timeout_s = 30
     world.reads.begin(world.read("c"))
     assert world.until(1)["c"].error is None
 
@@ -366,7 +365,7 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     world = World(local, engine("prefill"), engine("other"))
     world.reads.begin(world.read("a"))
     world.until(1)
-    monkeypatch.setattr("kvplan.connector.reads.MAX_AGE_S", -1.0)
+    monkeypatch.setattr("kvplan.connector.peer_engines.MAX_AGE_S", -1.0)
     world.reads.begin(world.read("b", source_of("other")))
     world.until(1)
     monkeypatch.undo()
@@ -587,7 +586,7 @@ def test_a_plan_that_is_too_large_to_compare(monkeypatch: pytest.MonkeyPatch, co
     def refuse(*_: Any, **__: Any) -> None:
         raise KVPlanError(code, "choose", expected="less", got="more")
 
-    monkeypatch.setattr("kvplan.connector.reads.choose", refuse)
+    monkeypatch.setattr("kvplan.connector.peer_engines.choose", refuse)
     world = two_engines()
     world.reads.begin(world.read())
     error = world.until(1)["r"].error

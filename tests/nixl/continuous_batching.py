@@ -29,11 +29,11 @@ from kvplan.connector import (
     Listener,
     Read,
     ReadResult,
-    Reads,
     prompt_digest,
     send_claims,
 )
-from kvplan_nixl import Envelope, NixlExecutor
+from kvplan_nixl import NixlExecutor
+from kvplan_nixl.reads import make_reads
 from tests.engines.models import COMMON, MODELS
 
 WINDOW = 56
@@ -77,15 +77,7 @@ class Engine:
         self.leases = Leases()
         self.listener = Listener(name, "127.0.0.1", [self.executor.envelope()], self.leases)
         self.claims = Claims(LOGGER, send_claims)
-        self._reads = Reads(
-            self.executor.worker,
-            self.executor,
-            LOGGER,
-            open_offer=lambda offer: Envelope.unpack(offer).worker,
-            connect=self.executor.connect,
-            disconnect=self.executor.disconnect,
-            claims=self.claims,
-        )
+        self._reads = make_reads(self.executor, self.claims, LOGGER)
 
     def _worker(self, name: str) -> Worker:
         cache = self._batches.cache.cache_tensor

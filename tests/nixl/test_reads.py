@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from kvplan import Blocks, Group, Region, Worker, view_of
-from kvplan.connector import Claims, Handoff, Leases, Listener, Read, ReadResult, Reads, prompt_digest, send_claims
-from kvplan.staging import Pipeline
-from kvplan_nixl import Envelope, NixlExecutor
-from kvplan_nixl.rearrange import STAGING, with_staging
+from kvplan.connector import Claims, Handoff, Leases, Listener, Read, ReadResult, prompt_digest, send_claims
+from kvplan_nixl import NixlExecutor
+from kvplan_nixl.reads import make_reads
+from kvplan_nixl.rearrange import with_staging
 
 LOGGER = logging.getLogger("test")
 WAIT_S = 60.0
@@ -80,19 +80,9 @@ class Decode:
         view = view_of(self.cache, "block kv head token dim", name="layers.0.attn", group="attn", region=region)
         worker, copier = with_staging(Worker("decode", 0, [region], [Group("attn", 24)], [view]), staging_bytes)
         self.executor = NixlExecutor(worker)
-        self.pipeline = None if copier is None else Pipeline(self.executor, STAGING, copier)
         self.claims = Claims(LOGGER, send_claims)
-        self.reads = Reads(
-            worker,
-            self.executor,
-            LOGGER,
-            open_offer=lambda data: Envelope.unpack(data).worker,
-            connect=self.executor.connect,
-            disconnect=self.executor.disconnect,
-            claims=self.claims,
-            timeout_s=WAIT_S,
-            pipeline=self.pipeline,
-        )
+        self.reads = make_reads(self.executor, self.claims, LOGGER, copier=copier, timeout_s=WAIT_S)
+        self.pipeline = self.reads._pipeline
 
     def read(self, handoff: Handoff) -> ReadResult:
         """Read a request into blocks 4 and 1, but for its first 10 tokens."""

@@ -304,9 +304,12 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
     assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
     receiver.clear()
     until(sender, KVPoll.Success)
-    pipeline = decode.manager.reads._pipeline
+    pipeline = decode.manager.rank.reads._pipeline
     assert (pipeline.num_chunks if staging_bytes else pipeline) == (1 if staging_bytes else None)
-    sizes = [{region.name: region.size_bytes for region in side.manager.worker.regions} for side in (prefill, decode)]
+    sizes = [
+        {region.name: region.size_bytes for region in side.manager.rank.memory.executor.worker.regions}
+        for side in (prefill, decode)
+    ]
     assert [found.get("staging", 0) for found in sizes] == [0, staging_bytes]
 
 
@@ -490,12 +493,12 @@ def test_pages_of_a_read_that_hangs_stay(
     sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     with monkeypatch.context() as hanging:
-        hanging.setattr(decode.manager._executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
+        hanging.setattr(decode.manager.rank.memory.executor, "poll", lambda transfer: SimpleNamespace(is_settled=False))
         receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
-        while not decode.manager.reads._jobs:
+        while not decode.manager.rank.reads._jobs:
             assert receiver.poll() == KVPoll.Transferring
         hanging.setattr("kvplan.connector.reads.ASK_S", 0.0)
-        prefill.manager.leases.end(receiver._handoff.lease, receiver._name)
+        prefill.manager.rank.leases.end(receiver._handoff.lease, receiver._name)
         until(receiver, KVPoll.Failed)
         with pytest.raises(KVPlanError, match=r"LEASE: .* expected a lease that stands, got one that is over"):
             receiver.failure_exception()
@@ -511,7 +514,7 @@ def test_pages_of_a_read_that_hangs_stay(
         time.sleep(0.001)
     assert not receiver.abort_notified
     receiver.clear()
-    assert not decode.manager.ended
+    assert not decode.manager.rank.ended
     until(sender, KVPoll.Success)
 
 
@@ -519,7 +522,7 @@ def test_a_request_that_nobody_reads(
     plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
 ) -> None:
     """Its pages are free when its lease is over; decode gives up a request that nobody computes."""
-    prefill.manager.leases.lease_s = decode.manager.timeout_s = 0.05
+    prefill.manager.rank.leases.lease_s = decode.manager.rank.timeout_s = 0.05
     sender = sent(plugin, prefill, server)
     until(sender, KVPoll.Failed)
     with pytest.raises(Exception, match=r"expected a reader that claims it within 0\.05 s, got none"):
@@ -588,7 +591,7 @@ def test_stages_of_prefill(
         assert receiver.poll() == KVPoll.Bootstrapping
         senders[stage].init(len(THEIRS), 2)
         senders[stage].send(torch.tensor(pages[stage]).numpy(), [], TOKENS)
-        stages[stage].manager.publisher.shutdown()
+        stages[stage].manager.rank.publisher.shutdown()
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
     until(receiver, KVPoll.Success)
@@ -602,9 +605,9 @@ def test_stages_of_prefill(
 def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one reads its own layers; the first one tells prefill when all have."""
     stages = two_stages(plugin, monkeypatch, "decode", 16)
-    workers = [stage.manager.worker for stage in stages]
+    workers = [stage.manager.rank.memory.executor.worker for stage in stages]
     assert [(worker.rank, *worker.tensors) for worker in workers] == [(0, "layers.0.attn"), (1, "layers.1.attn")]
-    assert [stage.manager.is_first for stage in stages] == [True, False]
+    assert [stage.manager.rank.memory.is_first for stage in stages] == [True, False]
 
 
 def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:

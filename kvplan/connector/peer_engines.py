@@ -1,0 +1,270 @@
+"""Peer engines: the engines that one worker reads from, and the plan by which it reads from each.
+
+A peer engine is in one of three states. While a thread of its own shakes hands with it, which is to
+fetch its offers and to make a plan, it has neither a plan nor an error. Then it is ready, with a
+plan, or it has failed, with an error. A failed one is forgotten at once, so that the next request
+to that engine shakes hands again.
+
+Connections and prepared plans belong to the executor, so they are made on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from logging import Logger
+from typing import Final
+
+import attrs
+
+from kvplan._checks import having
+from kvplan.connector.handoff import Source
+from kvplan.connector.listener import Offers, fetch
+from kvplan.describe.blocks import Request
+from kvplan.describe.worker import Key, Worker
+from kvplan.errors import KVPlanError
+from kvplan.executor import Executor
+from kvplan.plan import TransferPlan, plan_reads
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, choose
+
+HANDSHAKE_S: Final = 30.0
+"""Seconds within which an engine must answer a handshake."""
+
+MAX_AGE_S: Final = 3600.0
+"""Seconds after which an engine is forgotten that nothing was read from."""
+
+USUAL_TOKENS: Final = 1024
+"""Positions of the request for which a way to read from an engine is chosen."""
+
+
+@attrs.frozen(kw_only=True)
+class Connections:
+    """The functions by which a worker meets the workers of other engines.
+
+    ``fetch_offers`` returns the offers of an engine, within seconds. ``open_offer`` returns the
+    worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
+    where it is known; ``disconnect`` makes the executor forget it. Threads call ``fetch_offers``
+    and ``open_offer``. The others are called where :class:`~kvplan.connector.Reads` is polled.
+    """
+
+    open_offer: Callable[[bytes], Worker]
+    connect: Callable[[bytes], object]
+    disconnect: Callable[[Worker], None]
+    fetch_offers: Callable[[Source, float], Offers] = fetch
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(Connections):
+            function = getattr(self, field.name)
+            having("__call__", function, f"{field.name} of connections", "a function")
+
+
+@attrs.frozen(eq=False)
+class PipelinePlan:
+    """A staged plan, and the pipeline that carries it out."""
+
+    plan: StagedPlan
+    pipeline: Pipeline
+
+    def prepare(self) -> None:
+        """Prepare the plan's transfers, once."""
+        self.pipeline.prepare(self.plan)
+
+    def submit(self, name: str, request: Request) -> StagedTransfer:
+        """Begin a request of the plan, or queue it. Nobody is notified of it."""
+        return self.pipeline.submit(self.plan, name, **request, notify=False)
+
+
+@attrs.frozen(eq=False)
+class PeerPlan:
+    """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
+
+    ``offers`` has the offer of each of the engine's workers.
+    """
+
+    offers: Mapping[Key, bytes]
+    direct: TransferPlan
+    staged: PipelinePlan | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.direct if self.staged is None else self.staged.plan)
+
+
+@attrs.define(eq=False)
+class PeerEngine:
+    """An engine to read from, since a handshake with it began.
+
+    Its ``handshake`` is under way while it has neither a ``plan`` nor an ``error``. ``used_at`` is
+    when the last request to it came.
+    """
+
+    source: Source
+    handshake: Future[PeerPlan]
+    began_at: float
+    used_at: float
+    plan: PeerPlan | None = None
+    error: KVPlanError | None = None
+
+
+@attrs.frozen
+class WorkerOffer:
+    """A worker that is connected, and the offer by which it is."""
+
+    worker: Worker
+    offer: bytes
+
+
+class PeerEngines:
+    """The engines that ``worker`` reads from. Not for several threads at once."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        executor: Executor,
+        logger: Logger,
+        connections: Connections,
+        pipeline: Pipeline | None,
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._worker = worker
+        self._executor = executor
+        self._logger = logger
+        self._connections = connections
+        self._pipeline = pipeline
+        self._peers: dict[Source, PeerEngine] = {}
+        self._connected: dict[Key, WorkerOffer] = {}
+
+    def use(self, source: Source) -> PeerEngine:
+        """Return the peer engine of a request. A handshake begins where there is none."""
+        now = time.monotonic()
+        if source not in self._peers:
+            self._peers[source] = PeerEngine(source, self._shake_hands(source), now, now)
+        peer = self._peers[source]
+        peer.used_at = now
+        return peer
+
+    def poll(self) -> Iterator[PeerEngine]:
+        """Yield the engines that are ready now, or have failed.
+
+        The caller starts the requests to an engine before the next one is connected, which may
+        take its place.
+        """
+        for peer in [*self._peers.values()]:
+            if peer.plan is None and self._advance(peer):
+                yield peer
+
+    def discard(self, peer: PeerEngine) -> None:
+        """Forget an engine that is gone, unless another handshake with it has begun."""
+        if self._peers.get(peer.source) is peer:
+            del self._peers[peer.source]
+
+    def _shake_hands(self, source: Source) -> Future[PeerPlan]:
+        """Fetch the offers of an engine and make a plan, on a thread."""
+        future: Future[PeerPlan] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._plan(source))
+            except KVPlanError as error:
+                future.set_exception(error)
+            except Exception as error:
+                # Whatever it is, the requests that wait for this engine fail, and no others.
+                action = f"shake hands with {source}"
+                failure = KVPlanError("PEER", action, expected="a plan", got=repr(error))
+                future.set_exception(failure)
+
+        # a daemon, which does not keep a process that ends while an engine hangs
+        thread_name = f"kvplan handshake {source.engine_id}"
+        threading.Thread(target=run, name=thread_name, daemon=True).start()
+        return future
+
+    def _plan(self, source: Source) -> PeerPlan:
+        """Fetch offers, and choose how to read from their workers, by rule R5."""
+        offers = self._connections.fetch_offers(source, self.timeout_s).workers
+        workers = [self._connections.open_offer(offer) for offer in offers]
+        keys = [worker.key for worker in workers]
+        by_key = dict(zip(keys, offers, strict=True))
+        if self._pipeline is None:
+            return PeerPlan(by_key, plan_reads(self._worker, workers))
+        plan = self._fastest_plan(workers, self._pipeline.staging)
+        if isinstance(plan, StagedPlan):
+            return PeerPlan(by_key, plan.direct, PipelinePlan(plan, self._pipeline))
+        return PeerPlan(by_key, plan)
+
+    def _fastest_plan(self, workers: list[Worker], staging: str) -> TransferPlan | StagedPlan:
+        """Return the plan that takes the least time, the direct one if nobody can count that."""
+        try:
+            return choose(self._worker, workers, tokens=USUAL_TOKENS, staging=staging).best.plan
+        except KVPlanError as error:
+            # There are more descriptors than can be counted.
+            if error.code != "RANGE":
+                raise
+        return plan_reads(self._worker, workers)
+
+    def _advance(self, peer: PeerEngine) -> bool:
+        """Continue a handshake, and return whether it has ended: the engine is ready or failed."""
+        if not peer.handshake.done():
+            # A thread that hangs is left to itself: nobody takes its result.
+            if time.monotonic() - peer.began_at <= self.timeout_s:
+                return False
+            action = f"shake hands with {peer.source}"
+            expected = f"an answer within {self.timeout_s:g} s"
+            self._fail(peer, KVPlanError("PEER", action, expected=expected, got="none"))
+            return True
+        try:
+            plan = peer.handshake.result()
+            self._connect(plan)
+        except KVPlanError as error:
+            self._fail(peer, error)
+            return True
+        peer.plan = plan
+        self._forget_older(peer)
+        self._logger.info("%s: %r", peer.source, plan)
+        return True
+
+    def _fail(self, peer: PeerEngine, error: KVPlanError) -> None:
+        del self._peers[peer.source]
+        peer.error = error
+
+    def _connect(self, plan: PeerPlan) -> None:
+        """Connect to the workers with which bytes are exchanged, and prepare the plan."""
+        for pair, remote in zip(plan.direct.pairs, plan.direct.remotes, strict=True):
+            if not pair.group_pairs:
+                continue
+            offer = plan.offers[remote.key]
+            connected = self._connected.get(remote.key)
+            # Another offer is that of another start, or of other memory.
+            if connected is not None and connected.offer != offer:
+                self._connections.disconnect(connected.worker)
+            # Connecting may fail. A worker that was lost connects again by the same offer.
+            self._connected.pop(remote.key, None)
+            self._connections.connect(offer)
+            self._connected[remote.key] = WorkerOffer(remote, offer)
+        if plan.staged is None:
+            self._executor.prepare(plan.direct)
+        else:
+            plan.staged.prepare()
+
+    def _forget_older(self, newest: PeerEngine) -> None:
+        """Forget earlier starts of an engine, and engines that were not read from for long."""
+        for peer in [*self._peers.values()]:
+            if peer is newest or peer.plan is None:
+                continue
+            is_earlier = peer.source.engine_id == newest.source.engine_id
+            if is_earlier or time.monotonic() - peer.used_at > MAX_AGE_S:
+                self._forget(peer, peer.plan)
+
+    def _forget(self, peer: PeerEngine, plan: PeerPlan) -> None:
+        """Forget an engine, and disconnect those of its workers that no other start replaces."""
+        del self._peers[peer.source]
+        for key, offer in plan.offers.items():
+            connected = self._connected.get(key)
+            # A later start may have the worker's place already.
+            if connected is not None and connected.offer == offer:
+                del self._connected[key]
+                # The executor keeps a worker with which a transfer still runs.
+                with suppress(KVPlanError):
+                    self._connections.disconnect(connected.worker)

@@ -1,0 +1,52 @@
+"""Reads over NIXL: what a connector's workers read, for every engine alike."""
+
+from __future__ import annotations
+
+from functools import partial
+from logging import Logger
+
+from kvplan.connector import Claims, Connections, Reads
+from kvplan.connector.peer_engines import HANDSHAKE_S
+from kvplan.connector.reads import Digest
+from kvplan.describe import Worker
+from kvplan.staging import Copier, Pipeline
+from kvplan_nixl.envelope import Envelope
+from kvplan_nixl.executor import NixlExecutor
+from kvplan_nixl.rearrange import STAGING
+
+
+def make_reads(
+    executor: NixlExecutor,
+    claims: Claims,
+    logger: Logger,
+    *,
+    key: bytes = b"",
+    copier: Copier | None = None,
+    timeout_s: float = HANDSHAKE_S,
+    digest: Digest | None = None,
+) -> Reads:
+    """Return the reads of an executor's worker, whose offers are envelopes of ``key``.
+
+    With a ``copier``, as :func:`~kvplan_nixl.rearrange.with_staging` makes it, a pipeline stages
+    requests in the worker's staging region. Other arguments are those of
+    :class:`~kvplan.connector.Reads`.
+    """
+
+    def open_offer(envelope: bytes) -> Worker:
+        return Envelope.unpack(envelope, key).worker
+
+    return Reads(
+        executor.worker,
+        executor,
+        logger,
+        connections=Connections(
+            open_offer=open_offer,
+            connect=executor.connect,
+            # Transfers with the worker are cancelled: it has another memory now, or none.
+            disconnect=partial(executor.disconnect, force=True),
+        ),
+        claims=claims,
+        timeout_s=timeout_s,
+        pipeline=None if copier is None else Pipeline(executor, STAGING, copier),
+        digest=digest,
+    )

@@ -1,0 +1,134 @@
+"""Ranks: the memory and the requests of a rank, in what prefill and decode have in common.
+
+A request of SGLang is in a *room*, a number that it has in both engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import attrs
+import numpy as np
+
+from kvplan import Blocks, KVPlanError
+from kvplan.bridges import RankInfo
+from kvplan_nixl import NixlExecutor
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+MIN_POLL_S: Final = 0.001
+"""Seconds between two looks at what has ended, however many requests ask."""
+
+
+class MetadataRow(NamedTuple):
+    """A request's row of a buffer in which SGLang keeps first tokens and what belongs to them."""
+
+    address: int
+    num_bytes: int
+
+
+@attrs.frozen(eq=False)
+class RankMemory:
+    """A rank's memory, registered with NIXL, and the rank's place in its engine.
+
+    ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage. ``windows`` has
+    the window of each token group, None of full attention.
+    """
+
+    args: Any
+    info: RankInfo
+    stage: int
+    num_stages: int
+    windows: Mapping[str, int | None]
+    executor: NixlExecutor
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether the rank is the first one of its engine."""
+        return self.info.rank == 0
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Return whether the rank is the first one of its pipeline stage."""
+        return self.info.tp_rank == 0
+
+    def block_tables(
+        self, pages: Sequence[int], first: int, num_tokens: int, state_ids: Sequence[Any]
+    ) -> dict[str, Blocks]:
+        """Return a request's block tables by group, of ``num_tokens`` positions.
+
+        ``pages`` hold the positions from ``first`` on. ``state_ids`` has an array of pages or slots
+        for each of the cache's states, as SGLang lists them.
+        """
+        token_group, *state_groups = (group.name for group in self.executor.worker.groups)
+        page_size = self.args.page_size
+        # of the whole prompt, also if ``pages`` begin later
+        num_pages = -(-num_tokens // page_size)
+        tables = {token_group: Blocks(pages, first // page_size)}
+        kinds = self.args.state_types
+        for group, kind, array in zip(state_groups, kinds, state_ids, strict=True):
+            ids = np.asarray(array).tolist()
+            # A window ends with the last page of the prompt.
+            first_page = num_pages - len(ids) if kind.value == "swa" else 0
+            tables[group] = Blocks(ids, first_page)
+        return tables
+
+    def metadata_rows(self, index: int) -> list[MetadataRow]:
+        """Return the rows of a request, one for each buffer."""
+        rows = []
+        for address, num_bytes in zip(
+            self.args.aux_data_ptrs, self.args.aux_item_lens, strict=True
+        ):
+            rows.append(MetadataRow(address + index * num_bytes, num_bytes))
+        return rows
+
+
+class Rank(ABC):
+    """The requests of a rank, in either role.
+
+    ``ended`` has the error of each request that has ended, None if it has none, by the name under
+    which it was read or lent. Each request takes out its own.
+    """
+
+    def __init__(self, memory: RankMemory) -> None:
+        self.memory = memory
+        self.ended: dict[str, KVPlanError | None] = {}
+        self._open_rooms: set[int] = set()
+        self._polled_at = 0.0
+
+    def open_room(self, room: int) -> None:
+        """Refuse a room that another request has now. Raises ``NAME``.
+
+        SGLang gives one room to all children of a request with ``n`` > 1.
+        """
+        if room in self._open_rooms:
+            raise KVPlanError(
+                "NAME",
+                f"open room {room}",
+                expected="a room of its own for each request",
+                got="one in use",
+                hint="ask for n = 1",
+            )
+        self._open_rooms.add(room)
+
+    def close_room(self, room: int) -> None:
+        """Let another request have a room."""
+        self._open_rooms.discard(room)
+
+    def poll(self) -> None:
+        """Note which requests have ended, if that was not done just now."""
+        now = time.monotonic()
+        if now - self._polled_at >= MIN_POLL_S:
+            self._polled_at = now
+            self._note_ended()
+
+    @abstractmethod
+    def is_written(self, room: int) -> bool:
+        """Return whether bytes may still move into the pages of a room's request."""
+
+    @abstractmethod
+    def _note_ended(self) -> None: ...
