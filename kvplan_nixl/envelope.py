@@ -1,12 +1,13 @@
-"""Envelopes: the message by which one worker's executor connects to another's, over any channel of the engines.
+"""Envelopes: the message by which one worker's executor connects to another's.
 
-An envelope holds a worker's offer and the metadata of its NIXL agent: the line ``kvplan_nixl 2``, an HMAC-SHA256 of all
-that follows (32 bytes), three lengths (big endian, 4 bytes each), then the agent's name, its metadata, and the offer as
+The engines send it over any channel. An envelope holds a worker's offer and the metadata of its
+NIXL agent: the line ``kvplan_nixl 2``, an HMAC-SHA256 of all that follows (32 bytes), three lengths
+(big endian, 4 bytes each), then the agent's name, its metadata, and the offer as
 :func:`kvplan.encode` makes it.
 
-An envelope is untrusted data, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the metadata, and some
-bytes end its process. So the HMAC, with a key that the engines share, is checked before anything else. With an empty
-key it finds accidents, and no forgery.
+An envelope is untrusted data, and a bad one raises :class:`kvplan.PeerError`. But NIXL parses the
+metadata, and some bytes end its process. So the HMAC, with a key that the engines share, is checked
+before anything else. With an empty key it finds accidents, and no forgery.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from kvplan.handshake import Problem
 MAGIC: Final = b"kvplan_nixl 2\n"
 DIGEST: Final = "sha256"
 DIGEST_BYTES: Final = 32
-LENGTHS: Final = struct.Struct(">III")
+PART_LENGTHS: Final = struct.Struct(">III")
+"""The lengths of the agent's name, its metadata and the offer."""
 
 MAX_NAME_BYTES: Final = 1 << 10
 MAX_METADATA_BYTES: Final = 1 << 22
@@ -32,7 +34,9 @@ MAX_METADATA_BYTES: Final = 1 << 22
 
 
 def agent_prefix(worker: Worker) -> str:
-    """What the names of a worker's NIXL agents begin with. They are names of files where NIXL writes telemetry.
+    """Return the beginning of the names of a worker's NIXL agents.
+
+    NIXL writes telemetry to files of these names.
 
     >>> from kvplan import Worker
     >>> agent_prefix(Worker("prefill", 0, (), (), ()))
@@ -55,15 +59,16 @@ class Envelope:
         instance(bytes, self.metadata, "metadata of an envelope")
 
     def pack(self, key: bytes = b"") -> bytes:
-        """The envelope as bytes, authenticated by a key.
+        """Return the envelope as bytes, authenticated by a key.
 
         >>> from kvplan import Region, Worker
-        >>> data = Envelope(Worker("prefill", 0, (Region("kv", 4096, 64),), (), ()), "prefill.0.a1", b"...").pack()
-        >>> Envelope.unpack(data)
-        Envelope(worker=<Worker prefill/0: 0 views of 0 tensors in 1 region, 0 groups>, agent='prefill.0.a1')
+        >>> worker = Worker("prefill", 0, (Region("kv", 4096, 64),), (), ())
+        >>> Envelope.unpack(Envelope(worker, "prefill.0.a1", b"...").pack())
+        Envelope(worker=<Worker prefill/0: 0 views of 0 tensors in 1 region, 0 groups>,
+                 agent='prefill.0.a1')
         """
         parts = (self.agent.encode(), self.metadata, encode(self.worker))
-        content = b"".join((LENGTHS.pack(*map(len, parts)), *parts))
+        content = b"".join((PART_LENGTHS.pack(*map(len, parts)), *parts))
         return MAGIC + _digest(key, content) + content
 
     @classmethod
@@ -73,34 +78,40 @@ class Envelope:
         Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer.
         """
         instance(bytes, data, "an envelope")
-        begin = len(MAGIC) + DIGEST_BYTES
-        head = begin + LENGTHS.size
-        if not data.startswith(MAGIC) or len(data) < head:
+        digest_start = len(MAGIC)
+        content_start = digest_start + DIGEST_BYTES
+        agent_start = content_start + PART_LENGTHS.size
+        if not data.startswith(MAGIC) or len(data) < agent_start:
             raise _unusable(
-                f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[: len(MAGIC)]!r}"
+                f"a message that starts with {MAGIC.decode().strip()!r}", f"{data[:digest_start]!r}"
             )
-        if not hmac.compare_digest(data[len(MAGIC) : begin], _digest(key, data[begin:])):
+        # nothing but the digest is trusted before it has been compared
+        digest = _digest(key, data[content_start:])
+        if not hmac.compare_digest(data[digest_start:content_start], digest):
             raise _unusable(
                 "one that was made with the key of this engine, and not changed since",
                 "another one",
             )
-        name_bytes, metadata_bytes, offer_bytes = LENGTHS.unpack_from(data, begin)
-        if name_bytes > MAX_NAME_BYTES or metadata_bytes > MAX_METADATA_BYTES:
+        agent_bytes, metadata_bytes, offer_bytes = PART_LENGTHS.unpack_from(data, content_start)
+        if agent_bytes > MAX_NAME_BYTES or metadata_bytes > MAX_METADATA_BYTES:
             raise _unusable(
                 f"at most {MAX_NAME_BYTES} bytes of name and {MAX_METADATA_BYTES} of metadata",
-                f"{name_bytes} and {metadata_bytes}",
+                f"{agent_bytes} and {metadata_bytes}",
             )
-        metadata, offer = head + name_bytes, head + name_bytes + metadata_bytes
-        if offer + offer_bytes != len(data):
-            raise _unusable(f"{offer + offer_bytes} bytes, by its own lengths", f"{len(data)}")
-        agent = data[head:metadata].decode(errors="replace")
-        worker = decode(data[offer:])
+        metadata_start = agent_start + agent_bytes
+        offer_start = metadata_start + metadata_bytes
+        end = offer_start + offer_bytes
+        if end != len(data):
+            raise _unusable(f"{end} bytes, by its own lengths", f"{len(data)}")
+        agent = data[agent_start:metadata_start].decode(errors="replace")
+        worker = decode(data[offer_start:])
         if not (agent.startswith(agent_prefix(worker)) and agent.isprintable()):
             raise _unusable(f"the name of an agent of worker {worker.label}", repr(agent))
-        return cls(worker, agent, data[metadata:offer])
+        return cls(worker, agent, data[metadata_start:offer_start])
 
 
 def _digest(key: bytes, content: bytes) -> bytes:
+    """Return the HMAC of an envelope's content."""
     return hmac.digest(instance(bytes, key, "the key of envelopes"), content, DIGEST)
 
 

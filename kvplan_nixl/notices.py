@@ -1,6 +1,7 @@
-"""The message that carries a :class:`kvplan.Notice`: a JSON list of the request's name, its attempt and its status.
+"""The message that carries a :class:`kvplan.Notice`.
 
-It does not name its sender: NIXL does.
+It is a JSON list of the request's name, its attempt and its status. It does not name its sender:
+NIXL does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_MESSAGE_BYTES: Final = 12 * MAX_REQUEST + 64
 
 
 def message(notice: Notice) -> bytes:
-    """The message for a notice.
+    """Return the message for a notice.
 
     >>> message(Notice("decode", 0, "request 1"))
     b'["request 1", 0, "done"]'
@@ -25,16 +26,17 @@ def message(notice: Notice) -> bytes:
     return json.dumps([notice.request, notice.attempt, notice.status.value]).encode()
 
 
-def notice_of(sender: Key, message: bytes) -> Notice | None:
-    """The notice in a message of a worker, or None for any other message.
+def notice_of(sender: Key, data: bytes) -> Notice | None:
+    """Return the notice in a message of a worker, or None for any other message.
 
     >>> notice_of(("decode", 0), b'["request 1", 0, "done"]')
     Notice(engine_id='decode', rank=0, request='request 1', attempt=0, status=<Status.DONE: 'done'>)
     """
-    if len(message) > MAX_MESSAGE_BYTES:
+    # the message is untrusted data, so it may be large, and any JSON or none
+    if len(data) > MAX_MESSAGE_BYTES:
         return None
     try:
-        request, attempt, status = json.loads(message)
+        request, attempt, status = json.loads(data)
         return Notice(*sender, request, attempt, Status(status))
     except (ValueError, TypeError, RecursionError, KVPlanError):
         return None

@@ -1,4 +1,4 @@
-"""Which weights a model has, for engines that name it by a folder or by a hub's repository."""
+"""Fingerprints of a model's weights, for engines that name it by a folder or a hub's repository."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ADAPTERS: Final = 1024
 
 
 def weights_of(model: str, revision: str | None = None) -> str:
-    """Return a fingerprint of a model's files, of those in the hub's local cache if ``model`` is no folder.
+    """Return a fingerprint of a model's files, in a folder or in the hub's local cache.
 
     Where there are none, return the revision, or ``unknown``.
     """
@@ -40,21 +40,20 @@ def _snapshot(repository: str, revision: str | None) -> Path | None:
 
 
 def adapter_of(path: str) -> str:
-    """Return which weights an adapter has: a fingerprint of its files, or its path where it has none that can be read.
+    """Return a fingerprint of an adapter's files, or its path if it has none that can be read.
 
     A folder is read once, and again when one of its files has changed.
     """
     try:
-        changed_ns = tuple(
-            sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(path))
-        )
+        changed_ns = [(entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(path)]
     except OSError:  # it is in a hub
         return path
-    return _adapter(path, changed_ns)
+    return _adapter(path, tuple(sorted(changed_ns)))
 
 
 @functools.lru_cache(maxsize=MAX_ADAPTERS)
 def _adapter(path: str, changed_ns: tuple[tuple[str, int], ...]) -> str:
+    """Return what :func:`adapter_of` does, for files by name and time of their last change."""
     try:
         return fingerprint(path) or path
     except KVPlanError:  # of broken files
