@@ -1,24 +1,25 @@
 """Agent: a wrapper of NIXL's agent that turns every failure into a :class:`~kvplan.KVPlanError`.
 
-On some bad inputs NIXL's Python layer logs and continues, or returns None. On others it raises its own exceptions. The
-wrapper raises one of three codes instead:
+On some bad inputs NIXL's Python layer logs and continues, or returns None. On others it raises its
+own exceptions. The wrapper raises one of three codes instead:
 
 - ``BACKEND``: a backend is missing, or refuses the memory.
 - ``PEER``: the remote agent is unknown or unreachable.
 - ``TRANSFER``: any other failure of a transfer.
 
-An agent and its handles are alive as long as anything refers to them, and NIXL's threads write memory meanwhile. An
-exception of NIXL refers to them too, through the frames of its traceback. So the errors that are raised in its place do
-not refer to it, and all handles are in a :class:`Handle`, which :meth:`Agent.close` empties.
+An agent and its handles are alive as long as anything refers to them, and NIXL's threads write
+memory meanwhile. An exception of NIXL refers to them too, through the frames of its traceback. So
+the errors that are raised in its place do not refer to it, and all handles are in a
+:class:`Handle`, which :meth:`Agent.close` empties.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 import attrs
@@ -35,21 +36,22 @@ except ImportError as missing:  # nixl itself, or the wheel with its library
     raise ImportError(f"kvplan_nixl needs NIXL: pip install 'nixl>=1.5.1,<2' ({missing})") from None
 
 NIXL_ERRORS: Final = tuple(
-    kind
-    for kind in vars(nixl._bindings).values()
-    if isinstance(kind, type) and issubclass(kind, Exception)
+    binding
+    for binding in vars(nixl._bindings).values()
+    if isinstance(binding, type) and issubclass(binding, Exception)
 )
 """All exception types of NIXL. They have no common base."""
 
 GONE: Final = (nixl._bindings.nixlRemoteDisconnectError, nixl._bindings.nixlNotFoundError)
-"""What NIXL raises during a transfer whose remote agent has disconnected."""
+"""NIXL raises these during a transfer whose remote agent has disconnected."""
 
 FAILURES: Final[tuple[type[Exception], ...]] = (*NIXL_ERRORS, RuntimeError, UnicodeDecodeError)
-"""What NIXL's calls raise: an agent's name may be no UTF-8."""
+"""NIXL's calls raise these: an agent's name may be no UTF-8."""
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 LOCAL: Final = "NIXL_INIT_AGENT"
+"""NIXL's name for the agent itself, as the owner of rows."""
 
 PROGRESS_US: Final = 1000
 """Microseconds after which an agent's progress thread looks for work that has not woken it."""
@@ -58,11 +60,17 @@ CONFIG: Final = nixl._bindings.nixlAgentConfig
 """NIXL's settings of an agent."""
 
 DELAY: Final = CONFIG.pthrDelay
-"""The delay of the progress thread in them: UCX wakes a thread that waits, and one with a delay of 0 takes a core."""
+"""The delay of the progress thread in these settings.
+
+UCX wakes a thread that waits. A thread with a delay of 0 takes a core.
+"""
 
 
 class WakingConfig(nixl._bindings.nixlAgentConfig):  # type: ignore[misc]
-    """Settings of an agent whose progress thread waits until UCX wakes it, whatever NIXL's Python layer sets."""
+    """Settings of an agent whose progress thread waits until UCX wakes it.
+
+    NIXL's Python layer sets another delay, which has no effect.
+    """
 
     @property
     def pthrDelay(self) -> int:  # noqa: N802
@@ -75,10 +83,14 @@ class WakingConfig(nixl._bindings.nixlAgentConfig):  # type: ignore[misc]
 
 
 OPENING: Final = threading.Lock()
+"""Held while NIXL's settings are replaced, which all threads share."""
 
 
 def open_agent(name: str, config: Any) -> Any:
-    """Return a new agent of NIXL. Its Python layer makes the settings itself, and takes no delay from a caller."""
+    """Return a new agent of NIXL.
+
+    NIXL's Python layer makes the settings itself, and takes no delay from a caller.
+    """
     with OPENING:
         nixl._bindings.nixlAgentConfig = WakingConfig
         try:
@@ -89,58 +101,76 @@ def open_agent(name: str, config: Any) -> Any:
 
 @attrs.define(eq=False)
 class Handle:
-    """NIXL's handle of a transfer, or of descriptors that it has checked against registered memory; None once freed.
+    """NIXL's handle of a transfer, or of descriptors that it has checked; None once it is freed.
 
-    NIXL frees descriptors with the last reference.
+    NIXL checks descriptors against registered memory, and frees them with the last reference.
     """
 
     nixl: Any
 
 
-class Range(NamedTuple):
-    """Registered bytes ``[start, stop)`` of one kind of memory of a device."""
+@attrs.frozen(order=True)
+class MemoryRange:
+    """Bytes ``[start, stop)`` of one kind of memory of a device, registered or to be registered."""
 
     memory: str
     device_id: int
     start: int
     stop: int
 
+    @classmethod
+    def of(cls, region: Region) -> MemoryRange:
+        """Return the bytes of a region."""
+        return cls(region.memory, region.device_id, region.address, region.end)
 
-def ranges_of(regions: Iterable[Region]) -> Iterator[Range]:
-    """The memory of regions, each byte once: regions that share bytes are one range.
+    @property
+    def entry(self) -> tuple[int, int, int, str]:
+        """The range as NIXL registers it: address, length, device, and no metadata."""
+        return (self.start, self.stop - self.start, self.device_id, "")
 
-    NIXL does not find descriptors in ranges that overlap, and deregisters two equal ones with a SIGSEGV.
+    def overlaps(self, wanted: MemoryRange) -> bool:
+        """Return whether both ranges have a byte in common."""
+        is_same_memory = (self.memory, self.device_id) == (wanted.memory, wanted.device_id)
+        return is_same_memory and self.start < wanted.stop and wanted.start < self.stop
 
-    >>> list(ranges_of([Region("k", 4096, 64), Region("kv", 4096, 128), Region("more", 4224, 64)]))
-    [Range(memory='DRAM', device_id=0, start=4096, stop=4224), Range(memory='DRAM', device_id=0, start=4224, stop=4288)]
+
+def ranges_of(regions: Iterable[Region]) -> list[MemoryRange]:
+    """Return the memory of regions, each byte once: regions that share bytes are one range.
+
+    NIXL does not find descriptors in ranges that overlap, and deregisters two equal ones with a
+    SIGSEGV.
+
+    >>> regions = [Region("k", 4096, 64), Region("kv", 4096, 128), Region("more", 4224, 64)]
+    >>> [(memory_range.start, memory_range.stop) for memory_range in ranges_of(regions)]
+    [(4096, 4224), (4224, 4288)]
     """
-    last: Range | None = None
-    for each in sorted(Range(one.memory, one.device_id, one.address, one.end) for one in regions):
-        if last is not None and each[:2] == last[:2] and each.start < last.stop:
-            last = last._replace(stop=max(last.stop, each.stop))
+    merged = list[MemoryRange]()
+    # by address, so a range overlaps none before the last one
+    for memory_range in sorted(map(MemoryRange.of, regions)):
+        if merged and merged[-1].overlaps(memory_range):
+            stop = max(merged[-1].stop, memory_range.stop)
+            merged[-1] = attrs.evolve(merged[-1], stop=stop)
         else:
-            if last is not None:
-                yield last
-            last = each
-    if last is not None:
-        yield last
+            merged.append(memory_range)
+    return merged
 
 
 def checked_backends(value: Any) -> dict[str, dict[str, str]]:
-    """Options by the names of backends. Raises ``TYPE`` where NIXL would raise what it likes."""
+    """Return options by the names of backends.
+
+    Raises ``TYPE`` for anything else; NIXL's own errors would vary.
+    """
     if not isinstance(value, Mapping) or not all(
         isinstance(options, Mapping) for options in value.values()
     ):
         raise wrong_type("backends", "a mapping of options by name", value)
-    return {
-        instance(str, backend, "name of a backend"): {
-            instance(str, option, "option of a backend"): instance(
-                str, setting, "option of a backend"
-            )
-            for option, setting in options.items()
-        }
-        for backend, options in value.items()
-    }
+    backends = dict[str, dict[str, str]]()
+    for backend, options in value.items():
+        settings = backends.setdefault(instance(str, backend, "name of a backend"), {})
+        for option, setting in options.items():
+            name = instance(str, option, "option of a backend")
+            settings[name] = instance(str, setting, "option of a backend")
+    return backends
 
 
 class Agent:
@@ -151,20 +181,22 @@ class Agent:
     ) -> None:
         self.name = name
         config = nixl.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
-        self._open: Any = None
+        self._nixl_agent: Any = None
         text = ""
         try:
-            self._open = open_agent(name, config)
+            self._nixl_agent = open_agent(name, config)
         except FAILURES as error:
             text = " ".join(str(error).split())
-        if self._open is None:  # raised after the exception of NIXL is gone
+        # raised after the exception of NIXL is gone, which would be its context otherwise
+        if self._nixl_agent is None:
             raise KVPlanError(
                 "BACKEND", "make a NIXL agent", expected="no error", got=f"NIXL: {text}"
             )
         self._handles: WeakSet[Handle] = WeakSet()
-        self._registered: Counter[Range] = Counter()
+        # each range that NIXL has, and the number of callers that registered it or a part of it
+        self._registered: Counter[MemoryRange] = Counter()
         self._loaded: set[str] = set()
-        self._kinds: dict[str, frozenset[str]] = {}
+        self._memory_kinds: dict[str, frozenset[str]] = {}
         try:
             for backend, options in backends.items():
                 self._add(backend, dict(options))
@@ -173,12 +205,13 @@ class Agent:
             raise
 
     def _add(self, backend: str, options: dict[str, str]) -> None:
-        known = self._agent.get_plugin_list()
-        if backend not in known:
+        """Make a backend. Raises ``BACKEND`` for one that is missing or does not work."""
+        plugins = self._agent.get_plugin_list()
+        if backend not in plugins:
             raise KVPlanError(
                 "BACKEND",
                 "make a NIXL agent",
-                expected=f"a backend among {', '.join(known)}",
+                expected=f"a backend among {', '.join(plugins)}",
                 got=repr(backend),
             )
         self._do(
@@ -189,18 +222,22 @@ class Agent:
             backend=backend,
         )
         kinds = self._agent.get_backend_mem_types(backend)
-        self._kinds[backend] = frozenset(kind.removesuffix("_SEG") for kind in kinds)
+        self._memory_kinds[backend] = frozenset(kind.removesuffix("_SEG") for kind in kinds)
 
     def _do(
-        self, call: Callable[[Any], Made], code: str, action: str, expected: str, **details: Any
-    ) -> Made:
-        """What ``call`` returns for NIXL's agent. What it raises becomes an error that does not refer to NIXL."""
+        self, call: Callable[[Any], Result], code: str, action: str, expected: str, **details: Any
+    ) -> Result:
+        """Return the result of ``call`` for NIXL's agent.
+
+        Raises an error that does not refer to NIXL in place of what the call raises.
+        """
         agent = self._agent
         try:
             return call(agent)
         except FAILURES as error:
             if code == "TRANSFER" and isinstance(error, GONE):
-                code, expected = "PEER", "a connected remote agent"
+                code = "PEER"
+                expected = "a connected remote agent"
             text = " ".join(str(error).split()) or type(error).__name__
             details["nixl"] = type(error).__name__
         finally:
@@ -209,8 +246,11 @@ class Agent:
         raise KVPlanError(code, action, expected=expected, got=f"NIXL: {text}", **details)
 
     def close(self) -> None:
-        """Free everything: handles, remote agents, registered memory, the agent. Nothing touches memory afterwards."""
-        if self._open is None:
+        """Free everything: handles, remote agents, registered memory, the agent.
+
+        Nothing touches memory afterwards.
+        """
+        if self._nixl_agent is None:
             return
         for handle in self._handles:
             handle.nixl = None
@@ -219,86 +259,87 @@ class Agent:
         try:
             self.deregister(self._registered.elements())
         finally:
-            self._open = None
+            self._nixl_agent = None
 
     @property
     def _agent(self) -> Any:
         """NIXL's agent. Raises ``BACKEND`` after :meth:`close`."""
-        if self._open is None:
+        if self._nixl_agent is None:
             raise KVPlanError(
                 "BACKEND", "use a NIXL agent", expected="an open agent", got="a closed one"
             )
-        return self._open
+        return self._nixl_agent
 
     def backend_for(self, *kinds: str) -> str:
-        """The first backend that moves bytes between these kinds of memory. Raises ``BACKEND`` if there is none."""
-        for backend, supported in self._kinds.items():
+        """Return the first backend that moves bytes between these kinds of memory.
+
+        Raises ``BACKEND`` if there is none.
+        """
+        for backend, supported in self._memory_kinds.items():
             if supported.issuperset(kinds):
                 return backend
         raise KVPlanError(
             "BACKEND",
             f"move bytes between {' and '.join(dict.fromkeys(kinds))} memory",
             expected="a backend that supports it",
-            got=", ".join(self._kinds) or "none",
+            got=", ".join(self._memory_kinds) or "none",
             hint="POSIX moves between DRAM and FILE, UCX between DRAM and VRAM",
             kinds=kinds,
         )
 
-    def register(self, regions: Iterable[Region]) -> tuple[Range, ...]:
-        """Register the memory of regions or, raising ``BACKEND``, none. Return what to :meth:`deregister`."""
-        done: list[Range] = []
-        try:
-            done.extend(map(self._register, ranges_of(regions)))
-        except KVPlanError:
-            self.deregister(done)
-            raise
-        return tuple(done)
+    def register(self, regions: Iterable[Region]) -> tuple[MemoryRange, ...]:
+        """Register the memory of regions or, raising ``BACKEND``, none.
 
-    def _register(self, wanted: Range) -> Range:
-        """Register a range, unless it is in one that is registered, and return that."""
-        memory, device_id, start, stop = wanted
-        for known in self._registered:
-            if known[:2] == wanted[:2] and known.start < stop and start < known.stop:
-                if start < known.start or known.stop < stop:
-                    raise KVPlanError(
-                        "BACKEND",
-                        f"register {memory} memory",
-                        expected="memory that is not registered, or that lies in one registered range",
-                        got=f"[{start:#x}, {stop:#x}), of which [{known.start:#x}, {known.stop:#x}) is registered",
-                        hint="register the whole allocation first",
-                    )
-                self._registered[known] += 1
-                return known
-        entry = (start, stop - start, device_id, "")
-        expected = "a backend that accepts it"
+        Return the ranges to :meth:`deregister`.
+        """
+        registered = list[MemoryRange]()
+        try:
+            for memory_range in ranges_of(regions):
+                registered.append(self._register(memory_range))
+        except KVPlanError:
+            self.deregister(registered)
+            raise
+        return tuple(registered)
+
+    def _register(self, wanted: MemoryRange) -> MemoryRange:
+        """Register a range, unless one that is registered has all of it, and return that one."""
+        for registered in self._registered:
+            if registered.overlaps(wanted):
+                if wanted.start < registered.start or registered.stop < wanted.stop:
+                    raise _partly_registered(wanted, registered)
+                self._registered[registered] += 1
+                return registered
         self._do(
-            lambda agent: agent.register_memory([entry], memory),
+            lambda agent: agent.register_memory([wanted.entry], wanted.memory),
             "BACKEND",
-            f"register {memory} memory",
-            expected,
+            f"register {wanted.memory} memory",
+            "a backend that accepts it",
         )
         self._registered[wanted] = 1
         return wanted
 
-    def deregister(self, ranges: Iterable[Range]) -> None:
-        """Deregister what :meth:`register` returned."""
-        for each in tuple(ranges):
-            self._registered[each] -= 1
-            if not self._registered[each]:
-                del self._registered[each]
-                memory, device_id, start, stop = each
-                self._deregister([(start, stop - start, device_id, "")], memory)
+    def deregister(self, ranges: Iterable[MemoryRange]) -> None:
+        """Deregister the ranges that :meth:`register` returned."""
+        for memory_range in tuple(ranges):
+            self._registered[memory_range] -= 1
+            # NIXL keeps a range as long as another caller has registered it
+            if not self._registered[memory_range]:
+                del self._registered[memory_range]
+                self._deregister(memory_range)
 
-    def _deregister(self, entries: list[tuple[int, int, int, str]], memory: str) -> None:
+    def _deregister(self, registered: MemoryRange) -> None:
+        """Deregister a range of memory that nobody needs any more."""
         self._do(
-            lambda agent: agent.deregister_memory(agent.get_reg_descs(entries, memory)),
+            lambda agent: agent.deregister_memory(
+                agent.get_reg_descs([registered.entry], registered.memory)
+            ),
             "BACKEND",
             "deregister memory",
             "registered memory",
         )
 
     def metadata(self) -> bytes:
-        """NIXL's metadata, by which a remote agent reaches the memory that is registered now."""
+        """Return NIXL's metadata, by which remote agents reach the memory registered now."""
         return bytes(self._agent.get_agent_metadata())
 
     def load(self, name: str, metadata: bytes) -> None:
@@ -328,9 +369,10 @@ class Agent:
             )
 
     def prepare(self, owner: str, kind: str, rows: npt.NDArray[np.uint64], backend: str) -> Handle:
-        """Prepare strided rows, shape (n, 5), in the memory of ``owner``: an agent's name, or :data:`LOCAL`.
+        """Prepare strided rows, shape (n, 5), in the memory of an owner.
 
-        Raises ``BACKEND`` for rows outside the owner's registered memory.
+        The owner is an agent's name, or :data:`LOCAL`. Raises ``BACKEND`` for rows outside the
+        owner's registered memory.
         """
         return self._handle(
             lambda agent: agent.prep_xfer_dlist(owner, rows, kind, [backend]),
@@ -341,11 +383,13 @@ class Agent:
             backend=backend,
         )
 
-    def make(self, operation: str, local: Handle, remote: Handle, ids: tuple[Any, Any]) -> Handle:
+    def make(
+        self, operation: str, local: Handle, remote: Handle, local_ids: Any, remote_ids: Any
+    ) -> Handle:
         """Make a transfer to post. Raises ``PEER`` or ``TRANSFER``."""
         return self._handle(
             lambda agent: agent.make_prepped_xfer(
-                operation, local.nixl, ids[0], remote.nixl, ids[1]
+                operation, local.nixl, local_ids, remote.nixl, remote_ids
             ),
             "TRANSFER",
             "make a transfer",
@@ -353,35 +397,43 @@ class Agent:
         )
 
     def _handle(self, *arguments: Any, **details: Any) -> Handle:
+        """Return the result of :meth:`_do` in a handle, which :meth:`close` empties."""
         handle = Handle(self._do(*arguments, **details))
         self._handles.add(handle)
         return handle
 
     def post(self, handle: Handle) -> bool:
-        """Post a transfer, and return whether it is already done. Raises ``PEER`` or ``TRANSFER``."""
+        """Post a transfer, and return whether it is already done.
+
+        Raises ``PEER`` or ``TRANSFER``.
+        """
         return self._is_done(lambda agent: agent.transfer(handle.nixl), "post a transfer")
 
     def is_done(self, handle: Handle) -> bool:
-        """Whether a transfer is done. Raises ``PEER`` or ``TRANSFER`` where it has failed."""
+        """Return whether a transfer is done. Raises ``PEER`` or ``TRANSFER`` if it has failed."""
         return self._is_done(
             lambda agent: agent.check_xfer_state(handle.nixl), "carry out a transfer"
         )
 
     def _is_done(self, call: Callable[[Any], str], action: str) -> bool:
+        """Return whether the state that a call returns is that of a transfer that is done."""
         state = self._do(call, "TRANSFER", action, "no error")
         if state == "ERR":
             raise KVPlanError("TRANSFER", action, expected="DONE or PROC", got="NIXL: ERR")
         return state == "DONE"
 
     def free(self, handle: Handle) -> None:
-        """Free the handle of a settled transfer. NIXL would free that of a running one, and not stop it."""
+        """Free the handle of a settled transfer.
+
+        NIXL would free that of a running transfer too, and not stop it.
+        """
         try:
             self._do(lambda agent: handle.nixl.release(), "TRANSFER", "free a transfer", "no error")
         finally:
             handle.nixl = None
 
     def backend_of(self, handle: Handle) -> str:
-        """The backend that NIXL chose for a transfer."""
+        """Return the backend that NIXL chose for a transfer."""
         return str(self._agent.query_xfer_backend(handle.nixl))
 
     def notify(self, name: str, message: bytes) -> None:
@@ -390,9 +442,28 @@ class Agent:
         self._do(lambda agent: agent.send_notif(name, message), "PEER", action, "a reachable agent")
 
     def messages(self) -> list[tuple[str, bytes]]:
-        """The messages that have arrived since the last call, each with its sender's name, in order for each sender."""
-        action = "read notifications"
-        by_sender = self._do(
-            lambda agent: agent.get_new_notifs(), "TRANSFER", action, "a working agent"
+        """Return the messages that have arrived since the last call, with their senders' names.
+
+        Messages of one sender are in order.
+        """
+        messages_by_sender = self._do(
+            lambda agent: agent.get_new_notifs(),
+            "TRANSFER",
+            "read notifications",
+            "a working agent",
         )
-        return [(sender, message) for sender, sent in by_sender.items() for message in sent]
+        arrived = list[tuple[str, bytes]]()
+        for sender, messages in messages_by_sender.items():
+            arrived += [(sender, message) for message in messages]
+        return arrived
+
+
+def _partly_registered(wanted: MemoryRange, registered: MemoryRange) -> KVPlanError:
+    return KVPlanError(
+        "BACKEND",
+        f"register {wanted.memory} memory",
+        expected="memory that is not registered, or that lies in one registered range",
+        got=f"[{wanted.start:#x}, {wanted.stop:#x}), "
+        f"of which [{registered.start:#x}, {registered.stop:#x}) is registered",
+        hint="register the whole allocation first",
+    )

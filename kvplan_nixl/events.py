@@ -1,9 +1,10 @@
 """Events: the result of each transfer and the duration of its stages.
 
-A transfer has one event, at the time it settles. Its executor passes the event to the callback ``on_event``, and logs
-one line to the logger ``kvplan_nixl``, with the event as the record's ``event``: WARNING for a failed transfer, DEBUG
-for any other. The executor checks for a callback and for the log level when a transfer starts. Without either it
-measures nothing, and logs a failed transfer without an event.
+A transfer has one event, at the time it settles. Its executor passes the event to the callback
+``on_event``, and logs one line to the logger ``kvplan_nixl``, with the event as the record's
+``event``: WARNING for a failed transfer, DEBUG for any other. The executor checks for a callback
+and for the log level when a transfer starts. Without either it measures nothing, and logs a failed
+transfer without an event.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from kvplan.describe.worker import Key, label_of
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
 
-Told = TypeVar("Told")
+Event = TypeVar("Event")
 
 
 @attrs.frozen
 class Peer:
-    """A remote worker of an executor. ``error`` says why its connection is lost; a disconnected worker has none.
+    """A remote worker of an executor.
+
+    ``error`` says why its connection is lost; a disconnected worker has none.
 
     >>> print(Peer(Worker("prefill", 3, (), (), ()), is_connected=True))
     prefill/3 connected
@@ -37,33 +40,33 @@ class Peer:
     error: KVPlanError | None = None
 
     def __str__(self) -> str:
-        state = (
-            "connected"
-            if self.is_connected
-            else "disconnected"
-            if self.error is None
-            else f"lost: {self.error}"
-        )
-        return f"{self.worker.label} {state}"
+        if self.is_connected:
+            return f"{self.worker.label} connected"
+        if self.error is None:
+            return f"{self.worker.label} disconnected"
+        return f"{self.worker.label} lost: {self.error}"
 
 
 @attrs.frozen(kw_only=True)
 class TransferEvent:
     """The event of a settled transfer.
 
-    ``local`` and ``remote`` are (engine id, rank), ``operation`` is ``READ`` or ``WRITE``. The spec has
-    ``num_bytes`` in ``num_ids`` pairs of descriptors; where ``status`` is DONE, all have moved. ``code`` is the code of
-    the transfer's error, or empty.
+    ``local`` and ``remote`` are (engine id, rank), ``operation`` is ``READ`` or ``WRITE``. The spec
+    has ``num_bytes`` in ``num_ids`` pairs of descriptors; where ``status`` is DONE, all have moved.
+    ``code`` is the code of the transfer's error, or empty.
 
-    The three stages are in microseconds, 0 for a stage that was not reached: NIXL makes the transfer, NIXL posts it,
-    and bytes move until the poll that finds the transfer settled. On one host UCX moves the bytes while it posts.
+    The three stages are in microseconds, 0 for a stage that was not reached: NIXL makes the
+    transfer, NIXL posts it, and bytes move until the poll that finds the transfer settled. On one
+    host UCX moves the bytes while it posts.
 
     >>> event = TransferEvent(
-    ...     request="request 1", operation="READ", local=("decode", 0), remote=("prefill", 3), num_bytes=51200,
-    ...     num_ids=14, make_us=8.5, post_us=90.0, transfer_us=1200.0, status=Status.DONE,
+    ...     request="request 1", operation="READ", local=("decode", 0), remote=("prefill", 3),
+    ...     num_bytes=51200, num_ids=14, make_us=8.5, post_us=90.0, transfer_us=1200.0,
+    ...     status=Status.DONE,
     ... )
     >>> print(event)
-    request 1: READ decode/0 <- prefill/3 done, 51200 bytes by 14 ids, made in 8 us, posted in 90, moved in 1200
+    request 1: READ decode/0 <- prefill/3 done, 51200 bytes by 14 ids,
+    made in 8 us, posted in 90, moved in 1200
     >>> event.total_us
     1298.5
     """
@@ -87,21 +90,24 @@ class TransferEvent:
 
     def __str__(self) -> str:
         arrow = "<-" if self.operation == "READ" else "->"
+        workers = f"{label_of(self.local)} {arrow} {label_of(self.remote)}"
+        code = f" with {self.code}" if self.code else ""
         return (
-            f"{self.request}: {self.operation} {label_of(self.local)} {arrow} {label_of(self.remote)} "
-            f"{self.status.value}{self.code and f' with {self.code}'}, {self.num_bytes} bytes by {self.num_ids} ids, "
-            f"made in {self.make_us:.0f} us, posted in {self.post_us:.0f}, moved in {self.transfer_us:.0f}"
+            f"{self.request}: {self.operation} {workers} {self.status.value}{code}, "
+            f"{self.num_bytes} bytes by {self.num_ids} ids, made in {self.make_us:.0f} us, "
+            f"posted in {self.post_us:.0f}, moved in {self.transfer_us:.0f}"
         )
 
 
 Listener = Callable[[TransferEvent], object]
-"""A callback on the executor's thread, during its call. It must return soon and not use the executor.
+"""A callback on the executor's thread, during its call.
 
-The executor logs what the callback raises. It affects no transfer.
+It must return soon and not use the executor. The executor logs what the callback raises, which
+affects no transfer.
 """
 
 
-def tell(listener: Callable[[Told], object], event: Told) -> None:
+def call_listener(listener: Callable[[Event], object], event: Event) -> None:
     """Call a listener, and log what it raises."""
     try:
         listener(event)
@@ -121,9 +127,8 @@ class Unwatched:
     def settled(self, transfer: Transfer) -> None:
         """The transfer has settled."""
         if transfer.status is Status.FAILED:
-            LOGGER.warning(
-                "%s: %s", repr(transfer), str(transfer.error)
-            )  # text: records are kept, transfers are not
+            # as text: log records are kept, transfers are not
+            LOGGER.warning("%s: %s", repr(transfer), str(transfer.error))
 
 
 UNWATCHED: Final = Unwatched()
@@ -135,6 +140,7 @@ class Watch(Unwatched):
     def __init__(self, listener: Listener | None) -> None:
         self._listener = listener
         self._num_bytes: int | None = None
+        # the times at which stages begin and end, as far as the transfer has come
         self._marks = [perf_counter_ns()]
 
     def made(self) -> None:
@@ -142,26 +148,26 @@ class Watch(Unwatched):
         self._marks.append(perf_counter_ns())
 
     def posted(self, transfer: Transfer) -> None:
-        """The second stage ends. Count bytes now: later a workspace may hold the ids of another request."""
+        """The second stage ends."""
         self._marks.append(perf_counter_ns())
+        # counted now: later a workspace may hold the ids of another request
         self._num_bytes = transfer.spec.num_bytes
 
     def settled(self, transfer: Transfer) -> None:
         """The transfer has settled: log the event, and call the listener."""
         self._marks.append(perf_counter_ns())
         event = self._event(transfer)
-        LOGGER.log(
-            logging.WARNING if event.status is Status.FAILED else logging.DEBUG,
-            "%s",
-            event,
-            extra={"event": event},
-        )
+        level = logging.WARNING if event.status is Status.FAILED else logging.DEBUG
+        LOGGER.log(level, "%s", event, extra={"event": event})
         if self._listener is not None:
-            tell(self._listener, event)
+            call_listener(self._listener, event)
 
     def _event(self, transfer: Transfer) -> TransferEvent:
-        spec, error = transfer.spec, transfer.error
-        stages = [(stop - start) / 1000 for start, stop in pairwise(self._marks)] + [0.0, 0.0]
+        """Return the event of a transfer that has settled."""
+        spec = transfer.spec
+        stages_us = [(stop - start) / 1000 for start, stop in pairwise(self._marks)]
+        # a transfer that has failed, or moved no byte, may have reached one stage only
+        make_us, post_us, transfer_us = [*stages_us, 0.0, 0.0][:3]
         return TransferEvent(
             request=transfer.request,
             operation=spec.operation,
@@ -169,18 +175,16 @@ class Watch(Unwatched):
             remote=spec.remote,
             num_bytes=spec.num_bytes if self._num_bytes is None else self._num_bytes,
             num_ids=spec.local_ids.size,
-            make_us=stages[0],
-            post_us=stages[1],
-            transfer_us=stages[2],
+            make_us=make_us,
+            post_us=post_us,
+            transfer_us=transfer_us,
             status=transfer.status,
-            code="" if error is None else error.code,
+            code="" if transfer.error is None else transfer.error.code,
         )
 
 
-def watch(listener: Listener | None) -> Unwatched:
-    """The watch of a transfer that starts."""
-    return (
-        UNWATCHED
-        if listener is None and not LOGGER.isEnabledFor(logging.DEBUG)
-        else Watch(listener)
-    )
+def watch_for(listener: Listener | None) -> Unwatched:
+    """Return the watch of a transfer that starts."""
+    if listener is None and not LOGGER.isEnabledFor(logging.DEBUG):
+        return UNWATCHED
+    return Watch(listener)

@@ -1,18 +1,23 @@
 """NixlExecutor: moves the bytes of one worker's specs through NIXL.
 
-The executor computes nothing. It registers the worker's regions, hands a plan's rows to NIXL as strided descriptors,
-and indexes them by a spec's ids. It follows the rules of :mod:`kvplan.executor` and these:
+The executor computes nothing. It registers the worker's regions, hands a plan's rows to NIXL as
+strided descriptors, and indexes them by a spec's ids. It follows the rules of
+:mod:`kvplan.executor` and these:
 
-- N1: An envelope makes a remote worker known. A plan is prepared only if its remote workers equal those of the
-  envelopes. A restarted process has a new agent name, so transfers meant for the old process never reach it.
-- N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes under way. So the executor
-  does neither while a transfer runs. A cancelled transfer runs until NIXL reports DONE or an error, also where its
-  remote worker is disconnected by force. Only :meth:`NixlExecutor.close` ends running transfers. An error is an end
-  where UCX goes on with nothing after it, which is why :data:`UCX` leaves its own copies out.
-- N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory, the agent. After
-  :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors the caller keeps.
-- N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it. The latest
-  :data:`MAX_EARLY` messages of other agents are kept, in case these connect.
+- N1: An envelope makes a remote worker known. A plan is prepared only if its remote workers equal
+  those of the envelopes. A restarted process has a new agent name, so transfers meant for the old
+  process never reach it.
+- N2: NIXL can release a running transfer or remove its remote agent, but neither stops bytes under
+  way. So the executor does neither while a transfer runs. A cancelled transfer runs until NIXL
+  reports DONE or an error, also where its remote worker is disconnected by force. Only
+  :meth:`NixlExecutor.close` ends running transfers. An error ends a transfer only if UCX stops
+  writing after it. With its own copies on one host (CMA) it does not, so :data:`UCX` leaves these
+  out.
+- N3: Handles are freed in this order: transfers, prepared rows, remote agents, registered memory,
+  the agent. After :meth:`NixlExecutor.close` nothing of NIXL is left, whatever transfers and errors
+  the caller keeps.
+- N4: A message counts as a notice if NIXL says that the agent of a connected worker sent it. The
+  latest :data:`MAX_EARLY` messages of other agents are kept, in case these connect.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import attrs
@@ -33,24 +38,25 @@ from kvplan import Executor, KVPlanError, Notice, ReadSpec, Status, Transfer, Tr
 from kvplan._checks import having, instance, members, seconds
 from kvplan.describe.worker import Key, key_of
 from kvplan.executor import check_local, not_connected, not_planned_for, still_running, unprepared
-from kvplan.plan import Table
-from kvplan_nixl.agent import LOCAL, Agent, Handle, Range, checked_backends
+from kvplan.plan import Pair, Table
+from kvplan_nixl.agent import LOCAL, Agent, Handle, MemoryRange, checked_backends
 from kvplan_nixl.envelope import Envelope, agent_prefix
-from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, tell, watch
+from kvplan_nixl.events import UNWATCHED, Listener, Peer, Unwatched, call_listener, watch_for
 from kvplan_nixl.notices import MAX_MESSAGE_BYTES, message, notice_of
-from kvplan_nixl.rows import Rows, kind_of
+from kvplan_nixl.rows import PreparedRows, memory_kind_of
 
 Backends = Mapping[str, Mapping[str, str]]
 
 UCX: Final[Backends] = MappingProxyType(
     {"UCX": MappingProxyType({"engine_config": "TLS=^cma,TCP_CONN_NB=y,TCP_SYN_CNT=3"})}
 )
-"""The default backends: UCX, which connects over TCP in the background and gives up after 15 s, without its copies
-between processes of one host (CMA).
+"""The default backends: UCX, without its copies between processes of one host (CMA).
 
-With UCX's own settings :meth:`NixlExecutor.connect` waits, for minutes where nobody answers. And where a source closes
-while NIXL takes a read, the read fails although UCX goes on with the copies that NIXL took before: bytes land in blocks
-that are free. ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_TLS`` in the environment take precedence.
+It connects over TCP in the background and gives up after 15 s. With UCX's own settings
+:meth:`NixlExecutor.connect` waits, for minutes where nobody answers. And where a source closes
+while NIXL takes a read, the read fails although UCX goes on with the copies that NIXL took before:
+bytes land in blocks that are free. ``UCX_TCP_CONN_NB``, ``UCX_TCP_SYN_CNT`` and ``UCX_TLS`` in the
+environment take precedence.
 """
 
 MAX_EARLY: Final = 1024
@@ -72,27 +78,35 @@ class NixlTransfer(Transfer):
 
 @attrs.define(eq=False)
 class _Peer:
-    """A remote worker. ``attached`` is its registered memory where it is in this process, ``lost`` why it is gone.
+    """A remote worker.
 
-    ``held`` are its transfers that have a handle.
+    ``attached`` is its registered memory where it is in this process, ``lost`` why it is gone,
+    ``rows`` what NIXL has of it by its tables, and ``held`` its transfers that have a handle.
     """
 
     worker: Worker
     agent: str
-    attached: tuple[Range, ...] | None = None
+    attached: tuple[MemoryRange, ...] | None = None
     lost: KVPlanError | None = None
-    rows: WeakKeyDictionary[Table, Rows] = attrs.field(factory=WeakKeyDictionary)
+    rows: WeakKeyDictionary[Table, PreparedRows] = attrs.field(factory=WeakKeyDictionary)
     held: set[NixlTransfer] = attrs.field(factory=set)
+
+    def is_connected_by(self, envelope: Envelope) -> bool:
+        """Return whether an envelope is that of the process that is connected."""
+        is_same_process = self.agent == envelope.agent and self.worker == envelope.worker
+        return is_same_process and self.lost is None
 
 
 class NixlExecutor:
     """The :class:`~kvplan.Executor` of one worker, with a NIXL agent of its own.
 
-    ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX`` for DRAM and VRAM,
-    followed by ``POSIX`` for files. The worker's regions stay registered until the executor is closed, so use it as a
-    context manager, from one thread at a time. Without a ``progress_thread`` it serves its peers' transfers and
-    messages only while it polls or reads notices. It calls ``on_event`` for each settled transfer, and ``on_peer`` when
-    a remote worker is connected, lost or disconnected. Envelopes are authenticated by ``key``, which all engines share.
+    ``backends`` are NIXL's backends by name, in order of preference, each with its options: ``UCX``
+    for DRAM and VRAM, followed by ``POSIX`` for files. The worker's regions stay registered until
+    the executor is closed, so use it as a context manager, from one thread at a time. Without a
+    ``progress_thread`` it serves its peers' transfers and messages only while it polls or reads
+    notices. It calls ``on_event`` for each settled transfer, and ``on_peer`` when a remote worker
+    is connected, lost or disconnected. Envelopes are authenticated by ``key``, which all engines
+    share.
 
     Raises ``BACKEND`` for a backend that is missing or refuses the worker's memory.
 
@@ -101,14 +115,15 @@ class NixlExecutor:
     >>> def worker(engine, cache):
     ...     region = region_of(cache)
     ...     axes = (Axis("token", 0, 4, 4, 2), Axis("dim", 0, 2, 2, 1))
-    ...     view = View("layers.0.mla", "attn", region, "uint8", axes, num_blocks=10, block_stride_bytes=8)
+    ...     view = View("mla", "attn", region, "uint8", axes, num_blocks=10, block_stride_bytes=8)
     ...     return Worker(engine, 0, (region,), (Group("attn", 4),), (view,))
     >>> caches = np.arange(80, dtype=np.uint8), np.zeros(80, np.uint8)
     >>> source, local = worker("prefill", caches[0]), worker("decode", caches[1])
     >>> with NixlExecutor(source) as prefill, NixlExecutor(local) as decode:
     ...     plan = plan_reads(local, [decode.connect(prefill.envelope())])
     ...     decode.prepare(plan)
-    ...     (spec,) = plan.bind(local={"attn": Blocks([7])}, remote={"attn": Blocks([3])}, tokens=(1, 3))
+    ...     tables = {"local": {"attn": Blocks([7])}, "remote": {"attn": Blocks([3])}}
+    ...     (spec,) = plan.bind(**tables, tokens=(1, 3))
     ...     transfer = decode.start(spec, "request 1")
     ...     settle(decode, [transfer], timeout_s=10)
     True
@@ -128,21 +143,20 @@ class NixlExecutor:
     ) -> None:
         self.worker = instance(Worker, worker, "worker")
         self._key = instance(bytes, key, "the key of envelopes")
-        self._on_event, self._on_peer = (
-            each if each is None else having("__call__", each, name, "a function")
-            for name, each in (("on_event", on_event), ("on_peer", on_peer))
-        )
-        self._agent = Agent(
-            f"{agent_prefix(worker)}{uuid.uuid4().hex}", checked_backends(backends), progress_thread
-        )
+        self._on_event = _function_or_none(on_event, "on_event")
+        self._on_peer = _function_or_none(on_peer, "on_peer")
+        agent_name = f"{agent_prefix(worker)}{uuid.uuid4().hex}"
+        self._agent = Agent(agent_name, checked_backends(backends), progress_thread)
         try:
             self._agent.register(worker.regions)
         except KVPlanError:
             self._agent.close()
             raise
         self._peers: dict[Key, _Peer] = {}
+        # peers that were disconnected, as long as they have transfers
         self._left: set[_Peer] = set()
         self._local: WeakValueDictionary[tuple[str, str, bytes], Handle] = WeakValueDictionary()
+        # messages that have arrived, with their senders: of connected agents, and of others
         self._unread: list[tuple[str, bytes]] = []
         self._early: deque[tuple[str, bytes]] = deque(maxlen=MAX_EARLY)
 
@@ -153,41 +167,42 @@ class NixlExecutor:
         self.close()
 
     def envelope(self) -> bytes:
-        """The envelope of this worker, for :meth:`connect` of a remote worker's executor."""
+        """Return the envelope of this worker, for :meth:`connect` of a remote worker's executor."""
         return Envelope(self.worker, self._agent.name, self._agent.metadata()).pack(self._key)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """The remote workers that are connected or lost. A worker that dies is lost when a transfer or notice fails."""
-        return tuple(
-            Peer(peer.worker, peer.lost is None, peer.lost) for peer in self._peers.values()
-        )
+        """The remote workers that are connected or lost.
+
+        A worker that dies is lost when a transfer or notice fails.
+        """
+        peers = self._peers.values()
+        return tuple(Peer(peer.worker, peer.lost is None, peer.lost) for peer in peers)
 
     def connect(self, envelope: bytes) -> Worker:
         """Connect to a remote worker by its envelope, and return the worker, to plan with.
 
-        With the backends :data:`UCX` it does not wait for the worker. Where nobody answers, transfers fail with
-        ``PEER``, or this call does, if NIXL notices first; NIXL 1.5.1 then refuses that envelope for good, so one of
-        both processes has to start again. The envelope of a connected worker changes nothing. A worker whose
-        connection was lost is replaced.
+        With the backends :data:`UCX` it does not wait for the worker. Where nobody answers,
+        transfers fail with ``PEER``, or this call does, if NIXL notices first; NIXL 1.5.1 then
+        refuses that envelope for good, so one of both processes has to start again. The envelope of
+        a connected worker changes nothing. A worker whose connection was lost is replaced.
 
-        Raises ``PEER`` for an unusable envelope or where another process is connected as that worker, and what
-        :func:`kvplan.decode` raises for a bad offer.
+        Raises ``PEER`` for an unusable envelope or where another process is connected as that
+        worker, and what :func:`kvplan.decode` raises for a bad offer.
         """
         opened = Envelope.unpack(envelope, self._key)
-        known = self._peers.get(opened.worker.key)
-        if known is not None and (known.agent, known.worker, known.lost) == (
-            opened.agent,
-            opened.worker,
-            None,
-        ):
-            return known.worker
+        peer = self._peers.get(opened.worker.key)
+        if peer is not None and peer.is_connected_by(opened):
+            return peer.worker
         self._make_room(opened.worker)
         self._agent.load(opened.agent, opened.metadata)
         self._add(_Peer(opened.worker, opened.agent))
-        early, self._early = self._early, deque(maxlen=MAX_EARLY)
-        for sent in early:
-            (self._unread if sent[0] == opened.agent else self._early).append(sent)
+        # messages that the agent sent before it was connected can be read now
+        early_messages = self._early
+        self._early = deque(maxlen=MAX_EARLY)
+        for sender, data in early_messages:
+            messages = self._unread if sender == opened.agent else self._early
+            messages.append((sender, data))
         return opened.worker
 
     def attach(self, worker: Worker) -> None:
@@ -198,9 +213,9 @@ class NixlExecutor:
     def disconnect(self, worker: Worker, *, force: bool = False) -> None:
         """Forget a remote worker, so that another process can connect under its name.
 
-        With ``force`` its running transfers are cancelled. They stay RUNNING, and their blocks must not be used, until
-        NIXL reports their end, rule N2. Otherwise raises ``TRANSFER`` while a transfer runs. Raises ``PEER`` if the
-        worker is not connected.
+        With ``force`` its running transfers are cancelled. They stay RUNNING, and their blocks must
+        not be used, until NIXL reports their end, rule N2. Otherwise raises ``TRANSFER`` while a
+        transfer runs. Raises ``PEER`` if the worker is not connected.
         """
         peer = self._peers.get(instance(Worker, worker, "worker").key)
         if peer is None:
@@ -215,14 +230,14 @@ class NixlExecutor:
         del self._peers[worker.key]
         self._left.add(peer)
         self._forget_left()
-        self._tell(Peer(peer.worker, is_connected=False))
+        self._report(Peer(peer.worker, is_connected=False))
 
     def prepare(self, plan: TransferPlan) -> None:
         """Hand the rows of a plan to NIXL, except those that NIXL already has.
 
-        Raises ``PEER`` where a worker that exchanges bytes is not connected or differs from the plan's; ``BACKEND``
-        where memory is not registered or no backend moves between its kinds; ``MEMORY`` where the rows of one side are
-        in several kinds of memory.
+        Raises ``PEER`` where a worker that exchanges bytes is not connected or differs from the
+        plan's; ``BACKEND`` where memory is not registered or no backend moves between its kinds;
+        ``MEMORY`` where the rows of one side are in several kinds of memory.
         """
         check_local(plan, self.worker)
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
@@ -232,35 +247,40 @@ class NixlExecutor:
             if peer is None or peer.worker != remote:
                 raise not_planned_for(remote, None if peer is None else peer.worker, "remote")
             if pair.remote_table not in peer.rows:
-                kinds = kind_of(pair.local_table), kind_of(pair.remote_table)
-                backend = self._agent.backend_for(*kinds)
-                remote_rows = self._agent.prepare(
-                    peer.agent, kinds[1], pair.remote_table.rows, backend
-                )
-                local_rows = self._prepare_local(kinds[0], pair.local_table, backend)
-                peer.rows[pair.remote_table] = Rows(pair.local_table, local_rows, remote_rows)
+                peer.rows[pair.remote_table] = self._prepared(pair, peer)
 
-    def _prepare_local(self, kind: str, table: Table, backend: str) -> Handle:
-        """The prepared rows of a local table. Equal tables of several remote workers share them."""
+    def _prepared(self, pair: Pair, peer: _Peer) -> PreparedRows:
+        """Return the rows of a pair, prepared for the backend that moves bytes between them."""
+        local_kind = memory_kind_of(pair.local_table)
+        remote_kind = memory_kind_of(pair.remote_table)
+        backend = self._agent.backend_for(local_kind, remote_kind)
+        remote_rows = self._agent.prepare(peer.agent, remote_kind, pair.remote_table.rows, backend)
+        local_rows = self._prepared_local(local_kind, pair.local_table, backend)
+        return PreparedRows(pair.local_table, local_rows, remote_rows)
+
+    def _prepared_local(self, kind: str, table: Table, backend: str) -> Handle:
+        """Return the rows of a local table. Equal tables of several remote workers share them."""
         key = (backend, kind, hashlib.sha256(table.rows.tobytes()).digest())
-        prepared = self._local.get(key)
-        if prepared is None:
-            prepared = self._local[key] = self._agent.prepare(LOCAL, kind, table.rows, backend)
-        return prepared
+        handle = self._local.get(key)
+        if handle is None:
+            handle = self._agent.prepare(LOCAL, kind, table.rows, backend)
+            self._local[key] = handle
+        return handle
 
     def start(
         self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
     ) -> NixlTransfer:
-        """Start to move the bytes of a spec. With ``notify``, the remote worker gets a notice when all have moved.
+        """Start to move the bytes of a spec.
 
-        The bytes move in the background. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan
+        The bytes move in the background. With ``notify``, the remote worker gets a notice when all
+        have moved. Raises ``PEER`` where the worker is not connected, ``TRANSFER`` where the plan
         is not prepared; ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
         """
         transfer = NixlTransfer(
-            spec, request, notifies=notify, attempt=attempt, watch=watch(self._on_event)
+            spec, request, notifies=notify, attempt=attempt, watch=watch_for(self._on_event)
         )
         if not len(spec.local_table.rows):
-            self._settle(transfer)
+            self._end(transfer)
             return transfer
         peer = self._peers.get(spec.remote)
         if peer is None:
@@ -270,9 +290,8 @@ class NixlExecutor:
             raise unprepared(spec)
         transfer.peer = peer
         if peer.lost is not None:
-            self._settle(
-                transfer, peer.lost.with_hint(peer.lost.hint)
-            )  # a copy, which the caller may raise
+            # a copy, which the caller may raise
+            self._end(transfer, peer.lost.with_hint(peer.lost.hint))
             return transfer
         try:
             if not spec.local_ids.size or self._post(transfer, peer, rows):
@@ -280,26 +299,28 @@ class NixlExecutor:
             else:
                 transfer.watch.posted(transfer)
         except KVPlanError as error:
-            self._settle(transfer, error)
+            self._end(transfer, error)
         return transfer
 
-    def _post(self, transfer: NixlTransfer, peer: _Peer, rows: Rows) -> bool:
+    def _post(self, transfer: NixlTransfer, peer: _Peer, rows: PreparedRows) -> bool:
         """Make and post a transfer, and return whether it is done."""
         spec = transfer.spec
-        ids = (spec.local_ids, spec.remote_ids)
-        transfer.handle = self._agent.make(spec.operation, rows.local, rows.remote, ids)
+        transfer.handle = self._agent.make(
+            spec.operation, rows.local, rows.remote, spec.local_ids, spec.remote_ids
+        )
         peer.held.add(transfer)
         transfer.watch.made()
         return self._agent.post(transfer.handle)
 
     def _finish(self, transfer: NixlTransfer, peer: _Peer) -> None:
-        """All bytes have moved, rule E3."""
+        """Notify the peer that all bytes have moved, rule E3, and settle the transfer."""
         if transfer.notifies and peer.attached is None and not transfer.is_cancelled:
             notice = Notice(*self.worker.key, transfer.request, transfer.attempt)
             self._agent.notify(peer.agent, message(notice))
-        self._settle(transfer)
+        self._end(transfer)
 
-    def _settle(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
+    def _end(self, transfer: NixlTransfer, error: KVPlanError | None = None) -> None:
+        """Set the final status of a transfer, which has ended, or failed with an error."""
         ended = Status.DONE if error is None else Status.FAILED
         transfer.status = Status.CANCELLED if transfer.is_cancelled else ended
         transfer.error = error
@@ -310,16 +331,21 @@ class NixlExecutor:
         transfer.watch.settled(transfer)
 
     def _lose(self, peer: _Peer, error: KVPlanError) -> None:
+        """Remember the first error by which the connection to a peer was lost, and report it."""
         if peer.lost is None:
             peer.lost = error.with_hint(error.hint)
-            self._tell(Peer(peer.worker, is_connected=False, error=peer.lost))
+            self._report(Peer(peer.worker, is_connected=False, error=peer.lost))
 
-    def _tell(self, peer: Peer) -> None:
+    def _report(self, peer: Peer) -> None:
+        """Call the listener for a change of a peer, if there is one."""
         if self._on_peer is not None:
-            tell(self._on_peer, peer)
+            call_listener(self._on_peer, peer)
 
     def poll(self, transfer: Transfer) -> Status:
-        """Update and return the status of a transfer, without waiting. UCX may copy bytes that have arrived."""
+        """Update and return the status of a transfer, without waiting.
+
+        UCX may copy bytes that have arrived.
+        """
         status = instance(Transfer, transfer, "transfer").status
         if status is Status.RUNNING and isinstance(transfer, NixlTransfer):
             assert transfer.handle is not None
@@ -328,11 +354,14 @@ class NixlExecutor:
                 if self._agent.is_done(transfer.handle):
                     self._finish(transfer, transfer.peer)
             except KVPlanError as error:
-                self._settle(transfer, error)
+                self._end(transfer, error)
         return transfer.status
 
     def backend_of(self, transfer: Transfer) -> str:
-        """The backend that NIXL chose for a transfer that is not released; empty where no byte moves."""
+        """Return the backend that NIXL chose for a transfer that is not released.
+
+        It is empty where no byte moves.
+        """
         instance(Transfer, transfer, "transfer")
         handle = transfer.handle if isinstance(transfer, NixlTransfer) else None
         return "" if handle is None else self._agent.backend_of(handle)
@@ -351,8 +380,11 @@ class NixlExecutor:
             self._drop(transfer)
 
     def _drop(self, transfer: NixlTransfer) -> None:
-        handle, peer = transfer.handle, transfer.peer
-        transfer.handle = transfer.peer = None
+        """Free the handle of a transfer, and its peer if that was disconnected meanwhile."""
+        handle = transfer.handle
+        peer = transfer.peer
+        transfer.handle = None
+        transfer.peer = None
         if handle is not None and peer is not None:
             peer.held.discard(transfer)
             try:
@@ -361,7 +393,10 @@ class NixlExecutor:
                 self._forget_left()
 
     def notify(self, worker: Key, request: str, status: Status, *, attempt: int = 0) -> None:
-        """Send a worker a notice without a transfer: that this one gives a request up, FAILED or CANCELLED."""
+        """Send a worker a notice without a transfer.
+
+        It says that this worker gives a request up, FAILED or CANCELLED.
+        """
         notice = Notice(*self.worker.key, request, attempt, status)
         peer = self._peers.get(key_of(worker, "worker of a notice"))
         if peer is None or peer.attached is not None:
@@ -373,41 +408,56 @@ class NixlExecutor:
             raise
 
     def notices(self) -> tuple[Notice, ...]:
-        """The notices that have arrived from connected workers since the last call. Ignores any other message."""
+        """Return the notices that have arrived from connected workers since the last call.
+
+        Ignores any other message.
+        """
         unread = self._unread + self._agent.messages()
         self._unread.clear()
-        senders = (
-            {peer.agent: key for key, peer in self._peers.items() if peer.attached is None}
-            if unread
-            else {}
-        )
-        found = []
+        if not unread:
+            return ()
+        # attached workers have this worker's own agent, and send nothing
+        peers = self._peers.items()
+        senders = {peer.agent: key for key, peer in peers if peer.attached is None}
+        notices = list[Notice]()
         for agent, data in unread:
             if agent in senders:
-                found.append(notice_of(senders[agent], data))
+                notice = notice_of(senders[agent], data)
+                if notice is not None:
+                    notices.append(notice)
             elif len(data) <= MAX_MESSAGE_BYTES:
                 self._early.append((agent, data))
-        return tuple(notice for notice in found if notice is not None)
+        return tuple(notices)
 
     def close(self) -> None:
-        """Free everything in the order of rule N3. Running transfers become CANCELLED and touch no more bytes."""
-        peers, self._peers = {*self._peers.values(), *self._left}, {}
+        """Free everything in the order of rule N3.
+
+        Running transfers become CANCELLED and touch no more bytes.
+        """
+        peers = {*self._peers.values(), *self._left}
+        self._peers = {}
         self._left.clear()
-        for transfer in [transfer for peer in peers for transfer in peer.held]:
-            with suppress(KVPlanError):  # a handle that NIXL refuses to free ends with its agent
-                self._drop(transfer)
-            if not transfer.status.is_settled:
-                transfer.is_cancelled = True
-                self._settle(transfer)
+        for peer in peers:
+            for transfer in tuple(peer.held):
+                with suppress(
+                    KVPlanError
+                ):  # a handle that NIXL refuses to free ends with its agent
+                    self._drop(transfer)
+                if not transfer.status.is_settled:
+                    transfer.is_cancelled = True
+                    self._end(transfer)
         self._agent.close()
 
     def _add(self, peer: _Peer) -> None:
+        """Add a peer that is connected, and report it."""
         self._peers[peer.worker.key] = peer
-        self._tell(Peer(peer.worker, is_connected=True))
+        self._report(Peer(peer.worker, is_connected=True))
 
     def _forget_left(self) -> None:
         """Free the peers that were disconnected and have no transfer any more."""
-        for peer in [peer for peer in self._left if not peer.held]:
+        for peer in tuple(self._left):
+            if peer.held:
+                continue
             self._left.remove(peer)
             peer.rows.clear()
             if peer.attached is None:
@@ -417,20 +467,15 @@ class NixlExecutor:
 
     def _make_room(self, worker: Worker) -> None:
         """Refuse a worker that is connected, and forget one whose connection was lost."""
-        known = self._peers.get(worker.key)
-        if known is not None and known.lost is not None:
-            self.disconnect(known.worker, force=True)
-        elif known is not None or worker.key == self.worker.key:
-            raise KVPlanError(
-                "PEER",
-                f"connect {worker.label}",
-                expected="a worker that is not connected",
-                got="another process that is connected as that worker"
-                if known is not None
-                else "this worker",
-                hint="disconnect it first" if known is not None else "",
-                worker=worker.label,
+        peer = self._peers.get(worker.key)
+        if peer is not None and peer.lost is not None:
+            self.disconnect(peer.worker, force=True)
+        elif peer is not None:
+            raise _is_connected(
+                worker, "another process that is connected as that worker", "disconnect it first"
             )
+        elif worker.key == self.worker.key:
+            raise _is_connected(worker, "this worker")
 
     def __repr__(self) -> str:
         transfers = sum(len(peer.held) for peer in (*self._peers.values(), *self._left))
@@ -439,8 +484,27 @@ class NixlExecutor:
         )
 
 
+def _function_or_none(value: Any, name: str) -> Any:
+    """Return a callback, or None where there is none. Raises ``TYPE`` for anything else."""
+    return None if value is None else having("__call__", value, name, "a function")
+
+
+def _is_connected(worker: Worker, got: str, hint: str = "") -> KVPlanError:
+    return KVPlanError(
+        "PEER",
+        f"connect {worker.label}",
+        expected="a worker that is not connected",
+        got=got,
+        hint=hint,
+        worker=worker.label,
+    )
+
+
 def settle(executor: Executor, transfers: Iterable[Transfer], timeout_s: float) -> bool:
-    """Poll transfers until all are settled, for at most ``timeout_s`` seconds. Return whether all are."""
+    """Poll transfers until all are settled, and return whether all are.
+
+    Wait for at most ``timeout_s`` seconds.
+    """
     deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
     having("poll", executor, "executor", "an Executor")
     running: Sequence[Transfer] = members(Transfer, transfers, "transfers")

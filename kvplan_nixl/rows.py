@@ -10,17 +10,18 @@ from kvplan_nixl.agent import Handle
 
 
 @attrs.frozen(eq=False)
-class Rows:
-    """The prepared rows of both tables of a pair."""
+class PreparedRows:
+    """The rows of both tables of a pair, ``local`` and ``remote``, as NIXL has them."""
 
     local_table: Table
     local: Handle
     remote: Handle
 
 
-def kind_of(table: Table) -> str:
-    """The kind of memory of all rows of a table. Raises ``MEMORY`` where there are several."""
-    kinds: list[str] = sorted({table.regions[i].memory for i in set(table.region.tolist())})
+def memory_kind_of(table: Table) -> str:
+    """Return the kind of memory of all rows of a table. Raises ``MEMORY`` if there are several."""
+    region_indices = set(table.region.tolist())
+    kinds: list[str] = sorted({table.regions[index].memory for index in region_indices})
     if len(kinds) > 1:
         raise KVPlanError(
             "MEMORY",
