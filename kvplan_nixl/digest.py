@@ -1,4 +1,4 @@
-"""Digests of what a worker's tensors hold of a request, in main memory or on a GPU.
+"""Digests of a request's cache in a worker's tensors, in main memory or on a GPU.
 
 :mod:`kvplan.connector.digest` defines them, and compares those of two engines.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import attrs
@@ -32,10 +33,13 @@ from kvplan.describe.blocks import Tokens, check_blocks
 from kvplan.describe.views import TOKEN, Context
 from kvplan.errors import KVPlanError
 from kvplan.plan.bind import check_names, range_of
-from kvplan_nixl.rearrange import Memory
+from kvplan_nixl.rearrange import Memory, MemoryPlace
 
 CHUNK_BYTES: Final = {"cpu": 1 << 20, "cuda": 32 << 20}
-"""Words in work at a time, or one block: what a processor's cache holds, and what fills a GPU."""
+"""Bytes of words in work at a time, by type of device, or of one block if that has more.
+
+A processor's cache holds them, and they fill a GPU.
+"""
 
 
 def cache_digests(
@@ -79,7 +83,7 @@ def cache_digests(
     ('TRANSFER', 'use layers.0 head 2')
     """
     groups = {group.name: group for group in instance(Worker, worker, "worker of digests").groups}
-    storages = members(Memory, memories, "memories of digests")
+    memories = members(Memory, memories, "memories of digests")
     check_names(groups, instance(Mapping, blocks, "block tables"), "block table")
     check_names(groups, tokens if isinstance(tokens, Mapping) else (), "token range")
     for geometry in worker.geometries:
@@ -98,22 +102,23 @@ def cache_digests(
     for view, geometry_number in zip(worker.views, worker.geometry_of, strict=True):
         if view.group not in blocks:
             continue
-        memory, offset = _place(storages, regions[view.region], view)
-        word_bytes = _word_bytes(view, divided_names, memory.address, offset)
+        place = _place(memories, regions[view.region], view)
+        word_bytes = _word_bytes(view, divided_names, place)
+        # views of equal geometry share their words, if these are as wide
         key = (geometry_number, word_bytes)
         if key not in words_of_geometry:
             words_of_geometry[key] = ViewWords.of(view, divided_names, word_bytes)
         words = words_of_geometry[key]
-        values = words.digests(memory, offset, positions[view.group], arrays)
+        values = words.digests(place, positions[view.group], arrays)
         sums.setdefault((view.name, view.group), []).append(ViewSum(words, values))
     return to_json(_tensors(sums, positions))
 
 
-def _place(memories: Sequence[Memory], region: Region, view: View) -> tuple[Memory, int]:
-    """Return the memory that a region is in, and how far into it a view begins, in bytes."""
+def _place(memories: Iterable[Memory], region: Region, view: View) -> MemoryPlace:
+    """Return the memory that a region is in, and where a view of the region begins in it."""
     for memory in memories:
         if memory.has(region):
-            return memory, region.address - memory.address + view.offset_bytes
+            return MemoryPlace(memory, memory.offset_of(region) + view.offset_bytes)
     raise KVPlanError(
         "MEMORY",
         f"digest region {region.name!r}",
@@ -123,20 +128,22 @@ def _place(memories: Sequence[Memory], region: Region, view: View) -> tuple[Memo
     )
 
 
-def _word_bytes(view: View, divided: Sequence[str], address: int, offset: int) -> int:
+def _word_bytes(view: View, divided: Sequence[str], place: MemoryPlace) -> int:
     """Return the widest word, up to 8 bytes, that the view's elements can be read in.
 
     It is as wide as several elements where the packed axis is contiguous, or as part of one.
     """
+    start = (place.memory.address, place.offset_bytes)
     steps = [axis.stride_bytes for axis in view.axes if axis.extent > 1]
     if view.num_blocks > 1:
         steps.append(view.block_stride_bytes)
     packed = _contiguous_axis(view, divided)
     if packed is None:
-        return math.gcd(view.itemsize, address, offset, *steps)
+        return math.gcd(view.itemsize, *start, *steps)
+    # elements along the packed axis may be read together, from its first one on
     steps.remove(view.itemsize)
     bounds = packed.start * view.itemsize, packed.stop * view.itemsize
-    return math.gcd(WORD_BYTES, address, offset, *bounds, *steps)
+    return math.gcd(WORD_BYTES, *start, *bounds, *steps)
 
 
 def _contiguous_axis(view: View, divided: Sequence[str]) -> Axis | None:
@@ -149,12 +156,13 @@ def _contiguous_axis(view: View, divided: Sequence[str]) -> Axis | None:
 
 @attrs.frozen(eq=False)
 class ViewWords:
-    """How the blocks of views with equal geometries are read as words, and what they are worth.
+    """The words of the blocks of views with equal geometries, and their weights.
 
     ``extents`` and ``strides_bytes`` have one entry for each dimension of a block, by descending
     stride. The arrays have as many dimensions, of extent 1 where a value does not depend on one:
-    ``slots`` the slot, ``weights`` what a word is multiplied by, ``parts`` the part that it is in,
-    and ``coverage``, in the shape of ``parts``, the sum of rule D5 over the other axes.
+    ``slots`` the slot of a word, ``weights`` the factor that it is multiplied by, ``parts`` the
+    part that it is in, and ``coverage``, in the shape of ``parts``, the sum of rule D5 over the
+    other axes.
     """
 
     num_blocks: int
@@ -171,43 +179,48 @@ class ViewWords:
     @classmethod
     def of(cls, view: View, divided: Sequence[str], word_bytes: int) -> ViewWords:
         """Return the words of a view that fit its place."""
-        sizes = {axis: size for axis, size in view.sizes.items() if size > 1}
-        packed = packed_axis(sizes, divided)
-        contiguous = _contiguous_axis(view, divided)
         order = sorted(view.axes, key=lambda axis: -axis.stride_bytes)
         extents = [axis.extent for axis in order]
         strides = [axis.stride_bytes for axis in order]
+        contiguous = _contiguous_axis(view, divided)
         if contiguous is None:
-            # One more dimension has the words of an element.
+            # one more dimension has the words of an element
+            word_dimension = len(order)
             extents.append(view.itemsize // word_bytes)
             strides.append(word_bytes)
+        else:
+            # the dimension of the packed axis has words in place of elements
+            word_dimension = order.index(contiguous)
+            extents[word_dimension] = contiguous.extent * view.itemsize // word_bytes
+            strides[word_dimension] = word_bytes
+        sizes = {axis: size for axis, size in view.sizes.items() if size > 1}
         coordinates = {}
         for axis in (*sizes, TOKEN):
             coordinates[axis] = _coordinates(view, order, axis, len(extents))
-        byte = _along(np.arange(view.itemsize // word_bytes) * word_bytes, -1, len(extents))
+        # where each word begins, in bytes: along the packed axis, or else in its element
+        packed = packed_axis(sizes, divided)
+        word_offsets = np.arange(extents[word_dimension]) * word_bytes
+        first_bytes = _along(word_offsets, word_dimension, len(extents))
         if contiguous is not None:
-            # The dimension of the packed axis has words in place of elements.
-            at = order.index(contiguous)
-            extents[at] = contiguous.extent * view.itemsize // word_bytes
-            strides[at] = word_bytes
-            word = np.arange(extents[at]) * word_bytes + contiguous.start * view.itemsize
-            byte = _along(word, at, len(extents))
+            first_bytes = first_bytes + contiguous.start * view.itemsize
         elif packed is not None:
-            byte = coordinates[packed] * view.itemsize + byte
-        shift = (byte % WORD_BYTES * 8).astype(np.uint64)
-        weights = np.uint64(1) << shift
+            first_bytes = first_bytes + coordinates[packed] * view.itemsize
+        # rule D2: 8 bytes in a row share the key of the packed axis
+        weights = np.uint64(1) << (first_bytes % WORD_BYTES * 8).astype(np.uint64)
         if packed is not None:
-            weights = weights * keys(packed, byte // WORD_BYTES)
+            weights = weights * keys(packed, first_bytes // WORD_BYTES)
         parts = np.zeros((1,) * len(extents), np.int64)
         coverage = np.ones(parts.shape, np.uint64)
-        cut = divided_axes(sizes, divided)
+        divided_sizes = divided_axes(sizes, divided)
         for axis in sorted(sizes.keys() - {TOKEN}):
             axis_keys = keys(axis, coordinates[axis])
             if axis != packed:
                 weights = weights * axis_keys
-            if axis in cut:
-                share = cut[axis] // parts_of(cut[axis])
-                parts = parts * parts_of(cut[axis]) + coordinates[axis] // share
+            if axis in divided_sizes:
+                # a part has an equal share of the coordinates along each divided axis
+                num_parts = parts_of(divided_sizes[axis])
+                share = divided_sizes[axis] // num_parts
+                parts = parts * num_parts + coordinates[axis] // share
                 coverage = coverage * axis_keys
             else:
                 coverage = coverage * axis_keys.sum(dtype=np.uint64)
@@ -217,7 +230,7 @@ class ViewWords:
             word_bytes=word_bytes,
             extents=tuple(extents),
             strides_bytes=tuple(strides),
-            divided=cut,
+            divided=divided_sizes,
             slots=coordinates[TOKEN],
             weights=weights,
             parts=parts,
@@ -225,26 +238,23 @@ class ViewWords:
         )
 
     def digests(
-        self,
-        memory: Memory,
-        offset: int,
-        positions: BlockPositions,
-        arrays: DeviceArrays,
+        self, place: MemoryPlace, positions: BlockPositions, arrays: DeviceArrays
     ) -> torch.Tensor:
-        """Return the sums of a view, from ``offset`` of a memory on, in the shape of ``parts``."""
+        """Return the sums of a view that begins at a place, in the shape of ``parts``."""
         size = self.word_bytes
-        words = memory.words(size)
+        words = place.memory.words(size)
         strides = [stride // size for stride in (self.block_stride_bytes, *self.strides_bytes)]
-        blocks = words.as_strided((self.num_blocks, *self.extents), strides, offset // size)
+        shape = (self.num_blocks, *self.extents)
+        blocks = words.as_strided(shape, strides, place.offset_bytes // size)
         ids = arrays.on(words.device, positions.ids)
         position_keys = arrays.on(words.device, positions.keys)
         weights = arrays.on(words.device, self.weights)
         slots = arrays.on(words.device, self.slots)
         sums = torch.zeros(self.parts.shape, dtype=torch.int64, device=words.device)
-        # Words are added up over all dimensions but those of slots and parts, and then over slots.
-        # Dimension 0 of products is that of blocks.
+        # words are added up over the dimensions inside slots and parts, and then over slots;
+        # dimension 0 of products is that of blocks
         without_parts = [i + 1 for i, extent in enumerate(self.parts.shape) if extent == 1]
-        inner = [i for i in without_parts if self.slots.shape[i - 1] == 1]
+        inside_slots = [i for i in without_parts if self.slots.shape[i - 1] == 1]
         bytes_of_block = WORD_BYTES * math.prod(self.extents)
         blocks_at_a_time = max(1, CHUNK_BYTES[words.device.type] // bytes_of_block)
         for first in range(0, ids.numel(), blocks_at_a_time):
@@ -253,8 +263,8 @@ class ViewWords:
             if size < WORD_BYTES:
                 products = products.to(torch.int64).bitwise_and_((1 << 8 * size) - 1)
             products.mul_(weights)
-            if inner:  # without any, torch would add up all
-                products = products.sum(inner, keepdim=True)
+            if inside_slots:  # without any, torch would add up all
+                products = products.sum(inside_slots, keepdim=True)
             slot_keys = position_keys[chunk].index_select(1, slots.reshape(-1))
             products *= slot_keys.view(-1, *slots.shape)
             sums += products.sum([0, *without_parts], keepdim=True)[0]
@@ -271,7 +281,7 @@ class DeviceArrays:
         """Return an array on a device; all calls are for one device."""
         if id(array) not in self._tensors:
             signed = array.view(np.int64) if array.dtype == np.uint64 else array
-            # The array is kept beside its copy, so that no other one gets its id.
+            # the array is kept beside its copy, so that no other array gets its id
             self._tensors[id(array)] = (array, torch.tensor(signed, device=device))
         return self._tensors[id(array)][1]
 
@@ -290,7 +300,7 @@ def _coordinates(view: View, order: Sequence[Axis], axis: str, dimensions: int) 
     for digit in reversed(view.axes):
         if digit.name == axis:
             steps = np.arange(digit.start, digit.stop, dtype=np.int64) * finer
-            # Two equal digits cannot be told apart, and need not be: both have extent 1.
+            # `index` finds the first of two equal digits, which is right: both have extent 1
             coordinates = coordinates + _along(steps, order.index(digit), dimensions)
             finer *= digit.size
     return coordinates
@@ -298,7 +308,7 @@ def _coordinates(view: View, order: Sequence[Axis], axis: str, dimensions: int) 
 
 @attrs.frozen(eq=False)
 class ViewSum:
-    """What a view holds: ``values``, on its device, are sums in the shape of ``words.parts``."""
+    """The sums of one view: ``values``, on its device, have the shape of ``words.parts``."""
 
     words: ViewWords
     values: torch.Tensor
@@ -308,22 +318,24 @@ def _tensors(
     sums: Mapping[tuple[str, str], Sequence[ViewSum]], positions: Mapping[str, BlockPositions]
 ) -> Iterator[TensorDigests]:
     """Yield the digests of each tensor, of which several views may hold boxes, by its group."""
-    flat = [view.values.reshape(-1) for views in sums.values() for view in views]
+    # all sums leave the device together
+    flat = [view.values.reshape(-1) for view in chain.from_iterable(sums.values())]
     if not flat:
         return
-    host = torch.cat(flat).cpu().numpy().view(np.uint64)
+    host_sums = torch.cat(flat).cpu().numpy().view(np.uint64)
     start = 0
     for (tensor, group), views in sums.items():
-        # One row for each place of each view: the number of its part, its coverage and its sum.
-        number = np.concatenate([view.words.parts.reshape(-1) for view in views])
+        # one element for each place of each view: the number of its part, its coverage and its sum
+        part_numbers = np.concatenate([view.words.parts.reshape(-1) for view in views])
         place_coverage = np.concatenate([view.words.coverage.reshape(-1) for view in views])
-        place_sums = host[start : start + number.size]
-        start += number.size
-        parts = distinct(number)
-        row = np.searchsorted(parts, number)
+        place_sums = host_sums[start : start + part_numbers.size]
+        start += part_numbers.size
+        # one element for each part: views that hold boxes of one part are added up, rule D4
+        parts = distinct(part_numbers)
+        part_indices = np.searchsorted(parts, part_numbers)
         coverage = np.zeros(parts.size, np.uint64)
-        np.add.at(coverage, row, place_coverage)
+        np.add.at(coverage, part_indices, place_coverage)
         digests = np.zeros(parts.size, np.uint64)
-        np.add.at(digests, row, place_sums)
+        np.add.at(digests, part_indices, place_sums)
         axes = views[0].words.divided
         yield TensorDigests(tensor, positions[group].positions, axes, parts, coverage, digests)

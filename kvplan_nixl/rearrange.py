@@ -1,8 +1,9 @@
-"""Bytes of torch tensors, in main memory or on a GPU: local copies of staged requests (TorchCopier), and zeros.
+"""Bytes of torch tensors: local copies of staged requests (TorchCopier), and zeros.
 
-A copy is one operation of torch for each of its origins, or a few, whatever the request: between tensors of the widest
-word that divides all offsets, whose rows are boxes. Boxes of a staging buffer mostly follow each other by one stride;
-then the boxes of the other side are selected or written by an index in one pass.
+Tensors are in main memory or on a GPU. A copy is one operation of torch for each of its origins, or
+a few, whatever the request: between tensors of the widest word that divides all offsets, whose rows
+are boxes. Boxes of a staging buffer mostly follow each other by one stride; then the boxes of the
+other side are selected or written by an index in one pass.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -23,12 +24,16 @@ from kvplan.describe import Region, Worker, region_of
 from kvplan.errors import KVPlanError
 from kvplan.plan.rows import Descriptors
 from kvplan.staging import Copy
+from kvplan.staging.copies import CopySide
 
 WORDS: Final = {16: "complex128", 8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 """Types of torch by their bytes. Copies move bits, whatever numbers these would be."""
 
 MAX_STRIPS: Final = 4
-"""The most strips that a table of offsets is cut into; beyond that one list of indices takes fewer launches."""
+"""The most strips that a table of offsets is cut into.
+
+Beyond that, one list of indices takes fewer launches.
+"""
 
 STAGING: Final = "staging"
 """The name of the staging region that :func:`with_staging` makes."""
@@ -45,11 +50,15 @@ class Memory:
         self._words: dict[int, torch.Tensor] = {}
 
     def has(self, region: Region) -> bool:
-        """Whether a region lies in it."""
-        return 0 <= region.address - self.address <= self.size_bytes - region.size_bytes
+        """Return whether a region lies in it."""
+        return 0 <= self.offset_of(region) <= self.size_bytes - region.size_bytes
+
+    def offset_of(self, region: Region) -> int:
+        """Return how far into the storage a region begins, in bytes."""
+        return region.address - self.address
 
     def words(self, size: int) -> torch.Tensor:
-        """The storage as words of ``size`` bytes."""
+        """Return the storage as words of ``size`` bytes, without what is left at its end."""
         if size not in self._words:
             whole = self._bytes[: self.size_bytes // size * size]
             self._words[size] = whole.view(getattr(torch, WORDS[size]))
@@ -57,17 +66,17 @@ class Memory:
 
 
 def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
-    """The memory of tensors, each storage once."""
-    return tuple(
-        {tensor.untyped_storage().data_ptr(): Memory(tensor) for tensor in tensors}.values()
-    )
+    """Return the memory of tensors, each storage once."""
+    memories = {tensor.untyped_storage().data_ptr(): Memory(tensor) for tensor in tensors}
+    return tuple(memories.values())
 
 
 def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
-    """Set all bytes of descriptors, (n, 3) of address, length and device, to zero. Those in no memory stay.
+    """Set all bytes of descriptors, (n, 3) of address, length and device, to zero.
 
-    Some engines ask for it, with the :func:`~kvplan.tails` of a request that has been read: their kernels multiply the
-    slots after a request's last token by 0, and 0 times NaN is NaN.
+    Those in no memory stay. Some engines ask for it, with the :func:`~kvplan.tails` of a request
+    that has been read: their kernels multiply the slots after a request's last token by 0, and 0
+    times NaN is NaN.
 
     >>> cache = torch.ones(4, 3, dtype=torch.uint8)
     >>> rows = [[cache.data_ptr() + 2, 3, 0], [cache.data_ptr() + 9, 1, 0]]
@@ -76,32 +85,40 @@ def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
     [[1, 1, 0], [0, 0, 1], [1, 1, 1], [0, 1, 1]]
     """
     for memory in memories:
-        start = descriptors[:, 0].astype(np.int64) - memory.address
-        inside = (start >= 0) & (start < memory.size_bytes)
-        if inside.any():
-            stop = start[inside] + descriptors[inside, 1].astype(np.int64)
-            index = listed(np.stack([start[inside], stop], axis=1))  # of each byte in the storage
+        # one element for each descriptor: where it begins in the storage
+        starts = descriptors[:, 0].astype(np.int64) - memory.address
+        is_inside = (starts >= 0) & (starts < memory.size_bytes)
+        if is_inside.any():
+            starts = starts[is_inside]
+            stops = starts + descriptors[is_inside, 1].astype(np.int64)
+            byte_indices = torch.from_numpy(listed(np.stack([starts, stops], axis=1)))
             words = memory.words(1)
-            words.index_fill_(0, torch.from_numpy(index).to(words.device), 0)
+            words.index_fill_(0, byte_indices.to(words.device), 0)
+
+
+class MemoryPlace(NamedTuple):
+    """A memory, and how far into it something begins, in bytes."""
+
+    memory: Memory
+    offset_bytes: int
 
 
 class TorchCopier:
     """The :class:`~kvplan.staging.Copier` of a worker whose regions are tensors, all on one device.
 
-    ``tensors`` has a tensor in the memory of each region, by name: caches, and the staging region. In main memory
-    bytes are copied when copies begin. On a GPU copies run on a stream of their own. It waits for what is in torch's
-    present stream when copies begin, and no other stream waits for it. Begin no copies while a thread captures a CUDA
-    graph; those that are under way are not done before the capture of this thread ends. Not for several threads at
-    once.
+    ``tensors`` has a tensor in the memory of each region, by name: caches, and the staging region.
+    In main memory bytes are copied when copies begin. On a GPU copies run on a stream of their own.
+    It waits for what is in torch's present stream when copies begin, and no other stream waits for
+    it. Begin no copies while a thread captures a CUDA graph; those that are under way are not done
+    before the capture of this thread ends. Not for several threads at once.
 
     Raises ``MEMORY`` for tensors on several devices, and for those without memory.
 
     >>> import numpy as np
     >>> from kvplan import region_of
-    >>> from kvplan.staging.copies import CopySide
     >>> cache, staging = torch.zeros(4, 8, dtype=torch.int16), torch.arange(32, dtype=torch.int16)
-    >>> into, out_of = (CopySide(((region_of(tensor, name), 0),), np.array(offsets), ())
-    ...                 for tensor, name, offsets in ((cache, "kv", [48, 0]), (staging, "staging", [0, 16])))
+    >>> into = CopySide(((region_of(cache, "kv"), 0),), np.array([48, 0]), ())
+    >>> out_of = CopySide(((region_of(staging, "staging"), 0),), np.array([0, 16]), ())
     >>> copier = TorchCopier({"kv": cache, "staging": staging})
     >>> copier.done(copier.begin([Copy(into, out_of, (), 16)]))
     True
@@ -112,10 +129,8 @@ class TorchCopier:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if not isinstance(tensors, Mapping):
             raise wrong_type("tensors of a copier", "a mapping of tensors by region", tensors)
-        devices = {
-            tensor.device
-            for tensor in members(torch.Tensor, tensors.values(), "tensors of a copier")
-        }
+        checked = members(torch.Tensor, tensors.values(), "tensors of a copier")
+        devices = {tensor.device for tensor in checked}
         if len(devices) != 1:
             raise KVPlanError(
                 "MEMORY",
@@ -131,34 +146,37 @@ class TorchCopier:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def begin(self, copies: Sequence[Copy]) -> Any:
-        """Begin copies. Raises ``MEMORY`` for a region that no tensor is in, and for what torch refuses."""
+        """Begin copies, and return a ticket for :meth:`done`.
+
+        Raises ``MEMORY`` for a region that no tensor is in, and for what torch refuses.
+        """
         if self._stream is None:
-            return self._checked(copies)
+            self._copy_all(copies)
+            return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             try:
-                self._checked(copies)
+                self._copy_all(copies)
             except KVPlanError:
                 self._stream.synchronize()
                 raise
             return self._stream.record_event()
 
     def done(self, ticket: Any) -> bool:
-        """Whether copies are done. Raises ``MEMORY`` where they have failed."""
+        """Return whether copies are done. Raises ``MEMORY`` if they have failed."""
         if ticket is None:
             return True
-        if (
-            self._stream is not None and torch.cuda.is_current_stream_capturing()
-        ):  # CUDA allows no query of an event meanwhile
+        # CUDA allows no query of an event while a graph is captured
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
             return False
         try:
-            return bool(
-                having("query", ticket, "ticket of copies", "one that begin returned").query()
-            )
+            event = having("query", ticket, "ticket of copies", "one that begin returned")
+            return bool(event.query())
         except RuntimeError as error:
             raise _refused(error) from None
 
-    def _checked(self, copies: Iterable[Copy]) -> None:
+    def _copy_all(self, copies: Iterable[Copy]) -> None:
+        """Carry copies out, or queue them on torch's present stream."""
         try:
             for copy in members(Copy, copies, "copies"):
                 self._copy(copy)
@@ -166,55 +184,48 @@ class TorchCopier:
             raise _refused(error) from None
 
     def _copy(self, copy: Copy) -> None:
-        for rows in paired(copy.destination.offsets, copy.source.offsets):
-            into, out_of = (self._tensor(side.index) for side in rows)
-            for written, read in zip(*self._strided(copy, rows), strict=True):
-                if into is not None:
-                    written.index_copy_(
-                        0, into, read if out_of is None else read.index_select(0, out_of)
-                    )
-                elif out_of is not None:
-                    torch.index_select(read, 0, out_of, out=written)
-                else:
-                    written.copy_(read)
+        """Carry one copy out, in as few parts as have no index on at least one side."""
+        pairs = paired(copy.destination.offsets, copy.source.offsets)
+        for destination_rows, source_rows in pairs:
+            destination_index = self._on_device(destination_rows.index)
+            source_index = self._on_device(source_rows.index)
+            destinations, sources = self._boxes(copy, destination_rows, source_rows)
+            for destination, source in zip(destinations, sources, strict=True):
+                _copy_boxes(destination, destination_index, source, source_index)
 
-    def _tensor(self, index: Ints | None) -> torch.Tensor | None:
+    def _on_device(self, index: Ints | None) -> torch.Tensor | None:
+        """Return an index on the device of the tensors, if there is one."""
         if index is None:
             return None
-        made = torch.tensor(
-            index
-        )  # torch keeps pinned memory, and uses it again when the copy from it is done
+        host_index = torch.tensor(index)
+        if self._stream is None:
+            return host_index
+        # torch keeps pinned memory, and uses it again when the copy from it is done
+        return host_index.pin_memory().to(self._device, non_blocking=True)
+
+    def _boxes(
+        self, copy: Copy, destination_rows: BoxRows, source_rows: BoxRows
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return both sides' boxes behind each origin, as tensors of the widest word that fits."""
+        destinations = self._places(copy.destination, destination_rows)
+        sources = self._places(copy.source, source_rows)
+        # a word divides whatever leads to a run of bytes, and the run
+        steps = [destination_rows.stride_bytes, *copy.destination.strides_bytes]
+        steps += [source_rows.stride_bytes, *copy.source.strides_bytes]
+        for memory, offset in (*destinations, *sources):
+            steps += [memory.address, offset]
+        word_bytes = math.gcd(max(WORDS), copy.length_bytes, *steps)
         return (
-            made if self._stream is None else made.pin_memory().to(self._device, non_blocking=True)
+            _strided(copy, copy.destination, destination_rows, destinations, word_bytes),
+            _strided(copy, copy.source, source_rows, sources, word_bytes),
         )
 
-    def _strided(self, copy: Copy, rows: tuple[BoxRows, BoxRows]) -> list[list[torch.Tensor]]:
-        """Both sides' boxes, from each origin on, as tensors of the widest word that fits all."""
-        sides = copy.destination, copy.source
-        places = [
-            [self._place(region, offset + row.offset_bytes) for region, offset in side.origins]
-            for side, row in zip(sides, rows, strict=True)
-        ]
-        strides = [
-            (row.stride_bytes, *side.strides_bytes) for side, row in zip(sides, rows, strict=True)
-        ]
-        numbers = [
-            number for found in places for memory, at in found for number in (memory.address, at)
-        ]
-        word = math.gcd(max(WORDS), copy.length_bytes, *strides[0], *strides[1], *numbers)
-        shape = *copy.extents, copy.length_bytes // word
-        return [
-            [
-                memory.words(word).as_strided(
-                    (row.count, *shape), (*[each // word for each in stride], 1), at // word
-                )
-                for memory, at in found
-            ]
-            for found, row, stride in zip(places, rows, strides, strict=True)
-        ]
+    def _places(self, side: CopySide, rows: BoxRows) -> list[MemoryPlace]:
+        """Return the first box behind each origin of one side."""
+        return [self._place(region, offset + rows.offset_bytes) for region, offset in side.origins]
 
-    def _place(self, region: Region, offset: int) -> tuple[Memory, int]:
-        """The memory that a region is in, and how far into it an offset of the region lies."""
+    def _place(self, region: Region, offset: int) -> MemoryPlace:
+        """Return the place of an offset of a region."""
         memory = self._memories.get(region.name)
         if memory is None or not memory.has(region):
             raise KVPlanError(
@@ -224,7 +235,38 @@ class TorchCopier:
                 got="none" if memory is None else "one in other memory",
                 region=region.name,
             )
-        return memory, region.address - memory.address + offset
+        return MemoryPlace(memory, memory.offset_of(region) + offset)
+
+
+def _strided(
+    copy: Copy, side: CopySide, rows: BoxRows, places: Iterable[MemoryPlace], word_bytes: int
+) -> list[torch.Tensor]:
+    """Return the boxes at each place of one side: (rows, extents of the copy, words of a run)."""
+    shape = (rows.count, *copy.extents, copy.length_bytes // word_bytes)
+    strides = [stride // word_bytes for stride in (rows.stride_bytes, *side.strides_bytes)]
+    strides.append(1)
+    tensors = list[torch.Tensor]()
+    for memory, offset in places:
+        words = memory.words(word_bytes)
+        tensors.append(words.as_strided(shape, strides, offset // word_bytes))
+    return tensors
+
+
+def _copy_boxes(
+    destination: torch.Tensor,
+    destination_index: torch.Tensor | None,
+    source: torch.Tensor,
+    source_index: torch.Tensor | None,
+) -> None:
+    """Copy the indexed boxes of a tensor to those of another one, all where there is no index."""
+    if destination_index is not None:
+        if source_index is not None:
+            source = source.index_select(0, source_index)
+        destination.index_copy_(0, destination_index, source)
+    elif source_index is not None:
+        torch.index_select(source, 0, source_index, out=destination)
+    else:
+        destination.copy_(source)
 
 
 def _refused(error: RuntimeError) -> KVPlanError:
@@ -238,9 +280,10 @@ def _refused(error: RuntimeError) -> KVPlanError:
 
 
 def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, TorchCopier | None]:
-    """A worker with a staging region of so many bytes on its device, and the copier between its regions, if any.
+    """Return a worker with a staging region on its device, and the copier between its regions.
 
-    The copier keeps the staging memory, but not the worker's own regions.
+    Where ``num_bytes`` is 0, return the worker itself, and no copier. The copier keeps the staging
+    memory, but not the worker's own regions.
 
     >>> cache = torch.arange(32, dtype=torch.uint8)
     >>> worker, copier = with_staging(Worker("decode", 0, [region_of(cache)], [], []), 1 << 20)
@@ -257,30 +300,31 @@ def with_staging(worker: Worker, num_bytes: int) -> tuple[Worker, TorchCopier | 
 
 
 def tensor_at(region: Region) -> torch.Tensor:
-    """The bytes of a region, whose memory something else keeps."""
+    """Return the bytes of a region, whose memory something else keeps."""
     if region.memory == "DRAM":
-        return torch.frombuffer(
-            (ctypes.c_uint8 * region.size_bytes).from_address(region.address), dtype=torch.uint8
-        )
-    shared = {
+        array = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
+        return torch.frombuffer(array, dtype=torch.uint8)
+    interface = {
         "shape": (region.size_bytes,),
         "typestr": "|u1",
         "data": (region.address, False),
         "version": 3,
     }
-    found = torch.as_tensor(
-        SimpleNamespace(__cuda_array_interface__=shared), device=f"cuda:{region.device_id}"
-    )
-    if found.data_ptr() != region.address:  # torch has copied the bytes to another device
+    memory = SimpleNamespace(__cuda_array_interface__=interface)
+    tensor = torch.as_tensor(memory, device=f"cuda:{region.device_id}")
+    if tensor.data_ptr() != region.address:  # torch has copied the bytes to another device
         raise KVPlanError(
             "MEMORY", f"share region {region.name!r}", expected=f"{region.address:#x}", got="a copy"
         )
-    return found
+    return tensor
 
 
 @attrs.frozen(eq=False)
 class BoxRows:
-    """Boxes as rows of a strided tensor, one row for each stride: those in ``index``, or all where it is ``None``."""
+    """Boxes as rows of a strided tensor, one row for each stride.
+
+    They are the rows in ``index``, or all where it is ``None``.
+    """
 
     count: int
     stride_bytes: int
@@ -288,84 +332,100 @@ class BoxRows:
     index: Ints | None
 
     @classmethod
-    def of(cls, at: Ints) -> BoxRows:
-        """Boxes that begin at these offsets, in this order.
+    def of(cls, offsets: Ints) -> BoxRows:
+        """Return the rows of boxes that begin at these offsets, in this order.
 
         >>> BoxRows.of(np.array([32, 8, 24]))
         BoxRows(count=4, stride_bytes=8, offset_bytes=8, index=array([3, 0, 2]))
         """
-        first = int(at.min())
-        stride = int(np.gcd.reduce(at - first))
-        if is_even(at):
-            return cls(at.size, stride, first, None)
-        index = (at - first) // stride
+        first = int(offsets.min())
+        stride = int(np.gcd.reduce(offsets - first))
+        if is_even(offsets):
+            return cls(offsets.size, stride, first, None)
+        index = (offsets - first) // stride
         return cls(int(index.max()) + 1, stride, first, index)
 
 
-def paired(into: Ints, out_of: Ints) -> list[tuple[BoxRows, BoxRows]]:
-    """The boxes of both sides, in as few parts as have no index on at least one side.
+def paired(destination_offsets: Ints, source_offsets: Ints) -> list[tuple[BoxRows, BoxRows]]:
+    """Return the boxes of both sides, in as few parts as have no index on at least one side.
 
-    >>> [(there.index, here.index) for there, here in paired(np.array([32, 8, 24]), np.array([0, 4, 8]))]
+    >>> pairs = paired(np.array([32, 8, 24]), np.array([0, 4, 8]))
+    >>> [(destination.index, source.index) for destination, source in pairs]
     [(array([3, 0, 2]), None)]
     """
-    parts = min(
-        (list(strips(at)) for at in (into, out_of)),
-        key=lambda parts: (
-            sum(not (is_even(into[part]) or is_even(out_of[part])) for part in parts),
-            len(parts),
-        ),
-    )
-    return [(BoxRows.of(into[part]), BoxRows.of(out_of[part])) for part in parts]
+
+    def cost(parts: Sequence[Ints]) -> tuple[int, int]:
+        """Return the number of parts with an index on both sides, and that of all parts."""
+        num_uneven = 0
+        for part in parts:
+            if not (is_even(destination_offsets[part]) or is_even(source_offsets[part])):
+                num_uneven += 1
+        return num_uneven, len(parts)
+
+    # both sides are cut at the same boxes, as it is best for one of them
+    cuts = [list(strips(offsets)) for offsets in (destination_offsets, source_offsets)]
+    pairs = list[tuple[BoxRows, BoxRows]]()
+    for part in min(cuts, key=cost):
+        destination_rows = BoxRows.of(destination_offsets[part])
+        pairs.append((destination_rows, BoxRows.of(source_offsets[part])))
+    return pairs
 
 
-def is_even(at: Ints) -> bool:
-    """Whether one stride that is not negative leads from each offset to the next.
+def is_even(offsets: Ints) -> bool:
+    """Return whether one stride that is not negative leads from each offset to the next.
 
-    >>> is_even(np.array([3, 11, 19])), is_even(np.array([3, 11, 20])), is_even(np.array([19, 11, 3]))
+    >>> is_even(np.array([3, 11, 19])), is_even(np.array([3, 11, 20])), is_even(np.array([19, 11]))
     (True, False, False)
     """
-    steps = np.diff(at)
+    steps = np.diff(offsets)
     return not steps.size or bool(steps[0] >= 0 and (steps == steps[0]).all())
 
 
-def strips(at: Ints) -> Iterator[Ints]:
-    """The indices of a list of offsets, in strips of one stride where a table has few, otherwise table by table.
+def strips(offsets: Ints) -> Iterator[Ints]:
+    """Yield the indices of a list of offsets, in strips of one stride where a table has few.
+
+    Otherwise yield them table by table.
 
     >>> [part.tolist() for part in strips(np.array([103, 111, 119, 203, 211, 219, 303]))]
     [[0, 1, 2], [3, 4, 5], [6]]
     """
-    for table in tables(at):
-        fewer = min(table, table.T, key=len)
-        yield from fewer if len(fewer) <= MAX_STRIPS else [table.reshape(-1)]
+    for table in tables(offsets):
+        # rows have one stride, and so have columns
+        lines = min(table, table.T, key=len)
+        yield from lines if len(lines) <= MAX_STRIPS else [table.reshape(-1)]
 
 
-def tables(at: Ints) -> Iterator[Ints]:
-    """The indices of a list of offsets, as tables whose rows have one stride, and whose columns have one.
+def tables(offsets: Ints) -> Iterator[Ints]:
+    """Yield the indices of a list of offsets, as tables with one stride in rows, one in columns.
 
-    A few offsets may come before the first row, as where a request begins within a block; the last table has those
-    that follow no stride.
+    A few offsets may come before the first row, as where a request begins within a block; the last
+    table has those that follow no stride.
 
     >>> [part.tolist() for part in tables(np.array([103, 111, 203, 211, 303]))]
     [[[0, 1], [2, 3]], [[4]]]
     """
-    numbers, start = np.arange(at.size), 0
-    while start < at.size:
-        rest = at[start:]
-        # second differences: the first one that is not 0 is where the stride changes, at the end of a row
-        turns = np.flatnonzero(np.diff(rest, 2))
-        columns = int(turns[0]) + 2 if turns.size else rest.size
-        rows = _even_rows(rest[: rest.size // columns * columns].reshape(-1, columns))
-        if 2 * rows * columns < rest.size:
-            rows, columns = 1, rest.size if start else columns
-        stop = start + rows * columns
-        yield numbers[start:stop].reshape(rows, columns)
+    indices = np.arange(offsets.size)
+    start = 0
+    while start < offsets.size:
+        rest = offsets[start:]
+        # a row ends where the stride changes: at the first second difference that is not 0
+        changes = np.flatnonzero(np.diff(rest, 2))
+        num_columns = int(changes[0]) + 2 if changes.size else rest.size
+        num_offsets = rest.size // num_columns * num_columns
+        num_rows = _even_rows(rest[:num_offsets].reshape(-1, num_columns))
+        if 2 * num_rows * num_columns < rest.size:
+            # no table has most of the rest: the first row is left out, or nothing follows a stride
+            num_rows = 1
+            num_columns = rest.size if start else num_columns
+        stop = start + num_rows * num_columns
+        yield indices[start:stop].reshape(num_rows, num_columns)
         start = stop
 
 
 def _even_rows(table: Ints) -> int:
-    """How many rows, from the first on, are at the same distance from the one before."""
-    step = table[min(1, len(table) - 1), 0] - table[0, 0]
-    uneven = np.flatnonzero(
-        (table != np.add.outer(np.arange(len(table)) * step, table[0])).any(axis=1)
-    )
+    """Return how many rows, from the first on, are at the same distance from the one before."""
+    first_column = table[:, 0]
+    step = first_column[min(1, len(table) - 1)] - first_column[0]
+    even_rows = np.add.outer(np.arange(len(table)) * step, table[0])
+    uneven = np.flatnonzero((table != even_rows).any(axis=1))
     return int(uneven[0]) if uneven.size else len(table)
