@@ -211,7 +211,7 @@ def in_order(world: World, plan: StagedPlan) -> str:
     """Copies by themselves, chunk by chunk, and as many bytes in one piece."""
     import torch
 
-    from kvplan_nixl.calibrate import copied
+    from kvplan_nixl.calibrate import copy_and_wait
     from kvplan_nixl.rearrange import TorchCopier
 
     copier, device = TorchCopier(world.memory), world.memory[STAGING].device
@@ -222,7 +222,7 @@ def in_order(world: World, plan: StagedPlan) -> str:
             torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         )  # zeros would be one page
         times = []
-        for once in (partial(copied, copier, chunk.copies), partial(into.copy_, out_of)):
+        for once in (partial(copy_and_wait, copier, chunk.copies), partial(into.copy_, out_of)):
             rounds = []
             for _ in range(4):
                 world.synchronize()

@@ -1,8 +1,9 @@
-"""Calibration: measures the :class:`~kvplan.staging.Rates` of this machine, by transfers between two processes.
+"""Calibration: measures the :class:`~kvplan.staging.Rates` of this machine, between two processes.
 
-One process registers memory, the other one reads from it or writes to it: one descriptor, and then many of each length.
-The times of a transfer, a descriptor and a byte are those that explain all of these best. Copies go from token-major to
-head-major blocks, as in most staged requests: one block of each layer, and many.
+One process registers memory, the other one reads from it or writes to it: one descriptor, and then
+many of each length. The times of a transfer, a descriptor and a byte are those that explain all of
+these best. Copies go from token-major to head-major blocks, as in most staged requests: one block
+of each layer, and many.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import multiprocessing
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
@@ -51,47 +52,54 @@ SIZE: Final = 64 << 20
 LENGTHS: Final = tuple(256 << 2 * i for i in range(6))
 """Bytes of a descriptor: several, because over TCP no two of them tell the time of the others."""
 
-SMALL, MANY = LENGTHS[0], 1 << 14
-HEADS, TOKENS, LAYERS = 8, 16, 32
+SMALL: Final = LENGTHS[0]
+MANY: Final = 1 << 14
+"""Descriptors of a transfer of many."""
+
+HEADS: Final = 8
+TOKENS: Final = 16
+LAYERS: Final = 32
 BLOCK: Final = HEADS * TOKENS * SMALL
+"""Bytes of a block that is copied, in one layer."""
+
 ROUNDS: Final = 15
 TIMEOUT_S: Final = 120.0
 
 PLANS: Final = {"READ": plan_reads, "WRITE": plan_writes}
 
-Work = tuple[tuple[int, ...], Callable[[], None]]
-"""The amount of each thing that has a rate, and a function that takes as many."""
+
+@attrs.frozen
+class Measurement:
+    """A function to time, and the amount that it takes of each thing that has a rate."""
+
+    amounts: tuple[int, ...]
+    run: Callable[[], None]
 
 
 def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor]:
-    """A worker with views of the same bytes as blocks of each length."""
+    """Return a worker with views of the same bytes as blocks of each length, and these bytes."""
     tensor = allocated(device, size)
     region = region_of(tensor, "memory")
-    groups = {f"{length}": length for length in LENGTHS}
-    views = [
-        View(
-            group,
-            group,
-            region.name,
-            "uint8",
-            (Axis("byte", 0, length, length, 1),),
-            size // length,
-            length,
-        )
-        for group, length in groups.items()
-    ]
-    return Worker(engine_id, 0, (region,), tuple(map(Group, groups)), views), tensor
+    groups = [Group(f"{length}") for length in LENGTHS]
+    views = list[View]()
+    for group, length in zip(groups, LENGTHS, strict=True):
+        axes = (Axis("byte", 0, length, length, 1),)
+        num_blocks = size // length
+        views.append(View(group.name, group.name, region, "uint8", axes, num_blocks, length))
+    return Worker(engine_id, 0, (region,), groups, views), tensor
 
 
 def allocated(device: str, size: int) -> torch.Tensor:
-    """Bytes of a device, which becomes torch's present one. Raises ``MEMORY`` where torch has none."""
+    """Return bytes of a device, which becomes torch's present one.
+
+    Raises ``MEMORY`` where torch has none.
+    """
     try:
-        made = torch.ones(size, dtype=torch.uint8, device=device)
-        if made.is_cuda:
-            torch.cuda.set_device(
-                made.device
-            )  # before an executor is made, or UCX leaves out CUDA IPC
-        return made
+        tensor = torch.ones(size, dtype=torch.uint8, device=device)
+        if tensor.is_cuda:
+            # before an executor is made, or UCX leaves out CUDA IPC
+            torch.cuda.set_device(tensor.device)
+        return tensor
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         got = " ".join(str(error).split())
     raise KVPlanError(
@@ -100,7 +108,7 @@ def allocated(device: str, size: int) -> torch.Tensor:
 
 
 def serve(channel: Connection, device: str, size: int) -> None:
-    """Register memory until a message comes: what the other process runs."""
+    """Register memory until a message comes. The other process runs this."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
     worker, _ = memory("source", device, size)
     with NixlExecutor(worker) as executor:
@@ -108,120 +116,134 @@ def serve(channel: Connection, device: str, size: int) -> None:
         channel.recv_bytes()
 
 
-def mover(
-    executor: NixlExecutor, plan: TransferPlan, length: int, ours: Ints, theirs: Ints
-) -> Callable[[], None]:
-    """A function that moves blocks of a length once."""
-    tables = [
-        {f"{each}": Blocks(ids if each == length else []) for each in LENGTHS}
-        for ids in (ours, theirs)
-    ]
-
-    def once() -> None:
-        (spec,) = plan.bind(local=tables[0], remote=tables[1])
-        transfer = executor.start(spec, "calibration")
-        if not settle(executor, [transfer], TIMEOUT_S):
-            raise TimeoutError(f"{transfer!r}")
-        if transfer.error is not None:
-            raise transfer.error
-        executor.release(transfer)
-
-    return once
-
-
 @contextmanager
 def peer(device: str, size: int) -> Iterator[bytes]:
-    """The envelope of a worker of another process, which runs until the context ends."""
+    """Yield the envelope of a worker of another process, which runs until the context ends."""
     context = multiprocessing.get_context("spawn")
-    channel, theirs = context.Pipe()
-    process = context.Process(
-        target=serve, args=(theirs, device, size), daemon=True
-    )  # it ends with this process
+    channel, peer_channel = context.Pipe()
+    # a daemon ends with this process
+    process = context.Process(target=serve, args=(peer_channel, device, size), daemon=True)
     process.start()
-    theirs.close()  # so that receiving fails when the process ends
+    peer_channel.close()  # so that receiving fails when the process ends
     with channel:
         yield channel.recv_bytes()
         channel.send_bytes(b"end")
         process.join(TIMEOUT_S)
 
 
-def movers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Work]:
-    """Transfers between scattered blocks, each with its numbers of transfers, descriptors and bytes."""
+def transfers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Measurement]:
+    """Yield transfers between scattered blocks. They take transfers, descriptors and bytes."""
     executor.prepare(plan)
     rng = np.random.default_rng(1)
-    for length, most in ((SMALL, 1), *((length, MANY) for length in LENGTHS)):
-        ours, theirs = (rng.permutation(size // length)[:most] for _ in range(2))
-        yield (1, ours.size, ours.size * length), mover(executor, plan, length, ours, theirs)
+    for length, num_blocks in ((SMALL, 1), *((length, MANY) for length in LENGTHS)):
+        local_ids = rng.permutation(size // length)[:num_blocks]
+        remote_ids = rng.permutation(size // length)[:num_blocks]
+        tables = block_tables(length, local_ids), block_tables(length, remote_ids)
+        amounts = (1, local_ids.size, local_ids.size * length)
+        yield Measurement(amounts, partial(move_blocks, executor, plan, *tables))
 
 
-def apart(amounts: Sequence[Sequence[int]], took: Sequence[float]) -> list[float]:
-    """Seconds for one of each thing, given the amounts of each and the seconds of as many measurements or more.
-
-    The shares by which they miss what was measured have the least sum of squares.
-
-    >>> [round(each, 9) for each in apart([(1, 1, 8), (1, 100, 800), (1, 10, 8000)], [0.012008, 0.2108, 0.038])]
-    [0.01, 0.002, 1e-06]
-    >>> [round(each, 3) for each in apart([(1,), (1,)], [1.0, 3.0])]
-    [1.2]
-    """
-    shares = np.asarray(amounts) / np.asarray(took)[:, None]
-    found = np.linalg.lstsq(shares, np.ones(len(took)), rcond=None)[0]
-    rates: list[float] = np.maximum(found, 0.0).tolist()  # noise can make small ones negative
-    return rates
+def block_tables(length: int, ids: Ints) -> dict[str, Blocks]:
+    """Return block tables that have blocks of one length only."""
+    tables = {f"{other_length}": Blocks([]) for other_length in LENGTHS}
+    tables[f"{length}"] = Blocks(ids)
+    return tables
 
 
-def copiers(device: str, size: int) -> Iterator[Work]:
-    """Two copies of one origin for each layer, of one block and of many, each with its numbers of origins and bytes."""
+def move_blocks(
+    executor: NixlExecutor,
+    plan: TransferPlan,
+    local: Mapping[str, Blocks],
+    remote: Mapping[str, Blocks],
+) -> None:
+    """Move blocks once, and wait until they have moved."""
+    (spec,) = plan.bind(local=local, remote=remote)
+    transfer = executor.start(spec, "calibration")
+    if not settle(executor, [transfer], TIMEOUT_S):
+        raise TimeoutError(f"{transfer!r}")
+    if transfer.error is not None:
+        raise transfer.error
+    executor.release(transfer)
+
+
+def copies(device: str, size: int) -> Iterator[Measurement]:
+    """Yield copies of one block of each layer, and of many. They take origins and bytes."""
     tensors = {name: allocated(device, size) for name in ("cache", "staging")}
-    cache, staging = (region_of(tensor, name) for name, tensor in tensors.items())
+    cache = region_of(tensors["cache"], "cache")
+    staging = region_of(tensors["staging"], "staging")
     copier = TorchCopier(tensors)
-    for number in (1, size // LAYERS // BLOCK):
-        yield (
-            (LAYERS, LAYERS * number * BLOCK),
-            partial(copied, copier, [heads(cache, staging, number)]),
-        )
+    for num_blocks in (1, size // LAYERS // BLOCK):
+        copy = block_copy(cache, staging, num_blocks)
+        yield Measurement((LAYERS, copy.num_bytes), partial(copy_and_wait, copier, [copy]))
 
 
-def copied(copier: TorchCopier, copies: Sequence[Copy]) -> None:
+def block_copy(cache: Region, staging: Region, num_blocks: int) -> Copy:
+    """Return a copy of blocks of each layer, from staging memory to scattered blocks of a cache.
+
+    The blocks are token-major in staging memory, and head-major in the cache.
+    """
+    layer_bytes = cache.size_bytes // LAYERS // BLOCK * BLOCK
+    block_ids = np.random.default_rng(1).permutation(layer_bytes // BLOCK)[:num_blocks]
+    destination = CopySide(
+        tuple((cache, layer * layer_bytes) for layer in range(LAYERS)),
+        block_ids * BLOCK,
+        (TOKENS * SMALL, SMALL),
+    )
+    source = CopySide(
+        tuple((staging, layer * layer_bytes) for layer in range(LAYERS)),
+        np.arange(num_blocks) * BLOCK,
+        (SMALL, HEADS * SMALL),
+    )
+    return Copy(destination, source, (HEADS, TOKENS), SMALL)
+
+
+def copy_and_wait(copier: TorchCopier, copies: Sequence[Copy]) -> None:
     """Begin copies and wait until they are done."""
     ticket = copier.begin(copies)
     while not copier.done(ticket):
         pass
 
 
-def medians(each: Sequence[Callable[[], None]]) -> list[float]:
-    """The median seconds of each function, after a first call. They take turns, so that all see the same load."""
-    took: list[list[float]] = [[] for _ in each]
+def medians(functions: Sequence[Callable[[], None]]) -> list[float]:
+    """Return the median seconds of each function, after a first call.
+
+    The functions take turns, so that all see the same load.
+    """
+    seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(ROUNDS + 1):
-        for times, once in zip(took, each, strict=True):
+        for run, run_seconds in zip(functions, seconds, strict=True):
             began = time.perf_counter()
-            once()
-            times.append(time.perf_counter() - began)
-    return [statistics.median(times[1:]) for times in took]
+            run()
+            run_seconds.append(time.perf_counter() - began)
+    return [statistics.median(run_seconds[1:]) for run_seconds in seconds]
 
 
-def heads(cache: Region, staging: Region, number: int) -> Copy:
-    """A copy of ``number`` token-major blocks of each layer, from staging memory to scattered head-major blocks."""
-    pool = cache.size_bytes // LAYERS // BLOCK
-    here, there = np.random.default_rng(1).permutation(pool)[:number], np.arange(number)
-    ours, theirs = (
-        CopySide(
-            tuple((region, layer * pool * BLOCK) for layer in range(LAYERS)), index * BLOCK, strides
-        )
-        for region, index, strides in (
-            (cache, here, (TOKENS * SMALL, SMALL)),
-            (staging, there, (SMALL, HEADS * SMALL)),
-        )
-    )
-    return Copy(ours, theirs, (HEADS, TOKENS), SMALL)
+def rates_of(amounts: Sequence[Sequence[int]], seconds: Sequence[float]) -> list[float]:
+    """Return the seconds for one of each thing.
+
+    ``amounts`` has those of each measurement, of which there are as many as things or more. The
+    shares by which the rates miss what was measured have the least sum of squares.
+
+    >>> amounts = [(1, 1, 8), (1, 100, 800), (1, 10, 8000)]
+    >>> [round(rate, 9) for rate in rates_of(amounts, [0.012008, 0.2108, 0.038])]
+    [0.01, 0.002, 1e-06]
+    >>> [round(rate, 3) for rate in rates_of([(1,), (1,)], [1.0, 3.0])]
+    [1.2]
+    """
+    # one row for each measurement, whose rates add up to 1 if they explain it
+    shares = np.asarray(amounts) / np.asarray(seconds)[:, None]
+    solution = np.linalg.lstsq(shares, np.ones(len(seconds)), rcond=None)[0]
+    rates: list[float] = np.maximum(solution, 0.0).tolist()  # noise can make small ones negative
+    return rates
 
 
 def calibrate(device: str = "cpu", size: int = SIZE, operation: str = "READ") -> Rates:
     """Measure the rates of an operation, in some seconds. Nothing else should run on the machine.
 
-    Allocates ``size`` bytes, at least 4 MiB, in another process, and three times as many in this one. ``device`` is the
-    device of all memory, as torch names it. UCX chooses how to move bytes by its own environment variables. Raises
-    ``MEMORY`` where there is no such memory, and ``NAME`` for an unknown operation.
+    Allocates ``size`` bytes, at least 4 MiB, in another process, and three times as many in this
+    one. ``device`` is the device of all memory, as torch names it. UCX chooses how to move bytes by
+    its own environment variables. Raises ``MEMORY`` where there is no such memory, and ``NAME`` for
+    an unknown operation.
     """
     logging.getLogger("nixl").setLevel(logging.WARNING)
     name(device, "device")
@@ -230,13 +252,16 @@ def calibrate(device: str = "cpu", size: int = SIZE, operation: str = "READ") ->
         raise KVPlanError(
             "NAME", "calibrate", expected=f"operation {' or '.join(PLANS)}", got=shown(operation)
         )
-    worker, _held = memory("local", device, size)
+    worker, _tensor = memory("local", device, size)  # the tensor is kept until all is measured
     with peer(device, size) as envelope, NixlExecutor(worker) as executor:
-        moves = list(movers(executor, PLANS[operation](worker, [executor.connect(envelope)]), size))
-        copies = list(copiers(device, size))
-        took = medians([once for _, once in moves + copies])
-    transfer, descriptor, byte = apart([amounts for amounts, _ in moves], took[: len(moves)])
-    copy, copied = apart([amounts for amounts, _ in copies], took[len(moves) :])
+        plan = PLANS[operation](worker, [executor.connect(envelope)])
+        moves = [*transfers(executor, plan, size)]
+        num_moves = len(moves)
+        measurements = [*moves, *copies(device, size)]
+        seconds = medians([measurement.run for measurement in measurements])
+    amounts = [measurement.amounts for measurement in measurements]
+    transfer, descriptor, byte = rates_of(amounts[:num_moves], seconds[:num_moves])
+    copy, copied = rates_of(amounts[num_moves:], seconds[num_moves:])
     where = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
     how = f"UCX of NIXL {version('nixl')} between two processes, {operation} of {device} memory"
     measured = f"{how}, {where}, {date.today()}"

@@ -65,7 +65,7 @@ def test_copies_are_from_token_major_to_head_major_blocks() -> None:
     """The copies that are timed move each head of each token of each layer to its place."""
     shape = (module.LAYERS, 4, module.HEADS, module.TOKENS, module.SMALL)
     staging, cache = torch.randint(256, (np.prod(shape),), dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8)
-    copy = module.heads(region_of(cache, "cache"), region_of(staging, "staging"), 4)
+    copy = module.block_copy(region_of(cache, "cache"), region_of(staging, "staging"), 4)
     TorchCopier({"cache": cache, "staging": staging}).begin([copy])
     blocks = np.random.default_rng(1).permutation(4)
     heads = staging.view(module.LAYERS, 4, module.TOKENS, module.HEADS, module.SMALL).transpose(2, 3)

@@ -14,7 +14,7 @@ from kvplan import Blocks, KVPlanError, Model, Region, Worker
 from kvplan.staging import Copy
 from kvplan.staging.copies import CopySide
 from kvplan_nixl import rearrange
-from kvplan_nixl.calibrate import copied
+from kvplan_nixl.calibrate import copy_and_wait
 from kvplan_nixl.rearrange import STAGING, TorchCopier, is_even, paired, strips, tables
 from tests.small import engine
 from tests.staged import NAME, OPERATIONS, Request, plans_of, request_of, run, with_staging
@@ -39,7 +39,7 @@ def check(operation: str, local: Worker, remotes: tuple[Worker, ...], request: R
     for chunk in plan.bind(**request):
         expected = {name: tensor.cpu().numpy().copy() for name, tensor in memory.items()}
         run(chunk.copies, expected)
-        copied(copier, chunk.copies)
+        copy_and_wait(copier, chunk.copies)
         assert all(np.array_equal(memory[name].cpu().numpy(), expected[name]) for name in memory)
 
 
@@ -51,11 +51,11 @@ def test_a_copier_by_the_addresses_of_regions(device: str) -> None:
     kv, staging = worker.regions[0], worker.regions[-1]
     assert (staging.name, staging.size_bytes, staging.memory) == (STAGING, 1 << 12, kv.memory)
     into, out_of = CopySide(((staging, 64),), np.array([0]), ()), CopySide(((kv, 32),), np.array([0]), ())
-    copied(copier, [Copy(into, out_of, (), 256)])
+    copy_and_wait(copier, [Copy(into, out_of, (), 256)])
     expected = memory[kv.name].clone()
     memory[kv.name].zero_()
     synchronized(device)
-    copied(copier, [Copy(out_of, into, (), 256)])
+    copy_and_wait(copier, [Copy(out_of, into, (), 256)])
     assert torch.equal(memory[kv.name][32:288], expected[32:288])
     assert not memory[kv.name][288:].any()
     assert rearrange.with_staging(there, 0) == (there, None)
@@ -99,7 +99,7 @@ def test_words_of_any_width(odd: int, device: str) -> None:
     synchronized(device)
     into = CopySide(((regions["kv"], odd),), np.array([128, 0]), ())
     out_of = CopySide(((regions[NAME], 0),), np.array([0, 48]), ())
-    copied(TorchCopier(memory), [Copy(into, out_of, (), 16)])
+    copy_and_wait(TorchCopier(memory), [Copy(into, out_of, (), 16)])
     found = memory["kv"].cpu().numpy()
     assert found[128 + odd : 144 + odd].tolist() == list(range(16))
     assert found[odd : 16 + odd].tolist() == list(range(48, 64))
@@ -116,7 +116,7 @@ def test_blocks_in_any_order(into: list[int], out_of: list[int], device: str) ->
         CopySide(((Region(name, tensor.data_ptr(), 80), 0),), 16 * np.array(blocks), ())
         for name, tensor, blocks in (("kv", kv, into), (NAME, staging, out_of))
     )
-    copied(TorchCopier({"kv": kv, NAME: staging}), [Copy(destination, source, (), 16)])
+    copy_and_wait(TorchCopier({"kv": kv, NAME: staging}), [Copy(destination, source, (), 16)])
     found = kv.cpu().numpy().reshape(5, 16)
     assert found[into].tolist() == np.arange(80).reshape(5, 16)[out_of].tolist()
 
@@ -135,7 +135,7 @@ def test_regions_within_a_storage(device: str) -> None:
     }
     into = CopySide(((regions["kv"], 16), (regions["other"], 0)), np.array([16, 0]), ())
     out_of = CopySide(((regions[NAME], 0), (regions[NAME], 32)), np.array([0, 16]), ())
-    copied(TorchCopier({"kv": kv, "other": other, NAME: staging}), [Copy(into, out_of, (), 16)])
+    copy_and_wait(TorchCopier({"kv": kv, "other": other, NAME: staging}), [Copy(into, out_of, (), 16)])
     assert storage.tolist() == [0] * 48 + [*range(16, 32), *range(16)] + [0] * 16
     assert other.tolist() == [*range(48, 64), *range(32, 48)]
 
