@@ -21,18 +21,17 @@ def main(arguments: list[str]) -> int:
     rates.add_argument(
         "--save", metavar="FILE", help="also write the rates to a JSON file, for Rates.load"
     )
-    given = parser.parse_args(arguments)
-    print("loading torch and NIXL", flush=True)  # which takes seconds
+    options = parser.parse_args(arguments)
+    # loading them takes seconds
+    print("loading torch and NIXL", flush=True)
     try:
         from kvplan_nixl import calibrate, demo
     except ImportError as missing:
         print(f"{missing}; install with: pip install 'nixl>=1.5.1,<2' torch", file=sys.stderr)
         return 2
-    return (
-        demo.main()
-        if given.command == "demo"
-        else calibrate.main(given.device, given.operation, given.save)
-    )
+    if options.command == "demo":
+        return demo.main()
+    return calibrate.main(options.device, options.operation, options.save)
 
 
 if __name__ == "__main__":

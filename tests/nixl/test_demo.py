@@ -35,8 +35,8 @@ def test_the_demo_moves_requests_between_two_processes() -> None:
 
 
 def test_the_demo_is_short() -> None:
-    """It is one file of about 200 lines, to copy from."""
-    assert len(Path(demo.__file__).read_text().splitlines()) < 210
+    """It is one file of at most 250 lines of 100 columns, to copy from."""
+    assert len(Path(demo.__file__).read_text().splitlines()) <= 250
 
 
 def test_usage() -> None:
