@@ -91,6 +91,7 @@ def open_agent(name: str, config: Any) -> Any:
 
     NIXL's Python layer makes the settings itself, and takes no delay from a caller.
     """
+    # NIXL looks the class of settings up in its module when it makes an agent
     with OPENING:
         nixl._bindings.nixlAgentConfig = WakingConfig
         try:
@@ -221,6 +222,7 @@ class Agent:
             "one that works on this machine",
             backend=backend,
         )
+        # NIXL says DRAM_SEG where kvplan says DRAM
         kinds = self._agent.get_backend_mem_types(backend)
         self._memory_kinds[backend] = frozenset(kind.removesuffix("_SEG") for kind in kinds)
 
@@ -238,9 +240,11 @@ class Agent:
             if code == "TRANSFER" and isinstance(error, GONE):
                 code = "PEER"
                 expected = "a connected remote agent"
+            # some of NIXL's errors have several lines, some have no text
             text = " ".join(str(error).split()) or type(error).__name__
             details["nixl"] = type(error).__name__
         finally:
+            # the traceback of the error below refers to this frame
             del agent
         # raised after the exception of NIXL is gone, which would be its context otherwise
         raise KVPlanError(code, action, expected=expected, got=f"NIXL: {text}", **details)
@@ -252,6 +256,7 @@ class Agent:
         """
         if self._nixl_agent is None:
             return
+        # NIXL frees what a handle has with the last reference to it
         for handle in self._handles:
             handle.nixl = None
         for name in tuple(self._loaded):
@@ -293,6 +298,7 @@ class Agent:
         Return the ranges to :meth:`deregister`.
         """
         registered = list[MemoryRange]()
+        # if one range is refused, those before it are deregistered
         try:
             for memory_range in ranges_of(regions):
                 registered.append(self._register(memory_range))
@@ -303,6 +309,7 @@ class Agent:
 
     def _register(self, wanted: MemoryRange) -> MemoryRange:
         """Register a range, unless one that is registered has all of it, and return that one."""
+        # a worker that is attached may have regions within those of this worker
         for registered in self._registered:
             if registered.overlaps(wanted):
                 if wanted.start < registered.start or registered.stop < wanted.stop:

@@ -82,6 +82,7 @@ def memory(engine_id: str, device: str, size: int) -> tuple[Worker, torch.Tensor
     region = region_of(tensor, "memory")
     groups = [Group(f"{length}") for length in LENGTHS]
     views = list[View]()
+    # one group of one tensor for each length
     for group, length in zip(groups, LENGTHS, strict=True):
         axes = (Axis("byte", 0, length, length, 1),)
         num_blocks = size // length
@@ -135,6 +136,7 @@ def transfers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator
     """Yield transfers between scattered blocks. They take transfers, descriptors and bytes."""
     executor.prepare(plan)
     rng = np.random.default_rng(1)
+    # one descriptor tells the time of a transfer, many tell those of descriptors and bytes
     for length, num_blocks in ((SMALL, 1), *((length, MANY) for length in LENGTHS)):
         local_ids = rng.permutation(size // length)[:num_blocks]
         remote_ids = rng.permutation(size // length)[:num_blocks]
@@ -183,6 +185,7 @@ def block_copy(cache: Region, staging: Region, num_blocks: int) -> Copy:
     The blocks are token-major in staging memory, and head-major in the cache.
     """
     layer_bytes = cache.size_bytes // LAYERS // BLOCK * BLOCK
+    # one element for each block: where it is in a layer of the cache, and of staging memory
     block_ids = np.random.default_rng(1).permutation(layer_bytes // BLOCK)[:num_blocks]
     destination = CopySide(
         tuple((cache, layer * layer_bytes) for layer in range(LAYERS)),

@@ -78,6 +78,7 @@ class Envelope:
         Raises a PeerError: ``MESSAGE``, or the code of :func:`kvplan.decode` for its offer.
         """
         instance(bytes, data, "an envelope")
+        # magic, digest, lengths of three parts, the parts
         digest_start = len(MAGIC)
         content_start = digest_start + DIGEST_BYTES
         agent_start = content_start + PART_LENGTHS.size

@@ -220,6 +220,7 @@ class NixlExecutor:
         peer = self._peers.get(instance(Worker, worker, "worker").key)
         if peer is None:
             raise not_connected(worker.key)
+        # a transfer that still runs keeps its peer in NIXL until it ends, rule N2
         for transfer in tuple(peer.held):
             if self.poll(transfer).is_settled:
                 self.release(transfer)
@@ -241,18 +242,21 @@ class NixlExecutor:
         """
         check_local(plan, self.worker)
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
+            # a pair that exchanges no bytes needs no connection
             if not len(pair.local_table.rows):
                 continue
             peer = self._peers.get(remote.key)
             if peer is None or peer.worker != remote:
                 raise not_planned_for(remote, None if peer is None else peer.worker, "remote")
+            # rows live as long as the plan's table
             if pair.remote_table not in peer.rows:
                 peer.rows[pair.remote_table] = self._prepared(pair, peer)
 
     def _prepared(self, pair: Pair, peer: _Peer) -> PreparedRows:
-        """Return the rows of a pair, prepared for the backend that moves bytes between them."""
+        """Return the prepared rows of a pair."""
         local_kind = memory_kind_of(pair.local_table)
         remote_kind = memory_kind_of(pair.remote_table)
+        # NIXL needs the rows of both sides with the backend that moves bytes between them
         backend = self._agent.backend_for(local_kind, remote_kind)
         remote_rows = self._agent.prepare(peer.agent, remote_kind, pair.remote_table.rows, backend)
         local_rows = self._prepared_local(local_kind, pair.local_table, backend)
@@ -285,6 +289,7 @@ class NixlExecutor:
         peer = self._peers.get(spec.remote)
         if peer is None:
             raise not_connected(spec.remote)
+        # another plan may have an equal remote table, with other rows of this worker
         rows = peer.rows.get(spec.remote_table)
         if rows is None or rows.local_table is not spec.local_table:
             raise unprepared(spec)
@@ -293,6 +298,7 @@ class NixlExecutor:
             # a copy, which the caller may raise
             self._end(transfer, peer.lost.with_hint(peer.lost.hint))
             return transfer
+        # a transfer of no ids, or one that NIXL carries out while it posts, is done at once
         try:
             if not spec.local_ids.size or self._post(transfer, peer, rows):
                 self._finish(transfer, peer)
@@ -425,6 +431,7 @@ class NixlExecutor:
                 notice = notice_of(senders[agent], data)
                 if notice is not None:
                     notices.append(notice)
+            # no notice is longer, so what is kept for agents that may connect is bounded
             elif len(data) <= MAX_MESSAGE_BYTES:
                 self._early.append((agent, data))
         return tuple(notices)
@@ -434,6 +441,7 @@ class NixlExecutor:
 
         Running transfers become CANCELLED and touch no more bytes.
         """
+        # peers are freed with the agent, after all transfers: none is left for a transfer to free
         peers = {*self._peers.values(), *self._left}
         self._peers = {}
         self._left.clear()
@@ -459,6 +467,7 @@ class NixlExecutor:
             if peer.held:
                 continue
             self._left.remove(peer)
+            # prepared rows are freed before the remote agent or its memory, rule N3
             peer.rows.clear()
             if peer.attached is None:
                 self._agent.unload(peer.agent)

@@ -153,11 +153,13 @@ class TorchCopier:
         if self._stream is None:
             self._copy_all(copies)
             return None
+        # copies read what the present stream writes
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             try:
                 self._copy_all(copies)
             except KVPlanError:
+                # nothing is being copied when an error is raised
                 self._stream.synchronize()
                 raise
             return self._stream.record_event()
@@ -304,6 +306,7 @@ def tensor_at(region: Region) -> torch.Tensor:
     if region.memory == "DRAM":
         array = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
         return torch.frombuffer(array, dtype=torch.uint8)
+    # by this interface torch takes memory of a GPU as it is
     interface = {
         "shape": (region.size_bytes,),
         "typestr": "|u1",
@@ -342,6 +345,7 @@ class BoxRows:
         stride = int(np.gcd.reduce(offsets - first))
         if is_even(offsets):
             return cls(offsets.size, stride, first, None)
+        # the tensor has rows that no box begins at, and the index leaves these out
         index = (offsets - first) // stride
         return cls(int(index.max()) + 1, stride, first, index)
 
@@ -426,6 +430,7 @@ def _even_rows(table: Ints) -> int:
     """Return how many rows, from the first on, are at the same distance from the one before."""
     first_column = table[:, 0]
     step = first_column[min(1, len(table) - 1)] - first_column[0]
+    # the table that continues the step from row 0 to row 1
     even_rows = np.add.outer(np.arange(len(table)) * step, table[0])
     uneven = np.flatnonzero((table != even_rows).any(axis=1))
     return int(uneven[0]) if uneven.size else len(table)

@@ -20,6 +20,7 @@ class PreparedRows:
 
 def memory_kind_of(table: Table) -> str:
     """Return the kind of memory of all rows of a table. Raises ``MEMORY`` if there are several."""
+    # one element for each row: the index of its region
     region_indices = set(table.region.tolist())
     kinds: list[str] = sorted({table.regions[index].memory for index in region_indices})
     if len(kinds) > 1:
