@@ -34,7 +34,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from benchmarks.peers import environment, ours, table
+from benchmarks.peers import environment, kvplan_rows, table
 from benchmarks.peers.cases import CASES, Case, Request, World, moves
 from benchmarks.peers.rows import Figure, Refusal, Row, Section, measure
 
@@ -48,23 +48,24 @@ Peers = Callable[[World], Callable[[Request], Iterator[Row | Refusal]]]
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, here or in the environment, and print."""
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     if not environment.is_there():
         print(ABSENT, file=sys.stderr)
-        found = run(given)
+        report = run(options)
     elif environment.PYTHON.parent.parent.samefile(sys.prefix):
-        found = run(given, with_peers=True)
+        report = run(options, with_peers=True)
     else:
+        # the same command in the environment of the peers
         command = [str(environment.PYTHON), "-m", "benchmarks.side_by_side", *arguments, "--json"]
-        ran = subprocess.run(command, cwd=environment.ROOT, stdout=subprocess.PIPE, check=True, text=True)
-        found = json.loads(ran.stdout)
-    sections = [_section(**section) for section in found["sections"]]
-    if given.json:
-        print(json.dumps(found))
-    elif given.markdown:
-        print(table.markdown(sections, found["caption"], given.short))
+        process = subprocess.run(command, cwd=environment.ROOT, stdout=subprocess.PIPE, check=True, text=True)
+        report = json.loads(process.stdout)
+    sections = [_section(**section) for section in report["sections"]]
+    if options.json:
+        print(json.dumps(report))
+    elif options.markdown:
+        print(table.markdown(sections, report["caption"], options.short))
     else:
-        table.show(sections, found["caption"], given.short)
+        table.show(sections, report["caption"], options.short)
     return 0
 
 
@@ -79,22 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(given: argparse.Namespace, with_peers: bool = False) -> dict[str, Any]:
-    """The sections that the arguments select, as plain data."""
-    cases = [case for case in CASES if any(words in case.name for words in given.case)]
+def run(options: argparse.Namespace, with_peers: bool = False) -> dict[str, Any]:
+    """Measure the sections that the options select, and return them as plain data."""
+    cases = [case for case in CASES if any(words in case.name for words in options.case)]
     peers = _peers() if with_peers else {}
-    made = []
+    sections = list[dict[str, Any]]()
     for case in cases:
         world = World.of(case)
-        others = peers[case.peers](world) if peers else _nobody
-        for blocks in given.blocks:
+        peer_rows = peers[case.peers](world) if peers else _no_rows
+        for blocks in options.blocks:
             print(f"{case.name}, {blocks} blocks", file=sys.stderr)
             request = Request.of(case, blocks)
-            made.append(section(world, request, [*ours.rows(world, request), *others(request)], given.seconds))
-    return {"caption": caption(with_peers), "sections": [attrs.asdict(one) for one in made]}
+            rows = [*kvplan_rows.rows(world, request), *peer_rows(request)]
+            sections.append(attrs.asdict(section(world, request, rows, options.seconds)))
+    return {"caption": caption(with_peers), "sections": sections}
 
 
-def _nobody(request: Request) -> Iterator[Row | Refusal]:
+def _no_rows(request: Request) -> Iterator[Row | Refusal]:
     return iter(())
 
 
@@ -106,38 +108,42 @@ def _peers() -> dict[str, Peers]:
 
 
 def section(world: World, request: Request, rows: Sequence[Row | Refusal], seconds: float) -> Section:
-    """One case at one size, measured. Raises RuntimeError if a peer needs fewer ids or ranges than kvplan."""
-    specs = ours.bound(world.plan, request)
-    descriptors, num_bytes = (sum(getattr(spec, name) for spec in specs) for name in ("num_descriptors", "num_bytes"))
-    timed = [row for row in rows if isinstance(row, Row)]
-    expected = moves(ours.copies(specs))
-    ids = sum(spec.local_ids.size for spec in specs)
+    """Measure one case at one size. Raises RuntimeError if a peer needs fewer ids or ranges than kvplan."""
+    specs = kvplan_rows.bound(world.plan, request)
+    num_descriptors = sum(spec.num_descriptors for spec in specs)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    num_ids = sum(spec.local_ids.size for spec in specs)
+    expected = moves(kvplan_rows.copies(specs))
     del specs  # which frees their cached descriptors
-    counts = [checked(row, expected) for row in timed]
-    for row, count in zip(timed, counts, strict=True):
-        if count < {"ids": ids, "ranges": descriptors}.get(row.output, 0):
+    least = {"ids": num_ids, "ranges": num_descriptors}
+    timed_rows = [row for row in rows if isinstance(row, Row)]
+    counts = [checked(row, expected) for row in timed_rows]
+    for row, count in zip(timed_rows, counts, strict=True):
+        if count < least.get(row.output, 0):
             raise RuntimeError(f"{row.name} makes {count} {row.output}, fewer than kvplan for the same bytes")
-    figures = [
-        Figure(row.name, row.output, count, *times, row.note)
-        for row, count, times in zip(timed, counts, measure(timed, seconds), strict=True)
-    ]
+    figures = list[Figure]()
+    for row, count, times in zip(timed_rows, counts, measure(timed_rows, seconds), strict=True):
+        figures.append(Figure(row.name, row.output, count, *times, row.note))
     refusals = tuple(row for row in rows if isinstance(row, Refusal))
     case: Case = world.case
-    return Section(case.name, case.peers, len(request.source), num_bytes, descriptors, tuple(figures), refusals)
+    return Section(case.name, case.peers, len(request.source), num_bytes, num_descriptors, tuple(figures), refusals)
 
 
 def checked(row: Row, expected: tuple[Any, ...]) -> int:
-    """How many ids or ranges a function makes for one side. Raises RuntimeError unless it makes the expected copies."""
-    made = row.call()
+    """Count the ids or ranges that a function makes for one side.
+
+    Raises RuntimeError unless it makes the expected copies.
+    """
+    output = row.call()
     if row.moves is not None:
-        found = moves(row.moves(made))
-        if not all(np.array_equal(*sides) for sides in zip(found, expected, strict=True)):
+        copies = moves(row.moves(output))
+        if not all(np.array_equal(*columns) for columns in zip(copies, expected, strict=True)):
             raise RuntimeError(f"{row.name} moves other bytes")
-    return row.count(made)
+    return row.count(output)
 
 
 def caption(with_peers: bool) -> str:
-    """The date, the machine and the versions."""
+    """Return the date, the machine and the versions."""
     names = ("numpy", "torch") if with_peers else ("numpy",)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     versions += [f"{name} {version}" for name, version in environment.PEERS.items()] if with_peers else []
@@ -152,13 +158,15 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _section(figures: Any, refusals: Any, **fields: Any) -> Section:
-    made = tuple(Figure(**figure) for figure in figures), tuple(Refusal(**refusal) for refusal in refusals)
-    return Section(**fields, figures=made[0], refusals=made[1])
+    """Return a section that was plain data."""
+    all_figures = tuple(Figure(**figure) for figure in figures)
+    all_refusals = tuple(Refusal(**refusal) for refusal in refusals)
+    return Section(**fields, figures=all_figures, refusals=all_refusals)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import side_by_side
-from benchmarks.peers import environment, ours, table
+from benchmarks.peers import environment, kvplan_rows, table
 from benchmarks.peers.cases import CASES, Case, Request, World, moves
 from benchmarks.peers.rows import BIND, FLOOR, OF_BLOCKS, Figure, Refusal, Row, Section, measure
 
@@ -45,7 +45,7 @@ def _without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_floor_makes_the_ids_that_bind_makes(case: Case) -> None:
     """In every case, into new arrays and into reused ones."""
     world, request = world_of(case), Request.of(case, 16)
-    floor, specs = ours.Floor(world, request), ours.bound(world.plan, request)
+    floor, specs = kvplan_rows.Floor(world, request), kvplan_rows.bound(world.plan, request)
     for sides in (floor.fresh(), floor.reused()):
         for spec, (local, remote) in zip(specs, sides, strict=True):
             assert np.array_equal(local.reshape(-1), spec.local_ids)
@@ -56,7 +56,7 @@ def test_the_floor_makes_the_ids_that_bind_makes(case: Case) -> None:
 def test_a_request_is_all_of_the_decode_worker(case: Case) -> None:
     """It has every slot of the blocks in all layers: K and V of its heads, 128 values of 2 bytes."""
     world, request = world_of(case), Request.of(case, 16)
-    num_bytes = sum(spec.num_bytes for spec in ours.bound(world.plan, request))
+    num_bytes = sum(spec.num_bytes for spec in kvplan_rows.bound(world.plan, request))
     assert num_bytes == 16 * 16 * 80 * (8 // case.destination.tp) * 2 * 128 * 2
 
 
