@@ -16,7 +16,10 @@ import pytest
 
 from kvplan import Blocks, Model, TransferPlan, plan_reads
 
-BLOCKS, LAYERS, ROUNDS, WARMUP = 512, 80, 400, 40
+BLOCKS = 512
+LAYERS = 80
+ROUNDS = 400
+WARMUP = 40
 TOKENS = (0, 16 * BLOCKS)
 BLOCK_BYTES = 16 * 2 * 128 * 2  # one head of 16 tokens, K and V, bfloat16
 MODEL = Model.shipped("llama-3.1-70b")
@@ -28,7 +31,8 @@ Ids = npt.NDArray[np.int32]
 @pytest.fixture(scope="module")
 def plan() -> TransferPlan:
     """A worker's plan with the worker that has its heads."""
-    (source, *_), (local, *_) = (MODEL.engine(name, tp=8, num_blocks=4096) for name in ("prefill", "decode"))
+    source = MODEL.engine("prefill", tp=8, num_blocks=4096)[0]
+    local = MODEL.engine("decode", tp=8, num_blocks=4096)[0]
     return plan_reads(local, [source])
 
 
@@ -36,29 +40,32 @@ def plan() -> TransferPlan:
 def tables() -> tuple[Blocks, Blocks]:
     """The request's blocks on both sides, at random places of the pools."""
     rng = np.random.default_rng(1)
-    ours, theirs = (Blocks(rng.permutation(4096)[:BLOCKS]) for _ in range(2))
-    return ours, theirs
+    local = Blocks(rng.permutation(4096)[:BLOCKS])
+    return local, Blocks(rng.permutation(4096)[:BLOCKS])
 
 
 def terms(plan: TransferPlan, tables: tuple[Blocks, Blocks]) -> list[tuple[Ids, Ids]]:
-    """The terms of the floor for each side: the first id of each layer's whole blocks, and the block ids."""
+    """Return the terms of the floor for each side: the first id of each layer's whole blocks, and the block ids."""
     (pair,) = plan.pairs
-    first = [table.first[table.rows[:, 1] == BLOCK_BYTES] for table in (pair.local_table, pair.remote_table)]
-    sides = zip(first, tables, strict=True)
-    return [(base.astype(np.int32)[:, None], blocks.ids.astype(np.int32)[None, :]) for base, blocks in sides]
+    sides = list[tuple[Ids, Ids]]()
+    for table, blocks in zip((pair.local_table, pair.remote_table), tables, strict=True):
+        # rows of whole blocks, beside those of single tokens
+        first_ids = table.first[table.rows[:, 1] == BLOCK_BYTES]
+        sides.append((first_ids.astype(np.int32)[:, None], blocks.ids.astype(np.int32)[None, :]))
+    return sides
 
 
 def test_bind(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any, record: Record) -> None:
     """``plan.bind`` for the whole request, with its checks."""
-    ours, theirs = tables
+    local, remote = tables
 
     def bind() -> Any:
-        return plan.bind(local={"attn": ours}, remote={"attn": theirs}, tokens=TOKENS)
+        return plan.bind(local={"attn": local}, remote={"attn": remote}, tokens=TOKENS)
 
     (spec,) = benchmark.pedantic(bind, rounds=ROUNDS, warmup_rounds=WARMUP)
-    (ours_base, ours_ids), (theirs_base, theirs_ids) = terms(plan, tables)
-    assert np.array_equal(spec.local_ids, (ours_base + ours_ids).reshape(-1))
-    assert np.array_equal(spec.remote_ids, (theirs_base + theirs_ids).reshape(-1))
+    (local_base, local_blocks), (remote_base, remote_blocks) = terms(plan, tables)
+    assert np.array_equal(spec.local_ids, (local_base + local_blocks).reshape(-1))
+    assert np.array_equal(spec.remote_ids, (remote_base + remote_blocks).reshape(-1))
     assert spec.local_ids.size == BLOCKS * LAYERS
     record("bind", benchmark)
 
@@ -70,8 +77,8 @@ def test_floor(plan: TransferPlan, tables: tuple[Blocks, Blocks], benchmark: Any
     def add() -> list[Ids]:
         return [np.add(base, ids) for base, ids in sides]
 
-    made = benchmark.pedantic(add, rounds=ROUNDS, warmup_rounds=WARMUP)
-    assert [(ids.dtype, ids.shape) for ids in made] == [(np.int32, (LAYERS, BLOCKS))] * 2
+    sums = benchmark.pedantic(add, rounds=ROUNDS, warmup_rounds=WARMUP)
+    assert [(ids.dtype, ids.shape) for ids in sums] == [(np.int32, (LAYERS, BLOCKS))] * 2
     record("floor", benchmark)
 
 

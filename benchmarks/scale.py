@@ -31,108 +31,135 @@ BLOCK_SIZES = ((16, 64), (48, 32), (528, 400), (1023, 1024), (16, 4095))
 """Of the source and of the destination."""
 
 
+@attrs.frozen
+class Binding:
+    """A function that binds a request, and the number of ids that it makes for each side."""
+
+    run: Callable[[], Any]
+    num_ids: int
+
+
 def attention(layers: int) -> Model:
-    """The model with this many layers."""
+    """Return the model with this many layers."""
     model = Model.shipped("llama-3.1-70b")
     return attrs.evolve(model, layers=(model.layers * 2)[:layers])
 
 
 def median(run: Callable[..., object], setup: Callable[[], Sequence[Any]] = tuple, rounds: int = 15) -> float:
-    """The median seconds of ``run`` with the arguments that ``setup`` makes for each round."""
-    taken = []
+    """Return the median seconds of ``run`` with the arguments that ``setup`` makes for each round."""
+    seconds = list[float]()
     for _ in range(rounds):
-        given = setup()
+        arguments = setup()
         start = time.perf_counter()
-        run(*given)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        run(*arguments)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """The slope of the logarithm of seconds over that of sizes."""
+    """Return the slope of the logarithm of seconds over that of sizes."""
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 def received(*workers: Worker) -> Callable[[], list[Worker]]:
-    """Makes the workers anew, decoded from messages."""
+    """Return a function that makes the workers anew, decoded from messages."""
     offers = [kvplan.encode(worker) for worker in workers]
     return lambda: [kvplan.decode(offer) for offer in offers]
 
 
 def cold(model: Model, num_blocks: int = 4096, layout: str = "LBHNC") -> float:
-    """Planning one of 4 destinations with 8 sources."""
+    """Time planning of one of 4 destinations with 8 sources."""
     sources = model.engine("prefill", tp=8, layout=layout, num_blocks=num_blocks)
     local = model.engine("decode", tp=4, layout=layout, num_blocks=num_blocks)[1]
-    return median(lambda mine, *others: plan_reads(mine, others), received(local, *sources))
+    return median(lambda destination, *remotes: plan_reads(destination, remotes), received(local, *sources))
 
 
-def bound(blocks: int) -> tuple[Callable[[], Any], int]:
-    """Binding a request of scattered blocks, one run for each block and layer, and its number of ids on each side."""
+def binding(blocks: int) -> Binding:
+    """Bind a request of scattered blocks, of one run for each block and layer."""
     model = attention(80)
-    (source, *_), (local, *_) = (model.engine(name, tp=8, num_blocks=1 << 17) for name in ("prefill", "decode"))
-    plan, workspace, random = plan_reads(local, [source]), Workspace(), np.random.default_rng(1)
-    ours, theirs = ({"attn": Blocks(random.permutation(1 << 17)[:blocks])} for _ in "ab")
-    return lambda: plan.bind(local=ours, remote=theirs, tokens=(0, 16 * blocks), workspace=workspace), 80 * blocks
+    num_blocks = 1 << 17
+    source = model.engine("prefill", tp=8, num_blocks=num_blocks)[0]
+    local = model.engine("decode", tp=8, num_blocks=num_blocks)[0]
+    plan = plan_reads(local, [source])
+    workspace = Workspace()
+    random = np.random.default_rng(1)
+    local_blocks = {"attn": Blocks(random.permutation(num_blocks)[:blocks])}
+    remote_blocks = {"attn": Blocks(random.permutation(num_blocks)[:blocks])}
+
+    def bind() -> Any:
+        return plan.bind(local=local_blocks, remote=remote_blocks, tokens=(0, 16 * blocks), workspace=workspace)
+
+    return Binding(bind, 80 * blocks)
 
 
-def unequal(source: int, destination: int) -> tuple[float, float, int]:
-    """Seconds of planning and of binding a request of 8000 tokens between unequal block sizes, and its ids."""
-    model, tokens, random = attention(80), 8000, np.random.default_rng(1)
-    sizes = {"prefill": source, "decode": destination}
-    theirs, ours = (model.engine(name, tp=8, tokens_per_block=n, num_blocks=600)[0] for name, n in sizes.items())
-    planning = median(lambda local, *remotes: plan_reads(local, remotes), received(ours, theirs), rounds=5)
-    plan, workspace = plan_reads(ours, [theirs]), Workspace()
-    far, near = ({"attn": Blocks(random.permutation(600)[: -(-tokens // n)])} for n in sizes.values())
-    (spec,) = plan.bind(local=near, remote=far, tokens=(0, tokens))
-    binding = median(lambda: plan.bind(local=near, remote=far, tokens=(0, tokens), workspace=workspace), rounds=31)
-    return planning, binding, spec.local_ids.size
+def print_unequal(source_tokens: int, destination_tokens: int) -> None:
+    """Time a request of 8000 tokens between unequal block sizes."""
+    model = attention(80)
+    tokens = 8000
+    random = np.random.default_rng(1)
+    source = model.engine("prefill", tp=8, tokens_per_block=source_tokens, num_blocks=600)[0]
+    local = model.engine("decode", tp=8, tokens_per_block=destination_tokens, num_blocks=600)[0]
+    plan_s = median(lambda worker, *remotes: plan_reads(worker, remotes), received(local, source), rounds=5)
+    plan = plan_reads(local, [source])
+    workspace = Workspace()
+    remote_blocks = {"attn": Blocks(random.permutation(600)[: -(-tokens // source_tokens)])}
+    local_blocks = {"attn": Blocks(random.permutation(600)[: -(-tokens // destination_tokens)])}
+    (spec,) = plan.bind(local=local_blocks, remote=remote_blocks, tokens=(0, tokens))
+
+    def bind() -> Any:
+        return plan.bind(local=local_blocks, remote=remote_blocks, tokens=(0, tokens), workspace=workspace)
+
+    bind_s = median(bind, rounds=31)
+    figures = f"plan {plan_s * 1e3:.1f} ms, bind {bind_s * 1e6:.0f} us for {spec.local_ids.size:,} ids"
+    print(f"blocks of {source_tokens} to {destination_tokens} tokens, 80 layers: {figures}")
 
 
 def descriptors() -> float:
-    """All descriptors of a request of scattered blocks."""
-    bind, _ = bound(DESCRIPTORS // 80)
-    return median(lambda spec: spec.descriptors(), bind)
+    """Time all descriptors of a request of scattered blocks."""
+    return median(lambda spec: spec.descriptors(), binding(DESCRIPTORS // 80).run)
 
 
 def peers() -> float:
-    """One more peer with a planned geometry: a worker that was just decoded."""
+    """Time one more peer with a planned geometry: a worker that was just decoded."""
     model = attention(80)
-    local, first = model.engine("decode", tp=8, num_blocks=4096)[1], model.engine("first", tp=8, num_blocks=4096)[1]
+    local = model.engine("decode", tp=8, num_blocks=4096)[1]
+    first = model.engine("first", tp=8, num_blocks=4096)[1]
     plan = plan_reads(local, [first])
-    offers = iter([model.engine(f"peer-{i}", tp=8, num_blocks=4096)[1] for i in range(PEERS)])
-    return median(lambda peer: plan.with_remotes([peer]), lambda: received(next(offers))(), PEERS)
+    workers = iter([model.engine(f"peer-{i}", tp=8, num_blocks=4096)[1] for i in range(PEERS)])
+    return median(lambda peer: plan.with_remotes([peer]), lambda: received(next(workers))(), PEERS)
 
 
-def mesh() -> tuple[float, float]:
-    """The seconds and MB of the plans of 512 destinations and 512 sources."""
+def print_mesh() -> None:
+    """Plan 512 destinations with 512 sources."""
     model = Model.shipped("nemotron-h-8b")
     model = attrs.evolve(model, layers=(model.layers * 3)[:128])
     sources = model.engine("prefill", tp=64, pp=8, num_blocks=64)
     destinations = model.engine("decode", tp=128, pp=4, num_blocks=64, layout="BLHNC")
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    made = plan_mesh(destinations, sources)
-    taken = time.perf_counter() - start
-    assert len(made.plans) == len(sources) == 512
-    return taken, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    mesh_plan = plan_mesh(destinations, sources)
+    plan_s = time.perf_counter() - start
+    assert len(mesh_plan.plans) == len(sources) == 512
+    after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    megabytes = (after_kib - before_kib) / 1024
+    print(f"plan_mesh, 512 x 512 workers of 128 layers: {plan_s:.2f} s, {megabytes:.0f} MB")
 
 
 def main() -> None:
     """Print the figures, the mesh first, because its memory is the growth of the process."""
-    seconds, megabytes = mesh()
-    print(f"plan_mesh, 512 x 512 workers of 128 layers: {seconds:.2f} s, {megabytes:.0f} MB")
+    print_mesh()
     for layout in ("LBHNC", "LBNHC"):
         print(f"plan, 80 layers, TP 8 -> 4, {layout}: {cold(attention(80), layout=layout) * 1e3:.2f} ms")
     by_layers = [cold(attention(layers)) for layers in LAYERS]
     print(f"plan, by layers {LAYERS}: exponent {exponent(LAYERS, by_layers):.2f}")
     by_pool = [cold(attention(80), blocks) for blocks in POOLS]
     print(f"plan, by blocks of the pools {POOLS}: exponent {exponent(POOLS, by_pool):.2f}")
-    bindings = [bound(blocks) for blocks in REQUESTS]
-    by_ids = [median(bind, rounds=31) for bind, _ in bindings]
-    print(f"bind, by ids {tuple(ids for _, ids in bindings)}: exponent {exponent(REQUESTS, by_ids):.2f}")
+    bindings = [binding(blocks) for blocks in REQUESTS]
+    by_ids = [median(request.run, rounds=31) for request in bindings]
+    num_ids = tuple(request.num_ids for request in bindings)
+    print(f"bind, by ids {num_ids}: exponent {exponent(REQUESTS, by_ids):.2f}")
     for source, destination in BLOCK_SIZES:
-        planning, binding, ids = unequal(source, destination)
-        figures = f"plan {planning * 1e3:.1f} ms, bind {binding * 1e6:.0f} us for {ids:,} ids"
-        print(f"blocks of {source} to {destination} tokens, 80 layers: {figures}")
+        print_unequal(source, destination)
     print(f"descriptors(), {DESCRIPTORS:,} of scattered blocks: {descriptors() * 1e3:.0f} ms")
     print(f"with_remotes, a peer of 80 layers: {peers() * 1e6:.0f} us")
 
