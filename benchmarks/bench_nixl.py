@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from benchmarks.real_memory import PeerProcess, placed
-from kvplan import Blocks, Model, TransferPlan, Worker, plan_reads
+from kvplan import Blocks, Model, ReadSpec, TransferPlan, Worker, plan_reads
 from kvplan_nixl import UCX, NixlExecutor, TransferEvent, settle
 from kvplan_nixl.agent import Agent
 from kvplan_nixl.executor import NixlTransfer
@@ -37,10 +37,10 @@ Write = Callable[[str], None]
 
 
 def worker(engine_id: str, layers: int, blocks: int) -> Worker:
-    """A worker whose blocks of 4 tokens are 256 bytes in each layer."""
+    """Return a worker whose blocks of 4 tokens are 256 bytes in each layer."""
     keys = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": 16, "num_attention_heads": 4}
-    (made,) = Model.from_config(keys).engine(engine_id, tokens_per_block=4, num_blocks=blocks)
-    return made
+    (only_worker,) = Model.from_config(keys).engine(engine_id, tokens_per_block=4, num_blocks=blocks)
+    return only_worker
 
 
 @pytest.fixture
@@ -75,59 +75,76 @@ class Reader:
 
 @contextmanager
 def reading(source: Worker, local: Worker) -> Iterator[Reader]:
-    """A reader of another process, whose worker is ``source``."""
-    there, _ = placed(local)
-    with PeerProcess(source, UCX) as peer, NixlExecutor(there) as executor:
-        plan = plan_reads(there, [executor.connect(peer.ask("envelope"))])
+    """Yield a reader of another process, whose worker is ``source``."""
+    placed_local, _ = placed(local)
+    with PeerProcess(source, UCX) as peer, NixlExecutor(placed_local) as executor:
+        plan = plan_reads(placed_local, [executor.connect(peer.ask("envelope"))])
         executor.prepare(plan)
         yield Reader(executor, plan)
 
 
 def scattered(pool: int, count: int) -> tuple[Blocks, Blocks]:
-    """Random blocks of both sides."""
+    """Return random blocks of both sides."""
     rng = np.random.default_rng(1)
-    ours, theirs = (Blocks(rng.permutation(pool)[:count]) for _ in range(2))
-    return ours, theirs
+    local = Blocks(rng.permutation(pool)[:count])
+    return local, Blocks(rng.permutation(pool)[:count])
+
+
+def median_us(seconds: list[float]) -> float:
+    """Return the median of some times, in microseconds."""
+    return statistics.median(seconds) * 1e6
 
 
 @pytest.mark.parametrize(("layers", "blocks", "rounds"), [(2, 32, 1000), (80, 512, 10)], ids=["64", "40960"])
 def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
     """Bind, make and post by kvplan_nixl, and make and post by hand, in turns."""
-    pool, tokens = 2 * blocks, 4 * blocks
-    source, local = (worker(name, layers, pool) for name in ("prefill", "decode"))
-    near, far = scattered(pool, blocks)
-    with reading(source, local) as reader:
-        (spec,) = reader.plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, tokens))
+    pool = 2 * blocks
+    tokens = 4 * blocks
+    local_blocks, remote_blocks = scattered(pool, blocks)
+    with reading(worker("prefill", layers, pool), worker("decode", layers, pool)) as reader:
+
+        def bind() -> ReadSpec:
+            local = {"attn": local_blocks}
+            (spec,) = reader.plan.bind(local=local, remote={"attn": remote_blocks}, tokens=(0, tokens))
+            return spec
+
+        spec = bind()
         assert spec.local_ids.size == spec.num_descriptors == layers * blocks
         rows = reader.executor._peers["prefill", 0].rows[spec.remote_table]
         nixl = reader.executor._agent._agent
         message = b'["decode", 0, "request"]'
-        bound, ours, by_hand = [], [], []
+        bind_s = list[float]()
+        kvplan_s = list[float]()
+        by_hand_s = list[float]()
         for i in range(rounds + rounds // 10):
             began = time.perf_counter()
-            (spec,) = reader.plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, tokens))
-            took_bind = time.perf_counter() - began
+            spec = bind()
+            bound = time.perf_counter()
             transfer = reader.executor.start(spec, "request")
-            took = time.perf_counter() - began
+            started = time.perf_counter()
             reader.finish(transfer)
-            (spec,) = reader.plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, tokens))
-            began = time.perf_counter()
+            spec = bind()
+            began_by_hand = time.perf_counter()
             handle = nixl.make_prepped_xfer(
                 "READ", rows.local.nixl, spec.local_ids, rows.remote.nixl, spec.remote_ids, message
             )
             state = nixl.transfer(handle)
-            took_by_hand = time.perf_counter() - began
+            posted_by_hand = time.perf_counter()
             while state == "PROC":
                 state = nixl.check_xfer_state(handle)
             handle.release()
+            # the first tenth warms up
             if i >= rounds // 10:
-                bound.append(took_bind)
-                ours.append(took)
-                by_hand.append(took_by_hand)
-    mine, bind, theirs = (statistics.median(times) * 1e6 for times in (ours, bound, by_hand))
+                bind_s.append(bound - began)
+                kvplan_s.append(started - began)
+                by_hand_s.append(posted_by_hand - began_by_hand)
+    kvplan_us = median_us(kvplan_s)
+    by_hand_us = median_us(by_hand_s)
+    more_us = kvplan_us - by_hand_us
     write(
-        f"{layers * blocks} descriptors: {mine:.0f} us, of which bind {bind:.0f} us, by hand {theirs:.0f} us, "
-        f"{mine - theirs:+.0f} us, {100 * (mine - theirs) / theirs:+.1f}% (medians of {rounds} in turns)"
+        f"{layers * blocks} descriptors: {kvplan_us:.0f} us, of which bind {median_us(bind_s):.0f} us, "
+        f"by hand {by_hand_us:.0f} us, {more_us:+.0f} us, {100 * more_us / by_hand_us:+.1f}% "
+        f"(medians of {rounds} in turns)"
     )
 
 
@@ -135,27 +152,29 @@ def test_overhead(layers: int, blocks: int, rounds: int, write: Write) -> None:
 def test_events(layers: int, blocks: int, rounds: int, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start a transfer that moves nothing, with and without a callback or a log, in turns."""
     monkeypatch.setattr(Agent, "post", lambda agent, handle: True)
-    there, here = (placed(worker(name, layers, 2 * blocks))[0] for name in ("prefill", "decode"))
-    plan = plan_reads(here, [there])
-    near, far = scattered(2 * blocks, blocks)
-    (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, 4 * blocks))
-    logger, lines, order = logging.getLogger("kvplan_nixl"), logging.StreamHandler(io.StringIO()), random.Random(1)
+    remote, _ = placed(worker("prefill", layers, 2 * blocks))
+    local, _ = placed(worker("decode", layers, 2 * blocks))
+    plan = plan_reads(local, [remote])
+    local_blocks, remote_blocks = scattered(2 * blocks, blocks)
+    (spec,) = plan.bind(local={"attn": local_blocks}, remote={"attn": remote_blocks}, tokens=(0, 4 * blocks))
+    logger = logging.getLogger("kvplan_nixl")
+    order = random.Random(1)
     monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "handlers", [lines])
-    took: dict[str, list[float]] = {"neither": [], "a callback": [], "the log": []}
-    with NixlExecutor(here, progress_thread=False) as executor:
-        executor.attach(there)
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(io.StringIO())])
+    seconds: dict[str, list[float]] = {"neither": [], "a callback": [], "the log": []}
+    with NixlExecutor(local, progress_thread=False) as executor:
+        executor.attach(remote)
         executor.prepare(plan)
         for _ in range(rounds):
-            for name in order.sample([*took], len(took)):
+            for name in order.sample([*seconds], len(seconds)):
                 executor._on_event = deque[TransferEvent](maxlen=1).append if name == "a callback" else None
                 logger.setLevel(logging.DEBUG if name == "the log" else logging.WARNING)
                 began = time.perf_counter()
                 transfer = executor.start(spec, "request")
-                took[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - began)
                 executor.release(transfer)
     logger.setLevel(logging.NOTSET)
-    neither, callback, log = (statistics.median(times) * 1e6 for times in took.values())
+    neither, callback, log = map(median_us, seconds.values())
     write(
         f"{layers * blocks} descriptors: start without posting {neither:.1f} us, {callback - neither:+.1f} us with a "
         f"callback, {log - neither:+.1f} us with a log of all events (medians of {rounds} in turns)"
@@ -167,28 +186,29 @@ def test_events(layers: int, blocks: int, rounds: int, write: Write, monkeypatch
 )
 def test_layers_together(model: str, tp: int, write: Write) -> None:
     """The same request with a page for each layer and with all layers of a block in one piece."""
-    made, blocks, rounds = Model.shipped(model), 64, 10
-    took: dict[str, float] = {}
-    counts: dict[str, tuple[int, int]] = {}
+    blocks = 64
+    rounds = 10
+    medians_s: dict[str, float] = {}
+    specs: dict[str, ReadSpec] = {}
     for layout in ("LBHNC", "BLHNC"):
-        source, local = (
-            made.engine(name, tp=tp, layout=layout, num_blocks=2 * blocks)[0] for name in ("prefill", "decode")
-        )
-        near, far = scattered(2 * blocks, blocks)
+        options = {"tp": tp, "layout": layout, "num_blocks": 2 * blocks}
+        source = Model.shipped(model).engine("prefill", **options)[0]
+        local = Model.shipped(model).engine("decode", **options)[0]
+        local_blocks, remote_blocks = scattered(2 * blocks, blocks)
         with reading(source, local) as reader:
-            times = []
-            for i in range(rounds + 2):
+            seconds = list[float]()
+            for _ in range(rounds + 2):
                 began = time.perf_counter()
-                transfer = reader.transfer(near, far, 16 * blocks)
+                transfer = reader.transfer(local_blocks, remote_blocks, 16 * blocks)
                 reader.finish(transfer)
-                if i >= 2:
-                    times.append(time.perf_counter() - began)
-            took[layout] = statistics.median(times)
-            counts[layout] = transfer.spec.num_descriptors, transfer.spec.num_bytes
-    assert counts["LBHNC"][1] == counts["BLHNC"][1]
-    apart, together = took["LBHNC"], took["BLHNC"]
+                seconds.append(time.perf_counter() - began)
+            medians_s[layout] = statistics.median(seconds[2:])  # the first two warm up
+            specs[layout] = transfer.spec
+    assert specs["LBHNC"].num_bytes == specs["BLHNC"].num_bytes
+    apart_s = medians_s["LBHNC"]
+    together_s = medians_s["BLHNC"]
     write(
-        f"{model} tp={tp}, {counts['LBHNC'][1] / 1e6:.1f} MB: layers apart {counts['LBHNC'][0]} descriptors "
-        f"{apart * 1e3:.2f} ms, together {counts['BLHNC'][0]} descriptors {together * 1e3:.2f} ms, "
-        f"{apart / together:.2f}x (medians of {rounds})"
+        f"{model} tp={tp}, {specs['LBHNC'].num_bytes / 1e6:.1f} MB: layers apart {specs['LBHNC'].num_descriptors} "
+        f"descriptors {apart_s * 1e3:.2f} ms, together {specs['BLHNC'].num_descriptors} descriptors "
+        f"{together_s * 1e3:.2f} ms, {apart_s / together_s:.2f}x (medians of {rounds})"
     )
