@@ -48,12 +48,16 @@ class Case:
     destination: dict[str, Any]
 
     def workers(self, blocks: int) -> tuple[Worker, Worker]:
-        """The source and the destination, with as many blocks as a request of ``blocks`` blocks of 16 tokens has."""
+        """Return the source and the destination.
+
+        They have as many blocks as a request of ``blocks`` blocks of 16 tokens has.
+        """
         model = Model.shipped(self.model)
         tokens = 16 * blocks
-        over = self.destination.get("tokens_per_block", 16) * self.destination.get("dcp", 1)
+        # one block of the destination's rank has some positions of as many
+        positions = self.destination.get("tokens_per_block", 16) * self.destination.get("dcp", 1)
         (source,) = model.engine("prefill", num_blocks=blocks, **self.source)
-        local, *_ = model.engine("decode", num_blocks=-(-tokens // over), **self.destination)
+        local, *_ = model.engine("decode", num_blocks=-(-tokens // positions), **self.destination)
         return source, local
 
 
@@ -85,33 +89,38 @@ class World:
     @classmethod
     @contextmanager
     def of(cls, operation: str, case: Case, blocks: int, staging_bytes: int, device: str) -> Iterator[World]:
-        """The world of a case. Sources have bytes of no pattern, the same in each world."""
+        """Yield the world of a case. Sources have bytes of no pattern, the same in each world."""
         from benchmarks.real_memory import PeerProcess, fill, placed
         from kvplan_nixl import UCX, NixlExecutor
         from kvplan_nixl.rearrange import TorchCopier
 
         source, destination = case.workers(blocks)
         rng = np.random.default_rng(1)
-        into, out_of = ({"attn": Blocks(rng.permutation(side.views[0].num_blocks))} for side in (destination, source))
-        reads = operation == "READ"
-        local, remote = (destination, source) if reads else (source, destination)
-        tables = (into, out_of) if reads else (out_of, into)
-        request = {"local": tables[0], "remote": tables[1], "tokens": (0, 16 * blocks)}
+        destination_blocks = {"attn": Blocks(rng.permutation(destination.views[0].num_blocks))}
+        source_blocks = {"attn": Blocks(rng.permutation(source.views[0].num_blocks))}
+        request: dict[str, Any] = {"tokens": (0, 16 * blocks)}
+        if operation == "READ":
+            local, remote = destination, source
+            request |= {"local": destination_blocks, "remote": source_blocks}
+        else:
+            local, remote = source, destination
+            request |= {"local": source_blocks, "remote": destination_blocks}
         staging = Region(STAGING, 1 << 50, staging_bytes)
-        there, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device)
-        if not reads:
-            fill(there, memory, device)
-        with PeerProcess(remote, UCX, device=device) as peer, NixlExecutor(there) as executor:
+        placed_local, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device)
+        if operation == "WRITE":
+            fill(placed_local, memory, device)
+        with PeerProcess(remote, UCX, device=device) as peer, NixlExecutor(placed_local) as executor:
             pipeline = Pipeline(executor, STAGING, TorchCopier(memory))
-            theirs = executor.connect(peer.ask("envelope"))
-            yield cls(operation, there, theirs, memory, executor, pipeline, peer, request)
+            connected = executor.connect(peer.ask("envelope"))
+            yield cls(operation, placed_local, connected, memory, executor, pipeline, peer, request)
 
     def clear(self) -> None:
-        """Zeros at the destination."""
+        """Set the destination to zeros."""
         if self.operation == "WRITE":
             self.peer.ask("clear")
-        for tensor in self._caches().values() if self.operation == "READ" else ():
-            tensor.zero_()
+        else:
+            for tensor in self._caches().values():
+                tensor.zero_()
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -120,8 +129,8 @@ class World:
 
         synchronized(str(self.memory[STAGING].device))
 
-    def found(self) -> dict[str, str]:
-        """What tells the bytes at the destination from others, region by region."""
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the bytes at the destination, region by region."""
         from benchmarks.real_memory import digests
 
         return digests(self._caches()) if self.operation == "READ" else dict(self.peer.ask("digests"))
@@ -139,7 +148,7 @@ class Way:
 
 
 def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
-    """One leg."""
+    """Return a function that moves the request in one leg."""
     from kvplan_nixl import settle
 
     world.executor.prepare(plan)
@@ -155,7 +164,10 @@ def direct(world: World, plan: TransferPlan) -> Callable[[], None]:
 
 
 def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
-    """Long runs, and bytes put in order in staging memory of this process: of the receiver, or of the sender."""
+    """Return a function that moves the request in long runs.
+
+    It puts bytes in order in staging memory of this process: of the receiver, or of the sender.
+    """
     world.pipeline.prepare(plan)
 
     def once() -> None:
@@ -169,102 +181,113 @@ def staged(world: World, plan: StagedPlan) -> Callable[[], None]:
 
 
 def ways(world: World, tokens: int, rates: Rates) -> list[Way]:
-    """All that there are, the one first that is chosen."""
+    """Return all ways, the one first that is chosen."""
     choice = choose(world.local, [world.remote], tokens=tokens, operation=world.operation, staging=STAGING, rates=rates)
-    return [
-        Way(
-            option,
-            staged(world, option.plan) if isinstance(option.plan, StagedPlan) else direct(world, option.plan),
-        )
-        for option in choice.options
-    ]
+    all_ways = list[Way]()
+    for option in choice.options:
+        plan = option.plan
+        once = staged(world, plan) if isinstance(plan, StagedPlan) else direct(world, plan)
+        all_ways.append(Way(option, once))
+    return all_ways
 
 
 def check(world: World, ways: Sequence[Way], expected: dict[str, str]) -> dict[str, str]:
-    """What all ways leave, each once by itself. Make sure that it is the same, and as ``expected`` if that is known."""
+    """Return the digests that all ways leave, each once by itself.
+
+    Raises RuntimeError unless they are equal, and equal to ``expected`` where that is not empty.
+    """
     for way in ways:
         world.clear()
         way.once()
-        found = world.found()
-        expected = expected or found
-        if found != expected:
+        digests = world.digests()
+        expected = expected or digests
+        if digests != expected:
             raise RuntimeError(f"{way.option.strategy} leaves other bytes than the first way")
     return expected
 
 
 def measured(ways: Sequence[Way], seconds: float) -> list[list[float]]:
-    """Seconds of each round of each way, in turns: three rounds at least, and then those that go into the time."""
-    took: list[list[float]] = [[] for _ in ways]
+    """Return the seconds of each round of each way, in turns: three rounds, and those that go into the time."""
+    way_seconds: list[list[float]] = [[] for _ in ways]
     share = seconds / len(ways)
     for _ in range(100):
-        going = [i for i, times in enumerate(took) if len(times) < 3 or sum(times) < share]
-        for i in going:
+        unfinished = [i for i, rounds in enumerate(way_seconds) if len(rounds) < 3 or sum(rounds) < share]
+        for i in unfinished:
             began = time.perf_counter()
             ways[i].once()
-            took[i].append(time.perf_counter() - began)
-        if not going:
+            way_seconds[i].append(time.perf_counter() - began)
+        if not unfinished:
             break
-    return took
+    return way_seconds
 
 
 def in_order(world: World, plan: StagedPlan) -> str:
-    """Copies by themselves, chunk by chunk, and as many bytes in one piece."""
+    """Time copies by themselves, chunk by chunk, and as many bytes in one piece."""
     import torch
 
     from kvplan_nixl.calibrate import copy_and_wait
     from kvplan_nixl.rearrange import TorchCopier
 
-    copier, device = TorchCopier(world.memory), world.memory[STAGING].device
-    rates: list[tuple[float, float]] = []
+    copier = TorchCopier(world.memory)
+    device = world.memory[STAGING].device
+    chunk_rates = list[float]()
+    plain_rates = list[float]()
     for chunk in list(plan.bind(**world.request))[:8]:
         num_bytes = sum(copy.num_bytes for copy in chunk.copies)
-        into, out_of = (
-            torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)
-        )  # zeros would be one page
-        times = []
-        for once in (partial(copy_and_wait, copier, chunk.copies), partial(into.copy_, out_of)):
-            rounds = []
-            for _ in range(4):
-                world.synchronize()
-                began = time.perf_counter()
-                once()
-                world.synchronize()
-                rounds.append(time.perf_counter() - began)
-            times.append(num_bytes / statistics.median(rounds[1:]) / 1e9)
-        rates.append((times[0], times[1]))
-    ours, plain = (statistics.median(side) for side in zip(*rates, strict=True))
-    beside = f"plain copy {plain:.2f} GB/s, {plain / ours:.1f}x"
+        # zeros would be one page
+        destination = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        gigabytes = num_bytes / 1e9
+        chunk_rates.append(gigabytes / median_copy_s(world, partial(copy_and_wait, copier, chunk.copies)))
+        plain_rates.append(gigabytes / median_copy_s(world, partial(destination.copy_, source)))
+    rate = statistics.median(chunk_rates)
+    plain_rate = statistics.median(plain_rates)
+    beside = f"plain copy {plain_rate:.2f} GB/s, {plain_rate / rate:.1f}x"
     origins = sum(copy.num_origins for copy in chunk.copies)
-    return f"  {plan.direct.local.key[0]} puts in order {ours:.2f} GB/s, {origins} copies a chunk; {beside}"
+    return f"  {plan.direct.local.key[0]} puts in order {rate:.2f} GB/s, {origins} copies a chunk; {beside}"
 
 
-def table(case: Case, given: argparse.Namespace, rates: Mapping[str, Rates]) -> Iterator[str]:
-    """The lines of one case."""
-    tokens = 16 * given.blocks
-    yield f"\n{case.name}: {case.model}, {tokens} tokens, {given.staging} MiB of staging memory\n"
+def median_copy_s(world: World, copy: Callable[[], object]) -> float:
+    """Return the median seconds of a copy, after a first one."""
+    rounds = list[float]()
+    for _ in range(4):
+        world.synchronize()
+        began = time.perf_counter()
+        copy()
+        world.synchronize()
+        rounds.append(time.perf_counter() - began)
+    return statistics.median(rounds[1:])
+
+
+def table(case: Case, options: argparse.Namespace, rates: Mapping[str, Rates]) -> Iterator[str]:
+    """Yield the lines of one case."""
+    tokens = 16 * options.blocks
+    yield f"\n{case.name}: {case.model}, {tokens} tokens, {options.staging} MiB of staging memory\n"
     yield "| way | descriptors | bytes each | MB moved | ms by rates | ms | GB/s of need | direct / this |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     expected: dict[str, str] = {}
-    remarks = []
+    remarks = list[str]()
     for operation in rates:
         # one world at a time: each has two threads that are never idle
-        with World.of(operation, case, given.blocks, given.staging << 20, given.device) as world:
-            made = ways(world, tokens, rates[operation])
-            expected = check(world, made, expected)
-            took = [statistics.median(times) for times in measured(made, given.seconds / 2)]
-            plans = [way.option.plan for way in made]
+        with World.of(operation, case, options.blocks, options.staging << 20, options.device) as world:
+            all_ways = ways(world, tokens, rates[operation])
+            expected = check(world, all_ways, expected)
+            medians_s = [statistics.median(rounds) for rounds in measured(all_ways, options.seconds / 2)]
+            plans = [way.option.plan for way in all_ways]
             rearranged = [in_order(world, plan) for plan in plans if isinstance(plan, StagedPlan)]
-        strategies = [way.option.strategy for way in made]
-        direct_s, need = (each[strategies.index("direct")] for each in (took, [way.option.num_bytes for way in made]))
-        for way, median in zip(made, took, strict=True):
+        strategies = [way.option.strategy for way in all_ways]
+        direct_index = strategies.index("direct")
+        direct_s = medians_s[direct_index]
+        needed_bytes = all_ways[direct_index].option.num_bytes
+        for way, median_s in zip(all_ways, medians_s, strict=True):
             option = way.option
             yield (
                 f"| {operation.lower()}, {option.strategy} | {option.num_descriptors:,} "
                 f"| {option.num_bytes // option.num_descriptors:,} | {option.num_bytes / 1e6:.0f} "
-                f"| {option.seconds * 1e3:.0f} | {median * 1e3:.0f} "
-                f"| {need / median / 1e9:.2f} | {direct_s / median:.2f} |"
+                f"| {option.seconds * 1e3:.0f} | {median_s * 1e3:.0f} "
+                f"| {needed_bytes / median_s / 1e9:.2f} | {direct_s / median_s:.2f} |"
             )
-        slower = 100 * (took[0] / min(took) - 1)
+        slower = 100 * (medians_s[0] / min(medians_s) - 1)
         remarks.append(f"{operation.lower()}: auto takes {strategies[0]}, {slower:.0f} % above the fastest")
         remarks += rearranged
     yield from ("", *remarks)
@@ -284,13 +307,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", help="where all memory is, as torch names it")
     parser.add_argument("--case", default="", metavar="WORDS", help="cases with these words in their name")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each case; three rounds of each way at least")
-    given = parser.parse_args(arguments)
-    rates = {operation: calibrate(given.device, operation=operation) for operation in ("READ", "WRITE")}
-    for each in rates.values():
-        print(attrs.asdict(each))
+    options = parser.parse_args(arguments)
+    rates = {operation: calibrate(options.device, operation=operation) for operation in ("READ", "WRITE")}
+    for operation_rates in rates.values():
+        print(attrs.asdict(operation_rates))
     for case in CASES:
-        if given.case in case.name:
-            for line in table(case, given, rates):
+        if options.case in case.name:
+            for line in table(case, options, rates):
                 print(line, flush=True)
     return 0
 
