@@ -48,31 +48,32 @@ def check(device: str) -> list[str]:
 
 
 def ranges(worker: Worker, memory: dict[str, Any], descriptors: Any) -> list[Any]:
-    """Descriptors as slices of a worker's tensors."""
+    """Return descriptors as slices of a worker's tensors."""
     regions = sorted(worker.regions, key=lambda region: region.address)
     starts = np.array([region.address for region in regions], np.uint64)
-    held = np.searchsorted(starts, descriptors[:, 0], side="right") - 1
-    offsets = (descriptors[:, 0] - starts[held]).tolist()
-    return [
-        memory[regions[i].name][offset : offset + length]
-        for i, offset, length in zip(held.tolist(), offsets, descriptors[:, 1].tolist(), strict=True)
-    ]
+    # one element for each descriptor: the index of its region, and where it begins in that region
+    region_indices = np.searchsorted(starts, descriptors[:, 0], side="right") - 1
+    offsets = (descriptors[:, 0] - starts[region_indices]).tolist()
+    slices = []
+    for i, offset, length in zip(region_indices.tolist(), offsets, descriptors[:, 1].tolist(), strict=True):
+        slices.append(memory[regions[i].name][offset : offset + length])
+    return slices
 
 
-def median(once: Callable[[], None], synchronize: Callable[[], None]) -> float:
-    """The median seconds of a call and of the work that it starts on the devices, without the first call."""
-    took = []
+def median(once: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    """Return the median seconds of a call and of the work that it starts on the devices, after a first call."""
+    seconds = []
     for _ in range(ROUNDS + 1):
         synchronize()
         began = time.perf_counter()
         once()
         synchronize()
-        took.append(time.perf_counter() - began)
-    return statistics.median(took[1:])
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
-    """A row of the table: a request from the first device and layout to the second."""
+    """Return a row of the table: a request from the first device and layout to the second."""
     import torch
 
     from benchmarks.real_memory import PeerProcess, fill, placed, synchronized
@@ -83,23 +84,24 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
             synchronized(device)
 
     model = Model.shipped(MODEL)
-    made = [
-        model.engine(name, layout=layout, num_blocks=2 * BLOCKS)[0]
-        for name, layout in zip(("prefill", "decode"), layouts, strict=True)
-    ]
-    (twin, theirs) = placed(made[0], devices[0])  # what the other process has, for torch
-    (local, ours) = placed(made[1], devices[1])  # last, since this process has an executor on that device
-    fill(twin, theirs, devices[0])
+    (prefill_worker, *_) = model.engine("prefill", layout=layouts[0], num_blocks=2 * BLOCKS)
+    (decode_worker, *_) = model.engine("decode", layout=layouts[1], num_blocks=2 * BLOCKS)
+    # a twin of the other process' worker, for torch
+    twin, twin_memory = placed(prefill_worker, devices[0])
+    # last, since this process has an executor on that device
+    local, local_memory = placed(decode_worker, devices[1])
+    fill(twin, twin_memory, devices[0])
     rng = np.random.default_rng(1)
-    near, far = (Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS]) for _ in range(2))
+    local_blocks = {"attn": Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS])}
+    remote_blocks = {"attn": Blocks(rng.permutation(2 * BLOCKS)[:BLOCKS])}
     synchronize()
-    with PeerProcess(made[0], UCX, devices[0]) as prefill, NixlExecutor(local) as decode:
+    with PeerProcess(prefill_worker, UCX, devices[0]) as prefill, NixlExecutor(local) as decode:
         source = decode.connect(prefill.ask("envelope"))
         plan = plan_reads(local, [source])
         decode.prepare(plan)
 
         def request() -> ReadSpec:
-            (spec,) = plan.bind(local={"attn": near}, remote={"attn": far}, tokens=(0, 16 * BLOCKS))
+            (spec,) = plan.bind(local=local_blocks, remote=remote_blocks, tokens=(0, 16 * BLOCKS))
             transfer = decode.start(spec, "request")
             if not settle(decode, [transfer], TIMEOUT_S) or transfer.error is not None:
                 raise transfer.error or TimeoutError(f"{transfer!r}")
@@ -108,18 +110,18 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
 
         spec = request()
         synchronize()
-        into, of = (
-            ranges(worker, memory, found)
-            for worker, memory, found in zip((local, source), (ours, theirs), spec.descriptors(), strict=True)
-        )
-        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(into[:1000], of[:1000], strict=True))
-        by_nixl = median(lambda: void(request()), synchronize)
+        local_descriptors, remote_descriptors = spec.descriptors()
+        written = ranges(local, local_memory, local_descriptors)
+        read = ranges(source, twin_memory, remote_descriptors)
+        for written_bytes, read_bytes in zip(written[:1000], read[:1000], strict=True):
+            assert torch.equal(written_bytes.cpu(), read_bytes.cpu())
+        by_nixl = median(request, synchronize)
     whole = [torch.zeros(spec.num_bytes, dtype=torch.uint8, device=device) for device in devices]
-    in_one = median(lambda: void(whole[1].copy_(whole[0], non_blocking=True)), synchronize)
+    in_one = median(lambda: whole[1].copy_(whole[0], non_blocking=True), synchronize)
 
     def piece_by_piece() -> None:
-        for a, b in zip(into, of, strict=True):
-            a.copy_(b, non_blocking=True)
+        for written_bytes, read_bytes in zip(written, read, strict=True):
+            written_bytes.copy_(read_bytes, non_blocking=True)
 
     one_by_one = median(piece_by_piece, synchronize)
     figures = (f"{spec.num_bytes / seconds / 1e9:.2f}" for seconds in (by_nixl, in_one, one_by_one))
@@ -127,10 +129,6 @@ def measure(layouts: tuple[str, str], devices: tuple[str, str]) -> str:
         f"| {' to '.join(dict.fromkeys(devices))} | {' to '.join(layouts)} | {spec.num_descriptors:,} | "
         f"{spec.num_bytes // spec.num_descriptors:,} | {' | '.join(figures)} | {by_nixl / one_by_one:.2f} |"
     )
-
-
-def void(_: object) -> None:
-    """Ignore a result."""
 
 
 def main(arguments: list[str]) -> int:

@@ -53,14 +53,15 @@ def placed(worker: Worker, device: str = "cpu") -> tuple[Worker, Memory]:
         attrs.evolve(region, address=memory[region.name].data_ptr(), memory=kind, device_id=index)
         for region in worker.regions
     ]
-    here = attrs.evolve(worker, regions=regions)
-    weakref.finalize(here, lambda kept: None, memory)  # holds the memory, which the worker names only by address
-    return here, memory
+    placed_worker = attrs.evolve(worker, regions=regions)
+    # holds the memory, which the worker names only by address
+    weakref.finalize(placed_worker, lambda memory: None, memory)
+    return placed_worker, memory
 
 
 def pattern(worker: Worker, region: str) -> Any:
     """Random bytes for a region, none of them 0, which depend on its name and size alone."""
-    (size,) = (one.size_bytes for one in worker.regions if one.name == region)
+    (size,) = (candidate.size_bytes for candidate in worker.regions if candidate.name == region)
     return np.random.default_rng([*region.encode()]).integers(1, 256, size, np.uint8)
 
 
@@ -94,14 +95,14 @@ class NixlCluster:
         self.workers: list[Worker] = []
         self.memory: dict[Key, Memory] = {}
         for worker in workers:
-            here, self.memory[worker.key] = placed(worker, device)
-            self.workers.append(here)
+            placed_worker, self.memory[worker.key] = placed(worker, device)
+            self.workers.append(placed_worker)
         self.nixl = {worker.key: NixlExecutor(worker, backends, progress_thread=False) for worker in self.workers}
         self.executors: dict[Key, Executor] = dict(self.nixl)
         envelopes = {key: executor.envelope() for key, executor in self.nixl.items()}
         for key, executor in self.nixl.items():
-            for other, envelope in envelopes.items():
-                if other[0] != key[0] and (contacts is None or other in contacts[key]):
+            for peer, envelope in envelopes.items():
+                if peer[0] != key[0] and (contacts is None or peer in contacts[key]):
                     executor.connect(envelope)
 
     def __enter__(self) -> NixlCluster:
@@ -196,10 +197,10 @@ class PeerProcess:
         self, worker: Worker, backends: Backends, device: str = "cpu", begin: Callable[[], None] | None = None
     ) -> None:
         context = forkserver()
-        self.channel, theirs = context.Pipe()
+        self.channel, peer_channel = context.Pipe()
         plain = {name: dict(options) for name, options in backends.items()}
         environment = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
-        arguments = (theirs, worker, plain, environment, device, begin)
+        arguments = (peer_channel, worker, plain, environment, device, begin)
         self.process = context.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
 

@@ -69,15 +69,15 @@ ACTIVE: Final = {"READ": "decode", "WRITE": "prefill"}
 
 
 def blocks_of(worker: Worker, memory: dict[str, Any]) -> list[Any]:
-    """A worker's cache: for each layer an array of 16-bit words, ``[block, token, kv, head, dim]``."""
-    found = []
+    """Return a worker's cache: for each layer an array of 16-bit words, ``[block, token, kv, head, dim]``."""
+    caches = []
     for view in worker.views:
         axes = {axis.name: axis for axis in view.axes}
         order = [axes[name] for name in ("token", "kv", "head", "dim")]
         shape = (view.num_blocks, *(axis.extent for axis in order))
         strides = (view.block_stride_bytes, *(axis.stride_bytes for axis in order))
-        found.append(np.ndarray(shape, np.uint16, memory[view.region], view.offset_bytes, strides))
-    return found
+        caches.append(np.ndarray(shape, np.uint16, memory[view.region], view.offset_bytes, strides))
+    return caches
 
 
 @attrs.define(eq=False)
@@ -110,7 +110,7 @@ class Process:
         os.kill(self.process.pid, number)
 
     def heads(self, layer: int) -> slice:
-        """The heads that it stores of a layer."""
+        """Return the heads that it stores of a layer."""
         (axis,) = (axis for axis in self.worker.views[layer].axes if axis.name == "head")
         return slice(axis.start, axis.stop)
 
@@ -145,21 +145,30 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether all workers that move it have moved their parts."""
+        """All workers that move it have moved their parts."""
         return not self.active and set(self.statuses.values()) == {Status.DONE}
 
     def is_right(self, process: Process, *, whole: bool) -> bool:
-        """Whether its blocks in a worker of the destination hold the right bytes; else these, or those of before."""
+        """Return whether its blocks in a worker of the destination hold the right bytes.
+
+        Unless ``whole``, each byte may be that of before too.
+        """
+        start, stop = self.tokens
         for layer, cache in enumerate(process.caches):
-            found = cache[self.tables["decode"]]
-            right = np.full((found.shape[0] * found.shape[1], *found.shape[2:]), self.before, np.uint16)
-            start, stop = self.tokens
-            right[start:stop] = self.content[layer, start:stop, :, process.heads(layer)]
-            here, there = (np.ascontiguousarray(words).reshape(-1).view(np.uint8) for words in (found, right))
-            old = np.full(found.size, self.before, np.uint16).view(np.uint8)
-            if not np.all((here == there) | (not whole and here == old)):
+            # all slots of the request's blocks, in order of position
+            words = cache[self.tables["decode"]]
+            expected = np.full((words.shape[0] * words.shape[1], *words.shape[2:]), self.before, np.uint16)
+            expected[start:stop] = self.content[layer, start:stop, :, process.heads(layer)]
+            old = np.full(words.size, self.before, np.uint16).view(np.uint8)
+            stored = bytes_of(words)
+            if not np.all((stored == bytes_of(expected)) | (not whole and stored == old)):
                 return False
         return True
+
+
+def bytes_of(words: Words) -> npt.NDArray[np.uint8]:
+    """Return all bytes of an array in order."""
+    return np.ascontiguousarray(words).reshape(-1).view(np.uint8)
 
 
 class Pool:
@@ -176,8 +185,12 @@ class Soak:
     """The scheduler of both engines."""
 
     def __init__(self, seconds: float, decode_tp: int, seed: int, plant: str, folder: Path) -> None:
-        self.seconds, self.decode_tp, self.plant, self.folder = seconds, decode_tp, plant, folder
-        self.random, self.numbers = random.Random(seed), np.random.default_rng(seed)
+        self.seconds = seconds
+        self.decode_tp = decode_tp
+        self.plant = plant
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.numbers = np.random.default_rng(seed)
         self.templates = engines(decode_tp)
         self.pools = {name: Pool(workers[0]) for name, workers in self.templates.items()}
         self.completions = {
@@ -185,7 +198,8 @@ class Soak:
             for operation in ACTIVE
         }
         self.spared = {(name, self.random.randrange(len(workers))) for name, workers in self.templates.items()}
-        self.serials, self.names = itertools.count(), itertools.count()
+        self.serials = itertools.count()
+        self.names = itertools.count()
         self.present: dict[Key, Process] = {}
         self.replaced: list[Process] = []
         self.requests: dict[str, Request] = {}
@@ -240,7 +254,8 @@ class Soak:
             self.time_out(now)
             if is_loaded:
                 self.admit()
-                if self.closed >= self.next_event and any(each.is_started for each in self.requests.values()):
+                is_moving = any(request.is_started for request in self.requests.values())
+                if self.closed >= self.next_event and is_moving:
                     self.next_event = self.closed + self.random.randrange(20)
                     self.event()
                 if now > self.next_measure:
@@ -258,24 +273,26 @@ class Soak:
         free = self.pools[key[0]].free
         for cache in caches:
             cache[[*free]] = np.array([*free.values()], np.uint16)[:, None, None, None, None]
-        ours, theirs = forkserver().Pipe()
+        channel, worker_channel = forkserver().Pipe()
         environment = {name: value for name, value in os.environ.items() if name.startswith(("UCX_", "NIXL_"))}
-        arguments = (theirs, path, key, self.decode_tp, self.random.randrange(1 << 30), self.plant, environment)
+        arguments = (worker_channel, path, key, self.decode_tp, self.random.randrange(1 << 30), self.plant, environment)
         process = forkserver().Process(target=serve, args=arguments, daemon=True)
         process.start()
-        theirs.close()
-        self.present[key] = Process(serial, key, process, ours, path, worker, caches, disturbed_at=time.monotonic())
+        worker_channel.close()
+        now = time.monotonic()
+        self.present[key] = Process(serial, key, process, channel, path, worker, caches, disturbed_at=now)
 
     def everybody(self) -> list[Process]:
-        """All processes."""
+        """Return all processes."""
         return [*self.present.values(), *self.replaced]
 
     def is_whole(self) -> bool:
-        """Whether all workers are connected to all of the other engine."""
-        return all(
-            {other.serial for other in self.present.values() if other.key[0] != key[0]} <= process.connected
-            for key, process in self.present.items()
-        )
+        """Return whether all workers are connected to all of the other engine."""
+        for process in self.present.values():
+            serials = {peer.serial for peer in self.present.values() if peer.key[0] != process.key[0]}
+            if not serials <= process.connected:
+                return False
+        return True
 
     def receive(self) -> None:
         """Take the messages of all processes, and see which have ended."""
@@ -287,8 +304,8 @@ class Soak:
             has_ended = process.process.sentinel in ready
             with suppress(EOFError, OSError):
                 while process.channel.poll():
-                    what, *arguments = process.channel.recv()
-                    getattr(self, f"on_{what}")(process, *arguments)
+                    message, *arguments = process.channel.recv()
+                    getattr(self, f"on_{message}")(process, *arguments)
             if has_ended:
                 self.bury(process)
 
@@ -297,10 +314,10 @@ class Soak:
         process.envelope = envelope
         if process in self.replaced:
             return
-        for other in self.present.values():
-            if other.key[0] != process.key[0] and other.envelope:
-                other.send("connect", process.key, process.serial, process.envelope)
-                process.send("connect", other.key, other.serial, other.envelope)
+        for peer in self.present.values():
+            if peer.key[0] != process.key[0] and peer.envelope:
+                peer.send("connect", process.key, process.serial, process.envelope)
+                process.send("connect", peer.key, peer.serial, peer.envelope)
 
     def on_connected(self, process: Process, serial: int) -> None:
         """A worker is connected to another."""
@@ -317,7 +334,8 @@ class Soak:
     def bury(self, process: Process) -> None:
         """A process has ended: replace it, and give up what it had to do with."""
         process.process.join()
-        code, now = process.process.exitcode, time.monotonic()
+        code = process.process.exitcode
+        now = time.monotonic()
         if code == -signal.SIGABRT and process.dies_at is None and now - self.last_death < ABORTED_S:
             self.counts["workers aborted by UCX"] += 1
         elif code != 0 if process.is_closing and process.dies_at is None else process.dies_at is None:
@@ -333,12 +351,14 @@ class Soak:
             del self.present[process.key]
             if not self.is_over:
                 self.spawn(process.key)
-        mine = [request for request in self.requests.values() if request.processes[process.key] is process]
-        moved = [(each.name, each.attempt) for each in mine if process.key[0] == ACTIVE[each.operation]]
-        for other in self.everybody():
-            if other.key[0] != process.key[0]:
-                other.send("dead", process.key, process.serial, moved)
-        for request in mine:
+        # requests that the process had to do with, and those of them that it moved
+        requests = [request for request in self.requests.values() if request.processes[process.key] is process]
+        moving = [request for request in requests if process.key[0] == ACTIVE[request.operation]]
+        attempts = [(request.name, request.attempt) for request in moving]
+        for peer in self.everybody():
+            if peer.key[0] != process.key[0]:
+                peer.send("dead", process.key, process.serial, attempts)
+        for request in requests:
             if not request.is_started:
                 self.abandon(request)
             if process.key in request.active:
@@ -350,34 +370,35 @@ class Soak:
 
     def event(self) -> None:
         """Kill, suspend, replace or close a worker, or cancel a request."""
-        what = self.random.choice(("kill", "suspend", "suspend", "suspend and kill", "replace", "close", "cancel"))
-        idle = [each for each in self.present.values() if each.envelope and each.resumes_at is None]
-        target = self.random.choice([each for each in idle if each.dies_at is None and not each.is_closing] or [None])
-        if what == "cancel" and self.requests:
+        event = self.random.choice(("kill", "suspend", "suspend", "suspend and kill", "replace", "close", "cancel"))
+        ready = [process for process in self.present.values() if process.envelope and process.resumes_at is None]
+        undisturbed = [process for process in ready if process.dies_at is None and not process.is_closing]
+        target = self.random.choice(undisturbed or [None])
+        if event == "cancel" and self.requests:
             self.cancel(self.random.choice([*self.requests.values()]))
-        elif what != "cancel" and target is not None:
+        elif event != "cancel" and target is not None:
             if target.key in self.spared:
-                what = "suspend"
+                event = "suspend"
             now = target.disturbed_at = time.monotonic()
-            if what != "suspend":
+            if event != "suspend":
                 self.last_death = now  # another worker may abort, and end, before this one is seen to have ended
-            if what == "close":
+            if event == "close":
                 target.is_closing = True
                 target.send("close")
-            elif what == "kill":
+            elif event == "kill":
                 target.dies_at = now
             else:
                 target.disturb(signal.SIGSTOP)
-                if what != "suspend and kill":
+                if event != "suspend and kill":
                     target.resumes_at = now + self.random.choice((0.02, 0.2, 2)) * self.random.random()
-                if what != "suspend":
+                if event != "suspend":
                     target.dies_at = now + 3 * self.random.random()
-                if what == "replace":
+                if event == "replace":
                     self.replaced.append(target)
                     self.spawn(target.key)
         else:
             return
-        self.counts[f"event: {what}"] += 1
+        self.counts[f"event: {event}"] += 1
         self.time_out(time.monotonic())
 
     def calm(self) -> None:
@@ -405,7 +426,7 @@ class Soak:
                     request.processes[key].send("discard", request.name)
             if now - request.began > STUCK_S:
                 self.defects.append(f"a request does not end: {request}")
-        for request in [each for each, deadline in self.unexplained.items() if deadline <= now]:
+        for request in [request for request, deadline in self.unexplained.items() if deadline <= now]:
             del self.unexplained[request]
             if all(process.disturbed_at < request.began for process in request.processes.values()):
                 self.defects.append(f"a request failed without a cause: {request}")
@@ -475,7 +496,7 @@ class Soak:
             request.is_started = True
             engine = ACTIVE[request.operation]
             tables = request.tables[engine], request.tables[OTHER[engine]]
-            serials = {key: each.serial for key, each in request.processes.items()}
+            serials = {key: mover.serial for key, mover in request.processes.items()}
             for key in request.active:
                 request.processes[key].send("start", name, attempt, request.is_staged, serials, tables, request.tokens)
 
@@ -583,7 +604,8 @@ class Soak:
 
     def free(self, request: Request, engine: str) -> None:
         """Declare the blocks of a request reusable, and fill them with a word of their own."""
-        blocks, word = request.tables[engine], self.random.randrange(1 << 16)
+        blocks = request.tables[engine]
+        word = self.random.randrange(1 << 16)
         for process in self.present.values():
             for cache in process.caches if process.key[0] == engine else ():
                 cache[blocks] = word
@@ -607,7 +629,8 @@ class Soak:
 
     def check_held(self, process: Process) -> None:
         """Compare what a process holds now with what it held first, when all requests have ended."""
-        first, last = process.measured[0], process.measured[-1]
+        first = process.measured[0]
+        last = process.measured[-1]
         grown = {name: last[name] - first[name] for name in last}
         if process.key in self.spared:
             print(f"{process.key} from first to last: {first} {last}")

@@ -30,7 +30,9 @@ from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import TorchCopier
 
 Key = tuple[str, int]
-LAYERS, HEADS, DIM = 2, 12, 32
+LAYERS: Final = 2
+HEADS: Final = 12
+DIM: Final = 32
 STAGING_BYTES: Final = 1 << 17
 SECRET: Final = b"the key of both engines"
 PLANTS: Final = ("early", "count", "byte", "late", "leak", "silent")
@@ -87,7 +89,9 @@ class Rank:
     """One worker's process."""
 
     def __init__(self, channel: Connection, path: Path, key: Key, decode_tp: int, seed: int, plant: str) -> None:
-        self.channel, self.plant, self.random = channel, plant, random.Random(seed)
+        self.channel = channel
+        self.plant = plant
+        self.random = random.Random(seed)
         sides = engines(decode_tp)
         self.worker, self.memory = mapped(path, sides[key[0]][key[1]])
         self.siblings = [worker for worker in sides[key[0]] if worker.key != key]
@@ -95,7 +99,8 @@ class Rank:
         self.operation = "READ" if key[0] == "decode" else "WRITE"
         self.executor = NixlExecutor(self.worker, progress_thread=key[1] % 2 == 0, key=SECRET)
         self.copier = TorchCopier({name: torch.from_numpy(part) for name, part in self.memory.items()})
-        self.pending, self.awaited = PendingRequests(), dict[str, tuple[int, set[Key]]]()
+        self.pending = PendingRequests()
+        self.awaited = dict[str, tuple[int, set[Key]]]()
         self.serials: dict[Key, int] = {}
         self.peers: dict[Key, Worker] = {}
         self.plan: Any = None
@@ -221,7 +226,7 @@ class Rank:
             return
         request.remotes = self.remotes
         # while requests with earlier peers have the staging region, which may hang, others move directly
-        if is_staged and all(other.plan is self.staged for other in self.pipeline._requests.values()):
+        if is_staged and all(staged.plan is self.staged for staged in self.pipeline._requests.values()):
             request.transfers.append(self.pipeline.submit(self.staged, name, **arguments))
             return
         for spec in self.plan.bind(**arguments):
