@@ -76,15 +76,17 @@ class Request:
 
     @classmethod
     def of(cls, case: Case, blocks: int) -> Request:
-        """A request of ``blocks`` whole blocks of the source."""
+        """Return a request of ``blocks`` whole blocks of the source."""
         rng = np.random.default_rng([7, blocks])
         stop = blocks * case.source.tokens
-        counts = (blocks, stop // case.destination.tokens)
-        source, destination = (
-            np.add.outer(rng.permutation(pool // case.run) * case.run, np.arange(case.run)).reshape(-1)[:count].tolist()
-            for pool, count in zip(POOLS.values(), counts, strict=True)
-        )
-        return cls(source, destination, stop)
+
+        def block_ids(pool: str, count: int) -> list[int]:
+            # one row for each run of blocks, in random order
+            first_blocks = rng.permutation(POOLS[pool] // case.run) * case.run
+            return np.add.outer(first_blocks, np.arange(case.run)).reshape(-1)[:count].tolist()
+
+        source = block_ids("prefill", blocks)
+        return cls(source, block_ids("decode", stop // case.destination.tokens), stop)
 
 
 @attrs.frozen(eq=False)
@@ -98,8 +100,9 @@ class World:
 
     @classmethod
     def of(cls, case: Case) -> World:
-        """The engines of a case, without memory."""
-        source, destination = engine("prefill", case.source), engine("decode", case.destination)
+        """Return the engines of a case, without memory."""
+        source = engine("prefill", case.source)
+        destination = engine("decode", case.destination)
         decode = [rank.worker for rank in destination.ranks]
         prefill = {rank.worker.key: rank.worker for rank in source.ranks}
         asked = contacts(decode, list(prefill.values()))[decode[RANK].key]
@@ -144,10 +147,10 @@ def moves(parts: Any) -> tuple[Ints, Ints, Ints]:
     (array([50,  0]), array([ 10, 100]), array([2, 8]))
     """
     columns = zip(*parts, strict=True)
-    reads, writes, lengths = (np.concatenate([np.asarray(part, np.int64) for part in column]) for column in columns)
-    # rows in order of the address written; apart: whether each row but the first starts a new copy
-    order = np.argsort(writes)
-    reads, writes, lengths = reads[order], writes[order], lengths[order]
-    apart = (writes[:-1] + lengths[:-1] != writes[1:]) | (reads[:-1] + lengths[:-1] != reads[1:])
-    first = np.flatnonzero(np.concatenate([[True], apart]))
+    # one column for each copy: the address read, the address written and the length
+    copies = np.array([np.concatenate([np.asarray(part, np.int64) for part in column]) for column in columns])
+    reads, writes, lengths = copies[:, np.argsort(copies[1])]
+    # each copy but the first starts a new one, unless it continues the copy before on both sides
+    is_apart = (writes[:-1] + lengths[:-1] != writes[1:]) | (reads[:-1] + lengths[:-1] != reads[1:])
+    first = np.flatnonzero(np.concatenate([[True], is_apart]))
     return reads[first], writes[first], np.add.reduceat(lengths, first)

@@ -77,9 +77,14 @@ class Figure:
         low, median, high = (float(value) for value in np.percentile(self.times, [25, 50, 75]))
         return low, median, high
 
-    def over(self, other: Figure) -> float:
-        """The median ratio to another function's times in the same rounds, so that common slowdowns cancel."""
-        return float(np.median([ours / theirs for ours, theirs in zip(self.times, other.times, strict=False)]))
+    def over(self, base: Figure) -> float:
+        """Return the median ratio to another function's times in the same rounds.
+
+        So common slowdowns cancel. Rounds that only one function had do not count.
+        """
+        num_rounds = min(len(self.times), len(base.times))
+        ratios = np.divide(self.times[:num_rounds], base.times[:num_rounds])
+        return float(np.median(ratios))
 
 
 @attrs.frozen
@@ -99,7 +104,7 @@ class Section:
 
 
 def measure(rows: Sequence[Row], seconds: float) -> list[tuple[list[float], list[float]]]:
-    """The seconds of a call of each function, by round: of calls in a row, and of the first one of them.
+    """Return the seconds of a call of each function, by round: of calls in a row, and of the first one.
 
     In each round all functions have a turn, in random order. After the fewest rounds the fast functions continue for
     ``seconds``. A turn of several calls starts with one that is timed apart, because the previous function has filled
@@ -107,19 +112,21 @@ def measure(rows: Sequence[Row], seconds: float) -> list[tuple[list[float], list
     """
     times: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
     kept: list[Any] = [None] * len(rows)
-    once = [_second(row.call) for row in rows]
-    calls = [max(1, min(50, int(TURN_S / value))) for value in once]
-    taking, end = list(range(len(rows))), 0.0
+    call_s = [_second(row.call) for row in rows]
+    calls = [max(1, min(50, int(TURN_S / seconds_of_call))) for seconds_of_call in call_s]
+    taking_part = list(range(len(rows)))
+    end = 0.0
     rng = np.random.default_rng(1)
     gc.collect()
     gc.disable()
     try:
         for number in range(ROUNDS[1]):
             if number == ROUNDS[0]:
-                taking, end = [i for i in taking if once[i] < LONG_S], time.perf_counter() + seconds
+                taking_part = [i for i in taking_part if call_s[i] < LONG_S]
+                end = time.perf_counter() + seconds
             if number >= ROUNDS[0] and time.perf_counter() > end:
                 break
-            for i in rng.permutation(taking):
+            for i in rng.permutation(taking_part):
                 warm, first = _turn(rows[i].call, calls[i], kept, i)
                 times[i][0].append(warm)
                 times[i][1].append(first)
@@ -129,7 +136,7 @@ def measure(rows: Sequence[Row], seconds: float) -> list[tuple[list[float], list
 
 
 def _second(call: Callable[[], Any]) -> float:
-    """The seconds of the second of two calls."""
+    """Return the seconds of the second of two calls."""
     call()
     began = time.perf_counter()
     call()
@@ -137,7 +144,10 @@ def _second(call: Callable[[], Any]) -> float:
 
 
 def _turn(call: Callable[[], Any], calls: int, kept: list[Any], i: int) -> tuple[float, float]:
-    """The seconds of one of ``calls`` calls, and of a first one before them; of the only one, if there is but one."""
+    """Return the seconds of one of ``calls`` calls, and of a first one before them.
+
+    Both are those of the only call, if there is but one.
+    """
     began = time.perf_counter()
     kept[i] = call()
     first = time.perf_counter() - began

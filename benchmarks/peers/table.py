@@ -40,7 +40,7 @@ SHORT_RATIOS: Final = (
 
 
 def seconds(value: float) -> str:
-    """A time with three digits.
+    """Return a time with three digits.
 
     >>> [seconds(value) for value in (9.876e-6, 1.2345e-4, 0.01234, 2.5)]
     ['9.88 µs', '123 µs', '12.3 ms', '2.50 s']
@@ -56,7 +56,7 @@ def _digits(value: float) -> str:
 
 
 def title(section: Section) -> str:
-    """What moves in a section."""
+    """Return the title of a section: how much moves in it."""
     return (
         f"{section.case}, {section.blocks:,} blocks: {section.num_bytes / 2**20:,.0f} MiB, "
         f"{section.num_descriptors:,} descriptors at least"
@@ -64,7 +64,7 @@ def title(section: Section) -> str:
 
 
 def lines(section: Section) -> Iterator[Line]:
-    """The rows of a section."""
+    """Yield the rows of a section."""
     for figure in section.figures:
         low, median, high = figure.quartiles
         cells = [figure.name, seconds(median), f"{seconds(low)} - {seconds(high)}", seconds(figure.cold)]
@@ -81,8 +81,10 @@ def _ratio(figure: Figure, base: Figure) -> str:
 
 
 def short(section: Section) -> Line:
-    """A section in one line: kvplan's times, and those of others over them."""
-    bind, ranges, peer = section[BIND], section[DESCRIPTORS], section.peers
+    """Return a section in one line: kvplan's times, and those of peers over them."""
+    bind = section[BIND]
+    ranges = section[DESCRIPTORS]
+    peer = section.peers
     return (
         f"{section.case} ({peer})",
         f"{section.blocks:,}",
@@ -97,18 +99,21 @@ def short(section: Section) -> Line:
 
 
 def _over(section: Section, name: str, base: Figure) -> str:
-    """The ratio of the function whose name begins so; empty without one."""
-    return next((_ratio(one, base) for one in section.figures if one.name.startswith(name)), "")
+    """Return the ratio of the function whose name begins so; empty without one."""
+    return next((_ratio(figure, base) for figure in section.figures if figure.name.startswith(name)), "")
 
 
 def remarks(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
-    """What functions do beside, and what peers refuse, each once."""
+    """Yield the notes of functions and the refusals of peers, each once."""
     notes: dict[str, dict[str, None]] = {}
-    for figure in (figure for section in sections for figure in section.figures):
-        if figure.note and not (is_short and figure.name == "kvplan bind"):
-            notes.setdefault(figure.note, {})[figure.name] = None
+    refused: dict[tuple[str, str], str] = {}
+    for section in sections:
+        for figure in section.figures:
+            if figure.note and not (is_short and figure.name == "kvplan bind"):
+                notes.setdefault(figure.note, {})[figure.name] = None
+        for refusal in section.refusals:
+            refused[section.case, refusal.name] = refusal.reason
     yield from (f"{'; '.join(names)}: {note}." for note, names in notes.items())
-    refused = {(section.case, refusal.name): refusal.reason for section in sections for refusal in section.refusals}
     yield from (f"{name} refuses '{case}': {reason}" for (case, name), reason in refused.items())
 
 
@@ -118,16 +123,19 @@ def _notes(sections: Sequence[Section], is_short: bool) -> Iterator[str]:
 
 
 def markdown(sections: Sequence[Section], caption: str, is_short: bool) -> str:
-    """Everything as Markdown."""
-    tables = [[*_head(SHORT), *map(_row, map(short, sections))]]
-    if not is_short:
-        tables = [[f"**{title(one)}**", "", *_head(COLUMNS), *map(_row, lines(one))] for one in sections]
+    """Return everything as Markdown."""
+    if is_short:
+        tables = [[*_head(SHORT), *map(_row, map(short, sections))]]
+    else:
+        tables = [[f"**{title(section)}**", "", *_head(COLUMNS), *map(_row, lines(section))] for section in sections]
     notes = [f"- {note}" for note in _notes(sections, is_short)]
     return "\n\n".join(["\n".join(part) for part in (*tables, notes)] + [caption])
 
 
 def _head(columns: Line) -> list[str]:
-    return [_row(columns), f"|{'|'.join('---' if i == 0 else '---:' for i in range(len(columns)))}|"]
+    # names at the left, figures at the right
+    alignments = ["---", *["---:"] * (len(columns) - 1)]
+    return [_row(columns), f"|{'|'.join(alignments)}|"]
 
 
 def _row(cells: Line) -> str:
@@ -135,7 +143,7 @@ def _row(cells: Line) -> str:
 
 
 def show(sections: Sequence[Section], caption: str, is_short: bool) -> None:
-    """Everything on a terminal; as Markdown where there is no rich."""
+    """Print everything on a terminal; as Markdown where there is no rich."""
     try:
         table, console, box = (importlib.import_module(f"rich.{name}") for name in ("table", "console", "box"))
     except ImportError:
@@ -143,14 +151,14 @@ def show(sections: Sequence[Section], caption: str, is_short: bool) -> None:
         return
     out: Any = console.Console(width=None if console.Console().is_terminal else 140)
     for part in [sections] if is_short else [[section] for section in sections]:
-        made = table.Table(
+        shown = table.Table(
             title=None if is_short else title(part[0]), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
         )
         for i, name in enumerate(SHORT if is_short else COLUMNS):
-            made.add_column(name, justify="right" if i else "left", no_wrap=not is_short)
+            shown.add_column(name, justify="right" if i else "left", no_wrap=not is_short)
         for cells in map(short, part) if is_short else lines(part[0]):
-            made.add_row(*cells)
-        out.print(made)
+            shown.add_row(*cells)
+        out.print(shown)
     for note in _notes(sections, is_short):
         out.print(f"- {note}", highlight=False, markup=False)
     out.print(caption, style="dim", highlight=False, markup=False)
