@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 
 from kvplan import (
     Axis,
@@ -36,16 +37,18 @@ OneView = tuple[str, Group, Sequence[Axis], int, int]
 
 
 def worker(engine: str, views: Iterable[OneView]) -> Worker:
-    """A worker with each view in a region of its own."""
+    """Return a worker with each view in a region of its own."""
     groups: dict[str, Group] = {}
-    regions, made, address = [], [], 0
+    regions = list[Region]()
+    all_views = list[View]()
+    address = 0
     for i, (tensor, group, axes, num_blocks, stride) in enumerate(views):
         groups[group.name] = group
         view = View(tensor, group, f"r.{i}", "uint8", axes, num_blocks, stride)
         regions.append(Region(view.region, address, view.end_bytes))
-        made.append(view)
+        all_views.append(view)
         address += view.end_bytes
-    return Worker(engine, 0, regions, groups.values(), made)
+    return Worker(engine, 0, regions, groups.values(), all_views)
 
 
 def axis(name: str, size: int, stride: int) -> Axis:
@@ -53,7 +56,7 @@ def axis(name: str, size: int, stride: int) -> Axis:
 
 
 def token(slots: int, stride: int = 4) -> list[Axis]:
-    """``slots`` tokens of four bytes."""
+    """Return the axes of ``slots`` tokens of four bytes."""
     return [axis("token", slots, stride), axis("dim", 4, 1)]
 
 
@@ -75,14 +78,15 @@ def large_blocks() -> Pair:
 
 def states_in_boxes() -> Pair:
     """A state of three axes, in a thousand boxes along its diagonal."""
-    side, edge = 1 << 20, 997
+    size = 1 << 20
+    edge = 997
     state = Group("state")
-    boxes = [
-        [Axis(name, 1000 * i, 1000 * i + edge, side, edge**n) for name, n in (("a", 2), ("b", 1), ("c", 0))]
-        for i in range(1000)
-    ]
-    whole = [axis("a", side, side**2), axis("b", side, side), axis("c", side, 1)]
-    return worker("d", [("t", state, whole, 1, 0)]), [worker("s", (("t", state, box, 1, 0) for box in boxes))]
+    whole = [axis(name, size, size**n) for name, n in (("a", 2), ("b", 1), ("c", 0))]
+    boxes = list[OneView]()
+    for start in range(0, 1000 * 1000, 1000):
+        box = [Axis(name, start, start + edge, size, edge**n) for name, n in (("a", 2), ("b", 1), ("c", 0))]
+        boxes.append(("t", state, box, 1, 0))
+    return worker("d", [("t", state, whole, 1, 0)]), [worker("s", boxes)]
 
 
 def long_cycle() -> Pair:
@@ -104,7 +108,8 @@ def many_contexts() -> Pair:
 
 def missing_comb() -> Pair:
     """A source that has every other one of half a million coordinates."""
-    state, half = Group("state"), 1 << 18
+    state = Group("state")
+    half = 1 << 18
     comb = [axis("a", half, 2), Axis("a", 0, 1, 2, 1)]
     return worker("d", [("t", state, [axis("a", 2 * half, 1)], 1, 0)]), [worker("s", [("t", state, comb, 1, 0)])]
 
@@ -119,7 +124,8 @@ def missing_halves() -> Pair:
 
 def bytes_apart() -> Pair:
     """80 layers whose tokens are 65,536 bytes, next to each other on one side and two apart on the other."""
-    size, group = 1 << 16, Group("kv", 16)
+    size = 1 << 16
+    group = Group("kv", 16)
 
     def side(engine: str, step: int) -> Worker:
         return layers(engine, 80, group, lambda _: [axis("token", 16, size * step), axis("dim", size, step)])
@@ -157,15 +163,17 @@ def many_rows() -> Pair:
 
 def many_segments() -> Pair:
     """A hundred tensors of 131,072 segments, each with another stride."""
-    state, number = Group("state"), 1 << 17
-    axes = [[axis("a", number, 8 + i), axis("a", 2, 2)] for i in range(100)]
-    sides = [worker(engine, ((f"t.{i}", state, each, 1, 0) for i, each in enumerate(axes))) for engine in "ds"]
-    return sides[0], sides[1:]
+    state = Group("state")
+    views = list[OneView]()
+    for i in range(100):
+        views.append((f"t.{i}", state, [axis("a", 1 << 17, 8 + i), axis("a", 2, 2)], 1, 0))
+    return worker("d", views), [worker("s", views)]
 
 
 def many_holders() -> Pair:
     """A tensor whose bytes a thousand views share in turns."""
-    state, turns = Group("state"), 1 << 10
+    state = Group("state")
+    turns = 1 << 10
     views = (("t", state, [axis("a", turns, 1), Axis("a", i, i + 1, 4096, 1)], 1, 0) for i in range(1000))
     return worker("d", [("t", state, [axis("a", turns * 4096, 1)], 1, 0)]), [worker("s", views)]
 
@@ -213,10 +221,11 @@ def long_interleave() -> Pair:
 
 def unrelated_combs() -> Pair:
     """A state of which the destination has every second coordinate and the source every third one."""
-    state, size = Group("state"), 3 << 18
+    state = Group("state")
+    size = 3 << 18
 
-    def side(engine: str, every: int) -> Worker:
-        axes = [axis("a", size // every, 1), Axis("a", 0, 1, every, 1)]
+    def side(engine: str, step: int) -> Worker:
+        axes = [axis("a", size // step, 1), Axis("a", 0, 1, step, 1)]
         return worker(engine, [("t", state, axes, 1, 0)])
 
     return side("d", 2), [side("s", 3)]
@@ -225,13 +234,14 @@ def unrelated_combs() -> Pair:
 def endless_pools() -> Pair:
     """A thousand layers with pools of 2**30 blocks of one byte."""
     state = Group("state")
-    sides = [worker(engine, ((f"t.{i}", state, [axis("a", 1, 0)], 1 << 30, 1) for i in range(1000))) for engine in "ds"]
-    return sides[0], sides[1:]
+    views = [(f"t.{i}", state, [axis("a", 1, 0)], 1 << 30, 1) for i in range(1000)]
+    return worker("d", views), [worker("s", views)]
 
 
 def reversed_axes() -> Pair:
     """A state of 16 axes of two coordinates each in a thousand tensors, in opposite order on the two sides."""
-    state, names = Group("state"), [f"a{i}" for i in range(16)]
+    state = Group("state")
+    names = [f"a{i}" for i in range(16)]
 
     def side(engine: str, order: Sequence[str]) -> Worker:
         axes = [axis(name, 2, 1 << i) for i, name in enumerate(order)]
@@ -253,13 +263,14 @@ def many_geometries() -> Pair:
 
 def many_ranks() -> Pair:
     """300 source workers that hold 300 heads, each worker all of them but one."""
-    state, number = Group("state"), 300
+    state = Group("state")
+    number = 300
     whole = worker("d", [("t", state, [axis("head", number, 1)], 1, 0)])
-    ranks = []
-    for i in range(number):
-        held = [Axis("head", *part, number, 1) for part in ((0, i), (i + 1, number)) if part[0] < part[1]]
-        made = worker("s", (("t", state, [each], 1, 0) for each in held))
-        ranks.append(Worker("s", i, made.regions, made.groups, made.views))
+    ranks = list[Worker]()
+    for rank in range(number):
+        parts = [part for part in ((0, rank), (rank + 1, number)) if part[0] < part[1]]
+        source = worker("s", (("t", state, [Axis("head", *part, number, 1)], 1, 0) for part in parts))
+        ranks.append(Worker("s", rank, source.regions, source.groups, source.views))
     return whole, ranks
 
 
@@ -331,26 +342,35 @@ PAIRS = (
 
 
 def measured(pair: Callable[[], Pair]) -> str:
-    """One line: what happened to a pair, its cost, and what it is."""
-    outcomes, sent = [], 0
+    """Return one line: what happened to a pair, its cost, and what it is."""
+    outcomes = list[str]()
+    sent_bytes = 0
     start = time.process_time()
     try:
         destination, sources = pair()
-        offers = [encode(each) for each in (destination, *sources)]
-        sent = sum(map(len, offers[1:]))
+        offers = [encode(member) for member in (destination, *sources)]
+        sent_bytes = sum(map(len, offers[1:]))
         destination, *sources = map(decode, offers)
         plan = plan_reads(destination, sources)
         outcomes.append("planned")
-        local, remote = ({g.name: Blocks([0, 1]) for w in side for g in w.groups} for side in ([destination], sources))
-        for what in (lambda: certify(plan), plan.cost, lambda: plan.bind(local=local, remote=remote)):
+        local = two_blocks([destination])
+        remote = two_blocks(sources)
+        for step in (lambda: certify(plan), plan.cost, lambda: plan.bind(local=local, remote=remote)):
             try:
-                what()
+                step()
             except KVPlanError as error:
                 outcomes.append(error.code)
     except KVPlanError as error:
         outcomes.append(f"{error.code}, {len(str(error))} characters")
-    taken, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    return f"{sent:7} bytes {taken:6.2f} s {peak:5.2f} GiB  {' '.join(outcomes):22} {pair.__doc__}"
+    seconds = time.process_time() - start
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    return f"{sent_bytes:7} bytes {seconds:6.2f} s {peak_gib:5.2f} GiB  {' '.join(outcomes):22} {pair.__doc__}"
+
+
+def two_blocks(workers: Iterable[Worker]) -> dict[str, Blocks]:
+    """Return tables of two blocks for all groups of some workers."""
+    groups = chain.from_iterable(member.groups for member in workers)
+    return {group.name: Blocks([0, 1]) for group in groups}
 
 
 def main() -> None:
