@@ -100,10 +100,12 @@ class World:
         source_blocks = {"attn": Blocks(rng.permutation(source.views[0].num_blocks))}
         request: dict[str, Any] = {"tokens": (0, 16 * blocks)}
         if operation == "READ":
-            local, remote = destination, source
+            local = destination
+            remote = source
             request |= {"local": destination_blocks, "remote": source_blocks}
         else:
-            local, remote = source, destination
+            local = source
+            remote = destination
             request |= {"local": source_blocks, "remote": destination_blocks}
         staging = Region(STAGING, 1 << 50, staging_bytes)
         placed_local, memory = placed(attrs.evolve(local, regions=(*local.regions, staging)), device)
