@@ -221,8 +221,10 @@ class PeerProcess:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Suspend the process."""
+        """Suspend the process, and wait until it is: until then it may still serve what it is asked."""
         self._signal(signal.SIGSTOP)
+        assert self.process.pid is not None
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Resume the suspended process."""

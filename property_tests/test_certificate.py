@@ -18,7 +18,7 @@ from kvplan.testing.strategies import Case, cases
 from property_tests.mutants import judged, mutants
 from property_tests.planted import Check, check_that_refused, checks, planted
 
-COUNT, SEED = 4_000, 21
+COUNT, SEED = 6_000, 4
 PER_FIELD: Final = 30
 """How many mutants of one field are tried without a check that refused them."""
 

@@ -230,10 +230,10 @@ class Case:
         }
 
 
-Value = TypeVar("Value")
+Drawn = TypeVar("Drawn")
 
 
-def _select(by_group: Mapping[str, Value], names: set[str]) -> dict[str, Value]:
+def _select(by_group: Mapping[str, Drawn], names: set[str]) -> dict[str, Drawn]:
     return {name: value for name, value in by_group.items() if name in names}
 
 
