@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -221,10 +222,17 @@ class PeerProcess:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Suspend the process, and wait until it is: until then it may still serve what it is asked."""
+        """Suspend the process, and wait until all its threads are: one that is not yet may still serve reads."""
         self._signal(signal.SIGSTOP)
-        assert self.process.pid is not None
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._is_suspended():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def _is_suspended(self) -> bool:
+        """Return whether each thread of the process is in state T, the field after its name in /proc."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
 
     def resume(self) -> None:
         """Resume the suspended process."""

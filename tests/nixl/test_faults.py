@@ -177,7 +177,7 @@ def test_a_peer_that_came_back(reader: Reader, peer: PeerProcess) -> None:
 
 
 def test_an_envelope_of_a_process_that_is_gone(reader: Reader, peer: PeerProcess) -> None:
-    """It is refused, or transfers with it fail, whichever NIXL notices first. When it is back the worker can connect."""
+    """It is refused, or transfers with it fail, whichever NIXL notices first. Later the worker can connect."""
     envelope = peer.ask("envelope")
     peer.kill()
     try:
