@@ -350,19 +350,19 @@ class Agent:
         return bytes(self._agent.get_agent_metadata())
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Load a remote agent's metadata. Raises ``PEER`` unless it is that of the agent ``name``."""
+        """Load a remote agent's metadata. Raises ``PEER`` unless it is that of agent ``name``."""
         action = f"load the metadata of NIXL agent {name!r}"
         expected = "a reachable agent with a common backend"
         loaded = self._do(
             lambda agent: agent.add_remote_agent(metadata), "PEER", action, expected, agent=name
         )
-        found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
-        self._loaded.add(found)
-        if found != name:
-            self.unload(found)
-            raise KVPlanError(
-                "PEER", action, expected="that agent's", got=f"those of {found!r}", agent=name
-            )
+        # NIXL returns the name as bytes, which may be no UTF-8.
+        loaded_name = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
+        self._loaded.add(loaded_name)
+        if loaded_name != name:
+            self.unload(loaded_name)
+            got = f"those of {loaded_name!r}"
+            raise KVPlanError("PEER", action, expected="that agent's", got=got, agent=name)
 
     def unload(self, name: str) -> None:
         """Forget a remote agent, if NIXL still knows it."""

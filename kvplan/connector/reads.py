@@ -279,15 +279,15 @@ class Reads:
         lease_check = _LeaseCheck(read, self._claims, self._logger, asked_at=now, confirmed_at=now)
         job = _Job(read, peer, plan.direct, lease_check, began_at=now)
         self._jobs.append(job)
-        # The source computes its digests while the bytes move.
-        if self._digest is not None:
-            digest_request = DigestRequest.of(read.lease, read.tokens)
-            job.digest_check = _DigestCheck(
-                self._digest,
-                _request_of(read, plan.direct, to_block_end=False),
-                self._fetches.submit(fetch_digests, read.source, digest_request, SILENCE_S),
-            )
         try:
+            # The source computes its digests while the bytes move.
+            if self._digest is not None:
+                digest_request = DigestRequest.of(read.lease, read.tokens)
+                job.digest_check = _DigestCheck(
+                    self._digest,
+                    _request_of(read, plan.direct, to_block_end=False),
+                    self._fetches.submit(fetch_digests, read.source, digest_request, SILENCE_S),
+                )
             if plan.staged is None:
                 self._start_directly(job)
             else:

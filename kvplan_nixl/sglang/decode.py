@@ -176,18 +176,26 @@ class Receiver(BaseKVReceiver):
         assert handoff is not None
         assert aux_index is not None
         self._row_index = aux_index
-        rank = self._rank
         start = decode_prefix_len or 0
-        stop = handoff.num_tokens
+        try:
+            read = self._read(handoff, kv_indices.tolist(), state_indices or [], start)
+        except KVPlanError as error:
+            self._fail(error)
+            return
         # From now on the pages stay until the read has ended.
-        rank.under_way[self._name] = self._room
-        pages = kv_indices.tolist()
-        local = rank.memory.block_tables(pages, start, stop, state_indices or [])
+        self._rank.under_way[self._name] = self._room
+        self._rank.reads.begin(read)
+
+    def _read(self, handoff: Handoff, pages: list[int], states: list[int], start: int) -> Read:
+        """Return what is read into these pages, from position ``start`` on."""
+        memory = self._rank.memory
+        stop = handoff.num_tokens
+        local = memory.block_tables(pages, start, stop, states)
         tokens = dict[str, Range]()
-        for group, window in rank.memory.windows.items():
+        for group, window in memory.windows.items():
             kept = handoff.kept.get(group, 0)
             tokens[group] = self._positions((start, stop), window, local[group], kept)
-        read = Read(
+        return Read(
             request=self._name,
             source=handoff.source,
             lease=handoff.lease,
@@ -195,7 +203,6 @@ class Receiver(BaseKVReceiver):
             remote=handoff.blocks,
             tokens=tokens,
         )
-        rank.reads.begin(read)
 
     def _positions(self, tokens: Range, window: int | None, blocks: Blocks, kept: int) -> Range:
         """Return the positions of a group that are read: whole pages, as far as prefill has them.

@@ -470,6 +470,16 @@ def test_a_source_that_stays_silent_is_gone(
     assert "PEER: cannot reach" in str(world.until(1)["r"].error)
 
 
+def test_a_range_of_which_no_digest_can_be_asked_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``digest``, a request whose range cannot be asked for fails, before and after the handshake."""
+    (local,) = engine("decode")
+    world = World(local, engine("prefill", tp=2), digest=lambda arrived: arrived["tokens"])
+    monkeypatch.setattr("kvplan.connector.reads.fetch_digests", lambda *_: [{"attn": (0, 10)}])
+    for request in ("before", "after"):
+        world.reads.begin(world.read(request, tokens={"attn": (0, 1 << 60)}))
+        assert "RANGE: cannot" in str(world.until(1)[request].error)
+
+
 def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """With ``digest``, a request is right when what has arrived is what the source has; the range ends where asked."""
     (local,) = engine("decode")

@@ -482,6 +482,20 @@ def test_pages_of_an_aborted_request_stay_while_it_is_read(
     until(sender, KVPoll.Failed)
 
 
+def test_pages_that_are_none_fail_their_request(
+    plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer
+) -> None:
+    """What cannot be read fails its request, no other one, and keeps no page: no byte of it moves."""
+    sender, receiver = sent(plugin, prefill, server), received(plugin, decode, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor([-1, *OURS[1:]]).numpy(), 3, [], 0)
+    assert receiver.poll() == KVPoll.Failed
+    assert not receiver.abort_notified
+    assert decode.manager.is_abort_release_safe(ROOM, 0)
+    receiver.clear()
+    until(sender, KVPoll.Success)
+
+
 def test_pages_of_a_read_that_hangs_stay(
     plugin: SimpleNamespace,
     prefill: Side,
