@@ -91,6 +91,7 @@ def before(group: Group, position: int) -> int:
     [0, 1, 4, 5]
     """
     interleave = group.context.interleave_tokens
+    # Whole cycles count their share; of the last one, what is before `position` and the worker's.
     num_cycles, offset = divmod(position, cycle(group))
     num_in_cycle = min(max(offset - group.context.rank * interleave, 0), interleave)
     return num_cycles * interleave + num_in_cycle
@@ -140,6 +141,7 @@ def first_and_last(
     >>> first_and_last([0, 3], 4, 1, 9), first_and_last([0, 3], 4, 1, 3)
     ((3, 8), None)
     """
+    # Starts are numbered over all periods: a number says which period, and which of `starts`.
     first_number = count_below(starts, period, low)
     last_number = count_below(starts, period, high) - 1
     if first_number > last_number:
@@ -156,6 +158,7 @@ def positions_between(starts: Ints, period: int, low: int, high: int) -> Ints:
     >>> positions_between(np.array([0, 3]), 4, 3, 9).tolist()
     [3, 4, 7, 8]
     """
+    # Every start of every period that reaches into the range, then those inside it.
     first_of_period = np.arange(low - low % period, high, period)
     positions: Ints = np.add.outer(first_of_period, starts).reshape(-1)
     return positions[(positions >= low) & (positions < high)]

@@ -151,6 +151,7 @@ def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) ->
     if token_range is None:
         return low, high
     start, stop = token_range
+    # The blocks that the range needs must be listed, whether they are gaps or not.
     first_slot = before(group, start)
     end_slot = before(group, stop)
     if first_slot < end_slot:

@@ -123,6 +123,7 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
 
 def _all_cells(matches: Iterable[Match]) -> Iterator[Cell]:
     """Yield the products of the parts of all views, not yet with a source, by rules C1 and C2."""
+    # Limits hold for all tensors together, and are checked before a product is listed.
     num_compared = 0
     num_cells = 0
     for match in matches:
@@ -165,6 +166,7 @@ def _refuse_missing(matches: Iterable[Match], candidates: Iterable[Cell], held: 
 
 def _hint(name: str, sources: Iterable[Worker]) -> str:
     """Say what to do about a missing tensor, with the nearest names that the sources have."""
+    # A tensor of the same layer with a similar name is the likeliest mistake.
     layer = split(name)[1]
     names = dict.fromkeys(itertools.chain.from_iterable(worker.tensors for worker in sources))
     of_layer = [candidate for candidate in names if split(candidate)[1] == layer]
@@ -237,7 +239,7 @@ def choose_sources(
     while not (served := (held & chosen).any(1)).all():
         new_bytes = set_bytes[~served] @ held[~served]
         chosen[_break_tie(np.flatnonzero(new_bytes == new_bytes.max()), rank)] = True
-    # C4: bytes assigned so far, one row for tokens and one for states.
+    # C4: bytes assigned so far to each source, one row for tokens and one for states.
     loads = np.zeros((2, held.shape[1]))
     owners = np.zeros(len(held), np.int64)
     # Sets with the fewest candidates first, among them those with the most bytes: they leave the

@@ -177,6 +177,7 @@ def of_groups(tables: tuple[Table, Table], pair: GroupPair, tokens: int) -> Grou
     """Return the cost of the first ``tokens`` positions, or of one state."""
     num_ids = 0
     lengths = Counter[int]()
+    # Every period costs the same, so one is counted for all of them.
     for times, stop in _periods(pair, tokens):
         part = _count_listed(tables, pair, stop)
         num_ids += times * part.num_ids
@@ -220,6 +221,7 @@ def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> Gr
     region = np.concatenate([part.region for part in parts], axis=1)
     offset = np.concatenate([part.offset for part in parts], axis=1)
     length = np.concatenate([part.length for part in parts])
+    # Descriptors of one block on each side that continue each other are one.
     order, first = find_chains([*ordinal, *region], offset, length)
     joined = np.add.reduceat(length[order], first)
     return GroupCost(length.size, Counter(joined.tolist()))

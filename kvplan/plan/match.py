@@ -85,6 +85,7 @@ class IntervalSets:
     def of(cls, intervals_of_views: Iterable[Intervals]) -> IntervalSets:
         """Return the sets of the intervals of each view."""
         sets: dict[Intervals, int] = {}
+        # A view's set is numbered by its first appearance.
         set_of_view = [sets.setdefault(intervals, len(sets)) for intervals in intervals_of_views]
         flat = np.array(list(chain.from_iterable(sets)), np.int64).reshape(-1, 2)
         set_of_interval = np.repeat(np.arange(len(sets)), [len(intervals) for intervals in sets])
@@ -118,6 +119,7 @@ class SourceViews:
     @cached_property
     def samples(self) -> tuple[tuple[int, Geometry], ...]:
         """One view of each dtype, global sizes and kind of group: all that rule M3 compares."""
+        # Views of equal key pass or fail the check alike.
         samples: dict[Hashable, tuple[int, Geometry]] = {}
         for worker_index, geometry in self.views:
             is_state = geometry.group.tokens_per_block is None
@@ -180,6 +182,7 @@ def _inside(bounds: Ints, sets: IntervalSets) -> Bools:
 
 def _by_holders(stretches: Ints, held: Bools) -> tuple[Part, ...]:
     """Return one part for each distinct row of ``held``, (stretches, views)."""
+    # Stretches with equal rows, by the row's bytes: the same views hold all of them.
     by_holders: dict[bytes, list[int]] = {}
     for stretch, holders in enumerate(held):
         by_holders.setdefault(holders.tobytes(), []).append(stretch)
@@ -249,6 +252,7 @@ class Sources:
 
 def _ranks_with_equal_lists(workers: Sequence[Worker]) -> dict[int, list[int]]:
     """Return workers with equal lists of tensors and geometries, as indices, by the first."""
+    # A worker's list: the name of every view, and the index of its geometry.
     by_lists: dict[Hashable, list[int]] = {}
     for i, worker in enumerate(workers):
         names = tuple([view.name for view in worker.views])
@@ -318,6 +322,7 @@ def match(
         if name not in not_transferred:
             key = (sources.of(name), tuple([geometry_of[view] for view in views]))
             names_by_key.setdefault(key, []).append(name)
+    # All tensors of a key are checked by the first one.
     matches = []
     for (source_views, geometry_indices), names in names_by_key.items():
         geometries = tuple(destination.geometries[i] for i in geometry_indices)

@@ -74,6 +74,7 @@ class PairPlanner:
             group_pairs, rows = assign_ids(group_runs(share.cells))
             planned = PlannedGeometry(group_pairs, rows, geometry.base_offset)
             self._planned[geometry.key] = planned
+        # Rows of an equal geometry begin elsewhere: they are moved by the difference.
         shift = geometry.base_offset - planned.base_offset
         tables = (
             Table.at(share.destination, planned.rows[0], shift[0]),
@@ -94,6 +95,7 @@ def plan_pairs(
 
     Shares of other local workers, such as siblings, are left out.
     """
+    # Workers that exchange nothing keep an idle pair.
     planner = PairPlanner(direction)
     idle = {remote.key: idle_pair(remote) for remote in remotes}
     pairs = {local.key: dict(idle) for local in local_workers}

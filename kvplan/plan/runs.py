@@ -208,6 +208,7 @@ def cell_geometry(cells: Iterable[Cell]) -> CellGeometry:
     key: list[tuple[Any, ...]] = []
     base_offset = np.zeros(2, np.int64)
     for cell in cells:
+        # (2, tensors, 2): region and offset of every tensor, on each side.
         places = cell.match.places(cell.destination, cell.source)
         # Where the cell begins in the view of a tensor, on each side, and its layout from there.
         box_offset = [0, 0]
@@ -220,6 +221,7 @@ def cell_geometry(cells: Iterable[Cell]) -> CellGeometry:
                 offset, axis_layout = geometry.segments[axis].seen(*part.span)
                 box_offset[side] += offset
                 layout.append(axis_layout)
+        # The first tensor of the first cell is the origin from which all others are measured.
         if not key:
             base_offset = places[:, 0, 1] + box_offset
         places[:, :, 1] += (box_offset - base_offset)[:, None]
@@ -312,6 +314,7 @@ def _token_runs(cells_with_runs: Sequence[tuple[Cell, Runs]]) -> TokenRuns:
     """Return the runs of one token of cells with equal strides, by rule R2."""
     cell, _ = cells_with_runs[0]
     destination, source = cell.sides
+    # All of them have the same strides: runs of several tensors may continue each other.
     runs = Runs.concatenate([cell_runs for _, cell_runs in cells_with_runs])
     order, first = find_chains([*runs.region], runs.offset, runs.length)
     return TokenRuns(
@@ -340,6 +343,7 @@ def _group_runs(
             runs_of_length = np.flatnonzero(lengths == length)
             is_joined[runs_of_length] = True
             long_runs.append(LongRuns.over(tokens.runs.take(runs_of_length), chains))
+        # Runs that are joined still move token by token where a range cuts them.
         for chosen, only_at_cuts in ((is_joined, True), (~is_joined, False)):
             if chosen.any():
                 runs = tokens.runs.take(chosen)
@@ -385,9 +389,11 @@ def block_pairs(
     >>> pairs.position.tolist(), pairs.block.tolist(), pairs.slot.tolist()
     ([0, 32, 48, 64], [[0, 0, 1, 1], [0, 1, 1, 2]], [[0, 32, 0, 16], [0, 0, 16, 0]])
     """
-    if intervals[0, 1] - intervals[0, 0] == cycle:  # every position moves: one interval
+    # Without context parallelism every position moves: a single interval.
+    if intervals[0, 1] - intervals[0, 0] == cycle:
         intervals = np.array([[0, num_positions]])
         cycle = num_positions
+    # Refuse before anything of this size is listed.
     num_blocks = [num_positions // (group.context.size * slots(group)) for group in groups]
     num_intervals = num_positions // cycle * len(intervals)
     if max(*num_blocks, num_intervals) > limit or num_positions > POSITION_END:
@@ -462,6 +468,8 @@ def _chain_tokens(
     pieces: BlockPairs, token_axes: tuple[Segments, Segments], length: int
 ) -> TokenChains:
     """Return the longest chains of tokens that are ``length`` bytes apart on both sides."""
+    # A piece continues the one before it if it is in the same blocks and begins where that ends,
+    # on both sides.
     offsets = [axis.at(slot) for axis, slot in zip(token_axes, pieces.slot, strict=True)]
     offset = np.stack(offsets)
     end = offset + pieces.num_tokens * length

@@ -145,6 +145,7 @@ class RunSeries(Series):
         end = count_below(self.starts, self.period, stop)
         if first >= end:
             return None
+        # Tables without gaps are sliced; others are searched for each block.
         destination, source = tables
         if destination.blocks.scattered is not None or source.blocks.scattered is not None:
             return self._look_up_with_gaps(tables, first, end)
@@ -168,6 +169,7 @@ class RunSeries(Series):
         )
         # Of all occurrences in the periods from the first one's to the last one's.
         occurring = slice(first_start, first_start + end - first)
+        # Blocks that step evenly are a slice of the table, without a list of indices.
         if blocks.step:
             in_table = slice(first_block - table_first, end_block - table_first, blocks.step)
             block_ids = table.blocks.ids[in_table]
@@ -176,6 +178,7 @@ class RunSeries(Series):
             period_starts = np.arange(period_first, end_block - table_first, blocks.num_blocks)
             indices = np.add.outer(period_starts, blocks.ordinal).reshape(-1)
             block_ids = table.blocks.ids[indices[occurring]]
+        # Slot terms repeat from period to period.
         slot_terms = blocks.slot_terms
         if slot_terms is not None and num_starts > 1:
             num_periods = last_period - first_period + 1
@@ -230,6 +233,7 @@ class TokenSeries(Series):
         """
         if start >= stop:
             return None
+        # What a range cuts off is most often inside one block of each side.
         destination, source = tables
         if self.period == 1:
             of_destination = _slice_of_block(destination, self.slot_terms[0], start, stop)
@@ -323,6 +327,7 @@ class GroupPair:
 
     def _span(self, position: int) -> Range | None:
         """Return the span that has ``position`` strictly inside, if there is one."""
+        # The last span that begins before the position, if it ends after it.
         num_periods, offset = divmod(position, self.period)
         i = bisect_left(self.spans, (offset, 0)) - 1
         if i < 0 or self.spans[i][1] <= offset:

@@ -117,6 +117,7 @@ class ReadSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes that move. Cheaper than :meth:`descriptors`: ids are counted by row."""
+        # Ids of a row follow each other: sorted, they are counted between two rows' first ids.
         table = self.local_table
         ids = np.sort(self.local_ids)
         ids_of_row = np.diff(np.searchsorted(ids, table.first), append=ids.size)
@@ -159,6 +160,7 @@ class ReadSpec:
             places = [side_places[order] for side_places in places]
             run = run[order]
         length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][run]
+        # A descriptor continues the one before it if it does on both sides.
         ends = [side_places + length for side_places in places]
         goes_on = (ends[0][:-1] == places[0][1:]) & (ends[1][:-1] == places[1][1:])
         if goes_on.any():

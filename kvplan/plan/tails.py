@@ -48,6 +48,7 @@ def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[
         name = geometry.group.name
         if name in first_slots:
             tails_of_geometry[i] = _tail(geometry, blocks[name], first_slots[name])
+    # Views of one geometry have the same tail, each at a place of its own.
     descriptors: dict[str, list[Descriptors]] = {}
     views = zip(worker.views, worker.geometry_of, worker.places.tolist(), strict=True)
     for view, geometry_index, (region_index, view_offset) in views:

@@ -74,6 +74,7 @@ class TransferPlan:
         if workspace is not None:
             instance(Workspace, workspace, "workspace").clear()
         direction = self.direction
+        # Pairs of workers with the same group pairs share their ids.
         bound = {}
         for group_pairs, parts in terms_by_pairs.items():
             ids, shapes = add_terms(parts, workspace)
@@ -150,6 +151,7 @@ class TransferPlan:
                 expected=f"workers in the same order, of ranks {ranks}",
                 got=f"ranks {new_ranks} of {', '.join(worker.label for worker in workers)}",
             )
+        # Ids stay. Only the addresses of remote rows change.
         pairs = []
         for pair, replaced, worker in zip(self.pairs, self.remotes, workers, strict=True):
             if worker.outline != replaced.outline:
