@@ -17,7 +17,6 @@ from kvplan import (
     KVPlanError,
     Model,
     Region,
-    TransferPlan,
     View,
     Worker,
     certify,
@@ -685,10 +684,3 @@ def test_an_error_says_which_byte_moves_twice_or_not_at_all():
             certify(plan)
         assert f"expected every byte of layers.{layer}, position 0, once, got {got}" in str(caught.value)
         assert dict(caught.value.details) == {"tensor": f"layers.{layer}", "position": 0, "region": f"kv.{layer}"}
-
-
-@pytest.mark.parametrize("value", [None, 1, "plan", [None], [[]], TransferPlan])
-def test_what_is_no_plan_is_refused(value):
-    """Anything but a plan, a mesh or plans is a TYPE error."""
-    with pytest.raises(KVPlanError, match="TYPE: cannot read plans to check"):
-        certify(value)
