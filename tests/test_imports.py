@@ -7,14 +7,12 @@ import graphlib
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import kvplan
+from tests.sources import MODULES, imports, modules_of_ours, room, tree
 
-PACKAGE = Path(kvplan.__file__).parent
 DEPENDENCIES = {"numpy", "attr", "attrs"}
 
 # Rooms, each with the others that it may import. A module at the top of the package is a room of its own.
@@ -45,42 +43,6 @@ LATE = {"cli"}
 """Commands are imported by a function, which says so where their extra is missing."""
 
 OTHER_PACKAGES = {"cli": {"click", "rich"}, "testing": {"hypothesis"}}
-
-FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
-
-
-def tree(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text())
-
-
-def room(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def imports(node: ast.AST, late: bool = False, typed: bool = False) -> Iterator[tuple[str, bool, bool]]:
-    """The dotted name of each thing imported, whether a function imports it, and whether type checkers alone do."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from ((alias.name, late, typed) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            yield from ((f"{child.module}.{alias.name}", late, typed) for alias in child.names)
-        else:
-            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            checked = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            yield from imports(child, late or function, typed or checked)
-
-
-def modules_of_ours(module: str, typed: bool = True) -> set[str]:
-    """Which modules of kvplan a module imports; ``from kvplan import x`` counts as ``__init__`` unless x is one."""
-    found = set()
-    for name, _, for_types_only in imports(tree(module)):
-        package, _, rest = name.partition(".")
-        if package == "kvplan" and (typed or not for_types_only):
-            while rest and rest not in MODULES:
-                rest = rest.rpartition(".")[0]
-            found.add(rest or "__init__")
-    return found - {module}
 
 
 def test_import_loads_only_numpy_and_attrs() -> None:
@@ -209,36 +171,6 @@ def test_a_module_imports_no_other_package(module: str) -> None:
 def test_the_oracle_shares_no_code_with_the_planner(module: str) -> None:
     """Certificates, memory and verification import nothing of the planner that they check, but for types."""
     assert {room(other) for other in modules_of_ours(module, typed=False)} & {"plan"} == set()
-
-
-MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
-MUTABLE_CALLS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray"}
-
-
-def mutable_state(module: ast.Module) -> list[str]:
-    """The names to which a module assigns, at its top level, something that can change."""
-    found = []
-    for statement in module.body:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            continue
-        value = statement.value
-        made_by = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
-        if isinstance(value, MUTABLE) or made_by in MUTABLE_CALLS:
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            found += [ast.unparse(target) for target in targets]
-    return [name for name in found if name != "__all__"]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_keeps_no_state(module: str) -> None:
-    """No module assigns a dict, list or set at its top level: what it keeps is frozen."""
-    assert mutable_state(tree(module)) == []
-
-
-@pytest.mark.parametrize("line", ["a = {}", "a: list[int] = []", "a = {1}", "a = dict(b=1)", "a = collections.deque()"])
-def test_state_would_be_found(line: str) -> None:
-    """The check above sees the ways in which a module could keep state."""
-    assert mutable_state(ast.parse(line)) == ["a"]
 
 
 @pytest.mark.parametrize("line", ["def f():\n    import json", "x = lambda: __import__\ndef g():\n    from a import b"])

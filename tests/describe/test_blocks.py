@@ -180,7 +180,9 @@ def test_what_a_table_covers_has_all_its_ordinals(listed):
         Blocks([7, 8], listed=(0, 9))
 
 
-@pytest.mark.parametrize("values", [np.ma.array([1, 2], mask=[False, True]), [True, 2], (1, False), np.ones(2, bool)])
+@pytest.mark.parametrize(
+    "values", [np.ma.array([1, 2], mask=[False, True]), [True, 2], [[1], [2, 3]], np.ones(2, bool)]
+)
 def test_entries_that_are_no_ids_are_refused(values):
     """A masked entry, or a bool among integers, is no block id."""
     with pytest.raises(KVPlanError, match="TYPE: cannot read a block table: expected a flat sequence of integers"):

@@ -274,16 +274,6 @@ def test_any_host_memory_will_do_for_a_tensor_in_host_memory() -> None:
     assert view_of(tensor, "block token dim", name="v", group="g", region=region).offset_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "tensor, code", [([1, 2], "TYPE"), (np.zeros(4, np.complex64), "DTYPE"), (np.zeros((0, 4)), "SIZE")]
-)
-def test_what_has_no_region_is_refused(tensor: Any, code: str) -> None:
-    """What is no tensor, is of another dtype, or has no element lies nowhere."""
-    with pytest.raises(KVPlanError) as refused:
-        region_of(tensor)
-    assert refused.value.code == code
-
-
 @attrs.frozen
 class InStorage(StandIn):
     """A stand-in that tells its storage, as PyTorch does: two dense tensors, of which it is the second."""

@@ -234,10 +234,6 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        [],
-        7,
-        "",
         "[]",
         "{",
         {"a": b""},

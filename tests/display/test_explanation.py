@@ -147,25 +147,10 @@ def test_a_line_is_cut_at_its_end(size: int) -> None:
     assert line == (text if size <= WIDTH else f"{text[:117]}...")
 
 
-@pytest.mark.parametrize("value", [{}, 3, None, Worker, explain], ids=["dict", "integer", "none", "class", "function"])
-def test_other_values_are_refused(value: object) -> None:
-    """What is no value of kvplan is refused by its type."""
-    with pytest.raises(KVPlanError, match="TYPE: cannot explain a value: expected a value of kvplan, got "):
-        explain(value)
-
-
 def test_an_engine_has_a_hint() -> None:
     """The refusal of a whole engine says what it is."""
     with pytest.raises(KVPlanError, match=r"got tuple \(an engine is a tuple of workers: explain\(engine\[0\]\)\)$"):
         explain(engine("p"))
-
-
-def test_an_unknown_detail_is_refused() -> None:
-    """The detail is one of three words."""
-    with pytest.raises(
-        KVPlanError, match="NAME: cannot explain a value: expected detail in line, workers, rows, got 3"
-    ):
-        explain(PLAN, detail=3)  # type: ignore[arg-type]
 
 
 def test_rows_have_the_numbers_of_the_table() -> None:

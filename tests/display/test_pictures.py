@@ -225,12 +225,6 @@ def test_a_large_model_is_a_small_picture() -> None:
         assert svg.count("layers.0-79.attn") == 1
 
 
-def test_pictures_are_deterministic() -> None:
-    """Equal values have equal pictures."""
-    made = [plan_reads(engine("decode")[0], engine("prefill", tp=2)) for _ in range(2)]
-    assert show(made[0]) == show(made[1])
-
-
 def test_cells_stay_inside_the_picture() -> None:
     """Every rectangle and every ribbon lies inside the picture, and neighbours in one row do not overlap."""
     for plan in PLANS.values():

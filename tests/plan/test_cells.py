@@ -65,14 +65,6 @@ def test_c2_what_nobody_holds_is_listed_whole():
     )
 
 
-def test_c2_positions_that_nobody_holds_are_listed():
-    """C2: with one of two context ranks lost, the error says which positions are missing."""
-    (ours,) = engine("d", layers=1)
-    sources = engine("p", layers=1, contexts=(2, 1))[:1]
-    with pytest.raises(KVPlanError, match=r"layers\.0: positions \[1, 2\) of every 2$"):
-        cells(match(ours, Sources(sources)))
-
-
 def states(name, *names):
     """A worker with a state of four bytes for each name."""
     views = [View(each, "g", "r", "uint8", [Axis("dim", 0, 4, 4, 1)], 1, 4, 4 * i) for i, each in enumerate(names)]

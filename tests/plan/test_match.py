@@ -100,19 +100,6 @@ def test_m3_bytes_of_one_meaning_may_be_described_alike(ours, theirs, hint):
     assert ("describe both sides as uint8" in str(caught.value)) == hint
 
 
-def test_m3_a_state_group_does_not_pair_with_a_token_group():
-    """M3: one whole state a block is not tokens in slots."""
-
-    def worker(engine_id: str, tokens: int | None) -> Worker:
-        token = () if tokens is None else (Axis("token", 0, tokens, tokens, 8),)
-        axes = (*token, Axis("dim", 0, 4, 4, 2))
-        view = View("ssm", "g", "r", "bfloat16", axes, 2, 64)
-        return Worker(engine_id, 0, [Region("r", 0, 1024)], [Group("g", tokens)], [view])
-
-    with pytest.raises(KVPlanError, match=r"^GROUP: .*a token group \(destination d/0\), got a state group"):
-        match(worker("d", 4), Sources([worker("p", None)]))
-
-
 def test_m5_equal_layers_are_one_match_and_others_are_not():
     """M5: layers of one geometry share a match; a layer of another dtype has its own."""
     (ours,), (theirs,) = engine("decode", layers=4), engine("prefill", layers=4)

@@ -112,12 +112,6 @@ def test_contacts_from_parallel_sizes_are_those_of_the_full_plan(name, sizes):
             assert sorted(found[key]) == sorted(each.sends + each.awaits)
 
 
-def test_a_mesh_reads_or_writes():
-    """Any other word is refused."""
-    with pytest.raises(KVPlanError, match=r"NAME: cannot plan a mesh: expected READ or WRITE, got 'read'"):
-        plan_mesh(engine("d"), engine("p"), "read")  # type: ignore[arg-type]
-
-
 def test_replicas_take_over_from_a_lost_worker():
     """Planned again without the source that serves a destination, another one that holds the same serves it."""
     destinations, sources = engine("d", heads=2), engine("p", tp=4, heads=2)

@@ -113,22 +113,6 @@ def test_a_named_strategy_is_the_only_option() -> None:
     assert [option.strategy for option in choice.options] == ["receive-staged-whole"]
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"operation": "COPY"}, "NAME: cannot choose a strategy: expected operation READ or WRITE, got 'COPY'"),
-        ({"strategy": "send-staged"}, "NAME: cannot choose a strategy: expected one of auto, direct, receive-staged, "),
-        ({"tokens": -1}, "RANGE"),
-        ({"tokens": "8"}, "TYPE"),
-        ({"staging": "other"}, "NAME"),
-    ],
-)
-def test_bad_arguments_are_refused(given: dict[str, Any], error: str) -> None:
-    """Each with its code."""
-    with pytest.raises(KVPlanError, match=f"^{error}"):
-        choose(**{**workers(), "tokens": 40, **given})
-
-
 def test_errors_of_planning_are_raised() -> None:
     """What no source has is an error of all strategies."""
     with pytest.raises(KVPlanError, match="TENSOR"):

@@ -208,16 +208,6 @@ def test_states_count_by_block(tokens: Any, states: int) -> None:
     assert sum(tail.stop - tail.start for tail in report.tails if tail.group == "state") == 3 - states
 
 
-def test_a_request_that_bind_refuses_is_refused() -> None:
-    """A request that bind refuses raises the same error, also for a group that no worker has."""
-    with pytest.raises(KVPlanError) as caught:
-        report_of(reads(), tokens=(0, 99))
-    assert caught.value.code == "BLOCKS"
-    with pytest.raises(KVPlanError) as caught:
-        report_of(reads(), local={"attn": Blocks([7, 3, 5]), "atn": Blocks([1])})
-    assert caught.value.code == "NAME"
-
-
 def test_two_destinations_of_one_name_are_refused() -> None:
     """Plans that are verified together must agree on each destination worker."""
     other = plan_reads(engine("decode", blocks=11)[0], engine("prefill"))
