@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer
+from kvplan._checks import integer, is_one_of
 from kvplan._text import meant
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
@@ -128,6 +128,8 @@ CACHE_KEYS: Final = frozenset(
 )
 """Keys that change the cache: a file that has one is refused if its family doesn't read it."""
 
+QUANTIZATION: Final = "quantization_config"
+
 NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which a file has its decoder."""
 
@@ -234,9 +236,10 @@ def read_config(
     >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
-    quantization = config.get("quantization_config") if isinstance(config, Mapping) else None
+    outer = config
     config, family = _decoder(config, registry, like)
-    cache_dtype = _cache_dtype(quantization or config.get("quantization_config"), config["dtype"])
+    quantization = mapping_of(outer, QUANTIZATION) or mapping_of(config, QUANTIZATION)
+    cache_dtype = _cache_dtype(quantization, config["dtype"])
     kinds = _kinds(config, family)
     # Layers that own a cache come first, then those that share one of theirs.
     num_owners = _num_owners(config, family, kinds)
@@ -249,13 +252,11 @@ def read_config(
     return ModelConfig(config["model_type"], (*owners, *sharers), drafts, cache_dtype, query_heads)
 
 
-def _cache_dtype(quantization: Any, weights_dtype: str) -> str:
+def _cache_dtype(quantization: Config, weights_dtype: str) -> str:
     """Return fp8 if a quantized file says so, else the dtype of the weights.
 
     The keys are ``kv_cache_scheme`` and ``kv_cache_quant_algo``.
     """
-    if not isinstance(quantization, Mapping):
-        return weights_dtype
     key = stated_key(quantization, ("kv_cache_scheme", "kv_cache_quant_algo"))
     scheme = quantization.get(key)
     if scheme is None:
@@ -321,12 +322,13 @@ def _attends_to_all(layer: Layer) -> bool:
 
 def _exceptions(config: Config, num_layers: int) -> dict[int, Config]:
     """Return what ``per_layer_config`` states of single layers, by their number."""
-    per_layer = config.get("per_layer_config") or {}
+    contents = "layers to mappings of keys"
+    per_layer = mapping_of(config, "per_layer_config", contents)
     numbers = {str(layer_number): layer_number for layer_number in range(num_layers)}
     # JSON has the numbers of layers as text.
-    has_layers = isinstance(per_layer, Mapping) and {*map(str, per_layer)} <= {*numbers}
+    has_layers = {*map(str, per_layer)} <= {*numbers}
     if not has_layers or not all(isinstance(keys, Mapping) for keys in per_layer.values()):
-        raise unusable("per_layer_config", "a mapping of layers to mappings of keys", per_layer)
+        raise unusable("per_layer_config", f"a mapping of {contents}", per_layer)
     return {numbers[str(layer)]: keys for layer, keys in per_layer.items()}
 
 
@@ -342,7 +344,7 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
     weights_dtype = dtype_of(config, "bfloat16")
     stated_always = SIZES
     # A file of several modalities has its decoder inside, perhaps more than one level deep.
-    while not config.get("is_encoder_decoder"):
+    while not flag_of(config, "is_encoder_decoder"):
         decoders = (config[key] for key in NESTED if isinstance(config.get(key), Mapping))
         decoder = next(decoders, None)
         if decoder is None:
@@ -365,7 +367,7 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
     model_type = config.get("model_type")
     model_type = registry.outer.get(str(model_type), model_type)
     reason = registry.refused.get(str(model_type))
-    if config.get("is_encoder_decoder"):
+    if flag_of(config, "is_encoder_decoder"):
         reason = "the decoder also reads a cache of the encoder's outputs, which has no block table"
     if reason:
         of_type = f" of type {model_type!r}"
@@ -424,9 +426,8 @@ def _listed_kinds(config: Config, key: str, family: Family) -> list[str]:
     """Return the kind of each layer type under a key: as many as the file has layers."""
     possible_types = _possible_types(family)
     types = config[key]
-    # Values of any kind may stand in the list, so they are compared as text.
     is_sequence = isinstance(types, list | tuple) and 0 < len(types) <= MAX_LAYERS
-    is_list_of_types = is_sequence and {*map(str, types)} <= {*possible_types}
+    is_list_of_types = is_sequence and all(is_one_of(item, possible_types) for item in types)
     # A file with a list need not state the number of its layers.
     default = len(types) if is_list_of_types else None
     num_layers = integer_of(config, NUM_LAYERS, default, high=MAX_LAYERS)
@@ -473,6 +474,60 @@ def integer_of(
         return integer(value, key, low=low, high=high)
     except KVPlanError:
         raise unusable(key, f"an integer in [{low}, {high})", value) from None
+
+
+def optional_integer_of(config: Config, keys: Keys) -> int | None:
+    """Return the positive integer under a key, or None if the file lacks it or states null.
+
+    No other value stands for a missing one. Raises ``CONFIG`` as :func:`integer_of` does.
+    """
+    is_stated = config.get(stated_key(config, keys)) is not None
+    return integer_of(config, keys) if is_stated else None
+
+
+def integers_of(values: Any, key: str, allowed: Collection[int], expected: str) -> list[int] | None:
+    """Return the list of integers that a file has under a key, or None if it has none.
+
+    Raises ``CONFIG``, with what is ``expected``, unless all are integers that are ``allowed``.
+
+    >>> integers_of([1, 3], "full_attn_idxs", range(4), "layers of 0 to 3")
+    [1, 3]
+    """
+    if values is None:
+        return None
+    if not isinstance(values, list | tuple):
+        raise unusable(key, expected, values)
+    for value in values:
+        # Text and floats may look like an integer, and a bool may be equal to one.
+        if type(value) is not int or value not in allowed:
+            raise unusable(key, expected, values)
+    return [*values]
+
+
+def flag_of(config: Config, key: str, default: bool = False) -> bool:
+    """Return the flag under a key, or ``default`` if the file lacks it or states null.
+
+    Raises ``CONFIG`` for anything but true and false: the text "false" would count as true.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise unusable(key, "true or false", value)
+    return value
+
+
+def mapping_of(config: Config, key: str, contents: str = "keys") -> Mapping[Any, Any]:
+    """Return the mapping under a key, which is empty if the file lacks it or states null.
+
+    Raises ``CONFIG`` for anything else, with what the mapping has as ``contents``.
+    """
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise unusable(key, f"a mapping of {contents}", value)
+    return value
 
 
 def dtype_of(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")) -> str:

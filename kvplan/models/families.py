@@ -22,6 +22,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
+from kvplan._checks import is_one_of
 from kvplan.models.config import (
     BOTH,
     HIDDEN,
@@ -38,7 +39,11 @@ from kvplan.models.config import (
     Registry,
     StateReader,
     dtype_of,
+    flag_of,
     integer_of,
+    integers_of,
+    mapping_of,
+    optional_integer_of,
     stated_key,
     unusable,
 )
@@ -66,23 +71,20 @@ _HEAD_DIM: Final = ("attention_head_dim", "head_dim", "kv_channels")
 def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return K and V of each head. V has ``v_head_dim`` elements, if the family has that key."""
     # A file without a number of KV heads has one for each query head.
-    heads_key = stated_key(config, _KV_HEADS)
-    num_heads = integer_of(config, heads_key if config.get(heads_key) is not None else NUM_HEADS)
+    num_heads = optional_integer_of(config, _KV_HEADS) or integer_of(config, NUM_HEADS)
     num_query_heads = integer_of(config, NUM_HEADS, num_heads)
     if num_query_heads % num_heads:
         expected = f"a divisor of num_attention_heads {num_query_heads}"
-        raise unusable(heads_key, expected, num_heads)
+        raise unusable(stated_key(config, _KV_HEADS), expected, num_heads)
     # A file without a size of heads divides the width of the model among them.
-    dim_key = stated_key(config, _HEAD_DIM)
-    if config.get(dim_key) is not None:
-        dim = integer_of(config, dim_key)
-    else:
+    dim = optional_integer_of(config, _HEAD_DIM)
+    if dim is None:
         dim, remainder = divmod(integer_of(config, HIDDEN), integer_of(config, NUM_HEADS))
         if remainder or not dim:
             width_key = stated_key(config, HIDDEN)
             expected = f"a multiple of num_attention_heads {num_query_heads}"
             raise unusable(width_key, expected, config[width_key])
-    value_dim = integer_of(config, "v_head_dim", dim) if config.get("v_head_dim") else dim
+    value_dim = optional_integer_of(config, "v_head_dim") or dim
     return attention(num_heads, dim, group, window, value_dim)
 
 
@@ -100,19 +102,18 @@ def sparse_mla(config: Config, group: str = FULL, window: int | None = None) -> 
 
     A layer that slides has no indexer, and some layers use that of another layer.
     """
-    if group == SLIDING or config.get("use_dsa") is False:
+    if group == SLIDING or not flag_of(config, "use_dsa", True):
         return mla(config, group, window)
     rank = integer_of(config, "kv_lora_rank")
     rope_dim = integer_of(config, "qk_rope_head_dim")
     tensors = sparse_latent(rank, rope_dim, integer_of(config, "index_head_dim"))
     # The first tensor is the latent, the others are those of the indexer.
-    return tensors[:1] if config.get("shares_index") else tensors
+    return tensors[:1] if flag_of(config, "shares_index") else tensors
 
 
 def stated_window(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return K and V of each head, in a window if the file states one (nemotron_h.py of vLLM)."""
-    has_window = config.get("sliding_window") is not None
-    return kv_heads(config, group, integer_of(config, "sliding_window") if has_window else None)
+    return kv_heads(config, group, optional_integer_of(config, "sliding_window"))
 
 
 def mamba1_state(config: Config, width_key: str | None = None) -> Layer:
@@ -205,9 +206,8 @@ def short_conv(config: Config) -> Layer:
 
 
 def _channels(config: Config, width_key: str | None) -> int:
-    if width_key is not None and config.get(width_key) is not None:
-        return integer_of(config, width_key)
-    return integer_of(config, ("expand", "mamba_expand")) * integer_of(config, HIDDEN)
+    width = None if width_key is None else optional_integer_of(config, width_key)
+    return width or integer_of(config, ("expand", "mamba_expand")) * integer_of(config, HIDDEN)
 
 
 def _steps(config: Config, keys: Keys) -> int:
@@ -238,7 +238,8 @@ def query_width(config: Config) -> Config:
 
 def falcon_heads(config: Config) -> Config:
     """Return one KV head (``multi_query``), unless a new file states how many (FalconConfig)."""
-    is_grouped = config.get("new_decoder_architecture") or not config["multi_query"]
+    is_new = flag_of(config, "new_decoder_architecture")
+    is_grouped = is_new or not flag_of(config, "multi_query")
     return {"num_key_value_heads": config.get("num_kv_heads") if is_grouped else 1}
 
 
@@ -247,17 +248,14 @@ def chatglm_heads(config: Config) -> Config:
 
     ``multi_query_group_num`` counts only with it (vllm/model_executor/models/chatglm.py).
     """
-    if config["multi_query_attention"]:
+    if flag_of(config, "multi_query_attention"):
         return {}
     return {"multi_query_group_num": integer_of(config, NUM_HEADS)}
 
 
 def nested_heads(config: Config) -> Config:
     """Return the number of KV heads that ``attn_config`` states (DbrxConfig)."""
-    attn_config = config.get("attn_config") or {"kv_n_heads": 1}
-    if not isinstance(attn_config, Mapping):
-        raise unusable("attn_config", "a mapping", attn_config)
-    return {"num_key_value_heads": attn_config.get("kv_n_heads", 1)}
+    return {"num_key_value_heads": mapping_of(config, "attn_config").get("kv_n_heads", 1)}
 
 
 def global_heads(config: Config) -> Config:
@@ -271,7 +269,7 @@ def global_heads(config: Config) -> Config:
     # Keys that begin with full_ count only for layers that attend to all positions.
     keys = {"full_head_dim": config["global_head_dim"]}
     num_heads = config.get("num_global_key_value_heads")
-    if config.get("attention_k_eq_v") and num_heads is not None:
+    if flag_of(config, "attention_k_eq_v") and num_heads is not None:
         keys["full_num_key_value_heads"] = num_heads
     return keys
 
@@ -283,7 +281,7 @@ _BAILING_KEYS: Final = ("num_attention_heads", "head_dim", "short_conv_kernel_si
 
 def kimi_keys(config: Config) -> Config:
     """Return the sizes of linear layers that ``linear_attn_config`` states (KimiLinearConfig)."""
-    sizes = _linear_attn_config(config)
+    sizes = mapping_of(config, "linear_attn_config")
     names = zip(_LINEAR_KEYS, _KIMI_KEYS, strict=True)
     return {key: sizes[kimi_key] for key, kimi_key in names if kimi_key in sizes}
 
@@ -298,14 +296,15 @@ def olmo_keys(config: Config) -> Config:
     """Return what a file leaves out, from its heads and its width (OlmoHybridConfig)."""
     num_heads = integer_of(config, NUM_HEADS)
     width = integer_of(config, HIDDEN)
-    key_heads = config.get("linear_num_key_heads") or num_heads
-    value_heads = config.get("linear_num_value_heads") or num_heads
-    key_dim = config.get("linear_key_head_dim") or int(0.75 * width / key_heads)
+    key_heads = optional_integer_of(config, "linear_num_key_heads") or num_heads
+    value_heads = optional_integer_of(config, "linear_num_value_heads") or num_heads
+    key_dim = optional_integer_of(config, "linear_key_head_dim") or int(0.75 * width / key_heads)
+    value_dim = optional_integer_of(config, "linear_value_head_dim") or 2 * key_dim
     return {
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": key_dim,
-        "linear_value_head_dim": config.get("linear_value_head_dim") or 2 * key_dim,
+        "linear_value_head_dim": value_dim,
     }
 
 
@@ -324,9 +323,8 @@ def window_from(key: str, tokens_of: Callable[[int], int] = int) -> KeyRule:
     """Return the rule for layers that see as many tokens as follow from the value under ``key``."""
 
     def rule(config: Config) -> Config:
-        if config.get(key) is None:
-            return {}
-        return {"sliding_window": tokens_of(integer_of(config, key))}
+        tokens = optional_integer_of(config, key)
+        return {} if tokens is None else {"sliding_window": tokens_of(tokens)}
 
     return rule
 
@@ -336,10 +334,11 @@ def sliding_heads(config: Config) -> Config:
 
     Where they leave out the heads, transformers doubles those of the other layers.
     """
-    num_heads = config.get("swa_num_key_value_heads")
+    num_heads = optional_integer_of(config, "swa_num_key_value_heads")
     keys = {"swa_num_key_value_heads": num_heads or 2 * integer_of(config, "num_key_value_heads")}
-    if config.get("sliding_window_size") is not None:
-        keys["sliding_window"] = integer_of(config, "sliding_window_size") + 1
+    tokens_before = optional_integer_of(config, "sliding_window_size")
+    if tokens_before is not None:
+        keys["sliding_window"] = tokens_before + 1
     return keys
 
 
@@ -349,12 +348,16 @@ def shared_indexers(config: Config) -> Config:
     Files list them, have a letter for each layer, or mean all but one of each period
     (``index_topk_freq`` of vllm/model_executor/models/deepseek_v2.py, 0.33).
     """
-    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    key = stated_key(config, ("indexer_types", "index_topk_pattern"))
+    types = config.get(key)
     if types is None:
         types = _periodic_indexers(config)
     is_sequence = isinstance(types, list | tuple | str)
-    if not is_sequence or {*map(str, types)} - {"full", "shared", "F", "S"}:
-        raise unusable("indexer_types", "full or shared for each layer", types)
+    if not is_sequence or not all(is_one_of(kind, ("full", "shared", "F", "S")) for kind in types):
+        raise unusable(key, "full or shared for each layer", types)
+    num_layers = integer_of(config, NUM_LAYERS, len(types), high=MAX_LAYERS)
+    if len(types) < num_layers:
+        raise unusable(key, f"full or shared for each of {num_layers} layers", types)
     # Layers that share are exceptions: they have no indexer of their own.
     sharers = [layer for layer, kind in enumerate(types) if kind in ("shared", "S")]
     exceptions = {layer: {"shares_index": True} for layer in sharers}
@@ -383,8 +386,9 @@ def all_slide(config: Config) -> list[str]:
 
 
 def _uses_window(config: Config) -> bool:
-    has_window = config.get("sliding_window") is not None
-    return has_window and bool(config.get("use_sliding_window", True))
+    # Families whose files have no such flag use the window that they state.
+    in_use = flag_of(config, "use_sliding_window", "use_sliding_window" not in config)
+    return in_use and config.get("sliding_window") is not None
 
 
 def all_but_each(
@@ -430,13 +434,9 @@ def by_list(key: str, absent: str, kind: str = FULL) -> LayerRule:
 
     def rule(config: Config) -> list[str]:
         layers = range(_num_layers(config))
-        # Values of any kind may stand in the list, so they are compared as text.
-        numbers = config.get(key)
+        numbers = integers_of(config.get(key), key, layers, f"layers of 0 to {len(layers) - 1}")
         if numbers is None:
             return [absent for _ in layers]
-        is_list = isinstance(numbers, list | tuple)
-        if not is_list or not {*map(str, numbers)} <= {*map(str, layers)}:
-            raise unusable(key, f"layers of 0 to {len(layers) - 1}", numbers)
         return [kind if layer in numbers else STATE for layer in layers]
 
     return rule
@@ -452,7 +452,7 @@ def upper_slide(config: Config) -> list[str]:
 
 def every_other_lower_slides(config: Config) -> list[str]:
     """Every other layer below ``max_window_layers`` slides, if any does (Qwen2MoeConfig)."""
-    in_use = config["use_sliding_window"]
+    in_use = flag_of(config, "use_sliding_window")
     end = integer_of(config, "max_window_layers", low=0) if in_use else 0
     sliding_layers = range(0, end, 2)
     return [SLIDING if layer in sliding_layers else FULL for layer in range(_num_layers(config))]
@@ -478,27 +478,17 @@ def by_letter(config: Config) -> list[str]:
 def numbered_from_one(config: Config) -> list[str]:
     """``linear_attn_config`` lists the layers, numbered from 1 (KimiLinearConfig)."""
     num_layers = _num_layers(config)
-    linear_attn_config = _linear_attn_config(config)
-    if "full_attn_layers" not in linear_attn_config or "kda_layers" not in linear_attn_config:
+    key = "linear_attn_config"
+    stated = mapping_of(config, key)
+    if "full_attn_layers" not in stated or "kda_layers" not in stated:
         return [FULL if layer and layer % 4 == 0 else STATE for layer in range(num_layers)]
-    lists = {key: linear_attn_config[key] for key in ("full_attn_layers", "kda_layers")}
-    # Values of any kind may stand in the lists, so they are compared as text.
-    numbers: list[str] = []
-    for numbers_of_kind in lists.values():
-        is_list = isinstance(numbers_of_kind, list | tuple)
-        numbers += map(str, numbers_of_kind) if is_list else ["no list"]
-    if sorted(numbers) != sorted(map(str, range(1, num_layers + 1))):
-        raise unusable("linear_attn_config", f"each of the layers 1 to {num_layers} once", lists)
-    full_numbers = lists["full_attn_layers"]
-    return [FULL if layer + 1 in full_numbers else STATE for layer in range(num_layers)]
-
-
-def _linear_attn_config(config: Config) -> Config:
-    """Return what a Kimi file states about its linear layers."""
-    linear_attn_config = config.get("linear_attn_config")
-    if linear_attn_config is not None and not isinstance(linear_attn_config, Mapping):
-        raise unusable("linear_attn_config", "a mapping", linear_attn_config)
-    return linear_attn_config or {}
+    numbers = range(1, num_layers + 1)
+    expected = f"each of the layers 1 to {num_layers} once"
+    full_numbers = integers_of(stated["full_attn_layers"], key, numbers, expected) or []
+    state_numbers = integers_of(stated["kda_layers"], key, numbers, expected) or []
+    if sorted(full_numbers + state_numbers) != [*numbers]:
+        raise unusable(key, expected, stated)
+    return [FULL if number in full_numbers else STATE for number in numbers]
 
 
 def by_flags(key: str, kinds: Mapping[int, str], otherwise: LayerRule | None = None) -> LayerRule:
@@ -513,14 +503,13 @@ def by_flags(key: str, kinds: Mapping[int, str], otherwise: LayerRule | None = N
 
     def rule(config: Config) -> list[str]:
         num_layers = _num_layers(config)
-        # Flags of any kind may stand in the list, so they are compared as text.
-        flags = config.get(key)
+        expected = f"{num_layers} of {', '.join(map(str, kinds))}"
+        flags = integers_of(config.get(key), key, kinds, expected) or []
         if not flags and otherwise is not None:
             return otherwise(config)
-        of_layers = flags if isinstance(flags, list | tuple) else ()
-        if len(of_layers) != num_layers or not {*map(str, of_layers)} <= {*map(str, kinds)}:
-            raise unusable(key, f"{num_layers} of {', '.join(map(str, kinds))}", flags)
-        return [kinds[flag] for flag in of_layers]
+        if len(flags) != num_layers:
+            raise unusable(key, expected, config.get(key))
+        return [kinds[flag] for flag in flags]
 
     return rule
 
@@ -565,7 +554,10 @@ def from_last(config: Config) -> list[str]:
 
 
 def conv_and_slide(config: Config) -> list[str]:
-    """Every second layer attends, in a window in turn; others are convolutions (Lfm3Config)."""
+    """Layers 2, 6, 10 ... attend to all positions, layers 4, 8, 12 ... in a window (Lfm3Config).
+
+    The others are convolutions, layer 0 too.
+    """
     period = (SLIDING, STATE, FULL, STATE)
     kinds = [period[layer % 4] for layer in range(_num_layers(config))]
     return [STATE, *kinds[1:]]

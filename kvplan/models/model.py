@@ -171,7 +171,7 @@ expected a value for key 'hidden_size', got no such key
         one. Values of less than a byte are packed. NVFP4 is ``quantized(4, "float8_e4m3fn", 16)``
         with ``scales="page"``.
 
-        Raises ``SIZE`` if a head is not a whole number of bytes or of scales.
+        Raises ``SIZE`` if a head is not a whole number of bytes or of scales, or quantized already.
         """
         return self._with(lambda layer: quantize(layer, bits, scale_dtype, scale_elements))
 

@@ -378,8 +378,10 @@ def _values_and_scales(
     """Return the packed values of a tensor with heads, and their scales."""
     action = f"scale each head of {tensor.kind!r}"
     sizes = dict(tensor.axes)
-    if KV not in sizes:
-        expected = "K and V of equal sizes"
+    if KV not in sizes or "dim" not in sizes:
+        # A quantized tensor has bytes or scales in place of elements.
+        elements = "of elements on an axis 'dim', not quantized yet"
+        expected = f"K and V {elements if KV in sizes else 'of equal sizes'}"
         raise KVPlanError("SIZE", action, expected=expected, got=f"{sizes}", kind=tensor.kind)
     dim = sizes["dim"]
     per_scale = dim if scale_elements is None else scale_elements

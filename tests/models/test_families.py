@@ -633,3 +633,9 @@ def test_the_window_of_sliding_heads_is_a_count() -> None:
     keys = {"model_type": "mimo_v2_flash", "num_key_value_heads": 4, "sliding_window_size": "128"}
     with pytest.raises(KVPlanError, match=r"CONFIG: .*sliding_window_size"):
         Model.from_config(keys)
+
+
+def test_layers_of_lfm3_begin_with_one_that_attends_to_all_positions() -> None:
+    """Of four layers, the third is full; the first slides, but layer 0 is a convolution (Lfm3Config)."""
+    found = [layer[0].group for layer in layers_of(config("lfm3", num_hidden_layers=9))]
+    assert found == ["state", "state", "attn", "state", "swa", "state", "attn", "state", "swa"]

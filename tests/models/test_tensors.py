@@ -158,3 +158,17 @@ def test_k_and_v_of_unequal_sizes_are_beside_each_other() -> None:
     with pytest.raises(KVPlanError, match="K and V of equal sizes") as caught:
         model.quantized()
     assert caught.value.code == "SIZE"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model("packed", (attention(4, 64),)).quantized(8),
+        Model("by hand", ((Tensor("attn", "attn", (("kv", 2), ("head", 4)), sharded="head", shards=4),),)),
+    ],
+)
+def test_heads_without_elements_are_not_quantized(model: Model) -> None:
+    """Bytes and scales of a quantized cache are no elements, so it cannot be quantized again."""
+    with pytest.raises(KVPlanError, match="K and V of elements on an axis 'dim'") as caught:
+        model.quantized(8)
+    assert caught.value.code == "SIZE"
