@@ -48,22 +48,6 @@ def test_axes_nest_as_in_memory(layout: str, expected: str) -> None:
     assert (one.title, len(one.places)) == ("layers.0-31.attn", 32)
 
 
-def test_k_and_v_apart_are_two_block_maps() -> None:
-    """K and V in regions of their own are a map each, and each box says which it is."""
-    found = block_maps(LLAMA.engine("e", tp=8, kv="split", num_blocks=10)[3])
-    assert [list(chains(one.all_layers)) for one in found] == [
-        ["attn at 0: head 1 x 4096, kv 1 x 4096, token 16 x 256"]
-    ] * 2
-    steps = [[str(step) for step in next(one.boxes(0, 256)).path] for one in found]
-    assert steps == [["3", "K", "0"], ["3", "V", "0"]]
-
-
-def test_latents_have_no_heads() -> None:
-    """A latent is tokens alone."""
-    one = only(Model.shipped("deepseek-v3"), num_blocks=10)
-    assert list(chains(one.axes)) == ["attn at 0: token 16 x 1152"]
-
-
 def test_an_indexer_has_a_map_of_its_own() -> None:
     """An indexer's keys are followed by its scales, in a block map of their own."""
     _, index = block_maps(Model.shipped("deepseek-v3.2").engine("e", num_blocks=10)[0])
@@ -114,11 +98,6 @@ def test_groups_over_each_other_leave_a_rest() -> None:
     assert (attn.group.name, len(attn.places)) == ("attn", 4)
 
 
-def test_padding_is_a_rest() -> None:
-    """Padding between blocks is the rest of a map."""
-    assert only(LLAMA, tp=4, pad=4096, num_blocks=10).rest_bytes == 4096
-
-
 def test_kernel_blocks_are_digits() -> None:
     """A token axis of two digits whose bytes are apart has a band for each."""
     one = only(LLAMA, tp=4, kv="axis", tokens_per_block=64, kernel_tokens=16, num_blocks=10)
@@ -148,11 +127,6 @@ def test_names_without_numbers_have_maps_of_their_own() -> None:
     views = [View(name, "g", region, "float64", axes, 4, 128, 64 * i) for i, name in enumerate("kv")]
     found = block_maps(Worker("e", 0, [region], [Group("g", 4)], views))
     assert [(one.title, one.rest_bytes) for one in found] == [("k", 0), ("v", 0)]
-
-
-def test_a_worker_without_views_has_no_block_maps() -> None:
-    """A worker without views has nothing to show."""
-    assert block_maps(Worker("e", 0, (), (), ())) == ()
 
 
 def bytes_of(one: BlockMap, start: int, stop: int) -> list[str]:

@@ -54,15 +54,6 @@ def test_an_example_has_every_byte_once() -> None:
     assert len(starts) == len(panel.copies) == 256
 
 
-def test_copies_have_coordinates() -> None:
-    """A destination of both heads takes one head from each source, a block at a time."""
-    sources, (local,) = engine("prefill", tp=2, heads=2), engine("decode", heads=2)
-    assert [lines(copy) for copy in only(plan_reads(local, sources)).copies] == [
-        ("64 of 64", "prefill/0:0 0", "decode/0:0 0"),
-        ("64 of 64", "prefill/1:0 1", "decode/0:0 1"),
-    ]
-
-
 def test_positions_are_those_of_the_request() -> None:
     """Slots are printed as positions, whatever block or context they are in."""
     sources, (local,) = engine("prefill", heads=1, contexts=(2, 1)), engine("decode", heads=1, tokens=8)
@@ -100,15 +91,6 @@ def test_equal_layers_of_several_groups_are_one_panel() -> None:
     assert found[0].facts == "one state of one of 36 equal layers: 778.5 KiB in 4 copies of 768 bytes to 768 KiB"
 
 
-def test_tensors_apart_here_and_together_there() -> None:
-    """K and V in two regions here, in one there: both regions are in one panel."""
-    plan = plan_reads(LLAMA.engine("d", kv="split")[0], LLAMA.engine("p"))
-    panel = only(plan)
-    assert {copy.local.region for copy in panel.copies} == {"layers.0.attn.k", "layers.0.attn.v"}
-    assert {copy.remote.region for copy in panel.copies} == {"layers.0.attn"}
-    assert len(panel.tensors) == panel.num_layers == 32
-
-
 def test_a_writer_is_the_source() -> None:
     """Of a plan of writes, the local end is the source's; only its own share is shown."""
     sources, locals_ = engine("prefill", tp=2), engine("decode", tokens=8)
@@ -131,16 +113,6 @@ def test_a_request_is_shown_with_its_own_blocks() -> None:
     assert str(panel.copies[0].local.path[-1]) == "3"
 
 
-def test_neighbouring_blocks_are_copies_apart() -> None:
-    """A descriptor that goes on from one remote block to the next is a copy for each block."""
-    plan = plan_reads(engine("decode", heads=1, tokens=8)[0], engine("prefill", heads=1))
-    (panel,) = panels(plan, request(Blocks([0]), Blocks([4, 5])))
-    assert [lines(copy) for copy in panel.copies] == [
-        ("64 of 128", "prefill/0:0 0-3", "decode/0:0 0-3"),
-        ("64 of 128", "prefill/0:1 4-7", "decode/0:0 4-7"),
-    ]
-
-
 def test_a_bad_request_is_refused_as_by_bind() -> None:
     """Block tables that bind refuses are refused here in the same words."""
     plan = plan_reads(engine("decode")[0], engine("prefill"))
@@ -154,15 +126,6 @@ def test_what_moves_nothing_is_not_shown() -> None:
     assert panels(plan_reads(engine("decode")[0], source, not_transferred=["layers.0", "layers.1"])) == ()
     plan = plan_reads(engine("decode")[0], source)
     assert panels(plan, request(Blocks([0]), Blocks([0]), (2, 2))) == ()
-
-
-def test_groups_may_have_other_names_there() -> None:
-    """What pairs is tensors; the remote's blocks are those of its own group."""
-    (worker,) = engine("prefill")
-    views = [attrs.evolve(view, group="cache") for view in worker.views]
-    source = Worker("prefill", 0, worker.regions, [Group("cache", 4)], views)
-    (panel,) = panels(plan_reads(engine("decode")[0], [source]))
-    assert {(copy.local.map.group.name, copy.remote.map.group.name) for copy in panel.copies} == {("attn", "cache")}
 
 
 def test_a_group_that_no_remote_has_is_not_shown() -> None:

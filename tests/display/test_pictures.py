@@ -173,29 +173,6 @@ def test_ribbons_have_the_colour_of_their_worker() -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_both_sides_show_the_same_copies(name: str) -> None:
-    """Each copy has its hover text three times: on its ribbon, and on its bytes above and below."""
-    root = ElementTree.fromstring(show(PLANS[name]).svg)
-    texts = Counter(title.text for title in root.iterfind(f".//{SVG}title") if "descriptor of" in (title.text or ""))
-    assert texts
-    assert set(texts.values()) == {3}
-
-
-def test_the_slowest_axes_are_at_the_edges() -> None:
-    """Above are the source's axes from the slowest down to the bytes, below the destination's the other way round."""
-    root = ElementTree.fromstring(show(PLANS["transposed"]).svg)
-    axes = [(float(text.get("y", "0")), text.text) for text in root.iterfind(f".//{SVG}text[@class='axis']")]
-    above = ["worker", "block", "position", "head", "byte"]
-    below = ["byte", "position", "head", "block", "worker"]
-    assert [text for _, text in sorted(axes)] == [*above, "↓", *below]
-    cells = root.findall(f"{SVG}g[@class='cell']")
-    for cell, pick, label in zip(cells, (min, max), ("prefill/2", "decode/1"), strict=True):
-        texts = [(float(text.get("y", "0")), text.text or "") for text in cell.iterfind(f"{SVG}text")]
-        edge = pick(y for y, _ in texts)
-        assert label in [text for y, text in texts if y == edge]
-
-
-@pytest.mark.parametrize("name", PLANS)
 def test_a_ribbon_connects_both_ends_of_its_copy(name: str) -> None:
     """Above and below, a ribbon is as wide as the bytes that have the same hover text, and touches them."""
     root = ElementTree.fromstring(show(PLANS[name]).svg)
@@ -351,22 +328,6 @@ def panel() -> Panel:
     sources = LLAMA.engine("p", tp=4, layout="LBNHC", num_blocks=30)
     (found,) = panels(plan_reads(LLAMA.engine("d", tp=2, tokens_per_block=64, num_blocks=9)[0], sources))
     return found
-
-
-def positions(diagram: Diagram) -> list[str]:
-    return [str(column.path[-1]) for column in diagram.columns if column.fill == "bytes"]
-
-
-def test_few_copies_are_all_shown() -> None:
-    """Where there are no more copies than asked for, nothing is folded."""
-    (found,) = panels(plan_reads(engine("d")[0], engine("p", tp=2, tokens=2)))
-    assert {column.fill for diagram in next(panel_diagrams(found)) for column in diagram.columns} == {"bytes"}
-
-
-def test_both_ends_and_changes_are_shown() -> None:
-    """Of many positions, the ends are shown, and those on both sides of the first change of blocks."""
-    _, local = next(panel_diagrams(panel()))
-    assert positions(local) == ["0", "1", "15", "16", "63"] * 4
 
 
 def test_both_diagrams_show_the_same_copies() -> None:

@@ -30,15 +30,6 @@ def test_a_picture_is_text_and_svg() -> None:
     assert ">small</text>" in picture.svg
 
 
-def test_a_request_changes_the_picture() -> None:
-    """With block tables, the positions are those of the request; without, those of a sample."""
-    plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))
-    picture = show(plan, local={"attn": Blocks([7])}, remote={"attn": Blocks([4, 9])}, tokens=(3, 7))
-    assert "positions [3, 7) of" in picture.text
-    assert "block id 9" in picture.svg
-    assert "positions [0, 8) of" in show(plan).text
-
-
 def test_a_request_has_block_ids() -> None:
     """With block tables, text and SVG name each block by ordinal and id; without, by ordinal alone."""
     plan = plan_reads(engine("decode", tokens=8)[0], engine("prefill"))

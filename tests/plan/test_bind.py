@@ -35,25 +35,6 @@ def test_b2_no_range_means_all_that_the_destination_lists():
     assert report.num_bytes == 8 * 2 * 4 * HEAD_BYTES
 
 
-def test_b3_neighbouring_blocks_are_neighbouring_ids():
-    """B3: consecutive blocks on both sides give consecutive ids in every strand."""
-    (mine,), (other,) = engine("d", tokens=4), engine("p", tokens=4)
-    plan = plan_reads(mine, [other])
-    (spec,) = plan.bind(local={"attn": Blocks([3, 4, 5])}, remote={"attn": Blocks([6, 7, 8])}, tokens=(0, 12))
-    assert spec.local_ids.reshape(2, 3).tolist() == [[3, 4, 5], [13, 14, 15]]
-    assert spec.remote_ids.reshape(2, 3).tolist() == [[6, 7, 8], [16, 17, 18]]
-    assert spec.num_descriptors == 2
-
-
-def test_b3_pieces_of_a_large_block_are_neighbouring_ids():
-    """B3, T2: one-token blocks from a dense block of four: the source's ids run through the block."""
-    (mine,), (other,) = engine("d", tokens=1, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
-    plan = plan_reads(mine, [other])
-    (spec,) = plan.bind(local={"attn": Blocks([7, 6, 5, 4])}, remote={"attn": Blocks([2])}, tokens=(0, 4))
-    assert spec.remote_ids.tolist() == [8, 9, 10, 11]
-    assert spec.local_ids.tolist() == [7, 6, 5, 4]
-
-
 def test_specs_are_int32_equal_long_and_read_only():
     """A spec's ids are what NIXL takes, and nobody's to change."""
     (mine,), (other,) = engine("d"), engine("p")
@@ -71,28 +52,6 @@ def test_blocks_stay_read_only_through_pickling():
     given[0] = 9
     assert repr(blocks) == "Blocks([3, 1, 2], first=4)"
     assert not blocks.ids.flags.writeable
-
-
-def test_writes_move_what_reads_move():
-    """One planner: what the sources write is, byte for byte, what the destination reads."""
-    destinations, sources = engine("d", tp=3, heads=12), engine("p", tp=2, heads=12)
-    tables = {"attn": Blocks([9, 5, 7])}, {"attn": Blocks([0, 4, 2])}
-
-    def moved(specs, local_is_destination):
-        result = set()
-        for spec in specs:
-            ends = (spec.local, spec.remote) if local_is_destination else (spec.remote, spec.local)
-            sides = spec.descriptors() if local_is_destination else spec.descriptors()[::-1]
-            result |= {(*ends, *map(tuple, pair)) for pair in zip(*(s.tolist() for s in sides), strict=True)}
-        return result
-
-    reads, writes = set(), set()
-    for mine in destinations:
-        reads |= moved(plan_reads(mine, sources).bind(local=tables[0], remote=tables[1], tokens=(1, 10)), True)
-    for i, mine in enumerate(sources):
-        plan = plan_writes(mine, destinations, sources[:i] + sources[i + 1 :])
-        writes |= moved(plan.bind(local=tables[1], remote=tables[0], tokens=(1, 10)), False)
-    assert reads == writes
 
 
 @pytest.mark.parametrize(
@@ -336,18 +295,6 @@ def test_names_that_no_worker_has_are_told_from_those_that_it_has(groups, known)
     assert caught.value.details["group"] == "c"
 
 
-@pytest.mark.parametrize("tokens", [None, (2, 15)])
-def test_sources_of_another_context_than_those_that_serve_make_no_difference(tokens):
-    """Of two contexts that all have the same, one serves every second token, though it is told apart by every sixth."""
-    (ours,), halves, thirds = (
-        engine(name, tokens=1, blocks=20, contexts=(size, 1)) for name, size in (("d", 1), ("p", 2), ("q", 3))
-    )
-    plan = plan_reads(ours, [*halves, thirds[0]])
-    assert [bool(pair.group_pairs) for pair in plan.pairs] == [True, True, False]
-    report = verify(plan, local={"attn": Blocks(range(18))}, remote={"attn": Blocks(range(1, 10))}, tokens=tokens)
-    assert report.ok, str(report)
-
-
 @pytest.mark.parametrize("sizes", [(8, 4), (6, 4), (4, 8), (3, 5)])
 @pytest.mark.parametrize("tokens", [(0, 24), (1, 23), (5, 21), (9, 10), (10, 13), (17, 24)])
 def test_b2_exactly_the_positions_of_a_range_move_around_gaps(sizes, tokens):
@@ -385,14 +332,6 @@ def test_b4_a_table_with_gaps_lists_the_whole_range():
     for tokens in ((7, 20), (8, 21)):
         with pytest.raises(KVPlanError, match=r"^BLOCKS: "):
             plan.bind(**tables, tokens=tokens)
-
-
-def test_a_range_in_a_gap_moves_nothing():
-    """Of three blocks the middle one is not there, and nothing else is asked for."""
-    (ours,), (theirs,) = engine("d"), engine("p")
-    window = {"attn": Blocks([3, 0, 5], null=0)}
-    (spec,) = plan_reads(ours, [theirs]).bind(local=window, remote={"attn": Blocks([1, 2, 4])}, tokens=(4, 8))
-    assert spec.local_ids.size == spec.remote_ids.size == 0
 
 
 def pool_of_two_groups(name, strides=(64, 64), offsets=(0, 0)):

@@ -26,33 +26,6 @@ def served(ours, sources):
     ]
 
 
-def test_c1_heads_held_alike_are_one_part():
-    """C1: a destination of heads [0, 6) over sources of three heads each has two parts, not six."""
-    (ours,) = engine("d", tp=1, heads=6, layers=1)
-    sources = engine("p", tp=2, heads=6, layers=1)
-    (found,) = match(ours, Sources(sources))
-    axes = parts(found, 0)
-    assert [part.intervals.tolist() for part in axes["head"]] == [[[0, 3]], [[3, 6]]]
-    assert [part.held.tolist() for part in axes["head"]] == [[True, False], [False, True]]
-
-
-def test_c1_positions_held_alike_are_one_part():
-    """C1: context rank 1 of 2 needs odd positions; of sources spread over 4 ranks, two hold them."""
-    ours = engine("d", layers=1, contexts=(2, 1))[1]
-    sources = engine("p", layers=1, contexts=(4, 1))
-    assert [(rank, turn) for rank, _, turn in served(ours, sources)] == [(1, [1]), (3, [3])]
-
-
-@pytest.mark.parametrize(("src", "dst"), [(2, 3), (3, 2), (4, 6), (3, 8), (1, 5), (5, 1), (8, 8), (12, 5)])
-def test_c2_every_head_has_exactly_one_source(src, dst):
-    """C2: without any ratio between the sizes, the cells' boxes tile each destination's heads."""
-    sources = engine("p", tp=src, heads=24, layers=1)
-    for ours in engine("d", tp=dst, heads=24, layers=1):
-        heads = [h for _, box, _ in served(ours, sources) for low, high in box for h in range(low, high)]
-        axis = next(a for a in ours.views[0].axes if a.name == "head")
-        assert sorted(heads) == list(range(axis.start, axis.stop))
-
-
 def test_c2_what_nobody_holds_is_listed_whole():
     """C2: with two of four sources lost, one error lists both missing intervals."""
     (ours,) = engine("d", tp=1, heads=8)
@@ -124,22 +97,6 @@ def test_c4_replicas_share_the_load(src, dst, heads):
         for rank, _, _ in served(ours, sources):
             load[rank] += 1
     assert load.max() == max(-(-dst // src), 1)
-
-
-def test_c4_the_load_of_one_destination_is_even():
-    """C4: among needed sources the one with the fewest bytes so far takes the next cell."""
-    held = np.array([[1, 0], [0, 1], [1, 1], [1, 1], [1, 1]], bool)
-    owner = choose_sources(held, np.array([4.0, 1, 2, 1, 1]), np.zeros(5, bool), 0)
-    load = np.bincount(owner, np.array([4.0, 1, 2, 1, 1]))
-    assert owner[:2].tolist() == [0, 1]
-    assert sorted(load.tolist()) == [4, 5]
-
-
-def test_c4_every_worker_comes_to_the_same_answer():
-    """C4: the choice depends on the destination's rank and the sources alone, so repeating it changes nothing."""
-    sources = engine("p", tp=8, heads=2, layers=1)
-    for ours in engine("d", tp=4, heads=2, layers=1):
-        assert served(ours, sources) == served(ours, sources)
 
 
 def test_c4_states_do_not_weigh_on_who_sends_tokens():

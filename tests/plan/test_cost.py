@@ -61,16 +61,6 @@ def test_a_mesh_repeats_when_all_its_plans_do() -> None:
     assert cost.num_rows == sum(pair.local_rows + pair.remote_rows for pair in cost.pairs)
 
 
-def test_neighbouring_blocks_take_fewer_descriptors() -> None:
-    """A cost is that of scattered blocks; blocks that are neighbours on both sides are moved as one."""
-    (local,), (remote,) = engine("decode", heads=1), engine("prefill", heads=1)
-    plan = plan_reads(local, [remote])
-    blocks = {"attn": Blocks([2, 3])}
-    (spec,) = plan.bind(local=blocks, remote=blocks)
-    assert (plan.cost(8).num_descriptors, spec.num_descriptors) == (4, 2)
-    assert plan.cost(8).pairs[0] != PairCost.of(spec)
-
-
 def test_a_run_and_a_token_that_meet_are_one_descriptor() -> None:
     """The 16-byte tokens of one tensor end where the 4-byte tokens of another, which has gaps, begin."""
     views = [
@@ -147,12 +137,3 @@ def test_as_many_descriptors_as_can_be_listed_are_counted(
     monkeypatch.setattr("kvplan.plan.cost.MAX_COUNTED", number - 1)
     with pytest.raises(KVPlanError, match=rf"RANGE: .* expected at most {number - 1} to list, got {number}"):
         plan.cost(tokens)
-
-
-def test_costs_add_up_over_whole_periods() -> None:
-    """A request of several periods costs as much as one of each."""
-    plan = plan_reads(DECODE, PREFILL)
-    one, many = plan.cost(), plan.cost(12 * 10**6)
-    assert many.num_ids == 10**6 * one.num_ids
-    assert many.num_descriptors == 10**6 * one.num_descriptors
-    assert many.num_bytes == 10**6 * one.num_bytes

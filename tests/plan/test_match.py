@@ -15,30 +15,6 @@ def with_views(worker: Worker, change) -> Worker:
     return attrs.evolve(worker, views=tuple(change(view) for view in worker.views))
 
 
-def test_m1_tensors_pair_by_name_whatever_their_order():
-    """M1: reversing the sources' views changes which index is where, never which name pairs with which."""
-    (ours,), (theirs,) = engine("decode"), engine("prefill")
-    theirs = attrs.evolve(theirs, views=theirs.views[::-1])
-    (found,) = match(ours, Sources([theirs]))
-    regions = dict(zip(found.names, found.places(0, 0)[1, :, 0].tolist(), strict=True))
-    assert {name: theirs.regions[i].name for name, i in regions.items()} == {"layers.0": "kv.0", "layers.1": "kv.1"}
-
-
-def test_m2_a_tensor_that_no_source_offers_matches_no_source():
-    """M2: it stays among the matches, for the error that lists all that nobody holds."""
-    (ours,), (theirs,) = engine("decode", layers=3), engine("prefill", layers=2)
-    assert [(one.names, len(one.sources.views)) for one in match(ours, Sources([theirs]))] == [
-        (("layers.0", "layers.1"), 1),
-        (("layers.2",), 0),
-    ]
-
-
-def test_m2_not_transferred_is_left_alone():
-    """M2: a tensor listed as not transferred takes no part."""
-    (ours,), (theirs,) = engine("decode", layers=3), engine("prefill", layers=2)
-    assert [m.names for m in match(ours, Sources([theirs]), ["layers.2"])] == [("layers.0", "layers.1")]
-
-
 def test_m2_what_only_a_source_has_is_left_alone():
     """M2: extra tensors of a source are nobody's business."""
     (ours,), (theirs,) = engine("decode", layers=1), engine("prefill", layers=3)
@@ -133,29 +109,6 @@ def test_m4_an_unknown_model_goes_with_any() -> None:
 def geometry(*intervals):
     """All that parts need of a geometry: the intervals that it has of the axis ``head``."""
     return SimpleNamespace(segments={"head": SimpleNamespace(covered=intervals)})
-
-
-def parts(ours, *theirs):
-    views = SourceViews(tuple(enumerate(theirs)), (0,) * len(theirs))
-    return [(str(part), part.held.tolist()) for part in views.parts(ours, "head", 1)]
-
-
-def test_parts_end_where_a_view_begins_or_ends():
-    """C1: each part is held by the same views throughout; what nobody holds is a part too."""
-    assert parts(geometry((1, 5), (7, 10)), geometry((0, 4)), geometry((2, 6), (8, 9)), geometry((20, 30))) == [
-        ("[1, 2)", [True, False, False]),
-        ("[2, 4)", [True, True, False]),
-        ("[4, 5) [8, 9)", [False, True, False]),
-        ("[7, 8) [9, 10)", [False, False, False]),
-    ]
-
-
-def test_views_that_hold_the_same_share_their_parts():
-    """C1: two views of [2, 4), one of [0, 2)."""
-    assert parts(geometry((0, 4)), geometry((2, 4)), geometry((0, 2)), geometry((2, 4))) == [
-        ("[0, 2)", [False, True, False]),
-        ("[2, 4)", [True, False, True]),
-    ]
 
 
 def test_parts_are_computed_once():

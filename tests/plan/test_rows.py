@@ -6,10 +6,9 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker, certify, plan_reads
-from kvplan.plan.rows import RowIds, RowJob, _run_series, assign_rows
-from kvplan.plan.runs import GroupRuns, Runs
-from tests.small import HEAD_BYTES, engine
+from kvplan import Axis, Group, KVPlanError, Region, View, Worker, certify, plan_reads
+from kvplan.plan.rows import RowJob, assign_rows
+from tests.small import engine
 
 
 def job(offsets, length=64, stride=256, blocks=10, region=0):
@@ -33,44 +32,10 @@ def test_t2_ids_find_their_bytes_in_every_block(offsets, stride):
         assert [where[first + step * block] for block in range(10)] == [offset + stride * block for block in range(10)]
 
 
-def test_t2_dense_pieces_are_one_row():
-    """T2: four pieces that fill a block are one row with four counts per block."""
-    rows, _ = assign_rows([job([0, 64, 128, 192])])
-    assert rows.tolist() == [[0, 0, 64, 64, 40]]
-
-
 def test_t2_a_step_shorter_than_the_bytes_is_never_taken():
     """T2: rows never overlap themselves: offsets 0 and 100 of 64 bytes have the common step 4, so stay apart."""
     rows, _ = assign_rows([job([0, 100])])
     assert rows.tolist() == [[0, 0, 64, 256, 10], [0, 100, 64, 256, 10]]
-
-
-def test_t2_a_row_ends_with_the_last_byte_it_needs():
-    """T2: offsets 0 and 64 of a block of 256 leave the last block's second half out of the count."""
-    rows, _ = assign_rows([job([0, 64], stride=256, blocks=3)])
-    assert rows.tolist() == [[0, 0, 64, 64, 10]]
-
-
-def test_t2_equal_bytes_share_an_id():
-    """T2: two strands that read the same bytes of a source use the same row."""
-    _, (a, b) = assign_rows([job([0, 128]), job([128])])
-    assert (b.first[0], b.step[0]) == (a.first[1], a.step[1])
-
-
-def test_t1_one_block_needs_no_stride():
-    """T2: a pool of one block is rows of one descriptor each, whatever its block stride."""
-    rows, (ids,) = assign_rows([job([0, 100], stride=0, blocks=1)])
-    assert expanded(rows) == [0, 100]
-    assert ids.first[:, 0].tolist() == [0, 1]
-
-
-def test_t4_pools_may_differ():
-    """T4: each side's rows count its own blocks."""
-    (ours,), (theirs,) = engine("d", blocks=7, layers=1), engine("p", blocks=12, layers=1)
-    (pair,) = plan_reads(ours, [theirs]).pairs
-    page = 16 * HEAD_BYTES
-    assert pair.local_table.rows[0].tolist() == [ours.regions[0].address, page, 0, page, 7]
-    assert pair.remote_table.rows[0].tolist() == [theirs.regions[0].address, page, 0, page, 12]
 
 
 def test_t1_tables_are_read_only_and_small():
@@ -96,20 +61,6 @@ def test_plans_survive_pickling():
     plan = plan_reads(engine("d")[0], engine("p"))
     again = pickle.loads(pickle.dumps(plan))
     assert (again.pairs[0].local_table.rows == plan.pairs[0].local_table.rows).all()
-
-
-def test_t2_a_row_of_mostly_unused_ids_is_split():
-    """T2: two values at the start of a block of a mebibyte are two rows of a hundred ids, not one of fifty million."""
-    rows, (ids,) = assign_rows([job([0, 2], length=2, stride=1 << 20, blocks=100)])
-    assert rows.tolist() == [[0, 0, 2, 1 << 20, 100], [0, 2, 2, 1 << 20, 100]]
-    assert [column[:, 0].tolist() for column in ids] == [[0, 100], [1, 1]]
-
-
-def test_t2_a_row_ends_at_a_gap():
-    """T2: two layers that are a tebibyte apart in one region are two rows; no id stands for what is between them."""
-    rows, (ids,) = assign_rows([job([0, 64, 1 << 40, (1 << 40) + 64], stride=128, blocks=100)])
-    assert rows.tolist() == [[0, 0, 64, 64, 200], [0, 1 << 40, 64, 64, 200]]
-    assert [column[:, 0].tolist() for column in ids] == [[0, 1, 200, 201], [2, 2, 2, 2]]
 
 
 def test_t2_layers_one_behind_another_are_one_row():
@@ -166,83 +117,10 @@ def blocks_of(runs):
     ]
 
 
-def test_t3_whole_blocks_need_no_arithmetic_on_slots():
-    """T3: runs that fill a block on each side are one series, whose nth run is in the nth block of both."""
-    (runs,), (tokens,) = ids_of(engine("d")[0], engine("p"))
-    assert (runs.starts.tolist(), blocks_of(runs), runs.step) == ([0], [([0], 1, 1, None)] * 2, (1, 1))
-    assert (tokens.starts.tolist(), tokens.period, tokens.only_at_cuts, tokens.step) == ([0], 1, True, (16, 16))
-    assert [side.tolist() for side in tokens.slot_terms] == [[0, 1, 2, 3]] * 2
-
-
 def test_t3_pieces_of_a_block_are_one_series():
     """T3: two blocks of 4 to one of 8 are one series with two starts, which differ by what their slots add."""
     (runs,), _ = ids_of(engine("d", tokens=8)[0], engine("p"))
     assert (runs.starts.tolist(), blocks_of(runs)) == ([0, 4], [([0, 0], 1, 0, [0, 1]), ([0, 1], 2, 1, None)])
-
-
-def test_t3_runs_of_many_lengths_are_few_series():
-    """T3: blocks of 40 from blocks of 7 make 46 runs in a period; their ids are five series."""
-    series, _ = ids_of(engine("d", tokens=40, order="NH", blocks=60)[0], engine("p", tokens=7, order="NH", blocks=60))
-    starts = sorted(start for runs in series for start in runs.starts.tolist())
-    assert starts == sorted({*range(0, 280, 7), *range(0, 280, 40)})
-    assert len(series) == 5
-
-
-def test_t3_ids_behind_those_of_another_group_are_as_few_series():
-    """T3: the second of two groups has ids behind the first one's, and as many series and starts."""
-    (ours, *_), theirs = (
-        Model.shipped("gpt-oss-20b").engine(name, num_blocks=9, tokens_per_block=n)
-        for name, n in (("d", 32), ("p", 16))
-    )
-    (pair,) = plan_reads(ours, theirs).pairs
-    first, second = pair.group_pairs
-    assert [runs.starts.size for runs in second.runs] == [runs.starts.size for runs in first.runs]
-    assert (second.runs[0].base.min(axis=1) > first.runs[0].base.max(axis=1)).all()
-
-
-def test_t3_one_slot_of_each_block_is_part_of_what_slots_add():
-    """T3: the second of two context ranks fills slot 1 of every block of the destination."""
-    pairs = plan_reads(engine("d", tokens=2)[0], engine("p", tokens=1, contexts=(2, 1))).pairs
-    first, second = (pair.group_pairs[0].tokens[0] for pair in pairs)
-    assert (first.starts.tolist(), second.starts.tolist(), first.period, first.only_at_cuts) == ([0], [1], 2, False)
-    assert [side.tolist() for side in second.slot_terms] == [[0, 1], [0]]
-
-
-def test_t3_runs_whose_ids_step_differently_are_series_of_their_own():
-    """T3: in tokens of 24 bytes, two heads in rows of a step of 8, and a latent in rows of a step of 24."""
-    token = Axis("token", 0, 2, 2, 24)
-    views = [
-        View("heads", "attn", "kv", "uint8", (token, Axis("head", 0, 2, 2, 8), Axis("dim", 0, 4, 4, 1)), 5, 48),
-        View("latent", "attn", "kv", "uint8", (token, Axis("dim", 0, 8, 8, 1)), 5, 48, 16),
-    ]
-    ours, theirs = (Worker(name, 0, [Region("kv", 1 << 40, 240)], [Group("attn", 2)], views) for name in "dp")
-    _, tokens = ids_of(ours, [theirs])
-    assert [(one.base.shape[1], one.step, one.slot_terms[0].tolist()) for one in tokens] == [
-        (1, (2, 2), [0, 1]),
-        (2, (6, 6), [0, 3]),
-    ]
-
-
-@pytest.mark.parametrize("tokens", [4, 6, 8])
-def test_t3_ids_that_fit_are_narrow_and_in_order(tokens):
-    """T3: int32 without gaps in memory, and runs in order of the destination's ids."""
-    every_run, every_token = ids_of(engine("d", tokens=tokens)[0], engine("p"))
-    for ids in (*every_run, *every_token):
-        assert ids.base.dtype == np.int32
-        assert ids.base.flags.c_contiguous
-        assert (np.diff(ids.base[0, :, 0]) > 0).all()
-    assert {side.dtype for ids in every_token for side in ids.slot_terms} == {np.dtype(np.int32)}
-    assert {side.slot_terms.dtype for ids in every_run for side in ids.blocks if side.slot_terms is not None} <= {
-        np.dtype(np.int32)
-    }
-
-
-def test_t3_runs_are_in_the_destinations_order():
-    """T3: where the source has its layers the other way round, runs are in order of the destination's ids."""
-    (ours,), (theirs,) = engine("d"), engine("p")
-    (runs,), _ = ids_of(ours, [attrs.evolve(theirs, regions=theirs.regions[::-1])])
-    assert (np.diff(runs.base[0, :, 0]) > 0).all()
-    assert (np.diff(runs.base[1, :, 0]) < 0).any()
 
 
 def rows_of(*jobs):
@@ -271,22 +149,6 @@ def test_t2_bytes_are_one_row_where_they_can_be(how, rows):
     assert rows_of(job(**how)) == rows
 
 
-def test_t2_kinds_are_told_apart_in_any_order():
-    """T2: bytes of two regions, of two pools and of two lengths, in turns, are rows of each."""
-    kinds = [{"region": 1}, {"blocks": 9}, {"length": 32}, {"stride": 320}]
-    for kind in kinds:
-        jobs = [job([64 * i], **(kind if i % 2 else {})) for i in range(4)]
-        found = rows_of(*jobs)
-        assert sorted(found) == sorted(rows_of(*jobs[::2]) + rows_of(*jobs[1::2]))
-        assert len(found) == 2
-
-
-def test_t2_a_gap_in_one_region_leaves_others_alone():
-    """T2: where the runs of one region are two rows, those of the next one are in their own."""
-    split, other = job([0, 64, 2304, 2368], stride=128), job([5], region=1)
-    assert rows_of(split, other) == [[0, 0, 64, 64, 20], [0, 2304, 64, 64, 20], [1, 5, 64, 256, 10]]
-
-
 @pytest.mark.parametrize(("local", "remote"), [(4, 2), (2, 4)])
 def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch, local, remote):
     """T2: eight runs of four slots on one side, and not one less allowed."""
@@ -296,18 +158,6 @@ def test_t2_as_many_slots_as_can_be_listed_are_listed(monkeypatch, local, remote
     monkeypatch.setattr("kvplan.plan.rows.MAX_SLOTS", 31)
     with pytest.raises(KVPlanError, match="expected at most 31 slots of runs of one token, got 32"):
         plan_reads(ours, theirs)
-
-
-@pytest.mark.parametrize("ids", [([0, 10], [1, 11, 21]), ([0, 10], [1, 21])])
-def test_t3_starts_of_unequal_runs_are_series_of_their_own(ids):
-    """T3: two runs begin at position 0, and at position 2 three, or two whose ids are further apart."""
-    none = np.zeros((2, 5), np.int64)
-    groups = Group("attn", 4), Group("attn", 4)
-    runs = Runs(none, none, none, none, none[0])
-    position, base = np.repeat([0, 2], [len(each) for each in ids]), np.concatenate(ids)
-    side = RowIds(base[:, None], np.ones_like(base)[:, None])
-    found = _run_series(GroupRuns(groups, 4, (), runs, position, np.array([[0, 4]])), (side, side), np.int32)
-    assert [(one.starts.tolist(), one.base[0, :, 0].tolist()) for one in found] == [([0], ids[0]), ([2], ids[1])]
 
 
 @pytest.mark.parametrize("layers", [3, 4])

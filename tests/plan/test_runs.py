@@ -9,66 +9,12 @@ from kvplan.plan.align import cycle, period
 from kvplan.plan.cells import cells
 from kvplan.plan.match import Part, Sources, match
 from kvplan.plan.runs import block_pairs, cell_geometry, find_chains, group_runs
-from tests.small import HEAD_BYTES, engine
+from tests.small import engine
 
 
 def runs_of(ours, theirs):
     (found,) = group_runs(cells(match(ours, Sources([theirs]))))
     return found
-
-
-def test_r1_equal_geometry_is_one_run_per_block():
-    """R1, R3: the same page on both sides is one run of the whole page, for each layer."""
-    (ours,), (theirs,) = engine("d"), engine("p")
-    found = runs_of(ours, theirs)
-    assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES] * 2
-    assert found.spans.tolist() == [[0, 4]]
-
-
-def test_r1_a_shard_of_a_head_major_page_is_one_run():
-    """R3: heads outside, so half of the heads is half of the page in one piece."""
-    ours = engine("d", tp=2)[1]
-    (theirs,) = engine("p")
-    found = runs_of(ours, theirs)
-    assert found.runs.length.tolist() == [2 * 4 * HEAD_BYTES] * 2
-    assert found.runs.offset.tolist() == [[0, 0], [128, 128]]
-
-
-def test_r1_a_shard_of_a_token_major_page_is_one_run_per_token():
-    """R4: tokens outside, so half of the heads is a run of each token, which nothing joins."""
-    ours = engine("d", tp=2, order="NH")[1]
-    (theirs,) = engine("p", order="NH")
-    found = runs_of(ours, theirs)
-    assert found.runs.length.size == 0
-    (tokens,) = found.tokens
-    assert not tokens.only_at_cuts
-    assert tokens.runs.length.tolist() == [2 * HEAD_BYTES] * 2
-
-
-def test_r2_head_major_to_token_major_is_one_run_per_head():
-    """R2: only one head of one token is contiguous on both sides."""
-    (ours,), (theirs,) = engine("d", order="HN"), engine("p", order="NH")
-    (tokens,) = runs_of(ours, theirs).tokens
-    assert tokens.runs.length.tolist() == [HEAD_BYTES] * 8
-
-
-def test_r3_pieces_of_unequal_blocks():
-    """R3: blocks of 6 from blocks of 4, token-major: the period of 12 has runs of 4, 2, 2 and 4 tokens."""
-    (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
-    found = runs_of(ours, theirs)
-    order = np.argsort(found.position)
-    assert found.period == 12
-    assert (found.runs.length[order] // (4 * HEAD_BYTES)).tolist() == [4, 2, 2, 4]
-    assert found.position[order].tolist() == [0, 4, 6, 8]
-    assert found.spans.tolist() == [[0, 4], [4, 6], [6, 8], [8, 12]]
-
-
-def test_r3_equal_context_parallel_is_one_run_per_block():
-    """R3: both sides keep every other position in order, so slots join though positions are apart."""
-    ours, theirs = engine("d", layers=1, contexts=(2, 1))[1], engine("p", layers=1, contexts=(2, 1))[1]
-    found = runs_of(ours, theirs)
-    assert found.runs.length.tolist() == [4 * 4 * HEAD_BYTES]
-    assert found.spans.tolist() == [[1, 8]]
 
 
 def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
@@ -78,14 +24,6 @@ def test_r3_tokens_of_different_blocks_are_not_joined() -> None:
     ours = engine("d", layers=1, order="NH", contexts=(3, 1))[0]
     (theirs,) = engine("p", layers=1, order="NH", tokens=2)
     assert runs_of(ours, theirs).runs.length.size == 0
-
-
-def test_r4_a_joined_run_and_its_tokens_are_both_kept():
-    """R4: where a request ends inside a run, its tokens move one by one, so the runs of one token stay."""
-    (ours,), (theirs,) = engine("d", layers=1), engine("p", layers=1)
-    (tokens,) = runs_of(ours, theirs).tokens
-    assert tokens.only_at_cuts
-    assert tokens.runs.length.tolist() == [HEAD_BYTES] * 4
 
 
 def brute_force(offset, length):
@@ -116,13 +54,6 @@ def test_r2_joining_leaves_as_few_spans_as_can_be(seed):
     assert len(first) == brute_force(offset, length[mixed])
 
 
-def test_r2_spans_of_different_regions_are_not_joined():
-    """R2: a descriptor lies in one region, so equal keys are asked for."""
-    offset, length = np.array([[0, 8], [0, 8]]), np.array([8, 8])
-    assert len(find_chains([np.array([0, 0])], offset, length)[1]) == 1
-    assert len(find_chains([np.array([0, 1])], offset, length)[1]) == 2
-
-
 def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
     """R1: two axes of 2049, in one order here and in the other there, are four million runs of one byte."""
 
@@ -138,41 +69,6 @@ def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
         match=r"RANGE: cannot plan 'layers.0': expected at most 4194304 runs of one token, got 4198401",
     ):
         plan_reads(square("d", "ab"), [square("p", "ba")])
-
-
-def test_r4_positions_of_different_cycles_are_different_lanes() -> None:
-    """Tensors of one pair of workers may recur differently: q/0 sends every second position of one, every fourth of
-    the other, whose position 2 of 4 the less loaded r/2 sends.
-    """
-    (ours,) = engine("d", layers=3)
-    halves = [attrs.evolve(q, views=q.views[:2]) for q in engine("q", layers=3, contexts=(2, 1))]
-    quarters = [
-        attrs.evolve(r, views=r.views[1 if r.rank == 2 else 2 :]) for r in engine("r", layers=3, contexts=(4, 1))
-    ]
-    plan = plan_reads(ours, [*halves, *quarters])
-    table = {"attn": Blocks([3, 1])}
-    specs = plan.bind(local=table, remote=table, tokens=(0, 8))
-    tokens = [spec.num_bytes // (4 * HEAD_BYTES) for spec in specs]
-    assert tokens == [4 + 2, 4 + 4, 2, 2, 2 + 2, 2]
-    report = verify(plan, local=table, remote=table, tokens=(0, 8))
-    assert report.ok, str(report)
-
-
-@pytest.mark.parametrize(("most", "runs", "ids"), [(1 << 20, 2051, 1018), (2050, 0, 2037)])
-def test_r3_block_sizes_without_a_common_divisor(monkeypatch, most, runs, ids):
-    """R3: blocks of 1021 and 1031 tokens make 2051 pairs in a period of a million positions: each is one run.
-
-    Where so many may not be listed, ids are many; descriptors are the same.
-    """
-    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
-    (ours,), (theirs,) = engine("d", tokens=1021, heads=1, layers=1), engine("p", tokens=1031, heads=1, layers=1)
-    assert runs_of(ours, theirs).runs.length.size == runs
-    plan = plan_reads(ours, [theirs])
-    local, remote, tokens = {"attn": Blocks([7, 2])}, {"attn": Blocks([1, 4])}, (5, 2042)
-    (spec,) = plan.bind(local=local, remote=remote, tokens=tokens)
-    assert spec.local_ids.size == ids  # of 1,016 tokens that the range cuts off, and of two whole pairs
-    assert spec.descriptors()[0][:, 1].tolist() == [10 * HEAD_BYTES, 1011 * HEAD_BYTES, 1016 * HEAD_BYTES]
-    assert verify(plan, local=local, remote=remote, tokens=tokens).ok
 
 
 def only_cell(ours, theirs):

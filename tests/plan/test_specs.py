@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Group, Model, Region, View, Worker, plan_reads
+from kvplan import Axis, Blocks, Group, Region, View, Worker, plan_reads
 from tests.small import engine
 
 PAIRS = {
@@ -50,14 +50,6 @@ def descriptors(spec):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_descriptors_are_the_bytes_of_each_id(name):
-    """Whether or not it is known how the ids are made up."""
-    for spec in [*specs(name), *specs(name, shapes=())]:
-        assert spec.local_ids.size
-        assert descriptors(spec) == one_by_one(spec)
-
-
-@pytest.mark.parametrize("name", PAIRS)
 def test_ids_are_what_counts(name):
     """Two ids of a strand that changed places on one side: nothing is taken from the shapes that is not so."""
     for spec in specs(name):
@@ -72,49 +64,6 @@ def test_shapes_of_other_ids_are_left_alone(shapes):
     """Shapes that have too many or too few ids, or as many and otherwise made up."""
     for spec in specs("heads of a page", shapes=shapes):
         assert descriptors(spec) == one_by_one(spec)
-
-
-@pytest.mark.parametrize(("model", "tokens"), [("llama-3.2-1b", (5, 40)), ("granite-4.0-h-tiny", (0, 33))])
-def test_bytes_are_those_of_the_descriptors(model, tokens):
-    """Also of ids in rows of several lengths, however it is said that they are made up."""
-    made = Model.shipped(model)
-    (source,), (local,) = made.engine("a", num_blocks=50), made.engine("b", layout="BLHNC", num_blocks=50)
-    blocks = {name: Blocks([3, 7, 5] if name == "attn" else [4]) for name in made.groups}
-    ranges = {name: tokens if name == "attn" else (0, 1) for name in made.groups}
-    (spec,) = plan_reads(local, [source]).bind(local=blocks, remote=blocks, tokens=ranges)
-    assert len(set(spec.local_table.rows[spec.local_table.row_of(spec.local_ids), 1].tolist())) > 1
-    size = spec.local_ids.size
-    for shapes in (spec.shapes, (), ((1, size),), ((size, 1), (0, 7))):
-        moved = attrs.evolve(spec, shapes=shapes)
-        assert moved.num_bytes == moved.descriptors()[0][:, 1].sum() > 0
-
-
-def test_nothing_has_no_descriptors():
-    """No ids, and shapes that were left as they were."""
-    none = np.zeros(0, np.int32)
-    for spec in specs("heads of a page", local_ids=none, remote_ids=none):
-        assert [side.shape for side in spec.descriptors()] == [(0, 3), (0, 3)]
-        assert spec.num_bytes == 0
-
-
-def test_a_strand_may_lie_in_several_rows():
-    """Ids that make a sum, of a table in which they do not lie in one row."""
-    (spec,) = specs("heads of a page")
-    local, remote = (
-        attrs.evolve(
-            table,
-            region=np.array([0, 1]),
-            rows=np.array([[address, 16, 0, 32, 4], [address + (1 << 30), 16, 0, 16, 4]], np.uint64),
-            first=np.array([0, 4]),
-        )
-        for table, address in ((spec.local_table, 1 << 40), (spec.remote_table, 1 << 41))
-    )
-    for each in ([[2, 3, 4, 5]], [[3, 4]], [[5, 3]], [[0, 1], [3, 4]]):
-        shape, ids = (len(each), len(each[0])), np.array(each, np.int32).reshape(-1)
-        changed = attrs.evolve(
-            spec, local_table=local, remote_table=remote, local_ids=ids, remote_ids=ids, shapes=(shape,)
-        )
-        assert descriptors(changed) == one_by_one(changed)
 
 
 @pytest.mark.parametrize("name", PAIRS)

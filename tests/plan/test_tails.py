@@ -58,13 +58,6 @@ def test_groups_without_a_table_or_a_range_have_no_tail():
     assert tails(state, {"ssm": Blocks([1, 2])}, {"ssm": (0, 1)})["layers.0.ssm"].tolist() == [[(1 << 40) + 64, 32, 0]]
 
 
-def test_null_blocks_have_no_tail():
-    """What is behind the range in blocks that there are."""
-    (mine,) = engine("d")
-    found = tails(mine, {"attn": Blocks([0, 5, 0, 6], null=0)}, (0, 6))
-    assert sum(len(addresses(ranges)) for ranges in found.values()) == (2 + 4) * 2 * 4 * HEAD_BYTES
-
-
 def test_a_source_need_not_have_the_tail():
     """The source's blocks may end where the range does; the destination's tail is behind it all the same."""
     (mine,), (other,) = engine("d", tokens=12), engine("p", tokens=4)

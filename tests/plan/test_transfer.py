@@ -25,16 +25,6 @@ def test_there_is_a_pair_for_every_remote_in_the_order_given() -> None:
     assert [spec.num_bytes > 0 for spec in specs] == [False, False, True, True]
 
 
-def test_the_order_of_remotes_changes_nothing_else() -> None:
-    """Sources are weighed in order of their labels, whatever order they come in."""
-    (mine,), sources = engine("decode", heads=1), engine("prefill", tp=4, heads=1)
-    chosen = [
-        {pair.remote[1] for pair in plan_reads(mine, order).pairs if pair.group_pairs}
-        for order in (sources, sources[::-1])
-    ]
-    assert chosen[0] == chosen[1]
-
-
 def test_replicas_write_each_byte_once() -> None:
     """Every source plans alone, with its siblings in view; for each destination one replica writes."""
     destinations, sources = engine("decode", tp=3, heads=1), engine("prefill", tp=4, heads=1)
@@ -67,15 +57,6 @@ def test_a_plan_is_one_short_line() -> None:
     assert repr(plan.pairs[0]) == "<Pair with prefill/0: 4 local rows>"
     (spec, _) = plan.bind(local={"attn": Blocks([1])}, remote={"attn": Blocks([2])})
     assert repr(spec) == "<ReadSpec decode/0 <- prefill/0: 2 ids>"
-
-
-def test_a_range_for_each_group_is_taken_by_the_local_groups_name() -> None:
-    """Ranges by group, ranges for all and no range mean the same where they name the same positions."""
-    (mine,), sources = engine("decode"), engine("prefill")
-    plan = plan_reads(mine, sources)
-    tables: dict[str, Any] = {"local": {"attn": Blocks([1, 5])}, "remote": {"attn": Blocks([2, 3])}}
-    ids = [plan.bind(**tables, tokens=tokens)[0].local_ids.tolist() for tokens in ({"attn": (0, 8)}, (0, 8), None, {})]
-    assert ids[0] == ids[1] == ids[2] == ids[3]
 
 
 def test_nothing_moves_in_an_empty_range() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 
 from kvplan import (
@@ -17,13 +16,11 @@ from kvplan import (
     Region,
     View,
     Worker,
-    certify,
     plan_reads,
     plan_writes,
-    verify,
 )
 from kvplan.staging import Chunk, StagedPlan, stage, stage_writes
-from tests.small import HEAD_BYTES, engine
+from tests.small import engine
 from tests.staged import (
     NAME,
     ONE_BLOCK,
@@ -35,7 +32,6 @@ from tests.staged import (
     request_of,
     same_as_direct,
     staged,
-    staged_writes,
     with_staging,
 )
 
@@ -70,13 +66,6 @@ def states(name: str, heads: tuple[int, int], blocks: int = 6) -> Worker:
             View("ssm", "state", "ssm", "uint8", axes, blocks, 8 * some),
         ],
     )
-
-
-def regrouped(worker: Worker, *names: str) -> Worker:
-    """A worker whose views are in groups of their own."""
-    views = [attrs.evolve(view, group=name) for view, name in zip(worker.views, names, strict=True)]
-    groups = [attrs.evolve(worker.groups[0], name=name) for name in names]
-    return attrs.evolve(worker, groups=groups, views=views)
 
 
 def ranges(plan: StagedPlan, given: Request) -> list[tuple[Any, ...]]:
@@ -126,44 +115,6 @@ def test_both_steps_write_what_a_direct_plan_writes(
     same_as_direct(plans, request_of(operation, *blocks, tokens), moves=tokens != (4, 4))
 
 
-def test_each_step_of_a_read_is_verified_by_itself() -> None:
-    """S12: the first as a plan of reads into the buffer, the second as copies of the buffer into the destination."""
-    (_, local), sources = engine("decode", tp=2, order="NH", tokens=6), engine("prefill")
-    plan = staged(local, sources)
-    (peer,) = plan.peers
-    (chunk,) = plan.bind(**request("READ", (5, 18)))
-    assert certify(peer.transfer).complete
-    buffered = {"attn<-attn": Blocks([0, 1, 2, 3], first=1)}
-    report = verify(peer.transfer, local=buffered, remote={"attn": THEIRS}, tokens=(5, 18))
-    assert report.ok, str(report)
-    assert report.num_bytes == chunk.specs[0].num_bytes
-    again = plan_reads(plan.direct.local, [peer.buffer.worker])
-    copies = [np.concatenate(side) for side in zip(*(copy.ranges() for copy in chunk.copies), strict=True)]
-    report = verify(
-        again,
-        local={"attn": OURS},
-        remote=buffered,
-        tokens=(5, 18),
-        copies={(local.key, sources[0].key): (copies[0], copies[1])},
-    )
-    assert report.ok, str(report)
-    assert report.num_bytes == sum(copy.num_bytes for copy in chunk.copies) == 13 * 2 * 2 * 16
-
-
-@pytest.mark.parametrize("tokens", [(0, 20), (3, 17)])
-def test_transfers_of_all_writers_are_proved_together(tokens: tuple[int, int]) -> None:
-    """S12: from the buffers for a destination every byte of it arrives once, also where several fill one block."""
-    plans = staged_writes(engine("prefill", tp=2, contexts=(2, 1)), engine("decode", order="NH", tokens=6))
-    proof = certify(transfer for plan in plans for transfer in plan.transfers)
-    assert proof.complete
-    assert proof.num_bytes == 6 * 2 * 4 * HEAD_BYTES
-    for plan in plans:
-        (transfer,) = plan.transfers
-        buffered = {"attn<-attn": Blocks(range(4))}
-        report = verify(transfer, local=buffered, remote={"attn": OURS}, tokens={"attn<-attn": tokens})
-        assert report.ok, str(report)
-
-
 @both_ways
 def test_transfers_are_plans_of_the_local_worker(operation: str) -> None:
     """S12: one with each peer that bytes move from or to, of all regions of the local worker."""
@@ -197,68 +148,6 @@ def test_chunks_alternate_between_buffer_slots(operation: str) -> None:
 
 
 @both_ways
-def test_a_chunk_is_what_a_direct_plan_moves_for_its_ranges(operation: str) -> None:
-    """S13: the same bytes of each destination, for each chunk."""
-    plan, *_ = plans_of(operation, engine("prefill"), engine("decode", tp=2, order="NH"), 2 * ONE_BLOCK)
-    chunks = list(plan.bind(**request(operation, (3, 18))))
-    assert len(chunks) == (2 if operation == "READ" else 3)
-    for chunk in chunks:
-        direct = plan.direct.bind(**request(operation, chunk.tokens))
-        assert [spec.remote for spec in chunk.specs] == [spec.remote for spec in direct]
-        if operation == "READ":
-            assert copied(chunk, 0) == bytes_of(direct[0].descriptors()[0])
-        else:
-            for ours, theirs in zip(chunk.specs, direct, strict=True):
-                assert bytes_of(ours.descriptors()[1]) == bytes_of(theirs.descriptors()[1])
-
-
-@pytest.mark.parametrize("run", [1, 2])
-def test_each_writer_of_a_block_writes_its_own_tokens(run: int) -> None:
-    """S12: a buffer has room for all tokens of a block; a source writes only those that it has."""
-    (destination,) = engine("decode", tokens=8)
-    for rank, plan in enumerate(staged_writes(engine("prefill", contexts=(2, run)), [destination])):
-        (chunk,) = plan.bind(**request_of("WRITE", Blocks([3]), THEIRS, (0, 8)))
-        assert moved(chunk, 1) == {
-            (0, region.address + 3 * 512 + head * 128 + position * HEAD_BYTES + byte)
-            for region in destination.regions
-            for head in range(4)
-            for position in range(8)
-            if position // run % 2 == rank
-            for byte in range(HEAD_BYTES)
-        }
-        assert moved(chunk, 0) == copied(chunk, 0)
-
-
-def test_groups_have_ranges_of_their_own() -> None:
-    """S13: a chunk has of each group what the group's range has of the window."""
-    local, source = (regrouped(worker, "a", "b") for worker in (*engine("decode", order="NH"), *engine("prefill")))
-    blocks = {"a": Blocks(range(5)), "b": Blocks(range(5))}
-    given = request_of("READ", blocks, blocks, {"a": (0, 18), "b": (11, 17)})
-    plan = staged(local, [source], 2 * ONE_BLOCK)
-    assert ranges(plan, given) == [((0, 8), (0, 0)), ((8, 16), (11, 16)), ((16, 18), (16, 17))]
-    same_as_direct([plan], given)
-
-
-def test_groups_of_destinations_want_what_their_own_blocks_hold() -> None:
-    """S13: where a destination has two groups for one of the source, both get their blocks, in common windows."""
-    (plan,) = staged_writes(engine("prefill"), [regrouped(engine("decode", order="NH")[0], "a", "b")], 2 * ONE_BLOCK)
-    ours = {"a": Blocks([7, 3, 5]), "b": Blocks([0, 9, 1], first=1)}
-    for tokens, expected in ((None, [((0, 8),), ((8, 16),)]), ((5, 11), [((5, 8),), ((8, 11),)])):
-        given = request_of("WRITE", ours, THEIRS, tokens)
-        assert ranges(plan, given) == expected
-        same_as_direct([plan], given)
-
-
-def test_ranges_are_those_of_the_sources_groups() -> None:
-    """S13: where a destination has one group for two of the writing source, either may have a range of its own."""
-    (plan,) = staged_writes([regrouped(engine("prefill")[0], "a", "b")], engine("decode", order="NH"), 2 * ONE_BLOCK)
-    theirs = {"a": Blocks([7, 3, 5, 6, 1]), "b": Blocks([0, 9], first=1)}
-    given = request_of("WRITE", OURS, theirs, {"a": (2, 17), "b": (5, 11)})
-    assert ranges(plan, given) == [((2, 8), (5, 8)), ((8, 16), (8, 11)), ((16, 17), (0, 0))]
-    same_as_direct([plan], given)
-
-
-@both_ways
 @pytest.mark.parametrize(
     "tokens, expected",
     [
@@ -274,22 +163,6 @@ def test_chunk_n_carries_the_nth_state(operation: str, tokens: Any, expected: li
     given = request_of(operation, blocks, blocks, tokens)
     assert plan.num_positions == 2
     assert ranges(plan, given) == expected
-    same_as_direct([plan], given)
-
-
-def test_states_of_two_groups_meet_by_ordinal() -> None:
-    """S13: a state that one of a destination's groups lacks is a chunk's state for the other."""
-    source, two = states("prefill", (0, 4)), states("decode", (0, 4))
-    views = [attrs.evolve(source.views[1], name=name, offset_bytes=32 * 6 * i) for i, name in enumerate("ab")]
-    regions = [attrs.evolve(source.regions[1], size_bytes=2 * 32 * 6)]
-    source = Worker("prefill", 0, regions, [Group("s")], [attrs.evolve(view, group="s") for view in views])
-    views = [attrs.evolve(view, group=view.name, axes=view.axes[::-1]) for view in views]
-    two = Worker("decode", 0, regions, [Group("a"), Group("b")], views)
-    ours = {"a": Blocks([1, 2], ordinals=[3, 4]), "b": Blocks([5, 0], ordinals=[4, 8])}
-    given = request_of("WRITE", ours, {"s": Blocks([4, 0, 2], ordinals=[3, 4, 8])})
-    (plan,) = staged_writes([source], [two])
-    assert ranges(plan, given) == [((3, 4),), ((4, 5),), ((8, 9),)]
-    assert [chunk.specs[0].num_bytes for chunk in plan.bind(**given)] == [32, 64, 32]
     same_as_direct([plan], given)
 
 
@@ -322,41 +195,6 @@ def test_blocks_of_other_ranks_are_not_read() -> None:
     assert chunk.specs[0].num_bytes == 2 * 4 * 2 * 64
     assert plan.cost(16).read_amplification == 1
     assert staged(local, engine("prefill", tokens=8)).cost(16).read_amplification == 2
-
-
-def test_another_group_of_a_source_is_not_read() -> None:
-    """S12: where it has a head that lies between two that are needed, so that the buffer has it too."""
-
-    def views(*held: tuple[str, str, int, int]) -> list[View]:
-        found = []
-        for group, region, start, stop in held:
-            token, head = Axis("token", 0, 2, 2, 8 * (stop - start)), Axis("head", start, stop, 4, 8)
-            axes = [token, head, Axis("dim", 0, 8, 8, 1)]
-            found.append(View("t", group, region, "uint8", axes, 10, 16 * (stop - start)))
-        return found
-
-    regions = [Region("x", 1 << 40, 640), Region("y", 1 << 41, 640)]
-    source = Worker("p", 0, regions, [Group("b", 2), Group("a", 2)], views(("b", "x", 1, 2), ("a", "y", 0, 4)))
-    local = Worker("d", 0, regions, [Group("a", 2)], views(("a", "x", 0, 1), ("a", "y", 3, 4)))
-    plan, tables = staged(local, [source]), {"a": Blocks([3, 4])}
-    given = request_of("READ", tables, tables, (0, 4))
-    (direct,), (chunk,) = plan.direct.bind(**given), plan.bind(**given)
-    assert sum(copy.num_bytes for copy in chunk.copies) == direct.num_bytes == 64
-    assert chunk.specs[0].num_bytes == 128
-    same_as_direct([plan], given)
-
-
-@both_ways
-def test_a_prefix_that_the_destination_has_is_left_out(operation: str) -> None:
-    """S12: tables that begin at a later block, of any ordinal on either side."""
-    (plan,) = plans_of(operation, engine("prefill"), engine("decode", order="NH", tokens=6), 1 << 20)
-    ours = Blocks([7, 3], first=2)
-    given = request_of(operation, ours, Blocks([5, 6, 1], first=3), (13, 22))
-    (chunk,) = plan.bind(**given)
-    assert sum(copy.num_bytes for copy in chunk.copies) == 9 * 2 * 64
-    same_as_direct([plan], given)
-    (whole,) = plan.bind(**request_of(operation, ours, Blocks(range(9))))
-    assert dict(whole.tokens) == {"attn": (12, 24)}
 
 
 BAD: list[tuple[str, tuple[Any, Any, Any]]] = [

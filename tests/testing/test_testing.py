@@ -80,15 +80,6 @@ def test_right_copies_pass(request_: dict[str, Any]) -> None:
     assert report.checked == ("VALUE", "COVER", "DISJOINT", "BOUNDS", "OWN")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_how_copies_are_cut_does_not_matter(seed: int) -> None:
-    """Descriptors cut at random places and shuffled pass as well, and the report counts all of them."""
-    pieces = {pair: cut(rows, seed) for pair, rows in copies_of().items()}
-    report = assert_copies(DECODE, PREFILL, pieces, **REQUEST)
-    assert report.num_descriptors == sum(len(ours) for ours, _ in pieces.values())
-    assert report.num_descriptors > sum(len(ours) for ours, _ in copies_of().values())
-
-
 @fewer(4)
 @given(cases(), st.integers(0, 99), st.sampled_from(["READ", "WRITE"]))
 def test_any_engines_copies_pass_however_they_are_cut(case: Case, seed: int, operation: Any) -> None:
@@ -114,47 +105,6 @@ def test_a_wrong_byte_is_named_on_both_sides() -> None:
     assert "block 3 slot 0, address" in text
     assert "holds layers.0 dim 0 head 0 kv 0 byte 0 of position 5, copied from layers.0 dim 0 head 0" in text
     assert text.endswith("of prefill/0")
-
-
-def test_a_missing_byte_is_found() -> None:
-    """A byte that no copy writes is reported."""
-    copies = copies_of()
-    for side in copies[PAIR]:
-        side[-1][1] -= 1
-    text = fails(copies)
-    assert codes(text) == ["COVER"]
-    assert "1 byte missing, first: layers.1 dim 3 head 0 kv 1 byte 1 of position" in text
-
-
-def test_a_pair_that_is_left_out_moves_nothing() -> None:
-    """Without a pair all bytes of its source are missing. A destination without any copies is checked too."""
-    copies = copies_of()
-    assert f"{NUM_BYTES // 4} bytes missing" in fails({pair: rows for pair, rows in copies.items() if pair != PAIR})
-    assert codes(fails({})) == ["COVER", "COVER"]
-
-
-def test_a_byte_written_twice_is_found() -> None:
-    """Right bytes that two replicas send are reported."""
-    copies = copies_of()
-    for side in copies[PAIR]:
-        side.append(side[0])
-    assert codes(fails(copies)) == ["DISJOINT"]
-
-
-def test_a_byte_outside_the_request_is_found() -> None:
-    """Copies of whole blocks are reported where the request starts inside a block."""
-    text = fails(copies_of({**REQUEST, "tokens": (0, 11)}))
-    assert codes(text) == ["OWN", "OWN"]
-    assert "first: layers.0 dim 0 head 0 kv 0 byte 0 in group attn block 7 slot 0" in text
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["local", "remote"])
-@pytest.mark.parametrize("what, by", [(0, 1 << 39), (2, 1)], ids=["address", "device"])
-def test_a_range_that_no_region_holds_is_found(side: int, what: int, by: int) -> None:
-    """An address or a device outside the worker's regions breaks BOUNDS, and the bytes of the copy are missing."""
-    copies = copies_of()
-    copies[PAIR][side][0][what] += by
-    assert codes(fails(copies)) == ["BOUNDS", "COVER"]
 
 
 def test_swapped_ranks_are_found() -> None:

@@ -411,19 +411,6 @@ def test_wrong_ordinals_of_a_period_are_no_proof(name, field, side):
         refused(changed(plan, series, blocks=wrong))
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_blocks_behind_one_of_two_views_are_no_proof(side):
-    """Runs that join two tensors of a block may be bound for no more blocks than the smaller pool has."""
-    axes = [Axis("token", 0, 4, 4, 8), Axis("dim", 0, 8, 8, 1)]
-    views = [View(name, "attn", "kv", "uint8", axes, 9, 64, offset) for name, offset in (("a", 0), ("b", 32))]
-    workers = [Worker(name, 0, [Region("kv", 4096, 576)], [Group("attn", 4)], views) for name in "dp"]
-    plan = plan_reads(workers[0], [workers[1]])
-    assert certify(plan)
-    less = attrs.evolve(workers[side], views=[views[0], attrs.evolve(views[1], num_blocks=8)])
-    fewer = attrs.evolve(plan, local=less) if side == 0 else attrs.evolve(plan, remotes=(less,))
-    assert "ids that follow the blocks of every view" in refused(fewer)
-
-
 def test_writers_that_are_missing_leave_a_proof_incomplete():
     """The plan of each writer proves what it writes; together they prove everything."""
     destinations, sources = engine("d", tp=3), engine("p", tp=2)
@@ -452,13 +439,6 @@ def test_hybrid_models_are_proved(ours, theirs):
     assert proof.complete
 
 
-def test_sources_that_repeat_after_unequal_periods_are_proved():
-    """Blocks of 8 tokens repeat twice while those of 16 do once, and spans with them."""
-    sources = [engine("p", tp=2, tokens=tokens)[rank] for rank, tokens in enumerate((8, 16))]
-    proof = certify(plan_reads(engine("d")[0], sources))
-    assert (proof.num_bytes, proof.complete) == (16 * 2 * 4 * 16, True)
-
-
 def test_a_plan_that_moves_nothing_is_proved():
     """The certificate has zero bytes in zero parts."""
     (mine,) = engine("d", layers=1)
@@ -477,16 +457,6 @@ def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
     for plan in plans:
         with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 parts"):
             certify(plan)
-
-
-def test_the_limit_is_for_all_series_of_a_destination_together(monkeypatch):
-    """Two sources, each with the tokens of two layers: 2 * 8 descriptors of one token, and as many parts of them."""
-    plan = plan_reads(engine("d", tp=2, order="NH")[0], engine("p", tp=4, order="NH")[:2])
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 32)
-    assert certify(plan)
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 31)
-    with pytest.raises(KVPlanError, match=r"RANGE: .*: expected at most 31 parts to follow, got 32"):
-        certify(plan)
 
 
 def test_the_pieces_of_a_worker_are_counted_before_they_are_listed(monkeypatch):

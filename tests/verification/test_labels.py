@@ -6,42 +6,15 @@ import attrs
 import numpy as np
 import pytest
 
-from kvplan import Axis, Blocks, Context, Group, Region, View, Worker
+from kvplan import Axis, Blocks, Group, Region, View, Worker
 from kvplan.verification import FakeMemory
-from kvplan.verification.labels import label_tensors, local_slots, locate, needed, position_at, window
+from kvplan.verification.labels import label_tensors, locate, position_at, window
 from tests.small import engine
 
 TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
 AXES = (Axis("head", 3, 5, 6, 8), *TOKEN, Axis("dim", 0, 2, 2, 2))
 VIEW = View("layers.0", "attn", "kv", "bfloat16", AXES, 6, 50, 9)
 WORKER = Worker("decode", 1, [Region("kv", 4096, 400, device_id=2)], [Group("attn", 4)], [VIEW])
-
-
-def test_q1_a_range_is_what_the_context_holds_of_it() -> None:
-    """Positions of other context ranks are not needed."""
-    group = Group("attn", 4, Context(2, 3, 2))
-    assert needed(group, None, (0, 20)).tolist() == [4, 5, 10, 11, 16, 17]
-
-
-def test_q1_without_a_range_all_listed_slots_are_needed() -> None:
-    """Blocks that start at a later ordinal hold later positions."""
-    assert needed(Group("attn", 4, Context(1, 2, 3)), Blocks([9], first=1), None).tolist() == [10, 11, 15, 16]
-    assert needed(Group("state"), Blocks([5, 6], first=3), None).tolist() == [3, 4]
-    assert needed(Group("state"), None, None).tolist() == []
-
-
-def test_q1_where_a_table_has_gaps_nothing_is_needed() -> None:
-    """Positions of null blocks, and of ordinals that are not listed, are not needed."""
-    group = Group("attn", 4, Context(1, 2, 2))
-    assert needed(group, Blocks([0, 8, 0], null=0), (3, 20)).tolist() == [10, 11, 14, 15]
-    assert needed(Group("state"), Blocks([5, 6], ordinals=[1, 4]), (0, 6)).tolist() == [1, 4]
-
-
-@pytest.mark.parametrize("context", [Context(), Context(1, 2, 1), Context(2, 3, 2), Context(0, 2, 5)])
-def test_q2_held_positions_fill_the_local_slots_in_order(context: Context) -> None:
-    """The n-th position that a context holds is in local slot n."""
-    held = np.array([position for position in range(60) if position in context])
-    assert local_slots(Group("attn", 4, context), held).tolist() == list(range(len(held)))
 
 
 def test_labels_are_as_many_as_bytes_and_all_different() -> None:

@@ -35,15 +35,6 @@ def test_a_request_from_two_engines_is_verified_as_one():
     assert report.num_bytes == 24 * TOKEN_BYTES
 
 
-def test_positions_between_the_parts_are_missing():
-    """A position of the range that no part moves breaks COVER."""
-    parts = two_sources([(0, 9), (10, 24)])
-    report = verify_together(parts, tokens=(0, 24))
-    assert codes(report) == ["COVER"]
-    assert "of position 9" in str(report)
-    assert verify_together(parts).ok
-
-
 @pytest.mark.parametrize("tokens", [(0, 26), {"attn": (0, 26)}])
 def test_positions_that_no_part_has_a_block_for_are_counted(tokens):
     """A range beyond all tables breaks COVER for each tensor: with the number of positions, and the first."""
@@ -51,11 +42,6 @@ def test_positions_that_no_part_has_a_block_for_are_counted(tokens):
     assert report.failures == tuple(
         ("COVER", f"at d/0: 2 positions of layers.{i} without a block, first: 24") for i in (0, 1)
     )
-
-
-def test_positions_that_two_parts_move_are_written_twice():
-    """Parts that overlap break DISJOINT, although both are right."""
-    assert codes(verify_together(two_sources([(0, 12), (10, 24)]), tokens=(0, 24))) == ["DISJOINT"]
 
 
 def test_a_part_beyond_the_range_writes_what_is_not_the_request_s():
