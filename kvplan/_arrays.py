@@ -38,10 +38,10 @@ def distinct(values: Ints) -> Ints:
     return ordered[heads(ordered[1:] == ordered[:-1])]
 
 
-def listed(intervals: Ints) -> Ints:
+def integers_in(intervals: Ints) -> Ints:
     """Return all integers in intervals ``[start, stop)``, (n, 2), interval by interval.
 
-    >>> listed(np.array([[2, 4], [7, 8]]))
+    >>> integers_in(np.array([[2, 4], [7, 8]]))
     array([2, 3, 7])
     """
     starts, stops = intervals.T

@@ -168,7 +168,9 @@ def wrong_type(subject: str, expected: str, got: Any) -> KVPlanError:
     return KVPlanError("TYPE", f"read {subject}", expected=expected, got=text, value=text)
 
 
-def settle(owner: Any, kind: str, check: Callable[..., Any], *fields: str, **limits: int) -> None:
+def check_fields(
+    owner: Any, kind: str, check: Callable[..., Any], *fields: str, **limits: int
+) -> None:
     """Replace fields of a frozen value under construction by what a check returns for them.
 
     ``check`` is :func:`integer` or :func:`name`; ``kind`` is what messages call the owner.

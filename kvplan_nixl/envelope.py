@@ -24,7 +24,7 @@ from kvplan.handshake import Problem
 
 MAGIC: Final = b"kvplan_nixl 2\n"
 DIGEST: Final = "sha256"
-DIGEST_BYTES: Final = 32
+HMAC_BYTES: Final = 32
 PART_LENGTHS: Final = struct.Struct(">III")
 """The lengths of the agent's name, its metadata and the offer."""
 
@@ -80,7 +80,7 @@ class Envelope:
         instance(bytes, data, "an envelope")
         # magic, digest, lengths of three parts, the parts
         digest_start = len(MAGIC)
-        content_start = digest_start + DIGEST_BYTES
+        content_start = digest_start + HMAC_BYTES
         agent_start = content_start + PART_LENGTHS.size
         if not data.startswith(MAGIC) or len(data) < agent_start:
             raise _unusable(

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvplan._arrays import Ints, listed
+from kvplan._arrays import Ints, integers_in
 from kvplan._checks import having, members, wrong_type
 from kvplan.describe import Region, Worker, region_of
 from kvplan.errors import KVPlanError
@@ -91,7 +91,7 @@ def set_zero(memories: Iterable[Memory], descriptors: Descriptors) -> None:
         if is_inside.any():
             starts = starts[is_inside]
             stops = starts + descriptors[is_inside, 1].astype(np.int64)
-            byte_indices = torch.from_numpy(listed(np.stack([starts, stops], axis=1)))
+            byte_indices = torch.from_numpy(integers_in(np.stack([starts, stops], axis=1)))
             words = memory.words(1)
             words.index_fill_(0, byte_indices.to(words.device), 0)
 

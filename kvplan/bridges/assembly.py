@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import attrs
 
 from kvplan import _checks
-from kvplan._checks import INT64_END, instance, integer, settle
+from kvplan._checks import INT64_END, check_fields, instance, integer
 from kvplan.describe.axes import Axis
 from kvplan.describe.tensors import Device, device_of, view_of
 from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
@@ -57,11 +57,11 @@ class RankInfo:
     context: Context = attrs.field(factory=Context)
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a rank", _checks.name, "engine_id")
-        settle(self, "a rank", integer, "rank")
+        check_fields(self, "a rank", _checks.name, "engine_id")
+        check_fields(self, "a rank", integer, "rank")
         instance(Context, self.context, "context of a rank")
-        settle(self, "a rank", integer, "tp", low=1, high=MAX_RANKS)
-        settle(self, "a rank", integer, "tp_rank", high=self.tp)
+        check_fields(self, "a rank", integer, "tp", low=1, high=MAX_RANKS)
+        check_fields(self, "a rank", integer, "tp_rank", high=self.tp)
 
 
 def contradiction(code: str, action: str, expected: object, got: object) -> KVPlanError:

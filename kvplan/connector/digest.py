@@ -36,7 +36,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, heads, listed
+from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import at_most, instance, integer, interval, members, name, wrong_type
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, check_listed
 from kvplan.describe.views import TOKEN, Context, Group
@@ -46,10 +46,10 @@ from kvplan.plan.align import before, position_of, slots
 DIVIDED: Final = ("head", "channel")
 """The axes that tensor-parallel workers divide."""
 
-MAX_PARTS: Final = 48
+MAX_AXIS_PARTS: Final = 48
 """An axis has at most this many parts: 2, 3, 4, 6, 8, 12, 16 or 24 equal shares consist of them."""
 
-MAX_SLOTS: Final = 1 << 24
+MAX_DIGEST_SLOTS: Final = 1 << 24
 """Slots that the digests of a worker may name in one group: a million blocks of 16."""
 
 MAX_SUMS: Final = 1 << 12
@@ -79,12 +79,12 @@ def keys(axis: str, coordinate: Ints) -> Residues:
 
 
 def parts_of(size: int) -> int:
-    """Return the number of parts of an axis: its largest divisor up to :data:`MAX_PARTS`.
+    """Return the number of parts of an axis: its largest divisor up to :data:`MAX_AXIS_PARTS`.
 
     >>> parts_of(8), parts_of(8192), parts_of(3072)
     (8, 32, 48)
     """
-    return next(parts for parts in range(min(size, MAX_PARTS), 0, -1) if size % parts == 0)
+    return next(parts for parts in range(min(size, MAX_AXIS_PARTS), 0, -1) if size % parts == 0)
 
 
 def divided_axes(sizes: Mapping[str, int], divided: Iterable[str]) -> dict[str, int]:
@@ -121,7 +121,7 @@ class Positions:
     def listed(self) -> Ints:
         """The positions, ascending."""
         # the local index of each slot, then its position, then those that both contexts hold
-        local = listed(np.array(self.slots, np.int64).reshape(-1, 2))
+        local = integers_in(np.array(self.slots, np.int64).reshape(-1, 2))
         positions = position_of(Group("-", 1, self.context), local)
         return positions[holds(self.within, positions)]
 
@@ -144,7 +144,7 @@ class Positions:
         if ends != sorted(ends):
             raise wrong_type("slots of digests", "ascending intervals", spans)
         number = sum(stop - start for start, stop in intervals)
-        at_most(MAX_SLOTS, number, "slots in one group", "read digests")
+        at_most(MAX_DIGEST_SLOTS, number, "slots in one group", "read digests")
         own_context = Context(*_several(context, 3))
         other_context = Context(*_several(within, 3))
         return cls(own_context, other_context, tuple(intervals))

@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._checks import instance, integer, interval, members, name, settle, wrong_type
+from kvplan._checks import check_fields, instance, integer, interval, members, name, wrong_type
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 
@@ -35,8 +35,8 @@ class Source:
     port: int
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a source", name, "engine_id", "start", "host")
-        settle(self, "a source", integer, "port", high=PORT_END)
+        check_fields(self, "a source", name, "engine_id", "start", "host")
+        check_fields(self, "a source", integer, "port", high=PORT_END)
 
     def __str__(self) -> str:
         return f"{self.engine_id} at {self.host}:{self.port}"
@@ -70,8 +70,8 @@ class Handoff:
 
     def __attrs_post_init__(self) -> None:
         instance(Source, self.source, "source of a handoff")
-        settle(self, "a handoff", name, "lease", "prompt")
-        settle(self, "a handoff", integer, "num_tokens", high=POSITION_END)
+        check_fields(self, "a handoff", name, "lease", "prompt")
+        check_fields(self, "a handoff", integer, "num_tokens", high=POSITION_END)
         tables = instance(Mapping, self.blocks, "blocks of a handoff")
         members(Blocks, tables.values(), "blocks of a handoff")
         for group, position in instance(Mapping, self.kept, "kept of a handoff").items():

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from kvplan._checks import instance, integer, members, name, settle
+from kvplan._checks import check_fields, instance, integer, members, name
 from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest_requests import DigestRequests, answer_digests
 from kvplan.connector.handoff import PORT_END, Source
@@ -35,7 +35,7 @@ class Offers:
     workers: tuple[bytes, ...] = attrs.field(repr=False)
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "offers", name, "engine_id", "start")
+        check_fields(self, "offers", name, "engine_id", "start")
         members(bytes, self.workers, "offers")
 
     @classmethod

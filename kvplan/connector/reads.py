@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import having, instance, name, seconds, settle
+from kvplan._checks import check_fields, having, instance, name, seconds
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
@@ -91,7 +91,7 @@ class Read:
         instance(bool, self.to_block_end, "to_block_end of a read")
         for field in ("local", "remote", "tokens"):
             instance(Mapping, getattr(self, field), f"{field} of a read")
-        settle(self, "a read", name, "request", "lease")
+        check_fields(self, "a read", name, "request", "lease")
 
 
 @attrs.frozen

@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, heads
-from kvplan._checks import at_most, integer, name, settle
+from kvplan._checks import at_most, check_fields, integer, name
 from kvplan.errors import KVPlanError
 
 MAX_SEGMENTS: Final = 1 << 20
@@ -55,8 +55,8 @@ class Axis:
     stride_bytes: int
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "an axis", name, "name")
-        settle(self, "an axis", integer, "start", "stop", "size", "stride_bytes")
+        check_fields(self, "an axis", name, "name")
+        check_fields(self, "an axis", integer, "start", "stop", "size", "stride_bytes")
         if not self.start < self.stop <= self.size:
             raise KVPlanError(
                 "RANGE",

@@ -19,7 +19,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, members, name, settle, wrong_type
+from kvplan._checks import check_fields, integer, members, name, wrong_type
 from kvplan.describe.axes import Axis, Segments, global_sizes, segments
 from kvplan.errors import KVPlanError
 
@@ -63,10 +63,10 @@ class Region:
     device_id: int = 0
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a region", name, "name", "memory")
-        settle(self, "a region", integer, "address", high=ADDRESS_END)
-        settle(self, "a region", integer, "size_bytes", low=1)
-        settle(self, "a region", integer, "device_id")
+        check_fields(self, "a region", name, "name", "memory")
+        check_fields(self, "a region", integer, "address", high=ADDRESS_END)
+        check_fields(self, "a region", integer, "size_bytes", low=1)
+        check_fields(self, "a region", integer, "device_id")
         if self.memory not in MEMORY_KINDS:
             hint = "FILE describes a block device or an object: offsets in it"
             raise KVPlanError(
@@ -113,8 +113,8 @@ class Context:
     interleave_tokens: int = 1
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a context", integer, "rank")
-        settle(self, "a context", integer, "size", "interleave_tokens", low=1)
+        check_fields(self, "a context", integer, "rank")
+        check_fields(self, "a context", integer, "size", "interleave_tokens", low=1)
         if self.rank >= self.size:
             raise KVPlanError(
                 "RANGE",
@@ -144,9 +144,9 @@ class Group:
     context: Context = Context()
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a group", name, "name")
+        check_fields(self, "a group", name, "name")
         if self.tokens_per_block is not None:
-            settle(self, "a group", integer, "tokens_per_block", low=1, high=1 << 31)
+            check_fields(self, "a group", integer, "tokens_per_block", low=1, high=1 << 31)
         if not isinstance(self.context, Context):
             raise wrong_type(f"context of group {self.name!r}", "a Context", self.context)
         if self.tokens_per_block is None and self.context.size > 1:
@@ -201,9 +201,9 @@ class View:
     offset_bytes: int = 0
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a view", name, "name", "group", "region", "dtype")
-        settle(self, "a view", integer, "num_blocks", low=1, high=1 << 40)
-        settle(self, "a view", integer, "block_stride_bytes", "offset_bytes")
+        check_fields(self, "a view", name, "name", "group", "region", "dtype")
+        check_fields(self, "a view", integer, "num_blocks", low=1, high=1 << 40)
+        check_fields(self, "a view", integer, "block_stride_bytes", "offset_bytes")
         for axis_name, size in self.sizes.items():
             integer(size, f"the global size of axis {axis_name!r} of view {self.name!r}")
         if self.dtype not in ITEMSIZE:

@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import at_most, integer, members, name, settle, wrong_type
+from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
 from kvplan._text import count
 from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
@@ -132,10 +132,10 @@ class Worker:
     extensions: str = attrs.field(default="{}", converter=_extensions, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a worker", name, "engine_id")
+        check_fields(self, "a worker", name, "engine_id")
         if not isinstance(self.model, str) or self.model:
-            settle(self, "a worker", name, "model")
-        settle(self, "a worker", integer, "rank")
+            check_fields(self, "a worker", name, "model")
+        check_fields(self, "a worker", integer, "rank")
         self._check_views()
         number = sum(most_segments(geometry.axes) for geometry in self.geometries)
         at_most(MAX_SEGMENTS, number, "segments of axes", f"describe worker {self.label}")

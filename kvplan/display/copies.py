@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, listed
+from kvplan._arrays import Ints, integers_in
 from kvplan._text import count, size, sizes
 from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
@@ -556,7 +556,7 @@ class _BlockPieces:
         last = self._find(key, address + (length - 1).astype(np.uint64))
         num_parts = last - first + 1
         range_of_part = np.repeat(np.arange(num_parts.size), num_parts)
-        piece = listed(np.stack([first, last + 1], axis=1))
+        piece = integers_in(np.stack([first, last + 1], axis=1))
         # A part begins with its piece or with its range, and ends where the next part begins.
         begin = np.maximum(address[range_of_part], self.start[piece])
         skip = (begin - address[range_of_part]).astype(np.int64)

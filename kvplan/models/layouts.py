@@ -43,7 +43,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer, settle
+from kvplan._checks import check_fields, integer
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
@@ -115,9 +115,9 @@ expected one of content, axis, split, got 'interleaved'
         check_word(ORDERS, self.order, "layout", hint)
         check_word(KV_FORMS, self.kv, "kv")
         check_word(CONV_ORDERS, self.conv, "conv")
-        settle(self, "a layout", integer, "pad_bytes", high=MAX_PAD_BYTES)
+        check_fields(self, "a layout", integer, "pad_bytes", high=MAX_PAD_BYTES)
         if self.kernel_tokens is not None:
-            settle(self, "a layout", integer, "kernel_tokens", low=1, high=1 << 31)
+            check_fields(self, "a layout", integer, "kernel_tokens", low=1, high=1 << 31)
 
     @property
     def inside(self) -> str:

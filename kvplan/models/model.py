@@ -28,7 +28,7 @@ from typing import Any
 
 import attrs
 
-from kvplan._checks import instance, integer, is_one_of, members, name, settle
+from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
 from kvplan._text import meant, shown
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
@@ -69,8 +69,8 @@ class Model:
     query_heads: int | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a model", name, "name", "dtype")
-        settle(self, "a model", _layers, "layers", "drafts")
+        check_fields(self, "a model", name, "name", "dtype")
+        check_fields(self, "a model", _layers, "layers", "drafts")
 
     @classmethod
     def from_config(

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import integer, settle, wrong_type
+from kvplan._checks import check_fields, integer, wrong_type
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Context
 from kvplan.models.config import MAX_LAYERS
@@ -68,7 +68,7 @@ class Parallel:
     pcp_spreads: bool = False
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "an engine", integer, "tp", "pp", "dcp", "pcp", low=1, high=MAX_RANKS)
+        check_fields(self, "an engine", integer, "tp", "pp", "dcp", "pcp", low=1, high=MAX_RANKS)
         integer(self.tp * self.pp * self.pcp, "tp * pp * pcp", high=MAX_RANKS)
         flag(self.pcp_spreads, "pcp_spreads")
 

@@ -30,7 +30,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import integer, is_one_of, name, settle
+from kvplan._checks import check_fields, integer, is_one_of, name
 from kvplan._text import shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE
@@ -87,8 +87,8 @@ class Tensor:
     plain_axes: tuple[tuple[str, int], ...] | None = None
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "a tensor", name, "kind", "group")
-        settle(self, "a tensor", integer, "shards", low=1, high=MAX_COUNT)
+        check_fields(self, "a tensor", name, "kind", "group")
+        check_fields(self, "a tensor", integer, "shards", low=1, high=MAX_COUNT)
         sizes = dict(self.axes)
         sharded = self.sharded
         if sharded is not None and (sharded not in sizes or sizes[sharded] % self.shards):

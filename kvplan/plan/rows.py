@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, distinct, heads, listed, numbered, read_only
+from kvplan._arrays import Ints, distinct, heads, integers_in, numbered, read_only
 from kvplan._checks import ID_END, at_most
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
@@ -450,7 +450,7 @@ def _token_series(tokens: TokenRuns, ids: BothIds, dtype: type) -> Iterator[Toke
         yield TokenSeries(
             base=base[:, runs, None].astype(dtype, order="C"),
             step=(destination_step, source_step),
-            starts=listed(tokens.intervals),
+            starts=integers_in(tokens.intervals),
             period=tokens.cycle,
             slot_terms=(destination_terms, source_terms),
             only_at_cuts=tokens.only_at_cuts,

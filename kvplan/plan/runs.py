@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Bools, Ints, distinct, heads, listed
+from kvplan._arrays import Bools, Ints, distinct, heads, integers_in
 from kvplan._checks import at_most
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import POSITION_END
@@ -260,7 +260,7 @@ def _content(cell: Cell) -> tuple[Ints, int]:
             num_runs = offsets.shape[1] * part.size * len(cell.match.names)
             subject = f"plan {cell.match.names[0]!r}"
             at_most(MAX_TOKEN_RUNS, num_runs, "runs of one token", subject, axis=axis)
-            coordinates = listed(part.intervals)
+            coordinates = integers_in(part.intervals)
         # Every run so far at every listed coordinate of this axis.
         axis_offsets = np.stack([side.at(coordinates) for side in segments])
         offsets = (offsets[:, :, None] + axis_offsets[:, None, :]).reshape(2, -1)
@@ -447,7 +447,7 @@ def _cut_at_segments(
         # One element for each new piece: the piece that it is cut from, its number there, and its
         # first and end token, counted from the first one of that piece.
         whole = np.repeat(np.arange(num_pieces.size), num_pieces)
-        nth_piece = listed(np.stack([0 * num_pieces, num_pieces], axis=1))
+        nth_piece = integers_in(np.stack([0 * num_pieces, num_pieces], axis=1))
         first_token = nth_piece
         end_token = nth_piece + 1
         if is_dense:

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvplan._arrays import Ints, listed
+from kvplan._arrays import Ints, integers_in
 from kvplan.describe.blocks import Blocks, Range, check_listed, places
 from kvplan.describe.views import Group
 from kvplan.plan.align import (
@@ -197,7 +197,7 @@ class RunSeries(Series):
         num_periods, ordinal = np.divmod(ordinals, blocks.num_blocks)
         start_bounds = np.searchsorted(blocks.ordinal, [ordinal, ordinal + 1])
         number_bounds = num_periods * num_starts + start_bounds
-        numbers = listed(number_bounds.T)
+        numbers = integers_in(number_bounds.T)
         numbers = numbers[(first <= numbers) & (numbers < end)]
         return self._numbered(numbers).look_up(tables) if numbers.size else None
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import attrs
 
-from kvplan._checks import instance, integer, is_one_of, members, name, seconds, settle
+from kvplan._checks import check_fields, instance, integer, is_one_of, members, name, seconds
 from kvplan._text import count, shown, size
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -58,9 +58,9 @@ class Rates:
     copied_byte_s: float
 
     def __attrs_post_init__(self) -> None:
-        settle(self, "rates", name, "measured")
-        settle(self, "rates", seconds, "transfer_s", "descriptor_s", "byte_s")
-        settle(self, "rates", seconds, "copy_s", "copied_byte_s")
+        check_fields(self, "rates", name, "measured")
+        check_fields(self, "rates", seconds, "transfer_s", "descriptor_s", "byte_s")
+        check_fields(self, "rates", seconds, "copy_s", "copied_byte_s")
 
     def seconds(
         self,

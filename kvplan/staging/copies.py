@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, distinct, listed, read_only
+from kvplan._arrays import Ints, distinct, integers_in, read_only
 from kvplan._text import count, fold
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, places
@@ -237,7 +237,7 @@ def ordinals(group: Group, positions: Iterable[Ints]) -> Ints:
 
 def _carried(cell: Cell) -> Ints:
     """Return the positions of one period that move."""
-    return listed(cell.parts[TOKEN].intervals)
+    return integers_in(cell.parts[TOKEN].intervals)
 
 
 def _token_steps(side: Geometry) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import attrs
 import numpy as np
 
-from kvplan._arrays import Ints, heads, listed
+from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import ID_END
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
@@ -180,7 +180,7 @@ class Pieces:
 
         # A part is what a range and a piece have in common.
         range_of_part = np.repeat(np.arange(start.size), num_parts)
-        piece = listed(np.stack([low, high], axis=1))
+        piece = integers_in(np.stack([low, high], axis=1))
         part_start = np.maximum(start[range_of_part], self.start[piece])
         range_stop = (start + length)[range_of_part]
         piece_stop = (self.start + self.length)[piece]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvplan import Context, Group
-from kvplan._arrays import listed
+from kvplan._arrays import integers_in
 from kvplan.plan.align import blocks_and_slots, cycle, first_and_last, held_positions, period, positions_between, reach
 
 GROUPS = [
@@ -26,7 +26,7 @@ def by_hand(group: Group, count: int) -> dict[int, tuple[int, int]]:
 def test_a1_a2_positions_stand_where_counting_puts_them(group):
     """A1, A2: block and slot of each held position equal those of counting."""
     expected = by_hand(group, 60)
-    position = listed(np.array(held_positions(group, 60 * cycle(group))))
+    position = integers_in(np.array(held_positions(group, 60 * cycle(group))))
     position = position[position < 60]
     block, slot = blocks_and_slots([group], position)
     found = {p: (b, s) for p, b, s in zip(position.tolist(), block[0].tolist(), slot[0].tolist(), strict=True)}
