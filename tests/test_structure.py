@@ -7,7 +7,7 @@ import pytest
 from benchmarks.structure import Words, texts_of, words_by_room
 from tests.pages import ROOT
 
-DONE = "display staging verification"
+DONE = "bridges cli connector describe display handshake models plan staging testing verification kvplan_nixl"
 """The rooms that read well, which stay so; ``kvplan_nixl`` would be the whole package of that name."""
 
 MOST = {"pronouns": 40, "packs": 5, "nested": 2, "wide": 1}
@@ -16,7 +16,7 @@ MOST = {"pronouns": 40, "packs": 5, "nested": 2, "wide": 1}
 FEWEST_COMMENTS = 4
 """Comment lines, in 100 lines of code."""
 
-FEWER_COMMENTS = {"display": 3.5}
+FEWER_COMMENTS = {"cli": 0.7, "handshake": 2, "testing": 2}
 """Rooms that have not got there."""
 
 ROOMS = words_by_room(texts_of(ROOT / "kvplan")) | {"kvplan_nixl": Words.of(texts_of(ROOT / "kvplan_nixl").values())}

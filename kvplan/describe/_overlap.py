@@ -234,6 +234,7 @@ def _step(view: View) -> int:
 
 def _overlapping(starts: Unsigned, lengths: Unsigned, modulus: int) -> Iterator[tuple[int, int]]:
     """Yield the pairs of intervals that overlap modulo ``modulus``; 0 means without a modulus."""
+    # blocks of both runs repeat at the modulus, so only the rest by it says whether they can meet
     residues = starts % np.uint64(modulus) if modulus else starts
     # one element for each interval, by ascending residue
     indices = np.argsort(residues, kind="stable")
@@ -268,6 +269,7 @@ def _first_overlap(first: _StridedRun, second: _StridedRun) -> _Overlap | None:
     shares a byte with block j of the second run if ``0 <= reach - j * second.step < span``, where
     ``span`` is the most bytes that two blocks span which share a byte.
     """
+    # all in Python's integers: products of strides and counts may exceed 64 bits
     span = first.length + second.length - 1
     reach = first.start + first.length - 1 - second.start
     end = (second.count - 1) * second.step + span
@@ -313,6 +315,7 @@ def _hits(count: int, step: int, start: int, modulus: int, limit: int) -> int:
     """
     if limit >= modulus:
         return count
+    # a rest below the limit is where one floor is larger than the other
     above = modulus + start
     return _floors(count, modulus, step, above) - _floors(count, modulus, step, above - limit)
 
@@ -326,6 +329,7 @@ def _floors(count: int, modulus: int, step: int, start: int) -> int:
     """
     total = 0
     while True:
+        # whole multiples of the modulus are counted at once, and the rest goes on
         total += count * (count - 1) // 2 * (step // modulus) + count * (start // modulus)
         step %= modulus
         start %= modulus

@@ -118,6 +118,7 @@ class Segments:
         >>> head.seen(5, 7), head.seen(6, 8), head.seen(4, 5)
         ((4096, (0, 2, 0, 4096)), (8192, (0, 2, 0, 4096)), (0, (0, 1, 0, 0)))
         """
+        # segments that end before the range or begin behind it say nothing of it
         overlapping = slice(self.stop.searchsorted(start, "right"), self.start.searchsorted(stop))
         fields = (self.start, self.stop, self.offset, self.stride)
         columns = [field[overlapping].tolist() for field in fields]
@@ -130,6 +131,7 @@ class Segments:
             first_offset = offset + (first - low) * stride
             if not layout:
                 origin = first_offset
+            # a single coordinate has no stride, so equal layouts have 0 there
             layout += first - start, length, first_offset - origin, stride if length > 1 else 0
         return origin, tuple(layout)
 
@@ -140,11 +142,13 @@ class Segments:
         """
         if stop - start == 1:
             return True
+        # the segment that `start` lies in; neighbours in another one may be anywhere
         segment = int(np.searchsorted(self.start, start, "right")) - 1
         return bool(stop <= self.stop[segment] and self.stride[segment] == step)
 
     def at(self, coordinate: Ints) -> Ints:
         """Return the byte offset of each coordinate, all of which must lie in an interval."""
+        # one element for each coordinate: the last segment that begins at or before it
         segment = np.searchsorted(self.start, coordinate, "right") - 1
         distance = coordinate - self.start[segment]
         offset: Ints = self.offset[segment] + distance * self.stride[segment]

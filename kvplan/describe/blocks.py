@@ -150,6 +150,7 @@ class Blocks:
             raise _unreadable("listed together with ordinals only", shown(listed))
         elif null is not None:
             null = integer(null, "null of Blocks", high=ID_END)
+            # entries that are null are gaps: only the others are blocks, each at its own ordinal
             entries = np.flatnonzero(block_ids != null)
             block_ids = block_ids[entries]
             block_ordinals = read_only(start + entries)
@@ -159,6 +160,7 @@ class Blocks:
             if block_ordinals.size:
                 start = int(block_ordinals[0])
                 stop = int(block_ordinals[-1]) + 1
+            # what is left may be consecutive again, as where a window has passed the first blocks
             if stop - start == block_ordinals.size:
                 block_ordinals = None
         highest = int(ascending_ids[-1]) if ascending_ids.size else -1

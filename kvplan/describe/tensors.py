@@ -68,6 +68,7 @@ def region_of(tensor: Any, name: str = "kv") -> Region:
     ('DRAM', 0)
     """
     elements = _read_tensor(tensor)
+    # a torch tensor may be part of an allocation, of which all views share one region
     if hasattr(tensor, "untyped_storage"):
         storage = tensor.untyped_storage()
         return Region(name, int(storage.data_ptr()), int(storage.nbytes()), *device_of(tensor))
@@ -140,6 +141,7 @@ def view_of(
         else:
             part = held_parts.get(axis_name, (0, length, length))
             axes.append(Axis(axis_name, *part, stride_bytes))
+    # the tensor's first element, from the start of its region
     offset_bytes = elements.address - region.address
     num_blocks = lengths[BLOCK_NAME]
     return View(

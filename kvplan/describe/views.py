@@ -229,6 +229,7 @@ class View:
         ...     view, name="layers.1", region="kv.1", offset_bytes=64)
         True
         """
+        # without the checks of the constructor, which this view has passed: layers are many
         placed = object.__new__(View)
         for field in _UNPLACED:
             object.__setattr__(placed, field, getattr(self, field))
@@ -258,6 +259,7 @@ class View:
         """
         steps = [(axis.stride_bytes, axis.extent, axis.name) for axis in self.axes]
         steps.append((self.block_stride_bytes, self.num_blocks, "block"))
+        # `span` is how many bytes the finer axes reach over, gaps included
         span = self.itemsize
         for stride, extent, axis_name in sorted(step for step in steps if step[1] > 1):
             if stride < span:

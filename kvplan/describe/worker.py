@@ -198,6 +198,7 @@ class Worker:
 
     def _check_parts(self) -> None:
         """Check rule V5."""
+        # most workers have one view of each tensor, and need no look at their axes
         if len({view.name for view in self.views}) == len(self.views):
             return
         view_of_part: dict[Any, View] = {}
@@ -215,6 +216,7 @@ class Worker:
 
     def _check_apart(self) -> None:
         """Check rule V4."""
+        # views of one group may share bytes only within one chain of overlapping regions
         joined = self._joined_regions()
         pools: dict[tuple[str, str], list[View]] = {}
         for view in self.views:
@@ -266,6 +268,7 @@ class Worker:
                 if pair in overlaid:
                     continue
                 views = itertools.chain.from_iterable(views_of[group] for group in pair)
+                # with equal strides, blocks of all ids share what block 0 does
                 blocks = [attrs.evolve(view, num_blocks=1) for view in views]
                 if any(overlaps(blocks, apart=_distances(joined))):
                     overlaid[pair] = None

@@ -281,6 +281,7 @@ def excerpt(
         covered = _asked(plan, group, remote_groups, request)
         if covered is None:
             return None
+        # A picture shows the request's first blocks, up to where both sides repeat.
         asked = covered
         start, stop = asked
         if group.tokens_per_block is None:
@@ -330,6 +331,7 @@ def _asked(
             ranges.append(reach(destination_group, table.first, table.stop - table.first))
     if not ranges:
         return None
+    # Positions without a block of the destination do not move, whatever the range says.
     requested = range_of(request["tokens"], group)
     if requested:
         ranges.append(requested)
@@ -365,6 +367,7 @@ def _example(
     for worker in plan.remotes:
         remote |= {remote_group.name: Blocks([]) for remote_group in worker.groups}
     for remote_group in remote_groups:
+        # Several workers may have a group of that name: the table serves the longest of them.
         num_blocks = -(-before(remote_group, stop) // slots(remote_group))
         num_blocks = max(num_blocks, remote[remote_group.name].ids.size)
         remote[remote_group.name] = Blocks(range(num_blocks)[::-1])

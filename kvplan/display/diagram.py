@@ -261,6 +261,7 @@ def panel_diagrams(panel: Panel) -> Iterator[tuple[Diagram, ...]]:
         source, destination = destination, source
     tokens = None if panel.is_example else panel.tokens
     sides = [_blocks(source, tokens), _blocks(destination, tokens)]
+    # The caller takes the first drawing that fits the line.
     for max_copies in range(MAX_COLUMNS, MIN_COLUMNS - 1, -1):
         shown = _chosen(values, ranked, max_copies)
         yield tuple(_panel_diagram(panel, blocks, shown) for blocks in sides)

@@ -210,6 +210,7 @@ def _groups_by_token(plan: TransferPlan, pairs: Iterable[Pair]) -> dict[str, Non
     names: dict[str, None] = {}
     for pair in pairs:
         for ids in pair.group_pairs:
+            # Tokens that no longer run covers move one by one in every request.
             is_joined = all(tokens.only_at_cuts for tokens in ids.tokens)
             if not is_joined and min(map(slots, ids.groups)) > 1:
                 names[ids.groups[local].name] = None

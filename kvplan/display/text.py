@@ -61,6 +61,7 @@ def _wrapped(
 
     A part ends where the slowest axis goes on.
     """
+    # Columns from `first` on are not drawn yet; a part takes as many of them as fit.
     columns = diagram.columns
     first = 0
     while first < len(columns):

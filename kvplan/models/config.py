@@ -493,6 +493,7 @@ def integers_of(values: Any, key: str, allowed: Collection[int], expected: str) 
     >>> integers_of([1, 3], "full_attn_idxs", range(4), "layers of 0 to 3")
     [1, 3]
     """
+    # Only null says that there is no list: an empty mapping or 0 is something else.
     if values is None:
         return None
     if not isinstance(values, list | tuple):
