@@ -131,6 +131,7 @@ class Findings:
         """Add the problem that ``error`` was raised for the part of the message at ``path``."""
         self.count += 1
         self.first = self.first or error
+        # a message of a million bad parts must not become a million texts
         if self.count <= MAX_PROBLEMS:
             text = str(error).removeprefix(f"{error.code}: ")
             self._problems.append(Problem(path, error.code, text))
@@ -181,6 +182,7 @@ def parse(data: bytes, findings: Findings) -> Any:
     """
     if not isinstance(data, bytes):
         raise wrong_type("a message", "bytes", data)
+    # The version comes first: nothing else in a message of another one can be judged.
     message = findings.attempt("", _load, data)
     message = findings.attempt("kvplan", _of_this_version, message)
     return findings.attempt("extensions", _with_extensions, message)
@@ -193,6 +195,7 @@ def _refused(code: str, expected: str, got: str) -> KVPlanError:
 def _load(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise _refused("MESSAGE", f"at most {MAX_BYTES} bytes", f"{len(data)}")
+    # counted before JSON is read: each string and container that it makes takes memory
     _check_counts(data)
     try:
         message = DECODER.decode(data.decode())
@@ -230,6 +233,7 @@ def _check_counts(data: bytes) -> None:
 
 
 def _of_this_version(message: dict[str, Any]) -> dict[str, Any]:
+    # True equals 1, but is no version
     version = message.pop("kvplan", None)
     if type(version) is not int or version != VERSION:
         raise _refused("VERSION", f"version {VERSION}", shown(version))
@@ -240,6 +244,7 @@ def _with_extensions(message: dict[str, Any]) -> dict[str, Any]:
     extensions = message.setdefault("extensions", {})
     if not isinstance(extensions, dict):
         raise wrong_type("extensions", "a mapping", extensions)
+    # JSON can spell half of a surrogate pair, which no UTF-8 can pass on
     try:
         json.dumps(extensions, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -248,6 +253,7 @@ def _with_extensions(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    # of two equal keys JSON keeps the last, and says nothing
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         # the first key that comes a second time

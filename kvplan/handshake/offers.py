@@ -62,6 +62,7 @@ def encode(worker: Worker) -> bytes:
     >>> decode(encode(Worker("decode", 3, (), (), ())))
     <Worker decode/3: 0 views of 0 tensors in 0 regions, 0 groups>
     """
+    # what is written passes the checks that a reader makes
     fields = _fields(worker)
     findings = Findings()
     validate(OFFER, fields, "", findings)
@@ -304,6 +305,7 @@ class _PeerOffer:
         """
         if memory is BAD:
             return BAD
+        # checked once under the name of its path, at address 0, not again for each region
         path = f"memories[{index}]"
         parts = (memory["size_bytes"], memory["memory"], memory["device_id"])
         return self.findings.attempt(path, Region, path, 0, *parts)
@@ -352,6 +354,7 @@ class _PeerOffer:
         region = self._entry(regions, region_index, f"views.region[{index}]")
         if BAD in (view_name, template, region, offset_bytes):
             return BAD
+        # views of one memory may share a problem: a size that all of them leave
         _, _, memory, _ = self.fields["regions"][region_index]
         view = template.view.at(view_name, region, offset_bytes)
         return _PlacedView(index, memory, view, region, template.group)
@@ -369,6 +372,7 @@ class _PeerOffer:
             placed_views = tuple([placed.view for placed in views])
             return Worker(*self.key, regions, groups, placed_views, model, extensions)
         except KVPlanError as error:
+            # a worker of regions alone, then of groups alone, then of each view alone
             num_problems = self.findings.count
             self.findings.attempt("regions", Worker, *self.key, regions, (), ())
             self.findings.attempt("groups", Worker, *self.key, (), groups, ())
@@ -397,6 +401,7 @@ class _PeerOffer:
                 parts = ([placed.region], [placed.group], [placed.view])
                 self.findings.attempt(path, Worker, *self.key, *parts)
             return
+        # the view that ends last says which size would be enough
         last = max(outside, key=lambda placed: placed.view.end_bytes)
         size_bytes = last.region.size_bytes
         end_bytes = last.view.end_bytes
@@ -416,6 +421,7 @@ class _PeerOffer:
         stem = self._entry(self.fields["stems"], stem_index, path)
         if stem is BAD or number is BAD or BAD in stem.values():
             return BAD
+        # a name is checked when it is whole: its parts may be empty
         full_name = join(stem["before"], number, stem["after"])
         return self.findings.attempt(path, name, full_name, "the name of a stem and a number")
 

@@ -141,6 +141,7 @@ def validate(node: Node, value: Any, path: str, findings: Findings) -> Any:
     """
     match node:
         case Integer():
+            # True is an int of Python, and no integer of a message
             if (type(value) is int and 0 <= value < node.high) or (value is None and node.or_null):
                 return value
             return findings.attempt(path, integer, value, _last_key(path), 0, node.high)
@@ -196,6 +197,7 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, findings: Finding
         findings.add(path, wrong_type(_last_key(path) or "an offer", "a mapping", value))
         return BAD
     prefix = f"{path}." if path else ""
+    # unknown keys first, then missing ones, then what is wrong with the values
     for key in value:
         if key not in fields:
             expected = f"keys {', '.join(fields)}"
@@ -216,6 +218,7 @@ def _record(fields: Mapping[str, Node], value: Any, path: str, findings: Finding
 
 def _rows(node: Columns, value: Any, path: str, findings: Findings) -> Any:
     """Return the rows of a mapping of columns."""
+    # each key has a list of its own; the n-th items of all lists are the n-th row
     lists = {key: ListOf(item, node.max_length) for key, item in node.fields.items()}
     columns = _record(lists, value, path, findings)
     if columns is BAD or BAD in columns.values():
