@@ -44,7 +44,7 @@ def addresses(job: Any) -> list[tuple[int, int]]:
     """The address and length of each run of bytes that a request has read."""
     bound: Mapping[str, Any] = {"local": job.read.local, "remote": job.read.remote, "tokens": job.read.tokens}
     runs: list[tuple[int, int]] = []
-    for spec in job.direct.bind(**bound):
+    for spec in job.plan.bind(**bound):
         local, _ = spec.descriptors()
         runs += [(int(address), int(length)) for address, length, _ in np.asarray(local)]
     return runs
