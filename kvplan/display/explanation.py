@@ -20,8 +20,8 @@ from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import PeerError
 from kvplan.plan.align import slots
 from kvplan.plan.mesh import MeshPlan
-from kvplan.plan.rows import Table
 from kvplan.plan.specs import DIRECTIONS, Pair, ReadSpec
+from kvplan.plan.tables import Table
 from kvplan.plan.transfer import TransferPlan
 from kvplan.staging.plan import StagedPlan
 from kvplan.verification.verifier import Report

@@ -43,7 +43,7 @@ both::
 
 >>> import numpy as np
 >>> from kvplan import Group
->>> from kvplan.plan.runs import block_pairs
+>>> from kvplan.plan.block_pairs import block_pairs
 >>> pairs = block_pairs((Group("attn", 48), Group("attn", 32)), np.array([[0, 1]]), 1, 96)
 >>> list(zip(pairs.position.tolist(), *pairs.block.tolist()))
 [(0, 0, 0), (32, 0, 1), (48, 1, 1), (64, 1, 2)]
@@ -103,8 +103,8 @@ much.
 from kvplan.plan.bind import Workspace
 from kvplan.plan.cost import Cost, PairCost
 from kvplan.plan.mesh import Completions, MeshPlan, completions, contacts, plan_mesh
-from kvplan.plan.rows import Table
 from kvplan.plan.specs import Pair, ReadSpec
+from kvplan.plan.tables import Table
 from kvplan.plan.tails import tails
 from kvplan.plan.transfer import TransferPlan, plan_reads, plan_writes
 

@@ -21,10 +21,10 @@ from kvplan._checks import at_most, integer
 from kvplan._text import count
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
-from kvplan.plan.rows import Table, bases
 from kvplan.plan.runs import find_chains
 from kvplan.plan.series import GroupPair, Occurrences, Series
 from kvplan.plan.specs import DIRECTIONS, Direction, Pair, ReadSpec
+from kvplan.plan.tables import Table, bases
 
 MAX_COUNTED: Final = 1 << 24
 """The most descriptors of one pair of groups and one period that are listed."""

@@ -15,10 +15,11 @@ from kvplan._arrays import Ints
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.match import Sources, match
-from kvplan.plan.rows import Table, assign_ids
+from kvplan.plan.rows import assign_ids
 from kvplan.plan.runs import cell_geometry, group_runs
 from kvplan.plan.series import GroupPair
 from kvplan.plan.specs import Direction, Pair, idle_pair
+from kvplan.plan.tables import Table
 
 
 class Share(NamedTuple):

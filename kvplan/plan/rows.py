@@ -19,23 +19,18 @@ that last step only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-from kvplan._arrays import Ints, distinct, heads, integers_in, numbered, read_only
+from kvplan._arrays import Ints, distinct, heads, integers_in, numbered
 from kvplan._checks import ID_END, at_most
-from kvplan.describe.views import Group, Region
-from kvplan.describe.worker import Worker
+from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
-
-Descriptors = npt.NDArray[np.uint64]
 
 MAX_SLOTS: Final = 1 << 23
 """The most runs of one token, times the slots of a block, that one side of a pair may have."""
@@ -49,103 +44,6 @@ large pools."""
 
 BOTH_SIDES: Final = (0, 1)
 """The destination and the source, as indices."""
-
-
-@attrs.frozen(eq=False)
-class Table:
-    """The rows of one side: ``rows`` is (n, 5) uint64: address, length, device, stride, count.
-
-    ``first`` (n,) has the first id of each row, ``region`` (n,) the index of its region in the
-    worker's ``regions``.
-    """
-
-    regions: tuple[Region, ...]
-    region: Ints
-    rows: npt.NDArray[np.uint64]
-    first: Ints
-
-    @classmethod
-    def at(cls, worker: Worker, rows: Ints, shift: int) -> Table:
-        """Return the table of rows with offsets, (n, 5), moved by ``shift`` bytes."""
-        region, offset, length, stride, count = rows.T
-        address, device = bases(worker.regions)
-        placed = np.empty(rows.shape, np.uint64)
-        placed[:, 0] = address[region] + (offset + shift).astype(np.uint64)
-        placed[:, 1] = length
-        placed[:, 2] = device[region]
-        placed[:, 3] = stride
-        placed[:, 4] = count
-        first = np.cumsum(count) - count
-        return cls(worker.regions, read_only(region), read_only(placed), read_only(first))
-
-    @property
-    def num_ids(self) -> int:
-        """The number of descriptors of all rows: ids are in ``[0, num_ids)``."""
-        return int(self.first[-1]) + int(self.rows[-1, 4]) if len(self.rows) else 0
-
-    def row_of(self, ids: npt.NDArray[np.integer[Any]]) -> Ints:
-        """Return the index of the row of each id."""
-        return np.searchsorted(self.first, ids, "right") - 1
-
-    @cached_property
-    def _bases(self) -> npt.NDArray[np.uint64]:
-        return bases(self.regions)
-
-    @cached_property
-    def _arena(self) -> Ints:
-        """The start of each region, (regions,), if all stood in a line, one byte apart."""
-        sizes = [region.size_bytes + 1 for region in self.regions]
-        return np.cumsum([0, *sizes[:-1]])
-
-    @cached_property
-    def _lines(self) -> tuple[Ints, Ints]:
-        """The place of an id by row, a linear function: slope, and value at id 0, (rows,)."""
-        offset = (self.rows[:, 0] - self._bases[0][self.region]).astype(np.int64)
-        stride = self.rows[:, 3].astype(np.int64)
-        return stride, self._arena[self.region] + offset - self.first * stride
-
-    def places(self, first: npt.NDArray[np.int32], along: npt.NDArray[np.int32], row: Ints) -> Ints:
-        """Return the places, (n, m), of ids ``first`` (n, 1) + ``along`` (1, m).
-
-        Ids of line ``i`` are in the row ``row[i]``. A place is an offset in all regions one after
-        another, with gaps, so that no two regions are contiguous.
-        """
-        stride, start = self._lines
-        place: Ints = stride[row][:, None] * along
-        place += (start[row] + stride[row] * first[:, 0])[:, None]
-        return place
-
-    def descriptors(self, place: Ints, length: Ints, row: Ints, run: Ints) -> Descriptors:
-        """Return address, length and device, (n, 3) uint64, of ``length`` bytes at each place.
-
-        Place ``i`` is in the row ``row[run[i]]``.
-        """
-        base, device = self._bases
-        shift = base - self._arena.astype(np.uint64)
-        region = self.region[row]
-        descriptors = np.empty((place.size, 3), np.uint64)
-        np.add(place.view(np.uint64), shift[region][run], out=descriptors[:, 0])
-        descriptors[:, 1] = length
-        descriptors[:, 2] = device[region][run]
-        return read_only(descriptors)
-
-    def in_regions(self, regions: tuple[Region, ...]) -> Table:
-        """Return the same rows in other regions, region by region."""
-        address, device = bases(regions)
-        rows = self.rows.copy()
-        rows[:, 0] += (address - self._bases[0])[self.region]
-        rows[:, 2] = device[self.region]
-        return Table(regions, self.region, read_only(rows), self.first)
-
-    def __repr__(self) -> str:
-        return f"<Table of {len(self.rows)} rows, {self.num_ids} ids>"
-
-
-def bases(regions: Sequence[Region]) -> npt.NDArray[np.uint64]:
-    """Return addresses and devices of regions, (2, n) uint64."""
-    addresses = [region.address for region in regions]
-    devices = [region.device_id for region in regions]
-    return np.array([addresses, devices], np.uint64)
 
 
 class RowJob(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 from kvplan._arrays import heads, read_only
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.plan.bind import Shapes
-from kvplan.plan.rows import Descriptors, Table
 from kvplan.plan.series import GroupPair, Ids
+from kvplan.plan.tables import Descriptors, Table
 
 Item = TypeVar("Item")
 

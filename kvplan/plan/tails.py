@@ -17,7 +17,7 @@ from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.plan.align import before, slots
 from kvplan.plan.bind import check_names, range_of
-from kvplan.plan.rows import Descriptors
+from kvplan.plan.tables import Descriptors
 
 
 def tails(worker: Worker, blocks: Mapping[str, Blocks], tokens: Tokens) -> dict[str, Descriptors]:

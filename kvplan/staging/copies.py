@@ -32,7 +32,7 @@ from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
 from kvplan.plan.align import local_index, positions_between, slots
 from kvplan.plan.cells import Cell
-from kvplan.plan.rows import Descriptors
+from kvplan.plan.tables import Descriptors
 
 Origin = tuple[Region, int]
 """A region and an offset in it, in bytes."""

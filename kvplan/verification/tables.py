@@ -22,8 +22,8 @@ from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 
 if TYPE_CHECKING:
-    from kvplan.plan.rows import Table
     from kvplan.plan.series import GroupPair
+    from kvplan.plan.tables import Table
     from kvplan.plan.transfer import TransferPlan
 
 BYTES_END: Final = 1 << 62

@@ -6,9 +6,10 @@ import pytest
 
 from kvplan import Axis, Blocks, Context, Group, KVPlanError, Region, View, Worker, plan_reads, verify
 from kvplan.plan.align import cycle, period
+from kvplan.plan.block_pairs import block_pairs
 from kvplan.plan.cells import cells
 from kvplan.plan.match import Part, Sources, match
-from kvplan.plan.runs import block_pairs, cell_geometry, find_chains, group_runs
+from kvplan.plan.runs import cell_geometry, find_chains, group_runs
 from tests.small import engine
 
 

@@ -10,7 +10,7 @@ import pytest
 import kvplan.plan
 from kvplan import Blocks, KVPlanError, plan_reads, plan_writes
 from kvplan.describe.axes import MAX_SEGMENTS
-from kvplan.plan import bind, cells, cost, match, rows, runs
+from kvplan.plan import bind, block_pairs, cells, cost, match, rows
 from kvplan.verification.certificate import MAX_PARTS
 from tests.small import engine
 
@@ -137,7 +137,7 @@ def test_the_limits_are_those_that_are_listed() -> None:
         MAX_SEGMENTS,
         match.MAX_HELD,
         cells.MAX_CELLS,
-        runs.MAX_TOKEN_RUNS,
+        block_pairs.MAX_TOKEN_RUNS,
         rows.MAX_SLOTS,
         cost.MAX_COUNTED,
         MAX_PARTS,
