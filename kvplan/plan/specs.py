@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar
 import attrs
 import numpy as np
 
-from kvplan._arrays import heads, read_only
+from kvplan._arrays import Bools, Ints, heads, read_only
 from kvplan.describe.worker import Key, Worker, label_of
 from kvplan.plan.bind import Shapes
 from kvplan.plan.series import GroupPair, Ids
@@ -161,8 +161,7 @@ class ReadSpec:
             run = run[order]
         length = self.local_table.rows[:, 1].astype(np.int64)[rows[0]][run]
         # A descriptor continues the one before it if it does on both sides.
-        ends = [side_places + length for side_places in places]
-        goes_on = (ends[0][:-1] == places[0][1:]) & (ends[1][:-1] == places[1][1:])
+        goes_on = _goes_on(places[0], length) & _goes_on(places[1], length)
         if goes_on.any():
             first = heads(goes_on)
             places = [side_places[first] for side_places in places]
@@ -213,3 +212,9 @@ class ReadSpec:
 def _sum_of(ids: Ids) -> IdSum:
     """Return the sum that ``ids`` (n, m) are if all runs have the same distances."""
     return IdSum(ids[:, :1], ids[:1] - ids[:1, :1])
+
+
+def _goes_on(place: Ints, length: Ints) -> Bools:
+    """Return whether each descriptor ends where the next one begins, on one side."""
+    goes_on: Bools = place[:-1] + length[:-1] == place[1:]
+    return goes_on
