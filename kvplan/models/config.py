@@ -182,6 +182,7 @@ class Family:
         try:
             return self._tensors(kind, {**config, **keys_of_kind})
         except KVPlanError as error:
+            # The readers know keys without their prefix; the file has them with it.
             key = error.details.get("key")
             if key not in keys_of_kind:
                 raise
@@ -286,6 +287,7 @@ def _with_stated_key(error: KVPlanError, decoder: _Decoder) -> KVPlanError:
         return error
     key = decoder.family.keys.sources[computed_key]
     stated_value = decoder.stated.get(key)
+    # The family computes nothing from a key without a value.
     if stated_value is None:
         return _missing(decoder.stated, key)
     computed_value = decoder.computed[computed_key]
@@ -414,6 +416,7 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
     defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
     config = {**defaults, **config, "model_type": model_type, "dtype": weights_dtype}
     _check_keys(config, family)
+    # Rules compute from what the file states and from the defaults of its family.
     computed = family.keys.compute(config) if family.keys else {}
     return _Decoder(family, config, computed)
 

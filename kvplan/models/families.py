@@ -433,6 +433,7 @@ def with_full(layers: LayerRule) -> LayerRule:
 
     def rule(config: Config) -> list[str]:
         kinds = layers(config)
+        # A short file may end before the first layer of the rule that attends to all positions.
         return kinds if FULL in kinds else [*kinds[:-1], FULL]
 
     return rule
