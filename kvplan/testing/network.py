@@ -106,6 +106,7 @@ class FakeExecutor:
                 transfer.error = error
                 return transfer.status
             transfer.status = Status.DONE
+            transfer.num_descriptors = spec.num_descriptors
             if transfer.notifies and len(spec.local_table.rows):
                 self.notify(spec.remote, transfer.request, Status.DONE, attempt=transfer.attempt)
         return transfer.status

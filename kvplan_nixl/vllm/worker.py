@@ -23,7 +23,8 @@ from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metrics import KvplanStats
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -35,6 +36,7 @@ class Worker:
         self._config = config
         self._cache = cache
         self._executor: NixlExecutor | None = None
+        self._claims = Claims(logger, send_claims)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
@@ -58,12 +60,13 @@ class Worker:
         self._executor = NixlExecutor(worker, backends, key=key)
         self._reads = make_reads(
             self._executor,
-            Claims(logger, send_claims),
+            self._claims,
             logger,
             key=key,
             copier=copier,
             timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", HANDSHAKE_S)),
             digest=self._digest_read if transfer.get_from_extra_config("verify", False) else None,
+            on_handshake=self.stats.record_handshake,
         )
         logger.info("%s", worker)
 
@@ -135,7 +138,8 @@ class Worker:
         self._released = set()
         results = self._reads.poll()
         for result in results:
-            self.stats.record(result)
+            self.stats.record_read(result)
+        self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
         failed = {result.request for result in results if result.error is not None}

@@ -473,6 +473,31 @@ def served(start: Callable[..., Server]) -> Outcome:
     return answers, [*agreed(tokens, prefill, decode), *right]
 
 
+def beside(start: Start) -> Outcome:
+    """Both engines have other connectors too, which store what was computed or read: that has to be right later.
+
+    Each prompt is computed and read, then asked of decode without a handoff, and then computed and read again. Blocks
+    are free long before a lease ends, whoever has loaded a request. A third engine without other connectors tells
+    what is right.
+    """
+    prefill, decode, other = start("prefill").ready(), start("decode").ready(), start("decode", alone=True).ready()
+    tokens = prompts(60, (*LENGTHS, 150, 300))
+    answers = [moved(prefill, decode, [prompt])[0] for prompt in tokens]
+    idle(prefill, decode)
+    decode.forget(stored=False)
+    again = decode.generate(tokens, TOKENS)
+    if sum(answer.cached for answer in again) < 300:
+        raise AssertionError("void: the other connectors have stored nothing on decode")
+    for engine in (prefill, decode):
+        engine.forget(stored=False)
+    computed = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    if sum(answer.cached for answer in computed) < 300:
+        raise AssertionError("void: the other connectors have stored nothing on prefill")
+    answers += [*again, *decode.generate(tokens, TOKENS, [offered(answer) for answer in computed])]
+    idle(prefill, decode)
+    return answers, agreed(tokens, other) * 3
+
+
 def flipped(start: Start) -> Outcome:
     """Decode verifies what it has read. One bit of a request's cache is flipped before it does: the request fails.
 
