@@ -24,16 +24,15 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # It is registered already if a module path has loaded it before.
+    # It is registered already if a module path has loaded the class before.
     with suppress(ValueError):
         KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
 
 
 def __getattr__(name: str) -> Any:
-    """Return the connector. Whoever finds it by the module path gets its name registered."""
+    """Return the connector, whose module loads when it is first asked for."""
     if name != CONNECTOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvplan_nixl.vllm.connector import KvplanConnector
 
-    register()
     return KvplanConnector

@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan_nixl.vllm import register
 from kvplan_nixl.vllm.metadata import (
     KvplanHandshakeMetadata,
     KvplanMetadata,
@@ -178,3 +179,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Wait for nothing: no layer is saved."""
+
+
+# MultiConnector asks for the class by its name, also where vLLM loads no plugins.
+register()

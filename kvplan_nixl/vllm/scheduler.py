@@ -119,9 +119,21 @@ class Scheduler:
         self._others = others
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
-        """Serve the envelopes of all workers to other engines, if this one is a producer."""
+        """Serve the envelopes of all workers to other engines, if this one is a producer.
+
+        Raises ``WORKER`` where another connector's took their place: vLLM's MultiConnector passes
+        on what the first of its connectors has.
+        """
         if not self._transfer.is_kv_producer:
             return
+        if not envelopes:
+            raise KVPlanError(
+                "WORKER",
+                "serve the offers of an engine",
+                expected="one of each worker",
+                got="none",
+                hint="name KvplanConnector before other connectors that shake hands",
+            )
         settings = self._settings
         assert self._transfer.engine_id is not None
         self._listener = Listener(

@@ -30,7 +30,11 @@ class Beside(NamedTuple):
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+    "kv_connector_extra_config": {
+        "spec_name": "MemoryOffloadingSpec",
+        "spec_module_path": "tests.engines.memory_offloading",
+        "cpu_bytes_to_use": 1 << 28,
+    },
 }
 EXAMPLE = {
     "kv_connector": "ExampleConnector",
@@ -104,15 +108,15 @@ PAIRS = {
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
     "llama 32->64, before offloading": Pair(
         "llama",
-        side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
-        side(64, **CACHED, beside=Beside(after=(OFFLOADING,))),
+        side(32, beside=Beside(after=(OFFLOADING,))),
+        side(64, **FEW, beside=Beside(after=(OFFLOADING,))),
         "beside",
         lease_s=600,
     ),
     "llama 32->64, after offloading": Pair(
         "llama",
-        side(32, **CACHED, beside=Beside(before=(OFFLOADING,))),
-        side(64, **CACHED, beside=Beside(before=(OFFLOADING,))),
+        side(32, beside=Beside(before=(OFFLOADING,))),
+        side(64, **FEW, enable_prefix_caching=True, beside=Beside(before=(OFFLOADING,))),
         "beside",
         lease_s=600,
     ),

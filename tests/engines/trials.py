@@ -481,8 +481,8 @@ def beside(start: Start) -> Outcome:
     what is right.
     """
     prefill, decode, other = start("prefill").ready(), start("decode").ready(), start("decode", alone=True).ready()
-    tokens = prompts(60, (*LENGTHS, 150, 300))
-    answers = [moved(prefill, decode, [prompt])[0] for prompt in tokens]
+    tokens = prompts(60, (*LENGTHS, 150, 300) * 2)
+    answers = moved(prefill, decode, tokens)
     idle(prefill, decode)
     decode.forget(stored=False)
     again = decode.generate(tokens, TOKENS)
