@@ -52,13 +52,17 @@ FOLDER = Path("build/engines")  # models and engines' logs
 
 
 def combined(transfer: dict[str, Any], beside: Beside, folder: Path) -> dict[str, Any]:
-    """Returns vLLM's setting of a connector with others before and after it. They may store files in a folder."""
+    """Returns vLLM's setting of a connector with others before and after it. They may store files in a folder.
+
+    Where it is found by its name alone, vLLM needs the plugin of what is installed.
+    """
     if not (beside.before or beside.after):
         return transfer
     folder.mkdir(parents=True)
     others = json.loads(json.dumps([beside.before, beside.after]).replace("FOLDER", str(folder.absolute())))
     ours = ("kv_load_failure_policy", "engine_id")  # those of the whole engine
-    own = {name: value for name, value in transfer.items() if name not in ours}
+    left_out = (*ours, beside.by_name and "kv_connector_module_path")
+    own = {name: value for name, value in transfer.items() if name not in left_out}
     return {
         **{name: value for name, value in transfer.items() if name in ours},
         "kv_connector": "MultiConnector",
@@ -98,12 +102,13 @@ def judge(pair_name: str, connector: str) -> str:
                 **({"engine_id": name} if name else {}),
             }
             log = FOLDER / "logs" / f"{pair_name} {connector} {side} {len(engines)}.log".replace(" ", "_")
-            if not alone:
+            if not alone and connector != "nothing":
                 transfer = combined(transfer, beside, stored / f"{len(engines)}")
             named = {"model": str(FOLDER / model), "kv_transfer_config": transfer}
             everything = {**ENGINE, **named, **settings}
             if served:
-                left_out = {"skip_tokenizer_init", "disable_log_stats", connector == "kvplan" and "kv_transfer_config"}
+                is_of_guide = connector == "kvplan" and transfer["kv_connector"] != "MultiConnector"
+                left_out = {"skip_tokenizer_init", "disable_log_stats", is_of_guide and "kv_transfer_config"}
                 everything = {key: value for key, value in everything.items() if key not in left_out}
                 engines.append(Server("vllm", side, everything, log))
             else:

@@ -25,6 +25,7 @@ class Beside(NamedTuple):
 
     before: tuple[dict[str, Any], ...] = ()
     after: tuple[dict[str, Any], ...] = ()
+    by_name: bool = False
 
 
 OFFLOADING = {
@@ -106,6 +107,13 @@ PAIRS = {
     ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
+    "llama, vllm serve, before offloading": Pair(
+        "llama",
+        {"beside": Beside(after=(OFFLOADING,), by_name=True)},
+        {"beside": Beside(after=(OFFLOADING,), by_name=True)},
+        "served_beside",
+        lease_s=600,
+    ),
     "llama 32->64, before offloading": Pair(
         "llama",
         side(32, beside=Beside(after=(OFFLOADING,))),

@@ -317,9 +317,7 @@ def recorded() -> KvplanStats:
     """Statistics with something of each kind."""
     stats = KvplanStats()
     stats.record_read(
-        ReadResult(
-            "direct", num_bytes=3000, seconds=0.3, post_seconds=0.002, transfer_seconds=0.06, num_descriptors=12
-        )
+        ReadResult("direct", num_bytes=3000, seconds=0.3, post_seconds=0.002, transfer_seconds=0.06, num_descriptors=12)
     )
     stats.record_read(ReadResult("staged", num_bytes=5000, seconds=0.5, transfer_seconds=0.2, is_staged=True))
     error = KVPlanError("LEASE", "read", expected="a lease", got="none")
@@ -392,7 +390,9 @@ def families() -> dict[str, Any]:
 
 def bounds(family: Any) -> list[str]:
     """The upper bounds of a histogram's buckets."""
-    return [sample.labels["le"] for sample in family.samples if sample.labels.get("le") and "1" in sample.labels["engine"]]
+    return [
+        sample.labels["le"] for sample in family.samples if sample.labels.get("le") and "1" in sample.labels["engine"]
+    ]
 
 
 def test_metrics_are_those_of_nixl_connector_and_more(registry: None) -> None:
