@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvplan.connector import HandshakeResult, ReadResult
 
+# the upper bounds of NixlConnector's buckets
 POST_SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 SECONDS: Final = POST_SECONDS[1:]
 BYTES: Final = tuple(2.0**power for power in range(11, 35, 2))
@@ -48,6 +49,7 @@ class Metric:
 
 
 METRICS: Final = (
+    # those of NixlConnector
     Metric(
         "vllm:nixl_xfer_time_seconds",
         ("transfer_duration",),
@@ -92,6 +94,7 @@ METRICS: Final = (
         ("num_notifications_after_expiry",),
         "Claims and questions that came to prefill when the lease was over. Their requests fail.",
     ),
+    # those of kvplan alone, of reads
     Metric(
         "vllm:kvplan_read_time_seconds",
         ("read_duration",),
@@ -114,6 +117,7 @@ METRICS: Final = (
         "Requests that could not be read, by the code of the error, counted by each worker.",
         label="code",
     ),
+    # of handshakes, one for each engine that a worker meets
     Metric(
         "vllm:kvplan_handshake_time_seconds",
         ("handshake_duration",),
@@ -131,6 +135,7 @@ METRICS: Final = (
         ("num_failed_handshakes",),
         "Handshakes that failed, counted by each worker.",
     ),
+    # and of claims, in the scheduler
     Metric(
         "vllm:kvplan_num_claims",
         ("num_claims",),
@@ -152,6 +157,7 @@ class KvplanStats(KVConnectorStats):
     """Observations of one part of the connector since they were last taken, in lists by key."""
 
     def __post_init__(self) -> None:
+        # what has been counted of totals that others keep
         self._totals: dict[str, int] = {}
         if not self.data:
             self.reset()
@@ -259,6 +265,7 @@ class KvplanPromMetrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for metric, collector in zip(METRICS, self._collectors, strict=True):
             observations = [item for key in metric.keys for item in transfer_stats_data[key]]
+            # values of a label are not known before
             if metric.label:
                 for value in observations:
                     collector.labels(*labels, value).inc()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,7 +285,7 @@ def test_workers_name_the_connectors_beside_this_one(monkeypatch: pytest.MonkeyP
 def test_a_prefill_engine_without_offers_stops(start: Start) -> None:
     """MultiConnector passes on what the first connector's workers send: where that is another's, nobody could read."""
     multi = MultiConnector(config_of(ORDERS[1]), KVConnectorRole.SCHEDULER, cache_of(None))
-    with pytest.raises(KVPlanError, match="WORKER: cannot serve the offers of an engine: expected .* got none"):
+    with pytest.raises(KVPlanError, match=r"WORKER: cannot serve the offers of an engine: expected .* got none"):
         multi.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
 
 
@@ -443,6 +445,12 @@ def test_prometheus_scrapes_what_was_recorded(registry: None, order: tuple[str, 
     }
     assert {name: float(scraped[f'{name}{{engine="1",}}']) for name in expected} == pytest.approx(expected)
     assert scraped['kvplan_num_failed_reads_total{code="LEASE",engine="1",}'] == "1.0"
+
+
+def test_the_guide_has_all_metrics() -> None:
+    """Its table has each one once, counters with the ending that Prometheus gives them."""
+    names = re.findall(r"^\| `(vllm:\S+)` \|", Path("docs/how-to/vllm.md").read_text(), re.MULTILINE)
+    assert names == [metric.name + ("" if metric.buckets else "_total") for metric in METRICS]
 
 
 def test_statistics_have_the_keys_of_nixl_connector() -> None:
