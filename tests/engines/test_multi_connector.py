@@ -165,7 +165,7 @@ def handed_over(multi: MultiConnector) -> dict[str, Any]:
     is_kept, params = multi.request_finished_all_groups(request, blocks_of().get_block_ids())
     assert is_kept
     assert params is not None
-    return params
+    return dict(params)
 
 
 def step(multi: MultiConnector) -> MultiKVConnectorMetadata:
@@ -254,12 +254,12 @@ def test_blocks_stay_for_all_that_keep_them(start: Start, order: tuple[str, ...]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_digests_reach_the_scheduler(start: Start, order: tuple[str, ...]) -> None:
+def test_digests_reach_the_scheduler(start: Start, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]) -> None:
     """What kvplan's workers tell its scheduler comes back from among what other connectors' workers tell theirs."""
     multi, own, _ = start(order)
     asked = DigestRequest.of("lease", {"group0": (0, 16)})
     taken: list[Any] = []
-    own._scheduler.take_digests = taken.append
+    monkeypatch.setattr(own._scheduler, "take_digests", taken.append)
     of_ranks = []
     for rank in range(2):
         metadata: list[Any] = [None, None]
@@ -374,7 +374,7 @@ def test_what_was_taken_does_not_grow() -> None:
     assert stats.take() is None
 
 
-ENGINES = {0: ["model", "0"], 1: ["model", "1"]}
+ENGINES: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
 TYPES: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
 
 
