@@ -99,8 +99,10 @@ def _style() -> str:
     Its colours are literal, since many programs know neither variables nor media, and the dark
     scheme comes on top. Of two rules for one element, the later one counts.
     """
+    # The dark scheme states the same rules again, with other colours.
     schemes = SCHEME_STYLE % LIGHT
     schemes += f"@media (prefers-color-scheme: dark) {{\n{SCHEME_STYLE % DARK}}}\n"
+    # Cells have a fill of their own, which the colour of a worker has to replace.
     colours = ""
     for number, colour in enumerate(WORKER_COLOURS):
         colours += f".kvplan .c{number}, .kvplan .cell .c{number} {{ fill: {colour} }}\n"
