@@ -228,7 +228,16 @@ class Scheduler:
         if stop > handoff.num_tokens or (self._states and stop != handoff.num_tokens):
             expected = f"{'exactly' if self._states else 'at least'} {stop} positions"
             got = f"{handoff.num_tokens} computed by {handoff.source}"
-            raise KVPlanError("TOKENS", f"read request {request!r}", expected=expected, got=got)
+            raise KVPlanError(
+                "TOKENS",
+                f"read request {request!r}",
+                expected=expected,
+                got=got,
+                hint="prefill and decode get the same prompt",
+                stop=stop,
+                num_tokens=handoff.num_tokens,
+                source=handoff.source,
+            )
         local = self._tables(ids)
         tokens = (reading.num_cached, stop)
         positions = dict[str, WholeBlocks]()
