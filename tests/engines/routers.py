@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -199,14 +200,13 @@ def ask(port: int, path: str, body: Mapping[str, Any]) -> Answer:
 def answers(port: int, tokens: list[list[int]], is_chat: bool, is_stream: bool) -> list[Answer]:
     """The answers to prompts that are asked together."""
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
-    common = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": is_stream}
+    common: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": is_stream}
     common["model"] = f"{FOLDER / MODEL}"
-    bodies = []
-    for prompt in tokens:
-        asked: Any = {"prompt": text(prompt)}
-        if is_chat:
-            asked = {"messages": [{"role": "user", "content": text(prompt)}]}
-        bodies.append({**common, **asked})
+    said = [text(prompt) for prompt in tokens]
+    if is_chat:
+        bodies = [{**common, "messages": [{"role": "user", "content": words}]} for words in said]
+    else:
+        bodies = [{**common, "prompt": words} for words in said]
     with ThreadPoolExecutor(len(bodies)) as pool:
         return [*pool.map(lambda body: ask(port, path, body), bodies)]
 
@@ -256,10 +256,10 @@ def judge(name: str, connector: str, tokens: list[list[int]], right: list[list[i
                 wait_for(port, process)
             start(router.command(place, ports[:2], ports[2:]), {**environment(0), **own}, "router")
         until_right(place.port, processes, prompts(51, (7,))[0])
-        verdicts = []
-        for is_chat in (False, True):
-            for is_stream in (False, True):
-                verdicts.append(verdict(answers(place.port, tokens, is_chat, is_stream), right))
+        verdicts = [
+            verdict(answers(place.port, tokens, is_chat, is_stream), right)
+            for is_chat, is_stream in ((False, False), (False, True), (True, False), (True, True))
+        ]
         processes[0].kill()
         after = [answers(place.port, tokens, is_chat=False, is_stream=False) for _ in range(3)]
         wrong = sum(
@@ -274,8 +274,6 @@ def judge(name: str, connector: str, tokens: list[list[int]], right: list[list[i
 
 def wait_for(port: int, process: Process) -> None:
     """Waits until an engine listens."""
-    import socket
-
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         process.check()

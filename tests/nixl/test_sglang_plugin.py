@@ -39,7 +39,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     registry, choices = Registry(), ["mooncake", "nixl"]
     backends = enum.Enum("TransferBackend", {"MOONCAKE": "mooncake", "NIXL": "nixl"})  # type: ignore[misc]
     kinds = SimpleNamespace(AROUND="around", AFTER="after")
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "sglang.srt.arg_groups.choices": {"add_disagg_transfer_backend_choices": choices.extend},
         "sglang.srt.disaggregation.utils": {"TransferBackend": backends},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
