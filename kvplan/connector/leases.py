@@ -2,7 +2,8 @@
 
 - L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its claim;
   each renewal lasts for ``lease_s``. So the first lease can be short, however long a request waits
-  at its reader, and a reader that dies holds blocks no longer than that.
+  at its reader, and a reader that dies holds blocks no longer than that. It may also be longer, if
+  the reader is a request that nobody has sent yet.
 - L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the
   last claim, so readers of one request all claim it before the first of them is done.
 - L3: A lease that is over stays over. No claim brings it back, since its blocks may be another
@@ -81,13 +82,17 @@ class Leases:
         self._done: list[str] = []
         self._num_granted = 0
 
-    def grant(self, request: str) -> str:
-        """Keep the blocks of a request, and return the name by which readers know the lease."""
+    def grant(self, request: str, first_s: float | None = None) -> str:
+        """Keep the blocks of a request, and return the name by which readers know the lease.
+
+        The first lease is of ``first_s``, or of ``lease_s``.
+        """
         name(request, "name of a request")
+        duration_s = self.lease_s if first_s is None else seconds(first_s, "first_s")
         with self._lock:
             # a name of its own, also if the request is lent again, by rule L3
             lease = f"{request} {self._num_granted:x}"
-            self._leases[lease] = _Lease(request, self._clock() + self.lease_s)
+            self._leases[lease] = _Lease(request, self._clock() + duration_s)
             self._num_granted += 1
         return lease
 

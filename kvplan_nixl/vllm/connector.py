@@ -57,6 +57,11 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = Worker(vllm_config, kv_cache_config)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Return yes: a read has the state after its last position, whatever states are cached."""
+        return True
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Ask for heads outside tokens: the longest runs if engines divide heads differently."""

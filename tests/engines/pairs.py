@@ -36,6 +36,11 @@ CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 16}  # prompts are comp
 ASYNC = {"async_scheduling": True}
 CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}  # all are soon used
 BOTH: dict[str, Any] = {**CACHED, "kv_role": "kv_both"}  # either engine is prefill and decode
+TURNS: dict[str, Any] = {
+    **CACHED,
+    "num_gpu_blocks_override": 128,
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 60},
+}  # prefill reads from decode, too
 FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
@@ -105,6 +110,10 @@ PAIRS = {
         side(64, **BOTH),
         "conversation",
     ),
+    "llama, to and fro": Pair("llama", side(**TURNS), side(**TURNS), "turns"),
+    "llama 32<->64 TP 1<->2, to and fro": Pair("llama", side(32, **TURNS), side(64, tp=2, **TURNS), "turns"),
+    "gemma-3 64<->32, to and fro": Pair("gemma-3", side(64, **TURNS), side(32, **TURNS), "turns"),
+    "granite-hybrid, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
     "llama, another prompt": Pair(
         "llama",
         side(),

@@ -342,6 +342,74 @@ def conversation(start: Start) -> Outcome:
     return answers, separate(tokens, computing, reading)
 
 
+CONVERSATIONS = 4
+TURNS = ((110, 70, 33, 7), (30, 64, 1, 90), (40, 2, 31, 32), (30, 30, 30, 30), (35, 65, 5, 129))
+"""New tokens in each turn of each conversation."""
+
+
+def used(start: Start) -> tuple[Engine, Engine]:
+    """Starts prefill and decode, and fills all blocks of both once with other prompts."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    for engine in (prefill, decode):
+        engine.generate(prompts(25, (400,) * 8), 1)
+    return prefill, decode
+
+
+def turn(prefill: Engine, decode: Engine, said: list[list[int]], handoffs: list[Any]) -> list[Answer]:
+    """Prefill computes what handoffs of the last turn lack, and decode answers with handoffs for the next one."""
+    computed = prefill.generate(said, 1, handoffs)
+    for answer, handoff in zip(computed, handoffs, strict=True):
+        if answer.cached < (num_tokens := handoff.get("remote_num_tokens") or 0):
+            raise AssertionError(f"void: prefill has read {answer.cached} of {num_tokens} tokens")
+    return loaded(decode.generate(said, TOKENS, [offered(answer) for answer in computed]), said)
+
+
+def turns(start: Start) -> Outcome:
+    """Four conversations at a time, of five turns: prefill reads from decode what was said, decode from prefill.
+
+    Prefill then answers the last time itself.
+    """
+    prefill, decode = used(start)
+    said: list[list[int]] = [[]] * CONVERSATIONS
+    handoffs: list[Any] = [ASK] * CONVERSATIONS
+    tokens: list[list[int]] = []
+    answers: list[Answer] = []
+    for seed, lengths in enumerate(TURNS, start=60):
+        said = [[*before, *new] for before, new in zip(said, prompts(seed, lengths), strict=True)]
+        answered = turn(prefill, decode, said, handoffs)
+        tokens += said
+        answers += answered
+        said = [[*before, *answer.tokens] for before, answer in zip(said, answered, strict=True)]
+        handoffs = [offered(answer) for answer in answered]
+    last = [{**handoff, "do_remote_prefill": True, "do_remote_decode": False} for handoff in handoffs]
+    answers += loaded(prefill.generate(said, TOKENS, last), said)
+    tokens += said
+    idle(prefill, decode)
+    return answers, separate(tokens, prefill, decode)
+
+
+def rewritten(start: Start) -> Outcome:
+    """The next prompt has another text in place of the answer, or is the last one once more: what it shares is read.
+
+    Prefill computes the rest. With the handoff of another conversation it fails.
+    """
+    prefill, decode = used(start)
+    said = prompts(65, (100, 130, 40, 101))
+    answered = turn(prefill, decode, said, [ASK] * len(said))
+    handoffs = [offered(answer) for answer in answered]
+    others = prompts(66, (60, 20, 9, 120))
+    following = [[*said[0], *others[0]], said[1], [*said[2], *others[2]], others[3]]
+    computed = prefill.generate(following, 1, handoffs)
+    failed = computed.pop()
+    shared = [len(prompt) - (prompt is following[1]) for prompt in said[:3]]
+    read = decode.generate(following[:3], TOKENS, [offered(answer) for answer in computed])
+    for answer in decode.generate(following[:3], 1, [offered(answer) for answer in read]):
+        pass
+    idle(prefill, decode)
+    right = separate([*said, *following[:3]], prefill, decode)
+    return [*answered, *read, failed], [*right, []]
+
+
 def another_prompt(start: Start) -> Outcome:
     """Decode is sent prompts with the handoff of another prompt of the same length: they fail.
 
