@@ -17,6 +17,9 @@ PORT_END: Final = 1 << 16
 MAX_TABLE_IDS: Final = 1 << 22
 """Blocks of one group that a handoff may list: a request of 64 million tokens in blocks of 16."""
 
+MAX_PREFIXES: Final = 16
+"""Digested prefixes of a prompt that a handoff may have: a reader digests its own prompt as often."""
+
 GAP: Final = -1
 """The id at a gap of a table, in JSON."""
 
@@ -192,7 +195,11 @@ def _read_table(values: Any) -> Blocks:
 def _read_prefixes(values: Any) -> dict[int, str]:
     """Read pairs of a number of tokens and their digest. Raises ``TYPE`` or ``RANGE``."""
     prefixes = dict[int, str]()
-    for pair in members(list, values, "remote_prefixes"):
+    pairs = members(list, values, "remote_prefixes")
+    if len(pairs) > MAX_PREFIXES:
+        expected = f"at most {MAX_PREFIXES} prefixes"
+        raise KVPlanError("RANGE", "read a handoff", expected=expected, got=f"{len(pairs)}")
+    for pair in pairs:
         if len(pair) != 2:
             raise wrong_type("a prefix", "[number of tokens, digest]", pair)
         prefixes[integer(pair[0], "length of a prefix", high=POSITION_END)] = pair[1]

@@ -36,11 +36,13 @@ CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 16}  # prompts are comp
 ASYNC = {"async_scheduling": True}
 CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}  # all are soon used
 BOTH: dict[str, Any] = {**CACHED, "kv_role": "kv_both"}  # either engine is prefill and decode
-TURNS: dict[str, Any] = {
-    **CACHED,
-    "num_gpu_blocks_override": 128,
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 60},
-}  # prefill reads from decode, too
+TO_AND_FRO = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 60}  # prefill reads from decode, too
+NEXT_TURN: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 100,
+    "kv_connector_extra_config": TO_AND_FRO,
+}
+TURNS: dict[str, Any] = {**NEXT_TURN, "kv_connector_extra_config": {**TO_AND_FRO, "kv_recompute_threshold": 0}}
 FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
@@ -114,6 +116,11 @@ PAIRS = {
     "llama 32<->64 TP 1<->2, to and fro": Pair("llama", side(32, **TURNS), side(64, tp=2, **TURNS), "turns"),
     "gemma-3 64<->32, to and fro": Pair("gemma-3", side(64, **TURNS), side(32, **TURNS), "turns"),
     "granite-hybrid, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
+    "llama 64<->32, answer rewritten": Pair("llama", side(64, **NEXT_TURN), side(32, **NEXT_TURN), "rewritten"),
+    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"),
+    "granite-hybrid, answer rewritten": Pair(
+        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"
+    ),
     "llama, another prompt": Pair(
         "llama",
         side(),

@@ -364,11 +364,15 @@ def turn(prefill: Engine, decode: Engine, said: list[list[int]], handoffs: list[
     return loaded(decode.generate(said, TOKENS, [offered(answer) for answer in computed]), said)
 
 
-def turns(start: Start) -> Outcome:
-    """Four conversations at a time, of five turns: prefill reads from decode what was said, decode from prefill.
+def farewell(engine: Engine, said: list[list[int]], answered: list[Answer]) -> tuple[list[list[int]], list[Answer]]:
+    """Lets an engine go on with conversations itself, from decode's handoffs: their prompts, and its answers."""
+    following = [[*before, *answer.tokens] for before, answer in zip(said, answered, strict=True)]
+    last = [{**offered(answer), "do_remote_prefill": True, "do_remote_decode": False} for answer in answered]
+    return following, loaded(engine.generate(following, TOKENS, last), following)
 
-    Prefill then answers the last time itself.
-    """
+
+def turns(start: Start) -> Outcome:
+    """Four conversations at a time, of five turns: prefill reads from decode what was said, decode from prefill."""
     prefill, decode = used(start)
     said: list[list[int]] = [[]] * CONVERSATIONS
     handoffs: list[Any] = [ASK] * CONVERSATIONS
@@ -376,38 +380,47 @@ def turns(start: Start) -> Outcome:
     answers: list[Answer] = []
     for seed, lengths in enumerate(TURNS, start=60):
         said = [[*before, *new] for before, new in zip(said, prompts(seed, lengths), strict=True)]
-        answered = turn(prefill, decode, said, handoffs)
         tokens += said
+        answered = turn(prefill, decode, said, handoffs)
         answers += answered
+        last = said
         said = [[*before, *answer.tokens] for before, answer in zip(said, answered, strict=True)]
         handoffs = [offered(answer) for answer in answered]
-    last = [{**handoff, "do_remote_prefill": True, "do_remote_decode": False} for handoff in handoffs]
-    answers += loaded(prefill.generate(said, TOKENS, last), said)
-    tokens += said
+    following, ended = farewell(prefill, last, answered)
     idle(prefill, decode)
-    return answers, separate(tokens, prefill, decode)
+    return [*answers, *ended], separate([*tokens, *following], prefill, decode)
 
 
 def rewritten(start: Start) -> Outcome:
-    """The next prompt has another text in place of the answer, or is the last one once more: what it shares is read.
+    """In place of decode's answer, the next prompt has another text, or nothing: prefill reads what it shares.
 
-    Prefill computes the rest. With the handoff of another conversation it fails.
+    It computes the rest, also what is too short to be read. With another conversation's handoff it fails.
     """
+    return next_turns(start, expected_reads=(100, 0, 129, 0))
+
+
+def rewritten_after_window(start: Start) -> Outcome:
+    """The same where decode has no state or window any more from which to go on: prefill computes all."""
+    return next_turns(start, expected_reads=(0, 0, 0, 0))
+
+
+def next_turns(start: Start, expected_reads: tuple[int, ...]) -> Outcome:
+    """A prefill engine that has cached nothing reads from decode, and has to read so many positions."""
     prefill, decode = used(start)
-    said = prompts(65, (100, 130, 40, 101))
+    successor = start("prefill").ready()
+    said = prompts(65, (100, 40, 130, 101))
     answered = turn(prefill, decode, said, [ASK] * len(said))
-    handoffs = [offered(answer) for answer in answered]
-    others = prompts(66, (60, 20, 9, 120))
-    following = [[*said[0], *others[0]], said[1], [*said[2], *others[2]], others[3]]
-    computed = prefill.generate(following, 1, handoffs)
-    failed = computed.pop()
-    shared = [len(prompt) - (prompt is following[1]) for prompt in said[:3]]
-    read = decode.generate(following[:3], TOKENS, [offered(answer) for answer in computed])
-    for answer in decode.generate(following[:3], 1, [offered(answer) for answer in read]):
-        pass
-    idle(prefill, decode)
-    right = separate([*said, *following[:3]], prefill, decode)
-    return [*answered, *read, failed], [*right, []]
+    new = prompts(66, (60, 20, 0, 120))
+    following = [[*before, *more] for before, more in zip([*said[:3], []], new, strict=True)]
+    computed = successor.generate(following, 1, [offered(answer) for answer in answered])
+    if (reads := tuple(answer.cached for answer in computed)) != expected_reads:
+        raise AssertionError(f"void: prefill has read {reads} positions, expected {expected_reads}")
+    *others, failed = computed
+    again = loaded(decode.generate(following[:3], TOKENS, [offered(answer) for answer in others]), following[:3])
+    lasts, ended = farewell(successor, [*following[:3], said[3]], [*again, answered[3]])
+    idle(prefill, decode, successor)
+    right = separate([*said, *following[:3], *lasts], successor, decode)
+    return [*answered, *again, *ended, failed], [*right, []]
 
 
 def another_prompt(start: Start) -> Outcome:
