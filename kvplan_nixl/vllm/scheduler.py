@@ -14,7 +14,6 @@ from typing import Any, Final
 import attrs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -33,7 +32,6 @@ from kvplan.connector import (
     whole_blocks,
 )
 from kvplan.connector.digest import joined
-from kvplan.connector.leases import LEASE_S
 from kvplan.describe.blocks import POSITION_END, Range
 from kvplan_nixl.vllm.description import (
     check_kinds,
@@ -44,6 +42,7 @@ from kvplan_nixl.vllm.description import (
     prompt_of,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -88,11 +87,13 @@ class Scheduler:
     have passed it, an engine that computes for decode stops one token short of the prompt.
     """
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+    ) -> None:
         assert config.kv_transfer_config is not None
         check_kinds(cache)
         self._transfer = config.kv_transfer_config
-        self._port_offset = config.parallel_config.data_parallel_index
+        self._settings = settings
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
@@ -102,11 +103,7 @@ class Scheduler:
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
         self._listener: Listener | None = None
-        self._leases = Leases(float(self._transfer.get_from_extra_config("lease_s", LEASE_S)))
-        setting = self._transfer.get_from_extra_config
-        self._recompute_threshold = int(setting("kv_recompute_threshold", 64))
-        self._offers_turns = bool(setting("bidirectional_kv_xfer", False))
-        self._turn_s = float(setting("decoder_kv_blocks_ttl", 480))
+        self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
         self._num_refused = 0
         self._claims = Claims(logger, send_claims)
@@ -123,18 +120,17 @@ class Scheduler:
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
         """Serve the envelopes of all workers to other engines, if they may read from this one."""
-        if not (self._transfer.is_kv_producer or self._offers_turns):
+        if not (self._transfer.is_kv_producer or self._settings.bidirectional_kv_xfer):
             return
-        host = str(self._transfer.get_from_extra_config("host", get_ip()))
-        port = int(self._transfer.get_from_extra_config("port", 0))
+        settings = self._settings
         assert self._transfer.engine_id is not None
         self._listener = Listener(
             self._transfer.engine_id,
-            host,
+            settings.host,
             envelopes,
             self._leases,
-            port=port and port + self._port_offset,
-            bind=str(self._transfer.get_from_extra_config("bind", host)),
+            port=settings.port,
+            bind=settings.bind or settings.host,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 
@@ -189,7 +185,7 @@ class Scheduler:
         num_tokens = stop - first
         # An engine that computes for another one computes what a handoff lacks, or has little of.
         if reading.handoff is not None and _is_computed(request):
-            is_little = num_tokens < self._recompute_threshold
+            is_little = num_tokens < self._settings.kv_recompute_threshold
             if is_little or self._gap(reading.handoff, (first, stop)) is not None:
                 return 0
         return num_tokens
@@ -361,8 +357,9 @@ class Scheduler:
             RequestStatus.FINISHED_STOPPED,
         )
         is_computed = _is_computed(request)
-        is_wanted = is_computed or (self._offers_turns and params.get("do_remote_prefill"))
-        if not (is_wanted and is_done and any(ids)) or self._listener is None:
+        is_answered = params.get("do_remote_prefill") and self._settings.bidirectional_kv_xfer
+        is_wanted = (is_computed or is_answered) and is_done and any(ids)
+        if not is_wanted or self._listener is None:
             return None
         # A step under way writes the positions of tokens that may not be the request's.
         num_in_flight = request.num_in_flight_tokens
@@ -376,7 +373,8 @@ class Scheduler:
             first_listed = self._first_listed(group, tables[group])
             kept[group] = max(first_listed, read_from.get(group, 0))
         # The next turn of a conversation comes when its user has read the answer.
-        lease = self._leases.grant(request.request_id, None if is_computed else self._turn_s)
+        first_s = None if is_computed else self._settings.decoder_kv_blocks_ttl
+        lease = self._leases.grant(request.request_id, first_s)
         self._lent[request.request_id] = _Lent(lease, tables)
         # The next prompt may have another text in place of the answer.
         num_prompt = request.num_prompt_tokens
