@@ -8,7 +8,16 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from kvplan._checks import check_fields, having, instance, integer, interval, members, name, wrong_type
+from kvplan._checks import (
+    check_fields,
+    having,
+    instance,
+    integer,
+    interval,
+    members,
+    name,
+    wrong_type,
+)
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 
@@ -18,7 +27,7 @@ MAX_TABLE_IDS: Final = 1 << 22
 """Blocks of one group that a handoff may list: a request of 64 million tokens in blocks of 16."""
 
 MAX_PREFIXES: Final = 16
-"""Digested prefixes of a prompt that a handoff may have: a reader digests its own prompt as often."""
+"""Prefixes that a handoff may digest: a reader digests its own prompt as often."""
 
 GAP: Final = -1
 """The id at a gap of a table, in JSON."""

@@ -235,9 +235,7 @@ class Scheduler:
         except KVPlanError as error:
             self._step.refused[request.request_id] = error
 
-    def _read(
-        self, request: str, reading: _Reading, blocks: KVCacheBlocks, stop: int
-    ) -> Read:
+    def _read(self, request: str, reading: _Reading, blocks: KVCacheBlocks, stop: int) -> Read:
         """Return the read of the positions from the cached ones to ``stop``, into all groups.
 
         Raises the reason why the request cannot be read.

@@ -131,6 +131,8 @@ def test_nixl_connectors_settings_are_read_or_refused(vllm: Any) -> None:
     settings = read(vllm, {"kv_lease_duration": 60, "backends": ["UCX", "LIBFABRIC"]})
     assert settings.lease_s == 60
     assert settings.backends == {**UCX, "LIBFABRIC": {}}
+    turns = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 600, "kv_recompute_threshold": 0}
+    assert turns.items() <= attrs.asdict(read(vllm, turns)).items()
     assert refused(vllm, {"lease_s": 60, "kv_lease_duration": 60}).code == "SETTING"
     for name, unsupported in vllm.UNSUPPORTED.items():
         read(vllm, {name: unsupported.default})
