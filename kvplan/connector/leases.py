@@ -45,8 +45,8 @@ class _Lease:
 class EndedLeases:
     """Requests whose blocks may be freed.
 
-    All readers of those in ``done`` are done. Of those in ``late`` nobody has renewed a claim in
-    time.
+    All readers of those in ``done`` are done, or all leases were ended. Of those in ``late`` nobody
+    has renewed a claim in time.
     """
 
     done: tuple[str, ...]
@@ -127,6 +127,12 @@ class Leases:
             if not ending.stands_at(now):
                 self._done.append(self._leases.pop(lease).request)
             return True
+
+    def end_all(self) -> None:
+        """End all leases: what the blocks hold is not to be read any more. Readers are told so."""
+        with self._lock:
+            self._done += [lease.request for lease in self._leases.values()]
+            self._leases.clear()
 
     def take_ended(self) -> EndedLeases:
         """Return the requests whose leases have ended since the last call."""

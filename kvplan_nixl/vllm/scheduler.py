@@ -40,6 +40,7 @@ from kvplan_nixl.vllm.description import (
     groups_of,
     is_state,
     prompt_of,
+    tokens_per_table_block,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
 from kvplan_nixl.vllm.settings import ConnectorSettings
@@ -97,6 +98,9 @@ class Scheduler:
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
+        self._block_sizes = {
+            name: tokens_per_table_block(group, config) for name, group in self._caches.items()
+        }
         self._states = {name for name, group in self._caches.items() if is_state(group)}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
         # the slots after the last position must stay zero if the engine needs them so
@@ -280,7 +284,7 @@ class Scheduler:
         return whole_blocks(
             tokens,
             attended=first_attended(cache, tokens[1]),
-            tokens_per_block=int(cache.kv_cache_spec.block_size),
+            tokens_per_block=self._block_sizes[group],
             listed=listed,
             kept=handoff.kept.get(group, 0),
         )
@@ -291,7 +295,7 @@ class Scheduler:
             lambda block: block.is_null or block.block_hash is not None,
             blocks.blocks[self._groups[group]],
         )
-        return len([*cached]) * int(self._caches[group].kv_cache_spec.block_size)
+        return len([*cached]) * self._block_sizes[group]
 
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
         """Keep a block that is read in part out of the prefix cache.
@@ -399,7 +403,7 @@ class Scheduler:
             first_block = int(blocks.ordinals[gaps[-1] + 1])
         else:
             first_block = blocks.first
-        return first_block * int(self._caches[group].kv_cache_spec.block_size)
+        return first_block * self._block_sizes[group]
 
     def take_step(self) -> KvplanMetadata:
         """Return the work of the workers in this step."""
@@ -417,6 +421,10 @@ class Scheduler:
                 if digest_request.lease in tables_by_lease:
                     step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
+
+    def reset(self) -> None:
+        """Free the blocks of all requests that were handed over: their readers fail."""
+        self._leases.end_all()
 
     def _log_leases(self, ended: EndedLeases) -> None:
         """Log the leases that nobody has claimed, and count the claims that came too late."""

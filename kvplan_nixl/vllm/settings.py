@@ -148,16 +148,22 @@ def _check_default(label: str, value: Any, default: Any, hint: str) -> None:
         )
 
 
-def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine with what vLLM refuses beside NixlConnector, which it knows by its name.
+UNSUPPORTED_BY_ENGINE: Final = MappingProxyType(
+    {
+        "enable_return_routed_experts": (
+            "decode would return the experts of the tokens alone that it computes"
+        ),
+        "enable_sleep_mode": "an engine that wakes up has other memory than it had registered",
+    }
+)
+"""Settings of models that must not be set, and why."""
 
-    Raises ``SETTING``. vLLM's own checks are in vllm/config/vllm.py.
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse an engine that vLLM would let start beside kvplan, and whose answers may be wrong.
+
+    vLLM refuses some of it beside NixlConnector, which it knows by its name. Raises ``SETTING``.
     """
-    if getattr(config.model_config, "enable_return_routed_experts", False):
-        raise KVPlanError(
-            "SETTING",
-            "set enable_return_routed_experts",
-            expected="False",
-            got="True",
-            hint="decode would return the experts of the tokens alone that it computes",
-        )
+    for label, reason in UNSUPPORTED_BY_ENGINE.items():
+        if getattr(config.model_config, label, False):
+            raise KVPlanError("SETTING", f"set {label}", expected="False", got="True", hint=reason)

@@ -117,6 +117,10 @@ class Engine:
         """Empties the prefix cache."""
         self._send("forget")
 
+    def reset(self) -> None:
+        """Empties the prefix cache, and lets no other engine read what was computed before."""
+        self._send("reset")
+
     def held(self) -> tuple[int, int]:
         """How many blocks and how many requests the engine holds."""
         self._send("held")

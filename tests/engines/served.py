@@ -67,13 +67,13 @@ class Server:
         return completed(self.port, prompts, max_tokens)
 
     def num_read(self) -> float:
-        """Positions that the connector has read, by the server's own metrics."""
+        """Positions that the connectors of all its engines have read, by the server's own metrics."""
         with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=TIMEOUT_S) as response:
-            found = re.search(
+            counts = re.findall(
                 r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", response.read().decode(), re.MULTILINE
             )
-        assert found
-        return float(found[1])
+        assert counts
+        return sum(map(float, counts))
 
     def forget(self) -> None:
         """There is no prefix cache."""

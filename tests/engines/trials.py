@@ -456,6 +456,19 @@ def read_twice(start: Start) -> Outcome:
     return [*read, *again], [*right, *unless_failed(again, right)]
 
 
+def reset(start: Start) -> Outcome:
+    """Prefill's caches are reset, as for other weights: what it had computed fails, and its blocks are free."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    lost, others = prompts(67), prompts(68)
+    transfers = [offered(answer) for answer in prefill.generate(lost, 1, [ASK] * len(lost))]
+    prefill.reset()
+    idle(prefill)
+    failed = decode.generate(lost, TOKENS, transfers)
+    read = moved(prefill, decode, others)
+    idle(prefill, decode)
+    return [*failed, *read], [*[[]] * len(lost), *agreed(others, prefill, decode)]
+
+
 def twelve_answers(start: Start) -> Outcome:
     """A request for twelve answers, whose children wait for blocks of decode, while prefill computes others."""
     prefill, decode = start("prefill").ready(), start("decode").ready()
