@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from importlib.metadata import version
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, verdict
@@ -172,7 +171,7 @@ def ask(port: int, path: str, body: Mapping[str, Any]) -> Answer:
                     event = line.decode().removeprefix("data: ").strip()
                     if event.startswith("{"):
                         pieces.append(json.loads(event))
-    except (HTTPError, OSError, ValueError):
+    except (OSError, HTTPException, ValueError):  # an HTTPError is an OSError
         return Answer([], "error", None, 0)
     words = []
     for piece in pieces:
