@@ -49,9 +49,10 @@ def slots(tokens_per_block: int, table: Sequence[int]) -> Iterator[tuple[int, in
         yield position, table[position // tokens_per_block], position % tokens_per_block
 
 
-def kv(layer: int, half: int, head: int, position: int) -> Any:
-    """K (0) or V (1) of a head at a position."""
-    return meaning(f"layers.{layer}.attn", np.int32, kv=half, head=head, token=position, dim=np.arange(DIM))
+def kv(layer: int | str, half: int, head: int, position: int) -> Any:
+    """K (0) or V (1) of a head at a position, in a layer or in one that has a name, as drafts have."""
+    name = layer if isinstance(layer, str) else f"layers.{layer}"
+    return meaning(f"{name}.attn", np.int32, kv=half, head=head, token=position, dim=np.arange(DIM))
 
 
 def latent_of(layer: int, position: int) -> Any:
@@ -60,8 +61,8 @@ def latent_of(layer: int, position: int) -> Any:
 
 
 def values_of(
-    layers: Iterable[int], held: range, tokens_per_block: int, table: Sequence[int]
-) -> Iterator[tuple[int, int, int, int, int, Any]]:
+    layers: Iterable[int | str], held: range, tokens_per_block: int, table: Sequence[int]
+) -> Iterator[tuple[Any, int, int, int, int, Any]]:
     """Layer, K (0) or V (1), the head's place among those held, block, slot and value of all K and V of the request."""
     for layer in layers:
         for position, block, slot in slots(tokens_per_block, table):
