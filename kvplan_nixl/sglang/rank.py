@@ -25,8 +25,9 @@ MIN_POLL_S: Final = 0.001
 """Seconds between two looks at what has ended, however many requests ask."""
 
 
-PAGED_WITH_TOKENS: Final = frozenset({"dsa"})
-"""States, by SGLang's names, with the pages of the tokens: index keys of sparse attention."""
+PAGED_WITH_TOKENS: Final = frozenset({"dsa", "minimax_index_k", "minimax_dense_kv"})
+"""States, by SGLang's names, whose pages are those of the tokens: index keys of sparse attention,
+and K and V of layers without it."""
 
 
 def gather(parallel: Any, value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from tests.engine_memory import (
     DIM,
     GQA,
     HEADS,
+    INDEXED,
     MAMBA1,
     MAMBA2,
     MLA,
@@ -27,6 +28,7 @@ from tests.engine_memory import (
     check,
     fill_index,
     heads,
+    index_of,
     latents_of,
     slots,
     sparse_row,
@@ -65,6 +67,23 @@ class MLATokenToKVPool:
     layer_num: int = 3
     kv_scale_buffer: Any = None
     index_k_with_scale_buffer: Any = None
+
+
+@attrs.frozen
+class KeyPool:
+    """SGLang's pool of keys alone."""
+
+    k_buffer: Any
+
+
+@attrs.frozen
+class MiniMaxSparseKVPool:
+    """SGLang's pools of K and V, and of the index keys of some layers."""
+
+    main_pool: Any
+    index_k_pool: Any
+    index_k_layer_id_mapping: Mapping[int, int]
+    index_kv_pool: Any = None
 
 
 @attrs.frozen
@@ -232,6 +251,45 @@ def test_indexers(zeros: Any) -> None:
     fill_index(keys[0], TABLES["attn"])
     pool = MLATokenToKVPool(latents, 8, layer_num=1, index_k_with_scale_buffer=keys)
     check(SPARSE, [from_sglang(SPARSE, RankInfo("prefill"), pool)])
+
+
+def test_index_keys_beside_k_and_v(zeros: Any) -> None:
+    """Some layers have them, in a pool of their own with the slots of the others; all ranks have the same."""
+    pools = []
+    for rank in range(2):
+        keys = zeros(1, 9 * 8, 1, 6)
+        for position, block, slot in slots(8, TABLES["attn"]):
+            keys[0, block * 8 + slot, 0] = index_of(1, position)
+        main_pool = sglang_nhd(zeros, [0, 1], heads(rank, 2), 8, TABLES["attn"])
+        pools.append(MiniMaxSparseKVPool(main_pool, KeyPool(keys), {1: 0}))
+    workers = [from_sglang(INDEXED, RankInfo("prefill", rank, rank, 2), pools[rank]) for rank in range(2)]
+    check(INDEXED, workers, {"attn": TABLES["attn"]}, tp=4)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (
+            lambda main, keys: MiniMaxSparseKVPool(main, None, {}, KeyPool(keys)),
+            "LAYOUT: cannot read a pool of SGLang: expected index keys alone, got index keys and values",
+        ),
+        (
+            lambda main, keys: MiniMaxSparseKVPool(main, None, {}),
+            "LAYOUT: cannot read the cache of layer 1: expected K and V, or a latent, got index",
+        ),
+        (
+            lambda main, keys: MiniMaxSparseKVPool(main, KeyPool(keys), {0: 0, 1: 0}),
+            "LAYOUT: cannot read the cache of layer 0: expected no indexer in indexed, got one",
+        ),
+    ],
+    ids=["values", "none", "more"],
+)
+def test_index_keys_that_are_refused(zeros: Any, make: Any, text: str) -> None:
+    """Pools with other index keys than those of the model."""
+    main_pool = sglang_nhd(zeros, [0, 1], range(HEADS), 8, TABLES["attn"])
+    with pytest.raises(KVPlanError) as caught:
+        from_sglang(INDEXED, RankInfo("prefill"), make(main_pool, zeros(1, 72, 1, 6)))
+    assert str(caught.value).startswith(text)
 
 
 def test_layers_without_index_keys(zeros: Any) -> None:

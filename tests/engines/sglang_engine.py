@@ -13,6 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__mp_main__":  # in a process that SGLang has started
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    # DP attention asks on a CPU how long a padded sequence is; intel_amx, which SGLang has for that, says the same.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
+
 STANDINS = Path(__file__).with_name("standins")
 
 ENVIRONMENT = {

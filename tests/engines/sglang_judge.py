@@ -160,8 +160,8 @@ PAIRS = {
 
 LONGER = [one + more for one, more in zip(prompts(1), prompts(3), strict=True)]
 PROMPTS = [*LONGER, *(prompt for seed in (1, 2, 4, 5) for prompt in prompts(seed))]
-BURSTS = ("burst", "aborted", "retracted", "paused")
-"""Trials whose prompts are of BURST."""
+BURSTS = {"burst": 200, "aborted": 40, "retracted": 40, "paused": 40}
+"""Trials with prompts of BURST, and how many."""
 
 BURST = prompts(6, [random.Random(0).randrange(2, 300) for _ in range(200)])
 
@@ -355,12 +355,13 @@ class Engines:
 
     def burst(self) -> Outcome:
         """Requests reach both engines at once, more than either has pages for."""
-        _, names = self.submit(BURST)
-        return [self.decode.wait(name) for name in names], self.right(BURST)
+        tokens = BURST[: BURSTS["burst"]]
+        _, names = self.submit(tokens)
+        return [self.decode.wait(name) for name in names], self.right(tokens)
 
     def aborted(self) -> Outcome:
         """Half of the requests are aborted on both engines: some before they are read, some while."""
-        tokens = BURST[:40]
+        tokens = BURST[: BURSTS[self.pair.trial]]
         sent, read = self.submit(tokens)
         for first in (0, 1):
             self.prefill.abort(sent[first::4])
@@ -396,7 +397,7 @@ class Engines:
 
     def retracted(self) -> Outcome:
         """Decode has pages for prompts, not for what it generates, so that it retracts requests while it reads."""
-        tokens = BURST[:40]
+        tokens = BURST[: BURSTS[self.pair.trial]]
         _, names = self.submit(tokens)
         answers = [self.decode.wait(name) for name in names]
         if "Retract requests" not in self.decode.log.read_text():
@@ -408,7 +409,7 @@ class Engines:
         prefill, decode = self.prefill, self.decode
         assert isinstance(prefill, SglangEngine)
         assert isinstance(decode, SglangEngine)
-        tokens = BURST[:40]
+        tokens = BURST[: BURSTS[self.pair.trial]]
         _, names = self.submit(tokens)
         for engine in (decode, prefill):
             time.sleep(0.3)
@@ -487,14 +488,14 @@ def room_at(host: str, port: int, room: int) -> dict[str, Any]:
 
 def alone(pair: Pair) -> dict[tuple[int, ...], Answer]:
     """What one SGLang that neither sends nor receives generates of each prompt of a pair's trials."""
-    return _alone(pair.model, pair.trial if pair.trial in FIELDS else "", pair.trial in BURSTS)
+    return _alone(pair.model, pair.trial if pair.trial in FIELDS else "", BURSTS.get(pair.trial, 0))
 
 
 @cache
-def _alone(model: str, trial: str, is_burst: bool) -> dict[tuple[int, ...], Answer]:
+def _alone(model: str, trial: str, num_burst: int) -> dict[tuple[int, ...], Answer]:
     settings = {"model_path": str(FOLDER / model), "page_size": 1, "port": free_port(), **ALIKE.get(trial, {})}
     engine = SglangEngine(settings, FOLDER / "logs/alone.log")
-    tokens = [*PROMPTS, *BURST] if is_burst else PROMPTS
+    tokens = [*PROMPTS, *BURST[:num_burst]]
     # the fields that each prompt of a seed has in a trial
     fields = FIELDS.get(trial, [{}])
     in_turn = [fields[number % len(LENGTHS) % len(fields)] for number in range(len(tokens))]
