@@ -18,6 +18,7 @@ from tests.engine_memory import (
     DIM,
     GQA,
     HEADS,
+    INDEXED,
     MAMBA2,
     MLA,
     SLIDING,
@@ -25,6 +26,7 @@ from tests.engine_memory import (
     TABLES,
     check,
     heads,
+    index_of,
     latents_of,
     meaning,
     slots,
@@ -114,6 +116,17 @@ def test_index_keys() -> None:
             first_page[start : start + size] = torch.from_numpy(value)
         pool.index_key_cache.move(torch.tensor([block * 64 + slot]), torch.tensor([0]))
     check(SPARSE, [from_sglang(SPARSE, INFO, pool)], {"attn": [2]})
+
+
+def test_index_keys_beside_k_and_v() -> None:
+    """MiniMax-M3's pool, of which layer 1 has index keys."""
+    sizes = {"head_num": HEADS, "head_dim": DIM, "idx_head_dim": 6, "start_layer": 0, "end_layer": 2}
+    layers = {"dense_layer_ids": [0], "sparse_layer_ids": [1], "disable_value_sparse_layer_ids": [1]}
+    pool = memory_pool.MiniMaxSparseKVPool(SIZE, 8, torch.int32, device="cpu", **sizes, **layers)
+    write(pool.main_pool, range(2), range(HEADS), 8, TABLES["attn"])
+    for position, block, slot in slots(8, TABLES["attn"]):
+        pool.get_index_k_buffer(1)[block * 8 + slot, 0] = torch.from_numpy(index_of(1, position))
+    check(INDEXED, [from_sglang(INDEXED, INFO, pool)], {"attn": TABLES["attn"]})
 
 
 def test_sliding_layers() -> None:
