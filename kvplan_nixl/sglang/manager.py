@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -17,13 +16,12 @@ from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
+from kvplan_nixl.sglang.settings import settings_of
 from kvplan_nixl.weights import weights_of
-
-STAGING_BYTES: Final = 64 << 20
-"""Bytes of a rank's staging region on decode."""
 
 STATE_KINDS: Final = PAGED_WITH_TOKENS | {"swa", "mamba"}
 """The parts of a cache besides K and V or latents that are transferred, by SGLang's names."""
@@ -55,12 +53,13 @@ class Manager(BaseKVManager):
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self.kv_args = args
-        self._settings = server_args
+        self._server_args = server_args
         self._is_prefill: bool = mode.value == "prefill"
         self._caches_prefixes = bool(
             getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
         )
         self._timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        self._settings = settings_of()
         self.prefill_info_table: dict[str, Any] = {}
 
     def register_to_bootstrap(self) -> None:
@@ -77,7 +76,7 @@ class Manager(BaseKVManager):
         Raises ``LAYOUT`` for an engine that the plugin does not serve.
         """
         for setting, expected in UNSERVED.items():
-            _require(setting, expected, getattr(self._settings, setting, expected))
+            _require(setting, expected, getattr(self._server_args, setting, expected))
         parallel = get_parallel()
         for width in ("attn_dcp_size", "attn_cp_size"):
             _require(width, 1, getattr(parallel, width))
@@ -90,24 +89,25 @@ class Manager(BaseKVManager):
         info = _rank_info(parallel)
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
-        key = os.environ.get("KVPLAN_KEY", "").encode()
+        settings = self._settings
+        if settings.port:
+            # the ranks of DP, with or without DP attention, listen side by side
+            dp_rank = parallel.attn_dp_rank or self.kv_args.system_dp_rank or 0
+            settings = attrs.evolve(settings, port=settings.port + dp_rank)
         # Only a reader stages.
-        staging_bytes = 0
-        if not self._is_prefill:
-            staging_bytes = int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
-        worker, copier = with_staging(worker, staging_bytes)
+        worker, copier = with_staging(worker, 0 if self._is_prefill else settings.staging_bytes)
         memory = RankMemory(
             args=self.kv_args,
             info=info,
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
             windows=windows,
-            executor=NixlExecutor(worker, key=key),
+            executor=NixlExecutor(worker, settings.backends, key=settings.key),
         )
         if self._is_prefill:
-            self.rank = PrefillRank(memory, partial(gather, parallel))
+            self.rank = PrefillRank(memory, partial(gather, parallel), settings)
         else:
-            self.rank = DecodeRank(memory, queue, copier, key, self._timeout_s)
+            self.rank = DecodeRank(memory, queue, copier, settings, self._timeout_s)
         logger.info("%s", worker)
 
     def _describe(self, queue: Any, info: RankInfo, parallel: Any) -> Worker:
@@ -123,7 +123,7 @@ class Manager(BaseKVManager):
         full_pool = getattr(pool, "full_kv_pool", pool)
         has_scales = getattr(full_pool, "dsa_kv_cache_store_fp8", False)
         dtype = None if has_scales else pool.dtype
-        model = _model(queue.scheduler.model_config, draft_pool is not None)
+        model = _model(queue.scheduler.model_config, self._settings, draft_pool is not None)
         model = model.with_dtypes(_dtype_name(dtype), _dtype_name(state_dtype))
         worker = from_sglang(model, info, pool, draft_pool)
         _require("num_groups", 1 + len(self._table_kinds()), len(worker.groups))
@@ -171,7 +171,7 @@ def _rank_info(parallel: Any) -> RankInfo:
     return RankInfo(engine_id, rank, tp_group.rank_in_group, tp_group.world_size)
 
 
-def _model(config: Any, has_draft: bool) -> Model:
+def _model(config: Any, settings: Settings, has_draft: bool) -> Model:
     """Return the model by its files: SGLang writes into the configuration that it has read.
 
     If a draft of it has a cache, the model has its layers: of the same files, or of a draft model.
@@ -183,10 +183,11 @@ def _model(config: Any, has_draft: bool) -> Model:
         return contents
 
     def weights(path: str, revision: str | None) -> str:
-        return os.environ.get("KVPLAN_WEIGHTS") or weights_of(path, revision)
+        return settings.weights or weights_of(path, revision)
 
     files = (config.model_path, config.revision)
-    name = f"{get_serving().served_model_name}, weights {weights(*files)}"
+    model_name = settings.model or get_serving().served_model_name
+    name = f"{model_name}, weights {weights(*files)}"
     if not has_draft:
         return Model.from_config(fields(*files), name)
     draft = get_spec()

@@ -20,6 +20,7 @@ import torch
 
 import kvplan_nixl.sglang
 from kvplan import KVPlanError
+from kvplan.connector import Listener
 from kvplan.connector.http import exchange
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 
@@ -140,6 +141,7 @@ class Side:
         buffers = [self.metadata.output_ids, self.metadata.bootstrap_room]
         args = SimpleNamespace(
             state_types=[],
+            system_dp_rank=None,
             page_size=page,
             aux_data_ptrs=[buffer.data_ptr() for buffer in buffers],
             aux_item_lens=[buffer[0].nbytes for buffer in buffers],
@@ -672,7 +674,7 @@ def test_a_request_that_nobody_reads(
 def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
     """An engine that the plugin can't serve does not start."""
     kinds = [SimpleNamespace(value=kind) for kind in got] if field == "state_types" else got
-    for owner in (PARALLEL, decode.queue.scheduler, decode.manager.kv_args, decode.manager._settings):
+    for owner in (PARALLEL, decode.queue.scheduler, decode.manager.kv_args, decode.manager._server_args):
         if hasattr(owner, field):
             monkeypatch.setattr(owner, field, kinds)
     with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot serve this SGLang by kvplan: expected {message}$"):
@@ -703,6 +705,14 @@ def test_ranks_with_requests_of_their_own(
     plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With DP attention each rank is an engine of its own: decode reads a request from the one that has computed it."""
+    ports = []
+
+    def listen(*arguments: Any, port: int, **options: Any) -> Listener:
+        ports.append(port)
+        return Listener(*arguments, **options)
+
+    monkeypatch.setenv("KVPLAN_PORT", "5600")
+    monkeypatch.setattr(plugin.prefill, "Listener", listen)
     ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
     for number, rank in enumerate(ranks):
         assert rank.manager.rank.memory.is_first
@@ -711,6 +721,7 @@ def test_ranks_with_requests_of_their_own(
         assert torch.equal(decode.rows(OURS), rank.rows(THEIRS)), number
         receiver.clear()
         server._rooms.clear()
+    assert sorted(ports) == [5600, 5601]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
