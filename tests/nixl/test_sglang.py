@@ -712,7 +712,7 @@ def test_ranks_with_requests_of_their_own(
         return Listener(*arguments, **options)
 
     monkeypatch.setenv("KVPLAN_PORT", "5600")
-    monkeypatch.setattr(plugin.prefill, "Listener", listen)
+    monkeypatch.setitem(plugin.manager.PrefillRank.__init__.__globals__, "Listener", listen)
     ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
     for number, rank in enumerate(ranks):
         assert rank.manager.rank.memory.is_first
