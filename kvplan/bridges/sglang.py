@@ -34,7 +34,7 @@ PATTERNS: Final = MappingProxyType(
 """Dimensions of the K and V buffers, by ``kv_cache_layout``."""
 
 
-class Part(NamedTuple):
+class PoolPart(NamedTuple):
     """A pool, maybe inside another, and the model's layers with their indices in its buffers.
 
     ``index_keys`` has the buffers beside the pool in which layers keep index keys.
@@ -87,26 +87,28 @@ def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None)
     return assembly.finish()
 
 
-def _draft_part(model: Model, draft_pool: Any) -> Part:
+def _draft_part(model: Model, draft_pool: Any) -> PoolPart:
     """Return the pool of draft layers. It numbers them in their order, from zero or any number."""
     parts = [part for part in _parts(draft_pool) if part.layers]
     if len(parts) != 1:
         got = f"{len(parts)} block tables"
         raise contradiction("LAYOUT", "read a draft pool of SGLang", "one block table", got)
     (part,) = parts
+    # Each layer of the pool is the draft layer in its place.
     if len(part.layers) != len(model.drafts):
         expected = f"the {len(model.drafts)} draft layers of {model.name}"
         got = f"{len(part.layers)} layers"
         raise contradiction("SIZE", "read a draft pool of SGLang", expected, got)
-    return Part(part.pool, dict(enumerate(part.layers.values(), len(model.layers))))
+    return PoolPart(part.pool, dict(enumerate(part.layers.values(), len(model.layers))))
 
 
-def _add_block_table(assembly: Assembly, parts: list[Part]) -> None:
+def _add_block_table(assembly: Assembly, parts: list[PoolPart]) -> None:
     """Add the layers of pools that have a block table in common."""
     page_sizes = {part.pool.page_size for part in parts if part.layers}
     if len(page_sizes) > 1:
         expected = "pages of one size"
         raise contradiction("LAYOUT", "read pools of SGLang", expected, sorted(page_sizes))
+    # A stage may have no layer of the pools; then it has no such block table.
     first_layer = next(chain.from_iterable(part.layers for part in parts), None)
     if first_layer is not None:
         assembly.begin_group(first_layer, page_sizes.pop())
@@ -115,7 +117,7 @@ def _add_block_table(assembly: Assembly, parts: list[Part]) -> None:
             _add_layer(assembly, part, layer, index)
 
 
-def _parts(pool: Any) -> Iterator[Part]:
+def _parts(pool: Any) -> Iterator[PoolPart]:
     """Yield the pools inside one, each with a block table of its own."""
     if hasattr(pool, "swa_kv_pool"):
         ring = getattr(pool, "swa_req_ring_size", None)
@@ -128,27 +130,28 @@ def _parts(pool: Any) -> Iterator[Part]:
         for layer, (index, slides) in pool.layers_mapping.items():
             layers = sliding_layers if slides else full_layers
             layers[layer] = index
-        yield Part(pool.full_kv_pool, full_layers)
-        yield Part(pool.swa_kv_pool, sliding_layers)
+        yield PoolPart(pool.full_kv_pool, full_layers)
+        yield PoolPart(pool.swa_kv_pool, sliding_layers)
     elif hasattr(pool, "main_pool"):
+        # All layers have K and V in one pool; some have index keys beside it.
         if pool.index_kv_pool is not None:
             got = "index keys and values"
             raise contradiction("LAYOUT", "read a pool of SGLang", "index keys alone", got)
         buffers = {}
         for layer, index in pool.index_k_layer_id_mapping.items():
             buffers[layer] = pool.index_k_pool.k_buffer[index]
-        yield Part(pool.main_pool, _layers_in_order(pool.main_pool), buffers)
+        yield PoolPart(pool.main_pool, _layers_in_order(pool.main_pool), buffers)
     elif hasattr(pool, "full_kv_pool"):
-        yield Part(pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping))
+        yield PoolPart(pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping))
     else:
-        yield Part(pool, _layers_in_order(pool))
+        yield PoolPart(pool, _layers_in_order(pool))
 
 
 def _layers_in_order(pool: Any) -> dict[int, int]:
     return {pool.start_layer + index: index for index in range(pool.layer_num)}
 
 
-def _add_layer(assembly: Assembly, part: Part, layer: int, index: int) -> None:
+def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> None:
     """Add the views of one layer, which has an index in the buffers of a pool."""
     pool = part.pool
     action = "read a pool of SGLang"
@@ -176,6 +179,7 @@ def _add_layer(assembly: Assembly, part: Part, layer: int, index: int) -> None:
         pattern = PATTERNS[layout][half]
         half_tensor = k_or_v(tensor, half)
         assembly.add(buffers[index], pattern, half_tensor, kernel_blocks=kernel_blocks)
+    # Index keys have the slots of K and V, and one head.
     if has_index_keys:
         ((keys_tensor,),) = assembly.index(layer).sections
         keys = part.index_keys[layer]
