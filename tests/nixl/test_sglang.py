@@ -36,7 +36,12 @@ CONFIG = {
 }
 SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "index_head_dim": 128}
 TOKENS, ROOM = 37, 5
-SETTINGS = SimpleNamespace(enable_hisparse=False, disaggregation_ib_device=None)
+SETTINGS = SimpleNamespace(
+    enable_hisparse=False,
+    disaggregation_ib_device=None,
+    disaggregation_decode_allocation_policy="early",
+    staging_buffer=False,
+)
 KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 
 
@@ -81,7 +86,10 @@ NAMES: dict[str, dict[str, Any]] = {
         "KVTransferDestination": SimpleNamespace(DEVICE="device"),
     },
     "sglang.srt.environ": {
-        "envs": SimpleNamespace(SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10))
+        "envs": SimpleNamespace(
+            SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10),
+            SGLANG_DISAGG_STAGING_BUFFER=SimpleNamespace(get=lambda: SETTINGS.staging_buffer),
+        )
     },
     "sglang.srt.runtime_context": {
         "get_parallel": lambda: PARALLEL,
@@ -669,6 +677,8 @@ def test_a_request_that_nobody_reads(
         ("state_types", ["swa"], "num_groups = 2, got 1"),
         ("enable_hisparse", True, "enable_hisparse = False, got True"),
         ("disaggregation_ib_device", "mlx5_0", "disaggregation_ib_device = None, got mlx5_0"),
+        ("disaggregation_decode_allocation_policy", "prefill_complete", ".* = early, got prefill_complete"),
+        ("staging_buffer", True, "SGLANG_DISAGG_STAGING_BUFFER = False, got True"),
     ],
 )
 def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
