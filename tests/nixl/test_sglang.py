@@ -75,6 +75,7 @@ class World:
 
 
 PARALLEL = World(1).parallel(0)
+SERVING = SimpleNamespace(served_model_name="tiny", weight_version="default")
 DRAFT_FILES = SimpleNamespace(speculative_draft_model_path="draft", speculative_draft_model_revision=None)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
@@ -93,7 +94,7 @@ NAMES: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.runtime_context": {
         "get_parallel": lambda: PARALLEL,
-        "get_serving": lambda: SimpleNamespace(served_model_name="tiny"),
+        "get_serving": lambda: SERVING,
         "get_spec": lambda: DRAFT_FILES,
     },
     "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "127.0.0.1"},
@@ -114,7 +115,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: group(found, one))
     found = {}
-    for name in ("manager", "prefill", "decode"):
+    for name in ("prompt", "manager", "prefill", "decode"):
         monkeypatch.delitem(sys.modules, f"kvplan_nixl.sglang.{name}", raising=False)
         found[name] = importlib.import_module(f"kvplan_nixl.sglang.{name}")
     return SimpleNamespace(**found)
@@ -459,6 +460,25 @@ def test_another_length_is_refused(
         receiver.failure_exception()
     receiver.clear()
     assert sender.poll() == KVPoll.Transferring  # what it has computed is for another reader
+
+
+def test_weights_of_another_version_are_refused(
+    plugin: SimpleNamespace,
+    prefill: Side,
+    decode: Side,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights may be updated while the engine keeps its model's name: both sides have to name the same version."""
+    monkeypatch.setattr(SERVING, "weight_version", "2")
+    sender = sent(plugin, prefill, server)
+    published(server)
+    for version, state in (("default", KVPoll.Failed), ("3", KVPoll.Failed), ("2", KVPoll.WaitingForInput)):
+        monkeypatch.setattr(SERVING, "weight_version", version)
+        receiver = received(plugin, decode, server)
+        until(receiver, state)
+        receiver.clear()
+    until(sender, KVPoll.Success)
 
 
 @pytest.mark.parametrize("entry", [{}, {"handoff": 3}, {"handoff": {}}])
