@@ -273,9 +273,8 @@ def test_the_sizes_of_a_message_make_a_model() -> None:
 def test_a_refused_family_has_its_reason(model_type: str, reason: str) -> None:
     """What isn't described says why, and what to do."""
     keys = {**config(model_type), "is_encoder_decoder": model_type == "t5"}
-    with pytest.raises(KVPlanError, match=f"{reason}.*Views of Workers") as caught:
+    with pytest.raises(KVPlanError, match=f"^CONFIG: .*{reason}.*Views of Workers"):
         Model.from_config(keys)
-    assert caught.value.code == "CONFIG"
 
 
 @pytest.mark.parametrize(
@@ -329,17 +328,15 @@ def test_a_quantized_cache_is_honoured(stated: dict[str, Any], dtype: str) -> No
 )
 def test_an_unknown_quantized_cache_is_refused(stated: dict[str, Any]) -> None:
     """A quantized cache of another kind is not taken for one of the weights' dtype."""
-    with pytest.raises(KVPlanError, match=r"expected fp8; .*Model\.quantized") as caught:
+    with pytest.raises(KVPlanError, match=r"^CONFIG: .*expected fp8; .*Model\.quantized"):
         Model.from_config(config("llama", quantization_config=stated))
-    assert caught.value.code == "CONFIG"
 
 
 @pytest.mark.parametrize("value", [None, [], "llama"])
 def test_a_configuration_is_a_mapping(value: Any) -> None:
     """What json.load gave must be an object."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=r"^TYPE: "):
         Model.from_config(value)
-    assert caught.value.code == "TYPE"
 
 
 def test_the_last_layer_of_gemma_4_is_full_whatever_its_list_says() -> None:
@@ -352,9 +349,8 @@ def test_a_layer_shares_the_cache_of_its_kind() -> None:
     """A sharing layer whose kind no earlier layer has is refused."""
     keys = config("gemma3n_text", num_kv_shared_layers=1)
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    with pytest.raises(KVPlanError, match="an earlier layer of the same kind that has one, got 1") as caught:
+    with pytest.raises(KVPlanError, match=r"^CONFIG: .*an earlier layer of the same kind that has one, got 1"):
         layers_of({**keys, "layer_types": kinds})
-    assert caught.value.code == "CONFIG"
     assert [len(layer) for layer in layers_of({**keys, "layer_types": kinds[::-1]})] == [1, 1, 1, 0]
 
 
