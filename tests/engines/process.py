@@ -114,7 +114,7 @@ class Engine:
         self._send("abort", *names)
 
     def forget(self, stored: bool = True) -> None:
-        """Empties the prefix cache, and what other connectors have ``stored``, if they can."""
+        """Empties the prefix cache, and what connectors have ``stored``, or keep for other engines."""
         self._send("forget", stored)
 
     def held(self) -> tuple[int, int]:
