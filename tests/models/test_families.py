@@ -54,42 +54,6 @@ def tensors(config: dict[str, Any]) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model_type", "heads", "head_dim"),
-    [
-        ("llama", 32, 32),
-        ("mistral", 8, 32),
-        ("ministral", 8, 32),
-        ("ministral3", 8, 128),
-        ("mixtral", 8, 32),
-        ("phi3", 32, 32),
-        ("qwen2", 32, 32),
-        ("qwen2_moe", 16, 32),
-        ("qwen3", 32, 128),
-        ("qwen3_moe", 4, 32),
-        ("gemma2", 4, 256),
-        ("gemma3_text", 4, 256),
-        ("gpt_oss", 8, 64),
-        ("jamba", 8, 32),
-        ("nemotron_h", 8, 128),
-        ("granitemoehybrid", 32, 32),
-        ("falcon_h1", 8, 32),
-        ("qwen3_next", 2, 256),
-        ("qwen3_5_text", 4, 256),
-        ("qwen3_5_moe_text", 2, 256),
-    ],
-)
-def test_what_a_file_leaves_out_is_the_family_default(model_type: str, heads: int, head_dim: int) -> None:
-    """num_key_value_heads and head_dim default as the family's class in transformers does."""
-    of_family: dict[str, dict[str, Any]] = {
-        "jamba": {"num_hidden_layers": 8},
-        "nemotron_h": {"hybrid_override_pattern": "*M"},
-        "granitemoehybrid": {"layer_types": ["attention"] * 4, "mamba_n_heads": 32},
-    }
-    axes = tensors(config(model_type, **of_family.get(model_type, {})))["attn"]
-    assert (axes["head"], axes["dim"]) == (heads, head_dim)
-
-
 @pytest.mark.parametrize("model_type", ATTENTION)
 def test_what_a_file_states_counts(model_type: str) -> None:
     """Stated heads and head_dim are taken, whatever hidden_size would give."""
