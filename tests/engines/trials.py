@@ -601,7 +601,7 @@ def beside(start: Start) -> Outcome:
 def served_beside(start: Callable[..., Any]) -> Outcome:
     """``vllm serve``, twice, each with other connectors beside this one: what it has read is in its metrics."""
     prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
-    other = start("decode", alone=True, served=True).ready()
+    other = start("decode", alone=True).ready()
     tokens = prompts(61)
     for server in (prefill, decode):
         completed(server.ready().port, prompts(62, (7,)), 2)
