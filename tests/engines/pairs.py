@@ -152,10 +152,10 @@ PAIRS = {
         "beside",
         lease_s=600,
     ),
-    "llama 32->64 TP 1->2, before offloading and example": Pair(
+    "llama 32->64 TP 1->2, before offloading": Pair(
         "llama",
-        side(32, beside=Beside(after=(OFFLOADING, EXAMPLE))),
-        side(64, tp=2, beside=Beside(after=(OFFLOADING, EXAMPLE))),
+        side(32, beside=Beside(after=(OFFLOADING,))),
+        side(64, tp=2, beside=Beside(after=(OFFLOADING,))),
         "beside",
         lease_s=600,
     ),
@@ -164,13 +164,6 @@ PAIRS = {
         side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
         side(64, **CACHED, beside=Beside(after=(OFFLOADING,))),
         "shared_prefix_beside",
-    ),
-    "granite-hybrid, before offloading": Pair(
-        "granite-hybrid",
-        side(beside=Beside(after=(OFFLOADING,))),
-        side(beside=Beside(after=(OFFLOADING,))),
-        "beside",
-        lease_s=600,
     ),
     "gemma-3, before offloading": Pair(
         "gemma-3",
