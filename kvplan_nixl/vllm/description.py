@@ -24,6 +24,7 @@ from kvplan.bridges import RankInfo, from_vllm
 from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.weights import adapter_of, weights_of
 
 FP8_DTYPES: Final = MappingProxyType(
@@ -93,12 +94,10 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     return {f"group{index}": index for index in config.transfer_group_ids}
 
 
-def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
+def model_of(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> Model:
     """Return the model as both engines must name it: with its weights, and the cache's dtypes."""
-    assert config.kv_transfer_config is not None
-    extra_config = config.kv_transfer_config.get_from_extra_config
-    name = extra_config("model", config.model_config.model)
-    weights = extra_config("weights", None) or weights_of(
+    name = settings.model or config.model_config.model
+    weights = settings.weights or weights_of(
         config.model_config.model, config.model_config.revision
     )
     model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
@@ -152,7 +151,11 @@ def prompt_of(request: Request, num_tokens: int) -> str:
 
 
 def worker_of(
-    config: VllmConfig, cache: KVCacheConfig, info: RankInfo, kv_caches: Mapping[str, torch.Tensor]
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    info: RankInfo,
+    kv_caches: Mapping[str, torch.Tensor],
+    settings: Settings,
 ) -> Worker:
     """Return the worker of a rank. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context
@@ -160,7 +163,7 @@ def worker_of(
     # Zamba2's attending layers take turns in a few blocks of weights.
     num_shared = getattr(hf_config, "num_mem_blocks", None)
     attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
-    model = model_of(config, cache)
+    model = model_of(config, cache, settings)
     worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
     new_names = dict(zip((group.name for group in worker.groups), _held(cache), strict=True))
     groups = [attrs.evolve(group, name=new_names[group.name]) for group in worker.groups]
