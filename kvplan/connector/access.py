@@ -168,7 +168,7 @@ class Access:
         expected a loopback address, got one that strangers may reach
         (set a key that all engines share, or trust_network if only engines reach this address)
         """
-        if self.key or self.trusts_network or ip_address(address).is_loopback:
+        if self.key or self.trusts_network or is_loopback(address):
             return
         raise KVPlanError(
             "PEER",
@@ -190,6 +190,14 @@ class Access:
         if len(self._challenges) >= MAX_SERVERS:
             self._challenges.clear()
         self._challenges[server] = challenge
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def access_or_none(access: Access | None) -> Access:

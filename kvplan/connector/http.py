@@ -49,6 +49,9 @@ ANSWER_S: Final = 3.0
 CONNECTION_S: Final = 10.0
 """Seconds that a connection has for its question and its answer."""
 
+PAUSE_S: Final = 1.0
+"""Seconds for which a server accepts nothing that could accept no more."""
+
 BACKLOG: Final = 512
 """Connections that wait until the server accepts them."""
 
@@ -151,8 +154,8 @@ class Server:
         self._routes = routes
         self._access = access
         self._challenges = Challenges()
-        # all connections, the oldest first, and what answers each
-        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        # the oldest first
+        self._connections: dict[asyncio.Task[None], None] = {}
         self._unread_bytes = 0
         self._socket = _listening(name(host, "host"), integer(port, "port", high=PORT_END), access)
         self.port: int = self._socket.getsockname()[1]
@@ -173,40 +176,63 @@ class Server:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._meet, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=BACKLOG
-        )
+        self._loop.add_reader(self._socket, self._accept)
         await self._closed.wait()
-        server.close()
-        for writer in self._connections:
-            writer.transport.abort()
-        await asyncio.gather(*self._connections.values(), return_exceptions=True)
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        # Tasks that were made just now begin, so that each closes its connection.
+        await asyncio.sleep(0)
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the question of a connection, in the time that it has."""
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self) -> None:
+        """Accept a connection, in the place of the oldest one if there are too many."""
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # The process has too many files open.
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+            return
         if len(self._connections) >= MAX_CONNECTIONS:
             oldest = next(iter(self._connections))
-            oldest.transport.abort()
+            oldest.cancel()
             del self._connections[oldest]
-        self._connections[writer] = task
+        task = self._loop.create_task(self._meet(connection))
+        self._connections[task] = None
+        task.add_done_callback(lambda _: self._connections.pop(task, None))
+
+    async def _meet(self, connection: socket.socket) -> None:
+        """Answer the question of a connection, in the time that it has."""
+        reader = asyncio.StreamReader(MAX_HEAD_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        connection.setblocking(False)
         # A peer may be gone, or too slow.
-        try:
-            with suppress(OSError, EOFError):
-                async with asyncio.timeout(CONNECTION_S):
-                    if self._access.server_tls is not None:
-                        await writer.start_tls(self._access.server_tls)
-                    writer.write(await self._answer(reader))
-                    await writer.drain()
-                    if writer.can_write_eof():
-                        writer.write_eof()
-                    # A peer whose question was refused reads the answer when it has sent the rest.
-                    while await reader.read(PART_BYTES):
-                        continue
-        finally:
-            self._connections.pop(writer, None)
-            writer.close()
+        with connection, suppress(OSError, EOFError):
+            async with asyncio.timeout(CONNECTION_S):
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, connection, ssl=self._access.server_tls
+                )
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                try:
+                    await self._converse(reader, writer)
+                finally:
+                    transport.abort()
+                    # for the transport, which ends in the next step of the loop
+                    await asyncio.sleep(0)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a question."""
+        writer.write(await self._answer(reader))
+        await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+        # A peer whose question was refused reads the answer when it has sent the rest.
+        while await reader.read(PART_BYTES):
+            continue
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         """Return the answer to a question. Nothing is parsed but the head, and the proof in it."""
@@ -274,12 +300,14 @@ def _listening(host: str, port: int, access: Access) -> socket.socket:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = places[0]
         access.check_address(str(address[0]))
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        listening = socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
         expected = "an address of this machine, and a port that is free"
         raise KVPlanError(
             "PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}"
         ) from None
+    listening.setblocking(False)
+    return listening
 
 
 def exchange(

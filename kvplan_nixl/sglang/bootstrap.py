@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan import KVPlanError
+from kvplan import Blocks, KVPlanError
 from kvplan._checks import at_most, integer, members
 from kvplan.connector import Access, Handoff
 from kvplan.connector.access import TOKEN_BYTES
@@ -316,8 +316,8 @@ def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, A
         handoffs = [Handoff.of_params(_checked(entry).get("handoff", {}), key) for entry in entries]
     except (ValueError, RecursionError) as error:
         return {"error": f"room {room}: {error}"}
-    blocks = {}
-    kept = {}
+    blocks = dict[str, Blocks]()
+    kept = dict[str, int]()
     for handoff in handoffs:
         blocks.update(handoff.blocks)
         kept.update(handoff.kept)

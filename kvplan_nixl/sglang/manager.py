@@ -16,6 +16,7 @@ from kvplan.bridges import RankInfo, from_sglang
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.settings import Settings
+from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import RankMemory, logger
@@ -67,6 +68,7 @@ class Manager(BaseKVManager):
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
         settings = self._settings
+        access = settings.access()
         # Only a reader stages.
         worker, copier = with_staging(worker, 0 if self._is_prefill else settings.staging_bytes)
         memory = RankMemory(
@@ -75,7 +77,8 @@ class Manager(BaseKVManager):
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
             windows=windows,
-            executor=NixlExecutor(worker, settings.backends, key=settings.key),
+            executor=NixlExecutor(worker, settings.backends, key=access.key),
+            access=access,
         )
         if self._is_prefill:
             self.rank = PrefillRank(memory, parallel.world_group, settings)
@@ -130,6 +133,12 @@ class Manager(BaseKVManager):
 
     def clear_deferred_abort_state(self, room: int) -> None:
         """Clear nothing: no state of an abort is kept."""
+
+
+def serve_rooms(host: str, port: int) -> BootstrapServer:
+    """Start the bootstrap server where SGLang says. It keeps rooms for as long as leases last."""
+    settings = settings_of()
+    return BootstrapServer(host, port, settings.access(), keep_s=2 * settings.lease_s)
 
 
 def _rank_info(parallel: Any) -> RankInfo:

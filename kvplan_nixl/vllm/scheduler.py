@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -85,6 +86,7 @@ class Scheduler:
         check_kinds(cache)
         self._transfer = config.kv_transfer_config
         self._settings = settings
+        self._access = settings.access()
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
@@ -97,7 +99,7 @@ class Scheduler:
         self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
         self._num_refused = 0
-        self._claims = Claims(logger, send_claims)
+        self._claims = Claims(logger, partial(send_claims, access=self._access))
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
         # by request and group: the first position that was read, if its block was read in part
@@ -122,6 +124,7 @@ class Scheduler:
             self._leases,
             port=settings.port,
             bind=settings.bind or settings.host,
+            access=self._access,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 
@@ -142,12 +145,12 @@ class Scheduler:
 
     def _claim(self, request: Request) -> _Reading:
         try:
-            handoff = Handoff.of_params(request.kv_transfer_params or {})
+            handoff = Handoff.of_params(request.kv_transfer_params or {}, self._access.key)
             handoff.check_prompt(prompt_of(request, handoff.num_tokens))
+            # before the request waits for blocks, since the first lease is short
+            self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         except KVPlanError as error:
             return _Reading(None, error)
-        # before the request waits for blocks, since the first lease is short
-        self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         return _Reading(handoff, None)
 
     def _reader_name(self, request: str) -> str:
@@ -317,7 +320,11 @@ class Scheduler:
         self._lent[request.request_id] = _Lent(lease, tables)
         prompt = prompt_of(request, num_tokens)
         handoff = Handoff(self._listener.source, lease, num_tokens, prompt, tables, kept)
-        return {"do_remote_prefill": True, "do_remote_decode": False, **handoff.params()}
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            **handoff.params(self._access.key),
+        }
 
     def _first_listed(self, group: str, blocks: Blocks) -> int:
         """Return the position from which on a group has all blocks of a request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,12 +56,13 @@ class Worker:
         worker = worker_of(self._config, self._cache, info, kv_caches, settings)
         worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
-        self._executor = NixlExecutor(worker, settings.backends, key=settings.key)
+        access = settings.access()
+        self._executor = NixlExecutor(worker, settings.backends, key=access.key)
         self._reads = make_reads(
             self._executor,
-            Claims(logger, send_claims),
+            Claims(logger, partial(send_claims, access=access)),
             logger,
-            key=settings.key,
+            access=access,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             digest=self._digest_read if settings.verify else None,

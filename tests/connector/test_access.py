@@ -129,9 +129,9 @@ def test_a_stranger_is_not_believed(key: bytes) -> None:
     """A reader with a key takes no offers and no answers of a server without it."""
     leases = Leases()
     with listening(leases, Access(key=key)) as source:
-        with pytest.raises(KVPlanError, match="PEER: .*all engines need one key"):
+        with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
             fetch(source, 10, Access(key=KEY))
-        with pytest.raises(KVPlanError, match="PEER: .*all engines need one key"):
+        with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
             send_claims(source, ClaimMessage(source.start, asks=("lease",)), Access(key=KEY))
 
 
@@ -187,7 +187,7 @@ def test_a_changed_answer_is_refused(edit: Edit) -> None:
     access = Access(key=KEY)
     with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port, edit)) as relay:
         fetch(source, 10, access)
-        with pytest.raises(KVPlanError, match="PEER: .*all engines need one key"):
+        with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
             fetch(attrs.evolve(source, port=relay.port), 10, access)
 
 
@@ -198,7 +198,7 @@ def test_a_recorded_answer_is_refused() -> None:
         near = attrs.evolve(source, port=relay.port)
         fetch(near, 10, access)
         with closing(Relay(source.port, lambda _: relay.answers[1])) as stranger:
-            with pytest.raises(KVPlanError, match="PEER: .*all engines need one key"):
+            with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
                 fetch(attrs.evolve(source, port=stranger.port), 10, access)
 
 
@@ -209,7 +209,7 @@ def test_a_refusal_is_signed() -> None:
         raise KVPlanError("RANGE", "answer", expected="a place", got="none")
 
     with closing(Server("127.0.0.1", 0, {"POST /x": Route(refuse)}, Access(key=KEY))) as server:
-        with pytest.raises(KVPlanError, match="PEER: .* got 400: 'RANGE: cannot answer: expected a place"):
+        with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'RANGE: cannot answer: expected a place"):
             exchange("a server", f"127.0.0.1:{server.port}", "/x", 10, Access(key=KEY), b"")
 
 
@@ -319,7 +319,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "2",
     ]
     for name in ("engine", "stranger"):
-        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"]
+        files = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.pem"]
         names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
         subprocess.run([*command, *files, *names], check=True, capture_output=True)
     return folder
@@ -344,5 +344,5 @@ def test_tls_encrypts_and_knows_its_own(certificates: Path) -> None:
             with pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
                 fetch(source, 10, access)
         assert relay.questions == []
-    with pytest.raises(KVPlanError, match="PEER: cannot use TLS with .*expected a certificate, its private key"):
+    with pytest.raises(KVPlanError, match=r"PEER: cannot use TLS with .*expected a certificate, its private key"):
         tls_contexts(certificates / "none.pem", certificates / "engine.key", certificates / "engine.pem")

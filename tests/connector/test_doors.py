@@ -102,7 +102,7 @@ def test_idle_connections_hold_nothing(
         assert is_well(listener, key)
         assert threading.active_count() == num_threads
         assert len(listener._server._connections) <= 32
-        assert "" == caplog.text
+        assert caplog.text == ""
 
 
 def test_a_question_that_never_ends(listener: Listener, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +192,8 @@ def test_an_answer_that_never_ends(parts: list[bytes]) -> None:
 )
 def test_an_answer_that_is_none(head: bytes) -> None:
     """An answer of 64 MiB took 14 s and 2 GB: one that is too long is refused by its head, as is another kind."""
-    with closing(Answering(head)) as server:
-        with pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
-            fetch(server.source, 10)
+    with closing(Answering(head)) as server, pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
+        fetch(server.source, 10)
 
 
 def test_no_answer_is_too_long_to_be_read(leases: Leases) -> None:

@@ -8,15 +8,14 @@ import struct
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from queue import SimpleQueue
 
 import attrs
 import pytest
 
 from kvplan import KVPlanError
 from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, send_claims
-from kvplan.connector.claims import ClaimMessage
 from kvplan.connector.access import Access
+from kvplan.connector.claims import ClaimMessage
 from kvplan.connector.http import Route, Server
 
 LOGGER = logging.getLogger("test")
