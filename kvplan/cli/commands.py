@@ -12,7 +12,7 @@ import click
 from rich.text import Text
 
 from kvplan._text import count, fold, intervals, size
-from kvplan.cli.engines import lines, reasons
+from kvplan.cli.engines import lines, reasons_by_side
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
@@ -25,6 +25,7 @@ from kvplan.cli.options import (
     read_decimal,
     terminal_width,
     token_range,
+    wrapped,
 )
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
@@ -74,10 +75,9 @@ def verify_command(
     model = engines.model
     start, stop = tokens
     title = f"{engines}, positions [{start}, {stop})"
+    # offers do not say what engine they are of, so no rules of engines are known
     moved = {}
-    sides = {}
-    if isinstance(model, Model):
-        sides = {"src": reasons(model, engines.src), "dst": reasons(model, engines.dst)}
+    sides = reasons_by_side(engines)
     if layers is not None:
         if not isinstance(model, Model):
             action = "move some layers of offers"
@@ -86,6 +86,7 @@ def verify_command(
         model = sampled(model, read_decimal(layers, "--layers", 1, MAX_LAYERS))
         title += f", {len(model.layers)} of {num_layers} layers"
         moved = {"layers": {"moved": len(model.layers), "of": num_layers}}
+    # a large request takes seconds
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
         trial = Trial.of(PlacedRequest.of(model, engines.src, engines.dst, tokens))
@@ -93,16 +94,18 @@ def verify_command(
         document = {"model": engines.name, "tokens": list(tokens), **moved, **trial.to_json()}
         echo_json(document | {"not_run_because": sides})
     else:
-        _print_trial(title, trial)
+        _print_trial([title, *engines.cache_lines()], trial)
         print_lines(lines(sides))
     return 0 if trial.report.ok else 1
 
 
-def _print_trial(title: str, trial: Trial) -> None:
-    """Print a title, a line for each destination worker, and the report."""
+def _print_trial(heading: Sequence[str], trial: Trial) -> None:
+    """Print the lines of a heading, a line for each destination worker, and the report."""
     console = plain_console()
-    console.print(title)
+    for line in heading:
+        console.print(line)
     for worker in trial.request.destinations:
+        # pairs of workers that share no bytes have no lengths
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
         moved = "nothing"
         if pairs:
@@ -149,17 +152,19 @@ def explain_command(
         echo_json(engines.to_json() | {"offers": offers, **_mesh_json(mesh)})
         return 0
     width = terminal_width()
+    print_lines([*wrapped([str(engines)]), *engines.cache_lines()])
     sides = (
         ("source", engines.src, sources),
         ("destination", engines.dst, destinations),
     )
     for role, options, workers in sides:
         title = f"{role}, {options.title(engines.model)}: {count(len(workers), 'worker')}"
+        # one worker stands for its engine, unless every row is asked for
         explained = workers
         if detail != "rows":
             title += ", the first:"
             explained = workers[:1]
-        print_lines(click.wrap_text(title, width, subsequent_indent="    ").splitlines())
+        print_lines(wrapped([title]))
         for worker in explained:
             print_lines(explain(worker, detail=detail, width=width).splitlines())
         if detail != "line":
@@ -174,6 +179,7 @@ def _offers_json(workers: Sequence[Worker]) -> list[Any]:
 
 def _mesh_json(mesh: MeshPlan) -> dict[str, Any]:
     """Return the plans of all workers, and the completions that each of them sends and awaits."""
+    # keys of JSON objects are texts, so a worker is named by its label
     completions = {}
     for key, awaited in mesh.completions.items():
         sends = list(map(label_of, awaited.sends))
@@ -219,6 +225,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     sources, destinations = engines.workers()
     local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
+    # a file is written first: if that fails, nothing is printed
     if path is not None:
         picture = show(plan, about=str(engines))
         picture.save(path)
@@ -228,7 +235,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     elif path is not None:
         click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        click.echo(engines)
+        print_lines([str(engines), *engines.cache_lines()])
         _draw(plan)
     return 0
 
@@ -300,11 +307,13 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
 
     Exit status: 0 valid, 2 an invalid offer or a difference that is refused.
     """
+    # stdin can be read once
     paths = [file] if file2 is None else [file, file2]
     if paths.count("-") > 1:
         raise KVPlanError("NAME", "read offers", expected="stdin for one of them", got="for both")
     offers = list(map(_OfferText.read, paths))
     workers = [offer.worker for offer in offers if offer.worker is not None]
+    # an invalid offer cannot be compared; its problems are printed instead
     comparison = compare(workers[0], workers[1]) if len(workers) == 2 else None
     if as_json:
         document = None
@@ -333,6 +342,7 @@ class _OfferText:
         """Read a file, or stdin. Raises ``NAME`` if it cannot be read."""
         name = click.format_filename(path)
         try:
+            # one byte more than a message may have shows that it is too long
             with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:

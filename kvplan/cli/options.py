@@ -22,6 +22,8 @@ from rich.text import Text
 
 from kvplan._checks import integer
 from kvplan._text import WIDTH, meant
+from kvplan.cli.caches import cache_lines
+from kvplan.cli.defaults import AUTO, ENGINES, engine_of, items_of, with_defaults
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake import decode
@@ -39,8 +41,8 @@ DEFAULT_NUM_BLOCKS: Final = 4096
 
 ENGINE_IDS: Final = ("src", "dst")
 
-AUTO: Final = "auto"
-"""The value of ``block`` that makes a block of attention as large as a recurrent state."""
+MODEL_KEYS: Final = ("draft", "dtype", "ssm")
+"""Keys of an engine that change the model it runs."""
 
 BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
     {8: (8,), 4: (4, "float8_e4m3fn", 16)}
@@ -123,9 +125,11 @@ def load_engines(
     """
     if bits is not None:
         return quantize_model(load(model, None, like), int(bits))
+    # a shipped name counts before a file of that name
     if model in Model.names():
         return Model.shipped(model)
     path = Path(model)
+    # a file may have = in its name
     if "=" in model and not path.exists():
         return _load_sizes(model)
     if path.is_dir():
@@ -147,6 +151,7 @@ def _cannot_load(model: str, error: Exception) -> KVPlanError:
     reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
     got = f"{model!r}: {reason}"
     hint = ""
+    # a text that is no path of a file is probably a mistyped name
     if missing and not model.endswith(".json"):
         if "/" not in model:
             got = repr(model)
@@ -161,6 +166,7 @@ def _load_sizes(text: str) -> Model:
 
     The number of query ``heads`` only matters to the rules of engines.
     """
+    # our short names of keys of a config.json
     required = {
         "layers": "num_hidden_layers",
         "kv_heads": "num_key_value_heads",
@@ -173,6 +179,7 @@ def _load_sizes(text: str) -> Model:
         got = ", ".join(values)
         action = "read the sizes of a model"
         raise KVPlanError("CONFIG", action, expected=expected, got=got, model=text)
+    # of the two families that keep K and V of each head, one has a window
     config: dict[str, Any] = {"model_type": "mistral" if "window" in values else "llama"}
     config_keys = required | optional
     for key, value in values.items():
@@ -180,16 +187,12 @@ def _load_sizes(text: str) -> Model:
     return Model.from_config(config)
 
 
-def items_of(text: str) -> dict[str, str]:
-    """Return the values of a text such as ``tp=4,block=16``, by key."""
-    return dict(item.partition("=")[::2] for item in text.split(","))
-
-
 def read_decimal(text: str, subject: str, low: int, high: int) -> int:
     """Return the integer in ``[low, high)`` that ``text`` writes in ASCII digits.
 
     Raises ``TYPE`` or ``RANGE``.
     """
+    # int() would read underscores, signs, spaces and digits of any script
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         expected = "an integer in decimal digits"
         got = repr(text)
@@ -234,6 +237,7 @@ def _option(
     """
     if default is not None:
         about += f" (default: {int(default) if isinstance(default, bool) else default})"
+    # the help, the parser and the call of Model.engine read these
     metadata = {"reader": partial(reader, **limits), "about": about, "argument": argument}
     return attrs.field(default=default, metadata=metadata)
 
@@ -294,6 +298,8 @@ class EngineOptions:
         "pcp_spreads",
     )
     draft: str | None = _text_option(None, "shipped model that drafts tokens")
+    dtype: str | None = _text_option(None, "dtype of K and V, or latents")
+    ssm: str | None = _text_option(None, "dtype of SSM states")
 
     @classmethod
     def parse(cls, text: str, subject: str) -> EngineOptions:
@@ -310,13 +316,14 @@ class EngineOptions:
             got = repr(key)
             if key not in readers:
                 expected = f"keys of {', '.join(readers)}"
-                hint = meant(_own_key(key), readers)
+                hint = meant(_own_key(key), [*readers, *ENGINES])
                 raise KVPlanError("LAYOUT", action, expected=expected, got=got, hint=hint, key=key)
             if key in values:
                 expected = "each key once"
                 raise KVPlanError("NAME", action, expected=expected, got=f"{got} twice", key=key)
             values[key] = readers[key](value, f"{key} of {subject}")
         options = cls(**values)
+        # pp or the list of stages says how many there are
         num_stages = max(options.pp, len(options.stages or ()))
         integer(
             options.tp * num_stages * options.pcp, f"tp * pp * pcp of {subject}", high=MAX_WORKERS
@@ -351,16 +358,23 @@ class EngineOptions:
                 expected = "no keys, since offers say all"
                 raise KVPlanError("LAYOUT", action, expected=expected, got=str(self))
             return model.workers[engine_id]
+        model = self.cached(model)
+        # a draft model adds layers before groups are made of all
         if self.draft is not None:
             model = model.with_draft(Model.shipped(self.draft))
         if self.shared:
             model = model.grouped()
+        # all options but the draft are arguments of Model.engine, some by another name
         arguments = {}
         for field in attrs.fields(EngineOptions):
-            if field.name != "draft":
+            if field.name not in MODEL_KEYS:
                 arguments[field.metadata["argument"] or field.name] = getattr(self, field.name)
         arguments["num_blocks"] = num_blocks or self.blocks or DEFAULT_NUM_BLOCKS
         return model.engine(engine_id, **arguments)
+
+    def cached(self, model: Model) -> Model:
+        """Return a model in the dtypes in which the engine caches it. Raises ``DTYPE``."""
+        return model.with_dtypes(self.dtype, self.ssm)
 
 
 def _own_key(key: str) -> str:
@@ -372,6 +386,7 @@ def _own_key(key: str) -> str:
     ('block', 'block', 'tpp')
     """
     keys = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
+    # options without an argument name have the empty text, which stands for nothing
     keys |= {"": "", "block_size": "block", "page_size": "block"}
     return keys.get(key, key)
 
@@ -387,12 +402,18 @@ def _written(value: Any) -> str:
 
 @attrs.frozen
 class Engines:
-    """Two engines as a command line names them: ``name`` is MODEL, ``model`` is what it means."""
+    """Two engines as a command line names them: ``name`` is MODEL, ``model`` is what it means.
+
+    A file of an unknown type was read as one of the type ``like``. ``named`` has the real engine of
+    each side that names one.
+    """
 
     name: str
     model: Model | EngineViews
     src: EngineOptions
     dst: EngineOptions
+    like: str | None = None
+    named: Mapping[str, str] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.src.title(self.model)} -> {self.dst.title(self.model)}"
@@ -401,9 +422,32 @@ class Engines:
         """Return the workers of the source engine, and of the destination engine."""
         return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
 
-    def to_json(self) -> dict[str, str]:
+    def cache_lines(self) -> list[str]:
+        """Return the lines of what both engines cache, or of each one if they differ.
+
+        Offers have none.
+        """
+        if isinstance(self.model, EngineViews):
+            return []
+        source = self.src.cached(self.model)
+        destination = self.dst.cached(self.model)
+        if source == destination:
+            lines = cache_lines(source)
+        else:
+            lines = cache_lines(source, "src") + cache_lines(destination, "dst")
+        return wrapped(assumed_lines(self.like) + lines)
+
+    def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
+        document = {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
+        return document if self.like is None else {**document, "assumed_like": self.like}
+
+
+def assumed_lines(like: str | None) -> list[str]:
+    """Return the line that says as what a file of an unknown type was read, if it was."""
+    if like is None:
+        return []
+    return [f"  assumed, and checked by nobody: it caches what a model of type {like} does"]
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -423,6 +467,11 @@ class EngineCommand(click.Command):
             "show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
         )
         keys = [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
+        formatter.write_paragraph()
+        formatter.write_text(
+            "--src vllm,tp=4 takes vLLM's defaults for all keys that it leaves out, --src sglang "
+            "those of SGLang. Only the engine that a side names is asked whether it runs the side."
+        )
         with formatter.section("Keys of --src and --dst"):
             formatter.write_dl(keys)
 
@@ -441,8 +490,8 @@ _bits = click.option(
 _engine = partial(
     click.option,
     default="",
-    metavar="KEY=VALUE,...",
-    callback=lambda context, option, text: EngineOptions.parse(text, option.opts[0]),
+    metavar="[vllm|sglang,]KEY=VALUE,...",
+    callback=lambda context, option, text: _Side.parse(text, option.opts[0]),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -450,6 +499,28 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def model_argument(command: Command) -> Command:
     """Add the argument MODEL and ``--like``."""
     return click.argument("model")(_like(command))
+
+
+@attrs.frozen
+class _Side:
+    """The options of one engine, and the real engine whose defaults the text leaves out, if any."""
+
+    options: EngineOptions
+    keys: str
+    engine: str | None
+
+    @classmethod
+    def parse(cls, text: str, subject: str) -> _Side:
+        """Read ``KEY=VALUE,...``, maybe after the name of an engine. Raises what the keys do."""
+        engine, keys = engine_of(text)
+        return cls(EngineOptions.parse(keys, subject), keys, engine)
+
+    def of_model(self, model: Model | EngineViews) -> EngineOptions:
+        """Return the options for a model, with the defaults of the engine that is named."""
+        if self.engine is None:
+            return self.options
+        whole = model_only(model, f"{self.engine}, by its defaults, and")
+        return EngineOptions.parse(with_defaults(whole, self.engine, self.keys), self.engine)
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -462,12 +533,16 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
     def run(
         model: str,
         like: str | None,
-        src: EngineOptions,
-        dst: EngineOptions,
+        src: _Side,
+        dst: _Side,
         bits: str | None,
         **options: Any,
     ) -> int:
-        return command(Engines(model, load_engines(model, bits, like), src, dst), **options)
+        loaded = load_engines(model, bits, like)
+        sides = zip(ENGINE_IDS, (src, dst), strict=True)
+        named = {engine_id: side.engine for engine_id, side in sides if side.engine is not None}
+        engines = Engines(model, loaded, src.of_model(loaded), dst.of_model(loaded), like, named)
+        return command(engines, **options)
 
     run = _bits(run)
     run = _engine("--dst", help="The decode engine (destination).")(run)
@@ -497,6 +572,16 @@ def terminal_width() -> int:
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
 
 
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """Return lines of which none is wider than the terminal. What follows is indented more."""
+    wrapped_lines = []
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        text = click.wrap_text(line.strip(), terminal_width(), indent, f"{indent}    ")
+        wrapped_lines += text.splitlines()
+    return wrapped_lines
+
+
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines; those without indent are headings, which are bold on a terminal."""
     console = plain_console()
@@ -510,6 +595,7 @@ def progress_bar(disable: bool = False) -> Progress:
     It is only drawn if stderr is a terminal.
     """
     console = Console(stderr=True)
+    # FORCE_COLOR lets rich take a pipe for a terminal
     hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
     return Progress(
         console=console,

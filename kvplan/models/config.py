@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import resources
@@ -35,9 +36,6 @@ StateReader = Callable[[Config], Layer]
 
 LayerRule = Callable[[Config], list[str]]
 """The kind of each layer of a file that has no list of layer types."""
-
-KeyRule = Callable[[Config], Config]
-"""Computes keys from those that a file has."""
 
 BOTH: Final = "both"
 """The kind of a layer that attends and has a state. Other kinds are the names of their groups."""
@@ -76,6 +74,9 @@ NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 LATENT: Final = ("kv_lora_rank", "qk_rope_head_dim")
+KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups", "multi_query_group_num")
+HEAD_DIMS: Final = ("attention_head_dim", "head_dim", "kv_channels")
+LAYER_LISTS: Final = ("layer_types", "layers_block_type")
 DRAFTS: Final = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
@@ -97,6 +98,7 @@ CACHE_KEYS: Final = frozenset(
         # K and V
         *("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num"),
         *("multi_query", "multi_query_attention", "new_decoder_architecture", "attn_config"),
+        "block_configs",
         *("attention_head_dim", "kv_channels", "v_head_dim", "share_q_dim"),
         *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
         *("num_kv_shared_layers", "use_cla"),
@@ -146,6 +148,17 @@ def _frozen(keys: Config) -> Config:
     return MappingProxyType({**keys})
 
 
+@attrs.frozen(eq=False)
+class KeyRule:
+    """How a family computes keys from those that a file has.
+
+    ``sources`` has the key that a file states for each computed key: errors name it.
+    """
+
+    compute: Callable[[Config], Config]
+    sources: Mapping[str, str] = attrs.field(converter=_frozen)
+
+
 @attrs.frozen
 class Family:
     """The rules by which files of one ``model_type`` are read: what layers of which kind cache.
@@ -168,7 +181,18 @@ class Family:
 
         ``swa_head_dim`` is the ``head_dim`` of layers that slide, and so on.
         """
-        config = {**config, **_keys_of_kind(kind, config)}
+        prefix = "swa_" if kind == SLIDING else "full_"
+        keys_of_kind = _keys_with_prefix(prefix, config)
+        try:
+            return self._tensors(kind, {**config, **keys_of_kind})
+        except KVPlanError as error:
+            # The readers know keys without their prefix; the file has them with it.
+            key = error.details.get("key")
+            if key not in keys_of_kind:
+                raise
+            raise unusable(f"{prefix}{key}", error.expected, keys_of_kind[key]) from None
+
+    def _tensors(self, kind: str, config: Config) -> Layer:
         tensors: Layer = ()
         if kind == SLIDING:
             tensors = self.attention(config, SLIDING, integer_of(config, "sliding_window"))
@@ -179,9 +203,8 @@ class Family:
         return tensors
 
 
-def _keys_of_kind(kind: str, config: Config) -> dict[str, Any]:
+def _keys_with_prefix(prefix: str, config: Config) -> dict[str, Any]:
     """Return the keys that are stated for layers of one kind alone, without the prefix."""
-    prefix = "swa_" if kind == SLIDING else "full_"
     stated_keys = [key for key, value in config.items() if value is not None]
     return {key[len(prefix) :]: config[key] for key in stated_keys if key.startswith(prefix)}
 
@@ -236,9 +259,18 @@ def read_config(
     >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
-    outer = config
-    config, family = _decoder(config, registry, like)
-    quantization = mapping_of(outer, QUANTIZATION) or mapping_of(config, QUANTIZATION)
+    decoder = _decoder(config, registry, like)
+    quantization = mapping_of(config, QUANTIZATION) or mapping_of(decoder.stated, QUANTIZATION)
+    try:
+        return _read_decoder(decoder, quantization, with_drafts)
+    except KVPlanError as error:
+        raise _with_stated_key(error, decoder) from None
+
+
+def _read_decoder(decoder: _Decoder, quantization: Config, with_drafts: bool) -> ModelConfig:
+    """Return the caches of a decoder."""
+    config = decoder.config
+    family = decoder.family
     cache_dtype = _cache_dtype(quantization, config["dtype"])
     kinds = _kinds(config, family)
     # Layers that own a cache come first, then those that share one of theirs.
@@ -250,6 +282,23 @@ def read_config(
     has_heads = config.get(stated_key(config, NUM_HEADS)) is not None
     query_heads = integer_of(config, NUM_HEADS) if has_heads else None
     return ModelConfig(config["model_type"], (*owners, *sharers), drafts, cache_dtype, query_heads)
+
+
+def _with_stated_key(error: KVPlanError, decoder: _Decoder) -> KVPlanError:
+    """Return the error with the key that the file states in place of one that was computed."""
+    computed_key = str(error.details.get("key"))
+    if decoder.family.keys is None or computed_key not in decoder.computed:
+        return error
+    key = decoder.family.keys.sources[computed_key]
+    stated_value = decoder.stated.get(key)
+    # The family computes nothing from a key without a value.
+    if stated_value is None:
+        return _missing(decoder.stated, key)
+    computed_value = decoder.computed[computed_key]
+    if computed_value == stated_value:
+        return unusable(key, error.expected, stated_value)
+    expected = f"{error.expected} as {computed_key!r}"
+    return unusable(key, expected, stated_value, f"{computed_value!r} from {stated_value!r}")
 
 
 def _cache_dtype(quantization: Config, weights_dtype: str) -> str:
@@ -332,11 +381,25 @@ def _exceptions(config: Config, num_layers: int) -> dict[int, Config]:
     return {numbers[str(layer)]: keys for layer, keys in per_layer.items()}
 
 
-def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[str, Any], Family]:
-    """Return the keys of the decoder and its family.
+@attrs.frozen
+class _Decoder:
+    """A decoder: its family, the keys that its file states, and those that the family computes.
 
-    The keys include the defaults of the family, those that it computes, and the weights' ``dtype``.
+    What the file leaves out has the default of the family; ``dtype`` is that of the weights.
     """
+
+    family: Family
+    stated: Config
+    computed: Config
+
+    @property
+    def config(self) -> Config:
+        """All keys; those that are computed count before those that are stated."""
+        return {**self.stated, **self.computed}
+
+
+def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
+    """Return the decoder of a file, which may be nested in it."""
     if not isinstance(config, Mapping):
         got = type(config).__name__
         expected = "a mapping, as json.load makes it of a config.json"
@@ -345,20 +408,23 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
     stated_always = SIZES
     # A file of several modalities has its decoder inside, perhaps more than one level deep.
     while not flag_of(config, "is_encoder_decoder"):
-        decoders = (config[key] for key in NESTED if isinstance(config.get(key), Mapping))
-        decoder = next(decoders, None)
-        if decoder is None:
+        keys = [key for key in NESTED if config.get(key) is not None]
+        if not keys:
             break
+        decoder = mapping_of(config, keys[0])
         config = {"model_type": registry.outer.get(str(config.get("model_type"))), **decoder}
         stated_always = frozenset()
         weights_dtype = dtype_of(config, weights_dtype)
     model_type = _model_type(config, registry, like)
     family = registry.families[model_type]
+    if model_type == like:
+        _check_unknown(config, family)
     defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
     config = {**defaults, **config, "model_type": model_type, "dtype": weights_dtype}
     _check_keys(config, family)
-    computed = family.keys(config) if family.keys else {}
-    return {**config, **computed}, family
+    # Rules compute from what the file states and from the defaults of its family.
+    computed = family.keys.compute(config) if family.keys else {}
+    return _Decoder(family, config, computed)
 
 
 def _model_type(config: Config, registry: Registry, like: str | None) -> str:
@@ -401,9 +467,33 @@ def _check_keys(config: Config, family: Family) -> None:
             raise _refusal(of_type, expected, repr(config[key]), hint, key=key)
 
 
+def _check_unknown(config: Config, family: Family) -> None:
+    """Raise ``CONFIG`` for what a file of an unknown type may mean, and the family doesn't read.
+
+    A size that is null may be stated by another key. A list of mappings, or one with an item for
+    each layer, may give layers different caches.
+    """
+    num_layers = config.get(stated_key(config, NUM_LAYERS))
+    for key, value in config.items():
+        # Each family says what null means for a size that it reads.
+        if value is None and key in SIZES | {*KV_HEADS, *HEAD_DIMS}:
+            expected = f"a number under {key!r}, since null may mean anything in an unknown type"
+            hint = "state the number in the file"
+            raise _refusal("", expected, "null", hint, key=key)
+        is_read = key in family.defaults or key in LAYER_LISTS
+        if is_read or not isinstance(value, list | tuple):
+            continue
+        # Nobody knows what each item says of its layer.
+        has_mappings = any(isinstance(item, Mapping) for item in value)
+        if has_mappings or 1 < len(value) == num_layers:
+            expected = f"no {key!r}, which may give each layer a cache of its own"
+            hint = f"remove {key!r} if all layers cache the same"
+            raise _refusal("", expected, f"a list of {len(value)}", hint, key=key)
+
+
 def _kinds(config: Config, family: Family) -> list[str]:
     """Return the kind of each layer: as the file lists them, or by the rule of the family."""
-    key = stated_key(config, ("layer_types", "layers_block_type"))
+    key = stated_key(config, LAYER_LISTS)
     is_listed = config.get(key) is not None
     kinds = _listed_kinds(config, key, family) if is_listed else family.layers(config)
     return kinds if family.last is None else [*kinds[:-1], family.last]
@@ -467,9 +557,7 @@ def integer_of(
     key = stated_key(config, keys)
     value = config.get(key, default)
     if value is None:
-        of_type = f" of type {config.get('model_type')!r}"
-        got = "null" if key in config else "no such key"
-        raise _refusal(of_type, f"a value for key {key!r}", got, key=key)
+        raise _missing(config, key)
     try:
         return integer(value, key, low=low, high=high)
     except KVPlanError:
@@ -536,27 +624,37 @@ def dtype_of(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")
 
     ``dtype`` takes precedence over ``torch_dtype``, as in transformers.
     """
-    value = config.get(stated_key(config, keys))
+    key = stated_key(config, keys)
+    value = config.get(key)
     if value is None:
         value = default
     dtype_name = str(value).removeprefix("torch.")
     if dtype_name not in ITEMSIZE:
-        key = keys if isinstance(keys, str) else keys[0]
         raise unusable(key, f"a dtype of {', '.join(ITEMSIZE)}", value)
     return dtype_name
 
 
 def stated_key(config: Config, keys: Keys) -> str:
-    """Return the first of the keys that has a value, or else the first."""
+    """Return the first of the keys that has a value, or else the first that file or family has."""
     if isinstance(keys, str):
         return keys
-    return next((key for key in keys if config.get(key) is not None), keys[0])
+    with_value = [key for key in keys if config.get(key) is not None]
+    known_keys = [key for key in keys if key in config]
+    return next(itertools.chain(with_value, known_keys, keys))
 
 
-def unusable(key: str, expected: str, value: Any) -> KVPlanError:
-    """Return the error for a value that no model can have."""
+def unusable(key: str, expected: str, value: Any, got: str = "") -> KVPlanError:
+    """Return the error for a value that no model can have, by default in its own words."""
     action = f"use {key!r} of a model configuration"
-    return KVPlanError("CONFIG", action, expected=expected, got=repr(value), key=key, value=value)
+    got = got or repr(value)
+    return KVPlanError("CONFIG", action, expected=expected, got=got, key=key, value=value)
+
+
+def _missing(config: Config, key: str) -> KVPlanError:
+    """Return the error for a key without a value."""
+    of_type = f" of type {config.get('model_type')!r}"
+    got = "null" if key in config else "no such key"
+    return _refusal(of_type, f"a value for key {key!r}", got, key=key)
 
 
 def _refusal(suffix: str, expected: str, got: str, hint: str = "", **details: Any) -> KVPlanError:

@@ -25,7 +25,9 @@ from typing import Any, Final
 from kvplan._checks import is_one_of
 from kvplan.models.config import (
     BOTH,
+    HEAD_DIMS,
     HIDDEN,
+    KV_HEADS,
     MAX_LAYERS,
     NONE,
     NUM_HEADS,
@@ -64,25 +66,22 @@ from kvplan.models.tensors import (
 
 # What a layer caches
 
-_KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups", "multi_query_group_num")
-_HEAD_DIM: Final = ("attention_head_dim", "head_dim", "kv_channels")
-
 
 def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return K and V of each head. V has ``v_head_dim`` elements, if the family has that key."""
     # A file without a number of KV heads has one for each query head.
-    num_heads = optional_integer_of(config, _KV_HEADS) or integer_of(config, NUM_HEADS)
+    num_heads = optional_integer_of(config, KV_HEADS) or integer_of(config, NUM_HEADS)
     num_query_heads = integer_of(config, NUM_HEADS, num_heads)
     if num_query_heads % num_heads:
-        expected = f"a divisor of num_attention_heads {num_query_heads}"
-        raise unusable(stated_key(config, _KV_HEADS), expected, num_heads)
+        expected = f"a divisor of {stated_key(config, NUM_HEADS)} {num_query_heads}"
+        raise unusable(stated_key(config, KV_HEADS), expected, num_heads)
     # A file without a size of heads divides the width of the model among them.
-    dim = optional_integer_of(config, _HEAD_DIM)
+    dim = optional_integer_of(config, HEAD_DIMS)
     if dim is None:
         dim, remainder = divmod(integer_of(config, HIDDEN), integer_of(config, NUM_HEADS))
         if remainder or not dim:
             width_key = stated_key(config, HIDDEN)
-            expected = f"a multiple of num_attention_heads {num_query_heads}"
+            expected = f"a multiple of {stated_key(config, NUM_HEADS)} {num_query_heads}"
             raise unusable(width_key, expected, config[width_key])
     value_dim = optional_integer_of(config, "v_head_dim") or dim
     return attention(num_heads, dim, group, window, value_dim)
@@ -300,12 +299,13 @@ def olmo_keys(config: Config) -> Config:
     value_heads = optional_integer_of(config, "linear_num_value_heads") or num_heads
     key_dim = optional_integer_of(config, "linear_key_head_dim") or int(0.75 * width / key_heads)
     value_dim = optional_integer_of(config, "linear_value_head_dim") or 2 * key_dim
-    return {
+    sizes = {
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": value_dim,
     }
+    return {key: size for key, size in sizes.items() if config.get(key) is None}
 
 
 def grouped_heads(config: Config) -> Config:
@@ -324,9 +324,9 @@ def window_from(key: str, tokens_of: Callable[[int], int] = int) -> KeyRule:
 
     def rule(config: Config) -> Config:
         tokens = optional_integer_of(config, key)
-        return {} if tokens is None else {"sliding_window": tokens_of(tokens)}
+        return {"sliding_window": None if tokens is None else tokens_of(tokens)}
 
-    return rule
+    return KeyRule(rule, {"sliding_window": key})
 
 
 def sliding_heads(config: Config) -> Config:
@@ -334,8 +334,9 @@ def sliding_heads(config: Config) -> Config:
 
     Where they leave out the heads, transformers doubles those of the other layers.
     """
-    num_heads = optional_integer_of(config, "swa_num_key_value_heads")
-    keys = {"swa_num_key_value_heads": num_heads or 2 * integer_of(config, "num_key_value_heads")}
+    keys = {}
+    if optional_integer_of(config, "swa_num_key_value_heads") is None:
+        keys["swa_num_key_value_heads"] = 2 * integer_of(config, "num_key_value_heads")
     tokens_before = optional_integer_of(config, "sliding_window_size")
     if tokens_before is not None:
         keys["sliding_window"] = tokens_before + 1
@@ -362,6 +363,21 @@ def shared_indexers(config: Config) -> Config:
     sharers = [layer for layer, kind in enumerate(types) if kind in ("shared", "S")]
     exceptions = {layer: {"shares_index": True} for layer in sharers}
     return {"per_layer_config": exceptions} if exceptions else {}
+
+
+def nas_heads(config: Config) -> Config:
+    """Return the KV heads of each layer of Nemotron-NAS, which ``block_configs`` states.
+
+    (nemotron_nas.py of vLLM 0.33)
+    """
+    num_heads = integer_of(config, NUM_HEADS)
+    # The numbers of KV heads are exceptions of single layers.
+    exceptions = {}
+    for layer, block in enumerate(_nas_attention(config)):
+        heads_of_group = optional_integer_of(block, "n_heads_in_group")
+        if heads_of_group is not None:
+            exceptions[layer] = {"num_key_value_heads": num_heads // heads_of_group}
+    return {"per_layer_config": exceptions}
 
 
 def _periodic_indexers(config: Config) -> list[str]:
@@ -426,6 +442,17 @@ def all_but_each(
     return rule
 
 
+def with_full(layers: LayerRule) -> LayerRule:
+    """Return the rule that the last layer attends to all positions if no other layer does."""
+
+    def rule(config: Config) -> list[str]:
+        kinds = layers(config)
+        # A short file may end before the first layer of the rule that attends to all positions.
+        return kinds if FULL in kinds else [*kinds[:-1], FULL]
+
+    return rule
+
+
 def by_list(key: str, absent: str, kind: str = FULL) -> LayerRule:
     """Return the rule that a list under ``key`` has the layers of a kind that attends.
 
@@ -473,6 +500,34 @@ def by_letter(config: Config) -> list[str]:
         expected = f"a letter of {' '.join(_LETTERS)} for each layer"
         raise unusable("hybrid_override_pattern", expected, pattern)
     return [_LETTERS[letter] for letter in letters]
+
+
+def by_block(config: Config) -> list[str]:
+    """Layers of ``block_configs`` attend, unless a linear layer or nothing takes the place."""
+    kinds = []
+    for block in _nas_attention(config):
+        is_replaced = flag_of(block, "no_op") or flag_of(block, "replace_with_linear")
+        kinds.append(NONE if is_replaced else FULL)
+    return kinds
+
+
+def _nas_attention(config: Config) -> list[Config]:
+    """Return the keys of each layer's attention in ``block_configs``. None has a window."""
+    blocks = config.get("block_configs")
+    num_layers = _num_layers(config)
+    expected = f"a mapping with an 'attention' for each of {num_layers} layers"
+    if not isinstance(blocks, list | tuple) or len(blocks) != num_layers:
+        raise unusable("block_configs", expected, blocks)
+    layers = []
+    for block in blocks:
+        # A block has an attention and an FFN, which caches nothing.
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if not isinstance(attention, Mapping):
+            raise unusable("block_configs", expected, block)
+        if attention.get("window_length") is not None:
+            raise unusable("block_configs", "no window_length", attention["window_length"])
+        layers.append(attention)
+    return layers
 
 
 def numbered_from_one(config: Config) -> list[str]:
@@ -642,7 +697,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             "gemma4_unified_text",
             "diffusion_gemma_text",
             layers=all_but_each(SLIDING, 6),
-            keys=global_heads,
+            keys=KeyRule(
+                global_heads,
+                {
+                    "full_head_dim": "global_head_dim",
+                    "full_num_key_value_heads": "num_global_key_value_heads",
+                },
+            ),
             last=FULL,
         ),
         **_families(
@@ -662,7 +723,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 {0: FULL, 1: SLIDING},
                 otherwise=all_but_each(SLIDING, 6, first=1),
             ),
-            keys=sliding_heads,
+            keys=KeyRule(
+                sliding_heads,
+                {
+                    "swa_num_key_value_heads": "num_key_value_heads",
+                    "sliding_window": "sliding_window_size",
+                },
+            ),
         ),
         **_families(
             "modernbert-decoder",
@@ -670,12 +737,34 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             keys=_HALF_WINDOW,
         ),
         # Families that state their heads or their latents in a way of their own
-        **_families("chatglm", keys=chatglm_heads),
-        **_families("dbrx", keys=nested_heads),
-        **_families("falcon", "gpt_bigcode", keys=falcon_heads),
-        **_families("longcat_flash", keys=double_layers),
-        **_families("step3p5", layers=all_of(FULL), keys=grouped_heads),
-        **_families("deepseek_v32", "glm_moe_dsa", "hy_v4", keys=shared_indexers),
+        **_families(
+            "chatglm", keys=KeyRule(chatglm_heads, {"multi_query_group_num": "num_attention_heads"})
+        ),
+        **_families("dbrx", keys=KeyRule(nested_heads, {"num_key_value_heads": "attn_config"})),
+        **_families(
+            "nemotron-nas",
+            layers=by_block,
+            keys=KeyRule(nas_heads, {"per_layer_config": "block_configs"}),
+        ),
+        **_families(
+            "falcon",
+            "gpt_bigcode",
+            keys=KeyRule(falcon_heads, {"num_key_value_heads": "num_kv_heads"}),
+        ),
+        **_families(
+            "longcat_flash", keys=KeyRule(double_layers, {"num_hidden_layers": "num_layers"})
+        ),
+        **_families(
+            "step3p5",
+            layers=all_of(FULL),
+            keys=KeyRule(grouped_heads, {"num_key_value_heads": "num_attention_groups"}),
+        ),
+        **_families(
+            "deepseek_v32",
+            "glm_moe_dsa",
+            "hy_v4",
+            keys=KeyRule(shared_indexers, {"per_layer_config": "indexer_types"}),
+        ),
         **_families("dots3_note_text", layers=all_but_each(SLIDING, 4, 1, first=2)),
         **_families(
             "minimax_m2",
@@ -697,7 +786,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             "zamba2",
             state=granite_state,
             layers=by_list("hybrid_layer_ids", STATE, BOTH),
-            keys=query_width,
+            keys=KeyRule(query_width, {"attention_head_dim": "hidden_size"}),
         ),
         **_families("lfm2", "lfm2_moe", state=short_conv, layers=by_list("full_attn_idxs", FULL)),
         **_families("lfm3", state=short_conv, layers=conv_and_slide),
@@ -709,14 +798,30 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             layers=all_but_each(STATE, "full_attention_interval"),
         ),
         **_families(
-            "olmo_hybrid", state=delta_state, layers=all_but_each(STATE, 4), keys=olmo_keys
+            "olmo_hybrid",
+            state=delta_state,
+            layers=with_full(all_but_each(STATE, 4)),
+            keys=KeyRule(
+                olmo_keys,
+                {
+                    "linear_num_key_heads": "num_attention_heads",
+                    "linear_num_value_heads": "num_attention_heads",
+                    "linear_key_head_dim": "hidden_size",
+                    "linear_value_head_dim": "hidden_size",
+                },
+            ),
         ),
-        **_families("kimi_linear", state=kimi_state, layers=numbered_from_one, keys=kimi_keys),
+        **_families(
+            "kimi_linear",
+            state=kimi_state,
+            layers=numbered_from_one,
+            keys=KeyRule(kimi_keys, dict.fromkeys(_LINEAR_KEYS, "linear_attn_config")),
+        ),
         **_families(
             "bailing_hybrid",
             state=bailing_state,
             layers=all_but_each(STATE, "layer_group_size"),
-            keys=bailing_keys,
+            keys=KeyRule(bailing_keys, dict(zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True))),
         ),
         **_families("minimax", state=lightning_state, layers=all_but_each(STATE, 2, 0)),
         **_families(
