@@ -26,7 +26,7 @@ def make_reads(
     timeout_s: float = HANDSHAKE_S,
     digest: Digest | None = None,
 ) -> Reads:
-    """Return the reads of an executor's worker, whose offers are envelopes of the key of ``access``.
+    """Return the reads of an executor's worker. Offers are envelopes of the key of ``access``.
 
     With a ``copier``, as :func:`~kvplan_nixl.rearrange.with_staging` makes it, a pipeline stages
     requests in the worker's staging region. Other arguments are those of

@@ -157,6 +157,9 @@ class Access:
             expected = f"at least {MIN_KEY_BYTES} bytes, or none"
             raise KVPlanError("RANGE", "use a key", expected=expected, got=f"{size}")
         instance(bool, self.trusts_network, "trusts_network of an access")
+        for context in (self.server_tls, self.client_tls):
+            if context is not None:
+                instance(ssl.SSLContext, context, "a TLS context of an access")
 
     def check_address(self, address: str) -> None:
         """Refuse to listen at an IP address that strangers may reach, by rule D1. Raises ``PEER``.
@@ -214,6 +217,8 @@ def tls_contexts(
     a server's must name the host that readers connect to. Raises ``PEER`` for files that cannot be
     used.
     """
+    for file in (certificate, private_key, authority):
+        instance(Path, file, "a file of TLS")
     try:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from logging import Logger
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import attrs
 
@@ -49,8 +49,6 @@ MAX_NAME_CHARACTERS: Final = 1 << 10
 
 MAX_SOURCES: Final = 256
 """Engines on whose leases a reader has claims at a time, each with a thread."""
-
-Item = TypeVar("Item")
 
 Claim = tuple[str, str]
 """A lease and the reader that claims it."""
@@ -102,7 +100,7 @@ def _checked_claim(lease: str, reader: str) -> Claim:
     return lease, reader
 
 
-def _fitting(values: Iterable[Item]) -> tuple[Item, ...]:
+def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return the first values, as many as a part of a message takes."""
     fitting = []
     num_bytes = 0

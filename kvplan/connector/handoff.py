@@ -88,6 +88,7 @@ class Handoff:
     def params(self, key: bytes = b"") -> dict[str, Any]:
         """Return the handoff as plain values, signed if there is a key."""
         tables = {group: _table_values(blocks) for group, blocks in self.blocks.items()}
+        instance(bytes, key, "key of handoffs")
         params = {
             "remote_engine_id": self.source.engine_id,
             "remote_start": self.source.start,
@@ -122,7 +123,7 @@ class Handoff:
         missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
             raise KVPlanError("KEY", "read a handoff", expected=f"a key {missing[0]!r}", got="none")
-        if key:
+        if instance(bytes, key, "key of handoffs"):
             _check_signature(params, key)
         tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         kept = instance(Mapping, params["remote_kept"], "remote_kept")

@@ -177,11 +177,13 @@ class BootstrapServer:
         if entries.get(stage, entry) != entry:
             entries = {}
         entries = {**entries, stage: entry}
+        # All limits are checked before anything changes.
         num_bytes = _num_bytes(entries)
         at_most(MAX_ENTRY_BYTES, num_bytes, "bytes of a room's stages", "publish")
         total = self._num_bytes - room.num_bytes + num_bytes
         at_most(MAX_KEPT_BYTES, total, "bytes of all rooms", "publish")
         self._num_bytes -= room.num_bytes
+        # an attempt keeps its place among the room's others
         room.attempts[stage.attempt] = entries
         while len(room.attempts) > MAX_ATTEMPTS:
             room.attempts.popitem(last=False)
@@ -208,6 +210,7 @@ class BootstrapServer:
         room = self._room(stage.room, owner)
         self._num_bytes -= room.num_bytes
         entries = room.attempts.get(stage.attempt, {})
+        # what was withdrawn before, or is too old, is gone already
         entries.pop(stage, None)
         if not entries:
             room.attempts.pop(stage.attempt, None)
@@ -310,6 +313,7 @@ def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, A
     An entry that cannot be read has no handoff, but an ``error`` that says why.
     """
     try:
+        # what a stranger may have published
         entries = [json.loads(text) for text in texts]
         if len(entries) == 1:
             return _checked(entries[0])

@@ -187,8 +187,9 @@ def test_a_changed_answer_is_refused(edit: Edit) -> None:
     access = Access(key=KEY)
     with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port, edit)) as relay:
         fetch(source, 10, access)
+        near = attrs.evolve(source, port=relay.port)
         with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
-            fetch(attrs.evolve(source, port=relay.port), 10, access)
+            fetch(near, 10, access)
 
 
 def test_a_recorded_answer_is_refused() -> None:
@@ -197,9 +198,9 @@ def test_a_recorded_answer_is_refused() -> None:
     with listening(Leases(), Access(key=KEY)) as source, closing(Relay(source.port)) as relay:
         near = attrs.evolve(source, port=relay.port)
         fetch(near, 10, access)
-        with closing(Relay(source.port, lambda _: relay.answers[1])) as stranger:
-            with pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key"):
-                fetch(attrs.evolve(source, port=stranger.port), 10, access)
+        refused = pytest.raises(KVPlanError, match=r"PEER: .*all engines need one key")
+        with closing(Relay(source.port, lambda _: relay.answers[1])) as stranger, refused:
+            fetch(attrs.evolve(source, port=stranger.port), 10, access)
 
 
 def test_a_refusal_is_signed() -> None:
@@ -208,9 +209,9 @@ def test_a_refusal_is_signed() -> None:
     def refuse(_: bytes) -> bytes:
         raise KVPlanError("RANGE", "answer", expected="a place", got="none")
 
-    with closing(Server("127.0.0.1", 0, {"POST /x": Route(refuse)}, Access(key=KEY))) as server:
-        with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'RANGE: cannot answer: expected a place"):
-            exchange("a server", f"127.0.0.1:{server.port}", "/x", 10, Access(key=KEY), b"")
+    refused = pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'RANGE: cannot answer: expected a place")
+    with closing(Server("127.0.0.1", 0, {"POST /x": Route(refuse)}, Access(key=KEY))) as server, refused:
+        exchange("a server", f"127.0.0.1:{server.port}", "/x", 10, Access(key=KEY), b"")
 
 
 def test_nonces_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
