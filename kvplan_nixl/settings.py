@@ -140,6 +140,7 @@ class Settings:
             expected = "key or key_file"
             raise KVPlanError("SETTING", "use a key", expected=expected, got="both")
         access = Access(key=self.key or self._key_in_file(), trusts_network=self.trust_network)
+        # each side shows a certificate, and checks the other's
         files = (self.tls_certificate, self.tls_private_key, self.tls_authority)
         if any(files) and not all(files):
             expected = "tls_certificate, tls_private_key and tls_authority"

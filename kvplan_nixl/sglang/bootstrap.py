@@ -168,9 +168,11 @@ class BootstrapServer:
 
     def _publish(self, body: bytes, *parts: str) -> bytes:
         *place, owner = parts
+        # the path has everything that the server needs to know
         stage = Stage.of_path(*place)
         entry = body.decode()
         self._expire()
+        # a room of nobody is made, and kept only if the entry is
         room = self._room(stage.room, owner)
         entries = room.attempts.get(stage.attempt, {})
         # A stage that publishes another entry has computed the attempt again, and so will others.
@@ -215,6 +217,7 @@ class BootstrapServer:
         if not entries:
             room.attempts.pop(stage.attempt, None)
         self._num_bytes += room.num_bytes
+        # an empty room is anybody's
         if not room.attempts:
             self._rooms.pop(stage.room, None)
         return b""
@@ -380,6 +383,7 @@ class Rooms:
                 if not self._wanted[address]:
                     del self._wanted[address]
                     return
+                # the lock is not held while the server is asked
                 asked = sorted(self._wanted[address])
             try:
                 for start in range(0, len(asked), MAX_ASKED):
