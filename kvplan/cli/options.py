@@ -139,8 +139,8 @@ def load_engines(
         if isinstance(config, dict) and "offers" in config:
             return EngineViews.of(config["offers"])
         return Model.from_config(config, like=like)
-    except KVPlanError:
-        raise
+    except KVPlanError as error:
+        raise error.in_file(f"{path}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise _cannot_load(model, error) from None
 

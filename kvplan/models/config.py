@@ -447,6 +447,9 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
         model_type = like
     if not isinstance(model_type, str) or model_type not in families:
         expected = f"one of the {len(families)} types in models.FAMILIES"
+        if model_type is None:
+            hint = f"is this a config.json? {LIKE} {WAY_OUT}"
+            raise _refusal("", expected, "no model_type", hint, model_type=None)
         hint = f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip()
         raise _refusal("", expected, repr(model_type), hint, model_type=model_type)
     return model_type

@@ -108,6 +108,7 @@ class FakeExecutor:
                 transfer.error = error
                 return transfer.status
             transfer.status = Status.DONE
+            transfer.num_descriptors = spec.num_descriptors
             # workers that exchange nothing send no notice
             if transfer.notifies and len(spec.local_table.rows):
                 self.notify(spec.remote, transfer.request, Status.DONE, attempt=transfer.attempt)

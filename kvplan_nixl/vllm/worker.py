@@ -23,7 +23,8 @@ from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metrics import KvplanStats
 from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -39,6 +40,8 @@ class Worker:
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
+        self._access = settings.access()
+        self._claims = Claims(logger, partial(send_claims, access=self._access))
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
@@ -56,16 +59,16 @@ class Worker:
         worker = worker_of(self._config, self._cache, info, kv_caches, settings)
         worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
-        access = settings.access()
-        self._executor = NixlExecutor(worker, settings.backends, key=access.key)
+        self._executor = NixlExecutor(worker, settings.backends, key=self._access.key)
         self._reads = make_reads(
             self._executor,
-            Claims(logger, partial(send_claims, access=access)),
+            self._claims,
             logger,
-            access=access,
+            access=self._access,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             digest=self._digest_read if settings.verify else None,
+            on_handshake=self.stats.record_handshake,
         )
         logger.info("%s", worker)
 
@@ -137,7 +140,8 @@ class Worker:
         self._released = set()
         results = self._reads.poll()
         for result in results:
-            self.stats.record(result)
+            self.stats.record_read(result)
+        self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
         failed = {result.request for result in results if result.error is not None}
