@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvplan.connector.leases import LEASE_S
 from tests.engines.models import VOCABULARY
 from tests.engines.process import Answer, Engine, free_port
 from tests.engines.served import Server, chosen, completed, proxy, text, wait_for
@@ -446,6 +447,19 @@ def other_weights(start: Start) -> Outcome:
     idle(prefill, decode)
     if alone(prefill, tokens) == alone(decode, tokens):
         raise AssertionError("void: both engines have the same weights")
+    return answers, [[]] * len(tokens)
+
+
+def other_key(start: Start) -> Outcome:
+    """Decode has another key than prefill, or none: each request ends with an error, and soon."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(50)
+    transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+    began = time.monotonic()
+    answers = decode.generate(tokens, TOKENS, transfers)
+    if time.monotonic() - began > LEASE_S:
+        raise AssertionError("hung: refused only after a lease")
+    idle(prefill, decode)
     return answers, [[]] * len(tokens)
 
 
