@@ -346,35 +346,30 @@ class Rooms:
         self._logger = logger
         self._access = access
         self._lock = threading.Lock()
-        self._wanted: dict[str, set[int]] = {}  # rooms by the server that is asked
-        self._entries: dict[int, Mapping[str, Any]] = {}
+        # rooms by the server that is asked, each with what takes its entry
+        self._wanted: dict[str, dict[int, Callable[[Any], None]]] = {}
 
-    def want(self, room: int, address: str) -> None:
+    def want(self, room: int, address: str, take: Callable[[Any], None]) -> None:
         """Ask for a room until it has an entry, or is forgotten.
 
+        ``take`` is called with the entry, on the thread that has asked. It must not wait or raise.
         Raises ``RANGE`` if too many servers are asked.
         """
         with self._lock:
             if address not in self._wanted:
                 action = f"ask {address}"
                 at_most(MAX_SERVERS, len(self._wanted) + 1, "bootstrap servers at a time", action)
-                self._wanted[address] = set()
+                self._wanted[address] = {}
                 threading.Thread(
                     target=self._run, args=(address,), name="kvplan rooms", daemon=True
                 ).start()
-            self._wanted[address].add(room)
-
-    def take(self, room: int) -> Mapping[str, Any] | None:
-        """Return the entry of a room, once; None while there is none."""
-        with self._lock:
-            return self._entries.pop(room, None)
+            self._wanted[address][room] = take
 
     def forget(self, room: int) -> None:
-        """Ask for a room no more."""
+        """Ask for a room no more. Its entry is taken before that, or never."""
         with self._lock:
             for rooms in self._wanted.values():
-                rooms.discard(room)
-            self._entries.pop(room, None)
+                rooms.pop(room, None)
 
     def _run(self, address: str) -> None:
         """Ask a server for the rooms that are wanted of it, until there are none."""
@@ -396,9 +391,11 @@ class Rooms:
                 time.sleep(ASK_S)
 
     def _take(self, address: str, entries: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the entries of rooms. One that was forgotten meanwhile stays so."""
+        """Give the entries of rooms to those that want them."""
         with self._lock:
             wanted = self._wanted[address]
-            for room in wanted & entries.keys():
-                self._entries[room] = entries[room]
-            wanted.difference_update(entries)
+            for room, entry in entries.items():
+                take = wanted.pop(room, None)
+                # A room that was forgotten meanwhile stays so.
+                if take is not None:
+                    take(entry)
