@@ -86,7 +86,7 @@ def blocks_of(kinds: tuple[str, ...], num_tokens: int, cached: tuple[int, ...] =
     return KVCacheBlocks(tuple(groups))
 
 
-def answered(decode: KvplanConnector, kinds: tuple[str, ...], num_in_flight: int = 0) -> dict[str, Any] | None:
+def answered(decode: KvplanConnector, kinds: tuple[str, ...], num_in_flight: int = 0) -> Any:
     """The parameters that decode returns for a prompt which it has read and answered."""
     request = request_of(SAID[:PROMPT], {"do_remote_prefill": True})
     request.append_output_token_ids(SAID[PROMPT:])
@@ -105,8 +105,9 @@ def read_of(
     prefill.on_new_request(request)
     num_cached = max(cached, default=0) * BLOCK
     num_tokens, is_async = prefill.get_num_new_matched_tokens(request, num_cached)
+    assert num_tokens is not None
     assert is_async == (num_tokens > 0)
-    prefill.update_state_after_alloc(request, blocks_of(kinds, num_cached + (num_tokens or 0) or 1, cached), num_tokens)
+    prefill.update_state_after_alloc(request, blocks_of(kinds, num_cached + num_tokens or 1, cached), num_tokens)
     step = prefill.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
     assert step.refused == {}
     return step.reads[0] if step.reads else None
@@ -117,7 +118,7 @@ KINDS = [("full",), ("window",), ("full", "window"), ("full", "state"), ("full",
 
 @pytest.mark.parametrize("kinds", KINDS, ids="+".join)
 def test_the_next_turn_reads_the_answer(start: Start, kinds: tuple[str, ...]) -> None:
-    """Prefill reads all that decode has computed, and computes the new tokens. Proxies pass parameters on as they are."""
+    """Prefill reads all that decode has computed, and computes new tokens. Proxies pass parameters on as they are."""
     decode = start(*kinds, role="kv_consumer", bidirectional_kv_xfer=True)
     params = answered(decode, kinds)
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
@@ -152,7 +153,7 @@ def test_another_conversation_is_refused(start: Start) -> None:
     prefill = start("full")
     prefill.on_new_request(request)
     num_tokens, _ = prefill.get_num_new_matched_tokens(request, 0)
-    assert num_tokens > 0
+    assert num_tokens
     prefill.update_state_after_alloc(request, blocks_of(("full",), num_tokens), num_tokens)
     assert prefill.build_connector_meta(SimpleNamespace()).refused["r"].code == "PROMPT"
 
