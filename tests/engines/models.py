@@ -194,6 +194,13 @@ ABSENT = {"mamba-2": ("num_attention_heads", "num_key_value_heads", "intermediat
 ADAPTED = ("llama",)
 """Models that have the LoRA adapters 1 and 2."""
 
+TARGETS = ("q_proj", "k_proj", "v_proj")
+"""Modules that an adapter changes. SGLang takes none that leaves out queries."""
+
+
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""The template of a chat, whose prompt is what was said."""
+
 
 def build(name: str, folder: Path) -> None:
     """Writes a model of MODELS into a folder: configuration, weights, the same each time, and token ``n`` as ``wn``."""
@@ -207,18 +214,18 @@ def build(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT).save_pretrained(folder)
     if name in ADAPTED:
         for number in (1, 2):
             adapt(model, folder / f"adapter-{number}")
 
 
 def adapt(model: Any, folder: Path) -> None:
-    """Writes a LoRA adapter of random weights for keys and values, in the form of peft."""
+    """Writes a LoRA adapter of random weights for queries, keys and values, in the form of peft."""
     rank = 8
     weights = {}
     for name, layer in model.named_modules():
-        if name.endswith(("k_proj", "v_proj")):
+        if name.endswith(TARGETS):
             out_size, in_size = layer.weight.shape
             weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, in_size) * 0.3
             weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out_size, rank) * 0.3
@@ -229,6 +236,6 @@ def adapt(model: Any, folder: Path) -> None:
         "r": rank,
         "lora_alpha": rank,
         "bias": "none",
-        "target_modules": ["k_proj", "v_proj"],
+        "target_modules": TARGETS,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -29,12 +29,16 @@ class EngineFailedError(Exception):
 
 
 class Answer(NamedTuple):
-    """What one request came to: ``reason`` is vLLM's finish reason, ``transfer`` its kv_transfer_params."""
+    """What one request came to: ``reason`` is vLLM's finish reason, ``transfer`` its kv_transfer_params.
+
+    ``log_probs`` has those of each token, where SGLang was asked for them.
+    """
 
     tokens: list[int]
     reason: str
     transfer: dict[str, Any] | None
     cached: int
+    log_probs: Any = None
 
 
 class Engine:
