@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan_nixl.vllm.drafts import check_drafts
 from kvplan_nixl.vllm.metadata import (
     KvplanHandshakeMetadata,
     KvplanMetadata,
@@ -50,8 +51,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ValueError("KvplanConnector: context parallelism (DCP, PCP) is not supported")
-        if vllm_config.speculative_config is not None:
-            raise ValueError("KvplanConnector: speculative decoding is not supported")
+        check_drafts(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(vllm_config, kv_cache_config)
         else:

@@ -24,6 +24,7 @@ from kvplan.bridges import RankInfo, from_vllm
 from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
+from kvplan_nixl.vllm.drafts import with_drafts
 from kvplan_nixl.weights import adapter_of, weights_of
 
 FP8_DTYPES: Final = MappingProxyType(
@@ -85,6 +86,24 @@ def frees_blocks(group: Any) -> bool:
     return is_state(group) or first_attended(group, POSITION_END) > 0
 
 
+def num_scratch_blocks(group: Any) -> int:
+    """Return the number of a request's last blocks of a group that only drafts use.
+
+    Each has a state after some of the tokens that are drafted in a step.
+    """
+    return max(int(getattr(spec, "num_speculative_blocks", 0)) for spec in specs_of(group))
+
+
+def num_settled(request: Request) -> int:
+    """Return the number of a request's first positions that are computed, and stay.
+
+    Later ones may be of tokens that are in flight, that were drafted and rejected, or that came
+    after the request's end.
+    """
+    num_computed = int(request.num_computed_tokens - request.num_in_flight_tokens)
+    return min(num_computed, int(request.num_tokens))
+
+
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
     """Return the indices of the cache groups that are transferred, by name.
 
@@ -102,6 +121,7 @@ def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
         config.model_config.model, config.model_config.revision
     )
     model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
+    model = with_drafts(model, config)
     attention_dtypes = set()
     state_dtypes = set()
     for group in cache.transfer_groups:

@@ -39,6 +39,8 @@ from kvplan_nixl.vllm.description import (
     frees_blocks,
     groups_of,
     is_state,
+    num_scratch_blocks,
+    num_settled,
     prompt_of,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
@@ -76,7 +78,7 @@ class Scheduler:
 
     Decode computes the last token of a prompt itself, so it reads the positions before. If blocks
     would be freed that this token attends to, or a state would have passed it, prefill stops one
-    token short of the prompt.
+    token short of the prompt. If drafts use the next token too, prefill must generate this one.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -88,7 +90,9 @@ class Scheduler:
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
         self._states = {name for name, group in self._caches.items() if is_state(group)}
+        self._num_scratch = {name: num_scratch_blocks(self._caches[name]) for name in self._states}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
+        self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
@@ -157,7 +161,9 @@ class Scheduler:
     def _stop_short(self, request: Request) -> None:
         """Shorten a prompt by the token that decode computes itself."""
         if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-1]
+            last_token = request.prompt_token_ids.pop()
+            if self._drafts_know_next and request.sampling_params is not None:
+                request.sampling_params.allowed_token_ids = [last_token]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
         del request._all_token_ids[-1]
@@ -266,11 +272,16 @@ class Scheduler:
     def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
         """Return block tables by group.
 
-        Of states only the last one counts, that of the last token computed.
+        Of states only the last one counts, that of the last token computed. Blocks after it are
+        for states of drafts.
         """
         tables = {}
         for group, index in self._groups.items():
-            block_ids = ids[index][-1:] if group in self._states else ids[index]
+            block_ids = ids[index]
+            if group in self._states:
+                # A short list has no blocks for drafts yet.
+                num_blocks = max(len(block_ids) - self._num_scratch[group], 1)
+                block_ids = block_ids[:num_blocks][-1:]
             tables[group] = Blocks([*block_ids], null=NULL_BLOCK)
         return tables
 
@@ -304,10 +315,13 @@ class Scheduler:
         is_wanted = params.get("do_remote_decode") and is_done and any(ids)
         if not is_wanted or self._listener is None:
             return None
-        num_tokens = request.num_computed_tokens
-        # The last state is that of the last token computed, also after the prompt.
+        num_tokens = num_settled(request)
+        # The last state is that of the last token computed, also after the prompt. With drafts
+        # nobody knows which block has it: one for each token that may be accepted in a step.
         if not self._states:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
+        elif num_tokens > request.num_prompt_tokens and any(self._num_scratch.values()):
+            return None
         tables = self._tables(ids)
         kept = dict[str, int]()
         for group in self._groups.keys() - self._states:
