@@ -149,7 +149,9 @@ def serve(
         plan = plan_writes(here, [executor.connect(envelope)])
         executor.prepare(plan)
         tables = {group.name: Blocks(range(blocks)) for group in here.groups}
-        (spec,) = plan.bind(local=tables, remote=tables, tokens=(0, blocks * here.groups[0].tokens_per_block))
+        tokens_per_block = here.groups[0].tokens_per_block
+        assert tokens_per_block is not None
+        (spec,) = plan.bind(local=tables, remote=tables, tokens=(0, blocks * tokens_per_block))
         written.append(executor.start(spec, "request"))
         if wait:
             settle(executor, written, TIMEOUT_S)

@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
@@ -175,7 +175,9 @@ class Pool:
     """The blocks of an engine. All words of a free block have one value in all workers."""
 
     def __init__(self, template: Worker) -> None:
-        self.tokens = template.groups[0].tokens_per_block
+        tokens_per_block = template.groups[0].tokens_per_block
+        assert tokens_per_block is not None
+        self.tokens = tokens_per_block
         self.free = dict.fromkeys(range(template.views[0].num_blocks), 0)
         self.kept: list[Request] = []
         """Requests that are done and whose blocks are in use."""
@@ -193,9 +195,10 @@ class Soak:
         self.numbers = np.random.default_rng(seed)
         self.templates = engines(decode_tp)
         self.pools = {name: Pool(workers[0]) for name, workers in self.templates.items()}
-        self.completions = {
+        operations: tuple[Literal["READ", "WRITE"], ...] = ("READ", "WRITE")
+        self.completions: dict[str, Any] = {
             operation: plan_mesh(self.templates["decode"], self.templates["prefill"], operation).completions
-            for operation in ACTIVE
+            for operation in operations
         }
         self.spared = {(name, self.random.randrange(len(workers))) for name, workers in self.templates.items()}
         self.serials = itertools.count()

@@ -39,6 +39,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "INT": "a descriptor id does not fit in 31 bits",
         "LAYOUT": "a layout or one of its options is unknown or impossible",
         "CONFIG": "a model configuration lacks a key or has an unusable value",
+        "SETTING": "a setting of a connector is unknown, or has a value that is not supported",
         "PROOF": "a plan does not move the right bytes",
         "MEMORY": "memory cannot be allocated, or a copy leaves it",
         "BACKEND": "a transfer backend is missing or does not accept the memory",

@@ -35,7 +35,20 @@ from tests.pages import ROOT
 from tests.small import engine
 from tests.stand_in import StandIn
 
-NOT_CORE = {"LEASE", "PROMPT", "LAYOUT", "CONFIG", "MEMORY", "BACKEND", "PEER", "TRANSFER", "MESSAGE", "VERSION", "KEY"}
+NOT_CORE = {
+    "LEASE",
+    "PROMPT",
+    "LAYOUT",
+    "CONFIG",
+    "SETTING",
+    "MEMORY",
+    "BACKEND",
+    "PEER",
+    "TRANSFER",
+    "MESSAGE",
+    "VERSION",
+    "KEY",
+}
 """Codes of modules that make layouts, read configurations or messages, keep leases and move bytes, with own tests."""
 
 PIECES = MAX_SEGMENTS + 1

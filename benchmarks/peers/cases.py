@@ -83,7 +83,8 @@ class Request:
         def block_ids(pool: str, count: int) -> list[int]:
             # one row for each run of blocks, in random order
             first_blocks = rng.permutation(POOLS[pool] // case.run) * case.run
-            return np.add.outer(first_blocks, np.arange(case.run)).reshape(-1)[:count].tolist()
+            ids: list[int] = np.add.outer(first_blocks, np.arange(case.run)).reshape(-1)[:count].tolist()
+            return ids
 
         source = block_ids("prefill", blocks)
         return cls(source, block_ids("decode", stop // case.destination.tokens), stop)

@@ -14,9 +14,9 @@ import attrs
 import click
 
 from kvplan._text import size
-from kvplan.cli.engines import lines, reasons
+from kvplan.cli.defaults import AUTO
+from kvplan.cli.engines import lines, reasons, reasons_by_side
 from kvplan.cli.options import (
-    AUTO,
     MAX_TOKENS,
     EngineCommand,
     EngineOptions,
@@ -267,12 +267,13 @@ def advise_command(engines: Engines, tokens: int, as_json: bool) -> int:
     """
     model = model_only(engines.model, engines.name)
     advice = advise(model, engines.src, engines.dst, tokens)
-    sides = {"src": reasons(model, engines.src), "dst": reasons(model, engines.dst)}
+    sides = reasons_by_side(engines)
     if as_json:
         figures = {"tokens": tokens, **attrs.asdict(advice), "not_run_because": sides}
         echo_json(engines.to_json() | figures)
         return 0
     click.echo(f"{engines}, {tokens} tokens in scattered blocks")
+    print_lines(engines.cache_lines())
     click.echo(advice)
     printed = [*lines(sides)]
     helpful = set[str]()

@@ -12,7 +12,7 @@ import click
 from rich.text import Text
 
 from kvplan._text import count, fold, intervals, size
-from kvplan.cli.engines import lines, reasons
+from kvplan.cli.engines import lines, reasons_by_side
 from kvplan.cli.options import (
     EngineCommand,
     Engines,
@@ -25,6 +25,7 @@ from kvplan.cli.options import (
     read_decimal,
     terminal_width,
     token_range,
+    wrapped,
 )
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
@@ -75,9 +76,7 @@ def verify_command(
     start, stop = tokens
     title = f"{engines}, positions [{start}, {stop})"
     moved = {}
-    sides = {}
-    if isinstance(model, Model):
-        sides = {"src": reasons(model, engines.src), "dst": reasons(model, engines.dst)}
+    sides = reasons_by_side(engines)
     if layers is not None:
         if not isinstance(model, Model):
             action = "move some layers of offers"
@@ -93,15 +92,16 @@ def verify_command(
         document = {"model": engines.name, "tokens": list(tokens), **moved, **trial.to_json()}
         echo_json(document | {"not_run_because": sides})
     else:
-        _print_trial(title, trial)
+        _print_trial([title, *engines.cache_lines()], trial)
         print_lines(lines(sides))
     return 0 if trial.report.ok else 1
 
 
-def _print_trial(title: str, trial: Trial) -> None:
-    """Print a title, a line for each destination worker, and the report."""
+def _print_trial(heading: Sequence[str], trial: Trial) -> None:
+    """Print the lines of a heading, a line for each destination worker, and the report."""
     console = plain_console()
-    console.print(title)
+    for line in heading:
+        console.print(line)
     for worker in trial.request.destinations:
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
         moved = "nothing"
@@ -149,6 +149,7 @@ def explain_command(
         echo_json(engines.to_json() | {"offers": offers, **_mesh_json(mesh)})
         return 0
     width = terminal_width()
+    print_lines([*wrapped([str(engines)]), *engines.cache_lines()])
     sides = (
         ("source", engines.src, sources),
         ("destination", engines.dst, destinations),
@@ -159,7 +160,7 @@ def explain_command(
         if detail != "rows":
             title += ", the first:"
             explained = workers[:1]
-        print_lines(click.wrap_text(title, width, subsequent_indent="    ").splitlines())
+        print_lines(wrapped([title]))
         for worker in explained:
             print_lines(explain(worker, detail=detail, width=width).splitlines())
         if detail != "line":
@@ -228,7 +229,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     elif path is not None:
         click.echo(f"wrote {click.format_filename(path)}: {picture.title}")
     else:
-        click.echo(engines)
+        print_lines([str(engines), *engines.cache_lines()])
         _draw(plan)
     return 0
 

@@ -11,25 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from kvplan.cli.options import AUTO, EngineOptions, items_of
+from kvplan.cli.defaults import (
+    AUTO,
+    ENGINES,
+    SGLANG,
+    VLLM,
+    default_keys,
+    has_index,
+    has_kv,
+    items_of,
+)
+from kvplan.cli.options import EngineOptions, Engines, EngineViews
 from kvplan.models import Model
-from kvplan.models.layouts import HEAD, KV
+from kvplan.models.layouts import HEAD
 from kvplan.models.tensors import Tensor
-
-VLLM: Final = "vLLM 0.33"
-SGLANG: Final = "SGLang 0.5.23"
 
 
 def _paged_tensors(model: Model) -> list[Tensor]:
     return [tensor for tensor in model.tensors if tensor.paged]
-
-
-def _has_index(model: Model) -> bool:
-    return any(tensor.kind == "index" for tensor in model.tensors)
-
-
-def _has_kv(model: Model) -> bool:
-    return any(KV in dict(tensor.axes) for tensor in model.tensors)
 
 
 def _numbers_of_kv_heads(model: Model) -> list[int]:
@@ -123,12 +122,12 @@ def _check_blocks_of_16(model: Model, options: EngineOptions) -> Iterator[str]:
 
 
 def _check_blocks_of_64(model: Model, options: EngineOptions) -> Iterator[str]:
-    if options.block is not None and options.block % 64 and _has_index(model):
+    if options.block is not None and options.block % 64 and has_index(model):
         yield f"block={options.block}, no multiple of 64, in a model with an indexer"
 
 
 def _check_pages_of_64(model: Model, options: EngineOptions) -> Iterator[str]:
-    if options.block != 64 and _has_index(model):
+    if options.block != 64 and has_index(model):
         yield f"block={options.block}, not 64, in a model with an indexer"
 
 
@@ -150,12 +149,12 @@ def _check_own_pools(model: Model, options: EngineOptions) -> Iterator[str]:
 
 
 def _check_kv_together(model: Model, options: EngineOptions) -> Iterator[str]:
-    if options.kv != "content" and _has_kv(model):
+    if options.kv != "content" and has_kv(model):
         yield f"kv={options.kv}, not content"
 
 
 def _check_kv_apart(model: Model, options: EngineOptions) -> Iterator[str]:
-    if options.kv != "split" and _has_kv(model):
+    if options.kv != "split" and has_kv(model):
         yield f"kv={options.kv}, not split"
     if options.layout not in ("LBNHC", "LBHNC"):
         yield f"layout={options.layout}, neither LBNHC nor LBHNC"
@@ -222,8 +221,6 @@ RULES: Final[tuple[tuple[str, str, Check], ...]] = (
 )
 """Each rule: the engine, the file that has it, and a function that yields its reasons."""
 
-ENGINES: Final = (VLLM, SGLANG)
-
 
 def reasons(model: Model, options: EngineOptions) -> dict[str, list[str]]:
     """Return the reasons why each engine does not run a side, with the files that say so.
@@ -236,29 +233,10 @@ def reasons(model: Model, options: EngineOptions) -> dict[str, list[str]]:
     ...     print(reason)
     10 KV heads and tp=4, neither of which divides the other (vllm/model_executor/layers/linear.py)
     """
-    by_engine: dict[str, list[str]] = {engine: [] for engine in ENGINES}
+    by_engine: dict[str, list[str]] = {engine: [] for engine in ENGINES.values()}
     for engine, source, check in RULES:
         by_engine[engine] += [f"{reason} ({source})" for reason in check(model, options)]
     return by_engine
-
-
-def default_keys(model: Model) -> dict[str, dict[str, str]]:
-    """Return how each engine stores the model by default, as keys of ``--src``.
-
-    >>> default_keys(Model.shipped("qwen3-next-80b"))["vLLM 0.33"]
-    {'layout': 'LBNHC', 'block': 'auto', 'kv': 'content', 'shared': '1'}
-    """
-    # attention beside recurrent states
-    is_hybrid = len({tensor.paged for tensor in model.tensors}) > 1
-    index_block = "64" if _has_index(model) else None
-    vllm = {"layout": "LBNHC", "block": AUTO if is_hybrid else index_block or "16"}
-    sglang = {"layout": "LBNHC", "block": index_block or "1"}
-    if _has_kv(model):
-        vllm["kv"] = "content"
-        sglang["kv"] = "split"
-    if len(model.groups) > 1:
-        vllm["shared"] = "1"
-    return {VLLM: vllm, SGLANG: sglang}
 
 
 def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
@@ -271,6 +249,21 @@ def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
         text = ",".join(f"{key}={value}" for key, value in (keys | items_of(side)).items())
         by_engine[engine] = reasons(model, EngineOptions.parse(text, "a side"))[engine]
     return by_engine
+
+
+def reasons_by_side(engines: Engines) -> dict[str, dict[str, list[str]]]:
+    """Return the :func:`reasons` of ``src`` and ``dst``, each of the engine that it names, if any.
+
+    Offers have none.
+    """
+    if isinstance(engines.model, EngineViews):
+        return {}
+    sides = {}
+    for side, options in (("src", engines.src), ("dst", engines.dst)):
+        by_engine = reasons(engines.model, options)
+        engine = engines.named.get(side)
+        sides[side] = by_engine if engine is None else {engine: by_engine[engine]}
+    return sides
 
 
 def running_engines(by_engine: Mapping[str, list[str]]) -> str:
@@ -286,12 +279,16 @@ def lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
     """Yield a line for each reason of a side, and one for each engine that runs all sides."""
     if not sides:
         return
-    for engine in ENGINES:
+    for engine in ENGINES.values():
+        # A side that names its engine is not judged by the other one.
+        judged = {
+            side: by_engine[engine] for side, by_engine in sides.items() if engine in by_engine
+        }
         sides_of_reason: dict[str, list[str]] = {}
-        for side, by_engine in sides.items():
-            for reason in by_engine[engine]:
+        for side, refusals in judged.items():
+            for reason in refusals:
                 sides_of_reason.setdefault(reason, []).append(side)
         for reason, names in sides_of_reason.items():
             yield f"{engine} does not run {' and '.join(names)}: {reason}"
-        if not sides_of_reason:
-            yield f"{engine} runs {' and '.join(sides)}"
+        if judged and not sides_of_reason:
+            yield f"{engine} runs {' and '.join(judged)}"

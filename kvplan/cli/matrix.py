@@ -14,9 +14,11 @@ from typing import Any, Final
 import attrs
 import click
 
+from kvplan.cli.caches import cache_lines
 from kvplan.cli.engines import reasons_of, running_engines
 from kvplan.cli.options import (
     EngineOptions,
+    assumed_lines,
     echo_json,
     json_option,
     load,
@@ -234,5 +236,8 @@ def matrix_command(model: str, like: str | None, as_json: bool) -> int:
         click.echo(
             f"{model}, {layers_moved}, positions [{MATRIX_TOKENS[0]}, {MATRIX_TOKENS[1]}):\n"
         )
+        for line in assumed_lines(like) + cache_lines(whole):
+            click.echo(f"- {line.strip()}")
+        click.echo()
         click.echo("\n".join(markdown(results)))
     return 1 if any(result.verdict == "wrong" for result in results) else 0

@@ -22,6 +22,8 @@ from rich.text import Text
 
 from kvplan._checks import integer
 from kvplan._text import WIDTH, meant
+from kvplan.cli.caches import cache_lines
+from kvplan.cli.defaults import AUTO, ENGINES, engine_of, items_of, with_defaults
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.handshake import decode
@@ -39,8 +41,8 @@ DEFAULT_NUM_BLOCKS: Final = 4096
 
 ENGINE_IDS: Final = ("src", "dst")
 
-AUTO: Final = "auto"
-"""The value of ``block`` that makes a block of attention as large as a recurrent state."""
+MODEL_KEYS: Final = ("draft", "dtype", "ssm")
+"""Keys of an engine that change the model it runs."""
 
 BITS: Final[Mapping[int, tuple[Any, ...]]] = MappingProxyType(
     {8: (8,), 4: (4, "float8_e4m3fn", 16)}
@@ -180,11 +182,6 @@ def _load_sizes(text: str) -> Model:
     return Model.from_config(config)
 
 
-def items_of(text: str) -> dict[str, str]:
-    """Return the values of a text such as ``tp=4,block=16``, by key."""
-    return dict(item.partition("=")[::2] for item in text.split(","))
-
-
 def read_decimal(text: str, subject: str, low: int, high: int) -> int:
     """Return the integer in ``[low, high)`` that ``text`` writes in ASCII digits.
 
@@ -294,6 +291,8 @@ class EngineOptions:
         "pcp_spreads",
     )
     draft: str | None = _text_option(None, "shipped model that drafts tokens")
+    dtype: str | None = _text_option(None, "dtype of K and V, or latents")
+    ssm: str | None = _text_option(None, "dtype of SSM states")
 
     @classmethod
     def parse(cls, text: str, subject: str) -> EngineOptions:
@@ -310,7 +309,7 @@ class EngineOptions:
             got = repr(key)
             if key not in readers:
                 expected = f"keys of {', '.join(readers)}"
-                hint = meant(_own_key(key), readers)
+                hint = meant(_own_key(key), [*readers, *ENGINES])
                 raise KVPlanError("LAYOUT", action, expected=expected, got=got, hint=hint, key=key)
             if key in values:
                 expected = "each key once"
@@ -351,16 +350,21 @@ class EngineOptions:
                 expected = "no keys, since offers say all"
                 raise KVPlanError("LAYOUT", action, expected=expected, got=str(self))
             return model.workers[engine_id]
+        model = self.cached(model)
         if self.draft is not None:
             model = model.with_draft(Model.shipped(self.draft))
         if self.shared:
             model = model.grouped()
         arguments = {}
         for field in attrs.fields(EngineOptions):
-            if field.name != "draft":
+            if field.name not in MODEL_KEYS:
                 arguments[field.metadata["argument"] or field.name] = getattr(self, field.name)
         arguments["num_blocks"] = num_blocks or self.blocks or DEFAULT_NUM_BLOCKS
         return model.engine(engine_id, **arguments)
+
+    def cached(self, model: Model) -> Model:
+        """Return a model in the dtypes in which the engine caches it. Raises ``DTYPE``."""
+        return model.with_dtypes(self.dtype, self.ssm)
 
 
 def _own_key(key: str) -> str:
@@ -387,12 +391,18 @@ def _written(value: Any) -> str:
 
 @attrs.frozen
 class Engines:
-    """Two engines as a command line names them: ``name`` is MODEL, ``model`` is what it means."""
+    """Two engines as a command line names them: ``name`` is MODEL, ``model`` is what it means.
+
+    A file of an unknown type was read as one of the type ``like``. ``named`` has the real engine of
+    each side that names one.
+    """
 
     name: str
     model: Model | EngineViews
     src: EngineOptions
     dst: EngineOptions
+    like: str | None = None
+    named: Mapping[str, str] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.src.title(self.model)} -> {self.dst.title(self.model)}"
@@ -401,9 +411,32 @@ class Engines:
         """Return the workers of the source engine, and of the destination engine."""
         return self.src.engine(self.model, "src"), self.dst.engine(self.model, "dst")
 
-    def to_json(self) -> dict[str, str]:
+    def cache_lines(self) -> list[str]:
+        """Return the lines of what both engines cache, or of each one if they differ.
+
+        Offers have none.
+        """
+        if isinstance(self.model, EngineViews):
+            return []
+        source = self.src.cached(self.model)
+        destination = self.dst.cached(self.model)
+        if source == destination:
+            lines = cache_lines(source)
+        else:
+            lines = cache_lines(source, "src") + cache_lines(destination, "dst")
+        return wrapped(assumed_lines(self.like) + lines)
+
+    def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
+        document = {"model": self.name, "src": str(self.src), "dst": str(self.dst)}
+        return document if self.like is None else {**document, "assumed_like": self.like}
+
+
+def assumed_lines(like: str | None) -> list[str]:
+    """Return the line that says as what a file of an unknown type was read, if it was."""
+    if like is None:
+        return []
+    return [f"  assumed, and checked by nobody: it caches what a model of type {like} does"]
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -423,6 +456,11 @@ class EngineCommand(click.Command):
             "show, MODEL can be a file of offers, as 'kvplan explain --json' prints them."
         )
         keys = [(field.name, field.metadata["about"]) for field in attrs.fields(EngineOptions)]
+        formatter.write_paragraph()
+        formatter.write_text(
+            "--src vllm,tp=4 takes vLLM's defaults for all keys that it leaves out, --src sglang "
+            "those of SGLang. Only the engine that a side names is asked whether it runs the side."
+        )
         with formatter.section("Keys of --src and --dst"):
             formatter.write_dl(keys)
 
@@ -441,8 +479,8 @@ _bits = click.option(
 _engine = partial(
     click.option,
     default="",
-    metavar="KEY=VALUE,...",
-    callback=lambda context, option, text: EngineOptions.parse(text, option.opts[0]),
+    metavar="[vllm|sglang,]KEY=VALUE,...",
+    callback=lambda context, option, text: _Side.parse(text, option.opts[0]),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -450,6 +488,28 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def model_argument(command: Command) -> Command:
     """Add the argument MODEL and ``--like``."""
     return click.argument("model")(_like(command))
+
+
+@attrs.frozen
+class _Side:
+    """The options of one engine, and the real engine whose defaults the text leaves out, if any."""
+
+    options: EngineOptions
+    keys: str
+    engine: str | None
+
+    @classmethod
+    def parse(cls, text: str, subject: str) -> _Side:
+        """Read ``KEY=VALUE,...``, maybe after the name of an engine. Raises what the keys do."""
+        engine, keys = engine_of(text)
+        return cls(EngineOptions.parse(keys, subject), keys, engine)
+
+    def of_model(self, model: Model | EngineViews) -> EngineOptions:
+        """Return the options for a model, with the defaults of the engine that is named."""
+        if self.engine is None:
+            return self.options
+        whole = model_only(model, f"{self.engine}, by its defaults, and")
+        return EngineOptions.parse(with_defaults(whole, self.engine, self.keys), self.engine)
 
 
 def engine_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -462,12 +522,16 @@ def engine_options(command: Callable[..., int]) -> Callable[..., int]:
     def run(
         model: str,
         like: str | None,
-        src: EngineOptions,
-        dst: EngineOptions,
+        src: _Side,
+        dst: _Side,
         bits: str | None,
         **options: Any,
     ) -> int:
-        return command(Engines(model, load_engines(model, bits, like), src, dst), **options)
+        loaded = load_engines(model, bits, like)
+        sides = zip(ENGINE_IDS, (src, dst), strict=True)
+        named = {engine_id: side.engine for engine_id, side in sides if side.engine is not None}
+        engines = Engines(model, loaded, src.of_model(loaded), dst.of_model(loaded), like, named)
+        return command(engines, **options)
 
     run = _bits(run)
     run = _engine("--dst", help="The decode engine (destination).")(run)
@@ -495,6 +559,16 @@ def plain_console() -> Console:
 def terminal_width() -> int:
     """Return the characters in a line of the terminal, at least 40; 120 where there is none."""
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
+
+
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """Return lines of which none is wider than the terminal. What follows is indented more."""
+    wrapped_lines = []
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        text = click.wrap_text(line.strip(), terminal_width(), indent, f"{indent}    ")
+        wrapped_lines += text.splitlines()
+    return wrapped_lines
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -76,6 +76,9 @@ NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 LATENT: Final = ("kv_lora_rank", "qk_rope_head_dim")
+KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups", "multi_query_group_num")
+HEAD_DIMS: Final = ("attention_head_dim", "head_dim", "kv_channels")
+LAYER_LISTS: Final = ("layer_types", "layers_block_type")
 DRAFTS: Final = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
@@ -97,6 +100,7 @@ CACHE_KEYS: Final = frozenset(
         # K and V
         *("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num"),
         *("multi_query", "multi_query_attention", "new_decoder_architecture", "attn_config"),
+        "block_configs",
         *("attention_head_dim", "kv_channels", "v_head_dim", "share_q_dim"),
         *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"),
         *("num_kv_shared_layers", "use_cla"),
@@ -354,6 +358,8 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
         weights_dtype = dtype_of(config, weights_dtype)
     model_type = _model_type(config, registry, like)
     family = registry.families[model_type]
+    if model_type == like:
+        _check_unknown(config, family)
     defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
     config = {**defaults, **config, "model_type": model_type, "dtype": weights_dtype}
     _check_keys(config, family)
@@ -401,9 +407,33 @@ def _check_keys(config: Config, family: Family) -> None:
             raise _refusal(of_type, expected, repr(config[key]), hint, key=key)
 
 
+def _check_unknown(config: Config, family: Family) -> None:
+    """Raise ``CONFIG`` for what a file of an unknown type may mean, and the family doesn't read.
+
+    A size that is null may be stated by another key. A list of mappings, or one with an item for
+    each layer, may give layers different caches.
+    """
+    num_layers = config.get(stated_key(config, NUM_LAYERS))
+    for key, value in config.items():
+        # Each family says what null means for a size that it reads.
+        if value is None and key in SIZES | {*KV_HEADS, *HEAD_DIMS}:
+            expected = f"a number under {key!r}, since null may mean anything in an unknown type"
+            hint = "state the number in the file"
+            raise _refusal("", expected, "null", hint, key=key)
+        is_read = key in family.defaults or key in LAYER_LISTS
+        if is_read or not isinstance(value, list | tuple):
+            continue
+        # Nobody knows what each item says of its layer.
+        has_mappings = any(isinstance(item, Mapping) for item in value)
+        if has_mappings or 1 < len(value) == num_layers:
+            expected = f"no {key!r}, which may give each layer a cache of its own"
+            hint = f"remove {key!r} if all layers cache the same"
+            raise _refusal("", expected, f"a list of {len(value)}", hint, key=key)
+
+
 def _kinds(config: Config, family: Family) -> list[str]:
     """Return the kind of each layer: as the file lists them, or by the rule of the family."""
-    key = stated_key(config, ("layer_types", "layers_block_type"))
+    key = stated_key(config, LAYER_LISTS)
     is_listed = config.get(key) is not None
     kinds = _listed_kinds(config, key, family) if is_listed else family.layers(config)
     return kinds if family.last is None else [*kinds[:-1], family.last]

@@ -25,7 +25,9 @@ from typing import Any, Final
 from kvplan._checks import is_one_of
 from kvplan.models.config import (
     BOTH,
+    HEAD_DIMS,
     HIDDEN,
+    KV_HEADS,
     MAX_LAYERS,
     NONE,
     NUM_HEADS,
@@ -64,20 +66,17 @@ from kvplan.models.tensors import (
 
 # What a layer caches
 
-_KV_HEADS: Final = ("num_key_value_heads", "num_attention_groups", "multi_query_group_num")
-_HEAD_DIM: Final = ("attention_head_dim", "head_dim", "kv_channels")
-
 
 def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
     """Return K and V of each head. V has ``v_head_dim`` elements, if the family has that key."""
     # A file without a number of KV heads has one for each query head.
-    num_heads = optional_integer_of(config, _KV_HEADS) or integer_of(config, NUM_HEADS)
+    num_heads = optional_integer_of(config, KV_HEADS) or integer_of(config, NUM_HEADS)
     num_query_heads = integer_of(config, NUM_HEADS, num_heads)
     if num_query_heads % num_heads:
         expected = f"a divisor of num_attention_heads {num_query_heads}"
-        raise unusable(stated_key(config, _KV_HEADS), expected, num_heads)
+        raise unusable(stated_key(config, KV_HEADS), expected, num_heads)
     # A file without a size of heads divides the width of the model among them.
-    dim = optional_integer_of(config, _HEAD_DIM)
+    dim = optional_integer_of(config, HEAD_DIMS)
     if dim is None:
         dim, remainder = divmod(integer_of(config, HIDDEN), integer_of(config, NUM_HEADS))
         if remainder or not dim:
@@ -364,6 +363,21 @@ def shared_indexers(config: Config) -> Config:
     return {"per_layer_config": exceptions} if exceptions else {}
 
 
+def nas_heads(config: Config) -> Config:
+    """Return the KV heads of each layer of Nemotron-NAS, which ``block_configs`` states.
+
+    (nemotron_nas.py of vLLM 0.33)
+    """
+    num_heads = integer_of(config, NUM_HEADS)
+    # The numbers of KV heads are exceptions of single layers.
+    exceptions = {}
+    for layer, block in enumerate(_nas_attention(config)):
+        heads_of_group = optional_integer_of(block, "n_heads_in_group")
+        if heads_of_group is not None:
+            exceptions[layer] = {"num_key_value_heads": num_heads // heads_of_group}
+    return {"per_layer_config": exceptions}
+
+
 def _periodic_indexers(config: Config) -> list[str]:
     """Return ``F`` for each layer with an indexer of its own, one of a period, else ``S``."""
     period = integer_of(config, "index_topk_freq")
@@ -473,6 +487,34 @@ def by_letter(config: Config) -> list[str]:
         expected = f"a letter of {' '.join(_LETTERS)} for each layer"
         raise unusable("hybrid_override_pattern", expected, pattern)
     return [_LETTERS[letter] for letter in letters]
+
+
+def by_block(config: Config) -> list[str]:
+    """Layers of ``block_configs`` attend, unless a linear layer or nothing takes the place."""
+    kinds = []
+    for block in _nas_attention(config):
+        is_replaced = flag_of(block, "no_op") or flag_of(block, "replace_with_linear")
+        kinds.append(NONE if is_replaced else FULL)
+    return kinds
+
+
+def _nas_attention(config: Config) -> list[Config]:
+    """Return the keys of each layer's attention in ``block_configs``. None has a window."""
+    blocks = config.get("block_configs")
+    num_layers = _num_layers(config)
+    expected = f"a mapping with an 'attention' for each of {num_layers} layers"
+    if not isinstance(blocks, list | tuple) or len(blocks) != num_layers:
+        raise unusable("block_configs", expected, blocks)
+    layers = []
+    for block in blocks:
+        # A block has an attention and an FFN, which caches nothing.
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if not isinstance(attention, Mapping):
+            raise unusable("block_configs", expected, block)
+        if attention.get("window_length") is not None:
+            raise unusable("block_configs", "no window_length", attention["window_length"])
+        layers.append(attention)
+    return layers
 
 
 def numbered_from_one(config: Config) -> list[str]:
@@ -672,6 +714,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         # Families that state their heads or their latents in a way of their own
         **_families("chatglm", keys=chatglm_heads),
         **_families("dbrx", keys=nested_heads),
+        **_families("nemotron-nas", layers=by_block, keys=nas_heads),
         **_families("falcon", "gpt_bigcode", keys=falcon_heads),
         **_families("longcat_flash", keys=double_layers),
         **_families("step3p5", layers=all_of(FULL), keys=grouped_heads),

@@ -17,6 +17,7 @@ from kvplan.connector import Claims, Handoff, Read, Reads, attended, send_claims
 from kvplan.describe.blocks import Range
 from kvplan.staging import Copier
 from kvplan_nixl.reads import make_reads
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import Rooms
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
@@ -33,14 +34,21 @@ class DecodeRank(Rank):
         memory: RankMemory,
         queue: Any,
         copier: Copier | None,
-        key: bytes,
+        settings: Settings,
         timeout_s: float,
     ) -> None:
         super().__init__(memory)
         self.timeout_s = timeout_s
         self.metadata = queue.metadata_buffers
         self.claims = Claims(logger, send_claims)
-        self.reads: Reads = make_reads(memory.executor, self.claims, logger, key=key, copier=copier)
+        self.reads: Reads = make_reads(
+            memory.executor,
+            self.claims,
+            logger,
+            key=settings.key,
+            copier=copier,
+            timeout_s=settings.handshake_timeout_s,
+        )
         self.rooms = Rooms(logger)
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
         # Pages of an aborted request stay until its read has ended, however late.

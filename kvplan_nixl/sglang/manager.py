@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from types import SimpleNamespace
 from typing import Any, Final
@@ -16,13 +15,12 @@ from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import RankMemory, logger
+from kvplan_nixl.sglang.settings import settings_of
 from kvplan_nixl.weights import weights_of
-
-STAGING_BYTES: Final = 64 << 20
-"""Bytes of a rank's staging region on decode."""
 
 STATE_KINDS: Final = frozenset({"swa", "mamba"})
 """The parts of a cache with block tables of their own that are transferred, by SGLang's names."""
@@ -44,6 +42,7 @@ class Manager(BaseKVManager):
             getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
         )
         self._timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        self._settings = settings_of()
         self.prefill_info_table: dict[str, Any] = {}
 
     def register_to_bootstrap(self) -> None:
@@ -67,24 +66,21 @@ class Manager(BaseKVManager):
         info = _rank_info(parallel)
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
-        key = os.environ.get("KVPLAN_KEY", "").encode()
+        settings = self._settings
         # Only a reader stages.
-        staging_bytes = 0
-        if not self._is_prefill:
-            staging_bytes = int(os.environ.get("KVPLAN_STAGING_BYTES", STAGING_BYTES))
-        worker, copier = with_staging(worker, staging_bytes)
+        worker, copier = with_staging(worker, 0 if self._is_prefill else settings.staging_bytes)
         memory = RankMemory(
             args=self.kv_args,
             info=info,
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
             windows=windows,
-            executor=NixlExecutor(worker, key=key),
+            executor=NixlExecutor(worker, settings.backends, key=settings.key),
         )
         if self._is_prefill:
-            self.rank = PrefillRank(memory, parallel.world_group)
+            self.rank = PrefillRank(memory, parallel.world_group, settings)
         else:
-            self.rank = DecodeRank(memory, queue, copier, key, self._timeout_s)
+            self.rank = DecodeRank(memory, queue, copier, settings, self._timeout_s)
         logger.info("%s", worker)
 
     def _describe(self, queue: Any, info: RankInfo, parallel: Any) -> Worker:
@@ -96,7 +92,7 @@ class Manager(BaseKVManager):
         state_dtype = None
         if hasattr(pool, "mamba_pool"):
             state_dtype = pool.mamba_pool.mamba_cache.temporal.dtype
-        model = _model(queue.scheduler.model_config)
+        model = _model(queue.scheduler.model_config, self._settings)
         model = model.with_dtypes(_dtype_name(pool.dtype), _dtype_name(state_dtype))
         worker = from_sglang(model, info, pool)
         _require("num_groups", 1 + len(kinds), len(worker.groups))
@@ -146,11 +142,12 @@ def _rank_info(parallel: Any) -> RankInfo:
     return RankInfo(engine_id, ranks.rank_in_group, tp_rank, stage_ranks.world_size)
 
 
-def _model(config: Any) -> Model:
+def _model(config: Any, settings: Settings) -> Model:
     """Return the model by its files: SGLang writes into the configuration that it has read."""
+    name = settings.model or get_serving().served_model_name
     fields, _ = config.hf_config.get_config_dict(config.model_path, revision=config.revision)
-    weights = os.environ.get("KVPLAN_WEIGHTS") or weights_of(config.model_path, config.revision)
-    return Model.from_config(fields, f"{get_serving().served_model_name}, weights {weights}")
+    weights = settings.weights or weights_of(config.model_path, config.revision)
+    return Model.from_config(fields, f"{name}, weights {weights}")
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 import uuid
 from base64 import b64encode
@@ -17,7 +16,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError
 from kvplan.connector import Handoff, Leases, Listener, Source
-from kvplan.connector.leases import LEASE_S
+from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.bootstrap import RETRY_S, publish
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
@@ -29,19 +28,21 @@ class PrefillRank(Rank):
     ``ranks`` is SGLang's group of the engine's ranks, which all make theirs at once.
     """
 
-    def __init__(self, memory: RankMemory, ranks: Any) -> None:
+    def __init__(self, memory: RankMemory, ranks: Any, settings: Settings) -> None:
         super().__init__(memory)
         executor = memory.executor
         # Readers get the offers of all ranks from the first one.
         offers: list[bytes] = [b""] * ranks.world_size
         torch.distributed.all_gather_object(offers, executor.envelope(), group=ranks.cpu_group)
-        self.leases = Leases(float(os.environ.get("KVPLAN_LEASE_S", LEASE_S)))
+        self.leases = Leases(settings.lease_s)
         self.listener: Listener | None = None
         if memory.is_first:
             engine_id = memory.info.engine_id
-            host = os.environ.get("KVPLAN_HOST", get_local_ip_auto())
-            bind = os.environ.get("KVPLAN_BIND", host)
-            self.listener = Listener(engine_id, host, offers, self.leases, bind=bind)
+            host = settings.host or get_local_ip_auto()
+            bind = settings.bind or host
+            self.listener = Listener(
+                engine_id, host, offers, self.leases, port=settings.port, bind=bind
+            )
         self.source: Source = ranks.broadcast_object(self.listener and self.listener.source, src=0)
         # Requests are published in the background, one after the other.
         self.publisher = ThreadPoolExecutor(1, "kvplan publish")

@@ -33,6 +33,7 @@ from kvplan_nixl.vllm.metadata import (
     KvplanWorkerMetadata,
 )
 from kvplan_nixl.vllm.scheduler import Scheduler
+from kvplan_nixl.vllm.settings import check_engine, settings_of
 from kvplan_nixl.vllm.worker import Worker
 
 
@@ -52,10 +53,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ValueError("KvplanConnector: context parallelism (DCP, PCP) is not supported")
         check_drafts(vllm_config)
+        check_engine(vllm_config)
+        settings = settings_of(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(vllm_config, kv_cache_config)
+            self._scheduler = Scheduler(vllm_config, kv_cache_config, settings)
         else:
-            self._worker = Worker(vllm_config, kv_cache_config)
+            self._worker = Worker(vllm_config, kv_cache_config, settings)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

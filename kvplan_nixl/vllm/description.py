@@ -25,6 +25,7 @@ from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
 from kvplan_nixl.vllm.drafts import with_drafts
+from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.weights import adapter_of, weights_of
 
 FP8_DTYPES: Final = MappingProxyType(
@@ -112,16 +113,14 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     return {f"group{index}": index for index in config.transfer_group_ids}
 
 
-def model_of(config: VllmConfig, cache: KVCacheConfig) -> Model:
+def model_of(config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings) -> Model:
     """Return the model as both engines must name it: with its weights, and the cache's dtypes."""
-    assert config.kv_transfer_config is not None
-    extra_config = config.kv_transfer_config.get_from_extra_config
-    name = extra_config("model", config.model_config.model)
-    weights = extra_config("weights", None) or weights_of(
+    name = settings.model or config.model_config.model
+    weights = settings.weights or weights_of(
         config.model_config.model, config.model_config.revision
     )
     model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
-    model = with_drafts(model, config)
+    model = with_drafts(model, config, settings)
     attention_dtypes = set()
     state_dtypes = set()
     for group in cache.transfer_groups:
@@ -172,7 +171,11 @@ def prompt_of(request: Request, num_tokens: int) -> str:
 
 
 def worker_of(
-    config: VllmConfig, cache: KVCacheConfig, info: RankInfo, kv_caches: Mapping[str, torch.Tensor]
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    info: RankInfo,
+    kv_caches: Mapping[str, torch.Tensor],
+    settings: ConnectorSettings,
 ) -> Worker:
     """Return the worker of a rank. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context
@@ -180,7 +183,7 @@ def worker_of(
     # Zamba2's attending layers take turns in a few blocks of weights.
     num_shared = getattr(hf_config, "num_mem_blocks", None)
     attending = num_shared and shared_attention(hf_config.hybrid_layer_ids, num_shared)
-    model = model_of(config, cache)
+    model = model_of(config, cache, settings)
     worker = from_vllm(model, info, cache, kv_caches, layers, attending=attending)
     new_names = dict(zip((group.name for group in worker.groups), _held(cache), strict=True))
     groups = [attrs.evolve(group, name=new_names[group.name]) for group in worker.groups]

@@ -13,6 +13,7 @@ import attrs
 from vllm.config import VllmConfig
 
 from kvplan import KVPlanError, Model
+from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.weights import weights_of
 
 WITHOUT_CACHE: Final = (
@@ -28,9 +29,9 @@ WITHOUT_CACHE: Final = (
 WITH_CACHE: Final = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods whose drafts have layers with caches.
 
-At a position, ``draft_model`` caches what the tokens up to there decide, and the others what the
-next token decides too. Decode computes the last token of a prompt, so both are those of the prompt
-wherever it reads.
+What ``draft_model`` caches at a position depends on the tokens up to there, what the others cache on
+the next token too. Decode reads positions before a prompt's last token, so the next one is always
+of the prompt.
 """
 
 
@@ -54,7 +55,7 @@ def check_drafts(config: VllmConfig) -> None:
         raise KVPlanError("LAYOUT", action, expected=expected, got=got)
 
 
-def with_drafts(model: Model, config: VllmConfig) -> Model:
+def with_drafts(model: Model, config: VllmConfig, settings: ConnectorSettings) -> Model:
     """Return a model with the draft layers that an engine caches beside its own, if any.
 
     Its name says which draft that is.
@@ -74,8 +75,6 @@ def with_drafts(model: Model, config: VllmConfig) -> Model:
         inner_config = getattr(draft.hf_config, "model", None) or draft.hf_config
         layers = Model.from_config(inner_config.to_dict()).layers
     if draft.model != target.model:
-        assert config.kv_transfer_config is not None
-        extra_config = config.kv_transfer_config.get_from_extra_config
         weights = weights_of(draft.model, draft.revision)
-        draft_name += f" {extra_config('draft', draft.model)}, weights {weights}"
+        draft_name += f" {settings.draft or draft.model}, weights {weights}"
     return attrs.evolve(model, name=f"{model.name}, {draft_name}", drafts=layers)

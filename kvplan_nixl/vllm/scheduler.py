@@ -12,7 +12,6 @@ from typing import Any, Final
 import attrs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -31,7 +30,6 @@ from kvplan.connector import (
     whole_blocks,
 )
 from kvplan.connector.digest import joined
-from kvplan.connector.leases import LEASE_S
 from kvplan.describe.blocks import Range
 from kvplan_nixl.vllm.description import (
     check_kinds,
@@ -44,6 +42,7 @@ from kvplan_nixl.vllm.description import (
     prompt_of,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -81,11 +80,13 @@ class Scheduler:
     token short of the prompt. If drafts use the next token too, prefill must generate this one.
     """
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+    ) -> None:
         assert config.kv_transfer_config is not None
         check_kinds(cache)
         self._transfer = config.kv_transfer_config
-        self._port_offset = config.parallel_config.data_parallel_index
+        self._settings = settings
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
@@ -97,7 +98,7 @@ class Scheduler:
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
         self._listener: Listener | None = None
-        self._leases = Leases(float(self._transfer.get_from_extra_config("lease_s", LEASE_S)))
+        self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
         self._num_refused = 0
         self._claims = Claims(logger, send_claims)
@@ -116,16 +117,15 @@ class Scheduler:
         """Serve the envelopes of all workers to other engines, if this one is a producer."""
         if not self._transfer.is_kv_producer:
             return
-        host = str(self._transfer.get_from_extra_config("host", get_ip()))
-        port = int(self._transfer.get_from_extra_config("port", 0))
+        settings = self._settings
         assert self._transfer.engine_id is not None
         self._listener = Listener(
             self._transfer.engine_id,
-            host,
+            settings.host,
             envelopes,
             self._leases,
-            port=port and port + self._port_offset,
-            bind=str(self._transfer.get_from_extra_config("bind", host)),
+            port=settings.port,
+            bind=settings.bind or settings.host,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 

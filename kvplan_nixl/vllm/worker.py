@@ -16,14 +16,14 @@ from kvplan import Blocks, KVPlanError, tails
 from kvplan.bridges import RankInfo
 from kvplan.connector import Claims, Read, send_claims
 from kvplan.connector.digest_requests import DigestRequest
-from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.describe.blocks import Request as Binding
-from kvplan_nixl import UCX, NixlExecutor
+from kvplan_nixl import NixlExecutor
 from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -31,9 +31,12 @@ logger = init_logger(f"vllm.{__name__}")
 class Worker:
     """Reads what the scheduler tells it to read, and reports the requests that have ended."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+    ) -> None:
         self._config = config
         self._cache = cache
+        self._settings = settings
         self._executor: NixlExecutor | None = None
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
@@ -48,22 +51,19 @@ class Worker:
         tp_rank = get_tensor_model_parallel_rank()
         rank = get_pp_group().rank_in_group * tp + tp_rank
         info = RankInfo(transfer.engine_id, rank, tp_rank, tp)
-        worker = worker_of(self._config, self._cache, info, kv_caches)
-        staging_bytes = int(transfer.get_from_extra_config("staging_bytes", 0))
-        worker, copier = with_staging(worker, staging_bytes)
+        settings = self._settings
+        worker = worker_of(self._config, self._cache, info, kv_caches, settings)
+        worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
-        names: list[str] = transfer.get_from_extra_config("backends", ["UCX"])
-        backends = {name: UCX.get(name, {}) for name in names}
-        key = str(transfer.get_from_extra_config("key", "")).encode()
-        self._executor = NixlExecutor(worker, backends, key=key)
+        self._executor = NixlExecutor(worker, settings.backends, key=settings.key)
         self._reads = make_reads(
             self._executor,
             Claims(logger, send_claims),
             logger,
-            key=key,
+            key=settings.key,
             copier=copier,
-            timeout_s=float(transfer.get_from_extra_config("handshake_timeout_s", HANDSHAKE_S)),
-            digest=self._digest_read if transfer.get_from_extra_config("verify", False) else None,
+            timeout_s=settings.handshake_timeout_s,
+            digest=self._digest_read if settings.verify else None,
         )
         logger.info("%s", worker)
 

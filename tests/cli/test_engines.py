@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvplan import Model
-from kvplan.cli.engines import ENGINES, RULES, default_keys, lines, reasons, reasons_of, running_engines
+from kvplan.cli.defaults import ENGINES, default_keys
+from kvplan.cli.engines import RULES, lines, reasons, reasons_of, running_engines
 from kvplan.cli.options import EngineOptions, load, quantize_model
 from tests.conftest import Cli
 
-VLLM, SGLANG = ENGINES
+VLLM, SGLANG = ENGINES.values()
 PHI = load("layers=2,kv_heads=10,head_dim=128,heads=40")
 GRANITE, SPARSE = Model.shipped("granite-4.0-h-tiny"), Model.shipped("deepseek-v3.2")
 MLA, GPT, NEMOTRON = Model.shipped("deepseek-v3"), Model.shipped("gpt-oss-20b"), Model.shipped("nemotron-h-8b")
@@ -140,7 +141,7 @@ def table() -> str:
     """How engines store three kinds of models, as a Markdown table."""
     models = {"K and V": PHI, "sliding and full layers": GPT, "states and attention": GRANITE}
     models |= {"MLA": MLA, "MLA with an indexer": SPARSE}
-    rows = [f"| a model with | {' | '.join(ENGINES)} |", "|---|---|---|"]
+    rows = [f"| a model with | {' | '.join(ENGINES.values())} |", "|---|---|---|"]
     for kind, model in models.items():
         texts = (",".join(f"{key}={value}" for key, value in own.items()) for own in default_keys(model).values())
         rows.append(f"| {kind} | {' | '.join(f'`{text}`' for text in texts)} |")
@@ -151,6 +152,27 @@ def test_the_page_has_the_words_of_engines() -> None:
     """The table is that of the code."""
     page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     assert page.partition("<!-- words -->")[2].partition("<!-- end -->")[0].strip() == table()
+
+
+def test_a_side_that_names_an_engine_has_its_defaults(cli: Cli) -> None:
+    """Keys that the side states win, and no other engine is asked."""
+    run = cli("verify", "granite-4.0-h-tiny", "--layers", "4", "--src", "vllm,tp=2", "--dst", "sglang,block=16")
+    title, *_, first, second = run.out.splitlines()
+    sides = "tp=2,block=auto,layout=LBNHC,shared=1 -> layout=LBNHC,kv=split"
+    assert title == f"granite-4.0-h-tiny, {sides}, positions [0, 1000), 4 of 40 layers"
+    assert (first, second) == ("vLLM 0.33 runs src", "SGLang 0.5.23 runs dst")
+    run = cli("verify", "phi-4", "--layers", "1", "--src", "vllm,tp=4")
+    named = [line for line in run.out.splitlines() if "run" in line]
+    assert [line.partition(" run")[0] for line in named] == ["vLLM 0.33 does not", "SGLang 0.5.23 does not"]
+
+
+def test_offers_have_no_defaults(cli: Cli, tmp_path: Path) -> None:
+    """A file of offers says all, so no side may name an engine."""
+    offers = cli("explain", "qwen3-0.6b", "--json").out
+    (tmp_path / "pair.json").write_text(offers)
+    run = cli("verify", str(tmp_path / "pair.json"), "--src", "vllm")
+    assert run.status == 2
+    assert run.err.startswith("CONFIG: ")
 
 
 @pytest.mark.parametrize("name", Model.names())

@@ -107,8 +107,9 @@ def test_the_command_prints_the_table(cli: Cli, path: str) -> None:
     run = cli("matrix", path)
     assert (run.status, run.err) == (0, "")
     # By hand: on 2 workers and 4 layers, 8 whole blocks of 2 heads in one piece, 2 cut blocks with each head apart.
-    title, blank, *table = run.out.splitlines()
+    title, _, caches, blank, *table = run.out.splitlines()
     assert (title, blank) == (f"{path}, 4 of 9 layers, positions [5, 150):", "")
+    assert caches.startswith("- caches ")
     assert (
         table[2]
         == "| TP | tp=1 | tp=2 | vLLM 0.33, SGLang 0.5.23 | verified: 96 descriptors of 384 bytes to 2048 bytes |"

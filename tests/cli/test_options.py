@@ -17,7 +17,7 @@ from kvplan.cli.options import MAX_TOKENS, EngineOptions, load, quantize_model, 
 
 ALL_KEYS = (
     "tp=4,pp=2,dcp=3,pcp=5,interleave=6,block=7,layout=BLHNC,kv=axis,pad=8,blocks=9,conv=SD,stages=10+22,kernel=11,"
-    "shared=1,scales=page,spread=1,draft=qwen3-0.6b"
+    "shared=1,scales=page,spread=1,draft=qwen3-0.6b,dtype=float16,ssm=bfloat16"
 )
 
 
@@ -33,7 +33,8 @@ def refusal(read: Callable[[str, str], object], text: str) -> str | None:
 def test_every_key_is_read_and_written() -> None:
     """Each key sets its own field, there are no others, and the text of the options has all keys in their order."""
     expected = (4, 2, 3, 5, 6, 7, "BLHNC", "axis", 8, 9, "SD", (10, 22), 11, True, "page", True, "qwen3-0.6b")
-    assert EngineOptions.parse(ALL_KEYS, "--src") == EngineOptions(*expected)
+    options = EngineOptions(*expected, dtype="float16", ssm="bfloat16")
+    assert EngineOptions.parse(ALL_KEYS, "--src") == options
     assert [item.partition("=")[0] for item in ALL_KEYS.split(",")] == [f.name for f in attrs.fields(EngineOptions)]
     assert str(EngineOptions.parse(ALL_KEYS, "--src")) == ALL_KEYS
 
@@ -41,7 +42,7 @@ def test_every_key_is_read_and_written() -> None:
 def test_every_default() -> None:
     """Without keys an engine is one worker with blocks of 16 tokens, as Model.engine makes it by default."""
     defaults = (1, 1, 1, 1, 1, 16, "LBHNC", "content", 0, None, "DS", None, None, False, "inline", False, None)
-    assert EngineOptions.parse("", "--src") == EngineOptions(*defaults)
+    assert EngineOptions.parse("", "--src") == EngineOptions(*defaults, dtype=None, ssm=None)
     assert str(EngineOptions()) == "tp=1"
     model = Model.shipped("granite-4.0-h-tiny")
     assert EngineOptions().engine(model, "e") == model.engine("e")
@@ -205,6 +206,24 @@ def test_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
     assert code("llama", model_type="outer", text_config=keys) is None
     assert code("lama") == code("llama", num_attention_groups=1) == "CONFIG"
     assert code("llama", model_type="mistral") == code("llama", model_type="rwkv") == "CONFIG"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_key_value_heads": None},
+        {"head_dim": None},
+        {"block_configs": [{"attention": {"n_heads_in_group": 1}}] * 2},
+        {"cache_of_layer": ["full", "none"]},
+    ],
+)
+def test_a_file_of_an_unknown_type_may_not_hide_its_cache(tmp_path: Path, more: dict[str, Any]) -> None:
+    """A size that is null, and a list of the layers that the known type does not read, are refused by their key."""
+    keys = {"model_type": "mine", "num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 40}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(keys | more))
+    with pytest.raises(KVPlanError, match=f"CONFIG: .*'{next(iter(more))}'"):
+        load(str(path), like="llama")
 
 
 def test_the_refusal_shows_what_to_type(tmp_path: Path) -> None:

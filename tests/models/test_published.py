@@ -57,7 +57,29 @@ FLASH = {
 CHUNKED = {"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layers": [], "interleave_moe_layer_step": 1}
 HUNYUAN = {"attention_head_dim": 128, "head_dim": 128, "use_cla": False, "cla_share_factor": 2}
 
+
+def nas(heads_of_group: int | None, **more: Any) -> dict[str, Any]:
+    """What a file of Nemotron-NAS states of a layer; without a group of heads it has no attention."""
+    attention = {"n_heads_in_group": heads_of_group, "no_op": heads_of_group is None, "replace_with_linear": False}
+    return {"attention": {**attention, "window_length": None, **more}, "ffn": {"no_op": False}}
+
+
+NAS = {"num_key_value_heads": None, "head_dim": 128}
+
 FILES: dict[str, tuple[dict[str, Any], str]] = {
+    # The shape of Llama-3.3-Nemotron-Super-49B: most layers keep 8 KV heads, others fewer or none.
+    "Nemotron-NAS": (
+        sizes(
+            "nemotron-nas",
+            5,
+            8192,
+            64,
+            None,
+            **NAS,
+            block_configs=[nas(8), nas(None), nas(16), nas(None, no_op=False, replace_with_linear=True), nas(8)],
+        ),
+        "2 attn 2x8x128, 2 , 1 attn 2x4x128",
+    ),
     "Phi-3-mini": (sizes("phi3", 32, 3072, 32, 32, sliding_window=2047), "32 attn 2x32x96 within 2047"),
     "phi-4": (sizes("phi3", 40, 5120, 40, 10, sliding_window=None), "40 attn 2x10x128"),
     "Phi-4-mini": (sizes("phi3", 32, 3072, 24, 8, sliding_window=262144), "32 attn 2x8x128 within 262144"),

@@ -55,6 +55,8 @@ def files() -> Iterator[dict[str, Any]]:
         keys: dict[str, Any] = {key: value for key, value in SIZES.items() if key in read}
         if model_type == "nemotron_h":
             keys["hybrid_override_pattern"] = "M*M*"
+        if model_type == "nemotron-nas":
+            keys["block_configs"] = [{"attention": {"n_heads_in_group": 2}}] * 20
         yield {"model_type": model_type, **keys}
     yield from (config for config, _ in HYBRIDS)
     yield from (PUBLISHED[name][0] for name in ("Kimi-Linear-48B", "Bamba-9B", "MiMo-V2-Flash", "Llama-4-Scout"))

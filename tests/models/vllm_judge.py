@@ -63,6 +63,19 @@ def mrope(*sections: int) -> dict[str, Any]:
     return {"rope_parameters": {**ROPE, "mrope_section": sections}}
 
 
+def nas_block(heads_of_group: int | None) -> dict[str, Any]:
+    """What a file of Nemotron-NAS states of a layer; without a group of heads it has no attention."""
+    attention = {"n_heads_in_group": heads_of_group, "no_op": heads_of_group is None, "replace_with_linear": False}
+    return {"attention": attention, "ffn": {"no_op": False, "intermediate_size": 96}}
+
+
+BAILING: Final[dict[str, Any]] = {
+    **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_topk_prob"), False),
+    "embedding_dropout": 0.0,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
 OTHER_SIZES: Final[dict[str, dict[str, Any]]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROPE, "mrope_section": [6, 6, 4]}}},
     "bailing_hybrid": {
@@ -106,12 +119,8 @@ ALSO_STATED: Final[dict[str, dict[str, Any]]] = {
         "group_norm_size": 6,
         "moe_shared_expert_intermediate_size": 96,
     },
-    "bailing_moe": {
-        **dict.fromkeys(("use_bias", "use_qkv_bias", "norm_topk_prob"), False),
-        "embedding_dropout": 0.0,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    },
+    "bailing_moe": BAILING,
+    "bailing_moe_v2": BAILING,
     "chatglm": {
         **dict.fromkeys(("add_bias_linear", "add_qkv_bias", "apply_residual_connection_post_layernorm"), False),
         **dict.fromkeys(("original_rope", "rmsnorm", "post_layer_norm", "multi_query_attention"), True),
@@ -150,6 +159,7 @@ ALSO_STATED: Final[dict[str, dict[str, Any]]] = {
     },
     "minicpm": {"dim_model_base": 192, "scale_depth": 1, "scale_emb": 1},
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    "nemotron-nas": {"block_configs": [*map(nas_block, (6, None, 2, 6, 2, 6))]},
     "step3_text": {"moe_layers_enum": "4,5"},
     "step3p5": {"num_attention_groups": 3, "rope_theta": 1e4, "rope_parameters": None, "rope_scaling": None},
 }
@@ -158,6 +168,7 @@ ALSO_STATED: Final[dict[str, dict[str, Any]]] = {
 OTHER_NAMES: Final = {
     "bailing_hybrid": "BailingMoeV3ForCausalLM",
     "bailing_moe": "BailingMoeForCausalLM",
+    "bailing_moe_v2": "BailingMoeV2ForCausalLM",
     "chatglm": "ChatGLMForConditionalGeneration",
     "exaone": "ExaoneForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
@@ -168,6 +179,7 @@ OTHER_NAMES: Final = {
     "minicpm": "MiniCPMForCausalLM",
     "minimax_m1": "MiniMaxM1ForCausalLM",
     "minimax_text_01": "MiniMaxText01ForCausalLM",
+    "nemotron-nas": "DeciLMForCausalLM",
     "orion": "OrionForCausalLM",
     "step3_text": "Step3TextForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
@@ -181,6 +193,7 @@ RANKS: Final[dict[int, dict[str, Any]]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 6,
         "num_attention_groups": 1,
+        "block_configs": [*map(nas_block, (6, None, 3, 6, 3, 6))],
         "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8},
     },
     3: {},
@@ -265,9 +278,27 @@ def around(outer: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     return {key: around(value, config) if isinstance(value, dict) else value for key, value in outer.items()}
 
 
+class Keys(dict[str, Any]):
+    """A mapping whose keys are attributes too."""
+
+    def __getattr__(self, key: str) -> Any:
+        if key not in self:
+            raise AttributeError(key)
+        return self[key]
+
+
+class Unknown(transformers.PreTrainedConfig):  # type: ignore[misc]
+    """A file whose lists of mappings are lists of objects, as published classes make them."""
+
+    def __post_init__(self, **keys: Any) -> None:
+        super().__post_init__(**keys)
+        blocks: Any = getattr(self, "block_configs", None)
+        self.block_configs = json.loads(json.dumps(blocks), object_hook=Keys)
+
+
 def unknown(model_type: str) -> Any:
     """A class for the files of a type that this release of transformers does not have."""
-    config_class: Any = type("Unknown", (transformers.PreTrainedConfig,), {"model_type": model_type})
+    config_class: Any = type("Unknown", (Unknown,), {"model_type": model_type})
     config_class = dataclasses.dataclass(config_class)
     transformers.AutoConfig.register(model_type, config_class, exist_ok=True)
     return config_class

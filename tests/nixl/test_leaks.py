@@ -1,4 +1,4 @@
-"""Thousands of requests leave no handle and no memory behind. KVPLAN_REQUESTS sets how many."""
+"""Thousands of requests leave no handle and no memory behind. LEAK_REQUESTS sets how many."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.real_memory import NixlCluster
 from kvplan import Blocks, Status, TransferPlan, plan_reads
 from tests.small import engine
 
-REQUESTS, WARM_UP = int(os.environ.get("KVPLAN_REQUESTS", "2000")), 500
+REQUESTS, WARM_UP = int(os.environ.get("LEAK_REQUESTS", "2000")), 500
 TIMEOUT_S = 30.0
 SLACK_BYTES = 1 << 20
 """How much a process that leaks nothing may grow, because its allocators round up."""

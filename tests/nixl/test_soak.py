@@ -1,4 +1,4 @@
-"""The soak of two engines finds nothing, and finds each fault that is planted. KVPLAN_SOAK_SECONDS sets how long."""
+"""The soak of two engines finds nothing, and finds each fault that is planted. SOAK_SECONDS sets how long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.soak_worker import Key
 from tests.pages import ROOT
 
 KEY = ("decode", 0)
-SECONDS = os.environ.get("KVPLAN_SOAK_SECONDS", "15")
+SECONDS = os.environ.get("SOAK_SECONDS", "15")
 
 
 def soak(*arguments: str) -> tuple[int, str]:

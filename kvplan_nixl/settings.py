@@ -1,0 +1,123 @@
+"""Settings: what operators give a connector by name. Each is checked, and none is ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Self
+
+import attrs
+
+from kvplan._checks import instance, integer, members, name, seconds
+from kvplan._text import meant, shown
+from kvplan.connector.handoff import PORT_END
+from kvplan.connector.leases import LEASE_S
+from kvplan.connector.peer_engines import HANDSHAKE_S
+from kvplan.errors import KVPlanError
+from kvplan_nixl.agent import checked_backends
+from kvplan_nixl.executor import UCX, Backends
+
+Check = Callable[[Any, str], Any]
+"""A function that takes a value and what messages call it, and returns the checked value."""
+
+
+def setting(check: Check, default: Any) -> Any:
+    """Return a field of a class of settings, whose values ``check`` reads."""
+    return attrs.field(default=default, repr=check is not _secret, metadata={"check": check})
+
+
+def switch(value: Any, subject: str) -> bool:
+    """Return ``value``, which must be true or false."""
+    is_on: bool = instance(bool, value, subject)
+    return is_on
+
+
+def _port(value: Any, subject: str) -> int:
+    return integer(value, subject, high=PORT_END)
+
+
+def _secret(value: Any, subject: str) -> bytes:
+    if not isinstance(value, str) or not value:
+        raise KVPlanError(
+            "TYPE", f"read {subject}", expected="a non-empty string", got="what is not shown"
+        )
+    return value.encode()
+
+
+def _backends(value: Any, subject: str) -> Backends:
+    """Return the options of backends: those that kvplan sets, unless ``value`` has others."""
+    if not isinstance(value, Mapping):
+        value = {backend: {} for backend in members(str, value, subject)}
+    return {
+        backend: {**UCX.get(backend, {}), **options}
+        for backend, options in checked_backends(value).items()
+    }
+
+
+TEXTS: Final = (name, _secret)
+"""The checks of settings that are text. Others are JSON where they are given as text."""
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The settings that connectors have in common, with their defaults.
+
+    An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
+    ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
+    engine's name for its model, and of a fingerprint of its files, unless they are empty.
+    """
+
+    host: str = setting(name, "")
+    bind: str = setting(name, "")
+    port: int = setting(_port, 0)
+    lease_s: float = setting(seconds, LEASE_S)
+    staging_bytes: int = setting(integer, 0)
+    handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
+    model: str = setting(name, "")
+    weights: str = setting(name, "")
+    key: bytes = setting(_secret, b"")
+    backends: Backends = setting(_backends, UCX)  # noqa: RUF009
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], place: str) -> Self:
+        """Return the settings in ``values``, which were given at a ``place``.
+
+        Raises ``SETTING`` for a name that is unknown, ``TYPE`` and ``RANGE`` for wrong values.
+
+        >>> Settings.read({"port": 5600}, "settings").port
+        5600
+        >>> Settings.read({"prot": 5600}, "settings")
+        Traceback (most recent call last):
+        kvplan.errors.KVPlanError: SETTING: cannot read settings: expected known names,
+        got 'prot' (did you mean 'port'?)
+        """
+        fields = attrs.fields_dict(cls)
+        checked = {}
+        for label, value in values.items():
+            if label not in fields:
+                hint = meant(f"{label}", fields) or f"they are {', '.join(fields)}"
+                expected = "known names"
+                raise KVPlanError(
+                    "SETTING", f"read {place}", expected=expected, got=shown(label), hint=hint
+                )
+            checked[label] = fields[label].metadata["check"](value, f"{label} in {place}")
+        return cls(**checked)
+
+    @classmethod
+    def read_texts(cls, texts: Mapping[str, str], place: str) -> Self:
+        """Return the settings in ``texts``, as :meth:`read` does; numbers and lists are JSON.
+
+        >>> settings = Settings.read_texts({"key": "7", "lease_s": "7"}, "settings")
+        >>> settings.key, settings.lease_s
+        (b'7', 7.0)
+        """
+        fields = attrs.fields_dict(cls)
+        values: dict[str, Any] = dict(texts)
+        for label in texts.keys() & fields.keys():
+            if fields[label].metadata["check"] not in TEXTS:
+                try:
+                    values[label] = json.loads(texts[label])
+                except (ValueError, RecursionError):
+                    # the check says what was expected
+                    continue
+        return cls.read(values, place)

@@ -1,0 +1,38 @@
+"""The settings of SGLang's plugin: variables of the environment that begin with ``KVPLAN_``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+from kvplan._checks import integer
+from kvplan_nixl.settings import Settings, setting
+
+PREFIX: Final = "KVPLAN_"
+
+STAGING_BYTES: Final = 64 << 20
+"""Bytes of a rank's staging region on decode."""
+
+
+@attrs.frozen(kw_only=True)
+class PluginSettings(Settings):
+    """The settings of SGLang's plugin. Decode stages by default."""
+
+    staging_bytes: int = setting(integer, STAGING_BYTES)
+
+
+def settings_of(environment: Mapping[str, str] = os.environ) -> PluginSettings:
+    """Return the settings in an environment. Raises ``SETTING``, ``TYPE`` and ``RANGE``.
+
+    >>> settings_of({"KVPLAN_LEASE_S": "10", "HOME": "/root"}).lease_s
+    10.0
+    """
+    texts = {
+        variable.removeprefix(PREFIX).lower(): text
+        for variable, text in environment.items()
+        if variable.startswith(PREFIX)
+    }
+    return PluginSettings.read_texts(texts, f"the environment's {PREFIX}*")

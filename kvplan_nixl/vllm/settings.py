@@ -1,0 +1,162 @@
+"""The settings of vLLM's connector, read once, from vLLM's configuration.
+
+vLLM has settings of its own for connectors, and its NixlConnector has more, which kvplan does not
+need or does not support. They are refused by name, unless they have the default value, which says
+what kvplan does anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+from vllm import envs
+from vllm.config import VllmConfig
+
+from kvplan._checks import name
+from kvplan._text import shown
+from kvplan.errors import KVPlanError
+from kvplan_nixl.settings import Settings, setting, switch
+
+PLACE: Final = "kv_connector_extra_config"
+
+HONOURED: Final = frozenset(
+    {
+        "engine_id",
+        "kv_connector",
+        "kv_connector_extra_config",
+        "kv_connector_module_path",
+        "kv_load_failure_policy",
+        "kv_role",
+    }
+)
+"""The fields of vLLM's configuration for connectors that may have any value."""
+
+HINTS: Final = MappingProxyType(
+    {
+        "kv_buffer_device": "kvplan reads into the cache itself, without host buffers",
+        "kv_port": f"the listener's port is VLLM_NIXL_SIDE_CHANNEL_PORT, or port in {PLACE}",
+        "enable_permute_local_kv": "leave it out: kvplan reads caches of any layout",
+    }
+)
+"""What to do about other fields, by name."""
+
+OTHER_NAMES: Final = MappingProxyType({"kv_lease_duration": "lease_s"})
+"""NixlConnector's names of kvplan's settings."""
+
+
+@attrs.frozen
+class Unsupported:
+    """A setting of NixlConnector that kvplan lacks: its default, and what to do instead."""
+
+    default: Any
+    hint: str
+
+
+UNSUPPORTED: Final = MappingProxyType(
+    {
+        "bidirectional_kv_xfer": Unsupported(False, 'set kv_role to "kv_both"'),
+        "decoder_kv_blocks_ttl": Unsupported(480, "lease_s holds for decode's blocks too"),
+        "engine_ttl": Unsupported(3600.0, "leave it out: kvplan forgets idle engines after 1 h"),
+        "enforce_handshake_compat": Unsupported(
+            True, "set model and weights, where engines differ on purpose"
+        ),
+        "kv_recompute_threshold": Unsupported(64, "leave it out: kvplan reads what decode lacks"),
+        "num_threads": Unsupported(
+            4, "leave it out: threads of NIXL may write after a read has failed"
+        ),
+        "push_registration_timeout": Unsupported(480, "leave it out: kvplan does not push"),
+    }
+)
+"""NixlConnector's settings in vLLM 0.32 and 0.33 that kvplan lacks, by name."""
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorSettings(Settings):
+    """The settings of vLLM's connector. With ``verify`` decode compares digests.
+
+    ``draft`` takes the place of vLLM's name for the model that drafts tokens, unless it is empty.
+    """
+
+    verify: bool = setting(switch, False)
+    draft: str = setting(name, "")
+
+
+def settings_of(config: VllmConfig) -> ConnectorSettings:
+    """Return the settings of an engine. The port is that of its rank of data parallelism.
+
+    The listener is where NixlConnector's would be unless settings say otherwise. Raises
+    ``SETTING``, ``TYPE`` and ``RANGE``.
+    """
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    _check_transfer(transfer)
+    values = {
+        "host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        "port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        **_renamed(transfer.kv_connector_extra_config),
+    }
+    settings = ConnectorSettings.read(values, PLACE)
+    port = settings.port and settings.port + config.parallel_config.data_parallel_index
+    return attrs.evolve(settings, port=port)
+
+
+def _check_transfer(transfer: Any) -> None:
+    """Refuse fields of vLLM's configuration that change nothing here, unless they are default."""
+    for field in dataclasses.fields(transfer):
+        if field.name not in HONOURED:
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            hint = HINTS.get(field.name, "leave it out: kvplan has no use for it")
+            _check_default(field.name, getattr(transfer, field.name), default, hint)
+
+
+def _renamed(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under kvplan's names, without those of NixlConnector that are default."""
+    values = dict[str, Any]()
+    for given_name, value in extra.items():
+        unsupported = UNSUPPORTED.get(given_name)
+        if unsupported is not None:
+            _check_default(given_name, value, unsupported.default, unsupported.hint)
+            continue
+        label = OTHER_NAMES.get(given_name, given_name)
+        if label in values:
+            raise KVPlanError(
+                "SETTING",
+                f"read {PLACE}",
+                expected=f"{label} once",
+                got=f"another name of it too, {shown(given_name)}",
+            )
+        values[label] = value
+    return values
+
+
+def _check_default(label: str, value: Any, default: Any, hint: str) -> None:
+    if value != default:
+        raise KVPlanError(
+            "SETTING",
+            f"set {label}",
+            expected=f"{default!r}, vLLM's default",
+            got=shown(value),
+            hint=hint,
+            **{label: value},
+        )
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse an engine with what vLLM refuses beside NixlConnector, which it knows by its name.
+
+    Raises ``SETTING``. vLLM's own checks are in vllm/config/vllm.py.
+    """
+    if getattr(config.model_config, "enable_return_routed_experts", False):
+        raise KVPlanError(
+            "SETTING",
+            "set enable_return_routed_experts",
+            expected="False",
+            got="True",
+            hint="decode would return the experts of the tokens alone that it computes",
+        )

@@ -1,0 +1,183 @@
+"""Settings of connectors: each is read in its type, and none that is unknown or unsupported is ignored.
+
+vLLM's few names that are needed are made here. Real engines start with settings in tests/engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplan import KVPlanError
+from kvplan_nixl import UCX
+from kvplan_nixl.sglang.settings import PluginSettings
+from kvplan_nixl.sglang.settings import settings_of as plugin_settings
+from tests.pages import ROOT
+
+
+@dataclasses.dataclass
+class Transfer:
+    """vLLM's configuration for connectors, with a field of a version to come."""
+
+    kv_connector: str | None = None
+    engine_id: str | None = None
+    kv_buffer_device: str = dataclasses.field(default_factory=lambda: "cuda")
+    kv_role: str | None = None
+    kv_port: int = 14579
+    kv_connector_extra_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kv_connector_module_path: str | None = None
+    enable_permute_local_kv: bool = False
+    kv_load_failure_policy: str = "fail"
+    kv_of_tomorrow: int = 0
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Our module of settings, beside a vLLM that has a configuration and an environment."""
+    envs = SimpleNamespace(VLLM_NIXL_SIDE_CHANNEL_HOST="localhost", VLLM_NIXL_SIDE_CHANNEL_PORT=5600)
+    for name, contents in (("vllm", {"envs": envs}), ("vllm.config", {"VllmConfig": object})):
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    # the package's __init__ imports all of vLLM
+    package = ModuleType("kvplan_nixl.vllm")
+    package.__path__ = [str(ROOT / "kvplan_nixl" / "vllm")]
+    monkeypatch.setitem(sys.modules, "kvplan_nixl.vllm", package)
+    monkeypatch.delitem(sys.modules, "kvplan_nixl.vllm.settings", raising=False)
+    yield importlib.import_module("kvplan_nixl.vllm.settings")
+    sys.modules.pop("kvplan_nixl.vllm.settings")
+
+
+def read(vllm: Any, extra: Any = None, data_parallel_index: int = 0, **fields: Any) -> Any:
+    """Our settings in vLLM's configuration."""
+    transfer = Transfer(kv_role="kv_producer", kv_connector_extra_config=extra or {}, **fields)
+    parallel = SimpleNamespace(data_parallel_index=data_parallel_index)
+    return vllm.settings_of(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+
+
+def refused(vllm: Any, extra: Any = None, **fields: Any) -> KVPlanError:
+    """The error of a configuration."""
+    with pytest.raises(KVPlanError) as refusal:
+        read(vllm, extra, **fields)
+    return refusal.value
+
+
+def test_without_settings_the_listener_is_where_nixl_connector_would_be(vllm: Any) -> None:
+    """It is on loopback, at a port for each rank of data parallelism."""
+    settings = read(vllm, data_parallel_index=3)
+    assert (settings.host, settings.bind, settings.port) == ("localhost", "", 5603)
+    assert settings == vllm.ConnectorSettings(host="localhost", port=5603)
+
+
+def test_settings_come_before_the_environment(vllm: Any) -> None:
+    """A port counts from the rank of data parallelism, and 0 is any free one."""
+    extra = {"host": "10.0.0.7", "bind": "0.0.0.0", "port": 9000}
+    settings = read(vllm, extra, data_parallel_index=2)
+    assert (settings.host, settings.bind, settings.port) == ("10.0.0.7", "0.0.0.0", 9002)
+    assert read(vllm, {"port": 0}, data_parallel_index=2).port == 0
+
+
+def test_an_unknown_setting_is_refused_by_name(vllm: Any) -> None:
+    """The hint has the nearest name, or all."""
+    error = refused(vllm, {"staging_byte": 1})
+    assert (error.code, error.got, error.hint) == ("SETTING", "'staging_byte'", "did you mean 'staging_bytes'?")
+    assert refused(vllm, {"zzz": 1}).hint.startswith("they are host, bind, port, ")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"port": 65536}, {"port": "x"}, {"port": True}, {"verify": "false"}, {"lease_s": -1}, {"key": ""}, {"model": 3}],
+    ids=str,
+)
+def test_a_value_of_another_type_is_refused(vllm: Any, extra: Any) -> None:
+    """The message has the name of the setting."""
+    error = refused(vllm, extra)
+    assert error.code in ("TYPE", "RANGE")
+    assert f"{next(iter(extra))} in kv_connector_extra_config" in str(error)
+
+
+def test_no_message_shows_a_secret(vllm: Any) -> None:
+    """Neither an error nor the settings as they are printed."""
+    assert "12345" not in str(refused(vllm, {"key": 12345}))
+    assert "12345" not in repr(read(vllm, {"key": "12345"}))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("kv_buffer_device", "cpu"), ("kv_port", 5), ("enable_permute_local_kv", True), ("kv_of_tomorrow", 1)],
+)
+def test_what_vllm_offers_and_kvplan_lacks_is_refused(vllm: Any, name: str, value: Any) -> None:
+    """Each field of vLLM's configuration is, also one of a version to come."""
+    error = refused(vllm, **{name: value})
+    assert (error.code, error.details) == ("SETTING", {name: value})
+    assert name in error.action
+    assert error.hint
+
+
+def test_vllms_own_defaults_pass(vllm: Any) -> None:
+    """They say what kvplan does anyway."""
+    read(vllm, kv_buffer_device="cuda", kv_port=14579, kv_load_failure_policy="recompute")
+
+
+def test_nixl_connectors_settings_are_read_or_refused(vllm: Any) -> None:
+    """Those that mean the same have their own names too; others pass only with their defaults."""
+    settings = read(vllm, {"kv_lease_duration": 60, "backends": ["UCX", "LIBFABRIC"]})
+    assert settings.lease_s == 60
+    assert settings.backends == {**UCX, "LIBFABRIC": {}}
+    assert refused(vllm, {"lease_s": 60, "kv_lease_duration": 60}).code == "SETTING"
+    for name, unsupported in vllm.UNSUPPORTED.items():
+        read(vllm, {name: unsupported.default})
+        assert name in refused(vllm, {name: "other"}).action
+
+
+def test_options_of_backends_are_passed_on(vllm: Any) -> None:
+    """Those that are not set stay as kvplan sets them."""
+    settings = read(vllm, {"backends": {"UCX": {"ucx_error_handling_mode": "peer"}, "POSIX": {}}})
+    assert settings.backends == {"UCX": {**UCX["UCX"], "ucx_error_handling_mode": "peer"}, "POSIX": {}}
+
+
+@pytest.mark.parametrize("backends", ["UCX", 7, [["UCX"]], {"UCX": 1}, {"UCX": {"a": 1}}], ids=str)
+def test_backends_of_another_form_are_refused(vllm: Any, backends: Any) -> None:
+    assert refused(vllm, {"backends": backends}).code == "TYPE"
+
+
+def test_routed_experts_are_refused(vllm: Any) -> None:
+    """vLLM refuses them beside NixlConnector, by its name."""
+    vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=False)))
+    with pytest.raises(KVPlanError, match="SETTING: cannot set enable_return_routed_experts"):
+        vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=True)))
+
+
+def test_sglangs_settings_are_in_the_environment() -> None:
+    """Their names begin with KVPLAN_. Text stays text, and numbers and lists are JSON."""
+    variables = {"KEY": "12", "LEASE_S": "12", "BACKENDS": '["UCX"]', "PORT": "9000", "STAGING_BYTES": "0"}
+    settings = plugin_settings({f"KVPLAN_{name}": text for name, text in variables.items()})
+    assert settings == PluginSettings(key=b"12", lease_s=12, port=9000, staging_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "variable, code", [("KVPLAN_LEASES", "SETTING"), ("KVPLAN_LEASE_S", "TYPE"), ("KVPLAN_VERIFY", "SETTING")]
+)
+def test_sglangs_settings_are_checked(variable: str, code: str) -> None:
+    with pytest.raises(KVPlanError) as refusal:
+        plugin_settings({variable: "soon"})
+    assert refusal.value.code == code
+
+
+def test_the_guides_name_all_settings(vllm: Any) -> None:
+    """Their tables have a row for each."""
+    for page, kind, form in (
+        ("vllm", vllm.ConnectorSettings, str),
+        ("sglang", PluginSettings, lambda name: f"KVPLAN_{name.upper()}"),
+    ):
+        guide = (ROOT / "docs" / "how-to" / f"{page}.md").read_text()
+        first_cells = " ".join(re.findall(r"^\| (`[^|]*) \|", guide, re.MULTILINE))
+        for field in attrs.fields(kind):
+            assert f"`{form(field.name)}`" in first_cells
