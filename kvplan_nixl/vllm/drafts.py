@@ -29,9 +29,9 @@ WITHOUT_CACHE: Final = (
 WITH_CACHE: Final = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods whose drafts have layers with caches.
 
-What ``draft_model`` caches at a position depends on the tokens up to there, what the others cache on
-the next token too. Decode reads positions before a prompt's last token, so the next one is always
-of the prompt.
+What ``draft_model`` caches at a position depends on the tokens up to there, and what others cache
+on the next token too. Decode reads positions before a prompt's last token, so the next one is
+always of the prompt.
 """
 
 

@@ -458,7 +458,9 @@ def test_groups_and_layers_that_do_not_move(zeros: Any) -> None:
     assert [view.name for view in in_content(GQA, RankInfo("prefill"), config, by_name).views] == ["layers.0.attn"]
 
 
-@pytest.mark.parametrize("draft", ["model.layers.2", "draft_model.model.layers.0", "mtp.layers.0", "model.mtp.layers.0"])
+@pytest.mark.parametrize(
+    "draft", ["model.layers.2", "draft_model.model.layers.0", "mtp.layers.0", "model.mtp.layers.0"]
+)
 def test_draft_layers_follow_the_models(zeros: Any, draft: str) -> None:
     """Layers numbered after the last layer of the model are its draft layers, as those of some modules by name."""
     model = Model("gqa", GQA.layers[:2], "int32").with_draft(Model("draft", GQA.layers[:1], "int32"))

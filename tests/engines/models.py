@@ -234,7 +234,7 @@ def build_draft(release: int, folder: Path) -> None:
     heads = COMMON["num_attention_heads"] * COMMON["head_dim"]
     kv_heads = COMMON["num_key_value_heads"] * COMMON["head_dim"]
     attended = hidden if release == 1 else 2 * hidden
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (heads, attended),
         "self_attn.k_proj": (kv_heads, attended),
         "self_attn.v_proj": (kv_heads, attended),
@@ -245,8 +245,13 @@ def build_draft(release: int, folder: Path) -> None:
         "post_attention_layernorm": (hidden,),
     }
     layer = "layers.0"
-    outside = {"fc": (hidden, 2 * hidden)}
-    sizes = {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    outside: dict[str, tuple[int, ...]] = {"fc": (hidden, 2 * hidden)}
+    sizes: dict[str, Any] = {
+        **COMMON,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+    }
     if release == 3:
         layer = "midlayer"
         shapes |= {"hidden_norm": (hidden,), "input_layernorm": (hidden,)}

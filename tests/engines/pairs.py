@@ -42,7 +42,6 @@ ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the
 VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
 
 
-
 def drafting(method: str, **settings: Any) -> dict[str, Any]:
     """Settings of an engine that drafts three tokens a step."""
     return {**CACHED, "speculative_config": {"method": method, "num_speculative_tokens": 3, **settings}}

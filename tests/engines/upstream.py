@@ -33,12 +33,13 @@ CONNECTORS: dict[str, dict[str, Any]] = {
         "kv_connector": "KvplanConnector",
         "kv_connector_module_path": "kvplan_nixl.vllm",
         "kv_role": "kv_both",
+        "kv_connector_extra_config": {},
     },
 }
 
 REASONS = {
     "test_remote_prefill_lifecycle.test_basic_lifecycle": (
-        "counts the prompt's last token among those that are read; kvplan reads those before it, since decode computes it"
+        "counts the prompt's last token among those that are read; kvplan leaves it out, since decode computes it"
     ),
     "test_remote_decode_lifecycle.test_prefix_cache_lifecycle": (
         "counts blocks in a list for each group; a table of kvplan's has a name, and says where it begins"
@@ -88,11 +89,24 @@ def outcomes(package: Path, connector: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
     options = ["-q", "-p", "kvplan_in_place", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}"]
     files = [f"{UNIT}/{file}.py" for file in FILES]
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir=.", "--confcutdir=.", "-W", "ignore", *options, *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--rootdir=.",
+        "--confcutdir=.",
+        "-W",
+        "ignore",
+        *options,
+        *files,
+    ]
     with (FOLDER / "logs" / f"upstream {connector}.log".replace(" ", "_")).open("w") as log:
         subprocess.run(command, cwd=package, env=environment, stdout=log, stderr=log, check=False)
     results = {}
@@ -106,18 +120,22 @@ def outcomes(package: Path, connector: str) -> dict[str, str]:
     return results
 
 
+def count(results: dict[str, str], file: str) -> Counter[str]:
+    """Count the outcomes of a file's tests."""
+    return Counter(outcome for name, outcome in results.items() if name.startswith(f"{file}."))
+
+
 def main() -> int:
     """Print the table; return 1 if a test fails for a reason that is not known, or passes though one is."""
     (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
     release = version("vllm-cpu")
     package = source_package(release)
     results = {connector: outcomes(package, connector) for connector in CONNECTORS}
-    print(f"vLLM {release}\n\n| tests | | NixlConnector | kvplan | does not apply |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        f"vLLM {release}\n\n| tests | | NixlConnector | kvplan | does not apply |\n| --- | ---: | ---: | ---: | ---: |"
+    )
     for file in FILES:
-        counts = []
-        for result in results.values():
-            counts.append(Counter(outcome for name, outcome in result.items() if name.startswith(f"{file}.")))
-        nixl, kvplan = counts
+        nixl, kvplan = (count(result, file) for result in results.values())
         num_skipped = sum(kvplan.values()) - kvplan["passed"] - kvplan["failed"]
         print(f"| {file} | {sum(kvplan.values())} | {nixl['passed']} | {kvplan['passed']} | {num_skipped} |")
     failed: dict[str, list[str]] = {}

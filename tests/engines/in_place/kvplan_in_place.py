@@ -6,6 +6,7 @@ the connector's settings and the folder of a model, as JSON.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -19,7 +20,7 @@ import pytest
 # One file imports Ray, for tests that are not run.
 sys.modules.setdefault("ray", ModuleType("ray"))
 
-from tests.v1.kv_connector.unit import utils  # noqa: E402
+utils: Any = importlib.import_module("tests.v1.kv_connector.unit.utils")
 
 SETTINGS = json.loads(os.environ["JUDGED"])
 
@@ -37,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def create_vllm_config(*arguments: Any, **settings: Any) -> Any:
-    """Make a configuration as vLLM's tests do, with the judged connector unless they name one."""
-    return _create_vllm_config(*arguments, **{**SETTINGS, **settings})
+    """Make a configuration as vLLM's tests do, with the judged connector and its settings."""
+    return _create_vllm_config(*arguments, **{**settings, **SETTINGS})
 
 
 def create_scheduler(*arguments: Any, **settings: Any) -> Any:
