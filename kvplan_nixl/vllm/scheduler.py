@@ -37,7 +37,6 @@ from kvplan_nixl.vllm.description import (
     frees_blocks,
     groups_of,
     is_state,
-    num_scratch_blocks,
     num_settled,
     prompt_of,
 )
@@ -91,7 +90,6 @@ class Scheduler:
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
         self._states = {name for name, group in self._caches.items() if is_state(group)}
-        self._num_scratch = {name: num_scratch_blocks(self._caches[name]) for name in self._states}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
         # the slots after the last position must stay zero if the engine needs them so
@@ -162,7 +160,9 @@ class Scheduler:
         """Shorten a prompt by the token that decode computes itself."""
         if request.prompt_token_ids is not None:
             last_token = request.prompt_token_ids.pop()
-            if self._drafts_know_next and request.sampling_params is not None:
+            # a grammar would end the request at a token that it does not know
+            is_free = request.sampling_params is not None and not request.use_structured_output
+            if self._drafts_know_next and is_free:
                 request.sampling_params.allowed_token_ids = [last_token]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
@@ -272,16 +272,11 @@ class Scheduler:
     def _tables(self, ids: Sequence[Sequence[int]]) -> dict[str, Blocks]:
         """Return block tables by group.
 
-        Of states only the last one counts, that of the last token computed. Blocks after it are
-        for states of drafts.
+        Of states only the last one counts, that of the last token computed.
         """
         tables = {}
         for group, index in self._groups.items():
-            block_ids = ids[index]
-            if group in self._states:
-                # A short list has no blocks for drafts yet.
-                num_blocks = max(len(block_ids) - self._num_scratch[group], 1)
-                block_ids = block_ids[:num_blocks][-1:]
+            block_ids = ids[index][-1:] if group in self._states else ids[index]
             tables[group] = Blocks([*block_ids], null=NULL_BLOCK)
         return tables
 
@@ -316,11 +311,11 @@ class Scheduler:
         if not is_wanted or self._listener is None:
             return None
         num_tokens = num_settled(request)
-        # The last state is that of the last token computed, also after the prompt. With drafts
-        # nobody knows which block has it: one for each token that may be accepted in a step.
+        # The last state is that of the last token computed, also after the prompt.
         if not self._states:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
-        elif num_tokens > request.num_prompt_tokens and any(self._num_scratch.values()):
+        # A step in flight takes the state further.
+        elif num_tokens < request.num_computed_tokens:
             return None
         tables = self._tables(ids)
         kept = dict[str, int]()

@@ -165,7 +165,6 @@ PAIRS = {
         "burst",
     ),
     "deepseek-v3, MTP": Pair("deepseek-v3, MTP", side(16, **MTP), side(16, **MTP), "drafted"),
-    "granite-hybrid TP 1->2, n-grams": Pair("granite-hybrid", side(**NGRAM), side(tp=2, **NGRAM), "drafted"),
     "llama, EAGLE on decode": Pair("llama", side(), side(**EAGLE), "refused"),
     "llama, EAGLE on prefill": Pair("llama", side(**EAGLE), side(), "refused"),
     "llama, another EAGLE": Pair(
