@@ -52,7 +52,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ValueError("KvplanConnector: context parallelism (DCP, PCP) is not supported")
-        check_drafts(vllm_config)
+        check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
         if role == KVConnectorRole.SCHEDULER:

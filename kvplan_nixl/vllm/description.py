@@ -52,8 +52,7 @@ SPEC_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttention
 def check_kinds(cache: KVCacheConfig) -> None:
     """Refuse caches whose blocks are used in another way than those of :data:`SPEC_KINDS`.
 
-    Raises ``LAYOUT``, also for states beside drafts: vLLM keeps one for each token that may be
-    accepted in a step, and steps of a convolution for each.
+    Raises ``LAYOUT``.
     """
     for group in cache.transfer_groups:
         for spec in specs_of(group):
@@ -61,11 +60,6 @@ def check_kinds(cache: KVCacheConfig) -> None:
                 expected = " or ".join(kind.__name__ for kind in SPEC_KINDS)
                 got = type(spec).__name__
                 raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
-            num_drafted = getattr(spec, "num_speculative_blocks", 0)
-            if num_drafted:
-                action = "transfer states of vLLM"
-                got = f"one for each of {num_drafted} tokens that are drafted"
-                raise KVPlanError("LAYOUT", action, expected="one a request", got=got)
 
 
 def first_attended(group: Any, position: int) -> int:
@@ -91,16 +85,6 @@ def frees_blocks(group: Any) -> bool:
     They are those that no later token attends to, and old states.
     """
     return is_state(group) or first_attended(group, POSITION_END) > 0
-
-
-def num_settled(request: Request) -> int:
-    """Return the number of a request's first positions that are computed, and stay.
-
-    Later ones may be of tokens that are in flight, that were drafted and rejected, or that came
-    after the request's end.
-    """
-    num_computed = int(request.num_computed_tokens - request.num_in_flight_tokens)
-    return min(num_computed, int(request.num_tokens))
 
 
 def groups_of(config: KVCacheConfig) -> dict[str, int]:

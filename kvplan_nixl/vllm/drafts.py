@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplan import KVPlanError, Model
 from kvplan_nixl.vllm.settings import ConnectorSettings
@@ -35,24 +36,38 @@ always of the prompt.
 """
 
 
-def check_drafts(config: VllmConfig) -> None:
+def check_drafts(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Refuse speculative decoding whose caches are not known to be right. Raises ``LAYOUT``."""
     speculative: Any = config.speculative_config
-    if speculative is None or speculative.method in WITHOUT_CACHE:
+    if speculative is None:
         return
-    action = "transfer beside speculative decoding"
-    if speculative.method not in WITH_CACHE:
-        expected = f"a method of {', '.join((*WITHOUT_CACHE, *WITH_CACHE))}"
-        raise KVPlanError("LAYOUT", action, expected=expected, got=str(speculative.method))
+    method = speculative.method
+    if method not in (*WITHOUT_CACHE, *WITH_CACHE):
+        methods = ", ".join((*WITHOUT_CACHE, *WITH_CACHE))
+        raise _refusal(f"a method of {methods}", str(method))
+    # vLLM keeps a state for each token that may be accepted in a step, and does not say which one
+    # is the last. Convolutions have steps for them too.
+    if cache.has_mamba_layers:
+        raise _refusal("a model without Mamba or linear-attention states", "one with states")
+    if method in WITHOUT_CACHE:
+        return
     # Each of several modules reads one token further than the one before it.
     if speculative.use_multi_module_mtp():
-        expected = "one module that predicts tokens"
-        raise KVPlanError("LAYOUT", action, expected=expected, got="several of them")
+        raise _refusal("one module that predicts tokens", "several of them")
     # EAGLE numbers its layers after those of a stage, as another stage numbers the model's.
-    if config.parallel_config.pipeline_parallel_size > 1:
-        expected = "one pipeline stage, with drafts that have a cache"
-        got = f"{config.parallel_config.pipeline_parallel_size}"
-        raise KVPlanError("LAYOUT", action, expected=expected, got=got)
+    num_stages = config.parallel_config.pipeline_parallel_size
+    if num_stages > 1:
+        raise _refusal("one pipeline stage, with drafts that have a cache", f"{num_stages}")
+    # vLLM 0.32 gives a draft model the block table of the first group, whichever is its own:
+    # _build_attention_metadata in vllm/v1/worker/gpu_model_runner.py.
+    num_groups = len(cache.kv_cache_groups)
+    if method == "draft_model" and num_groups > 1:
+        raise _refusal("one cache group, with a draft model", f"{num_groups}")
+
+
+def _refusal(expected: str, got: str) -> KVPlanError:
+    action = "transfer beside speculative decoding"
+    return KVPlanError("LAYOUT", action, expected=expected, got=got)
 
 
 def with_drafts(model: Model, config: VllmConfig, settings: ConnectorSettings) -> Model:
@@ -71,9 +86,11 @@ def with_drafts(model: Model, config: VllmConfig, settings: ConnectorSettings) -
         config_keys = target.hf_config.to_dict()
         layers = Model.from_config(config_keys, with_draft_layers=True).drafts
     else:
+        draft_config = draft.hf_config
         # vLLM wraps the configuration of an EAGLE draft in one of its own.
-        inner_config = getattr(draft.hf_config, "model", None) or draft.hf_config
-        layers = Model.from_config(inner_config.to_dict()).layers
+        if speculative.method in ("eagle", "eagle3"):
+            draft_config = getattr(draft_config, "model", None) or draft_config
+        layers = Model.from_config(draft_config.to_dict()).layers
     if draft.model != target.model:
         weights = weights_of(draft.model, draft.revision)
         draft_name += f" {settings.draft or draft.model}, weights {weights}"

@@ -37,7 +37,6 @@ from kvplan_nixl.vllm.description import (
     frees_blocks,
     groups_of,
     is_state,
-    num_settled,
     prompt_of,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
@@ -310,13 +309,10 @@ class Scheduler:
         is_wanted = params.get("do_remote_decode") and is_done and any(ids)
         if not is_wanted or self._listener is None:
             return None
-        num_tokens = num_settled(request)
+        num_tokens = request.num_computed_tokens
         # The last state is that of the last token computed, also after the prompt.
         if not self._states:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
-        # A step in flight takes the state further.
-        elif num_tokens < request.num_computed_tokens:
-            return None
         tables = self._tables(ids)
         kept = dict[str, int]()
         for group in self._groups.keys() - self._states:

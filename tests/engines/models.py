@@ -62,7 +62,6 @@ LATENT: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama, other weights": {"model_type": "llama"},
-    "llama, one layer": {"model_type": "llama", "num_hidden_layers": 1},
     "llama, 16 KiB a token": {
         "model_type": "llama",
         "hidden_size": 256,

@@ -51,7 +51,6 @@ NGRAM = drafting("ngram", prompt_lookup_max=3, prompt_lookup_min=1)
 EAGLE = drafting("eagle", model="llama, EAGLE")
 EAGLE_3 = drafting("eagle3", model="llama, EAGLE-3")
 LLAMA = drafting("draft_model", model="llama")
-LAYER = drafting("draft_model", model="llama, one layer")
 MTP = drafting("mtp")
 
 PAIRS = {
@@ -157,7 +156,8 @@ PAIRS = {
     "llama 32->64 TP 1->2, EAGLE-3": Pair("llama", side(32, **EAGLE_3), side(64, tp=2, **EAGLE_3), "drafted"),
     "llama 32->64, EAGLE-3, async": Pair("llama", side(32, **EAGLE_3, **ASYNC), side(64, **EAGLE_3, **ASYNC)),
     "mistral 32->64, EAGLE-3": Pair("mistral", side(32, **EAGLE_3), side(64, **EAGLE_3), "drafted"),
-    "gemma-3 64->32, a llama drafts": Pair("gemma-3", side(64, **LAYER), side(32, **LAYER), "drafted"),
+    "gemma-3 64->32, EAGLE": Pair("gemma-3", side(64, **EAGLE), side(32, **EAGLE), "drafted"),
+    "llama 64->32, a llama drafts": Pair("llama", side(64, **LLAMA), side(32, **LLAMA), "drafted"),
     "llama 32->64, a llama drafts, 200 in flight": Pair(
         "llama",
         side(32, **{**LLAMA, **SMALL}),
