@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import attrs
 import numpy as np
@@ -191,7 +192,7 @@ def test_layers_together(model: str, tp: int, write: Write) -> None:
     medians_s: dict[str, float] = {}
     specs: dict[str, ReadSpec] = {}
     for layout in ("LBHNC", "BLHNC"):
-        options = {"tp": tp, "layout": layout, "num_blocks": 2 * blocks}
+        options: dict[str, Any] = {"tp": tp, "layout": layout, "num_blocks": 2 * blocks}
         source = Model.shipped(model).engine("prefill", **options)[0]
         local = Model.shipped(model).engine("decode", **options)[0]
         local_blocks, remote_blocks = scattered(2 * blocks, blocks)

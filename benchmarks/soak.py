@@ -65,7 +65,9 @@ MAX_GROWTH_MIB: Final = 64
 """A process grows by about 30 MiB until all its memory and UCX's buffers are in use."""
 
 OTHER: Final = {"prefill": "decode", "decode": "prefill"}
-ACTIVE: Final = {"READ": "decode", "WRITE": "prefill"}
+Operation = Literal["READ", "WRITE"]
+
+ACTIVE: Final[dict[Operation, str]] = {"READ": "decode", "WRITE": "prefill"}
 
 
 def blocks_of(worker: Worker, memory: dict[str, Any]) -> list[Any]:
@@ -125,7 +127,7 @@ class Request:
 
     name: str
     attempt: int
-    operation: str
+    operation: Operation
     is_staged: bool
     tokens: tuple[int, int]
     tables: dict[str, list[int]]
@@ -445,7 +447,7 @@ class Soak:
                 f"request {next(self.names)}", 0, self.random.choice([*ACTIVE]), self.random.random() < 0.3, tokens
             )
 
-    def offer(self, name: str, attempt: int, operation: str, is_staged: bool, tokens: tuple[int, int]) -> None:
+    def offer(self, name: str, attempt: int, operation: Operation, is_staged: bool, tokens: tuple[int, int]) -> None:
         """Allocate blocks and fill them, and tell the passive workers."""
         need = {engine: -(-tokens[1] // pool.tokens) for engine, pool in self.pools.items()}
         for engine, pool in self.pools.items():
@@ -551,7 +553,7 @@ class Soak:
         if not request.passive:
             self.give_back(request, OTHER[ACTIVE[request.operation]])
 
-    def check(self, request: Request, process: Process, operation: str, *, whole: bool) -> None:
+    def check(self, request: Request, process: Process, operation: Operation, *, whole: bool) -> None:
         """Compare every byte in the destination's blocks, where that is the engine of this worker."""
         if request.operation == operation and process.key[0] == "decode":
             self.counts["bytes compared"] += sum(cache[request.tables["decode"]].nbytes for cache in process.caches)

@@ -86,6 +86,11 @@ class KVPlanError(ValueError):
         """Return the same error with another hint."""
         return _rebuild(self.code, self.action, self.expected, self.got, hint, dict(self.details))
 
+    def in_file(self, path: str) -> KVPlanError:
+        """Return the same error, about a file that was read."""
+        action = f"{self.action} in {path}"
+        return _rebuild(self.code, action, self.expected, self.got, self.hint, dict(self.details))
+
     def __reduce__(self) -> tuple[Any, ...]:
         details = dict(self.details)
         return _rebuild, (self.code, self.action, self.expected, self.got, self.hint, details)

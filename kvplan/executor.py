@@ -105,6 +105,7 @@ class Transfer:
 
     ``status`` is the result of the last poll. ``error`` is set where the status is FAILED.
     ``notifies`` says whether the remote worker gets a :class:`Notice` at the end, with ``attempt``.
+    ``num_descriptors`` has moved the bytes of a transfer that is DONE, if its executor counts them.
     Raises ``TYPE``, ``NAME`` or ``RANGE`` for what can name no request or attempt.
     """
 
@@ -114,6 +115,7 @@ class Transfer:
     error: KVPlanError | None = None
     notifies: bool = True
     attempt: int = attrs.field(default=0, converter=attempt_number)
+    num_descriptors: int = 0
 
     def __attrs_post_init__(self) -> None:
         _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")

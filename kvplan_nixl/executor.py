@@ -320,6 +320,9 @@ class NixlExecutor:
 
     def _finish(self, transfer: NixlTransfer, peer: _Peer) -> None:
         """Notify the peer that all bytes have moved, rule E3, and settle the transfer."""
+        # NIXL forgets its figures with the handle
+        if transfer.handle is not None:
+            transfer.num_descriptors = self._agent.num_descriptors(transfer.handle)
         if transfer.notifies and peer.attached is None and not transfer.is_cancelled:
             notice = Notice(*self.worker.key, transfer.request, transfer.attempt)
             self._agent.notify(peer.agent, message(notice))

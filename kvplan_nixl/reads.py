@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from logging import Logger
 
-from kvplan.connector import Claims, Connections, Reads
+from kvplan.connector import Claims, Connections, HandshakeResult, Reads
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.reads import Digest
 from kvplan.describe import Worker
@@ -24,6 +25,7 @@ def make_reads(
     copier: Copier | None = None,
     timeout_s: float = HANDSHAKE_S,
     digest: Digest | None = None,
+    on_handshake: Callable[[HandshakeResult], object] | None = None,
 ) -> Reads:
     """Return the reads of an executor's worker, whose offers are envelopes of ``key``.
 
@@ -49,4 +51,5 @@ def make_reads(
         timeout_s=timeout_s,
         pipeline=None if copier is None else Pipeline(executor, STAGING, copier),
         digest=digest,
+        on_handshake=on_handshake,
     )

@@ -66,9 +66,9 @@ Calls = Iterable[tuple[str, Callable[..., Any], dict[str, Any]]]
 """The name of every public function, the function, and the arguments of a right call, by name."""
 
 MADE: Final = """
-Certificate Choice Chunk Comparison Completions Copy Cost Difference EndedLeases KVPlanError MeshPlan Option Pair
-PairCost PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table Tail
-TransferPlan
+Certificate Choice Chunk Comparison Completions Copy Cost Difference EndedLeases HandshakeResult KVPlanError MeshPlan
+Option Pair PairCost PeerError Picture Problem ReadResult ReadSpec Report StagedCost StagedPlan StagedTransfer Table
+Tail TransferPlan
 """
 """Classes whose values kvplan makes. Their methods are called here, their constructors are not."""
 

@@ -44,7 +44,15 @@ def test_the_python_prints_what_the_page_says(name: str, tmp_path: Path, monkeyp
 def test_python_is_on_every_page_that_teaches() -> None:
     """The pages with Python are the start page, the tutorial, every how-to, and those listed here."""
     how_to = {name for name in PAGES if name.startswith("how-to/")}
-    assert {*PROGRAMS} == {"index.md", "tutorial.md", "connectors.md", "handshake.md", "pictures/README.md", *how_to}
+    assert {*PROGRAMS} == {
+        "index.md",
+        "tutorial.md",
+        "tour.md",
+        "connectors.md",
+        "handshake.md",
+        "pictures/README.md",
+        *how_to,
+    }
 
 
 @pytest.mark.parametrize("command, output, status", COMMANDS)

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"kvplan: the command line needs {package}: pip install click rich"
             print(text, file=sys.stderr)
             return 2
+    # the rest of the command line imports click and rich
     from kvplan.cli.app import run
 
     return run(sys.argv[1:] if arguments is None else list(arguments))

@@ -67,6 +67,7 @@ class Suggestion:
     def of(cls, changes: Changes, cost: Cost) -> Suggestion:
         """Return the suggestion of changes with a known cost."""
         lengths = cost.lengths
+        # of lengths that move equally many bytes, the longest counts
         usual = max(lengths, key=lambda length: (length * lengths[length], length), default=0)
         return cls(changes, (), cost.num_descriptors, cost.num_ids, cost.num_rows, usual, lengths)
 
@@ -106,10 +107,12 @@ class Advice:
         return tuple(option for option in self.options if option.descriptors < descriptors)
 
     def __str__(self) -> str:
+        # changes of both engines are few, and always printed
         single = [option for option in self.helpful if len(option.changes) == 1]
         left_out = single[MAX_SINGLE_CHANGES:]
         printed = [option for option in self.helpful if option not in left_out]
         table = [f"{'descriptors':>12}{'fewer':>9}{'size':>13}{'rows':>8}  change"]
+        # the engines as they are come last, to compare with
         for option in (*printed, self.now):
             fewer = f"{self.now.descriptors / max(option.descriptors, 1):,.4g}x"
             usual = size(option.usual_bytes)
@@ -148,6 +151,7 @@ def advise(model: Model, src: EngineOptions, dst: EngineOptions, tokens: int) ->
     best = min(of_both, key=BY_COST, default=None)
     if best is not None and best.descriptors < options[0].descriptors:
         options.insert(0, best)
+    # all of them are compared with the engines as they are
     now = Suggestion.of({}, cost)
     return Advice(cost.num_bytes, now, tuple(options), tuple(search.refused), tuple(search.not_run))
 
@@ -190,6 +194,7 @@ class _Search:
             except KVPlanError as error:
                 self.refused.append({"changes": {engine_id: change}, "reason": str(error)})
                 continue
+            # a change without effect, or the effect of another one, is tried once
             if workers in engines.values():
                 continue
             engines[change] = workers
@@ -225,6 +230,7 @@ def changed_options(
     >>> [*changed_options(deepseek, EngineOptions(), EngineOptions(block=48))][4:]
     ['layout=BHLNC', 'block=32', 'block=64', 'block=128', 'block=48']
     """
+    # only changes of axes that the tensors have make sense
     axes = set[str]()
     for tensor in model.tensors:
         axes.update(axis for axis, _ in tensor.axes)
@@ -276,6 +282,7 @@ def advise_command(engines: Engines, tokens: int, as_json: bool) -> int:
     print_lines(engines.cache_lines())
     click.echo(advice)
     printed = [*lines(sides)]
+    # printed suggestions that no engine runs have a line of their own
     helpful = set[str]()
     for option in advice.helpful:
         helpful.update(f"{engine_id} {change}" for engine_id, change in option.changes.items())

@@ -58,10 +58,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _misread(error: click.ClickException) -> KVPlanError:
     """Return an error of click in kvplan's grammar; its suggestion becomes the hint."""
+    # click writes sentences over several lines, with a suggestion at the end
     problem, _, suggestion = " ".join(error.format_message().split()).partition("Did you mean")
     got = re.sub("^(No such|Got) ", "", problem).strip(" .(")
     got = re.sub("^Missing ", "no ", got)
     got = got[:1].lower() + got[1:]
+    # only an error of usage knows the command
     context = error.ctx if isinstance(error, click.UsageError) else None
     command = context.command_path if context else "kvplan"
     expected = f"what '{command} --help' shows"
@@ -72,6 +74,7 @@ def _misread(error: click.ClickException) -> KVPlanError:
 def _refuse(error: KVPlanError, arguments: Sequence[str]) -> int:
     """Print an error, and return the exit status."""
     click.echo(error, err=True)
+    # the command line was perhaps not parsed, so its words are searched
     if "--json" in arguments:
         message = str(error).partition(": ")[2]
         echo_json({"code": error.code, "message": message, "details": dict(error.details)})
@@ -98,6 +101,7 @@ def kvplan(context: click.Context) -> int:
     """Plan how a request's KV cache moves between engines of any layout, and verify it byte for
     byte.
     """
+    # kvplan alone prints its help, with exit status 0
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
     return 0

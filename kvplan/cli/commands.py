@@ -75,6 +75,7 @@ def verify_command(
     model = engines.model
     start, stop = tokens
     title = f"{engines}, positions [{start}, {stop})"
+    # offers do not say what engine they are of, so no rules of engines are known
     moved = {}
     sides = reasons_by_side(engines)
     if layers is not None:
@@ -85,6 +86,7 @@ def verify_command(
         model = sampled(model, read_decimal(layers, "--layers", 1, MAX_LAYERS))
         title += f", {len(model.layers)} of {num_layers} layers"
         moved = {"layers": {"moved": len(model.layers), "of": num_layers}}
+    # a large request takes seconds
     with progress_bar() as bar:
         bar.add_task("verify", total=None)
         trial = Trial.of(PlacedRequest.of(model, engines.src, engines.dst, tokens))
@@ -103,6 +105,7 @@ def _print_trial(heading: Sequence[str], trial: Trial) -> None:
     for line in heading:
         console.print(line)
     for worker in trial.request.destinations:
+        # pairs of workers that share no bytes have no lengths
         pairs = [pair for pair in trial.pairs if pair.local == worker.key and pair.lengths]
         moved = "nothing"
         if pairs:
@@ -156,6 +159,7 @@ def explain_command(
     )
     for role, options, workers in sides:
         title = f"{role}, {options.title(engines.model)}: {count(len(workers), 'worker')}"
+        # one worker stands for its engine, unless every row is asked for
         explained = workers
         if detail != "rows":
             title += ", the first:"
@@ -175,6 +179,7 @@ def _offers_json(workers: Sequence[Worker]) -> list[Any]:
 
 def _mesh_json(mesh: MeshPlan) -> dict[str, Any]:
     """Return the plans of all workers, and the completions that each of them sends and awaits."""
+    # keys of JSON objects are texts, so a worker is named by its label
     completions = {}
     for key, awaited in mesh.completions.items():
         sends = list(map(label_of, awaited.sends))
@@ -220,6 +225,7 @@ def show_command(engines: Engines, rank: str, path: str | None, as_json: bool) -
     sources, destinations = engines.workers()
     local = destinations[read_decimal(rank, "--rank", 0, len(destinations))]
     plan = plan_reads(local, sources, not_transferred=destination_drafts(destinations, sources))
+    # a file is written first: if that fails, nothing is printed
     if path is not None:
         picture = show(plan, about=str(engines))
         picture.save(path)
@@ -301,11 +307,13 @@ def check_offer_command(file: str, file2: str | None, as_json: bool) -> int:
 
     Exit status: 0 valid, 2 an invalid offer or a difference that is refused.
     """
+    # stdin can be read once
     paths = [file] if file2 is None else [file, file2]
     if paths.count("-") > 1:
         raise KVPlanError("NAME", "read offers", expected="stdin for one of them", got="for both")
     offers = list(map(_OfferText.read, paths))
     workers = [offer.worker for offer in offers if offer.worker is not None]
+    # an invalid offer cannot be compared; its problems are printed instead
     comparison = compare(workers[0], workers[1]) if len(workers) == 2 else None
     if as_json:
         document = None
@@ -334,6 +342,7 @@ class _OfferText:
         """Read a file, or stdin. Raises ``NAME`` if it cannot be read."""
         name = click.format_filename(path)
         try:
+            # one byte more than a message may have shows that it is too long
             with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:

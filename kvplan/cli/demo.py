@@ -69,6 +69,7 @@ nemotron-h and falcon-mamba the states of Mamba layers.
 def _load(model: str) -> Model:
     if model != TWELVE_HEADS:
         return Model.shipped(model)
+    # a small Llama with as many query heads as KV heads
     config = {
         "model_type": "llama",
         "hidden_size": 12 * 128,
@@ -90,9 +91,11 @@ def _row(model: str, src: str, dst: str, trial: Trial) -> dict[str, str | Text]:
     """Return a line of the table, by column."""
     report = trial.report
     lengths = lengths_of(trial.pairs)
+    # options stand without what all of them have, so that a line stays short
     row = _text_row(model, *(text.replace("layout=", "").replace(",", " ") for text in (src, dst)))
     row["workers"] = f"{len(trial.request.sources)} -> {len(trial.request.destinations)}"
     row["descriptors"] = f"{report.num_descriptors:,}"
+    # one number if all descriptors are equally long
     row["of bytes"] = "-".join(dict.fromkeys((f"{lengths[0]:,}", f"{lengths[-1]:,}")))
     row["moved"] = size(report.num_bytes)
     row["verified"] = Text("yes", style="green")
@@ -116,6 +119,7 @@ def demo_command(as_json: bool) -> int:
     is_terminal = Console().is_terminal
     console = Console(quiet=as_json, width=None if is_terminal else WIDTH)
     console.print(INTRODUCTION, soft_wrap=True)
+    # a narrow terminal has no room for all columns
     omitted = () if console.width >= WIDTH else ("workers", "moved")
     columns = [name for name in (*TEXT_COLUMNS, *NUMBER_COLUMNS) if name not in omitted]
     table = _table(columns)
@@ -130,6 +134,7 @@ def demo_command(as_json: bool) -> int:
             row = _row(model, src, dst, trial)
             table.add_row(*(row[name] for name in columns))
             live.refresh()
+        # a checkout with real engines shows that they can run, too
         if ENGINES_PATH.exists():
             row = _text_row("llama in vLLM", "block=32", "block=64") | {"verified": "not run"}
             table.add_row(*(row.get(name, "") for name in columns))

@@ -63,6 +63,7 @@ def _check_no_latents(model: Model, options: EngineOptions) -> Iterator[str]:
 
 def _check_states(model: Model, options: EngineOptions) -> Iterator[str]:
     """A single group of Mamba-2 is replicated; everything else of a state is divided."""
+    # a tensor with one shard is on every rank
     states = [tensor for tensor in model.tensors if not tensor.paged]
     for units in sorted({tensor.shards for tensor in states if tensor.shards > 1}):
         if units % options.tp:
@@ -71,6 +72,7 @@ def _check_states(model: Model, options: EngineOptions) -> Iterator[str]:
 
 
 def _check_contexts(model: Model, options: EngineOptions) -> Iterator[str]:
+    # equal sizes stand once in the message, in their order
     sizes = dict.fromkeys((1, options.pcp, options.tp * options.pcp))
     if options.pcp > 1 and options.dcp not in sizes:
         expected = ", ".join(map(str, sizes))
@@ -91,6 +93,7 @@ def _check_replicas(model: Model, options: EngineOptions) -> Iterator[str]:
     if dcp == 1:
         return
     for heads in _numbers_of_kv_heads(model):
+        # ranks beyond the number of KV heads hold copies of them
         replicas = tp // heads
         if tp <= heads:
             yield f"dcp={dcp} with tp={tp}, not more than the {heads} KV heads"
@@ -162,6 +165,7 @@ def _check_kv_apart(model: Model, options: EngineOptions) -> Iterator[str]:
 
 def _check_contiguous_blocks(model: Model, options: EngineOptions) -> Iterator[str]:
     """Layers of unequal shapes share memory block by block: a layer's block is contiguous."""
+    # scales lie beside their tensors and have no shape of their own
     shapes = {tensor.axes for tensor in model.tensors if tensor.scale_of is None}
     if len(shapes) > 1 and options.layout in ("LHBNC", "BHLNC"):
         yield f"layout={options.layout}, which divides blocks, in a model whose layers differ"
@@ -246,6 +250,7 @@ def reasons_of(model: Model, side: str) -> dict[str, list[str]]:
     """
     by_engine = {}
     for engine, keys in default_keys(model).items():
+        # what the side states counts before the default
         text = ",".join(f"{key}={value}" for key, value in (keys | items_of(side)).items())
         by_engine[engine] = reasons(model, EngineOptions.parse(text, "a side"))[engine]
     return by_engine
@@ -284,6 +289,7 @@ def lines(sides: Mapping[str, Mapping[str, list[str]]]) -> Iterator[str]:
         judged = {
             side: by_engine[engine] for side, by_engine in sides.items() if engine in by_engine
         }
+        # a reason that holds for both sides has one line
         sides_of_reason: dict[str, list[str]] = {}
         for side, refusals in judged.items():
             for reason in refusals:

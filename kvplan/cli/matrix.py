@@ -127,15 +127,18 @@ class Result:
         """Move a request across the mismatch."""
         src = EngineOptions.parse(mismatch.src, "the source")
         dst = EngineOptions.parse(mismatch.dst, "the destination")
+        # quantized tensors have scales, whose place the sides differ in
         if mismatch.bits is not None:
             model = quantize_model(model, mismatch.bits)
         sides = {"src": reasons_of(model, mismatch.src), "dst": reasons_of(model, mismatch.dst)}
+        # a refusal by the planner is a verdict, too
         try:
             trial = Trial.of(PlacedRequest.of(model, src, dst, MATRIX_TOKENS))
         except KVPlanError as error:
             return cls(mismatch, "refused", str(error), None, sides)
         if trial.report.ok:
             return cls(mismatch, "verified", None, trial, sides)
+        # the table has one line for each result
         failure = ": ".join(trial.report.failures[0])
         return cls(mismatch, "wrong", " ".join(failure.splitlines()), trial, sides)
 
@@ -156,6 +159,7 @@ class Result:
             "not_run_because": self.not_run_because,
         }
         if self.trial is not None:
+            # the lengths between the shortest and the longest say nothing new
             lengths = lengths_of(self.trial.pairs)
             document["bytes"] = self.trial.report.num_bytes
             document["descriptors"] = self.trial.report.num_descriptors
@@ -165,6 +169,7 @@ class Result:
 
 def shortened(model: Model) -> Model:
     """Return the model with few of its layers: some of each kind, enough for uneven stages."""
+    # a few layers of each kind, or more where the model has only one or two kinds
     numbers = Counter(model.layers).values()
     num_layers = sum(min(number, LAYERS_PER_KIND) for number in numbers)
     return sampled(model, min(max(num_layers, MIN_LAYERS), len(model.layers)))
@@ -190,6 +195,7 @@ def mismatches(model: Model) -> list[Mismatch]:
         features.add(HYBRID)
     if len(model.groups) > 1:
         features.add(GROUPS)
+    # the first stage may have a single layer, and the second the rest
     rest = len(model.layers) - 1
     possible = [mismatch for mismatch in MISMATCHES if mismatch.needs in features]
     return [attrs.evolve(mismatch, src=mismatch.src.format(rest=rest)) for mismatch in possible]
@@ -201,6 +207,7 @@ def markdown(results: Iterable[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for result in results:
         sides = result.not_run_because.values()
+        # the engines that run both sides stand once
         runs_in = " -> ".join(dict.fromkeys(map(running_engines, sides)))
         text = str(result).replace("|", "\\|")
         yield f"| {' | '.join(result.mismatch.to_json().values())} | {runs_in} | {text} |"

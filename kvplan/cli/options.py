@@ -125,9 +125,11 @@ def load_engines(
     """
     if bits is not None:
         return quantize_model(load(model, None, like), int(bits))
+    # a shipped name counts before a file of that name
     if model in Model.names():
         return Model.shipped(model)
     path = Path(model)
+    # a file may have = in its name
     if "=" in model and not path.exists():
         return _load_sizes(model)
     if path.is_dir():
@@ -137,8 +139,8 @@ def load_engines(
         if isinstance(config, dict) and "offers" in config:
             return EngineViews.of(config["offers"])
         return Model.from_config(config, like=like)
-    except KVPlanError:
-        raise
+    except KVPlanError as error:
+        raise error.in_file(f"{path}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise _cannot_load(model, error) from None
 
@@ -149,6 +151,7 @@ def _cannot_load(model: str, error: Exception) -> KVPlanError:
     reason = "no such file" if missing else getattr(error, "strerror", None) or str(error)
     got = f"{model!r}: {reason}"
     hint = ""
+    # a text that is no path of a file is probably a mistyped name
     if missing and not model.endswith(".json"):
         if "/" not in model:
             got = repr(model)
@@ -163,6 +166,7 @@ def _load_sizes(text: str) -> Model:
 
     The number of query ``heads`` only matters to the rules of engines.
     """
+    # our short names of keys of a config.json
     required = {
         "layers": "num_hidden_layers",
         "kv_heads": "num_key_value_heads",
@@ -175,6 +179,7 @@ def _load_sizes(text: str) -> Model:
         got = ", ".join(values)
         action = "read the sizes of a model"
         raise KVPlanError("CONFIG", action, expected=expected, got=got, model=text)
+    # of the two families that keep K and V of each head, one has a window
     config: dict[str, Any] = {"model_type": "mistral" if "window" in values else "llama"}
     config_keys = required | optional
     for key, value in values.items():
@@ -187,6 +192,7 @@ def read_decimal(text: str, subject: str, low: int, high: int) -> int:
 
     Raises ``TYPE`` or ``RANGE``.
     """
+    # int() would read underscores, signs, spaces and digits of any script
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         expected = "an integer in decimal digits"
         got = repr(text)
@@ -231,6 +237,7 @@ def _option(
     """
     if default is not None:
         about += f" (default: {int(default) if isinstance(default, bool) else default})"
+    # the help, the parser and the call of Model.engine read these
     metadata = {"reader": partial(reader, **limits), "about": about, "argument": argument}
     return attrs.field(default=default, metadata=metadata)
 
@@ -316,6 +323,7 @@ class EngineOptions:
                 raise KVPlanError("NAME", action, expected=expected, got=f"{got} twice", key=key)
             values[key] = readers[key](value, f"{key} of {subject}")
         options = cls(**values)
+        # pp or the list of stages says how many there are
         num_stages = max(options.pp, len(options.stages or ()))
         integer(
             options.tp * num_stages * options.pcp, f"tp * pp * pcp of {subject}", high=MAX_WORKERS
@@ -351,10 +359,12 @@ class EngineOptions:
                 raise KVPlanError("LAYOUT", action, expected=expected, got=str(self))
             return model.workers[engine_id]
         model = self.cached(model)
+        # a draft model adds layers before groups are made of all
         if self.draft is not None:
             model = model.with_draft(Model.shipped(self.draft))
         if self.shared:
             model = model.grouped()
+        # all options but the draft are arguments of Model.engine, some by another name
         arguments = {}
         for field in attrs.fields(EngineOptions):
             if field.name not in MODEL_KEYS:
@@ -376,6 +386,7 @@ def _own_key(key: str) -> str:
     ('block', 'block', 'tpp')
     """
     keys = {field.metadata["argument"]: field.name for field in attrs.fields(EngineOptions)}
+    # options without an argument name have the empty text, which stands for nothing
     keys |= {"": "", "block_size": "block", "page_size": "block"}
     return keys.get(key, key)
 
@@ -584,6 +595,7 @@ def progress_bar(disable: bool = False) -> Progress:
     It is only drawn if stderr is a terminal.
     """
     console = Console(stderr=True)
+    # FORCE_COLOR lets rich take a pipe for a terminal
     hidden = disable or not (sys.stderr.isatty() and console.is_terminal)
     return Progress(
         console=console,

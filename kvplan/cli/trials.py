@@ -166,6 +166,7 @@ def destination_drafts(
     """Return the tensors of draft layers that only the destination has: they do not move."""
     source_names = set[str]().union(*(worker.tensors for worker in sources))
     names = dict.fromkeys(itertools.chain.from_iterable(worker.tensors for worker in destinations))
+    # the model names tensors of draft layers so
     drafts = [name for name in names if name.startswith("draft.")]
     return tuple(name for name in drafts if name not in source_names)
 
@@ -179,6 +180,7 @@ def blocks_needed(workers: Sequence[Worker], stop: int) -> dict[str, int]:
     for worker in workers:
         for group in worker.groups:
             num_blocks = 1
+            # a rank of a context-parallel engine holds a part of the positions
             if group.tokens_per_block is not None:
                 num_blocks = -(-before(group, stop) // group.tokens_per_block)
             needed[group.name] = max(needed.get(group.name, 0), num_blocks)
@@ -207,6 +209,7 @@ def memory_needed(request: PlacedRequest, mesh: MeshPlan) -> int:
     """
     tokens = _largest(stop - start for start, stop in request.tokens.values())
     num_bytes = _largest(plan.cost(tokens).num_bytes for plan in mesh.plans)
+    # a label numbers the bytes of the request
     label_bytes = 4 if num_bytes < 1 << 32 else 8
     return 2 * num_bytes * label_bytes
 
@@ -238,6 +241,7 @@ class Trial:
 
         Raises ``MEMORY`` if the machine's memory cannot suffice.
         """
+        # drafts stay where they are
         skipped = request.not_transferred
         mesh = plan_mesh(request.destinations, request.sources, not_transferred=skipped)
         _check_memory(memory_needed(request, mesh))
@@ -247,6 +251,7 @@ class Trial:
             "tokens": request.tokens,
         }
         report = verify(mesh, **arguments)
+        # the report has the sums; costs are those of each pair
         pairs = list[PairCost]()
         for plan in mesh.plans:
             pairs += map(PairCost.of, plan.bind(**arguments))

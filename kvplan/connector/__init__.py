@@ -14,7 +14,7 @@ from kvplan.connector.fingerprint import fingerprint
 from kvplan.connector.handoff import Handoff, Source, WholeBlocks, attended, whole_blocks
 from kvplan.connector.leases import EndedLeases, Leases
 from kvplan.connector.listener import Listener, Offers, fetch, send_claims
-from kvplan.connector.peer_engines import Connections
+from kvplan.connector.peer_engines import Connections, HandshakeResult
 from kvplan.connector.prompt import prompt_digest
 from kvplan.connector.reads import Read, ReadResult, Reads
 
@@ -23,6 +23,7 @@ __all__ = [
     "Connections",
     "EndedLeases",
     "Handoff",
+    "HandshakeResult",
     "Leases",
     "Listener",
     "Offers",

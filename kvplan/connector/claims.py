@@ -236,6 +236,8 @@ class Claims:
     """The claims of a reader on the leases of other engines, kept up in the background.
 
     ``send`` exchanges a message with an engine, and raises ``PEER`` or ``MESSAGE``.
+    :attr:`num_refused` counts claims that came too late, :attr:`num_unanswered` messages without an
+    answer.
     """
 
     def __init__(self, logger: Logger, send: Callable[[Source, ClaimMessage], ClaimAnswer]) -> None:
@@ -245,6 +247,8 @@ class Claims:
         self._by_source: dict[Source, SourceClaims] = {}
         self._changed = threading.Condition()
         self._is_closed = False
+        self.num_refused: int = 0
+        self.num_unanswered: int = 0
 
     def begin(self, source: Source, lease: str, reader: str) -> None:
         """Claim a lease until :meth:`end`."""
@@ -309,12 +313,14 @@ class Claims:
                     self._logger.warning("leases may end, since claims get no answer: %s", error)
                 is_silent = True
                 with self._changed:
+                    self.num_unanswered += 1
                     source_claims.take_failure(message, error, time.monotonic())
                 continue
             is_silent = False
             with self._changed:
                 # The lease is renewed from when the message was sent, or later.
                 refusals = source_claims.take_answer(message, answer, sent_at)
+                self.num_refused += len(refusals)
             for refusal in refusals:
                 self._logger.error("%s", refusal)
 

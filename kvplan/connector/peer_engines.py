@@ -81,12 +81,14 @@ class PipelinePlan:
 class PeerPlan:
     """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
-    ``offers`` has the offer of each of the engine's workers.
+    ``offers`` has the offer of each of the engine's workers. To open them and to plan took
+    ``seconds``.
     """
 
     offers: Mapping[Key, bytes]
     direct: TransferPlan
     staged: PipelinePlan | None = None
+    seconds: float = 0.0
 
     def __repr__(self) -> str:
         return repr(self.direct if self.staged is None else self.staged.plan)
@@ -106,6 +108,25 @@ class PeerEngine:
     used_at: float
     plan: PeerPlan | None = None
     error: KVPlanError | None = None
+
+
+@attrs.frozen
+class HandshakeResult:
+    """The end of a handshake with ``source``, which took ``seconds``: with an error or without.
+
+    Of these seconds, ``plan_seconds`` went into the plan.
+    """
+
+    source: Source
+    error: KVPlanError | None
+    seconds: float
+    plan_seconds: float
+
+    @classmethod
+    def of(cls, peer: PeerEngine) -> HandshakeResult:
+        """Return the result of a handshake that has ended now."""
+        plan_seconds = 0.0 if peer.plan is None else peer.plan.seconds
+        return cls(peer.source, peer.error, time.monotonic() - peer.began_at, plan_seconds)
 
 
 @attrs.frozen
@@ -172,9 +193,18 @@ class PeerEngines:
                 future.set_exception(error)
             except Exception as error:
                 # Whatever it is, the requests that wait for this engine fail, and no others.
-                action = f"shake hands with {source}"
-                failure = KVPlanError("PEER", action, expected="a plan", got=repr(error))
-                future.set_exception(failure)
+                self._logger.exception("the handshake with %s failed unexpectedly", source)
+                future.set_exception(
+                    KVPlanError(
+                        "PEER",
+                        f"shake hands with {source}",
+                        expected="a plan",
+                        got=repr(error),
+                        hint="the log has the traceback of this error, which is a fault of kvplan",
+                        source=source,
+                        error=type(error).__name__,
+                    )
+                )
 
         # a daemon, which does not keep a process that ends while an engine hangs
         thread_name = f"kvplan handshake {source.engine_id}"
@@ -184,24 +214,28 @@ class PeerEngines:
     def _plan(self, source: Source) -> PeerPlan:
         """Fetch offers, and choose how to read from their workers, by rule R5."""
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
+        fetched_at = time.monotonic()
         workers = [self._connections.open_offer(offer) for offer in offers]
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
-        if self._pipeline is None:
-            return PeerPlan(by_key, plan_reads(self._worker, workers))
-        plan = self._fastest_plan(workers, self._pipeline.staging)
+        plan = self._fastest_plan(workers)
+        seconds = time.monotonic() - fetched_at
         if isinstance(plan, StagedPlan):
-            return PeerPlan(by_key, plan.direct, PipelinePlan(plan, self._pipeline))
-        return PeerPlan(by_key, plan)
+            assert self._pipeline is not None
+            staged = PipelinePlan(plan, self._pipeline)
+            return PeerPlan(by_key, plan.direct, staged, seconds=seconds)
+        return PeerPlan(by_key, plan, seconds=seconds)
 
-    def _fastest_plan(self, workers: list[Worker], staging: str) -> TransferPlan | StagedPlan:
+    def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, the direct one if nobody can count that."""
-        try:
-            return choose(self._worker, workers, tokens=USUAL_TOKENS, staging=staging).best.plan
-        except KVPlanError as error:
-            # There are more descriptors than can be counted.
-            if error.code != "RANGE":
-                raise
+        if self._pipeline is not None:
+            staging = self._pipeline.staging
+            try:
+                return choose(self._worker, workers, tokens=USUAL_TOKENS, staging=staging).best.plan
+            except KVPlanError as error:
+                # There are more descriptors than can be counted.
+                if error.code != "RANGE":
+                    raise
         return plan_reads(self._worker, workers)
 
     def _advance(self, peer: PeerEngine) -> bool:

@@ -41,6 +41,7 @@ from kvplan.connector.handoff import Source
 from kvplan.connector.peer_engines import (
     HANDSHAKE_S,
     Connections,
+    HandshakeResult,
     PeerEngine,
     PeerEngines,
     PeerPlan,
@@ -96,12 +97,21 @@ class Read:
 
 @attrs.frozen
 class ReadResult:
-    """The end of a read: its error, or the ``num_bytes`` that moved in ``seconds``."""
+    """The end of a read: its error, or the ``num_bytes`` that moved in ``seconds``.
+
+    It took ``post_seconds`` until all transfers were handed over, ``transfer_seconds`` until all
+    had ended, and ``seconds`` until the read was right. ``is_staged`` if bytes went through a
+    pipeline. ``num_descriptors`` is 0 where the executor does not count them.
+    """
 
     request: str
     error: KVPlanError | None = None
     num_bytes: int = 0
     seconds: float = 0.0
+    post_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    num_descriptors: int = 0
+    is_staged: bool = False
 
 
 @attrs.define(eq=False)
@@ -180,6 +190,21 @@ class _Job:
     error: KVPlanError | None = None
     is_settled: bool = False
     is_reported_late: bool = False
+    post_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+    def result(self, now: float) -> ReadResult:
+        """Return the result of a read that has ended at ``now``."""
+        return ReadResult(
+            request=self.read.request,
+            error=self.error,
+            num_bytes=sum(transfer.num_bytes for transfer in self.transfers),
+            seconds=now - self.began_at,
+            post_seconds=self.post_seconds,
+            transfer_seconds=self.transfer_seconds,
+            num_descriptors=sum(transfer.num_descriptors for transfer in self.transfers),
+            is_staged=any(isinstance(transfer, StagedTransfer) for transfer in self.transfers),
+        )
 
 
 class Reads:
@@ -187,7 +212,8 @@ class Reads:
 
     ``connections`` are the functions by which other engines' workers become known, and ``claims``
     asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
-    computes the digests of what has arrived. Not for several threads at once.
+    computes the digests of what has arrived. ``on_handshake`` is called with the result of each
+    handshake. Not for several threads at once.
     """
 
     def __init__(
@@ -201,6 +227,7 @@ class Reads:
         timeout_s: float = HANDSHAKE_S,
         pipeline: Pipeline | None = None,
         digest: Digest | None = None,
+        on_handshake: Callable[[HandshakeResult], object] | None = None,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
@@ -210,6 +237,9 @@ class Reads:
         if digest is not None:
             having("__call__", digest, "digest", "a function")
         self._digest = digest
+        if on_handshake is not None:
+            having("__call__", on_handshake, "on_handshake", "a function")
+        self._on_handshake = on_handshake
         self._peers = PeerEngines(
             worker,
             executor,
@@ -243,6 +273,8 @@ class Reads:
         """Continue without waiting, and return the requests that have ended since the last call."""
         # handshakes first, since a request that waited begins to move in this step
         for peer in self._peers.poll():
+            if self._on_handshake is not None:
+                self._on_handshake(HandshakeResult.of(peer))
             for read in self._waiting.pop(peer.source, []):
                 if peer.plan is None:
                     self._report(ReadResult(read.request, peer.error))
@@ -295,6 +327,7 @@ class Reads:
                 job.transfers.append(plan.staged.submit(read.request, request))
         except KVPlanError as error:
             job.error = error
+        job.post_seconds = time.monotonic() - now
 
     def _start_directly(self, job: _Job) -> None:
         """Start a transfer with each worker that has some of the bytes."""
@@ -356,9 +389,7 @@ class Reads:
         # Before it is settled, a read that has failed keeps its blocks, by rule R2.
         if job.is_settled and (job.error is not None or is_right):
             self._jobs.remove(job)
-            num_bytes = sum(transfer.num_bytes for transfer in job.transfers)
-            elapsed_s = time.monotonic() - job.began_at
-            self._report(ReadResult(job.read.request, job.error, num_bytes, elapsed_s))
+            self._report(job.result(time.monotonic()))
 
     def _mismatch(self, job: _Job, check: _DigestCheck) -> KVPlanError | None:
         """Return the difference between what has arrived and what the source has, if any.
@@ -379,6 +410,7 @@ class Reads:
     def _settle_transfers(self, job: _Job) -> None:
         """Take the errors of transfers that have all ended, and release them."""
         job.is_settled = True
+        job.transfer_seconds = time.monotonic() - job.began_at
         job.lease_check.begin_last()
         for transfer in job.transfers:
             job.error = job.error or transfer.error

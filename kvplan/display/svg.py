@@ -34,42 +34,79 @@ ROW: Final = 20
 BYTES_HEIGHT: Final = 22
 RIBBONS: Final = 110
 LETTER: Final = 7.2
-DIGIT: Final = 6.9
+DIGIT: Final = 6.5
 """Pixels: the width of the picture, where columns begin, the margin, the heights of a row of
 headers, of bytes and of ribbons, and the approximate widths of a letter and of a small digit."""
-
-COLOURS: Final = 10
 
 LEGEND: Final = f"{NOTE}; ⋯ more of the same; widths are not to scale"
 
 NARROW: Final[Mapping[str, float]] = MappingProxyType({"bytes": 0.0, "fold": 24.0, "rest": 18.0})
 """Widths of columns that do not share the room."""
 
-STYLE: Final = """
-.kvplan { --bg: #ffffff; --ink: #1f2328; --faint: #6b7280; --cell: #eef0f3; \
---line: #c5cad3; --on: #10131a; --veil: .33;
-  --c0: #6ea4f4; --c1: #f5ae5b; --c2: #74c69d; --c3: #e78ab0; --c4: #ab98de;
-  --c5: #e3cf5b; --c6: #6cc5d6; --c7: #c79f7c; --c8: #a2b57f; --c9: #ef8a80 }
-@media (prefers-color-scheme: dark) { .kvplan { --bg: #0f1318; --ink: #e6e9ee; \
---faint: #8d97a5; --cell: #1e242c;
-  --line: #3a434f; --veil: .42 } }
-.kvplan text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; \
-fill: var(--ink) }
+LIGHT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ground": "#ffffff",
+        "ink": "#1f2328",
+        "faint": "#6b7280",
+        "cell": "#eef0f3",
+        "line": "#c5cad3",
+        "veil": ".33",
+    }
+)
+DARK: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ground": "#0f1318",
+        "ink": "#e6e9ee",
+        "faint": "#8d97a5",
+        "cell": "#1e242c",
+        "line": "#3a434f",
+        "veil": ".42",
+    }
+)
+"""Colours by their use, and how opaque copies are, in the reader's light and dark scheme."""
+
+WORKER_COLOURS: Final = (
+    *("#6ea4f4", "#f5ae5b", "#74c69d", "#e78ab0", "#ab98de"),
+    *("#e3cf5b", "#6cc5d6", "#c79f7c", "#a2b57f", "#ef8a80"),
+)
+"""Colours of remote workers, in both schemes; one more has the first again."""
+
+SCHEME_STYLE: Final = """\
+.kvplan text { fill: %(ink)s }
+.kvplan .ground { fill: %(ground)s }
+.kvplan .hatch { stroke: %(line)s }
+.kvplan .faint, .kvplan .axis { fill: %(faint)s }
+.kvplan .cell rect { fill: %(cell)s }
+.kvplan path, .kvplan .cell .tint { opacity: %(veil)s }
+"""
+FIXED_STYLE: Final = """\
+.kvplan text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif }
 .kvplan .title { font-size: 17px; font-weight: 600 }
 .kvplan .panel { font-size: 13px; font-weight: 600 }
-.kvplan .faint { fill: var(--faint) }
-.kvplan .axis { font-size: 11px; fill: var(--faint); text-anchor: end }
-.kvplan .byte { font-size: 11px; fill: var(--on); text-anchor: middle }
+.kvplan .axis { font-size: 11px; text-anchor: end }
+.kvplan .byte { font-size: 11px; fill: #10131a; text-anchor: middle }
 .kvplan .cell text { text-anchor: middle }
 .kvplan .end { text-anchor: end }
-.kvplan .cell rect { fill: var(--cell) }
 .kvplan .cell .still { opacity: .55 }
 .kvplan .rest { fill: url(#kvplan-rest) }
-.kvplan path, .kvplan .cell .tint { opacity: var(--veil) }
 .kvplan path:hover { opacity: .9 }
-""" + "".join(
-    f".kvplan .c{i}, .kvplan .cell .c{i} {{ fill: var(--c{i}) }}\n" for i in range(COLOURS)
-)
+"""
+
+
+def _style() -> str:
+    """Return the style sheet.
+
+    Its colours are literal, since many programs know neither variables nor media, and the dark
+    scheme comes on top. Of two rules for one element, the later one counts.
+    """
+    # The dark scheme states the same rules again, with other colours.
+    schemes = SCHEME_STYLE % LIGHT
+    schemes += f"@media (prefers-color-scheme: dark) {{\n{SCHEME_STYLE % DARK}}}\n"
+    # Cells have a fill of their own, which the colour of a worker has to replace.
+    colours = ""
+    for number, colour in enumerate(WORKER_COLOURS):
+        colours += f".kvplan .c{number}, .kvplan .cell .c{number} {{ fill: {colour} }}\n"
+    return f"\n{schemes}{FIXED_STYLE}{colours}"
 
 
 def draw_svg(
@@ -89,12 +126,12 @@ def draw_svg(
         for diagram in diagrams:
             columns += diagram.columns
     coloured = dict.fromkeys([*names, *(column.colour for column in columns if column.colour)])
-    colours = {name: f"c{i % COLOURS}" for i, name in enumerate(coloured)}
+    colours = {name: f"c{i % len(WORKER_COLOURS)}" for i, name in enumerate(coloured)}
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": "kvplan", "role": "img"})
     _add(root, "title", title)
-    _add(root, "style", STYLE)
+    _add(root, "style", _style())
     _add_hatching(root)
-    _add(root, "rect", width="100%", height="100%", rx=8, fill="var(--bg)")
+    _add(root, "rect", width="100%", height="100%", rx=8, class_="ground")
     _add(root, "text", title, x=EDGE, y=34, class_="title")
     if about:
         _add(root, "text", about, x=EDGE, y=54, class_="faint")
@@ -121,8 +158,8 @@ def _add_hatching(root: Element) -> None:
     defs = _add(root, "defs")
     tile = {"width": 5, "height": 5}
     pattern = _add(defs, "pattern", id="kvplan-rest", **tile, patternUnits="userSpaceOnUse")
-    _add(pattern, "rect", **tile, fill="var(--bg)")
-    _add(pattern, "line", x1=0, y1=5, x2=5, y2=0, stroke="var(--line)")
+    _add(pattern, "rect", **tile, class_="ground")
+    _add(pattern, "line", x1=0, y1=5, x2=5, y2=0, class_="hatch")
 
 
 def _fitting(choices: Iterable[tuple[Diagram, ...]]) -> tuple[Diagram, ...]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import resources
@@ -35,9 +36,6 @@ StateReader = Callable[[Config], Layer]
 
 LayerRule = Callable[[Config], list[str]]
 """The kind of each layer of a file that has no list of layer types."""
-
-KeyRule = Callable[[Config], Config]
-"""Computes keys from those that a file has."""
 
 BOTH: Final = "both"
 """The kind of a layer that attends and has a state. Other kinds are the names of their groups."""
@@ -150,6 +148,17 @@ def _frozen(keys: Config) -> Config:
     return MappingProxyType({**keys})
 
 
+@attrs.frozen(eq=False)
+class KeyRule:
+    """How a family computes keys from those that a file has.
+
+    ``sources`` has the key that a file states for each computed key: errors name it.
+    """
+
+    compute: Callable[[Config], Config]
+    sources: Mapping[str, str] = attrs.field(converter=_frozen)
+
+
 @attrs.frozen
 class Family:
     """The rules by which files of one ``model_type`` are read: what layers of which kind cache.
@@ -172,7 +181,18 @@ class Family:
 
         ``swa_head_dim`` is the ``head_dim`` of layers that slide, and so on.
         """
-        config = {**config, **_keys_of_kind(kind, config)}
+        prefix = "swa_" if kind == SLIDING else "full_"
+        keys_of_kind = _keys_with_prefix(prefix, config)
+        try:
+            return self._tensors(kind, {**config, **keys_of_kind})
+        except KVPlanError as error:
+            # The readers know keys without their prefix; the file has them with it.
+            key = error.details.get("key")
+            if key not in keys_of_kind:
+                raise
+            raise unusable(f"{prefix}{key}", error.expected, keys_of_kind[key]) from None
+
+    def _tensors(self, kind: str, config: Config) -> Layer:
         tensors: Layer = ()
         if kind == SLIDING:
             tensors = self.attention(config, SLIDING, integer_of(config, "sliding_window"))
@@ -183,9 +203,8 @@ class Family:
         return tensors
 
 
-def _keys_of_kind(kind: str, config: Config) -> dict[str, Any]:
+def _keys_with_prefix(prefix: str, config: Config) -> dict[str, Any]:
     """Return the keys that are stated for layers of one kind alone, without the prefix."""
-    prefix = "swa_" if kind == SLIDING else "full_"
     stated_keys = [key for key, value in config.items() if value is not None]
     return {key[len(prefix) :]: config[key] for key in stated_keys if key.startswith(prefix)}
 
@@ -240,9 +259,18 @@ def read_config(
     >>> len(model.layers), model.layers[0][0].axes, model.dtype
     (61, (('dim', 576),), 'bfloat16')
     """
-    outer = config
-    config, family = _decoder(config, registry, like)
-    quantization = mapping_of(outer, QUANTIZATION) or mapping_of(config, QUANTIZATION)
+    decoder = _decoder(config, registry, like)
+    quantization = mapping_of(config, QUANTIZATION) or mapping_of(decoder.stated, QUANTIZATION)
+    try:
+        return _read_decoder(decoder, quantization, with_drafts)
+    except KVPlanError as error:
+        raise _with_stated_key(error, decoder) from None
+
+
+def _read_decoder(decoder: _Decoder, quantization: Config, with_drafts: bool) -> ModelConfig:
+    """Return the caches of a decoder."""
+    config = decoder.config
+    family = decoder.family
     cache_dtype = _cache_dtype(quantization, config["dtype"])
     kinds = _kinds(config, family)
     # Layers that own a cache come first, then those that share one of theirs.
@@ -254,6 +282,23 @@ def read_config(
     has_heads = config.get(stated_key(config, NUM_HEADS)) is not None
     query_heads = integer_of(config, NUM_HEADS) if has_heads else None
     return ModelConfig(config["model_type"], (*owners, *sharers), drafts, cache_dtype, query_heads)
+
+
+def _with_stated_key(error: KVPlanError, decoder: _Decoder) -> KVPlanError:
+    """Return the error with the key that the file states in place of one that was computed."""
+    computed_key = str(error.details.get("key"))
+    if decoder.family.keys is None or computed_key not in decoder.computed:
+        return error
+    key = decoder.family.keys.sources[computed_key]
+    stated_value = decoder.stated.get(key)
+    # The family computes nothing from a key without a value.
+    if stated_value is None:
+        return _missing(decoder.stated, key)
+    computed_value = decoder.computed[computed_key]
+    if computed_value == stated_value:
+        return unusable(key, error.expected, stated_value)
+    expected = f"{error.expected} as {computed_key!r}"
+    return unusable(key, expected, stated_value, f"{computed_value!r} from {stated_value!r}")
 
 
 def _cache_dtype(quantization: Config, weights_dtype: str) -> str:
@@ -336,11 +381,25 @@ def _exceptions(config: Config, num_layers: int) -> dict[int, Config]:
     return {numbers[str(layer)]: keys for layer, keys in per_layer.items()}
 
 
-def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[str, Any], Family]:
-    """Return the keys of the decoder and its family.
+@attrs.frozen
+class _Decoder:
+    """A decoder: its family, the keys that its file states, and those that the family computes.
 
-    The keys include the defaults of the family, those that it computes, and the weights' ``dtype``.
+    What the file leaves out has the default of the family; ``dtype`` is that of the weights.
     """
+
+    family: Family
+    stated: Config
+    computed: Config
+
+    @property
+    def config(self) -> Config:
+        """All keys; those that are computed count before those that are stated."""
+        return {**self.stated, **self.computed}
+
+
+def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
+    """Return the decoder of a file, which may be nested in it."""
     if not isinstance(config, Mapping):
         got = type(config).__name__
         expected = "a mapping, as json.load makes it of a config.json"
@@ -349,10 +408,10 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
     stated_always = SIZES
     # A file of several modalities has its decoder inside, perhaps more than one level deep.
     while not flag_of(config, "is_encoder_decoder"):
-        decoders = (config[key] for key in NESTED if isinstance(config.get(key), Mapping))
-        decoder = next(decoders, None)
-        if decoder is None:
+        keys = [key for key in NESTED if config.get(key) is not None]
+        if not keys:
             break
+        decoder = mapping_of(config, keys[0])
         config = {"model_type": registry.outer.get(str(config.get("model_type"))), **decoder}
         stated_always = frozenset()
         weights_dtype = dtype_of(config, weights_dtype)
@@ -363,8 +422,9 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> tuple[dict[st
     defaults = {key: value for key, value in family.defaults.items() if key not in stated_always}
     config = {**defaults, **config, "model_type": model_type, "dtype": weights_dtype}
     _check_keys(config, family)
-    computed = family.keys(config) if family.keys else {}
-    return {**config, **computed}, family
+    # Rules compute from what the file states and from the defaults of its family.
+    computed = family.keys.compute(config) if family.keys else {}
+    return _Decoder(family, config, computed)
 
 
 def _model_type(config: Config, registry: Registry, like: str | None) -> str:
@@ -387,6 +447,9 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
         model_type = like
     if not isinstance(model_type, str) or model_type not in families:
         expected = f"one of the {len(families)} types in models.FAMILIES"
+        if model_type is None:
+            hint = f"is this a config.json? {LIKE} {WAY_OUT}"
+            raise _refusal("", expected, "no model_type", hint, model_type=None)
         hint = f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip()
         raise _refusal("", expected, repr(model_type), hint, model_type=model_type)
     return model_type
@@ -497,9 +560,7 @@ def integer_of(
     key = stated_key(config, keys)
     value = config.get(key, default)
     if value is None:
-        of_type = f" of type {config.get('model_type')!r}"
-        got = "null" if key in config else "no such key"
-        raise _refusal(of_type, f"a value for key {key!r}", got, key=key)
+        raise _missing(config, key)
     try:
         return integer(value, key, low=low, high=high)
     except KVPlanError:
@@ -566,27 +627,37 @@ def dtype_of(config: Config, default: str, keys: Keys = ("dtype", "torch_dtype")
 
     ``dtype`` takes precedence over ``torch_dtype``, as in transformers.
     """
-    value = config.get(stated_key(config, keys))
+    key = stated_key(config, keys)
+    value = config.get(key)
     if value is None:
         value = default
     dtype_name = str(value).removeprefix("torch.")
     if dtype_name not in ITEMSIZE:
-        key = keys if isinstance(keys, str) else keys[0]
         raise unusable(key, f"a dtype of {', '.join(ITEMSIZE)}", value)
     return dtype_name
 
 
 def stated_key(config: Config, keys: Keys) -> str:
-    """Return the first of the keys that has a value, or else the first."""
+    """Return the first of the keys that has a value, or else the first that file or family has."""
     if isinstance(keys, str):
         return keys
-    return next((key for key in keys if config.get(key) is not None), keys[0])
+    with_value = [key for key in keys if config.get(key) is not None]
+    known_keys = [key for key in keys if key in config]
+    return next(itertools.chain(with_value, known_keys, keys))
 
 
-def unusable(key: str, expected: str, value: Any) -> KVPlanError:
-    """Return the error for a value that no model can have."""
+def unusable(key: str, expected: str, value: Any, got: str = "") -> KVPlanError:
+    """Return the error for a value that no model can have, by default in its own words."""
     action = f"use {key!r} of a model configuration"
-    return KVPlanError("CONFIG", action, expected=expected, got=repr(value), key=key, value=value)
+    got = got or repr(value)
+    return KVPlanError("CONFIG", action, expected=expected, got=got, key=key, value=value)
+
+
+def _missing(config: Config, key: str) -> KVPlanError:
+    """Return the error for a key without a value."""
+    of_type = f" of type {config.get('model_type')!r}"
+    got = "null" if key in config else "no such key"
+    return _refusal(of_type, f"a value for key {key!r}", got, key=key)
 
 
 def _refusal(suffix: str, expected: str, got: str, hint: str = "", **details: Any) -> KVPlanError:

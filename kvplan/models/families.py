@@ -73,7 +73,7 @@ def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> La
     num_heads = optional_integer_of(config, KV_HEADS) or integer_of(config, NUM_HEADS)
     num_query_heads = integer_of(config, NUM_HEADS, num_heads)
     if num_query_heads % num_heads:
-        expected = f"a divisor of num_attention_heads {num_query_heads}"
+        expected = f"a divisor of {stated_key(config, NUM_HEADS)} {num_query_heads}"
         raise unusable(stated_key(config, KV_HEADS), expected, num_heads)
     # A file without a size of heads divides the width of the model among them.
     dim = optional_integer_of(config, HEAD_DIMS)
@@ -81,7 +81,7 @@ def kv_heads(config: Config, group: str = FULL, window: int | None = None) -> La
         dim, remainder = divmod(integer_of(config, HIDDEN), integer_of(config, NUM_HEADS))
         if remainder or not dim:
             width_key = stated_key(config, HIDDEN)
-            expected = f"a multiple of num_attention_heads {num_query_heads}"
+            expected = f"a multiple of {stated_key(config, NUM_HEADS)} {num_query_heads}"
             raise unusable(width_key, expected, config[width_key])
     value_dim = optional_integer_of(config, "v_head_dim") or dim
     return attention(num_heads, dim, group, window, value_dim)
@@ -299,12 +299,13 @@ def olmo_keys(config: Config) -> Config:
     value_heads = optional_integer_of(config, "linear_num_value_heads") or num_heads
     key_dim = optional_integer_of(config, "linear_key_head_dim") or int(0.75 * width / key_heads)
     value_dim = optional_integer_of(config, "linear_value_head_dim") or 2 * key_dim
-    return {
+    sizes = {
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": value_dim,
     }
+    return {key: size for key, size in sizes.items() if config.get(key) is None}
 
 
 def grouped_heads(config: Config) -> Config:
@@ -323,9 +324,9 @@ def window_from(key: str, tokens_of: Callable[[int], int] = int) -> KeyRule:
 
     def rule(config: Config) -> Config:
         tokens = optional_integer_of(config, key)
-        return {} if tokens is None else {"sliding_window": tokens_of(tokens)}
+        return {"sliding_window": None if tokens is None else tokens_of(tokens)}
 
-    return rule
+    return KeyRule(rule, {"sliding_window": key})
 
 
 def sliding_heads(config: Config) -> Config:
@@ -333,8 +334,9 @@ def sliding_heads(config: Config) -> Config:
 
     Where they leave out the heads, transformers doubles those of the other layers.
     """
-    num_heads = optional_integer_of(config, "swa_num_key_value_heads")
-    keys = {"swa_num_key_value_heads": num_heads or 2 * integer_of(config, "num_key_value_heads")}
+    keys = {}
+    if optional_integer_of(config, "swa_num_key_value_heads") is None:
+        keys["swa_num_key_value_heads"] = 2 * integer_of(config, "num_key_value_heads")
     tokens_before = optional_integer_of(config, "sliding_window_size")
     if tokens_before is not None:
         keys["sliding_window"] = tokens_before + 1
@@ -436,6 +438,17 @@ def all_but_each(
             if layer < first or layer % num_layers_of_period == place:
                 kinds[layer] = FULL
         return kinds if last is None else [*kinds[:-1], last]
+
+    return rule
+
+
+def with_full(layers: LayerRule) -> LayerRule:
+    """Return the rule that the last layer attends to all positions if no other layer does."""
+
+    def rule(config: Config) -> list[str]:
+        kinds = layers(config)
+        # A short file may end before the first layer of the rule that attends to all positions.
+        return kinds if FULL in kinds else [*kinds[:-1], FULL]
 
     return rule
 
@@ -684,7 +697,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             "gemma4_unified_text",
             "diffusion_gemma_text",
             layers=all_but_each(SLIDING, 6),
-            keys=global_heads,
+            keys=KeyRule(
+                global_heads,
+                {
+                    "full_head_dim": "global_head_dim",
+                    "full_num_key_value_heads": "num_global_key_value_heads",
+                },
+            ),
             last=FULL,
         ),
         **_families(
@@ -704,7 +723,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 {0: FULL, 1: SLIDING},
                 otherwise=all_but_each(SLIDING, 6, first=1),
             ),
-            keys=sliding_heads,
+            keys=KeyRule(
+                sliding_heads,
+                {
+                    "swa_num_key_value_heads": "num_key_value_heads",
+                    "sliding_window": "sliding_window_size",
+                },
+            ),
         ),
         **_families(
             "modernbert-decoder",
@@ -712,13 +737,34 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             keys=_HALF_WINDOW,
         ),
         # Families that state their heads or their latents in a way of their own
-        **_families("chatglm", keys=chatglm_heads),
-        **_families("dbrx", keys=nested_heads),
-        **_families("nemotron-nas", layers=by_block, keys=nas_heads),
-        **_families("falcon", "gpt_bigcode", keys=falcon_heads),
-        **_families("longcat_flash", keys=double_layers),
-        **_families("step3p5", layers=all_of(FULL), keys=grouped_heads),
-        **_families("deepseek_v32", "glm_moe_dsa", "hy_v4", keys=shared_indexers),
+        **_families(
+            "chatglm", keys=KeyRule(chatglm_heads, {"multi_query_group_num": "num_attention_heads"})
+        ),
+        **_families("dbrx", keys=KeyRule(nested_heads, {"num_key_value_heads": "attn_config"})),
+        **_families(
+            "nemotron-nas",
+            layers=by_block,
+            keys=KeyRule(nas_heads, {"per_layer_config": "block_configs"}),
+        ),
+        **_families(
+            "falcon",
+            "gpt_bigcode",
+            keys=KeyRule(falcon_heads, {"num_key_value_heads": "num_kv_heads"}),
+        ),
+        **_families(
+            "longcat_flash", keys=KeyRule(double_layers, {"num_hidden_layers": "num_layers"})
+        ),
+        **_families(
+            "step3p5",
+            layers=all_of(FULL),
+            keys=KeyRule(grouped_heads, {"num_key_value_heads": "num_attention_groups"}),
+        ),
+        **_families(
+            "deepseek_v32",
+            "glm_moe_dsa",
+            "hy_v4",
+            keys=KeyRule(shared_indexers, {"per_layer_config": "indexer_types"}),
+        ),
         **_families("dots3_note_text", layers=all_but_each(SLIDING, 4, 1, first=2)),
         **_families(
             "minimax_m2",
@@ -740,7 +786,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             "zamba2",
             state=granite_state,
             layers=by_list("hybrid_layer_ids", STATE, BOTH),
-            keys=query_width,
+            keys=KeyRule(query_width, {"attention_head_dim": "hidden_size"}),
         ),
         **_families("lfm2", "lfm2_moe", state=short_conv, layers=by_list("full_attn_idxs", FULL)),
         **_families("lfm3", state=short_conv, layers=conv_and_slide),
@@ -752,14 +798,30 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             layers=all_but_each(STATE, "full_attention_interval"),
         ),
         **_families(
-            "olmo_hybrid", state=delta_state, layers=all_but_each(STATE, 4), keys=olmo_keys
+            "olmo_hybrid",
+            state=delta_state,
+            layers=with_full(all_but_each(STATE, 4)),
+            keys=KeyRule(
+                olmo_keys,
+                {
+                    "linear_num_key_heads": "num_attention_heads",
+                    "linear_num_value_heads": "num_attention_heads",
+                    "linear_key_head_dim": "hidden_size",
+                    "linear_value_head_dim": "hidden_size",
+                },
+            ),
         ),
-        **_families("kimi_linear", state=kimi_state, layers=numbered_from_one, keys=kimi_keys),
+        **_families(
+            "kimi_linear",
+            state=kimi_state,
+            layers=numbered_from_one,
+            keys=KeyRule(kimi_keys, dict.fromkeys(_LINEAR_KEYS, "linear_attn_config")),
+        ),
         **_families(
             "bailing_hybrid",
             state=bailing_state,
             layers=all_but_each(STATE, "layer_group_size"),
-            keys=bailing_keys,
+            keys=KeyRule(bailing_keys, dict(zip(_LINEAR_KEYS, _BAILING_KEYS, strict=True))),
         ),
         **_families("minimax", state=lightning_state, layers=all_but_each(STATE, 2, 0)),
         **_families(

@@ -25,6 +25,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import check_fields, integer, wrong_type
+from kvplan._text import count
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Context
 from kvplan.models.config import MAX_LAYERS
@@ -94,10 +95,15 @@ class Parallel:
             heads = tensor.shards
             holders = tensor.replicas(self.tp) * pcp_copies
             if holders < self.dcp:
-                holding = f"the {num_ranks} ranks that hold each of {heads} heads"
-                expected = f"dcp <= {holders}, the number of {holding}"
+                shared = f"{num_ranks} ranks / {heads} heads"
+                ranks_of_head = count(holders, "rank")
+                expected = f"dcp <= {holders}, since {shared} = {ranks_of_head} for each head"
+                # PCP copies count too, but only TP makes more of them.
+                hint = f"dcp={self.dcp} needs tp={-(-self.dcp // pcp_copies) * heads}"
                 got = f"{self.dcp}"
-                raise layout_error(action, expected, got, tp=self.tp, dcp=self.dcp, heads=heads)
+                raise layout_error(
+                    action, expected, got, hint, tp=self.tp, dcp=self.dcp, heads=heads
+                )
 
 
 def stages_of(

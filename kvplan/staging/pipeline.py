@@ -64,13 +64,15 @@ class StagedTransfer:
 
     ``status`` is the result of the last poll; ``error`` is set if that is FAILED. When the request
     is settled, nothing touches its blocks any more; if it is DONE, all their bytes are in place.
-    ``num_bytes`` counts the bytes of chunks that have begun, as a direct plan would move them.
+    ``num_bytes`` counts the bytes of chunks that have begun, as a direct plan would move them, and
+    ``num_descriptors`` those of transfers that are done.
     """
 
     request: str = attrs.field(converter=request_name)
     status: Status = Status.RUNNING
     error: KVPlanError | None = None
     num_bytes: int = 0
+    num_descriptors: int = 0
 
     def __repr__(self) -> str:
         return f"<StagedTransfer {self.request!r} {self.status.value}>"
@@ -377,8 +379,10 @@ class Pipeline:
     def _release_transfers(self, work: _Work) -> None:
         """Release all transfers, which are settled."""
         while work.transfers:
+            transfer = work.transfers.pop()
+            work.request.transfer.num_descriptors += transfer.num_descriptors
             try:
-                self._executor.release(work.transfers.pop())
+                self._executor.release(transfer)
             except KVPlanError as error:
                 self._stop(work.request, Status.FAILED, error)
 

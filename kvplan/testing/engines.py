@@ -119,6 +119,7 @@ def positions_of(ranks: Sequence[Group], ordinals: range) -> range:
     """Return the positions from the first to the last that any rank has in some blocks."""
     slots = ranks[0].tokens_per_block or 1
     context = ranks[0].context
+    # every rank holds the positions of all these blocks below this end
     end = (ordinals.stop * slots + context.interleave_tokens) * context.size
     positions = set[int]()
     for group in ranks:
@@ -201,6 +202,7 @@ def _num_blocks(
 ) -> int:
     """Return the blocks of a group's pool: those that tables list, and a few that none does."""
     shared = design.equal_pools or design.packing == POOL
+    # groups that share blocks have pools of one size
     listed = tables.values() if shared else [tables[group_name]]
     highest = max(int(table.ids.max(initial=0)) for table in listed)
     return highest + 1 + design.extra_blocks * (1 + number % 2)

@@ -132,6 +132,7 @@ class Transmission:
 
         ``verify`` checks the plans themselves.
         """
+        # a wrong plan is no fault of the executor
         report = verify(plans, **self._arguments(plans[0]))
         _expect(report.ok, str(report))
         # the same bytes in the cluster and in fake memory, where the request is carried out
@@ -218,6 +219,7 @@ class Transmission:
 
         If none were sent, it receives none.
         """
+        # a counter per worker: no notice may come twice
         expected = dict[Key, Counter[Notice]]()
         for key, completions in mesh.completions.items():
             senders = completions.awaits if sent else ()
@@ -228,12 +230,14 @@ class Transmission:
             self._receive()
             if sent and all(len(self._notices[key]) >= expected[key].total() for key in expected):
                 break
+        # notices of all workers are looked at, also those that must not have come
         for key, notices in self._take_notices().items():
             text = f"notices at {label_of(key)}: expected {[*expected[key]]}, got {notices}"
             _expect(Counter(notices) == expected[key], text)
 
     def move(self, operation: Operation, request: str = "request") -> None:
         """Move the request. Assert that memory and notices are right, and release the transfers."""
+        # the memory after the request is known before it starts
         mesh = self.plan(operation)
         expected = self.fill(mesh.plans)
         started = self.start(mesh.plans, request)
@@ -256,6 +260,7 @@ def refused(code: str, name: str) -> Iterator[None]:
     try:
         yield
     except KVPlanError as error:
+        # the message must name what is wrong, so that an operator finds it
         is_right = error.code == code and name in str(error)
         _expect(is_right, f"expected {code} with {name!r}, got {error}")
     else:
@@ -285,6 +290,7 @@ class ExecutorContract:
 
     def check(self) -> list[str]:
         """Run all tests and return their names. Raises AssertionError at the first that fails."""
+        # a subclass may add tests of its own
         names = [name for name in dir(self) if name.startswith("test_")]
         for name in names:
             getattr(self, name)()
@@ -296,6 +302,7 @@ class ExecutorContract:
 
         The former have blocks of 4 tokens, the latter blocks of 6, with axes in another order.
         """
+        # 12 heads: a destination reads 4 of them from the 6 of one source or of both
         sources = engine("prefill", tp=2, tokens_per_block=4, layout="LBNHC")
         destinations = engine("decode", tp=3, tokens_per_block=6)
         with self.open_cluster([*sources, *destinations]) as cluster:
@@ -383,6 +390,7 @@ class ExecutorContract:
 
     def test_names_of_requests(self) -> None:
         """Names and attempts that no request can have are refused before any byte moves."""
+        # a name is text of 1 to 1024 printable characters, an attempt an integer from 0 on
         bad_names: list[Any] = [b"request", 7, None, "", "r" * 1025, "a\nb"]
         bad_attempts: list[tuple[Any, str]] = [(-1, "RANGE"), ("1", "TYPE"), (True, "TYPE")]
         with self.transmission() as transmission:
@@ -406,6 +414,7 @@ class ExecutorContract:
         with self.transmission() as transmission:
             mesh = transmission.plan("READ")
             idle_source = transmission.sources[1].key
+            # the other transfer of the same reader ends, so that its memory can be given back
             for executor, transfer in transmission.start(mesh.plans[:1], "request"):
                 if transfer.spec.remote == idle_source:
                     status = executor.poll(transfer)
@@ -427,6 +436,7 @@ class ExecutorContract:
     def test_prepare_refuses_other_workers(self) -> None:
         """A plan is refused unless the executor knows its workers as the plan describes them."""
         with self.transmission() as transmission:
+            # a worker with one region more, engines that nobody is connected to, and another layout
             local, sibling, *_ = transmission.destinations
             sources = transmission.sources
             larger = attrs.evolve(local, regions=[*local.regions, Region("more", 1 << 50, 64)])
@@ -450,6 +460,7 @@ class ExecutorContract:
         """
         with self.transmission() as transmission:
             local = transmission.destinations[0]
+            # the plan is of the memory that the executor knows, but of fewer of its tensors
             some_layers = attrs.evolve(local, views=local.views[1:])
             plan = plan_reads(some_layers, transmission.sources)
             expected = transmission.fill([plan])
@@ -465,6 +476,7 @@ class ExecutorContract:
         with self.transmission() as transmission:
             mesh = transmission.plan("READ")
             expected = transmission.fill(mesh.plans)
+            # a fast executor may be done with some before they are cancelled
             started = transmission.start(mesh.plans, "request")
             for executor, transfer in started:
                 if transfer.status.is_settled:

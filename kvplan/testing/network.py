@@ -59,6 +59,7 @@ class FakeNetwork:
 
     def executor(self, worker: Worker) -> FakeExecutor:
         """Return the executor of one of the workers."""
+        # a worker of that key with other regions is another one
         if self.workers.get(instance(Worker, worker, "worker").key) != worker:
             raise not_connected(worker.key)
         return FakeExecutor(self, worker)
@@ -79,6 +80,7 @@ class FakeExecutor:
             worker = self.network.workers.get(remote.key)
             if worker != remote:
                 raise not_planned_for(remote, worker, "remote")
+        # a spec has the tables of its plan, so they tell whether that was prepared
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
     def start(
@@ -106,6 +108,8 @@ class FakeExecutor:
                 transfer.error = error
                 return transfer.status
             transfer.status = Status.DONE
+            transfer.num_descriptors = spec.num_descriptors
+            # workers that exchange nothing send no notice
             if transfer.notifies and len(spec.local_table.rows):
                 self.notify(spec.remote, transfer.request, Status.DONE, attempt=transfer.attempt)
         return transfer.status
@@ -131,6 +135,7 @@ class FakeExecutor:
     def notices(self) -> tuple[Notice, ...]:
         """Return the notices from other workers of the network since the last call."""
         inbox = self.network.inbox[self.worker.key]
+        # the inbox itself belongs to the network: the caller gets what is in it now
         notices = tuple(inbox)
         inbox.clear()
         return notices
@@ -153,6 +158,7 @@ class FakeCopier:
     def begin(self, copies: Sequence[Copy]) -> None:
         """Copy everything, range by range."""
         for copy in members(Copy, copies, "copies"):
+            # source and destination are memory of the same worker
             writes, reads = copy.ranges()
             self.memory.move(self.key, self.key, reads, writes)
 

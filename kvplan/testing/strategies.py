@@ -58,6 +58,7 @@ def _group_pools(workers: Iterable[Worker]) -> dict[str, GroupPool]:
         for view in worker.views:
             group = groups[view.group]
             pool = pools.setdefault(group.name, GroupPool([], view.num_blocks))
+            # a block id must be valid on every worker
             pool.num_blocks = min(pool.num_blocks, view.num_blocks)
             if group not in pool.ranks:
                 pool.ranks.append(group)
@@ -85,6 +86,7 @@ def _scatter(
     """
     used = set[int]()
     tables = {}
+    # small pools choose first: large ones find other blocks
     for name, pool in sorted(pools.items(), key=lambda item: item[1].num_blocks):
         num_blocks = len(ordinals[name])
         # other groups may use as many of the drawn blocks as they have
@@ -195,6 +197,7 @@ class Case:
 
     def writes(self, source: Worker) -> TransferPlan:
         """Return the plan by which one source writes its part."""
+        # sources that hold the same heads share their writes
         siblings = [worker for worker in self.sources if worker is not source]
         skipped = self.not_transferred
         return plan_writes(source, self.destinations, siblings, not_transferred=skipped)
@@ -221,6 +224,7 @@ class Case:
         local = 0 if plan.operation == "READ" else 1
         local_groups = _group_names([plan.local])
         tokens = self.tokens[local]
+        # bind refuses names of groups that its workers lack
         if isinstance(tokens, Mapping):
             tokens = _select(tokens, local_groups)
         return {
@@ -405,6 +409,7 @@ def _logical_tensor(index: int, choices: Choices) -> LogicalTensor:
 def _tensors(choices: Choices) -> list[LogicalTensor]:
     """Return up to four tensors, often of one shape, as layers have."""
     tensors = [_logical_tensor(index, choices) for index in range(4)]
+    # layers of a model mostly have one shape
     number, *has_own_shape = choices.below(7, 2, 2, 2)
     first = tensors[0]
     for index, own_shape in enumerate(has_own_shape, 1):
@@ -436,6 +441,7 @@ def _design(
         if number >= len(tensors) or tensors[number].engines == lacking:
             continue
         tensor = tensors[number]
+        # engines may group tensors by kind, all together, each alone, or in another way
         kind = (tensor.kind, 0, index, tensor.kind + index, tensor.kind)[regroup]
         placement = placements[0 if unlike in (0, 2) else index]
         first_axis, low, high, pads, split, narrowed = placement

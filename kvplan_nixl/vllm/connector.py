@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,13 +27,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan_nixl.vllm import register
 from kvplan_nixl.vllm.drafts import check_drafts
 from kvplan_nixl.vllm.metadata import (
     KvplanHandshakeMetadata,
     KvplanMetadata,
-    KvplanStats,
     KvplanWorkerMetadata,
 )
+from kvplan_nixl.vllm.metrics import KvplanPromMetrics, KvplanStats
 from kvplan_nixl.vllm.scheduler import Scheduler
 from kvplan_nixl.vllm.settings import check_engine, settings_of
 from kvplan_nixl.vllm.worker import Worker
@@ -123,6 +126,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         handshakes = [
             value for value in metadata.values() if isinstance(value, KvplanHandshakeMetadata)
         ]
+        self._scheduler.set_others({name for value in handshakes for name in value.others})
         self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])
 
     # In a worker
@@ -131,7 +135,10 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return KvplanHandshakeMetadata(self._worker.envelope())
+        # vLLM tells a connector nothing of those beside it.
+        connectors = getattr(get_kv_transfer_group(), "sub_connectors", ())
+        others = [type(connector).__name__ for connector in connectors if connector is not self]
+        return KvplanHandshakeMetadata(self._worker.envelope(), tuple(others))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
@@ -152,6 +159,16 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplanStats:
         return KvplanStats(data or {})
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvplanPromMetrics:
+        return KvplanPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for nothing: requests are read between steps."""
 
@@ -162,3 +179,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Wait for nothing: no layer is saved."""
+
+
+# MultiConnector asks for the class by its name, also where vLLM loads no plugins.
+register()

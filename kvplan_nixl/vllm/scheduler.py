@@ -39,7 +39,8 @@ from kvplan_nixl.vllm.description import (
     is_state,
     prompt_of,
 )
-from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metrics import KvplanStats
 from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -94,10 +95,10 @@ class Scheduler:
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
+        self._others: set[str] = set()
         self._listener: Listener | None = None
         self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
-        self._num_refused = 0
         self._claims = Claims(logger, send_claims)
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
@@ -110,10 +111,30 @@ class Scheduler:
         """Take the managers of all cache groups, which register blocks in the prefix cache."""
         self._managers = managers
 
+    def set_others(self, others: set[str]) -> None:
+        """Take the names of the engine's other connectors, which may store the blocks it fills.
+
+        vLLM's OffloadingConnector stores a block by its hash, also one that has no place in the
+        prefix cache.
+        """
+        self._others = others
+
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
-        """Serve the envelopes of all workers to other engines, if this one is a producer."""
+        """Serve the envelopes of all workers to other engines, if this one is a producer.
+
+        Raises ``WORKER`` where another connector's took their place: vLLM's MultiConnector passes
+        on what the first of its connectors has.
+        """
         if not self._transfer.is_kv_producer:
             return
+        if not envelopes:
+            raise KVPlanError(
+                "WORKER",
+                "serve the offers of an engine",
+                expected="one of each worker",
+                got="none",
+                hint="name KvplanConnector before other connectors that shake hands",
+            )
         settings = self._settings
         assert self._transfer.engine_id is not None
         self._listener = Listener(
@@ -149,6 +170,7 @@ class Scheduler:
             return _Reading(None, error)
         # before the request waits for blocks, since the first lease is short
         self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
+        self.stats.count("num_claims")
         return _Reading(handoff, None)
 
     def _reader_name(self, request: str) -> str:
@@ -248,20 +270,22 @@ class Scheduler:
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
         """Keep a block that is read in part out of the prefix cache.
 
-        Raises ``BLOCKS`` if vLLM gives no way to do so.
+        Raises ``BLOCKS`` where another connector may store it, which nothing keeps from it.
         """
-        if not self._caches_prefixes:
-            return
-        if not self._managers:
+        if self._others:
             raise KVPlanError(
                 "BLOCKS",
                 f"read request {request!r}",
-                expected=f"whole blocks of {group}, "
-                f"from {whole.first_whole} on, for the prefix cache",
+                expected=f"whole blocks of {group}, from {whole.first_whole} on, "
+                f"since {', '.join(sorted(self._others))} may store what is read",
                 got=f"positions from {whole.start} on",
-                hint="engines with equal block sizes, "
-                "or decode without prefix caching, can read it",
+                hint="engines with equal block sizes, or decode without other connectors, "
+                "can read it",
+                group=group,
+                others=tuple(sorted(self._others)),
             )
+        if not self._caches_prefixes:
+            return
         manager = self._managers[self._groups[group]]
         # vLLM caches a request's blocks from this ordinal on, and takes earlier ones for cached.
         num_blocks = whole.first_whole // manager.block_size
@@ -339,7 +363,7 @@ class Scheduler:
     def take_step(self) -> KvplanMetadata:
         """Return the work of the workers in this step."""
         ended = self._leases.take_ended()
-        self._log_leases(ended)
+        self._record_leases(ended)
         step = self._step
         self._step = KvplanMetadata()
         step.released.update(ended.done, ended.late)
@@ -353,15 +377,17 @@ class Scheduler:
                     step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
 
-    def _log_leases(self, ended: EndedLeases) -> None:
-        """Log the leases that nobody has claimed, and count the claims that came too late."""
+    def _record_leases(self, ended: EndedLeases) -> None:
+        """Count and log the leases that nobody has claimed, and the claims that came too late."""
+        self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
+        self.stats.count_total("num_refused_claims", self._claims.num_refused)
+        self.stats.count("num_kv_expired_reqs", len(ended.late))
         if ended.late:
             message = "no reader has claimed these requests for %g s: %s"
             logger.warning(message, self._leases.lease_s, ", ".join(ended.late))
-        num_stale = self._leases.num_refused - self._num_refused
+        num_refused = self._leases.num_refused
+        num_stale = self.stats.count_total("num_notifications_after_expiry", num_refused)
         if num_stale:
-            self._num_refused += num_stale
-            self.stats.record_stale(num_stale)
             logger.error("%d claims came for leases that are over: their requests fail", num_stale)
 
     def take_digests(self, metadata: KvplanWorkerMetadata) -> None:

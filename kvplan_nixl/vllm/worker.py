@@ -22,7 +22,8 @@ from kvplan_nixl.digest import cache_digests
 from kvplan_nixl.reads import make_reads
 from kvplan_nixl.rearrange import memories_of, set_zero, with_staging
 from kvplan_nixl.vllm.description import worker_of
-from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanStats, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
+from kvplan_nixl.vllm.metrics import KvplanStats
 from kvplan_nixl.vllm.settings import ConnectorSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -38,6 +39,7 @@ class Worker:
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
+        self._claims = Claims(logger, send_claims)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
@@ -58,12 +60,13 @@ class Worker:
         self._executor = NixlExecutor(worker, settings.backends, key=settings.key)
         self._reads = make_reads(
             self._executor,
-            Claims(logger, send_claims),
+            self._claims,
             logger,
             key=settings.key,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             digest=self._digest_read if settings.verify else None,
+            on_handshake=self.stats.record_handshake,
         )
         logger.info("%s", worker)
 
@@ -135,7 +138,8 @@ class Worker:
         self._released = set()
         results = self._reads.poll()
         for result in results:
-            self.stats.record(result)
+            self.stats.record_read(result)
+        self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         # vLLM ends a failed request at once. It frees the blocks when finished_recving has it: not
         # while bytes may still move.
         failed = {result.request for result in results if result.error is not None}

@@ -127,6 +127,19 @@ def test_a_refusal_is_found_and_logged(caplog: pytest.LogCaptureFixture) -> None
     claims.end(SOURCE, "l", "x")
     assert claims.refusal(SOURCE, "l", "x") is None
     assert "expected a lease that stands" in caplog.text
+    assert (claims.num_refused, claims.num_unanswered) == (1, 0)
+    claims.close()
+
+
+def test_messages_without_an_answer_are_counted() -> None:
+    """Each is one, however many claims and questions it has."""
+
+    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+        raise SILENCE
+
+    claims = Claims(LOGGER, send)
+    assert isinstance(claims.ask(SOURCE, "l").exception(10), KVPlanError)
+    assert (claims.num_refused, claims.num_unanswered) == (0, 1)
     claims.close()
 
 

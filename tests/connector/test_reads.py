@@ -17,7 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplan import Blocks, KVPlanError, Status, Transfer, Worker, decode, encode
-from kvplan.connector import Claims, Connections, Offers, Read, ReadResult, Reads, Source, attended
+from kvplan.connector import (
+    Claims,
+    Connections,
+    HandshakeResult,
+    Offers,
+    Read,
+    ReadResult,
+    Reads,
+    Source,
+    attended,
+)
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from tests.small import engine
@@ -100,6 +110,7 @@ class World:
         self.starts = dict.fromkeys(self.engines, "1")
         self.sources = Sources()
         self.fetched: list[Source] = []
+        self.handshakes: list[HandshakeResult] = []
         self.connected: list[str] = []
         self.answer: Callable[[Source], object] = lambda source: None
         self.known: dict[tuple[str, int], bytes] = {}
@@ -116,6 +127,7 @@ class World:
             timeout_s=timeout_s,
             pipeline=self.pipeline,
             digest=digest,
+            on_handshake=self.handshakes.append,
         )
 
     def connect(self, offer: bytes) -> None:
@@ -199,6 +211,65 @@ def test_a_request_is_read_from_every_worker_that_has_a_part(one: Callable[..., 
     assert len(world.fetched) == 1
     assert world.pipeline is None or world.pipeline.num_chunks == 2
     assert not any(world.network.inbox.values())  # the listener is told, once, by the engine
+
+
+class Clock:
+    """Stands in for the module ``time``: each look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def monotonic(self) -> float:
+        self.now += 1
+        return float(self.now)
+
+
+def test_a_result_has_the_figures_of_a_read(one: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has moved, how, and when: posted first, then transferred, then known to be right."""
+    world = one()
+    world.reads.begin(world.read("first"))
+    world.until(1)
+    clock = Clock()
+    monkeypatch.setattr("kvplan.connector.reads.time", clock)
+    world.reads.begin(world.read())
+    began = clock.now
+    result = world.until(1)["r"]
+    assert 0 < result.post_seconds < result.transfer_seconds < result.seconds <= clock.now
+    assert result.post_seconds <= began
+    assert result.is_staged == (world.pipeline is not None)
+    started = world.executor.started[len(world.executor.started) // 2 :]
+    assert result.num_descriptors == sum(transfer.spec.num_descriptors for transfer in started) > 0
+    assert result.num_bytes == 10 * 4 * 16 * 2
+    world.reads.begin(world.read("bad", remote={"attn": Blocks([7, 3, 99])}))
+    failed = world.until(1)["bad"]
+    assert (failed.num_bytes, failed.num_descriptors, failed.is_staged) == (0, 0, False)
+
+
+def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
+    """Each has one result, with the time that it took; a fault in one has its traceback in the log."""
+    world = one()
+    world.answer = raising(ZeroDivisionError("odd"))
+    world.reads.begin(world.read("a"))
+    error = world.until(1)["a"].error
+    assert error is not None
+    assert error.details["source"] == source_of()
+    assert error.details["error"] == "ZeroDivisionError"
+    assert "Traceback" in caplog.text
+    assert "in answer" in caplog.text
+    caplog.clear()
+    world.answer = raising(KVPlanError("PEER", "reach", expected="an answer", got="none"))
+    world.reads.begin(world.read("b"))
+    world.until(1)
+    assert "Traceback" not in caplog.text
+    world.answer = lambda source: None
+    for name in "cd":
+        world.reads.begin(world.read(name))
+    world.until(2)
+    fault, silent, right = world.handshakes
+    assert (fault.error, fault.source, fault.plan_seconds) == (error, source_of(), 0.0)
+    assert silent.error is not None
+    assert right.error is None
+    assert 0 < right.plan_seconds < right.seconds
 
 
 def test_nothing_waits() -> None:

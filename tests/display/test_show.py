@@ -11,7 +11,7 @@ import pytest
 
 from kvplan import Blocks, KVPlanError, Request, Worker, plan_mesh, plan_reads, plan_writes
 from kvplan.display import Picture, show
-from kvplan.display.svg import STYLE, SVG_WIDTH
+from kvplan.display.svg import FIXED_STYLE, SVG_WIDTH
 from tests.conftest import Cli
 from tests.pages import commands, wrong_prints
 from tests.small import engine
@@ -63,8 +63,16 @@ def test_the_numbers_of_bytes_are_explained() -> None:
 def test_texts_are_readable_in_the_book() -> None:
     """The book shows a picture in at least so many pixels that no text is below 9."""
     (least,) = re.findall(r"img\[src\$=\"\.svg\"\] { min-width: (\d+)px }", (PICTURES.parent / "book.css").read_text())
-    sizes = [int(size) for size in re.findall(r"font(?:-size)?: (\d+)px", STYLE)]
+    sizes = [int(size) for size in re.findall(r"font(?:-size)?: (\d+)px", FIXED_STYLE)]
     assert min(sizes) * int(least) / SVG_WIDTH >= 9
+
+
+def test_colours_are_literal() -> None:
+    """Programs that know no variables of CSS, such as rsvg and Inkscape, draw the light scheme."""
+    svg = show(plan_reads(engine("decode")[0], engine("prefill"))).svg
+    assert "var(" not in svg
+    assert ".kvplan .ground { fill: #ffffff }" in svg.partition("@media")[0]
+    assert ".kvplan .ground { fill: #0f1318 }" in svg.partition("@media")[2]
 
 
 def test_a_writers_request_has_the_positions_of_its_destination() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ |= {
@@ -24,7 +26,7 @@ os.environ |= {
 
 from tests.engines import trials
 from tests.engines.models import build
-from tests.engines.pairs import PAIRS, Pair
+from tests.engines.pairs import PAIRS, Beside, Pair
 from tests.engines.process import Answer, Engine, EngineFailedError, free_port
 from tests.engines.served import Server
 
@@ -49,6 +51,26 @@ ENGINE = {
 FOLDER = Path("build/engines")  # models and engines' logs
 
 
+def combined(transfer: dict[str, Any], beside: Beside, folder: Path) -> dict[str, Any]:
+    """Returns vLLM's setting of a connector with others before and after it. They may store files in a folder.
+
+    Where it is found by its name alone, vLLM needs the plugin of what is installed.
+    """
+    if not (beside.before or beside.after):
+        return transfer
+    folder.mkdir(parents=True)
+    others = json.loads(json.dumps([beside.before, beside.after]).replace("FOLDER", str(folder.absolute())))
+    ours = ("kv_load_failure_policy", "engine_id")  # those of the whole engine
+    left_out = (*ours, beside.by_name and "kv_connector_module_path")
+    own = {name: value for name, value in transfer.items() if name not in left_out}
+    return {
+        **{name: value for name, value in transfer.items() if name in ours},
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [*others[0], own, *others[1]]},
+    }
+
+
 def judge(pair_name: str, connector: str) -> str:
     """Runs a pair's trial with one connector: its tokens were the same, or how many requests got different ones.
 
@@ -57,9 +79,13 @@ def judge(pair_name: str, connector: str) -> str:
     pair: Pair = PAIRS[pair_name]
     engines: list[Engine | Server] = []
     with ExitStack() as ending:
+        stored = Path(ending.enter_context(TemporaryDirectory()))
 
-        def start(side: str, name: str = "", port: int = 0, served: bool = False) -> Engine | Server:
+        def start(
+            side: str, name: str = "", port: int = 0, served: bool = False, alone: bool = False
+        ) -> Engine | Server:
             settings = dict(getattr(pair, side))
+            beside = settings.pop("beside", Beside())
             policy = settings.pop("kv_load_failure_policy", "fail")
             model = settings.pop("model", pair.model)
             if model != pair.model:
@@ -80,10 +106,13 @@ def judge(pair_name: str, connector: str) -> str:
                 **({"engine_id": name} if name else {}),
             }
             log = FOLDER / "logs" / f"{pair_name} {connector} {side} {len(engines)}.log".replace(" ", "_")
+            if not alone and connector != "nothing":
+                transfer = combined(transfer, beside, stored / f"{len(engines)}")
             named = {"model": str(FOLDER / model), "kv_transfer_config": transfer}
             everything = {**ENGINE, **named, **settings}
             if served:
-                left_out = {"skip_tokenizer_init", "disable_log_stats", connector == "kvplan" and "kv_transfer_config"}
+                is_of_guide = connector == "kvplan" and transfer["kv_connector"] != "MultiConnector"
+                left_out = {"skip_tokenizer_init", "disable_log_stats", is_of_guide and "kv_transfer_config"}
                 everything = {key: value for key, value in everything.items() if key not in left_out}
                 engines.append(Server("vllm", side, everything, log))
             else:

@@ -62,7 +62,7 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
             elif verb == "abort":
                 engine.abort_request(arguments)
             elif verb == "forget":
-                engine.reset_prefix_cache()
+                engine.reset_prefix_cache(reset_connector=arguments[0])
             elif verb == "held":
                 pool = scheduler.kv_cache_manager.block_pool
                 # One block is vLLM's null block, which is never free.

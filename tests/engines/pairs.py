@@ -20,6 +20,29 @@ class Pair(NamedTuple):
     transports: str = ""
 
 
+class Beside(NamedTuple):
+    """Other connectors of an engine, in vLLM's own settings, for a MultiConnector. FOLDER is one of theirs."""
+
+    before: tuple[dict[str, Any], ...] = ()
+    after: tuple[dict[str, Any], ...] = ()
+    by_name: bool = False
+
+
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "MemoryOffloadingSpec",
+        "spec_module_path": "tests.engines.memory_offloading",
+        "cpu_bytes_to_use": 1 << 28,
+    },
+}
+EXAMPLE = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "FOLDER"},
+}
+
 PIPELINED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager", "cudagraph_mode": "NONE"}}
 """With PP and ``enforce_eager``, vLLM 0.32 on a CPU stops in its own runner, whatever the connector."""
 
@@ -96,6 +119,60 @@ PAIRS = {
     ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
+    "llama, vllm serve, before offloading": Pair(
+        "llama",
+        {"beside": Beside(after=(OFFLOADING,), by_name=True)},
+        {"beside": Beside(after=(OFFLOADING,), by_name=True)},
+        "served_beside",
+        lease_s=600,
+    ),
+    "llama 32->64, before offloading": Pair(
+        "llama",
+        side(32, beside=Beside(after=(OFFLOADING,))),
+        side(64, **FEW, beside=Beside(after=(OFFLOADING,))),
+        "beside",
+        lease_s=600,
+    ),
+    "llama 32->64, after offloading": Pair(
+        "llama",
+        side(32, beside=Beside(before=(OFFLOADING,))),
+        side(64, **FEW, enable_prefix_caching=True, beside=Beside(before=(OFFLOADING,))),
+        "beside",
+        lease_s=600,
+    ),
+    "llama 64->32, before example": Pair(
+        "llama",
+        side(64, beside=Beside(after=(EXAMPLE,))),
+        side(32, beside=Beside(after=(EXAMPLE,))),
+        "beside",
+        lease_s=600,
+    ),
+    "llama 64->32, after example": Pair(
+        "llama",
+        side(64, beside=Beside(before=(EXAMPLE,))),
+        side(32, beside=Beside(before=(EXAMPLE,))),
+        "beside",
+        lease_s=600,
+    ),
+    "llama 32->64 TP 1->2, before offloading and example": Pair(
+        "llama",
+        side(32, beside=Beside(after=(OFFLOADING, EXAMPLE))),
+        side(64, tp=2, beside=Beside(after=(OFFLOADING, EXAMPLE))),
+        "beside",
+        lease_s=600,
+    ),
+    "gemma-3 32->64, before offloading": Pair(
+        "gemma-3",
+        side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
+        side(64, **CACHED, beside=Beside(after=(OFFLOADING,))),
+        "shared_prefix",
+    ),
+    "gemma-3, before offloading": Pair(
+        "gemma-3",
+        side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
+        side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
+        "shared_prefix",
+    ),
     "mistral, shared prefix": Pair("mistral", side(**CACHED), side(**CACHED), "shared_prefix"),
     "gpt-oss 32->64, shared prefix": Pair(
         "gpt-oss",

@@ -113,9 +113,9 @@ class Engine:
     def abort(self, names: list[str]) -> None:
         self._send("abort", *names)
 
-    def forget(self) -> None:
-        """Empties the prefix cache."""
-        self._send("forget")
+    def forget(self, stored: bool = True) -> None:
+        """Empties the prefix cache, and what other connectors have ``stored``, if they can."""
+        self._send("forget", stored)
 
     def held(self) -> tuple[int, int]:
         """How many blocks and how many requests the engine holds."""

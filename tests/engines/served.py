@@ -68,12 +68,14 @@ class Server:
 
     def num_read(self) -> float:
         """Positions that the connector has read, by the server's own metrics."""
+        return self.metric("vllm:external_prefix_cache_hits_total")
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric, as Prometheus scrapes it."""
         with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=TIMEOUT_S) as response:
-            found = re.search(
-                r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", response.read().decode(), re.MULTILINE
-            )
-        assert found
-        return float(found[1])
+            found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", response.read().decode(), re.MULTILINE)
+        assert found, name
+        return sum(map(float, found))
 
     def forget(self) -> None:
         """There is no prefix cache."""

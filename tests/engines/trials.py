@@ -510,6 +510,65 @@ def served(start: Callable[..., Server]) -> Outcome:
     return answers, [*agreed(tokens, prefill, decode), *right]
 
 
+def beside(start: Start) -> Outcome:
+    """Both engines have other connectors too, which store what was computed or read: that has to be right later.
+
+    Each prompt is computed and read, then asked of decode without a handoff, and then computed and read again. Blocks
+    are free long before a lease ends, whoever has loaded a request. A third engine without other connectors tells
+    what is right.
+    """
+    prefill, decode, other = start("prefill").ready(), start("decode").ready(), start("decode", alone=True).ready()
+    tokens = prompts(60, (*LENGTHS, 150, 300) * 2)
+    answers = moved(prefill, decode, tokens)
+    idle(prefill, decode)
+    decode.forget(stored=False)
+    again = decode.generate(tokens, TOKENS)
+    if sum(answer.cached for answer in again) < 300:
+        raise AssertionError("void: the other connectors have stored nothing on decode")
+    for engine in (prefill, decode):
+        engine.forget(stored=False)
+    computed = prefill.generate(tokens, 1, [ASK] * len(tokens))
+    if sum(answer.cached for answer in computed) < 300:
+        raise AssertionError("void: the other connectors have stored nothing on prefill")
+    answers += [*again, *decode.generate(tokens, TOKENS, [offered(answer) for answer in computed])]
+    idle(prefill, decode)
+    return answers, agreed(tokens, other) * 3
+
+
+def served_beside(start: Callable[..., Any]) -> Outcome:
+    """``vllm serve``, twice, each with other connectors beside this one: what it has read is in its metrics."""
+    prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
+    other = start("decode", alone=True, served=True).ready()
+    tokens = prompts(61)
+    for server in (prefill, decode):
+        completed(server.ready().port, prompts(62, (7,)), 2)
+    complete = proxy("vllm", prefill, decode)
+    port = free_port()
+    threading.Thread(target=complete["serve"], args=(port,), daemon=True).start()
+    wait_for(port)
+    answers = completed(port, tokens, TOKENS)
+    figures = {
+        name: decode.metric(f"vllm:{name}")
+        for name in (
+            "nixl_xfer_time_seconds_count",
+            "nixl_post_time_seconds_count",
+            "nixl_bytes_transferred_count",
+            "nixl_num_descriptors_count",
+            "kvplan_read_time_seconds_count",
+            "kvplan_num_direct_reads_total",
+            "kvplan_num_claims_total",
+        )
+    }
+    if set(figures.values()) != {len(tokens)}:
+        raise AssertionError(f"void: decode's metrics of {len(tokens)} requests are {figures}")
+    sizes = [decode.metric(f"vllm:nixl_{name}_sum") for name in ("bytes_transferred", "num_descriptors")]
+    failed = [server.metric("vllm:nixl_num_failed_transfers_total") for server in (prefill, decode)]
+    expired = prefill.metric("vllm:nixl_num_kv_expired_reqs_total")
+    if not all(sizes) or any(failed) or expired:
+        raise AssertionError(f"void: metrics say {sizes} read, {failed} failed, {expired} expired")
+    return answers, agreed(tokens, other)
+
+
 def flipped(start: Start) -> Outcome:
     """Decode verifies what it has read. One bit of a request's cache is flipped before it does: the request fails.
 

@@ -180,10 +180,26 @@ def test_an_engine_spreads_positions() -> None:
 @pytest.mark.parametrize(
     ("heads", "sizes", "text"),
     [
-        (8, {"tp": 8, "dcp": 2}, "dcp <= 1, the number of the 8 ranks that hold each of 8 heads, got 2"),
-        (2, {"tp": 8, "dcp": 8}, "dcp <= 4, the number of the 8 ranks that hold each of 2 heads, got 8"),
-        (12, {"tp": 8, "dcp": 2}, "dcp <= 1, the number of the 8 ranks that hold each of 12 heads, got 2"),
-        (2, {"tp": 4, "pcp": 2, "dcp": 8}, "dcp <= 4, the number of the 8 ranks that hold each of 2 heads, got 8"),
+        (
+            8,
+            {"tp": 8, "dcp": 2},
+            r"dcp <= 1, since 8 ranks / 8 heads = 1 rank for each head, got 2 \(dcp=2 needs tp=16\)",
+        ),
+        (
+            2,
+            {"tp": 8, "dcp": 8},
+            r"dcp <= 4, since 8 ranks / 2 heads = 4 ranks for each head, got 8 \(dcp=8 needs tp=16\)",
+        ),
+        (
+            12,
+            {"tp": 8, "dcp": 2},
+            r"dcp <= 1, since 8 ranks / 12 heads = 1 rank for each head, got 2 \(dcp=2 needs tp=24\)",
+        ),
+        (
+            2,
+            {"tp": 4, "pcp": 2, "dcp": 8},
+            r"dcp <= 4, since 8 ranks / 2 heads = 4 ranks for each head, got 8 \(dcp=8 needs tp=8\)",
+        ),
         (1, {"tp": 4, "dcp": 3}, "dcp that divides tp 4, whose ranks it reuses, got 3"),
         (1, {"tp": 4, "pcp": 2, "dcp": 3}, r"dcp that divides tp \* pcp 8, whose ranks it reuses, got 3"),
     ],

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import OlmoHybridConfig
 
+from kvplan import Model
 from kvplan.models import FAMILIES
+from kvplan.models.config import LAYER_TYPES
 from kvplan.models.families import REFUSED
 from tests.models.walk import CLASSES, TABLE, defaults, model_types, verdict
 
@@ -45,6 +48,16 @@ def test_defaults_are_those_of_transformers() -> None:
 def test_the_plan_has_what_the_model_caches(model_type: str) -> None:
     """Layers, kinds, shapes and windows are those of a forward, also of a file that leaves out what it may."""
     assert verdict(model_type) == ("equal", "")
+
+
+@pytest.mark.parametrize("num_layers", range(2, 9))
+def test_olmo_hybrid_has_a_full_layer_whatever_its_number_of_layers(num_layers: int) -> None:
+    """OlmoHybridConfig lets the last layer attend to all positions if no fourth layer does."""
+    config = OlmoHybridConfig(num_hidden_layers=num_layers)
+    kinds = [layer[0].group for layer in Model.from_config(config.to_dict()).layers]
+    assert kinds == [LAYER_TYPES[layer_type] for layer_type in config.layer_types]
+    layers = Model.from_config({**config.to_dict(), "layer_types": None}).layers
+    assert kinds == [layer[0].group for layer in layers]
 
 
 def test_the_pages_state_the_counts() -> None:

@@ -78,8 +78,15 @@ def wrong_files(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         yield from ((inner, {**config, "linear_attn_config": {**sizes, inner: value}}) for value in VALUES)
 
 
+def keys_in(config: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a file and of the mappings in it."""
+    for key, value in config.items():
+        yield key
+        yield from keys_in(value) if isinstance(value, Mapping) else ()
+
+
 def test_a_value_of_another_type_ends_in_a_model_or_a_refusal() -> None:
-    """No value of any key leaks an error of Python's own."""
+    """No value leaks an error of Python's own, and no refusal names a key that neither file nor family has."""
     leaks = []
     codes = set()
     for config in files():
@@ -89,7 +96,9 @@ def test_a_value_of_another_type_ends_in_a_model_or_a_refusal() -> None:
                 Model.from_config(wrong, with_draft_layers=key in DRAFTS)
             except KVPlanError as error:
                 codes.add(error.code)
-                assert {"key", "model_type"} & {*error.details}, str(error)
+                family = FAMILIES.get(str(wrong.get("model_type")))
+                named = {*keys_in(wrong), *ANYWHERE, *NUM_LAYERS[:1], *(family.defaults if family else ())}
+                assert "model_type" in error.details or error.details["key"] in named, str(error)
             except Exception as error:
                 leaks.append((config.get("model_type"), key, wrong.get(key), repr(error)))
     assert leaks == []
@@ -133,6 +142,52 @@ def test_what_was_read_for_something_else_is_refused(key: str, config: dict[str,
     with pytest.raises(KVPlanError) as caught:
         Model.from_config({"num_hidden_layers": 2, **config})
     assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", key)
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("num_kv_heads", {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 3}),
+        ("attn_config", {"model_type": "dbrx", "n_heads": 8, "d_model": 64, "attn_config": {"kv_n_heads": 3}}),
+        ("num_attention_groups", {"model_type": "step3p5", "num_attention_groups": 3}),
+        ("global_head_dim", {"model_type": "gemma4_text", "global_head_dim": "x", "layer_types": ["attention"] * 2}),
+        (
+            "swa_head_dim",
+            {
+                "model_type": "mimo_v2_flash",
+                "num_key_value_heads": 4,
+                "swa_head_dim": 0,
+                "hybrid_layer_pattern": [1, 1],
+            },
+        ),
+        ("num_key_value_heads", {"model_type": "mimo_v2_flash", "num_key_value_heads": 8}),
+        ("linear_attn_config", {**KIMI_SIZES, "linear_attn_config": {**KIMI, "num_heads": 0}}),
+        ("short_conv_kernel_size", {"model_type": "bailing_hybrid", **LATENT, "short_conv_kernel_size": 1}),
+        ("head_dim", {"model_type": "bailing_hybrid", **LATENT, "head_dim": None}),
+        ("num_layers", {"model_type": "longcat_flash", **LATENT, "num_layers": (1 << 14) - 1}),
+        ("attention_chunk_size", {"model_type": "llama4_text", "attention_chunk_size": None}),
+        ("local_attention", {"model_type": "modernbert-decoder", "local_attention": 1}),
+        ("hidden_size", {"model_type": "olmo_hybrid", "hidden_size": 8}),
+        ("torch_dtype", {"model_type": "llama", "torch_dtype": "auto"}),
+        ("mamba_ssm_dtype", {"model_type": "mamba2", "mamba_ssm_dtype": "auto"}),
+        ("text_config", {"model_type": "gemma3", "text_config": "x"}),
+        ("text_config", {"model_type": "gemma3", "text_config": []}),
+        ("text_config", {"model_type": "gemma3", "text_config": False}),
+    ],
+)
+def test_a_refusal_names_the_key_that_the_file_states(key: str, config: dict[str, Any]) -> None:
+    """Whatever kvplan computes from a key, the error is of the file's own key, and a decoder is a mapping."""
+    with pytest.raises(KVPlanError, match=key) as caught:
+        Model.from_config({"num_hidden_layers": 2, **HEADS, "num_key_value_heads": None, **config})
+    assert (caught.value.code, caught.value.details["key"]) == ("CONFIG", key)
+
+
+def test_a_computed_value_stands_beside_the_stated_one() -> None:
+    """The message has both if they differ, and the number of heads by its own name."""
+    config = {"model_type": "dbrx", "n_layers": 2, "n_heads": 8, "d_model": 64, "attn_config": {"kv_n_heads": 3}}
+    expected = r"a divisor of n_heads 8 as 'num_key_value_heads', got 3 from \{'kv_n_heads': 3\}$"
+    with pytest.raises(KVPlanError, match=expected):
+        Model.from_config(config)
 
 
 def test_a_flag_is_true_or_false() -> None:

@@ -124,6 +124,10 @@ def test_a_request_is_read_and_its_lease_ends(staging_bytes: int) -> None:
         stack.callback(prefill.close)
         result = decode.read(prefill.hand_off("request 1"))
         assert result.error is None
+        assert result.is_staged == (staging_bytes > 0)
+        directly = 30 * 2 * 4  # a head of a token is contiguous on both sides, K and V apart
+        assert result.num_descriptors == directly if not staging_bytes else 0 < result.num_descriptors < directly
+        assert 0 < result.post_seconds < result.transfer_seconds < result.seconds
         assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
         assert not any(decode.token(position).any() for position in range(10))
         assert until(lambda: prefill.leases.take_ended().done) == ("request 1",)
