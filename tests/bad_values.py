@@ -316,10 +316,12 @@ def calls() -> Calls:
         "prompt": "a1",
         "blocks": REQUEST["remote"],
         "kept": {},
+        "prefixes": {},
     }
     yield "connector.Handoff", Handoff, handoff
     yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params()}
     yield "connector.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
+    yield "connector.Handoff.count_shared", Handoff(**handoff).count_shared, {"digest_of": {7: "a1"}.__getitem__}
     yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
     yield "connector.Offers.decode", Offers.decode, {"data": b'{"engine_id":"p","start":"a","workers":[]}'}
     yield "connector.attended", attended, {"start": 0, "stop": 9, "window": 4}
@@ -332,7 +334,7 @@ def calls() -> Calls:
     yield "connector.send_claims", send_claims, {"source": SOURCE, "message": ClaimMessage("a", asks=("r 0",))}
     yield "connector.Leases", Leases, {"lease_s": 1.5, "clock": time.monotonic}
     leases = Leases()
-    yield "connector.Leases.grant", leases.grant, {"request": "r"}
+    yield "connector.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
     for action in ("claim", "end"):
         yield f"connector.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
     yield "connector.Leases.stands", leases.stands, {"lease": "r 0"}

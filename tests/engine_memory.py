@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvplan import Blocks, Model, View, Worker, plan_reads
-from kvplan.models.tensors import attention, delta, latent, mamba1, mamba2, sparse_latent
+from kvplan.models.tensors import attention, delta, latent, mamba1, mamba2, sparse_latent, with_index_keys
 from kvplan.verification import FakeMemory
 
 HEADS, DIM, TOKENS, BLOCKS = 4, 8, 29, 8
@@ -22,6 +22,7 @@ MLA = Model("mla", (latent(6, 2),) * 3, "int32")
 MAMBA1 = Model("mamba1", (mamba1(12, 2, 3, "int16", "int32"), attention(HEADS, DIM)), "int32")
 MAMBA2 = Model("mamba2", (mamba2(4, 2, 2, 5, 3, "int16", "int32"), attention(HEADS, DIM)), "int32")
 DELTA = Model("delta", (delta(2, 3, 4, 2, 3, "int32", "int16"), attention(HEADS, DIM)), "int32")
+INDEXED = Model("indexed", (attention(HEADS, DIM), with_index_keys(attention(HEADS, DIM), 6)), "int32")
 SPARSE = Model("sparse", (sparse_latent(512, 64, 128),), "uint8")
 
 TABLES = {"attn": [7, 2, 5, 0, 6, 3], "attn.1": [1, 4, 3, 7, 0, 2], "attn.2": [2, 0, 1, 5, 4, 6]}
@@ -49,9 +50,10 @@ def slots(tokens_per_block: int, table: Sequence[int]) -> Iterator[tuple[int, in
         yield position, table[position // tokens_per_block], position % tokens_per_block
 
 
-def kv(layer: int, half: int, head: int, position: int) -> Any:
-    """K (0) or V (1) of a head at a position."""
-    return meaning(f"layers.{layer}.attn", np.int32, kv=half, head=head, token=position, dim=np.arange(DIM))
+def kv(layer: int | str, half: int, head: int, position: int) -> Any:
+    """K (0) or V (1) of a head at a position, in a layer or in one that has a name, as drafts have."""
+    name = layer if isinstance(layer, str) else f"layers.{layer}"
+    return meaning(f"{name}.attn", np.int32, kv=half, head=head, token=position, dim=np.arange(DIM))
 
 
 def latent_of(layer: int, position: int) -> Any:
@@ -60,8 +62,8 @@ def latent_of(layer: int, position: int) -> Any:
 
 
 def values_of(
-    layers: Iterable[int], held: range, tokens_per_block: int, table: Sequence[int]
-) -> Iterator[tuple[int, int, int, int, int, Any]]:
+    layers: Iterable[int | str], held: range, tokens_per_block: int, table: Sequence[int]
+) -> Iterator[tuple[Any, int, int, int, int, Any]]:
     """Layer, K (0) or V (1), the head's place among those held, block, slot and value of all K and V of the request."""
     for layer in layers:
         for position, block, slot in slots(tokens_per_block, table):
@@ -75,6 +77,11 @@ def latents_of(layers: Iterable[int], table: Sequence[int]) -> Iterator[tuple[in
     for layer in layers:
         for position, block, slot in slots(8, table):
             yield layer, block, slot, latent_of(layer, position)
+
+
+def index_of(layer: int, position: int) -> Any:
+    """The index key of INDEXED's layer at a position."""
+    return meaning(f"layers.{layer}.index", np.int32, token=position, dim=np.arange(6))
 
 
 def names_of(layers: Sequence[int], ending: str = "self_attn.attn") -> list[str]:

@@ -5,11 +5,19 @@ As in SGLang 0.5.23: sglang/srt/mem_cache/memory_pool.py, swa_memory_pool.py and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from kvplan.bridges.assembly import Assembly, RankInfo, contradiction, conv_order, reads_engine
+from kvplan.bridges.assembly import (
+    INDEX,
+    Assembly,
+    RankInfo,
+    contradiction,
+    conv_order,
+    reads_engine,
+)
 from kvplan.describe.worker import Worker
 from kvplan.models.layouts import Page
 from kvplan.models.model import Model
@@ -26,15 +34,30 @@ PATTERNS: Final = MappingProxyType(
 """Dimensions of the K and V buffers, by ``kv_cache_layout``."""
 
 
+class PoolPart(NamedTuple):
+    """A pool, maybe inside another, and the model's layers with their indices in its buffers.
+
+    ``index_keys`` has the buffers beside the pool in which layers keep index keys.
+    """
+
+    pool: Any
+    layers: dict[int, int]
+    index_keys: Mapping[int, Any] = MappingProxyType({})
+
+
 @reads_engine("SGLang 0.5.23")
-def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
+def from_sglang(model: Model, info: RankInfo, pool: Any, draft_pool: Any = None) -> Worker:
     """Return the worker of an SGLang rank, from its ``token_to_kv_pool``.
 
     The pool is an ``MHATokenToKVPool`` (in the layout ``nhd``, ``hnd`` or ``vectorized_5d``), an
-    ``MLATokenToKVPool`` or a ``DSATokenToKVPool``; a ``SWAKVPool`` of two of them; or a
-    ``HybridLinearKVPool`` of one and a ``MambaPool``. Blocks are pages: ``slot // page_size`` for
-    the slot of a token. A sliding pool has slots of its own. The first page, and slot 0 of states,
-    hold no data of any request. Index keys come before their scales, as on CUDA.
+    ``MLATokenToKVPool`` or a ``DSATokenToKVPool``; a ``SWAKVPool`` of two of them; a
+    ``HybridLinearKVPool`` of one and a ``MambaPool``; or a ``MiniMaxSparseKVPool``. Blocks are
+    pages: ``slot // page_size`` for the slot of a token. A sliding pool has slots of its own. The
+    first page, and slot 0 of states, hold no data of any request. Index keys come before their
+    scales, as on CUDA.
+
+    ``draft_pool`` is the ``draft_token_to_kv_pool``, of the draft layers of the model
+    (:meth:`~kvplan.Model.with_draft`). It has the block table of the first layers.
 
     Raises ``LAYOUT`` for other layouts, for scales in buffers of their own, and for a window stored
     as a ring for each request.
@@ -55,18 +78,47 @@ def from_sglang(model: Model, info: RankInfo, pool: Any) -> Worker:
     dim [0, 128) of 128 stride 2
     """
     assembly = Assembly(model, info)
-    for part, layers in _parts(pool):
-        if layers:
-            assembly.begin_group(next(iter(layers)), part.page_size)
-        for layer, index in layers.items():
-            _add_layer(assembly, part, layer, index)
+    full_part, *other_parts = _parts(pool)
+    draft_parts = [] if draft_pool is None else [_draft_part(model, draft_pool)]
+    for parts in ([full_part, *draft_parts], *([part] for part in other_parts)):
+        _add_block_table(assembly, parts)
     if hasattr(pool, "mamba_pool"):
         _add_states(assembly, pool.mamba_pool)
     return assembly.finish()
 
 
-def _parts(pool: Any) -> Iterator[tuple[Any, dict[int, int]]]:
-    """Yield the pools inside one, each with the model's layers and their indices in its buffers."""
+def _draft_part(model: Model, draft_pool: Any) -> PoolPart:
+    """Return the pool of draft layers. It numbers them in their order, from zero or any number."""
+    parts = [part for part in _parts(draft_pool) if part.layers]
+    if len(parts) != 1:
+        got = f"{len(parts)} block tables"
+        raise contradiction("LAYOUT", "read a draft pool of SGLang", "one block table", got)
+    (part,) = parts
+    # Each layer of the pool is the draft layer in its place.
+    if len(part.layers) != len(model.drafts):
+        expected = f"the {len(model.drafts)} draft layers of {model.name}"
+        got = f"{len(part.layers)} layers"
+        raise contradiction("SIZE", "read a draft pool of SGLang", expected, got)
+    return PoolPart(part.pool, dict(enumerate(part.layers.values(), len(model.layers))))
+
+
+def _add_block_table(assembly: Assembly, parts: list[PoolPart]) -> None:
+    """Add the layers of pools that have a block table in common."""
+    page_sizes = {part.pool.page_size for part in parts if part.layers}
+    if len(page_sizes) > 1:
+        expected = "pages of one size"
+        raise contradiction("LAYOUT", "read pools of SGLang", expected, sorted(page_sizes))
+    # A stage may have no layer of the pools; then it has no such block table.
+    first_layer = next(chain.from_iterable(part.layers for part in parts), None)
+    if first_layer is not None:
+        assembly.begin_group(first_layer, page_sizes.pop())
+    for part in parts:
+        for layer, index in part.layers.items():
+            _add_layer(assembly, part, layer, index)
+
+
+def _parts(pool: Any) -> Iterator[PoolPart]:
+    """Yield the pools inside one, each with a block table of its own."""
     if hasattr(pool, "swa_kv_pool"):
         ring = getattr(pool, "swa_req_ring_size", None)
         if ring is not None:
@@ -78,23 +130,37 @@ def _parts(pool: Any) -> Iterator[tuple[Any, dict[int, int]]]:
         for layer, (index, slides) in pool.layers_mapping.items():
             layers = sliding_layers if slides else full_layers
             layers[layer] = index
-        yield pool.full_kv_pool, full_layers
-        yield pool.swa_kv_pool, sliding_layers
+        yield PoolPart(pool.full_kv_pool, full_layers)
+        yield PoolPart(pool.swa_kv_pool, sliding_layers)
+    elif hasattr(pool, "main_pool"):
+        # All layers have K and V in one pool; some have index keys beside it.
+        if pool.index_kv_pool is not None:
+            got = "index keys and values"
+            raise contradiction("LAYOUT", "read a pool of SGLang", "index keys alone", got)
+        buffers = {}
+        for layer, index in pool.index_k_layer_id_mapping.items():
+            buffers[layer] = pool.index_k_pool.k_buffer[index]
+        yield PoolPart(pool.main_pool, _layers_in_order(pool.main_pool), buffers)
     elif hasattr(pool, "full_kv_pool"):
-        yield pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping)
+        yield PoolPart(pool.full_kv_pool, dict(pool.full_attention_layer_id_mapping))
     else:
-        yield pool, {pool.start_layer + index: index for index in range(pool.layer_num)}
+        yield PoolPart(pool, _layers_in_order(pool))
 
 
-def _add_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> None:
+def _layers_in_order(pool: Any) -> dict[int, int]:
+    return {pool.start_layer + index: index for index in range(pool.layer_num)}
+
+
+def _add_layer(assembly: Assembly, part: PoolPart, layer: int, index: int) -> None:
     """Add the views of one layer, which has an index in the buffers of a pool."""
+    pool = part.pool
     action = "read a pool of SGLang"
     for name in ("k_scale_buffer", "kv_scale_buffer"):
         if getattr(pool, name, None) is not None:
             raise contradiction("LAYOUT", action, "no buffers of scales", name)
     page_size = pool.page_size
     if hasattr(pool, "kv_buffer"):
-        latent = assembly.attention(layer, "index")
+        latent = assembly.attention(layer, INDEX)
         pattern = "block head content"
         assembly.add(pool.kv_buffer[index], pattern, latent, kernel_blocks=page_size)
         index_keys = getattr(pool, "index_k_with_scale_buffer", None)
@@ -105,13 +171,19 @@ def _add_layer(assembly: Assembly, pool: Any, layer: int, index: int) -> None:
     layout = pool.kv_cache_layout
     if layout not in PATTERNS:
         raise contradiction("LAYOUT", action, f"one of {', '.join(PATTERNS)}", repr(layout))
-    tensor = assembly.attention(layer)
+    has_index_keys = layer in part.index_keys
+    tensor = assembly.attention(layer, *([INDEX] if has_index_keys else []))
     # Slots are the first dimension of nhd, pages that of the other layouts.
     kernel_blocks = page_size if layout == "nhd" else 1
     for half, buffers in enumerate((pool.k_buffer, pool.v_buffer)):
         pattern = PATTERNS[layout][half]
         half_tensor = k_or_v(tensor, half)
         assembly.add(buffers[index], pattern, half_tensor, kernel_blocks=kernel_blocks)
+    # Index keys have the slots of K and V, and one head.
+    if has_index_keys:
+        ((keys_tensor,),) = assembly.index(layer).sections
+        keys = part.index_keys[layer]
+        assembly.add(keys, "block head content", keys_tensor, kernel_blocks=page_size)
 
 
 def _add_states(assembly: Assembly, pool: Any) -> None:

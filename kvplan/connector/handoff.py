@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from kvplan._checks import check_fields, instance, integer, interval, members, name, wrong_type
+from kvplan._checks import (
+    check_fields,
+    having,
+    instance,
+    integer,
+    interval,
+    members,
+    name,
+    wrong_type,
+)
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 
@@ -16,6 +25,9 @@ PORT_END: Final = 1 << 16
 
 MAX_TABLE_IDS: Final = 1 << 22
 """Blocks of one group that a handoff may list: a request of 64 million tokens in blocks of 16."""
+
+MAX_PREFIXES: Final = 16
+"""Prefixes that a handoff may digest: a reader digests its own prompt as often."""
 
 GAP: Final = -1
 """The id at a gap of a table, in JSON."""
@@ -46,11 +58,12 @@ class Source:
 class Handoff:
     """A request that an engine has computed for others, which may read it while ``lease`` stands.
 
-    The first ``num_tokens`` positions are computed, of a prompt whose
-    :func:`~kvplan.connector.prompt_digest` is ``prompt``. ``blocks`` has a table for each group, of
-    the blocks that the engine still has. ``kept`` has the position from which on a group's blocks
-    are all there and whole. :meth:`params` are plain values, for JSON; :meth:`of_params` reads
-    them, which a stranger may have written.
+    The first ``num_tokens`` positions are computed, of tokens whose
+    :func:`~kvplan.connector.prompt_digest` is ``prompt``. ``prefixes`` has the digests of fewer of
+    them, by their number: those of a prompt before the answer to it. ``blocks`` has a table for
+    each group, of the blocks that the engine still has. ``kept`` has the position from which on a
+    group's blocks are all there and whole. :meth:`params` are plain values, for JSON;
+    :meth:`of_params` reads them, which a stranger may have written.
 
     >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
     >>> blocks = {"attn": Blocks([12, 5, 31]), "swa": Blocks([0, 7], null=0)}
@@ -67,6 +80,7 @@ class Handoff:
     prompt: str
     blocks: Mapping[str, Blocks]
     kept: Mapping[str, int] = attrs.field(factory=dict)
+    prefixes: Mapping[int, str] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         instance(Source, self.source, "source of a handoff")
@@ -76,6 +90,9 @@ class Handoff:
         members(Blocks, tables.values(), "blocks of a handoff")
         for group, position in instance(Mapping, self.kept, "kept of a handoff").items():
             integer(position, f"kept of group {group}", high=POSITION_END)
+        for num_tokens, digest in instance(Mapping, self.prefixes, "prefixes").items():
+            integer(num_tokens, "length of a prefix", high=self.num_tokens + 1)
+            name(digest, "digest of a prefix")
 
     def params(self) -> dict[str, Any]:
         """Return the handoff as plain values."""
@@ -90,6 +107,7 @@ class Handoff:
             "remote_prompt": self.prompt,
             "remote_block_ids": tables,
             "remote_kept": dict(self.kept),
+            "remote_prefixes": [[*prefix] for prefix in self.prefixes.items()],
         }
 
     @classmethod
@@ -115,18 +133,43 @@ class Handoff:
             prompt=params["remote_prompt"],
             blocks={name(group, "a group"): _read_table(table) for group, table in tables.items()},
             kept={name(group, "a group"): position for group, position in kept.items()},
+            prefixes=_read_prefixes(params["remote_prefixes"]),
         )
+
+    def count_shared(self, digest_of: Callable[[int], str]) -> int:
+        """Return the number of computed positions that another prompt begins with.
+
+        ``digest_of`` digests the first tokens of that prompt. Raises ``PROMPT`` if it begins with
+        none of the digested ones.
+
+        >>> source = Source("decode", "a1", "10.0.0.1", 5600)
+        >>> answered = Handoff(source, "request 1", 40, "8f2c", {}, prefixes={30: "51aa"})
+        >>> same_answer, another_answer = {40: "8f2c", 30: "51aa"}, {40: "d104", 30: "51aa"}
+        >>> [answered.count_shared(each.__getitem__) for each in (same_answer, another_answer)]
+        [40, 30]
+        """
+        having("__call__", digest_of, "digest_of", "a function")
+        digest = digest_of(self.num_tokens)
+        if digest == self.prompt:
+            return self.num_tokens
+        for num_tokens in sorted(self.prefixes, reverse=True):
+            if digest_of(num_tokens) == self.prefixes[num_tokens]:
+                return num_tokens
+        raise self._refusal(digest)
 
     def check_prompt(self, digest: str) -> None:
         """Refuse a request whose prompt is not the one that was computed. Raises ``PROMPT``."""
         if name(digest, "digest of a prompt") != self.prompt:
-            raise KVPlanError(
-                "PROMPT",
-                f"read {self.lease!r} from {self.source}",
-                expected=f"the prompt that was computed, of digest {self.prompt}",
-                got=f"one of digest {digest}",
-                hint="a handoff serves one prompt, with one adapter, salt and set of images",
-            )
+            raise self._refusal(digest)
+
+    def _refusal(self, digest: str) -> KVPlanError:
+        return KVPlanError(
+            "PROMPT",
+            f"read {self.lease!r} from {self.source}",
+            expected=f"the prompt that was computed, of digest {self.prompt}",
+            got=f"one of digest {digest}",
+            hint="a handoff serves one prompt, with one adapter, salt and set of images",
+        )
 
 
 PARAMS: Final = frozenset(Handoff(Source("-", "-", "-", 0), "-", 0, "-", {}).params())
@@ -156,6 +199,20 @@ def _read_table(values: Any) -> Blocks:
     block_ids = [block for block in ids if block != GAP]
     ordinals = [ordinal for ordinal, block in enumerate(ids, start=first) if block != GAP]
     return Blocks(block_ids, ordinals=ordinals)
+
+
+def _read_prefixes(values: Any) -> dict[int, str]:
+    """Read pairs of a number of tokens and their digest. Raises ``TYPE`` or ``RANGE``."""
+    prefixes = dict[int, str]()
+    pairs = members(list, values, "remote_prefixes")
+    if len(pairs) > MAX_PREFIXES:
+        expected = f"at most {MAX_PREFIXES} prefixes"
+        raise KVPlanError("RANGE", "read a handoff", expected=expected, got=f"{len(pairs)}")
+    for pair in pairs:
+        if len(pair) != 2:
+            raise wrong_type("a prefix", "[number of tokens, digest]", pair)
+        prefixes[integer(pair[0], "length of a prefix", high=POSITION_END)] = pair[1]
+    return prefixes
 
 
 @attrs.frozen

@@ -2,7 +2,8 @@
 
 - L1: A lease stands for ``lease_s`` after it is granted, and as long as a reader renews its claim;
   each renewal lasts for ``lease_s``. So the first lease can be short, however long a request waits
-  at its reader, and a reader that dies holds blocks no longer than that.
+  at its reader, and a reader that dies holds blocks no longer than that. It may also be longer, if
+  the reader is a request that nobody has sent yet.
 - L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the
   last claim, so readers of one request all claim it before the first of them is done.
 - L3: A lease that is over stays over. No claim brings it back, since its blocks may be another
@@ -44,8 +45,8 @@ class _Lease:
 class EndedLeases:
     """Requests whose blocks may be freed.
 
-    All readers of those in ``done`` are done. Of those in ``late`` nobody has renewed a claim in
-    time.
+    All readers of those in ``done`` are done, or all leases were ended. Of those in ``late`` nobody
+    has renewed a claim in time.
     """
 
     done: tuple[str, ...]
@@ -81,13 +82,17 @@ class Leases:
         self._done: list[str] = []
         self._num_granted = 0
 
-    def grant(self, request: str) -> str:
-        """Keep the blocks of a request, and return the name by which readers know the lease."""
+    def grant(self, request: str, first_s: float | None = None) -> str:
+        """Keep the blocks of a request, and return the name by which readers know the lease.
+
+        The first lease is of ``first_s``, or of ``lease_s``.
+        """
         name(request, "name of a request")
+        duration_s = self.lease_s if first_s is None else seconds(first_s, "first_s")
         with self._lock:
             # a name of its own, also if the request is lent again, by rule L3
             lease = f"{request} {self._num_granted:x}"
-            self._leases[lease] = _Lease(request, self._clock() + self.lease_s)
+            self._leases[lease] = _Lease(request, self._clock() + duration_s)
             self._num_granted += 1
         return lease
 
@@ -122,6 +127,12 @@ class Leases:
             if not ending.stands_at(now):
                 self._done.append(self._leases.pop(lease).request)
             return True
+
+    def end_all(self) -> None:
+        """End all leases: what the blocks hold is not to be read any more. Readers are told so."""
+        with self._lock:
+            self._done += [lease.request for lease in self._leases.values()]
+            self._leases.clear()
 
     def take_ended(self) -> EndedLeases:
         """Return the requests whose leases have ended since the last call."""

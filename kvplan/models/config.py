@@ -49,6 +49,7 @@ LAYER_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "sliding_attention": SLIDING,
         "chunked_attention": SLIDING,
         "indexed_attention": FULL,
+        "minimax_m3_sparse": FULL,
         "linear_attention": STATE,
         "conv": STATE,
         "hybrid": BOTH,
@@ -66,7 +67,11 @@ The last four are older names (``remap_legacy_layer_types`` of transformers).
 """
 
 TYPE_NEEDS: Final[Mapping[str, str]] = MappingProxyType(
-    {"chunked_attention": "attention_chunk_size", "indexed_attention": "index_head_dim"}
+    {
+        "chunked_attention": "attention_chunk_size",
+        "indexed_attention": "index_head_dim",
+        "minimax_m3_sparse": "sparse_attention_config",
+    }
 )
 """The key that a family must read for its files to have layers of a type."""
 
@@ -105,7 +110,7 @@ CACHE_KEYS: Final = frozenset(
         # Latents and indexers
         *("kv_lora_rank", "qk_rope_head_dim", "use_dsa"),
         *("index_head_dim", "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern"),
-        "indexer_types",
+        *("indexer_types", "sparse_attention_config"),
         # Windows
         *("sliding_window", "sliding_window_size", "local_attention", "attention_chunk_size"),
         *("use_sliding_window", "max_window_layers", "sliding_window_pattern"),

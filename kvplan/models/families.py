@@ -62,6 +62,7 @@ from kvplan.models.tensors import (
     mamba1,
     mamba2,
     sparse_latent,
+    with_index_keys,
 )
 
 # What a layer caches
@@ -108,6 +109,14 @@ def sparse_mla(config: Config, group: str = FULL, window: int | None = None) -> 
     tensors = sparse_latent(rank, rope_dim, integer_of(config, "index_head_dim"))
     # The first tensor is the latent, the others are those of the indexer.
     return tensors[:1] if flag_of(config, "shares_index") else tensors
+
+
+def block_indexed(config: Config, group: str = FULL, window: int | None = None) -> Layer:
+    """Return K and V of each head, and the keys of an indexer in layers that have one."""
+    tensors = kv_heads(config, group, window)
+    if not flag_of(config, "has_indexer"):
+        return tensors
+    return with_index_keys(tensors, integer_of(config, "index_head_dim"))
 
 
 def stated_window(config: Config, group: str = FULL, window: int | None = None) -> Layer:
@@ -341,6 +350,42 @@ def sliding_heads(config: Config) -> Config:
     if tokens_before is not None:
         keys["sliding_window"] = tokens_before + 1
     return keys
+
+
+def block_indexers(config: Config) -> Config:
+    """Return the layers that have an indexer (MiniMaxM3VLTextConfig).
+
+    ``sparse_attention_config`` may state them and the size of their keys. It may let indexers have
+    values too, which transformers and SGLang's PD mode do not keep.
+    """
+    num_layers = _num_layers(config)
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list | tuple):
+        flags = [kind == "minimax_m3_sparse" for kind in layer_types]
+    else:
+        flags = [bool(flag) for flag in _indexer_flags(config, "sparse_attention_freq", 0)]
+    has_no_values = _indexer_flags(config, "sparse_disable_index_value", 1)
+    layers = [layer for layer in range(num_layers) if flags[layer : layer + 1] == [True]]
+    if not all(has_no_values[layer] for layer in layers):
+        expected = "indexers without values"
+        raise unusable("sparse_attention_config", expected, "sparse_disable_index_value")
+    stated = mapping_of(config, "sparse_attention_config")
+    dim = stated.get("sparse_index_dim", config["index_head_dim"])
+    exceptions = {layer: {"has_indexer": True} for layer in layers}
+    return {"index_head_dim": dim, "per_layer_config": exceptions}
+
+
+def _indexer_flags(config: Config, key: str, default: int) -> list[int]:
+    """Return the number for each layer that ``sparse_attention_config`` has under a key."""
+    num_layers = _num_layers(config)
+    values = mapping_of(config, "sparse_attention_config").get(key)
+    expected = f"0 or 1 for each of {num_layers} layers"
+    flags = integers_of(values, key, (0, 1), expected)
+    if flags is None:
+        return [default] * num_layers
+    if len(flags) != num_layers:
+        raise unusable(key, expected, values)
+    return flags
 
 
 def shared_indexers(config: Config) -> Config:
@@ -764,6 +809,18 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             "glm_moe_dsa",
             "hy_v4",
             keys=KeyRule(shared_indexers, {"per_layer_config": "indexer_types"}),
+        ),
+        **_families(
+            "minimax_m3_vl_text",
+            attention=block_indexed,
+            keys=KeyRule(
+                block_indexers,
+                {
+                    "index_head_dim": "sparse_attention_config",
+                    "per_layer_config": "sparse_attention_config",
+                },
+            ),
+            layers=all_of(FULL),
         ),
         **_families("dots3_note_text", layers=all_but_each(SLIDING, 4, 1, first=2)),
         **_families(

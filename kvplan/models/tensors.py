@@ -195,6 +195,15 @@ def sparse_latent(rank: int, rope: int, index: int) -> Layer:
     )
 
 
+def with_index_keys(layer: Layer, dim: int) -> Layer:
+    """Return a layer with the keys of an indexer, one for all heads, in the dtype of the cache.
+
+    >>> dict(with_index_keys(attention(4, 128), 128)[1].axes)
+    {'dim': 128}
+    """
+    return (*layer, Tensor("index", FULL, (("dim", dim),)))
+
+
 def mamba1(channels: int, state: int, steps: int, dtype: str, ssm_dtype: str) -> Layer:
     """Return a Mamba layer: every channel has its own convolution and its own state vector.
 

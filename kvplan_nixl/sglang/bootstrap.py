@@ -18,7 +18,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from logging import Logger
 from typing import Any, Final
 
@@ -161,30 +161,27 @@ class Rooms:
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._lock = threading.Lock()
-        self._wanted: dict[str, set[int]] = {}  # rooms by the server that is asked
-        self._entries: dict[int, Any] = {}
+        # rooms by the server that is asked, each with what takes its entry
+        self._wanted: dict[str, dict[int, Callable[[Any], None]]] = {}
 
-    def want(self, room: int, address: str) -> None:
-        """Ask for a room until it has an entry, or is forgotten."""
+    def want(self, room: int, address: str, take: Callable[[Any], None]) -> None:
+        """Ask for a room until it has an entry, or is forgotten.
+
+        ``take`` is called with the entry, on the thread that has asked. It must not wait or raise.
+        """
         with self._lock:
             if address not in self._wanted:
-                self._wanted[address] = set()
+                self._wanted[address] = {}
                 threading.Thread(
                     target=self._run, args=(address,), name="kvplan rooms", daemon=True
                 ).start()
-            self._wanted[address].add(room)
-
-    def take(self, room: int) -> Any:
-        """Return the entry of a room, once; None while there is none."""
-        with self._lock:
-            return self._entries.pop(room, None)
+            self._wanted[address][room] = take
 
     def forget(self, room: int) -> None:
-        """Ask for a room no more."""
+        """Ask for a room no more. Its entry is taken before that, or never."""
         with self._lock:
             for rooms in self._wanted.values():
-                rooms.discard(room)
-            self._entries.pop(room, None)
+                rooms.pop(room, None)
 
     def _run(self, address: str) -> None:
         """Ask a server for the rooms that are wanted of it, until there are none."""
@@ -203,8 +200,8 @@ class Rooms:
                 continue
             with self._lock:
                 for room, entry in entries.items():
+                    take = rooms.pop(room, None)
                     # A room that was forgotten meanwhile stays so.
-                    if room in rooms:
-                        self._entries[room] = entry
-                rooms.difference_update(entries)
+                    if take is not None:
+                        take(entry)
             time.sleep(ASK_S)

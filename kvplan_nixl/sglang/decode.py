@@ -71,7 +71,9 @@ class Receiver(BaseKVReceiver):
     """A request of one rank. All ranks ask for it and read their part of it.
 
     SGLang allocates the request's pages when it leaves ``Bootstrapping``, which is when prefill has
-    computed it. The first rank claims the lease then, and until all ranks are done.
+    computed it. The first rank claims the lease then, and until all ranks are done. It does so on
+    the thread that has asked: SGLang polls no receiver while it is paused or resumes requests that
+    it has retracted, and leases would end meanwhile.
     """
 
     req: Any
@@ -94,6 +96,7 @@ class Receiver(BaseKVReceiver):
         self.conclude_state: Any = None
         self._error: Exception = RuntimeError("aborted")
         self._has_room = False
+        self._refusal: Exception | None = None  # of what prefill has published
 
     def init(self, prefill_dp_rank: int) -> None:
         """Ask for the room, unless the request is refused."""
@@ -106,7 +109,7 @@ class Receiver(BaseKVReceiver):
             return
         self._has_room = True
         self._stop = time.monotonic() + self._rank.timeout_s
-        self._rank.rooms.want(self._room, self._address)
+        self._rank.rooms.want(self._room, self._address, self._take)
 
     def refuse_rebootstrap(self) -> None:
         """Fail a request whose prompt and answer so far prefill would have to compute again."""
@@ -131,11 +134,10 @@ class Receiver(BaseKVReceiver):
         """Continue the request, and return its state. Raises the reason why it fails."""
         rank = self._rank
         if self._handoff is None:
-            entry = rank.rooms.take(self._room)
-            if entry is None:
-                self._check_time()
-                return KVPoll.Bootstrapping
-            self._claim(entry)
+            if self._refusal is not None:
+                raise self._refusal
+            self._check_time()
+            return KVPoll.Bootstrapping
         # SGLang allocates pages now, and calls send_metadata.
         if self._row_index < 0:
             return KVPoll.WaitingForInput
@@ -155,6 +157,13 @@ class Receiver(BaseKVReceiver):
             action = f"read request {self._room}"
             expected = f"prefill to compute it within {self._rank.timeout_s:g} s"
             raise KVPlanError("PEER", action, expected=expected, got="nothing")
+
+    def _take(self, entry: Any) -> None:
+        """Take what prefill has published, or the reason why this request fails."""
+        try:
+            self._claim(entry)
+        except Exception as error:  # whatever it is, this request fails, and no others
+            self._refusal = error
 
     def _claim(self, entry: Any) -> None:
         """Take what prefill has published, if it is of this prompt, and claim its lease."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from types import SimpleNamespace
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import attrs
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
 
 from kvplan import KVPlanError, Model, Worker
 from kvplan.bridges import RankInfo, from_sglang
@@ -18,12 +19,27 @@ from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.settings import Settings
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.prefill import PrefillRank
-from kvplan_nixl.sglang.rank import RankMemory, logger
+from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
 from kvplan_nixl.sglang.settings import settings_of
 from kvplan_nixl.weights import weights_of
 
-STATE_KINDS: Final = frozenset({"swa", "mamba"})
-"""The parts of a cache with block tables of their own that are transferred, by SGLang's names."""
+STATE_KINDS: Final = PAGED_WITH_TOKENS | {"swa", "mamba"}
+"""The parts of a cache besides K and V or latents that are transferred, by SGLang's names."""
+
+DRAFTING: Final = frozenset({"NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE"})
+"""Algorithms of speculative decoding that are served, by SGLang's names."""
+
+UNSERVED: Final = MappingProxyType(
+    {
+        "enable_hisparse": False,
+        "enable_memory_saver": False,
+        "enable_multi_layer_eagle": False,
+        "enable_unified_memory": False,
+        "disaggregation_enable_kv_checksum": False,
+        "disaggregation_ib_device": None,
+    }
+)
+"""Settings of SGLang that the plugin would ignore, or that move or lay out memory in other ways."""
 
 
 class Manager(BaseKVManager):
@@ -37,6 +53,7 @@ class Manager(BaseKVManager):
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self.kv_args = args
+        self._server_args = server_args
         self._is_prefill: bool = mode.value == "prefill"
         self._caches_prefixes = bool(
             getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
@@ -58,15 +75,25 @@ class Manager(BaseKVManager):
 
         Raises ``LAYOUT`` for an engine that the plugin does not serve.
         """
+        for setting, expected in UNSERVED.items():
+            _require(setting, expected, getattr(self._server_args, setting, expected))
         parallel = get_parallel()
-        _require("attn_dcp_size", 1, parallel.attn_dcp_size)
-        # CP and DP make the attention's TP smaller
-        _require("attn_tp_size", parallel.tp_size, parallel.attn_tp_size)
-        _require("draft_token_to_kv_pool", None, queue.draft_token_to_kv_pool)
+        for width in ("attn_dcp_size", "attn_cp_size"):
+            _require(width, 1, getattr(parallel, width))
+        algorithm = queue.scheduler.spec_algorithm.name
+        if algorithm not in DRAFTING:
+            _require("speculative_algorithm", " or ".join(sorted(DRAFTING)), algorithm)
+        if queue.draft_token_to_kv_pool is not None:
+            # only the last stage would have the draft's cache
+            _require("pp_size", 1, parallel.pp_size)
         info = _rank_info(parallel)
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
         settings = self._settings
+        if settings.port:
+            # the ranks of DP, with or without DP attention, listen side by side
+            dp_rank = parallel.attn_dp_rank or self.kv_args.system_dp_rank or 0
+            settings = attrs.evolve(settings, port=settings.port + dp_rank)
         # Only a reader stages.
         worker, copier = with_staging(worker, 0 if self._is_prefill else settings.staging_bytes)
         memory = RankMemory(
@@ -78,47 +105,49 @@ class Manager(BaseKVManager):
             executor=NixlExecutor(worker, settings.backends, key=settings.key),
         )
         if self._is_prefill:
-            self.rank = PrefillRank(memory, parallel.world_group, settings)
+            self.rank = PrefillRank(memory, partial(gather, parallel), settings)
         else:
             self.rank = DecodeRank(memory, queue, copier, settings, self._timeout_s)
         logger.info("%s", worker)
 
     def _describe(self, queue: Any, info: RankInfo, parallel: Any) -> Worker:
         """Return the rank's worker. Raises ``LAYOUT`` for a cache with states of another kind."""
-        kinds = self._state_kinds()
+        kinds = [kind.value for kind in self.kv_args.state_types]
         _require("state_types", [kind for kind in kinds if kind in STATE_KINDS], kinds)
-        pool = queue.token_to_kv_pool
+        pool, draft_pool = queue.token_to_kv_pool, queue.draft_token_to_kv_pool
         # a model with Mamba layers caches their states in a dtype of its own
         state_dtype = None
         if hasattr(pool, "mamba_pool"):
             state_dtype = pool.mamba_pool.mamba_cache.temporal.dtype
-        model = _model(queue.scheduler.model_config, self._settings)
-        model = model.with_dtypes(_dtype_name(pool.dtype), _dtype_name(state_dtype))
-        worker = from_sglang(model, info, pool)
-        _require("num_groups", 1 + len(kinds), len(worker.groups))
+        # fp8 values with scales between them are what a model of sparse attention caches of itself
+        full_pool = getattr(pool, "full_kv_pool", pool)
+        has_scales = getattr(full_pool, "dsa_kv_cache_store_fp8", False)
+        dtype = None if has_scales else pool.dtype
+        model = _model(queue.scheduler.model_config, self._settings, draft_pool is not None)
+        model = model.with_dtypes(_dtype_name(dtype), _dtype_name(state_dtype))
+        worker = from_sglang(model, info, pool, draft_pool)
+        _require("num_groups", 1 + len(self._table_kinds()), len(worker.groups))
         # The page tables of prefill's stages may differ, and decode tells them apart by group.
         if self._is_prefill and parallel.pp_size > 1:
             return _with_own_groups(worker, parallel.pp_rank)
         return worker
 
-    def _state_kinds(self) -> list[str]:
-        return [kind.value for kind in self.kv_args.state_types]
+    def _table_kinds(self) -> list[str]:
+        """Return the kinds of states that have a block table of their own."""
+        kinds = [kind.value for kind in self.kv_args.state_types]
+        return [kind for kind in kinds if kind not in PAGED_WITH_TOKENS]
 
     def _windows(self, queue: Any, worker: Worker) -> dict[str, int | None]:
         """Return the window of each token group, None of full attention."""
         token_group, *state_groups = (group.name for group in worker.groups)
         windows: dict[str, int | None] = {token_group: None}
-        for group, kind in zip(state_groups, self._state_kinds(), strict=True):
+        for group, kind in zip(state_groups, self._table_kinds(), strict=True):
             if kind == "swa":
                 windows[group] = queue.scheduler.sliding_window_size + 1
         if len(windows) > 1 and self.kv_args.page_size == 1:
             # SGLang's tree keeps one position of a window that no backend transfers.
             _require("disaggregation_decode_enable_radix_cache", False, self._caches_prefixes)
         return windows
-
-    def should_verify_kv_checksum(self, address: str) -> bool:
-        """Return no: SGLang digests whole pages, and slots after a prompt are not transferred."""
-        return False
 
     def submit_prefill_recompute(self, *_: Any, **__: Any) -> None:
         """Recompute nothing: receivers of retracted requests have failed."""
@@ -133,21 +162,42 @@ class Manager(BaseKVManager):
 
 
 def _rank_info(parallel: Any) -> RankInfo:
-    """Return the place of this rank among all, which agree on an engine id."""
-    ranks = parallel.world_group
-    stage_ranks = parallel.attn_tp_group
-    engine_id = f"sglang-{uuid.uuid4().hex[:12]}" if ranks.rank_in_group == 0 else None
-    engine_id = ranks.broadcast_object(engine_id, src=0)
-    tp_rank = stage_ranks.rank_in_group
-    return RankInfo(engine_id, ranks.rank_in_group, tp_rank, stage_ranks.world_size)
+    """Return the place of this rank among those with the same requests, which are one engine."""
+    rank_in_world = parallel.world_group.rank_in_group
+    ranks = gather(parallel, rank_in_world)
+    engine_id, *_ = gather(parallel, f"sglang-{uuid.uuid4().hex[:12]}")
+    tp_group = parallel.attn_tp_group
+    rank = ranks.index(rank_in_world)
+    return RankInfo(engine_id, rank, tp_group.rank_in_group, tp_group.world_size)
 
 
-def _model(config: Any, settings: Settings) -> Model:
-    """Return the model by its files: SGLang writes into the configuration that it has read."""
-    name = settings.model or get_serving().served_model_name
-    fields, _ = config.hf_config.get_config_dict(config.model_path, revision=config.revision)
-    weights = settings.weights or weights_of(config.model_path, config.revision)
-    return Model.from_config(fields, f"{name}, weights {weights}")
+def _model(config: Any, settings: Settings, has_draft: bool) -> Model:
+    """Return the model by its files: SGLang writes into the configuration that it has read.
+
+    If a draft of it has a cache, the model has its layers: of the same files, or of a draft model.
+    The name says which, since decode needs the cache of its draft from prefill.
+    """
+
+    def fields(path: str, revision: str | None) -> Any:
+        contents, _ = config.hf_config.get_config_dict(path, revision=revision)
+        return contents
+
+    def weights(path: str, revision: str | None) -> str:
+        return settings.weights or weights_of(path, revision)
+
+    files = (config.model_path, config.revision)
+    model_name = settings.model or get_serving().served_model_name
+    name = f"{model_name}, weights {weights(*files)}"
+    if not has_draft:
+        return Model.from_config(fields(*files), name)
+    draft = get_spec()
+    draft_files = (draft.speculative_draft_model_path, draft.speculative_draft_model_revision)
+    if draft_files[0] in (None, config.model_path):
+        name = f"{name}, with draft layers"
+        return Model.from_config(fields(*files), name, with_draft_layers=True)
+    name = f"{name}, draft weights {weights(*draft_files)}"
+    drafting = Model.from_config(fields(*draft_files), "draft")
+    return Model.from_config(fields(*files), name).with_draft(drafting)
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -6,10 +6,10 @@ import ctypes
 import time
 import uuid
 from base64 import b64encode
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferMetric
 from sglang.srt.utils.network import get_local_ip_auto
@@ -25,15 +25,16 @@ from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 class PrefillRank(Rank):
     """A rank of prefill. The engine's first one serves the offers of all ranks, and has the leases.
 
-    ``ranks`` is SGLang's group of the engine's ranks, which all make theirs at once.
+    ``gather`` returns a value of each rank of the engine, which all make theirs at once.
     """
 
-    def __init__(self, memory: RankMemory, ranks: Any, settings: Settings) -> None:
+    def __init__(
+        self, memory: RankMemory, gather: Callable[[Any], list[Any]], settings: Settings
+    ) -> None:
         super().__init__(memory)
         executor = memory.executor
         # Readers get the offers of all ranks from the first one.
-        offers: list[bytes] = [b""] * ranks.world_size
-        torch.distributed.all_gather_object(offers, executor.envelope(), group=ranks.cpu_group)
+        offers: list[bytes] = gather(executor.envelope())
         self.leases = Leases(settings.lease_s)
         self.listener: Listener | None = None
         if memory.is_first:
@@ -43,7 +44,8 @@ class PrefillRank(Rank):
             self.listener = Listener(
                 engine_id, host, offers, self.leases, port=settings.port, bind=bind
             )
-        self.source: Source = ranks.broadcast_object(self.listener and self.listener.source, src=0)
+        sources: list[Source] = gather(self.listener and self.listener.source)
+        self.source = sources[0]
         # Requests are published in the background, one after the other.
         self.publisher = ThreadPoolExecutor(1, "kvplan publish")
         self._num_refused = 0

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
+import torch
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo
@@ -22,6 +23,23 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 MIN_POLL_S: Final = 0.001
 """Seconds between two looks at what has ended, however many requests ask."""
+
+
+PAGED_WITH_TOKENS: Final = frozenset({"dsa", "minimax_index_k", "minimax_dense_kv"})
+"""States, by SGLang's names, whose pages are those of the tokens: index keys of sparse attention,
+and K and V of layers without it."""
+
+
+def gather(parallel: Any, value: Any) -> list[Any]:
+    """Return a value of each rank that has the same requests as this one, which all call it.
+
+    With DP attention SGLang's engine is several of them: each has requests and a cache of its own.
+    """
+    world = parallel.world_group
+    values: list[Any] = [None] * world.world_size
+    numbered = (parallel.attn_dp_rank, value)
+    torch.distributed.all_gather_object(values, numbered, group=world.cpu_group)
+    return [value for dp_rank, value in values if dp_rank == parallel.attn_dp_rank]
 
 
 class MetadataRow(NamedTuple):
@@ -69,12 +87,14 @@ class RankMemory:
         # of the whole prompt, also if ``pages`` begin later
         num_pages = -(-num_tokens // page_size)
         tables = {token_group: Blocks(pages, first // page_size)}
-        kinds = self.args.state_types
-        for group, kind, array in zip(state_groups, kinds, state_ids, strict=True):
+        next_group = iter(state_groups)
+        for kind, array in zip(self.args.state_types, state_ids, strict=True):
+            if kind.value in PAGED_WITH_TOKENS:
+                continue
             ids = np.asarray(array).tolist()
             # A window ends with the last page of the prompt.
             first_page = num_pages - len(ids) if kind.value == "swa" else 0
-            tables[group] = Blocks(ids, first_page)
+            tables[next(next_group)] = Blocks(ids, first_page)
         return tables
 
     def metadata_rows(self, index: int) -> list[MetadataRow]:

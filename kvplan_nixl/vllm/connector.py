@@ -52,9 +52,8 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        parallel = vllm_config.parallel_config
-        if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
-            raise ValueError("KvplanConnector: context parallelism (DCP, PCP) is not supported")
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            raise ValueError("KvplanConnector: prefill context parallelism (PCP) is not supported")
         check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
@@ -62,6 +61,11 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = Scheduler(vllm_config, kv_cache_config, settings)
         else:
             self._worker = Worker(vllm_config, kv_cache_config, settings)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Return yes: a read has the state after its last position, whatever states are cached."""
+        return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -119,6 +123,10 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         params = self._scheduler.hand_over(request, block_ids)
         return params is not None, params
+
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -87,6 +87,16 @@ def frees_blocks(group: Any) -> bool:
     return is_state(group) or first_attended(group, POSITION_END) > 0
 
 
+def tokens_per_table_block(group: Any, config: VllmConfig) -> int:
+    """Return the positions that a block of a request's table has in all ranks together.
+
+    Under decode context parallelism a rank has as many of them as its own blocks have slots.
+    """
+    spec = group.kv_cache_spec
+    num_ranks = config.parallel_config.decode_context_parallel_size if spec.dcp_sharded else 1
+    return int(spec.block_size) * num_ranks
+
+
 def groups_of(config: KVCacheConfig) -> dict[str, int]:
     """Return the indices of the cache groups that are transferred, by name.
 

@@ -54,10 +54,14 @@ def check_drafts(config: VllmConfig, cache: KVCacheConfig) -> None:
     # Each of several modules reads one token further than the one before it.
     if speculative.use_multi_module_mtp():
         raise _refusal("one module that predicts tokens", "several of them")
+    parallel = config.parallel_config
     # EAGLE numbers its layers after those of a stage, as another stage numbers the model's.
-    num_stages = config.parallel_config.pipeline_parallel_size
-    if num_stages > 1:
-        raise _refusal("one pipeline stage, with drafts that have a cache", f"{num_stages}")
+    if parallel.pipeline_parallel_size > 1:
+        got = f"{parallel.pipeline_parallel_size}"
+        raise _refusal("one pipeline stage, with drafts that have a cache", got)
+    if parallel.decode_context_parallel_size > 1:
+        got = f"{parallel.decode_context_parallel_size}"
+        raise _refusal("a decode context of 1, with drafts that have a cache", got)
     # vLLM 0.32 gives a draft model the block table of the first group, whichever is its own:
     # _build_attention_metadata in vllm/v1/worker/gpu_model_runner.py.
     num_groups = len(cache.kv_cache_groups)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any, Final
 
 import attrs
@@ -30,7 +32,7 @@ from kvplan.connector import (
     whole_blocks,
 )
 from kvplan.connector.digest import joined
-from kvplan.describe.blocks import Range
+from kvplan.describe.blocks import POSITION_END, Range
 from kvplan_nixl.vllm.description import (
     check_kinds,
     first_attended,
@@ -38,6 +40,7 @@ from kvplan_nixl.vllm.description import (
     groups_of,
     is_state,
     prompt_of,
+    tokens_per_table_block,
 )
 from kvplan_nixl.vllm.metadata import KvplanMetadata, KvplanWorkerMetadata
 from kvplan_nixl.vllm.metrics import KvplanStats
@@ -51,14 +54,16 @@ NULL_BLOCK: Final = 0
 
 @attrs.define(eq=False)
 class _Reading:
-    """A request that decode reads: its handoff, or the error that it cannot be read for.
+    """A request that is read: its handoff, or the error that it cannot be read for.
 
-    Decode has cached its first ``num_cached`` positions. Once ``is_begun``, it is not read again:
-    its parameters cannot tell, which children of one request may share.
+    Its prompt begins with the first ``num_shared`` positions of the handoff, and the engine has
+    cached ``num_cached`` of them. Once ``is_begun``, it is not read again: its parameters cannot
+    tell, which children of one request may share.
     """
 
     handoff: Handoff | None
     error: KVPlanError | None
+    num_shared: int = POSITION_END
     num_cached: int = 0
     is_begun: bool = False
 
@@ -71,12 +76,18 @@ class _Lent:
     tables: dict[str, Blocks]
 
 
+def _is_computed(request: Request) -> bool:
+    """Return whether an engine is asked to compute a request for another one."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+
+
 class Scheduler:
     """Prefill and decode in one: a request's ``kv_transfer_params`` say which one it meets.
 
-    Decode computes the last token of a prompt itself, so it reads the positions before. If blocks
-    would be freed that this token attends to, or a state would have passed it, prefill stops one
-    token short of the prompt. If drafts use the next token too, prefill must generate this one.
+    A request with a handoff reads the positions that its prompt shares, and computes the others,
+    at least the last one. If blocks would be freed that the last token attends to, or a state would
+    have passed it, an engine that computes for decode stops one token short of the prompt. If
+    drafts use the next token too, it must generate this one.
     """
 
     def __init__(
@@ -89,9 +100,13 @@ class Scheduler:
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
+        self._block_sizes = {
+            name: tokens_per_table_block(group, config) for name, group in self._caches.items()
+        }
         self._states = {name for name, group in self._caches.items() if is_state(group)}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
         self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
+        self._vocabulary = range(config.model_config.get_vocab_size())
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
@@ -120,12 +135,12 @@ class Scheduler:
         self._others = others
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
-        """Serve the envelopes of all workers to other engines, if this one is a producer.
+        """Serve the envelopes of all workers to other engines, if they may read from this one.
 
         Raises ``WORKER`` where another connector's took their place: vLLM's MultiConnector passes
         on what the first of its connectors has.
         """
-        if not self._transfer.is_kv_producer:
+        if not (self._transfer.is_kv_producer or self._settings.bidirectional_kv_xfer):
             return
         if not envelopes:
             raise KVPlanError(
@@ -157,21 +172,23 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request that has arrived: claim its lease, or shorten its prompt for decode."""
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill"):
+        # The next turn of a conversation has the last one's handoff, and asks for another.
+        is_next_turn = _is_computed(request) and params.get("remote_block_ids")
+        if params.get("do_remote_prefill") or is_next_turn:
             self._reading[request.request_id] = self._claim(request)
-        if self._stops_short and params.get("do_remote_decode") and request.num_prompt_tokens > 1:
+        if self._stops_short and _is_computed(request) and request.num_prompt_tokens > 1:
             self._stop_short(request)
 
     def _claim(self, request: Request) -> _Reading:
         try:
             handoff = Handoff.of_params(request.kv_transfer_params or {})
-            handoff.check_prompt(prompt_of(request, handoff.num_tokens))
+            num_shared = handoff.count_shared(partial(prompt_of, request))
         except KVPlanError as error:
             return _Reading(None, error)
         # before the request waits for blocks, since the first lease is short
         self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         self.stats.count("num_claims")
-        return _Reading(handoff, None)
+        return _Reading(handoff, None, num_shared)
 
     def _reader_name(self, request: str) -> str:
         """Return the name of a request as a reader: no other request of any engine has it."""
@@ -183,7 +200,7 @@ class Scheduler:
             last_token = request.prompt_token_ids.pop()
             # a grammar would end the request at a token that it does not know
             is_free = request.sampling_params is not None and not request.use_structured_output
-            if self._drafts_know_next and is_free:
+            if self._drafts_know_next and is_free and last_token in self._vocabulary:
                 request.sampling_params.allowed_token_ids = [last_token]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
@@ -197,7 +214,43 @@ class Scheduler:
         if reading is None or reading.is_begun:
             return 0
         reading.num_cached = num_cached
-        return max(0, int(request.num_prompt_tokens) - 1 - num_cached)
+        first, stop = self._shared(request, reading)
+        num_tokens = stop - first
+        # An engine that computes for another one computes what a handoff lacks, or has little of.
+        if reading.handoff is not None and _is_computed(request):
+            is_little = num_tokens < self._settings.kv_recompute_threshold
+            if is_little or self._gap(reading.handoff, (first, stop)) is not None:
+                return 0
+        return num_tokens
+
+    def _shared(self, request: Request, reading: _Reading) -> Range:
+        """Return the positions that a request shares with its handoff, and has not cached.
+
+        An engine computes the last token of a prompt itself.
+        """
+        num_shared = reading.num_shared
+        # What drafts cache at the last position is of the token that came next then.
+        if self._drafts_know_next and _is_computed(request):
+            num_shared -= 1
+        stop = min(int(request.num_prompt_tokens) - 1, num_shared)
+        return reading.num_cached, max(reading.num_cached, stop)
+
+    def _gap(self, handoff: Handoff, tokens: Range) -> KVPlanError | None:
+        """Return why a handoff lacks what positions after ``tokens`` need, None if it does not."""
+        first, stop = tokens
+        if self._states and first < stop != handoff.num_tokens:
+            return KVPlanError(
+                "TOKENS",
+                f"read {handoff.lease!r} from {handoff.source}",
+                expected=f"states after {stop} positions",
+                got=f"those after {handoff.num_tokens}",
+            )
+        try:
+            for group in self._groups.keys() - self._states:
+                self._whole_blocks(group, tokens, first, handoff)
+        except KVPlanError as error:
+            return error
+        return None
 
     def begin_read(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """Read ``num_tokens`` positions of a request into its blocks. A request is read once."""
@@ -205,20 +258,21 @@ class Scheduler:
         if reading is None or reading.is_begun:
             return
         reading.is_begun = True
-        # Decode has cached all but the last token.
+        stop = reading.num_cached + num_tokens
+        # All that could be read is cached, or this engine computes it.
         if num_tokens == 0:
+            gap = reading.handoff and self._gap(reading.handoff, self._shared(request, reading))
+            if gap is not None:
+                logger.warning("request %r is computed: %s", request.request_id, gap)
             self._end_claim(request.request_id)
             return
-        stop = reading.num_cached + num_tokens
         try:
-            read = self._read(request.request_id, reading, blocks.get_block_ids(), stop)
+            read = self._read(request.request_id, reading, blocks, stop)
             self._step.reads.append(read)
         except KVPlanError as error:
             self._step.refused[request.request_id] = error
 
-    def _read(
-        self, request: str, reading: _Reading, ids: Sequence[Sequence[int]], stop: int
-    ) -> Read:
+    def _read(self, request: str, reading: _Reading, blocks: KVCacheBlocks, stop: int) -> Read:
         """Return the read of the positions from the cached ones to ``stop``, into all groups.
 
         Raises the reason why the request cannot be read.
@@ -230,18 +284,19 @@ class Scheduler:
         refusal = self._claims.refusal(handoff.source, handoff.lease, self._reader_name(request))
         if refusal is not None:
             raise refusal
-        if stop > handoff.num_tokens or (self._states and stop != handoff.num_tokens):
-            expected = f"{'exactly' if self._states else 'at least'} {stop} positions"
-            got = f"{handoff.num_tokens} computed by {handoff.source}"
-            raise KVPlanError("TOKENS", f"read request {request!r}", expected=expected, got=got)
-        local = self._tables(ids)
-        tokens = (reading.num_cached, stop)
+        gap = self._gap(handoff, (reading.num_cached, stop))
+        if gap is not None:
+            raise gap
+        local = self._tables(blocks.get_block_ids())
         positions = dict[str, WholeBlocks]()
         for group in self._groups.keys() - self._states:
-            positions[group] = self._whole_blocks(group, tokens, local[group], handoff)
-        # Prefill may lack the beginning of a group's first block here.
-        for group, whole in positions.items():
-            if whole.start > max(reading.num_cached, self._first_listed(group, local[group])):
+            # A group may have cached less than others.
+            first = min(reading.num_cached, self._first_uncached(group, blocks))
+            listed = self._first_listed(group, local[group])
+            whole = self._whole_blocks(group, (first, stop), listed, handoff)
+            positions[group] = whole
+            # The source may lack the beginning of a group's first block here.
+            if whole.start > max(first, listed):
                 self._leave_uncached(request, group, whole)
                 self._read_from.setdefault(request, {})[group] = whole.start
         return Read(
@@ -255,17 +310,25 @@ class Scheduler:
         )
 
     def _whole_blocks(
-        self, group: str, tokens: Range, blocks: Blocks, handoff: Handoff
+        self, group: str, tokens: Range, listed: int, handoff: Handoff
     ) -> WholeBlocks:
-        """Return the positions of a group that are read: what ``blocks`` hold and prefill has."""
+        """Return the positions of a group that are read, from ``listed`` on if they are kept."""
         cache = self._caches[group]
         return whole_blocks(
             tokens,
             attended=first_attended(cache, tokens[1]),
-            tokens_per_block=int(cache.kv_cache_spec.block_size),
-            listed=self._first_listed(group, blocks),
+            tokens_per_block=self._block_sizes[group],
+            listed=listed,
             kept=handoff.kept.get(group, 0),
         )
+
+    def _first_uncached(self, group: str, blocks: KVCacheBlocks) -> int:
+        """Return the position from which on a group's blocks are not from the prefix cache."""
+        cached = takewhile(
+            lambda block: block.is_null or block.block_hash is not None,
+            blocks.blocks[self._groups[group]],
+        )
+        return len([*cached]) * self._block_sizes[group]
 
     def _leave_uncached(self, request: str, group: str, whole: WholeBlocks) -> None:
         """Keep a block that is read in part out of the prefix cache.
@@ -330,23 +393,40 @@ class Scheduler:
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
         )
-        is_wanted = params.get("do_remote_decode") and is_done and any(ids)
+        is_computed = _is_computed(request)
+        is_answered = params.get("do_remote_prefill") and self._settings.bidirectional_kv_xfer
+        is_wanted = (is_computed or is_answered) and is_done and any(ids)
         if not is_wanted or self._listener is None:
             return None
-        num_tokens = request.num_computed_tokens
-        # The last state is that of the last token computed, also after the prompt.
-        if not self._states:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        # A step under way writes the positions of tokens that may not be the request's.
+        num_in_flight = request.num_in_flight_tokens
+        num_tokens = min(request.num_computed_tokens - num_in_flight, request.num_tokens)
+        # A state that has passed the last position is that of no prompt.
+        if self._states and num_tokens < request.num_computed_tokens:
+            return None
         tables = self._tables(ids)
         kept = dict[str, int]()
         for group in self._groups.keys() - self._states:
             first_listed = self._first_listed(group, tables[group])
             kept[group] = max(first_listed, read_from.get(group, 0))
-        lease = self._leases.grant(request.request_id)
+        # The next turn of a conversation comes when its user has read the answer.
+        first_s = None if is_computed else self._settings.decoder_kv_blocks_ttl
+        lease = self._leases.grant(request.request_id, first_s)
         self._lent[request.request_id] = _Lent(lease, tables)
-        prompt = prompt_of(request, num_tokens)
-        handoff = Handoff(self._listener.source, lease, num_tokens, prompt, tables, kept)
-        return {"do_remote_prefill": True, "do_remote_decode": False, **handoff.params()}
+        # The next prompt may have another text in place of the answer.
+        num_prompt = request.num_prompt_tokens
+        prefixes = {num_prompt: prompt_of(request, num_prompt)} if num_prompt < num_tokens else {}
+        handoff = Handoff(
+            source=self._listener.source,
+            lease=lease,
+            num_tokens=num_tokens,
+            prompt=prompt_of(request, num_tokens),
+            blocks=tables,
+            kept=kept,
+            prefixes=prefixes,
+        )
+        flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
+        return {**flags, **handoff.params()}
 
     def _first_listed(self, group: str, blocks: Blocks) -> int:
         """Return the position from which on a group has all blocks of a request."""
@@ -358,7 +438,7 @@ class Scheduler:
             first_block = int(blocks.ordinals[gaps[-1] + 1])
         else:
             first_block = blocks.first
-        return first_block * int(self._caches[group].kv_cache_spec.block_size)
+        return first_block * self._block_sizes[group]
 
     def take_step(self) -> KvplanMetadata:
         """Return the work of the workers in this step."""
@@ -377,14 +457,18 @@ class Scheduler:
                     step.digests[digest_request] = tables_by_lease[digest_request.lease]
         return step
 
+    def reset(self) -> None:
+        """Free the blocks of all requests that were handed over: their readers fail."""
+        self._leases.end_all()
+
     def _record_leases(self, ended: EndedLeases) -> None:
         """Count and log the leases that nobody has claimed, and the claims that came too late."""
         self.stats.count_total("num_failed_notifications", self._claims.num_unanswered)
         self.stats.count_total("num_refused_claims", self._claims.num_refused)
         self.stats.count("num_kv_expired_reqs", len(ended.late))
         if ended.late:
-            message = "no reader has claimed these requests for %g s: %s"
-            logger.warning(message, self._leases.lease_s, ", ".join(ended.late))
+            message = "no reader has claimed these requests in time: %s"
+            logger.warning(message, ", ".join(ended.late))
         num_refused = self._leases.num_refused
         num_stale = self.stats.count_total("num_notifications_after_expiry", num_refused)
         if num_stale:

@@ -16,7 +16,7 @@ import attrs
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvplan._checks import name
+from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
 from kvplan_nixl.settings import Settings, setting, switch
@@ -58,13 +58,10 @@ class Unsupported:
 
 UNSUPPORTED: Final = MappingProxyType(
     {
-        "bidirectional_kv_xfer": Unsupported(False, 'set kv_role to "kv_both"'),
-        "decoder_kv_blocks_ttl": Unsupported(480, "lease_s holds for decode's blocks too"),
         "engine_ttl": Unsupported(3600.0, "leave it out: kvplan forgets idle engines after 1 h"),
         "enforce_handshake_compat": Unsupported(
             True, "set model and weights, where engines differ on purpose"
         ),
-        "kv_recompute_threshold": Unsupported(64, "leave it out: kvplan reads what decode lacks"),
         "num_threads": Unsupported(
             4, "leave it out: threads of NIXL may write after a read has failed"
         ),
@@ -78,10 +75,16 @@ UNSUPPORTED: Final = MappingProxyType(
 class ConnectorSettings(Settings):
     """The settings of vLLM's connector. With ``verify`` decode compares digests.
 
-    ``draft`` takes the place of vLLM's name for the model that drafts tokens, unless it is empty.
+    Decode with ``bidirectional_kv_xfer`` keeps what it has answered for the next turn, for
+    ``decoder_kv_blocks_ttl`` seconds. Prefill computes, and does not read, fewer than
+    ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector. ``draft``
+    takes the place of vLLM's name for the model that drafts tokens, unless it is empty.
     """
 
     verify: bool = setting(switch, False)
+    bidirectional_kv_xfer: bool = setting(switch, False)
+    decoder_kv_blocks_ttl: float = setting(seconds, 480.0)
+    kv_recompute_threshold: int = setting(integer, 64)
     draft: str = setting(name, "")
 
 
@@ -147,16 +150,22 @@ def _check_default(label: str, value: Any, default: Any, hint: str) -> None:
         )
 
 
-def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine with what vLLM refuses beside NixlConnector, which it knows by its name.
+UNSUPPORTED_BY_ENGINE: Final = MappingProxyType(
+    {
+        "enable_return_routed_experts": (
+            "decode would return the experts of the tokens alone that it computes"
+        ),
+        "enable_sleep_mode": "an engine that wakes up has other memory than it had registered",
+    }
+)
+"""Settings of models that must not be set, and why."""
 
-    Raises ``SETTING``. vLLM's own checks are in vllm/config/vllm.py.
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuse an engine that vLLM would let start beside kvplan, and whose answers may be wrong.
+
+    vLLM refuses some of it beside NixlConnector, which it knows by its name. Raises ``SETTING``.
     """
-    if getattr(config.model_config, "enable_return_routed_experts", False):
-        raise KVPlanError(
-            "SETTING",
-            "set enable_return_routed_experts",
-            expected="False",
-            got="True",
-            hint="decode would return the experts of the tokens alone that it computes",
-        )
+    for label, reason in UNSUPPORTED_BY_ENGINE.items():
+        if getattr(config.model_config, label, False):
+            raise KVPlanError("SETTING", f"set {label}", expected="False", got="True", hint=reason)

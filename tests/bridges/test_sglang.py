@@ -17,6 +17,7 @@ from tests.engine_memory import (
     DIM,
     GQA,
     HEADS,
+    INDEXED,
     MAMBA1,
     MAMBA2,
     MLA,
@@ -27,6 +28,7 @@ from tests.engine_memory import (
     check,
     fill_index,
     heads,
+    index_of,
     latents_of,
     slots,
     sparse_row,
@@ -68,6 +70,23 @@ class MLATokenToKVPool:
 
 
 @attrs.frozen
+class KeyPool:
+    """SGLang's pool of keys alone."""
+
+    k_buffer: Any
+
+
+@attrs.frozen
+class MiniMaxSparseKVPool:
+    """SGLang's pools of K and V, and of the index keys of some layers."""
+
+    main_pool: Any
+    index_k_pool: Any
+    index_k_layer_id_mapping: Mapping[int, int]
+    index_kv_pool: Any = None
+
+
+@attrs.frozen
 class SWAKVPool:
     """SGLang's pools of full and of sliding layers."""
 
@@ -78,7 +97,7 @@ class SWAKVPool:
     swa_req_ring_size: int | None = None
 
 
-def sglang_nhd(zeros: Any, layers: Sequence[int], held: range, page: int, table: Sequence[int]) -> Pool:
+def sglang_nhd(zeros: Any, layers: Sequence[int | str], held: range, page: int, table: Sequence[int]) -> Pool:
     """K and V buffers [slot, head, dim], filled by slot."""
     both = zeros(2, len(layers), BLOCKS * 8 + page, len(held), DIM)
     for layer, half, head, block, offset, value in values_of(layers, held, page, table):
@@ -126,10 +145,55 @@ def test_pipeline_stages(zeros: Any) -> None:
 
 def test_latents(zeros: Any) -> None:
     """Latents are slots of one head."""
+    check(MLA, [from_sglang(MLA, RankInfo("prefill"), latent_pool(zeros))])
+
+
+DRAFT = MLA.with_draft(Model("draft", GQA.layers[:1], "int32"))
+
+
+def latent_pool(zeros: Any) -> MLATokenToKVPool:
+    """A pool that has the latents of the request."""
     buffers = zeros(3, 9 * 8, 1, 8)
     for layer, block, slot, value in latents_of(range(3), TABLES["attn"]):
         buffers[layer, block * 8 + slot, 0] = value
-    check(MLA, [from_sglang(MLA, RankInfo("prefill"), MLATokenToKVPool(buffers, 8))])
+    return MLATokenToKVPool(buffers, 8)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_a_draft_has_the_block_table_of_its_target(zeros: Any, is_hybrid: bool) -> None:
+    """Its pool has layers of another kind, which each rank has heads of; it may be inside another pool."""
+    workers = []
+    for rank in range(2):
+        draft_pool = sglang_nhd(zeros, ["draft.0"], heads(rank, 2), 8, TABLES["attn"])
+        wrapped = HybridLinearKVPool(draft_pool, {48: 0}, None)
+        info = RankInfo("prefill", rank, rank, 2)
+        workers.append(from_sglang(DRAFT, info, latent_pool(zeros), wrapped if is_hybrid else draft_pool))
+    check(DRAFT, workers, {"attn": TABLES["attn"]}, tp=4)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (
+            lambda z: sglang_pool(z),
+            "SIZE: cannot read a draft pool of SGLang: expected the 1 draft layers of mla, got 3 layers",
+        ),
+        (
+            lambda z: sglang_nhd(z, ["draft.0"], range(HEADS), 4, range(9)),
+            "LAYOUT: cannot read pools of SGLang: expected pages of one size, got [4, 8]",
+        ),
+        (
+            lambda z: SWAKVPool(sglang_pool(z), sglang_pool(z), {0: (0, False), 1: (0, True)}, 8),
+            "LAYOUT: cannot read a draft pool of SGLang: expected one block table, got 2 block tables",
+        ),
+    ],
+    ids=["layers", "pages", "tables"],
+)
+def test_drafts_that_are_refused(zeros: Any, make: Any, text: str) -> None:
+    """Pools that contradict the model's draft layers."""
+    with pytest.raises(KVPlanError) as caught:
+        from_sglang(DRAFT, RankInfo("prefill"), latent_pool(zeros), make(zeros))
+    assert str(caught.value).startswith(text)
 
 
 def test_sliding_layers(zeros: Any) -> None:
@@ -187,6 +251,45 @@ def test_indexers(zeros: Any) -> None:
     fill_index(keys[0], TABLES["attn"])
     pool = MLATokenToKVPool(latents, 8, layer_num=1, index_k_with_scale_buffer=keys)
     check(SPARSE, [from_sglang(SPARSE, RankInfo("prefill"), pool)])
+
+
+def test_index_keys_beside_k_and_v(zeros: Any) -> None:
+    """Some layers have them, in a pool of their own with the slots of the others; all ranks have the same."""
+    pools = []
+    for rank in range(2):
+        keys = zeros(1, 9 * 8, 1, 6)
+        for position, block, slot in slots(8, TABLES["attn"]):
+            keys[0, block * 8 + slot, 0] = index_of(1, position)
+        main_pool = sglang_nhd(zeros, [0, 1], heads(rank, 2), 8, TABLES["attn"])
+        pools.append(MiniMaxSparseKVPool(main_pool, KeyPool(keys), {1: 0}))
+    workers = [from_sglang(INDEXED, RankInfo("prefill", rank, rank, 2), pools[rank]) for rank in range(2)]
+    check(INDEXED, workers, {"attn": TABLES["attn"]}, tp=4)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (
+            lambda main, keys: MiniMaxSparseKVPool(main, None, {}, KeyPool(keys)),
+            "LAYOUT: cannot read a pool of SGLang: expected index keys alone, got index keys and values",
+        ),
+        (
+            lambda main, keys: MiniMaxSparseKVPool(main, None, {}),
+            "LAYOUT: cannot read the cache of layer 1: expected K and V, or a latent, got index",
+        ),
+        (
+            lambda main, keys: MiniMaxSparseKVPool(main, KeyPool(keys), {0: 0, 1: 0}),
+            "LAYOUT: cannot read the cache of layer 0: expected no indexer in indexed, got one",
+        ),
+    ],
+    ids=["values", "none", "more"],
+)
+def test_index_keys_that_are_refused(zeros: Any, make: Any, text: str) -> None:
+    """Pools with other index keys than those of the model."""
+    main_pool = sglang_nhd(zeros, [0, 1], range(HEADS), 8, TABLES["attn"])
+    with pytest.raises(KVPlanError) as caught:
+        from_sglang(INDEXED, RankInfo("prefill"), make(main_pool, zeros(1, 72, 1, 6)))
+    assert str(caught.value).startswith(text)
 
 
 def test_layers_without_index_keys(zeros: Any) -> None:

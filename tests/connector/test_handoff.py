@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from kvplan import Blocks, KVPlanError
 from kvplan.connector import Handoff, Source, WholeBlocks, attended, whole_blocks
 
 SOURCE = Source("prefill", "a1", "10.0.0.1", 5600)
-HANDOFF = Handoff(SOURCE, "request 1 0", 40, "8f2c", {"group0": Blocks([12, 5, 31])}, {"group0": 16})
+HANDOFF = Handoff(
+    SOURCE, "request 1 0", 40, "8f2c", {"group0": Blocks([12, 5, 31])}, {"group0": 16}, {30: "51aa", 20: "d104"}
+)
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(1, 1000)), max_size=12), st.integers(0, 5))
@@ -36,7 +39,7 @@ def test_all_else_survives() -> None:
     """Every field but the tables is equal after JSON, and other parameters are ignored."""
     read = Handoff.of_params(json.loads(json.dumps({**HANDOFF.params(), "do_remote_prefill": True})))
     assert (read.source, read.lease, read.num_tokens, read.prompt) == (SOURCE, "request 1 0", 40, "8f2c")
-    assert read.kept == {"group0": 16}
+    assert (read.kept, read.prefixes) == ({"group0": 16}, {30: "51aa", 20: "d104"})
 
 
 def test_another_prompt_is_refused() -> None:
@@ -44,6 +47,20 @@ def test_another_prompt_is_refused() -> None:
     HANDOFF.check_prompt("8f2c")
     with pytest.raises(KVPlanError, match=r"PROMPT: cannot read 'request 1 0' .* digest 8f2c, got one of digest aa"):
         HANDOFF.check_prompt("aa")
+
+
+@pytest.mark.parametrize(
+    ("digests", "num_shared"),
+    [({40: "8f2c"}, 40), ({30: "51aa", 20: "d104"}, 30), ({20: "d104"}, 20), ({40: "d104", 30: "8f2c"}, None)],
+)
+def test_the_longest_shared_prefix_is_read(digests: dict[int, str], num_shared: int | None) -> None:
+    """A prompt that begins with fewer of the computed tokens shares those; without any it is another prompt."""
+    digest_of = defaultdict(lambda: "-", digests).__getitem__
+    if num_shared is None:
+        with pytest.raises(KVPlanError, match=r"PROMPT: .* digest 8f2c, got one of digest d104"):
+            HANDOFF.count_shared(digest_of)
+    else:
+        assert HANDOFF.count_shared(digest_of) == num_shared
 
 
 @pytest.mark.parametrize("key", HANDOFF.params())
@@ -70,6 +87,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("remote_kept", {"g": -1}, "RANGE"),
     ("remote_kept", {"g": 1.5}, "TYPE"),
     ("remote_kept", {"": 1}, "NAME"),
+    ("remote_prefixes", {"30": "51aa"}, "TYPE"),
+    ("remote_prefixes", [[30]], "TYPE"),
+    ("remote_prefixes", [[41, "51aa"]], "RANGE"),
+    ("remote_prefixes", [[30, ""]], "NAME"),
+    ("remote_prefixes", [[30, "51aa"]] * 17, "RANGE"),
     ("remote_block_ids", [[1, 2]], "TYPE"),
     ("remote_block_ids", {"": [0, [1]]}, "NAME"),
     ("remote_block_ids", {"g": [1, 2, 3]}, "TYPE"),

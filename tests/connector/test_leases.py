@@ -51,6 +51,30 @@ def test_nobody_claims(clock: Clock) -> None:
     assert (leases.take_ended().late, leases.stands(lease)) == (("r",), False)
 
 
+def test_a_first_lease_may_be_longer(clock: Clock) -> None:
+    """A reader that comes late has claims as short as all others', and so has one that claims meanwhile."""
+    leases = Leases(LEASE_S, clock)
+    unclaimed, claimed = (leases.grant(request, 5 * LEASE_S) for request in ("r", "s"))
+    clock.now = 5 * LEASE_S - 1
+    assert leases.take_ended().late == ()
+    assert leases.claim(claimed, "reader")
+    clock.now += LEASE_S - 0.1
+    assert leases.take_ended().late == ("r",)
+    clock.now += 0.1
+    assert (leases.take_ended().late, leases.stands(unclaimed)) == (("s",), False)
+
+
+def test_all_leases_may_be_ended(clock: Clock) -> None:
+    """Whoever reads is told that the lease is over; what is granted afterwards stands."""
+    leases = Leases(LEASE_S, clock)
+    claimed, unclaimed = leases.grant("r"), leases.grant("s")
+    assert leases.claim(claimed, "reader")
+    leases.end_all()
+    assert (leases.stands(claimed), leases.claim(unclaimed, "reader")) == (False, False)
+    assert leases.take_ended() == EndedLeases(("r", "s"), ())
+    assert leases.stands(leases.grant("r"))
+
+
 def test_blocks_stay_until_the_last_reader_is_done(clock: Clock) -> None:
     """Of three readers of one request, two are done: the blocks stay for the third."""
     leases = Leases(LEASE_S, clock)

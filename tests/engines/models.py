@@ -203,6 +203,9 @@ ABSENT = {"mamba-2": ("num_attention_heads", "num_key_value_heads", "intermediat
 ADAPTED = ("llama",)
 """Models that have the LoRA adapters 1 and 2."""
 
+TARGETS = ("q_proj", "k_proj", "v_proj")
+"""Modules that an adapter changes. SGLang takes none that leaves out queries."""
+
 
 def build(name: str, folder: Path) -> None:
     """Writes a model of MODELS into a folder: configuration, weights, the same each time, and token ``n`` as ``wn``."""
@@ -283,11 +286,11 @@ def predict_with_last_layer(folder: Path) -> None:
 
 
 def adapt(model: Any, folder: Path) -> None:
-    """Writes a LoRA adapter of random weights for keys and values, in the form of peft."""
+    """Writes a LoRA adapter of random weights for queries, keys and values, in the form of peft."""
     rank = 8
     weights = {}
     for name, layer in model.named_modules():
-        if name.endswith(("k_proj", "v_proj")):
+        if name.endswith(TARGETS):
             out_size, in_size = layer.weight.shape
             weights[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, in_size) * 0.3
             weights[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out_size, rank) * 0.3
@@ -298,6 +301,6 @@ def adapt(model: Any, folder: Path) -> None:
         "r": rank,
         "lora_alpha": rank,
         "bias": "none",
-        "target_modules": ["k_proj", "v_proj"],
+        "target_modules": TARGETS,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

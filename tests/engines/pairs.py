@@ -59,6 +59,14 @@ CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 16}  # prompts are comp
 ASYNC = {"async_scheduling": True}
 CACHED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}  # all are soon used
 BOTH: dict[str, Any] = {**CACHED, "kv_role": "kv_both"}  # either engine is prefill and decode
+TO_AND_FRO = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 60}  # prefill reads from decode, too
+NEXT_TURN: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 100,
+    "kv_connector_extra_config": TO_AND_FRO,
+}
+TURNS: dict[str, Any] = {**NEXT_TURN, "kv_connector_extra_config": {**TO_AND_FRO, "kv_recompute_threshold": 0}}
+UNCACHED = {"enable_prefix_caching": False}
 FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
@@ -119,6 +127,8 @@ PAIRS = {
     ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
+    "llama DP 2->2 TP 1->2, vllm serve": Pair("llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served"),
+    "qwen-3 moe EP 1->2": Pair("qwen-3 moe", side(), side(tp=2, enable_expert_parallel=True)),
     "llama, vllm serve, before offloading": Pair(
         "llama",
         {"beside": Beside(after=(OFFLOADING,), by_name=True)},
@@ -194,6 +204,21 @@ PAIRS = {
         side(64, **BOTH),
         "conversation",
     ),
+    "llama, to and fro": Pair("llama", side(**TURNS), side(**TURNS), "turns"),
+    "llama 32<->64 TP 1<->2, to and fro": Pair("llama", side(32, **TURNS), side(64, tp=2, **TURNS), "turns"),
+    "gemma-3 64<->32, to and fro": Pair("gemma-3", side(64, **TURNS), side(32, **TURNS), "turns"),
+    "granite-hybrid TP 1<->2, to and fro": Pair(
+        "granite-hybrid",
+        side(**{**TURNS, **UNCACHED}),
+        side(tp=2, **{**TURNS, **UNCACHED}),
+        "turns",
+    ),
+    "granite-hybrid, prefix caches, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
+    "llama 64<->32, answer rewritten": Pair("llama", side(64, **NEXT_TURN), side(32, **NEXT_TURN), "rewritten"),
+    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"),
+    "granite-hybrid, answer rewritten": Pair(
+        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"
+    ),
     "llama, another prompt": Pair(
         "llama",
         side(),
@@ -201,6 +226,7 @@ PAIRS = {
         "another_prompt",
     ),
     "llama, read twice": Pair("llama", side(**FEW), side(), "read_twice"),
+    "llama, reset": Pair("llama", side(), side(), "reset", lease_s=600),
     "llama, n=12": Pair("llama", side(**FEW), side(**FEW), "twelve_answers"),
     "llama, twelve readers": Pair("llama", side(**FEW), side(**FEW), "twelve_readers"),
     "llama, another adapter": Pair(

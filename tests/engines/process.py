@@ -29,12 +29,16 @@ class EngineFailedError(Exception):
 
 
 class Answer(NamedTuple):
-    """What one request came to: ``reason`` is vLLM's finish reason, ``transfer`` its kv_transfer_params."""
+    """What one request came to: ``reason`` is vLLM's finish reason, ``transfer`` its kv_transfer_params.
+
+    ``log_probs`` has those of each token, where SGLang was asked for them.
+    """
 
     tokens: list[int]
     reason: str
     transfer: dict[str, Any] | None
     cached: int
+    log_probs: Any = None
 
 
 class Engine:
@@ -114,7 +118,7 @@ class Engine:
         self._send("abort", *names)
 
     def forget(self, stored: bool = True) -> None:
-        """Empties the prefix cache, and what other connectors have ``stored``, if they can."""
+        """Empties the prefix cache, and what connectors have ``stored``, or keep for other engines."""
         self._send("forget", stored)
 
     def held(self) -> tuple[int, int]:

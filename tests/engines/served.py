@@ -67,7 +67,7 @@ class Server:
         return completed(self.port, prompts, max_tokens)
 
     def num_read(self) -> float:
-        """Positions that the connector has read, by the server's own metrics."""
+        """Positions that the connectors of all its engines have read, by the server's own metrics."""
         return self.metric("vllm:external_prefix_cache_hits_total")
 
     def metric(self, name: str) -> float:

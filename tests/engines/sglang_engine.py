@@ -13,6 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__mp_main__":  # in a process that SGLang has started
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    # DP attention asks on a CPU how long a padded sequence is; intel_amx, which SGLang has for that, says the same.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
+
 STANDINS = Path(__file__).with_name("standins")
 
 ENVIRONMENT = {
@@ -48,7 +54,7 @@ def rid_of(name: str) -> str:
 def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """Starts an engine with SGLang's own settings, and answers requests until its pipe closes.
 
-    A request's ``transfer`` are its ``bootstrap_*`` parameters.
+    A request's ``transfer`` are its ``bootstrap_*`` parameters, and other fields of SGLang's own requests.
     """
     settings = {**SETTINGS, **settings}
     os.environ.update(ENVIRONMENT)
@@ -56,6 +62,7 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     sys.path.insert(0, str(STANDINS))
     from sglang.srt.entrypoints.engine import Engine as Sglang
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     engine = Sglang(**settings)
     pipe.send(("ready",))
@@ -63,13 +70,17 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     async def answer(
         name: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, *more: Any
     ) -> None:
-        assert more == ("", "", 1), "no trial of SGLang has adapters, salts or several answers"
+        assert more == ("", "", 1), "SGLang's own fields say what a request is besides"
         sampling = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        fields = dict(transfer or {})
+        sampling |= fields.pop("sampling_params", {})
         try:
-            ask = {"rid": rid_of(name), "input_ids": prompt, "sampling_params": sampling, **(transfer or {})}
+            ask = {"rid": rid_of(name), "input_ids": prompt, "sampling_params": sampling, **fields}
             done = await engine.async_generate(**ask)
-            reason = done["meta_info"]["finish_reason"]["type"]
-            pipe.send(("done", name, (done["output_ids"], reason, None, done["meta_info"]["cached_tokens"])))
+            facts = done["meta_info"]
+            reason = facts["finish_reason"]["type"]
+            log_probs = [facts.get(f"output_{of}_logprobs") for of in ("token", "top")]
+            pipe.send(("done", name, (done["output_ids"], reason, None, facts["cached_tokens"], log_probs)))
         except Exception:  # an aborted request
             pipe.send(("done", name, ([], "error", None, 0)))
 
@@ -86,11 +97,18 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
                 for name in arguments:
                     engine.tokenizer_manager.abort_request(rid_of(name))
             elif verb == "forget":
-                await engine.tokenizer_manager.flush_cache()
+                emptied = await engine.tokenizer_manager.flush_cache()
+                pipe.send(("emptied", emptied.success))
+            elif verb == "pause":
+                await engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=arguments[0]))
+            elif verb == "continue":
+                going_on = ContinueGenerationReqInput(torch_empty_cache=False)
+                await engine.tokenizer_manager.continue_generation(going_on)
             elif verb == "held":
-                (load,) = await engine.tokenizer_manager.get_loads()
-                num_queued = load.num_waiting_reqs + load.disaggregation.prefill_inflight_queue_reqs
-                pipe.send(("held", load.num_used_tokens, load.num_running_reqs + num_queued))
+                loads = await engine.tokenizer_manager.get_loads()
+                num_requests = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+                num_requests += sum(load.disaggregation.prefill_inflight_queue_reqs for load in loads)
+                pipe.send(("held", sum(load.num_used_tokens for load in loads), num_requests))
 
     engine.loop.run_until_complete(listen())
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,13 +32,14 @@ os.environ |= {
     "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
 }
 
+from kvplan.connector.leases import LEASE_S
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
-from tests.engines.process import Answer, Engine, EngineFailedError, free_port
+from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, free_port
 from tests.engines.served import Server, answered, proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
-from tests.engines.trials import ASK, TOKENS, idle, prompts
+from tests.engines.trials import ASK, LENGTHS, TOKENS, idle, prompts
 
 bootstrap.TIMEOUT_S = 60  # type: ignore[misc]  # engines that start keep all cores busy
 
@@ -71,6 +72,36 @@ CHUNKED = {"chunked_prefill_size": 64, "disable_overlap_schedule": True}
 
 TWO_STAGES = {"pp_size": 2}
 
+TWO_DP = {"dp_size": 2, "enable_dp_attention": True}
+"""With TP 2, each rank has requests and a cache of its own."""
+
+ADAPTERS = {name: str((FOLDER / "llama" / f"adapter-{name}").absolute()) for name in "12"}
+
+FIELDS: Mapping[str, Sequence[dict[str, Any]]] = {
+    "adapters": [{"lora_path": "1"}, {"lora_path": "2"}, {}],
+    "structured": [
+        {"sampling_params": {"regex": "(w[1-4][0-9]*w[5-9][0-9]*){9}"}},
+        {"sampling_params": {"regex": "(w[1-3][0-9]*w[45][0-9]*w[6-9][0-9]*){9}"}},
+    ],
+    "retracted": [{"sampling_params": {"max_new_tokens": 120}}],
+    "scored": [{"return_logprob": True, "top_logprobs_num": 3}],
+}
+"""Fields of SGLang's own requests, by trial: its requests have them in turn."""
+
+ALIKE: Mapping[str, dict[str, Any]] = {
+    "adapters": {
+        "enable_lora": True,
+        "lora_paths": [f"{name}={path}" for name, path in ADAPTERS.items()],
+        "max_loras_per_batch": 3,
+        "lora_backend": "torch_native",
+    },
+    "structured": {"skip_tokenizer_init": False},
+}
+"""Settings of all SGLang engines of a trial, also of the one whose tokens are right."""
+
+FEW = {"max_total_tokens": 1024, "num_reserved_decode_tokens": 0}
+"""Settings of a decode engine that has no pages for all that it generates."""
+
 PAIRS = {
     "vLLM 32 -> SGLang 1": Pair("llama", Side("vllm", 32), Side("sglang", 1)),
     "vLLM 32 -> SGLang 16": Pair("llama", Side("vllm", 32), Side("sglang", 16)),
@@ -92,6 +123,12 @@ PAIRS = {
     "SGLang 16 -> 64, PP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, more=TWO_STAGES)),
     "SGLang 64 -> 16, PP 2->1": Pair("llama", Side("sglang", 64, more=TWO_STAGES), Side("sglang", 16)),
     "SGLang 16 -> vLLM 32, PP 2->1": Pair("llama", Side("sglang", 16, more=TWO_STAGES), Side("vllm", 32)),
+    "SGLang 16 -> 64, DP attention 1->2, Qwen3": Pair(
+        "qwen3", Side("sglang", 16), Side("sglang", 64, tp=2, more=TWO_DP)
+    ),
+    "SGLang 64 -> 16, DP attention 2->1, Qwen3": Pair(
+        "qwen3", Side("sglang", 64, tp=2, more=TWO_DP), Side("sglang", 16)
+    ),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
         "llama", Side("sglang", 16, more=CHUNKED), Side("sglang", 64), "burst", lease_s=300
@@ -102,6 +139,13 @@ PAIRS = {
     "SGLang 16 -> 64, PP 2->1, aborted": Pair(
         "llama", Side("sglang", 16, more=TWO_STAGES), Side("sglang", 64), "aborted", lease_s=30
     ),
+    "SGLang 16 -> 64, two adapters": Pair("llama", Side("sglang", 16), Side("sglang", 64), "adapters", lease_s=30),
+    "SGLang 16 -> 64, structured output": Pair("llama", Side("sglang", 16), Side("sglang", 64), "structured"),
+    "SGLang 16 -> 64, log probabilities": Pair("llama", Side("sglang", 16), Side("sglang", 64), "scored"),
+    "SGLang 64 -> 16, decode retracts": Pair(
+        "llama", Side("sglang", 64), Side("sglang", 16, more=FEW), "retracted", lease_s=300
+    ),
+    "SGLang 16 -> 64, paused": Pair("llama", Side("sglang", 16), Side("sglang", 64), "paused", lease_s=300),
     "SGLang 16 -> 64, decode dies": Pair("llama", Side("sglang", 16), Side("sglang", 64), "decode_dies"),
     "SGLang 16 -> 64, PP 2->1, decode dies": Pair(
         "llama", Side("sglang", 16, more=TWO_STAGES), Side("sglang", 64), "decode_dies"
@@ -116,6 +160,9 @@ PAIRS = {
 
 LONGER = [one + more for one, more in zip(prompts(1), prompts(3), strict=True)]
 PROMPTS = [*LONGER, *(prompt for seed in (1, 2, 4, 5) for prompt in prompts(seed))]
+BURSTS = {"burst": 200, "aborted": 40, "retracted": 40, "paused": 40}
+"""Trials with prompts of BURST, and how many."""
+
 BURST = prompts(6, [random.Random(0).randrange(2, 300) for _ in range(200)])
 
 Outcome = tuple[list[Answer], list[list[int]]]
@@ -141,6 +188,20 @@ class SglangEngine(Engine):
         self._started = False
         self._count = 0
         self._answers: dict[str, list[Answer]] = {}
+
+    def empty(self) -> bool:
+        """Empties the pools and the prefix cache. Returns whether the engine did: it does not while pages are held."""
+        self.forget()
+        (emptied,) = self._receive("emptied", time.monotonic() + TIMEOUT_S)
+        return bool(emptied)
+
+    def pause(self, mode: str) -> None:
+        """Stops the engine's scheduler: it leaves requests where they are ("in_place"), or retracts them."""
+        self._send("pause", mode)
+
+    def go_on(self) -> None:
+        """Ends a pause."""
+        self._send("continue")
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -189,6 +250,7 @@ class Engines:
                 "disaggregation_mode": role,
                 "disaggregation_bootstrap_port": port,
                 "disaggregation_decode_enable_radix_cache": self.pair.trial == "prefix" and role == "decode",
+                **ALIKE.get(self.pair.trial, {}),
                 **side.more,
             }
             more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}"}
@@ -197,6 +259,10 @@ class Engines:
         self._ports[engine] = port
         self._ending.callback(engine.kill)
         return engine
+
+    def fields(self) -> Iterator[dict[str, Any]]:
+        """Yields the fields of the trial's requests, without end."""
+        return cycle(FIELDS.get(self.pair.trial, [{}]))
 
     def compute(self, prefill: Engine, tokens: Sequence[list[int]]) -> dict[int, Any]:
         """Lets a prefill engine compute prompts. Its entries by room, as a bootstrap server or a proxy has them."""
@@ -210,8 +276,8 @@ class Engines:
                 for room, answer in zip(rooms, answers, strict=True)
             }
         port = self._ports[prefill]
-        for room, prompt in zip(rooms, tokens, strict=True):
-            prefill.submit(prompt, 1, room_at("127.0.0.1", port, room))
+        for room, prompt, fields in zip(rooms, tokens, self.fields(), strict=False):
+            prefill.submit(prompt, 1, {**room_at("127.0.0.1", port, room), **fields})
         found: dict[int, Any] = {}
         deadline = time.monotonic() + 60
         while len(found) < len(rooms):
@@ -228,8 +294,8 @@ class Engines:
             return [self.decode.submit(prompt, TOKENS, one) for prompt, one in zip(tokens, transfers, strict=True)]
         host, port = self.server.address.split(":")
         names = [
-            self.decode.submit(prompt, TOKENS, room_at(host, int(port), room))
-            for prompt, room in zip(tokens, entries, strict=True)
+            self.decode.submit(prompt, TOKENS, {**room_at(host, int(port), room), **fields})
+            for prompt, room, fields in zip(tokens, entries, self.fields(), strict=False)
         ]
         for room, entry in entries.items():
             publish(self.server.address, room, entry)
@@ -240,8 +306,11 @@ class Engines:
         self.prefill.ready()
         self.decode.ready()
         rooms = [room_at("127.0.0.1", self._ports[self.prefill], next(self._rooms)) for _ in tokens]
-        sent = [self.prefill.submit(prompt, 1, room) for prompt, room in zip(tokens, rooms, strict=True)]
-        return sent, [self.decode.submit(prompt, TOKENS, room) for prompt, room in zip(tokens, rooms, strict=True)]
+        requests = [{**room, **fields} for room, fields in zip(rooms, self.fields(), strict=False)]
+        sent = [self.prefill.submit(prompt, 1, fields) for prompt, fields in zip(tokens, requests, strict=True)]
+        return sent, [
+            self.decode.submit(prompt, TOKENS, fields) for prompt, fields in zip(tokens, requests, strict=True)
+        ]
 
     def move(self, prefill: Engine, tokens: Sequence[list[int]], *, is_control: bool = False) -> Outcome:
         """What decode generates of prompts that a prefill engine has computed, all in flight together."""
@@ -257,7 +326,7 @@ class Engines:
 
     def right(self, tokens: Sequence[list[int]]) -> list[list[int]]:
         """The right tokens."""
-        return [alone(self.pair)[tuple(prompt)] for prompt in tokens]
+        return [alone(self.pair)[tuple(prompt)].tokens for prompt in tokens]
 
     # The trials
 
@@ -286,12 +355,13 @@ class Engines:
 
     def burst(self) -> Outcome:
         """Requests reach both engines at once, more than either has pages for."""
-        _, names = self.submit(BURST)
-        return [self.decode.wait(name) for name in names], self.right(BURST)
+        tokens = BURST[: BURSTS["burst"]]
+        _, names = self.submit(tokens)
+        return [self.decode.wait(name) for name in names], self.right(tokens)
 
     def aborted(self) -> Outcome:
         """Half of the requests are aborted on both engines: some before they are read, some while."""
-        tokens = BURST[:40]
+        tokens = BURST[: BURSTS[self.pair.trial]]
         sent, read = self.submit(tokens)
         for first in (0, 1):
             self.prefill.abort(sent[first::4])
@@ -302,6 +372,62 @@ class Engines:
             raise AssertionError("void: no request was aborted")
         kept = [n for n in range(len(tokens)) if n % 4 > 1]
         return [answers[n] for n in kept], self.right([tokens[n] for n in kept])
+
+    def adapters(self) -> Outcome:
+        """Prompts have an adapter, another one or none. With another one than prefill's a request fails."""
+        before, right = self.transfer()
+        first, second = prompts(4)[:2]
+        entries = self.compute(self.prefill, [first, second])
+        (first_room, second_room) = entries
+        # read with the first adapter each, of which the second one was computed with the other
+        names = [*self.begin([first], {first_room: entries[first_room]})]
+        names += self.begin([second], {second_room: entries[second_room]})
+        after = [self.decode.wait(name) for name in names]
+        return [*before, *after], [*right, *self.right([first]), []]
+
+    structured = transfer
+
+    def scored(self) -> Outcome:
+        """Requests ask for log probabilities, also of tokens that were not chosen: they are the right ones."""
+        answers, right = self.transfer()
+        for answer, prompt in zip(answers, prompts(1), strict=True):
+            if not is_close(answer.log_probs, alone(self.pair)[tuple(prompt)].log_probs):
+                raise AssertionError(f"other log probabilities: {answer.log_probs}")
+        return answers, right
+
+    def retracted(self) -> Outcome:
+        """Decode has pages for prompts, not for what it generates, so that it retracts requests while it reads."""
+        tokens = BURST[: BURSTS[self.pair.trial]]
+        _, names = self.submit(tokens)
+        answers = [self.decode.wait(name) for name in names]
+        if "Retract requests" not in self.decode.log.read_text():
+            raise AssertionError("void: nothing was retracted")
+        return answers, self.right(tokens)
+
+    def paused(self) -> Outcome:
+        """Engines pause for longer than a lease while requests are in flight, and are emptied afterwards."""
+        prefill, decode = self.prefill, self.decode
+        assert isinstance(prefill, SglangEngine)
+        assert isinstance(decode, SglangEngine)
+        tokens = BURST[: BURSTS[self.pair.trial]]
+        _, names = self.submit(tokens)
+        for engine in (decode, prefill):
+            time.sleep(0.3)
+            engine.pause("in_place")
+            time.sleep(LEASE_S + 5)
+            engine.go_on()
+        answers, right = [decode.wait(name) for name in names], self.right(tokens)
+        # pages that prefill has lent stay
+        entries = self.compute(prefill, prompts(4))
+        if prefill.empty():
+            raise AssertionError("wrong: prefill's pools were emptied while pages are lent")
+        answers += [decode.wait(name) for name in self.begin(prompts(4), entries)]
+        right += self.right(prompts(4))
+        idle(prefill, decode)
+        if not (prefill.empty() and decode.empty()):
+            raise AssertionError("leaked: an idle engine could not be emptied")
+        after, also_right = self.move(prefill, prompts(5))
+        return [*answers, *after], [*right, *also_right]
 
     def decode_dies(self) -> Outcome:
         """Decode is killed before it reads: prefill frees the pages when its lease ends, and others are read."""
@@ -348,24 +474,34 @@ def unwritten(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "handoff": {**entry["handoff"], "remote_block_ids": unused}}
 
 
+def is_close(scores: Any, others: Any) -> bool:
+    """Whether numbers in lists of lists are alike but for rounding."""
+    if isinstance(scores, (list, tuple)):
+        return len(scores) == len(others) and all(map(is_close, scores, others))
+    return bool(scores == others or abs(scores - others) < 1e-3)
+
+
 def room_at(host: str, port: int, room: int) -> dict[str, Any]:
     """The parameters of a request to SGLang."""
     return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
 
 
-def alone(pair: Pair) -> dict[tuple[int, ...], list[int]]:
+def alone(pair: Pair) -> dict[tuple[int, ...], Answer]:
     """What one SGLang that neither sends nor receives generates of each prompt of a pair's trials."""
-    return _alone(pair.model, pair.trial in ("burst", "aborted"))
+    return _alone(pair.model, pair.trial if pair.trial in FIELDS else "", BURSTS.get(pair.trial, 0))
 
 
 @cache
-def _alone(model: str, is_burst: bool) -> dict[tuple[int, ...], list[int]]:
-    settings = {"model_path": str(FOLDER / model), "page_size": 1, "port": free_port()}
+def _alone(model: str, trial: str, num_burst: int) -> dict[tuple[int, ...], Answer]:
+    settings = {"model_path": str(FOLDER / model), "page_size": 1, "port": free_port(), **ALIKE.get(trial, {})}
     engine = SglangEngine(settings, FOLDER / "logs/alone.log")
-    tokens = [*PROMPTS, *BURST] if is_burst else PROMPTS
+    tokens = [*PROMPTS, *BURST[:num_burst]]
+    # the fields that each prompt of a seed has in a trial
+    fields = FIELDS.get(trial, [{}])
+    in_turn = [fields[number % len(LENGTHS) % len(fields)] for number in range(len(tokens))]
     try:
-        answers = engine.ready().generate(tokens, TOKENS)
-        return {tuple(prompt): answer.tokens for prompt, answer in zip(tokens, answers, strict=True)}
+        answers = engine.ready().generate(tokens, TOKENS, in_turn)
+        return {tuple(prompt): answer for prompt, answer in zip(tokens, answers, strict=True)}
     finally:
         engine.kill()
 
@@ -390,7 +526,7 @@ def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[
         if connector == "nothing":
             names["publish"] = lambda address, room, entry: publish(address, room, unwritten(entry))
         answers = answered(lambda body: names["complete"](server, {**body, **common}), tokens, TOKENS)
-        yield verdict(answers, [alone(PAIRS[name])[tuple(prompt)] for prompt in tokens])
+        yield verdict(answers, [alone(PAIRS[name])[tuple(prompt)].tokens for prompt in tokens])
 
 
 def judge(name: str, connectors: Sequence[str]) -> Generator[str]:

@@ -342,6 +342,87 @@ def conversation(start: Start) -> Outcome:
     return answers, separate(tokens, computing, reading)
 
 
+CONVERSATIONS = 4
+TURNS = ((110, 70, 33, 7), (30, 64, 1, 90), (40, 2, 31, 32), (30, 30, 30, 30), (35, 65, 5, 129))
+"""New tokens in each turn of each conversation."""
+
+
+def used(start: Start) -> tuple[Engine, Engine]:
+    """Starts prefill and decode, and fills all blocks of both once with other prompts."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    for engine in (prefill, decode):
+        engine.generate(prompts(25, (400,) * 8), 1)
+    return prefill, decode
+
+
+def turn(prefill: Engine, decode: Engine, said: list[list[int]], handoffs: list[Any]) -> list[Answer]:
+    """Prefill computes what handoffs of the last turn lack, and decode answers with handoffs for the next one."""
+    computed = prefill.generate(said, 1, handoffs)
+    for answer, handoff in zip(computed, handoffs, strict=True):
+        if answer.cached < (num_tokens := handoff.get("remote_num_tokens") or 0):
+            raise AssertionError(f"void: prefill has read {answer.cached} of {num_tokens} tokens")
+    return loaded(decode.generate(said, TOKENS, [offered(answer) for answer in computed]), said)
+
+
+def farewell(engine: Engine, said: list[list[int]], answered: list[Answer]) -> tuple[list[list[int]], list[Answer]]:
+    """Lets an engine go on with conversations itself, from decode's handoffs: their prompts, and its answers."""
+    following = [[*before, *answer.tokens] for before, answer in zip(said, answered, strict=True)]
+    last = [{**offered(answer), "do_remote_prefill": True, "do_remote_decode": False} for answer in answered]
+    return following, loaded(engine.generate(following, TOKENS, last), following)
+
+
+def turns(start: Start) -> Outcome:
+    """Four conversations at a time, of five turns: prefill reads from decode what was said, decode from prefill."""
+    prefill, decode = used(start)
+    said: list[list[int]] = [[]] * CONVERSATIONS
+    handoffs: list[Any] = [ASK] * CONVERSATIONS
+    tokens: list[list[int]] = []
+    answers: list[Answer] = []
+    for seed, lengths in enumerate(TURNS, start=60):
+        said = [[*before, *new] for before, new in zip(said, prompts(seed, lengths), strict=True)]
+        tokens += said
+        answered = turn(prefill, decode, said, handoffs)
+        answers += answered
+        last = said
+        said = [[*before, *answer.tokens] for before, answer in zip(said, answered, strict=True)]
+        handoffs = [offered(answer) for answer in answered]
+    following, ended = farewell(prefill, last, answered)
+    idle(prefill, decode)
+    return [*answers, *ended], separate([*tokens, *following], prefill, decode)
+
+
+def rewritten(start: Start) -> Outcome:
+    """In place of decode's answer, the next prompt has another text, or nothing: prefill reads what it shares.
+
+    It computes the rest, also what is too short to be read. With another conversation's handoff it fails.
+    """
+    return next_turns(start, expected_reads=(100, 0, 129, 0))
+
+
+def rewritten_after_window(start: Start) -> Outcome:
+    """The same where decode has no state or window any more from which to go on: prefill computes all."""
+    return next_turns(start, expected_reads=(0, 0, 0, 0))
+
+
+def next_turns(start: Start, expected_reads: tuple[int, ...]) -> Outcome:
+    """A prefill engine that has cached nothing reads from decode, and has to read so many positions."""
+    prefill, decode = used(start)
+    successor = start("prefill").ready()
+    said = prompts(65, (100, 40, 130, 101))
+    answered = turn(prefill, decode, said, [ASK] * len(said))
+    new = prompts(66, (60, 20, 0, 120))
+    following = [[*before, *more] for before, more in zip([*said[:3], []], new, strict=True)]
+    computed = successor.generate(following, 1, [offered(answer) for answer in answered])
+    if (reads := tuple(answer.cached for answer in computed)) != expected_reads:
+        raise AssertionError(f"void: prefill has read {reads} positions, expected {expected_reads}")
+    *others, failed = computed
+    again = loaded(decode.generate(following[:3], TOKENS, [offered(answer) for answer in others]), following[:3])
+    lasts, ended = farewell(successor, [*following[:3], said[3]], [*again, answered[3]])
+    idle(prefill, decode, successor)
+    right = separate([*said, *following[:3], *lasts], successor, decode)
+    return [*answered, *again, *ended, failed], [*right, []]
+
+
 def another_prompt(start: Start) -> Outcome:
     """Decode is sent prompts with the handoff of another prompt of the same length: they fail.
 
@@ -373,6 +454,19 @@ def read_twice(start: Start) -> Outcome:
     idle(prefill, decode)
     right = agreed(tokens, prefill, decode)
     return [*read, *again], [*right, *unless_failed(again, right)]
+
+
+def reset(start: Start) -> Outcome:
+    """Prefill's caches are reset, as for other weights: what it had computed fails, and its blocks are free."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    lost, others = prompts(67), prompts(68)
+    transfers = [offered(answer) for answer in prefill.generate(lost, 1, [ASK] * len(lost))]
+    prefill.forget()
+    idle(prefill)
+    failed = decode.generate(lost, TOKENS, transfers)
+    read = moved(prefill, decode, others)
+    idle(prefill, decode)
+    return [*failed, *read], [*[[]] * len(lost), *agreed(others, prefill, decode)]
 
 
 def twelve_answers(start: Start) -> Outcome:

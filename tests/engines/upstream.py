@@ -33,7 +33,6 @@ CONNECTORS: dict[str, dict[str, Any]] = {
         "kv_connector": "KvplanConnector",
         "kv_connector_module_path": "kvplan_nixl.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {},
     },
 }
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvplan.models import FAMILIES, REFUSED
 from kvplan.models.config import NUM_HEADS, Family
-from kvplan.models.families import OUTER, mla, sparse_mla
+from kvplan.models.families import OUTER, block_indexed, mla, sparse_mla
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parent.parent / "docs" / "reference" / "models.md"
@@ -103,7 +103,7 @@ def _attention(family: Family) -> list[str]:
     if family.state is not None and not {*family.defaults} & {*NUM_HEADS[:1], "num_key_value_heads"}:
         return []
     words = ["latents" if family.attention in (mla, sparse_mla) else "K and V"]
-    if family.attention is sparse_mla:
+    if family.attention in (sparse_mla, block_indexed):
         words.append("indexer")
     if any("window" in key or key == "attention_chunk_size" for key in family.defaults):
         words.append("window")

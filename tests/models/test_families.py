@@ -260,6 +260,41 @@ def test_the_sizes_of_a_message_make_a_model() -> None:
     assert (len(model.layers), dict(model.layers[0][0].axes)) == (40, {"kv": 2, "head": 10, "dim": 128})
 
 
+SPARSE_LAYERS = {"sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "dims"),
+    [
+        ({}, [[], [], []]),
+        ({"sparse_attention_config": {**SPARSE_LAYERS, "sparse_index_dim": 64}}, [[], [64], [64]]),
+        ({"sparse_attention_config": {**SPARSE_LAYERS, "sparse_disable_index_value": None}}, [[], [128], [128]]),
+        ({"layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"]}, [[128], [], [128]]),
+    ],
+    ids=["none", "older", "default", "types"],
+)
+def test_layers_that_choose_blocks_keep_index_keys(keys: dict[str, Any], dims: list[list[int]]) -> None:
+    """Files of MiniMax-M3 list them by type, or in ``sparse_attention_config``."""
+    model = Model.from_config({**config("minimax_m3_vl_text", num_hidden_layers=3), **keys})
+    found = [[dict(tensor.axes)["dim"] for tensor in layer if tensor.kind == "index"] for layer in model.layers]
+    assert found == dims
+    assert all(layer[0].kind == "attn" for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    ("stated", "text"),
+    [
+        ({"sparse_attention_freq": [0, 1]}, "0 or 1 for each of 3 layers"),
+        ({**SPARSE_LAYERS, "sparse_disable_index_value": [0, 1, 0]}, "indexers without values"),
+    ],
+)
+def test_indexers_that_are_refused(stated: dict[str, Any], text: str) -> None:
+    """Of too few layers, or with values, which nobody moves."""
+    keys = {**config("minimax_m3_vl_text", num_hidden_layers=3), "sparse_attention_config": stated}
+    with pytest.raises(KVPlanError, match=f"^CONFIG: .* {text}"):
+        Model.from_config(keys)
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [

@@ -128,6 +128,7 @@ EXCEPTIONS: Final[dict[str, dict[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"]},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 5], "rotary_dim": 4},
     "nemotron_h": {"sliding_window": None},
     "zamba2": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"]},
     **dict.fromkeys(("glm4v_text", "glm_ocr_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), EIGHT),
@@ -214,8 +215,9 @@ def cached(config: Any) -> list[Shapes]:
             assert heads == v_heads
             window = getattr(layer, "sliding_window", None)
             shapes["attention"] = (heads, k + v, window and window + (config.model_type in ONE_MORE))
-        if getattr(layer, "indexer_keys", None) is not None:
-            shapes["index"] = (layer.indexer_keys.shape[-1],)
+        for name in ("indexer_keys", "idx_keys"):
+            if getattr(layer, name, None) is not None:
+                shapes["index"] = (getattr(layer, name).shape[-1],)
         for state in getattr(layer, "conv_states", {}).values():
             if state is not None:  # transformers keeps one column more, which it doesn't read again
                 shapes["conv"] = (state.shape[1], state.shape[2] - 1)
@@ -242,7 +244,7 @@ def planned(config: dict[str, Any]) -> list[Shapes]:
             if tensor.kind == "attn":
                 shapes["attention"] = (axes.get("head", 1), axes.get("kv", 1) * axes["dim"], tensor.window)
             elif tensor.kind == "index":
-                shapes["index"] = (axes["byte"],)
+                shapes["index"] = (axes.get("byte") or axes["dim"],)
             elif tensor.kind == "ssm":
                 shapes["state"] = (tensor.axes[0][1], *sorted(size for _, size in tensor.axes[1:]))
         found.append(shapes)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
+from queue import Queue
 
 import pytest
 
@@ -27,48 +28,42 @@ def server() -> Iterator[BootstrapServer]:
     server.close()
 
 
-def taken(rooms: Rooms, room: int) -> object:
-    """The entry of a room, when it is there."""
-    deadline = time.monotonic() + 10
-    while (entry := rooms.take(room)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return entry
+def wanted(rooms: Rooms, room: int, address: str) -> Queue[object]:
+    """Where the entry of a room will be."""
+    entries: Queue[object] = Queue()
+    rooms.want(room, address, entries.put_nowait)
+    return entries
 
 
 def test_what_is_published_later_is_found(server: BootstrapServer) -> None:
-    """Each rank that asks gets the entry, whether it was there before or not."""
-    ranks = [Rooms(LOGGER) for _ in range(2)]
-    for rooms in ranks:
-        rooms.want(7, server.address)
-    assert ranks[0].take(7) is None
+    """Each rank that asks gets the entry, once."""
+    queues = [wanted(Rooms(LOGGER), 7, server.address) for _ in range(2)]
+    assert all(entries.empty() for entries in queues)
     publish(server.address, 7, {"token": 1})
-    assert [taken(rooms, 7) for rooms in ranks] == [{"token": 1}] * 2
+    assert [entries.get(timeout=10) for entries in queues] == [{"token": 1}] * 2
     while any(thread.name == "kvplan rooms" for thread in threading.enumerate()):  # which end when nothing is wanted
         time.sleep(0.001)
-    assert ranks[0].take(7) is None
+    assert all(entries.empty() for entries in queues)
 
 
 def test_a_forgotten_room_is_not_found(server: BootstrapServer) -> None:
     """A request that was aborted leaves nothing behind."""
     rooms = Rooms(LOGGER)
-    rooms.want(7, server.address)
-    rooms.want(8, server.address)
+    forgotten, other = wanted(rooms, 7, server.address), wanted(rooms, 8, server.address)
     rooms.forget(7)
     publish(server.address, 7, {})
     publish(server.address, 8, {"token": 2})
-    assert taken(rooms, 8) == {"token": 2}
-    assert rooms.take(7) is None
+    assert other.get(timeout=10) == {"token": 2}
+    assert forgotten.empty()
 
 
 def test_a_server_that_does_not_answer(server: BootstrapServer) -> None:
     """Rooms of other servers are found meanwhile."""
     rooms = Rooms(LOGGER)
-    rooms.want(6, DEAD)
-    rooms.want(7, server.address)
+    dead, other = wanted(rooms, 6, DEAD), wanted(rooms, 7, server.address)
     publish(server.address, 7, {"token": 3})
-    assert taken(rooms, 7) == {"token": 3}
-    assert rooms.take(6) is None
+    assert other.get(timeout=10) == {"token": 3}
+    assert dead.empty()
     rooms.forget(6)
     with pytest.raises(KVPlanError, match="PEER"):
         ask(DEAD, [6])

@@ -131,6 +131,8 @@ def test_nixl_connectors_settings_are_read_or_refused(vllm: Any) -> None:
     settings = read(vllm, {"kv_lease_duration": 60, "backends": ["UCX", "LIBFABRIC"]})
     assert settings.lease_s == 60
     assert settings.backends == {**UCX, "LIBFABRIC": {}}
+    turns = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 600, "kv_recompute_threshold": 0}
+    assert turns.items() <= attrs.asdict(read(vllm, turns)).items()
     assert refused(vllm, {"lease_s": 60, "kv_lease_duration": 60}).code == "SETTING"
     for name, unsupported in vllm.UNSUPPORTED.items():
         read(vllm, {name: unsupported.default})
@@ -148,11 +150,12 @@ def test_backends_of_another_form_are_refused(vllm: Any, backends: Any) -> None:
     assert refused(vllm, {"backends": backends}).code == "TYPE"
 
 
-def test_routed_experts_are_refused(vllm: Any) -> None:
-    """vLLM refuses them beside NixlConnector, by its name."""
-    vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=False)))
-    with pytest.raises(KVPlanError, match="SETTING: cannot set enable_return_routed_experts"):
-        vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=True)))
+@pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_sleep_mode"])
+def test_engines_whose_answers_may_be_wrong_are_refused(vllm: Any, name: str) -> None:
+    """vLLM refuses some beside NixlConnector, by its name, and accepts them beside others."""
+    vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(**{name: False})))
+    with pytest.raises(KVPlanError, match=f"SETTING: cannot set {name}: expected False, got True"):
+        vllm.check_engine(SimpleNamespace(model_config=SimpleNamespace(**{name: True})))
 
 
 def test_sglangs_settings_are_in_the_environment() -> None:

@@ -20,6 +20,7 @@ import torch
 
 import kvplan_nixl.sglang
 from kvplan import KVPlanError
+from kvplan.connector import Listener
 from kvplan.connector.http import exchange
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 
@@ -33,7 +34,9 @@ CONFIG = {
     "vocab_size": 32,
     "torch_dtype": "float32",
 }
+SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "index_head_dim": 128}
 TOKENS, ROOM = 37, 5
+SETTINGS = SimpleNamespace(enable_hisparse=False, disaggregation_ib_device=None)
 KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 
 
@@ -44,34 +47,30 @@ class World:
         self._said: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=10)
 
-    def parallel(self, stage: int) -> SimpleNamespace:
-        """What SGLang tells a rank that is a pipeline stage."""
+    def parallel(self, rank: int, *, dp: bool = False) -> SimpleNamespace:
+        """What SGLang tells a rank, which is a pipeline stage or has requests of its own."""
         size = len(self._said)
 
         def gather(found: list[Any], one: Any) -> None:
-            self._said[stage] = one
+            self._said[rank] = one
             self._barrier.wait()
             found[:] = self._said
             self._barrier.wait()
 
-        def broadcast(one: Any, src: int) -> Any:
-            found: list[Any] = []
-            gather(found, one)
-            return found[src]
-
-        world = SimpleNamespace(rank_in_group=stage, world_size=size, cpu_group=gather, broadcast_object=broadcast)
+        world = SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=gather)
         return SimpleNamespace(
-            pp_rank=stage,
-            pp_size=size,
+            pp_rank=0 if dp else rank,
+            pp_size=1 if dp else size,
+            attn_dp_rank=rank if dp else 0,
             attn_dcp_size=1,
-            tp_size=1,
-            attn_tp_size=1,
+            attn_cp_size=1,
             attn_tp_group=SimpleNamespace(rank_in_group=0, world_size=1),
             world_group=world,
         )
 
 
 PARALLEL = World(1).parallel(0)
+DRAFT_FILES = SimpleNamespace(speculative_draft_model_path="draft", speculative_draft_model_revision=None)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
         "KVPoll": KVPoll,
@@ -87,6 +86,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.runtime_context": {
         "get_parallel": lambda: PARALLEL,
         "get_serving": lambda: SimpleNamespace(served_model_name="tiny"),
+        "get_spec": lambda: DRAFT_FILES,
     },
     "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "127.0.0.1"},
 }
@@ -116,7 +116,9 @@ class Side:
     """A rank with its pool of K and V [layer, slot, head, dim], and the buffers of first tokens.
 
     In the layout ``hnd`` heads are outside the slots of a page. With a window, layer 0 attends to that many tokens
-    before, and has a pool of its own. A rank may hold some ``layers``.
+    before, and has a pool of its own. A rank may hold some ``layers``. A draft, of the model's files or of another
+    model's, is a layer in a pool of its own, with ``draft_heads``. A ``sparse`` model has latents, and index keys and
+    their scales in pages of bytes.
     """
 
     def __init__(
@@ -127,6 +129,8 @@ class Side:
         window: int | None = None,
         layout: str = "nhd",
         layers: range = range(2),
+        draft_heads: int = 0,
+        sparse: bool = False,
     ) -> None:
         shape = (2, 160, 2, 8) if layout == "nhd" else (2, 160 // page, 2, page, 8)
         self.k, self.v = torch.zeros(2, *shape)
@@ -137,6 +141,7 @@ class Side:
         buffers = [self.metadata.output_ids, self.metadata.bootstrap_room]
         args = SimpleNamespace(
             state_types=[],
+            system_dp_rank=None,
             page_size=page,
             aux_data_ptrs=[buffer.data_ptr() for buffer in buffers],
             aux_item_lens=[buffer[0].nbytes for buffer in buffers],
@@ -158,18 +163,36 @@ class Side:
             )
             kinds = ["sliding_attention", "full_attention"]
             fields = {**CONFIG, "model_type": "gemma3_text", "sliding_window": window + 1, "layer_types": kinds}
+        if sparse:
+            args.state_types = [SimpleNamespace(value="dsa")]
+            self.latents = torch.zeros(2, 160, 1, 24)
+            self.keys = torch.zeros(2, 160 // page, page * 132, dtype=torch.uint8)
+            pool.kv_buffer, pool.index_k_with_scale_buffer = self.latents, self.keys
+            fields = {**CONFIG, **SPARSE}
+        draft_pool = None
+        if draft_heads:
+            self.draft = torch.zeros(2, 1, 160, draft_heads, 8)
+            sizes = {"page_size": page, "start_layer": 0, "layer_num": 1, "kv_cache_layout": "nhd"}
+            draft_pool = SimpleNamespace(k_buffer=self.draft[0], v_buffer=self.draft[1], **sizes)
+            fields = {**CONFIG, "model_type": "mimo", "num_nextn_predict_layers": 1}
+        files = {
+            "tiny": fields,
+            "draft": {**CONFIG, "model_type": "qwen3", "num_key_value_heads": 1, "num_hidden_layers": 1},
+        }
         config = SimpleNamespace(
             model_path="tiny",
             revision=None,
-            hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (fields, {})),
+            hf_config=SimpleNamespace(get_config_dict=lambda path, revision: (files[path], {})),
         )
-        self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), None)
+        self.manager = plugin.manager.Manager(args, SimpleNamespace(value=mode), SETTINGS)
         self.queue = SimpleNamespace(
             token_to_kv_pool=pool,
-            draft_token_to_kv_pool=None,
+            draft_token_to_kv_pool=draft_pool,
             metadata_buffers=self.metadata,
             transfer_queue=SimpleNamespace(),
-            scheduler=SimpleNamespace(model_config=config, sliding_window_size=window),
+            scheduler=SimpleNamespace(
+                model_config=config, sliding_window_size=window, spec_algorithm=SimpleNamespace(name="NONE")
+            ),
         )
         self.manager.start(self.queue)
 
@@ -288,6 +311,80 @@ def test_a_window_is_read_by_whole_pages(plugin: SimpleNamespace, server: Bootst
     receiver.clear()
 
 
+def moved(plugin: SimpleNamespace, prefill: Side, decode: Side, server: BootstrapServer, *states: Any) -> Any:
+    """A receiver that has begun to read what prefill has computed. Both sides list their pages for each state too."""
+    sender, receiver = plugin.prefill.Sender(prefill.manager, server.address, ROOM), received(plugin, decode, server)
+    sender.req = request_of()
+    sender.init(len(THEIRS), 2)
+    theirs, ours = torch.tensor(THEIRS).numpy(), torch.tensor(OURS).numpy()
+    sender.send(theirs, [theirs for _ in states], TOKENS)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(ours, 3, [ours for _ in states], 0)
+    return receiver
+
+
+def test_index_keys_are_read_with_the_latents(plugin: SimpleNamespace, server: BootstrapServer) -> None:
+    """SGLang lists their pages a second time."""
+    prefill, decode = Side(plugin, "prefill", 4, sparse=True), Side(plugin, "decode", 16, sparse=True)
+    prefill.latents.copy_(torch.randn(prefill.latents.shape))
+    prefill.keys.copy_(torch.randint(256, prefill.keys.shape))
+    receiver = moved(plugin, prefill, decode, server, "dsa")
+    until(receiver, KVPoll.Success)
+    receiver.clear()
+    for i in range(TOKENS):
+        (theirs, their_slot), (ours, our_slot) = (THEIRS[i // 4], i % 4), (OURS[i // 16], i % 16)
+        latents = prefill.latents[:, theirs * 4 + their_slot], decode.latents[:, ours * 16 + our_slot]
+        assert torch.equal(*latents)
+        # the keys of all slots of a page come before their scales
+        for size, their_start, our_start in ((128, 0, 0), (4, 4 * 128, 16 * 128)):
+            starts = their_start + their_slot * size, our_start + our_slot * size
+            keys = prefill.keys[:, theirs, starts[0] :][:, :size], decode.keys[:, ours, starts[1] :][:, :size]
+            assert torch.equal(*keys)
+
+
+@pytest.mark.parametrize("draft_path, draft_heads", [("tiny", 2), (None, 2), ("draft", 1)])
+def test_a_draft_is_read_with_its_target(
+    plugin: SimpleNamespace,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+    draft_path: str | None,
+    draft_heads: int,
+) -> None:
+    """Its layers are in the model's files, or those of another model with other heads."""
+    monkeypatch.setattr(DRAFT_FILES, "speculative_draft_model_path", draft_path)
+    prefill, decode = (
+        Side(plugin, mode, page, draft_heads=draft_heads) for mode, page in (("prefill", 4), ("decode", 16))
+    )
+    for memory in (prefill.k, prefill.v, prefill.draft):
+        memory.copy_(torch.randn(memory.shape))
+    receiver = moved(plugin, prefill, decode, server)
+    until(receiver, KVPoll.Success)
+    receiver.clear()
+    assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
+    for i in range(TOKENS):
+        theirs, ours = THEIRS[i // 4] * 4 + i % 4, OURS[i // 16] * 16 + i % 16
+        assert torch.equal(decode.draft[:, :, ours], prefill.draft[:, :, theirs])
+
+
+def test_a_draft_on_one_side_alone_is_refused(
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode needs the cache of its draft from prefill."""
+    decode = Side(plugin, "decode", 16, draft_heads=1)
+    receiver = moved(plugin, prefill, decode, server)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=r"tiny, weights \w+, draft weights \w+"):
+        receiver.failure_exception()
+    receiver.clear()
+
+
+def test_a_draft_in_one_stage_is_refused(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last stage would have its cache."""
+    monkeypatch.setattr(PARALLEL, "pp_size", 2)
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .* expected pp_size = 1, got 2"):
+        Side(plugin, "prefill", 4, draft_heads=1)
+
+
 @pytest.mark.parametrize("staging_bytes", [0, 1 << 20])
 def test_a_request_is_staged_where_layouts_leave_short_runs(
     plugin: SimpleNamespace, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch, staging_bytes: int
@@ -311,6 +408,22 @@ def test_a_request_is_staged_where_layouts_leave_short_runs(
         for side in (prefill, decode)
     ]
     assert [found.get("staging", 0) for found in sizes] == [0, staging_bytes]
+
+
+def test_a_lease_is_claimed_though_nobody_polls(
+    plugin: SimpleNamespace,
+    prefill: Side,
+    decode: Side,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While SGLang is paused, or resumes what it has retracted, it polls no receiver."""
+    claimed = threading.Event()
+    monkeypatch.setattr(decode.manager.rank.claims, "begin", lambda *_: claimed.set())
+    receiver = received(plugin, decode, server)
+    sent(plugin, prefill, server)
+    assert claimed.wait(10)
+    receiver.clear()
 
 
 def test_another_engine_knows_the_first_token_alone(
@@ -434,7 +547,6 @@ def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server
     with pytest.raises(KVPlanError, match="PROMPT: cannot read request 5 again"):
         receiver.failure_exception()
     receiver.clear()
-    assert not decode.manager.should_verify_kv_checksum(server.address)
 
 
 def test_a_window_of_single_tokens_has_no_prefix_cache(
@@ -551,30 +663,34 @@ def test_a_request_that_nobody_reads(
     "field, got, message",
     [
         ("attn_dcp_size", 4, "attn_dcp_size = 1, got 4"),
-        ("tp_size", 2, "attn_tp_size = 2, got 1"),
-        ("draft_token_to_kv_pool", "a pool", "draft_token_to_kv_pool = None, got a pool"),
-        ("state_types", ["swa", "dsa"], r"state_types = \['swa'\], got \['swa', 'dsa'\]"),
+        ("attn_cp_size", 2, "attn_cp_size = 1, got 2"),
+        ("spec_algorithm", SimpleNamespace(name="DFLASH"), ".* = EAGLE or EAGLE3 or NGRAM or NONE or .*, got DFLASH"),
+        ("state_types", ["swa", "dsa_tail"], r"state_types = \['swa'\], got \['swa', 'dsa_tail'\]"),
         ("state_types", ["swa"], "num_groups = 2, got 1"),
+        ("enable_hisparse", True, "enable_hisparse = False, got True"),
+        ("disaggregation_ib_device", "mlx5_0", "disaggregation_ib_device = None, got mlx5_0"),
     ],
 )
 def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
     """An engine that the plugin can't serve does not start."""
     kinds = [SimpleNamespace(value=kind) for kind in got] if field == "state_types" else got
-    for owner in (PARALLEL, decode.queue, decode.manager.kv_args):
+    for owner in (PARALLEL, decode.queue.scheduler, decode.manager.kv_args, decode.manager._server_args):
         if hasattr(owner, field):
             monkeypatch.setattr(owner, field, kinds)
     with pytest.raises(KVPlanError, match=f"^LAYOUT: cannot serve this SGLang by kvplan: expected {message}$"):
         decode.manager.start(decode.queue)
 
 
-def two_stages(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, page: int) -> list[Side]:
-    """An engine of two pipeline stages, each with a layer."""
+def two_ranks(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str, page: int, *, dp: bool = False
+) -> list[Side]:
+    """An engine of two ranks: pipeline stages, each with a layer, or with requests of their own."""
     world, here = World(2), threading.local()
     monkeypatch.setattr(plugin.manager, "get_parallel", lambda: here.parallel)
 
-    def start(stage: int) -> Side:
-        here.parallel = world.parallel(stage)
-        side = Side(plugin, mode, page, layers=range(stage, stage + 1))
+    def start(rank: int) -> Side:
+        here.parallel = world.parallel(rank, dp=dp)
+        side = Side(plugin, mode, page, layers=range(2) if dp else range(rank, rank + 1))
         for memory in (side.k, side.v):
             memory.copy_(torch.randn(memory.shape))
         return side
@@ -583,6 +699,29 @@ def two_stages(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: s
         sides = [*threads.map(start, range(2))]
     monkeypatch.setattr(plugin.manager, "get_parallel", lambda: PARALLEL)
     return sides
+
+
+def test_ranks_with_requests_of_their_own(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With DP attention each rank is an engine of its own: decode reads a request from the one that has computed it."""
+    ports = []
+
+    def listen(*arguments: Any, port: int, **options: Any) -> Listener:
+        ports.append(port)
+        return Listener(*arguments, **options)
+
+    monkeypatch.setenv("KVPLAN_PORT", "5600")
+    monkeypatch.setitem(plugin.manager.PrefillRank.__init__.__globals__, "Listener", listen)
+    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
+    for number, rank in enumerate(ranks):
+        assert rank.manager.rank.memory.is_first
+        receiver = moved(plugin, rank, decode, server)
+        until(receiver, KVPoll.Success)
+        assert torch.equal(decode.rows(OURS), rank.rows(THEIRS)), number
+        receiver.clear()
+        server._rooms.clear()
+    assert sorted(ports) == [5600, 5601]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -594,7 +733,7 @@ def test_stages_of_prefill(
     order: tuple[int, int],
 ) -> None:
     """Each stage has pages of its own; decode reads when all have published theirs, and then all are free."""
-    stages = two_stages(plugin, monkeypatch, "prefill", 4)
+    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
     pages = [THEIRS, [page + 1 for page in reversed(THEIRS)]]
     receiver = received(plugin, decode, server)
     senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
@@ -618,7 +757,7 @@ def test_stages_of_prefill(
 
 def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one reads its own layers; the first one tells prefill when all have."""
-    stages = two_stages(plugin, monkeypatch, "decode", 16)
+    stages = two_ranks(plugin, monkeypatch, "decode", 16)
     workers = [stage.manager.rank.memory.executor.worker for stage in stages]
     assert [(worker.rank, *worker.tensors) for worker in workers] == [(0, "layers.0.attn"), (1, "layers.1.attn")]
     assert [stage.manager.rank.memory.is_first for stage in stages] == [True, False]
