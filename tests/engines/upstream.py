@@ -36,21 +36,22 @@ CONNECTORS: dict[str, dict[str, Any]] = {
     },
 }
 
+LAST_TOKEN = "counts the prompt's last token among those that are read; kvplan leaves it out, since decode computes it"
+STATES = "has drafts beside Mamba states, which kvplan refuses by name"
+TABLES = "counts blocks in a list for each group; a table of kvplan's has a name, and says where it begins"
+BY_HAND = "states a handoff by hand, without a lease and a digest of the prompt: kvplan lets the request fail"
+EXPIRY = "looks for the time when blocks expire; kvplan's readers claim a lease instead"
+
 REASONS = {
-    "test_remote_prefill_lifecycle.test_basic_lifecycle": (
-        "counts the prompt's last token among those that are read; kvplan leaves it out, since decode computes it"
-    ),
-    "test_remote_prefill_lifecycle.test_async_load_does_not_double_reserve_mamba_spec_blocks": (
-        "drafts beside Mamba states, which kvplan refuses by name"
-    ),
-    "test_remote_decode_lifecycle.test_prefix_cache_lifecycle": (
-        "counts blocks in a list for each group; a table of kvplan's has a name, and says where it begins"
-    ),
-    "test_bidirectional_kv_transfer": (
-        "states a handoff by hand, without a lease and a digest of the prompt, or expects decode to hand over"
-    ),
+    "test_remote_prefill_lifecycle.test_basic_lifecycle": LAST_TOKEN,
+    "test_remote_prefill_lifecycle.test_async_load_does_not_double_reserve_mamba_spec_blocks": STATES,
+    "test_remote_decode_lifecycle.test_prefix_cache_lifecycle": TABLES,
+    "test_bidirectional_kv_transfer.test_remote_blocks_exceed_prompt_tokens": LAST_TOKEN,
+    "test_bidirectional_kv_transfer.test_d_node_partial_last_block_remote_num_tokens": TABLES,
+    "test_bidirectional_kv_transfer.test_kv_recompute_threshold_skips_small_transfer": BY_HAND,
+    "test_bidirectional_kv_transfer.test_d_node_request_finished_exports_blocks_expiry_time": EXPIRY,
 }
-"""Why kvplan does not pass a test, or tests of a file."""
+"""Why kvplan does not pass a test."""
 
 
 def source_package(release: str) -> Path:
@@ -143,8 +144,7 @@ def main() -> int:
     failed: dict[str, list[str]] = {}
     for name, outcome in results["kvplan"].items():
         if outcome == "failed":
-            test, file = name.partition("[")[0], name.partition(".")[0]
-            reason = REASONS.get(test, REASONS.get(file, "unknown"))
+            reason = REASONS.get(name.partition("[")[0], "unknown")
             failed.setdefault(reason, []).append(name)
     for reason, names in failed.items():
         print(f"\nNot passed, {reason}: {', '.join(names)}")
