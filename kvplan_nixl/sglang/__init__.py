@@ -1,6 +1,8 @@
 """SGLang's plugin: it adds ``kvplan`` to the values of ``--disaggregation-transfer-backend``.
 
-SGLang finds :func:`register` by an entry point and calls it in each of its processes.
+SGLang finds :func:`register` by an entry point and calls it in each of its processes, whatever
+their backend is. So it only adds the value and its classes. SGLang's queues are hooked when it
+first asks for the value's member of ``TransferBackend``, which is before it makes them.
 
 A :class:`~kvplan_nixl.sglang.manager.Manager` is a rank as SGLang sees it. Its rank of prefill or
 of decode has the memory, leases and reads; a sender or receiver is one request of it.
@@ -8,31 +10,54 @@ of decode has the memory, leases and reads; a sender or receiver is one request 
 
 from __future__ import annotations
 
-from enum import Enum
+from functools import cache
 from typing import Any, Final
 
 BACKEND: Final = "kvplan"
 
+DISAGGREGATION: Final = "sglang.srt.disaggregation"
+
 
 def register() -> None:
-    """Register the backend with SGLang's own registry of hooks."""
+    """Let SGLang know the backend. Other backends, and engines without one, stay as they are."""
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
-    from sglang.srt.disaggregation import utils
+    from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # SGLang's own backends, and one more: an Enum can't be extended
-    backends = {member.name: member.value for member in utils.TransferBackend}
-    transfer_backend = Enum("TransferBackend", {**backends, BACKEND.upper(): BACKEND})  # type: ignore[misc]
-    package = "sglang.srt.disaggregation"
-    HookRegistry.register(f"{package}.utils.TransferBackend", transfer_backend, HookType.REPLACE)
-    HookRegistry.register(f"{package}.utils.get_kv_class", _get_kv_class, HookType.AROUND)
-    for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
-        HookRegistry.register(f"{package}.{queue}._init_kv_manager", _start, HookType.AFTER)
-    sending = "prefill.PrefillBootstrapQueue.create_sender"
-    HookRegistry.register(f"{package}.{sending}", _tell_sender, HookType.AFTER)
-    waiting = "decode.DecodePreallocQueue._create_receiver_and_enqueue"
-    HookRegistry.register(f"{package}.{waiting}", _tell_receiver, HookType.AFTER)
+    # an Enum can't be extended, but it asks for members that it lacks
+    TransferBackend._missing_ = classmethod(_missing)
+    HookRegistry.register(f"{DISAGGREGATION}.utils.get_kv_class", _get_kv_class, HookType.AROUND)
     add_disagg_transfer_backend_choices([BACKEND])
+
+
+def _missing(transfer_backend: Any, value: Any) -> Any:
+    """Return the backend's member of ``TransferBackend``, None for any other value."""
+    return _member(transfer_backend) if value == BACKEND else None
+
+
+@cache
+def _member(transfer_backend: Any) -> Any:
+    """Return the backend's one member of ``TransferBackend``, after SGLang's queues are hooked."""
+    _hook_queues()
+    member = object.__new__(transfer_backend)
+    member._name_ = BACKEND.upper()
+    member._value_ = BACKEND
+    return member
+
+
+def _hook_queues() -> None:
+    """Hook what SGLang's queues do with managers, senders and receivers."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = {
+        "prefill.PrefillBootstrapQueue._init_kv_manager": _start,
+        "decode.DecodePreallocQueue._init_kv_manager": _start,
+        "prefill.PrefillBootstrapQueue.create_sender": _tell_sender,
+        "decode.DecodePreallocQueue._create_receiver_and_enqueue": _tell_receiver,
+    }
+    for target, hook in hooks.items():
+        HookRegistry.register(f"{DISAGGREGATION}.{target}", hook, HookType.AFTER)
+    HookRegistry.apply_hooks()
 
 
 def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
@@ -62,13 +87,19 @@ def _start(manager: Any, queue: Any) -> None:
 
 
 def _tell_sender(is_created: bool, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Give a sender its request."""
-    if is_created:
+    """Give a sender its request. SGLang's warm-up has senders of another class."""
+    from kvplan_nixl.sglang.prefill import Sender
+
+    if is_created and isinstance(req.disagg_kv_sender, Sender):
         req.disagg_kv_sender.req = req
 
 
 def _tell_receiver(waiting: Any, *_: Any, **__: Any) -> None:
     """Give a receiver its request. One that was retracted, to be computed again, is refused."""
-    waiting.kv_receiver.req = waiting.req
-    if waiting.is_rebootstrap:
-        waiting.kv_receiver.refuse_rebootstrap()
+    from kvplan_nixl.sglang.decode import Receiver
+
+    receiver = waiting.kv_receiver
+    if isinstance(receiver, Receiver):
+        receiver.req = waiting.req
+        if waiting.is_rebootstrap:
+            receiver.refuse_rebootstrap()

@@ -207,6 +207,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj")
 """Modules that an adapter changes. SGLang takes none that leaves out queries."""
 
 
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""The template of a chat, whose prompt is what was said."""
+
+
 def build(name: str, folder: Path) -> None:
     """Writes a model of MODELS into a folder: configuration, weights, the same each time, and token ``n`` as ``wn``."""
     torch.manual_seed(SEEDS.get(name, 0))
@@ -222,7 +226,7 @@ def build(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT).save_pretrained(folder)
     if name in ADAPTED:
         for number in (1, 2):
             adapt(model, folder / f"adapter-{number}")

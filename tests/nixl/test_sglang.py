@@ -549,6 +549,15 @@ def test_a_retracted_request_fails(plugin: SimpleNamespace, decode: Side, server
     receiver.clear()
 
 
+def test_requests_of_sglangs_warm_up_stay_as_they_are(plugin: SimpleNamespace) -> None:
+    """Their senders and receivers are of SGLang's own classes, beside any backend."""
+    req = SimpleNamespace(disagg_kv_sender=SimpleNamespace())
+    kvplan_nixl.sglang._tell_sender(True, None, req)
+    receiver = SimpleNamespace()
+    kvplan_nixl.sglang._tell_receiver(SimpleNamespace(kv_receiver=receiver, req=req, is_rebootstrap=True))
+    assert req.disagg_kv_sender == receiver == SimpleNamespace()
+
+
 def test_a_window_of_single_tokens_has_no_prefix_cache(
     plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

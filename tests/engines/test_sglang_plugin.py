@@ -1,0 +1,66 @@
+"""The plugin in SGLang itself: what is installed beside kvplan stays as it is until somebody asks for the backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
+
+PROBE = """
+import inspect, json, sys
+from sglang.srt.disaggregation import decode, prefill, utils
+from sglang.srt.managers import disagg_service
+from sglang.srt.plugins import load_plugins
+
+def everything():
+    found = {}
+    for module in (decode, prefill, utils, disagg_service):
+        for name, value in vars(module).items():
+            found[f"{module.__name__}.{name}"] = value
+            if inspect.isclass(value) and value.__module__ == module.__name__:
+                found |= {f"{value.__qualname__}.{member}": part for member, part in vars(value).items()}
+    return found
+
+def changed(before):
+    now = everything()
+    return sorted(name.rpartition("sglang.srt.")[2] for name in now if before.get(name) is not now[name])
+
+before = everything()
+members = list(utils.TransferBackend)
+load_plugins()
+loaded = changed(before)
+same = list(utils.TransferBackend) == members
+imported = sorted(name for name in sys.modules if name.startswith(("nixl", "kvplan")))
+asked = utils.TransferBackend("kvplan").value
+print(json.dumps({"loaded": loaded, "same": same, "imported": imported, "asked": [asked, *changed(before)]}))
+"""
+
+
+def test_the_plugin_waits_until_it_is_asked() -> None:
+    """Only the choice of classes is wrapped before, and neither NIXL nor the core of kvplan is imported."""
+    standins = Path(__file__).with_name("standins")
+    path = os.pathsep.join([str(standins), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
+    run = subprocess.run([sys.executable, "-c", PROBE], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    probed = json.loads(run.stdout.splitlines()[-1])
+    wrapped = ["decode", "prefill", "utils"]
+    assert probed["loaded"] == [
+        "TransferBackend._missing_",
+        *(f"disaggregation.{module}.get_kv_class" for module in wrapped),
+        "managers.disagg_service.get_kv_class",
+    ]
+    assert probed["same"]
+    assert probed["imported"] == ["kvplan_nixl", "kvplan_nixl.sglang"]
+    assert probed["asked"][0] == "kvplan"
+    assert {*probed["asked"][1:]} - {*probed["loaded"]} == {
+        "DecodePreallocQueue._create_receiver_and_enqueue",
+        "DecodePreallocQueue._init_kv_manager",
+        "PrefillBootstrapQueue._init_kv_manager",
+        "PrefillBootstrapQueue.create_sender",
+    }
