@@ -63,7 +63,7 @@ BLOCK: Final = HEADS * TOKENS * SMALL
 """Bytes of a block that is copied, in one layer."""
 
 ROUNDS: Final = 15
-TIMEOUT_S: Final = 120.0
+CALIBRATION_TIMEOUT_S: Final = 120.0
 
 PLANS: Final = {"READ": plan_reads, "WRITE": plan_writes}
 
@@ -129,7 +129,7 @@ def peer(device: str, size: int) -> Iterator[bytes]:
     with channel:
         yield channel.recv_bytes()
         channel.send_bytes(b"end")
-        process.join(TIMEOUT_S)
+        process.join(CALIBRATION_TIMEOUT_S)
 
 
 def transfers(executor: NixlExecutor, plan: TransferPlan, size: int) -> Iterator[Measurement]:
@@ -161,7 +161,7 @@ def move_blocks(
     """Move blocks once, and wait until they have moved."""
     (spec,) = plan.bind(local=local, remote=remote)
     transfer = executor.start(spec, "calibration")
-    if not settle(executor, [transfer], TIMEOUT_S):
+    if not settle(executor, [transfer], CALIBRATION_TIMEOUT_S):
         raise TimeoutError(f"{transfer!r}")
     if transfer.error is not None:
         raise transfer.error

@@ -39,7 +39,7 @@ SIZES: Final = (max(REQUESTS), 2, HEADS, DIM)
 RANDOM_BITS: Final = torch.randint(1 << 14, SIZES, dtype=torch.int16, generator=NOISE)
 """The same in both processes. As bfloat16 all of them are finite numbers."""
 
-TIMEOUT_S: Final = 120.0
+DEMO_TIMEOUT_S: Final = 120.0
 
 
 @attrs.frozen
@@ -110,7 +110,7 @@ def handshake(channel: Connection, executors: list[NixlExecutor]) -> list[Worker
 
 def receive(channel: Connection) -> bytes:
     """Return the next message of the other process. Raises TimeoutError."""
-    if not channel.poll(TIMEOUT_S):
+    if not channel.poll(DEMO_TIMEOUT_S):
         raise TimeoutError("no message from the other process")
     return channel.recv_bytes()
 
@@ -121,7 +121,7 @@ def values(request: int, layer: int, tokens: int, heads: range) -> torch.Tensor:
     return (bits & 0x3FFF).view(torch.bfloat16)
 
 
-def prefill(channel: Connection) -> None:
+def run_prefill(channel: Connection) -> None:
     """Run the prefill process: fill blocks, send their ids, and reuse them after all notices."""
     quiet()
     caches = [make_cache(PREFILL, rank) for rank in range(PREFILL.tp)]
@@ -163,14 +163,14 @@ def fill(tensor: torch.Tensor, ids: torch.Tensor, computed: torch.Tensor) -> Non
 
 def wait_for_notices(executor: NixlExecutor, pending: PendingRequests) -> None:
     """Wait until all readers of the pending request have notified. Raises TimeoutError."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + DEMO_TIMEOUT_S
     while not pending.receive(executor.notices()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{executor!r} waits for readers of {pending!r}")
         time.sleep(1e-4)
 
 
-def decode(channel: Connection) -> bool:
+def run_decode(channel: Connection) -> bool:
     """Run the decode process: read and check each request. Return whether all values were right."""
     caches = [make_cache(DECODE, rank) for rank in range(DECODE.tp)]
     workers = [cache.worker for cache in caches]
@@ -210,7 +210,7 @@ def decode(channel: Connection) -> bool:
 def read(executor: NixlExecutor, specs: tuple[ReadSpec, ...], request: str) -> None:
     """Read one worker's part of a request from all prefill workers."""
     transfers = [executor.start(spec, request) for spec in specs]
-    if not settle(executor, transfers, TIMEOUT_S):
+    if not settle(executor, transfers, DEMO_TIMEOUT_S):
         raise TimeoutError(f"{executor!r} waits for {request}")
     for transfer in transfers:
         if transfer.error is not None:
@@ -235,10 +235,10 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     channel, prefill_channel = context.Pipe()
     # a daemon ends with this process
-    process = context.Process(target=prefill, args=(prefill_channel,), daemon=True)
+    process = context.Process(target=run_prefill, args=(prefill_channel,), daemon=True)
     process.start()
     prefill_channel.close()  # so that reading fails when the process ends
     with channel:
-        all_right = decode(channel)
-        process.join(TIMEOUT_S)
+        all_right = run_decode(channel)
+        process.join(DEMO_TIMEOUT_S)
     return 0 if all_right and process.exitcode == 0 else 1

@@ -87,24 +87,6 @@ def after(moves: Ints, before: Ints) -> Ints:
     return np.where(moves == NOTHING, NOTHING, before[moves])
 
 
-@FEWER
-@given(engines(3), SPANS)
-def test_composition(three: list[Engine], span: tuple[int, int]) -> None:
-    """A to B and then B to C moves what A to C moves."""
-    a, b, c = three
-    first = after(moved(b, a, span), meant(a))
-    assert (after(moved(c, b, span), first) == after(moved(c, a, span), meant(a))).all()
-
-
-@FEWER
-@given(engines(2), SPANS)
-def test_inversion(two: list[Engine], span: tuple[int, int]) -> None:
-    """A to B and back to A restores all of the request on every replica."""
-    a, b = two
-    there = after(moved(b, a, span), meant(a))
-    assert (after(moved(a, b, span), there) == meant(a, span)).all()
-
-
 def turned(workers: Sequence[Worker]) -> list[Worker]:
     """Workers, and their regions, groups and views, in reverse order."""
     return [
@@ -121,17 +103,6 @@ def test_permutation(two: list[Engine], span: tuple[int, int]) -> None:
     plans = plan_mesh(turned(a.workers), turned(b.workers)).plans
     assert [plan.local.rank for plan in plans] == [worker.rank for worker in a.workers[::-1]]
     assert (read(plans, a, b, span) == moved(a, b, span)).all()
-
-
-@FEWER
-@given(engines(2), st.lists(st.integers(0, POSITIONS), max_size=3))
-def test_splitting(two: list[Engine], cuts: list[int]) -> None:
-    """A range bound in parts moves what it moves as a whole."""
-    a, b = two
-    plans = plan_mesh(a.workers, b.workers).plans
-    parts = np.array([read(plans, a, b, part) for part in itertools.pairwise([0, *sorted(cuts), POSITIONS])])
-    assert ((parts != NOTHING).sum(0) <= 1).all()
-    assert (parts.max(0) == moved(a, b)).all()
 
 
 WIDER = {2: "bfloat16", 4: "float32", 8: "float64"}

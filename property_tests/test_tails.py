@@ -20,7 +20,7 @@ Block = tuple[str, int]
 Bytes = dict[Place, Meaning]
 
 
-def listed(tables: Mapping[str, Blocks]) -> dict[Block, int]:
+def block_ids(tables: Mapping[str, Blocks]) -> dict[Block, int]:
     """The id of each block of tables without gaps."""
     return {
         (name, at): block for name, table in tables.items() for at, block in enumerate(table.ids.tolist(), table.first)
@@ -30,7 +30,8 @@ def listed(tables: Mapping[str, Blocks]) -> dict[Block, int]:
 def by_block(worker: Worker, tables: Mapping[str, Blocks], spans: Mapping[str, Span]) -> dict[Block, Bytes]:
     """The meaning of each byte of a worker's blocks, by block."""
     return {
-        (name, at): contents(worker, {name: Blocks([block], at)}, spans) for (name, at), block in listed(tables).items()
+        (name, at): contents(worker, {name: Blocks([block], at)}, spans)
+        for (name, at), block in block_ids(tables).items()
     }
 
 
@@ -41,7 +42,7 @@ def joined(parts: Mapping[Block, Bytes], blocks: Collection[Block]) -> Bytes:
 
 def some(tables: Mapping[str, Blocks], choice: random.Random) -> set[Block]:
     """About half of the blocks."""
-    return {block for block in listed(tables) if choice.random() < 0.5}
+    return {block for block in block_ids(tables) if choice.random() < 0.5}
 
 
 def serving(offered: Iterable[Mapping[Block, Bytes]], needed: Bytes) -> set[Block]:
@@ -57,7 +58,7 @@ def serving(offered: Iterable[Mapping[Block, Bytes]], needed: Bytes) -> set[Bloc
 
 def gapped(name: str, table: Blocks, kept: Collection[Block], form: random.Random) -> Blocks:
     """A table of the ``kept`` blocks alone, by ordinals, or with null blocks in place of the others."""
-    every = listed({name: table})
+    every = block_ids({name: table})
     here = {block: every[block] for block in every if block in kept}
     if form.random() < 0.5:
         return Blocks(list(here.values()), ordinals=[at for _, at in here], listed=table.listed)
@@ -136,6 +137,6 @@ def test_a_block_that_a_source_lacks_and_a_destination_wants_is_refused(case: Ca
     lost = choice.choice(serve)
     plan = case.reads(worker)
     with pytest.raises(KVPlanError) as refused:
-        plan.bind(**with_gaps(case, plan, kept, listed(case.tables[1]).keys() - {lost}, choice))
+        plan.bind(**with_gaps(case, plan, kept, block_ids(case.tables[1]).keys() - {lost}, choice))
     assert refused.value.code == "BLOCKS"
     assert refused.value.details["group"] == lost[0]

@@ -255,7 +255,7 @@ def _expect(condition: bool, otherwise: str) -> None:
 
 
 @contextmanager
-def refused(code: str, name: str) -> Iterator[None]:
+def expect_refusal(code: str, name: str) -> Iterator[None]:
     """Assert that the block raises a KVPlanError with a code, and a ``name`` in its message."""
     try:
         yield
@@ -383,9 +383,9 @@ class ExecutorContract:
                 executor.notify(source, "request", status, attempt=3)
                 ended = transmission.notified(pending, source, 1)
                 _expect(ended == {"request": status}, f"expected that it was {status}, got {ended}")
-            with refused("PEER", "nobody/7"):
+            with expect_refusal("PEER", "nobody/7"):
                 executor.notify(("nobody", 7), "request", Status.FAILED)
-            with refused("TYPE", "status"):
+            with expect_refusal("TYPE", "status"):
                 executor.notify(source, "request", Status.RUNNING)
 
     def test_names_of_requests(self) -> None:
@@ -400,12 +400,12 @@ class ExecutorContract:
             source = transmission.sources[0].key
             for request in bad_names:
                 code = "NAME" if isinstance(request, str) else "TYPE"
-                with refused(code, "name of a request"):
+                with expect_refusal(code, "name of a request"):
                     transmission.start([plan], request)
-                with refused(code, "name of a request"):
+                with expect_refusal(code, "name of a request"):
                     executor.notify(source, request, Status.FAILED)
             for attempt, code in bad_attempts:
-                with refused(code, "attempt"):
+                with expect_refusal(code, "attempt"):
                     transmission.start([plan], "request", attempt=attempt)
             transmission.check_memory(expected)
 
@@ -430,7 +430,7 @@ class ExecutorContract:
         """A spec of a plan that was not prepared is refused."""
         with self.transmission() as transmission:
             plan = plan_reads(transmission.destinations[0], transmission.sources)
-            with refused("TRANSFER", transmission.sources[0].label):
+            with expect_refusal("TRANSFER", transmission.sources[0].label):
                 transmission.start([plan], "request")
 
     def test_prepare_refuses_other_workers(self) -> None:
@@ -450,7 +450,7 @@ class ExecutorContract:
                 (local, plan_reads(local, changed), changed[0]),
             )
             for worker, plan, wrong in plans:
-                with refused("PEER", wrong.label):
+                with expect_refusal("PEER", wrong.label):
                     transmission.cluster.executors[worker.key].prepare(plan)
 
     def test_prepare_takes_other_views_of_the_local_worker(self) -> None:
@@ -481,7 +481,7 @@ class ExecutorContract:
             for executor, transfer in started:
                 if transfer.status.is_settled:
                     continue
-                with refused("TRANSFER", transfer.request):
+                with expect_refusal("TRANSFER", transfer.request):
                     executor.release(transfer)
                 executor.cancel(transfer)
             statuses = transmission.finish(started)

@@ -41,7 +41,7 @@ def enumerated(digits: tuple[Axis, ...]) -> dict[int, int]:
     return offsets
 
 
-def listed(found: Segments) -> dict[int, int]:
+def offsets_of(found: Segments) -> dict[int, int]:
     """The byte offset of each coordinate that the segments cover."""
     rows = zip(*(array.tolist() for array in (found.start, found.length, found.offset, found.stride)), strict=True)
     pairs = [(start + i, offset + i * stride) for start, length, offset, stride in rows for i in range(length)]
@@ -64,7 +64,7 @@ def fewest(offsets: dict[int, int]) -> int:
 @given(digits_of_a_name())
 def test_segments_are_the_digits(digits: tuple[Axis, ...]) -> None:
     """Segments give every coordinate the offset that its digits give it, and cover no other coordinate."""
-    assert listed(segments(digits)) == enumerated(digits)
+    assert offsets_of(segments(digits)) == enumerated(digits)
 
 
 @given(digits_of_a_name())
@@ -105,7 +105,7 @@ def test_kernel_blocks_of_one_stride_are_one_segment() -> None:
 
 def test_no_digits_are_one_slot() -> None:
     """A name without an axis has one coordinate: the token axis of a state."""
-    assert listed(segments(())) == {0: 0}
+    assert offsets_of(segments(())) == {0: 0}
 
 
 def test_too_many_segments_are_refused_before_they_are_made() -> None:

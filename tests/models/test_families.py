@@ -54,42 +54,6 @@ def tensors(config: dict[str, Any]) -> dict[str, dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("model_type", "heads", "head_dim"),
-    [
-        ("llama", 32, 32),
-        ("mistral", 8, 32),
-        ("ministral", 8, 32),
-        ("ministral3", 8, 128),
-        ("mixtral", 8, 32),
-        ("phi3", 32, 32),
-        ("qwen2", 32, 32),
-        ("qwen2_moe", 16, 32),
-        ("qwen3", 32, 128),
-        ("qwen3_moe", 4, 32),
-        ("gemma2", 4, 256),
-        ("gemma3_text", 4, 256),
-        ("gpt_oss", 8, 64),
-        ("jamba", 8, 32),
-        ("nemotron_h", 8, 128),
-        ("granitemoehybrid", 32, 32),
-        ("falcon_h1", 8, 32),
-        ("qwen3_next", 2, 256),
-        ("qwen3_5_text", 4, 256),
-        ("qwen3_5_moe_text", 2, 256),
-    ],
-)
-def test_what_a_file_leaves_out_is_the_family_default(model_type: str, heads: int, head_dim: int) -> None:
-    """num_key_value_heads and head_dim default as the family's class in transformers does."""
-    of_family: dict[str, dict[str, Any]] = {
-        "jamba": {"num_hidden_layers": 8},
-        "nemotron_h": {"hybrid_override_pattern": "*M"},
-        "granitemoehybrid": {"layer_types": ["attention"] * 4, "mamba_n_heads": 32},
-    }
-    axes = tensors(config(model_type, **of_family.get(model_type, {})))["attn"]
-    assert (axes["head"], axes["dim"]) == (heads, head_dim)
-
-
 @pytest.mark.parametrize("model_type", ATTENTION)
 def test_what_a_file_states_counts(model_type: str) -> None:
     """Stated heads and head_dim are taken, whatever hidden_size would give."""
@@ -308,9 +272,8 @@ def test_indexers_that_are_refused(stated: dict[str, Any], text: str) -> None:
 def test_a_refused_family_has_its_reason(model_type: str, reason: str) -> None:
     """What isn't described says why, and what to do."""
     keys = {**config(model_type), "is_encoder_decoder": model_type == "t5"}
-    with pytest.raises(KVPlanError, match=f"{reason}.*Views of Workers") as caught:
+    with pytest.raises(KVPlanError, match=f"^CONFIG: .*{reason}.*Views of Workers"):
         Model.from_config(keys)
-    assert caught.value.code == "CONFIG"
 
 
 @pytest.mark.parametrize(
@@ -364,17 +327,15 @@ def test_a_quantized_cache_is_honoured(stated: dict[str, Any], dtype: str) -> No
 )
 def test_an_unknown_quantized_cache_is_refused(stated: dict[str, Any]) -> None:
     """A quantized cache of another kind is not taken for one of the weights' dtype."""
-    with pytest.raises(KVPlanError, match=r"expected fp8; .*Model\.quantized") as caught:
+    with pytest.raises(KVPlanError, match=r"^CONFIG: .*expected fp8; .*Model\.quantized"):
         Model.from_config(config("llama", quantization_config=stated))
-    assert caught.value.code == "CONFIG"
 
 
 @pytest.mark.parametrize("value", [None, [], "llama"])
 def test_a_configuration_is_a_mapping(value: Any) -> None:
     """What json.load gave must be an object."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=r"^TYPE: "):
         Model.from_config(value)
-    assert caught.value.code == "TYPE"
 
 
 def test_the_last_layer_of_gemma_4_is_full_whatever_its_list_says() -> None:
@@ -387,9 +348,8 @@ def test_a_layer_shares_the_cache_of_its_kind() -> None:
     """A sharing layer whose kind no earlier layer has is refused."""
     keys = config("gemma3n_text", num_kv_shared_layers=1)
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    with pytest.raises(KVPlanError, match="an earlier layer of the same kind that has one, got 1") as caught:
+    with pytest.raises(KVPlanError, match=r"^CONFIG: .*an earlier layer of the same kind that has one, got 1"):
         layers_of({**keys, "layer_types": kinds})
-    assert caught.value.code == "CONFIG"
     assert [len(layer) for layer in layers_of({**keys, "layer_types": kinds[::-1]})] == [1, 1, 1, 0]
 
 

@@ -88,9 +88,8 @@ def test_attention_and_states_share_a_pool(order: str, kv: str) -> None:
 )
 def test_a_page_in_pieces_shares_no_pool(options: dict[str, Any]) -> None:
     """If heads or kernel blocks are outside the page of a layer, the page shares no memory with others."""
-    with pytest.raises(KVPlanError, match="in the same memory: expected heads inside layer and block") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*in the same memory: expected heads inside layer and block"):
         Model.from_config(HYBRID).engine("e", shared=True, **options)
-    assert caught.value.code == "LAYOUT"
 
 
 def test_one_group_has_nothing_to_share() -> None:
@@ -203,9 +202,8 @@ def test_a_draft_on_one_side_is_not_transferred() -> None:
     target = Model.from_config({**ATTENTION, "num_hidden_layers": 3})
     destinations = target.with_draft(Model.from_config(ATTENTION)).engine("d", tp=2, num_blocks=9)
     sources = target.engine("p", num_blocks=9)
-    with pytest.raises(KVPlanError, match=r"draft\.0\.attn") as caught:
+    with pytest.raises(KVPlanError, match=r"^TENSOR: .*draft\.0\.attn"):
         plan_mesh(destinations, sources)
-    assert caught.value.code == "TENSOR"
     mesh = plan_mesh(destinations, sources, not_transferred=["draft.0.attn", "draft.1.attn"])
     report = verify(mesh, **request(destinations, sources, (5, 70)))
     assert report.ok, str(report)

@@ -125,9 +125,8 @@ def test_a_kernel_block_as_large_as_the_block_changes_nothing() -> None:
 
 def test_kernel_blocks_must_divide_the_block() -> None:
     """4 slots do not divide 6: both numbers are named."""
-    with pytest.raises(KVPlanError, match="tokens_per_block 6, got 4") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*tokens_per_block 6, got 4"):
         place_pool(Layout(kernel_tokens=4), "pool", held(), BLOCKS)
-    assert caught.value.code == "LAYOUT"
 
 
 def test_pad_follows_each_block() -> None:
@@ -195,9 +194,8 @@ def test_a_pool_of_one_block_keeps_its_stride() -> None:
 def test_layers_of_one_pool_have_one_shape() -> None:
     """Pages of unequal size in one region are refused by name."""
     other = Page.of(LocalTensor("layers.9.attn", "attn", "float16", LATENT))
-    with pytest.raises(KVPlanError, match=r"'layers\.9\.attn'") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*'layers\.9\.attn'"):
         place_pool(Layout("BLHNC"), "pool", [*held(), other], BLOCKS)
-    assert caught.value.code == "LAYOUT"
 
 
 def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
@@ -220,9 +218,8 @@ def test_layers_of_unequal_shape_may_have_regions_of_their_own() -> None:
 )
 def test_an_unknown_word_lists_the_known_ones(options: dict[str, Any], text: str) -> None:
     """Any other order, kv form or order of the convolution is refused with all that there are."""
-    with pytest.raises(KVPlanError, match=f"cannot read {text}") as caught:
+    with pytest.raises(KVPlanError, match=f"^LAYOUT: .*cannot read {text}"):
         Layout(**options)
-    assert caught.value.code == "LAYOUT"
 
 
 @pytest.mark.parametrize(
@@ -237,17 +234,15 @@ def test_an_unknown_word_lists_the_known_ones(options: dict[str, Any], text: str
 )
 def test_numbers_of_a_layout_are_exact_integers(options: dict[str, Any], code: str) -> None:
     """Bools, floats, strings and numbers out of range are refused."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=f"^{code}: "):
         Layout(**options)
-    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])
 def test_a_pool_has_blocks(num_blocks: int) -> None:
     """A pool of no blocks is refused."""
-    with pytest.raises(KVPlanError, match="num_blocks") as caught:
+    with pytest.raises(KVPlanError, match=r"^RANGE: .*num_blocks"):
         place_pool(Layout(), "pool", held(), num_blocks)
-    assert caught.value.code == "RANGE"
 
 
 @pytest.mark.parametrize("axis", ["layer", "block"])
@@ -260,9 +255,8 @@ def test_a_tensor_has_no_axis_that_the_pool_has(axis: str) -> None:
 
 def test_an_unknown_dtype_is_refused() -> None:
     """Strides need an element size."""
-    with pytest.raises(KVPlanError, match="int4") as caught:
+    with pytest.raises(KVPlanError, match=r"^DTYPE: .*int4"):
         held(dtype="int4")
-    assert caught.value.code == "DTYPE"
 
 
 @pytest.mark.parametrize("order", CONV_ORDERS)
@@ -317,30 +311,26 @@ def test_sections_follow_one_another(apart: bool, offset: int, head: int) -> Non
 
 def test_tensors_of_one_section_have_one_set_of_heads() -> None:
     """A tensor without the heads of its section is refused."""
-    with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*place tensor 'b' in region 'page'"):
         place_pool(Layout(), "pool", [two(False, scale=2)], 3)
-    assert caught.value.code == "LAYOUT"
     place_pool(Layout(), "pool", [two(True, scale=2)], 3)
 
 
 def test_heads_outside_a_page_are_those_of_all_its_sections() -> None:
     """If heads are outside the page, a section without them is refused."""
-    with pytest.raises(KVPlanError, match="place tensor 'b' in region 'page'") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*place tensor 'b' in region 'page'"):
         place_pool(Layout("LHBNC"), "pool", [two(True, scale=2)], 3)
-    assert caught.value.code == "LAYOUT"
 
 
 def test_pages_of_one_pool_have_equal_sections() -> None:
     """A layer with one more tensor is refused by name."""
     page = two(True, scale=2)
-    with pytest.raises(KVPlanError, match="2 tensors in 2 sections") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*2 tensors in 2 sections"):
         place_pool(Layout("BLHNC"), "pool", [Page("first", page.sections[:1]), page], 3)
-    assert caught.value.code == "LAYOUT"
 
 
 def test_a_page_that_splits_has_k_and_v_throughout() -> None:
     """If K and V are split, a page refuses a tensor that has neither."""
     page = Page("page", (two(True, kv=2, scale=2).sections[1], two(True, scale=2).sections[0]))
-    with pytest.raises(KVPlanError, match=r"split page 'page' into K and V: .* got none in 'a'") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*split page 'page' into K and V: .* got none in 'a'"):
         place_pool(Layout(kv="split"), "pool", [page], 3)
-    assert caught.value.code == "LAYOUT"

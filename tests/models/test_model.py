@@ -134,9 +134,8 @@ def test_blocks_by_group_are_taken_as_they_are() -> None:
         ({}, "none"),
         ({"swa": 1, "attn": 1, "state": 1}, "swa, attn, state"),
     ):
-        with pytest.raises(KVPlanError, match=f"page gemma-4-31b: .* of swa, attn, got {got}$") as caught:
+        with pytest.raises(KVPlanError, match=f"^NAME: .*page gemma-4-31b: .* of swa, attn, got {got}$"):
             model.blocks(4, given_blocks)
-        assert caught.value.code == "NAME"
 
 
 def test_blocks_are_made_equal_by_the_largest_rank() -> None:
@@ -305,9 +304,8 @@ def test_a_sparse_latent_is_a_row_with_scales_or_plain(dtype: str | None, size: 
 @pytest.mark.parametrize("given", [{"dtype": "int4"}, {"ssm_dtype": "fp32"}])
 def test_an_unknown_dtype_is_refused(given: dict[str, str]) -> None:
     """A dtype without a known size is refused at once."""
-    with pytest.raises(KVPlanError, match="store a cache: expected a dtype of") as caught:
+    with pytest.raises(KVPlanError, match=r"^DTYPE: .*store a cache: expected a dtype of"):
         GQA.with_dtypes(**given)
-    assert caught.value.code == "DTYPE"
 
 
 def test_block_bytes_are_those_of_the_views() -> None:
@@ -422,6 +420,5 @@ def test_what_is_left_out_is_never_seen_again(start: int, length: int, window: i
 @pytest.mark.parametrize(("start", "stop", "code"), [(5, 4, "RANGE"), (-1, 4, "RANGE"), (0, 4.0, "TYPE")])
 def test_a_range_that_is_none_is_refused(start: int, stop: int, code: str) -> None:
     """Ranges are of integers, from start to stop."""
-    with pytest.raises(KVPlanError, match="of a token range") as caught:
+    with pytest.raises(KVPlanError, match=f"^{code}: .*of a token range"):
         GQA.tokens(start, stop, *GQA.engine("e", num_blocks=2))
-    assert caught.value.code == code

@@ -86,9 +86,8 @@ def test_ranks_count_tensor_then_prefill_context_then_pipeline() -> None:
 
 def test_more_stages_than_layers_is_refused() -> None:
     """Each stage has at least one layer."""
-    with pytest.raises(KVPlanError, match="pp <= 3, the number of layers, got 4") as caught:
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .*pp <= 3, the number of layers, got 4"):
         tiny(2).engine("e", pp=4)
-    assert caught.value.code == "LAYOUT"
 
 
 def test_stages_may_be_given() -> None:
@@ -103,9 +102,8 @@ def test_stages_may_be_given() -> None:
 )
 def test_given_stages_hold_every_layer(pp: int, given: tuple[int, ...], code: str) -> None:
     """Stages that leave layers out, hold none, or contradict pp are refused."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=f"^{code}: "):
         tiny(2).engine("e", pp=pp, layers_per_stage=given)
-    assert caught.value.code == code
 
 
 def test_a_draft_is_on_the_last_stage() -> None:
@@ -232,9 +230,8 @@ def test_engines_have_addresses_of_their_own() -> None:
 
 def test_an_engine_larger_than_its_address_space_is_refused() -> None:
     """Pools of more than 64 TiB would run into the next engine's addresses."""
-    with pytest.raises(KVPlanError, match=f"at most {1 << 46} bytes") as caught:
+    with pytest.raises(KVPlanError, match=f"^RANGE: .*at most {1 << 46} bytes"):
         tiny(2).engine("e", num_blocks=1 << 36)
-    assert caught.value.code == "RANGE"
 
 
 def test_each_worker_has_a_device_of_its_own_in_vram() -> None:
@@ -273,13 +270,11 @@ def test_sizes_are_positive_integers(option: str, value: object, code: str) -> N
 )
 def test_options_are_checked(options: dict[str, Any], code: str) -> None:
     """Unknown words and impossible numbers are refused with the code of their kind."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=f"^{code}: "):
         tiny_latent().engine("e", **options)
-    assert caught.value.code == code
 
 
 def test_an_engine_id_is_a_name() -> None:
     """An empty engine id is refused before it seeds any address."""
-    with pytest.raises(KVPlanError, match="engine_id") as caught:
+    with pytest.raises(KVPlanError, match=r"^NAME: .*engine_id"):
         tiny(2).engine("")
-    assert caught.value.code == "NAME"

@@ -32,9 +32,8 @@ def test_shards_stay_whole() -> None:
 @pytest.mark.parametrize(("sharded", "shards"), [("head", 3), ("channel", 1)])
 def test_shards_divide_an_axis_of_the_tensor(sharded: str, shards: int) -> None:
     """The sharded axis exists, and its size is a multiple of its shards."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=r"^SIZE: "):
         Tensor("attn", "attn", (("head", 8),), sharded=sharded, shards=shards)
-    assert caught.value.code == "SIZE"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
@@ -127,9 +126,8 @@ def test_latents_are_not_scaled_by_head(layer: Any) -> None:
 )
 def test_scales_that_cannot_be_are_refused(options: tuple[int, str, int | None], code: str) -> None:
     """Scales divide a head, and are of a known dtype."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=f"^{code}: "):
         quantize(attention(2, 8), *options)
-    assert caught.value.code == code
 
 
 def test_replicas_are_counted_rank_by_rank() -> None:
@@ -169,6 +167,5 @@ def test_k_and_v_of_unequal_sizes_are_beside_each_other() -> None:
 )
 def test_heads_without_elements_are_not_quantized(model: Model) -> None:
     """Bytes and scales of a quantized cache are no elements, so it cannot be quantized again."""
-    with pytest.raises(KVPlanError, match="K and V of elements on an axis 'dim'") as caught:
+    with pytest.raises(KVPlanError, match=r"^SIZE: .*K and V of elements on an axis 'dim'"):
         model.quantized(8)
-    assert caught.value.code == "SIZE"

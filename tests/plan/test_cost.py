@@ -108,9 +108,8 @@ def test_a_cost_in_words() -> None:
 @pytest.mark.parametrize("tokens, code", [(-1, "RANGE"), (True, "TYPE"), (1.5, "TYPE"), (1 << 48, "RANGE")])
 def test_a_bad_number_of_tokens_is_refused(tokens: int, code: str) -> None:
     """Tokens are a number of positions, or none given."""
-    with pytest.raises(KVPlanError) as caught:
+    with pytest.raises(KVPlanError, match=f"^{code}: "):
         plan_reads(DECODE, PREFILL).cost(tokens)
-    assert caught.value.code == code
 
 
 def test_a_period_too_long_to_list_is_refused() -> None:

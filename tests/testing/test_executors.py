@@ -13,7 +13,7 @@ import pytest
 from kvplan import KVPlanError, Notice, ReadSpec, Status, Transfer, TransferPlan, Worker
 from kvplan.describe.worker import Key
 from kvplan.testing import FakeExecutor
-from kvplan.testing.executors import ExecutorContract, refused
+from kvplan.testing.executors import ExecutorContract, expect_refusal
 from tests.test_executor import FakeCluster
 
 
@@ -172,6 +172,6 @@ def test_a_subclass_must_open_a_cluster() -> None:
 
 def test_another_error_is_not_a_refusal() -> None:
     """A refusal must have the expected code and name."""
-    blocks: AbstractContextManager[None] = refused("PEER", "decode/0")
+    blocks: AbstractContextManager[None] = expect_refusal("PEER", "decode/0")
     with pytest.raises(AssertionError, match="expected PEER with 'decode/0', got TRANSFER"), blocks:
         raise KVPlanError("TRANSFER", "start", expected="a", got="b")

@@ -59,9 +59,8 @@ def test_a_copy_that_leaves_its_region_moves_nothing() -> None:
     """BOUNDS comes before the first byte, even for the last range."""
     with FakeMemory([plain("a"), plain("b")]) as fake:
         fake.write(("a", 0), AT, b"\1\1")
-        with pytest.raises(KVPlanError) as caught:
+        with pytest.raises(KVPlanError, match=r"^BOUNDS: "):
             fake.move(("a", 0), ("b", 0), [(AT, 1, 0), (AT + 1, 1, 0)], [(AT, 1, 0), (AT + 256, 1, 0)])
-        assert caught.value.code == "BOUNDS"
         assert fake.read(("b", 0), AT, 1).tolist() == [0]
         assert not len(fake.writes(("b", 0)))
 
@@ -69,9 +68,8 @@ def test_a_copy_that_leaves_its_region_moves_nothing() -> None:
 @pytest.mark.parametrize("reads", [[(AT, 2, 0)], [(AT, 1, 0), (AT, 1, 0)]], ids=["length", "number"])
 def test_unpaired_ranges_are_refused(reads: list[tuple[int, int, int]]) -> None:
     """Ranges must pair, with equal lengths."""
-    with FakeMemory([plain("a"), plain("b")]) as fake, pytest.raises(KVPlanError) as caught:
+    with FakeMemory([plain("a"), plain("b")]) as fake, pytest.raises(KVPlanError, match=r"^SIZE: "):
         fake.move(("a", 0), ("b", 0), reads, [(AT, 1, 0)])
-    assert caught.value.code == "SIZE"
 
 
 def test_labels_are_wide_and_poison_marks_what_came_from_nowhere() -> None:
@@ -109,9 +107,8 @@ def test_an_array_is_the_view() -> None:
 def test_an_array_outside_its_region_is_refused(region: str, blocks: int) -> None:
     """A view of another worker is checked before it is placed."""
     view = View("layers.0", "attn", region, "uint8", (Axis("token", 0, 4, 4, 1),), blocks, 4)
-    with FakeMemory([plain("a")]) as fake, pytest.raises(KVPlanError) as caught:
+    with FakeMemory([plain("a")]) as fake, pytest.raises(KVPlanError, match=r"^BOUNDS: "):
         fake.array(("a", 0), view)
-    assert caught.value.code == "BOUNDS"
 
 
 def test_the_device_may_be_left_out_where_it_is_clear() -> None:
