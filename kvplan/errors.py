@@ -91,6 +91,11 @@ class KVPlanError(ValueError):
         action = f"{self.action} in {path}"
         return _rebuild(self.code, action, self.expected, self.got, self.hint, dict(self.details))
 
+    def with_details(self, **details: Any) -> KVPlanError:
+        """Return the same error with more details. Those that it has stay as they are."""
+        all_details = {**details, **self.details}
+        return _rebuild(self.code, self.action, self.expected, self.got, self.hint, all_details)
+
     def __reduce__(self) -> tuple[Any, ...]:
         details = dict(self.details)
         return _rebuild, (self.code, self.action, self.expected, self.got, self.hint, details)

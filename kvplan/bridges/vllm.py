@@ -31,7 +31,7 @@ from kvplan.bridges.assembly import (
 )
 from kvplan.describe.views import TOKEN
 from kvplan.describe.worker import Worker
-from kvplan.models.layouts import HEAD, KV, LAYER, LocalTensor
+from kvplan.models.layouts import HEAD, KV, LAYER, LocalTensor, Page
 from kvplan.models.model import Model
 from kvplan.models.pools import k_or_v
 from kvplan.models.tensors import STATE
@@ -95,9 +95,9 @@ def from_vllm(
 
     ``kv_caches`` is the argument of a connector's ``register_kv_caches``. Each cache is
     ``[block, head, slot, content]`` with the strides of one of the six layouts. Its blocks may be
-    kernel blocks. The cache of a state layer is the bytes of its states; that of an indexer is its
-    keys, then their scales, as on CUDA. Groups without KV transfer are left out, and so are layers
-    that use another's cache.
+    kernel blocks. The cache of a state layer is the bytes of its states, or a list of its states;
+    that of an indexer is its keys, then their scales, as on CUDA. Groups without KV transfer are
+    left out, and so are layers that use another's cache.
 
     ``layers`` is ``vllm_config.compilation_config.static_forward_context``. Shape and strides do
     not say how a head of a block stores K and V, but the attention backend of a layer does, and on
@@ -238,7 +238,12 @@ def _add_layer(
     """Add the views of one layer, which has a number in the model."""
     if hasattr(spec, "shapes"):
         page = assembly.pages(number)[STATE]
-        assembly.add_page(cache, page, conv_order(page.sections, spec.shapes, spec.dtypes))
+        order = conv_order(page.sections, spec.shapes, spec.dtypes)
+        if not isinstance(cache, list | tuple):
+            assembly.add_page(cache, page, order)
+            return
+        for section, state in zip(page.sections, cache, strict=True):
+            assembly.add_page(state, Page.of(*section), order)
         return
     if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
         assembly.add_page(cache, assembly.index(number))

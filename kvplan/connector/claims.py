@@ -229,6 +229,9 @@ class SourceClaims:
             f"read {lease!r} from {self.source}",
             expected="a lease that stands",
             got=f"one that is over: {reasons}",
+            hint="compute the prompt again, or see in the source's log how the lease ended",
+            lease=lease,
+            source=self.source,
         )
 
 

@@ -118,7 +118,14 @@ class Handoff:
         """
         missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
-            raise KVPlanError("KEY", "read a handoff", expected=f"a key {missing[0]!r}", got="none")
+            raise KVPlanError(
+                "KEY",
+                "read a handoff",
+                expected=f"a key {missing[0]!r}",
+                got="none",
+                hint="a proxy passes kv_transfer_params of prefill's answer on as they are",
+                keys=tuple(missing),
+            )
         tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         kept = instance(Mapping, params["remote_kept"], "remote_kept")
         return cls(
@@ -169,6 +176,8 @@ class Handoff:
             expected=f"the prompt that was computed, of digest {self.prompt}",
             got=f"one of digest {digest}",
             hint="a handoff serves one prompt, with one adapter, salt and set of images",
+            lease=self.lease,
+            source=self.source,
         )
 
 
@@ -258,6 +267,9 @@ def whole_blocks(
             "read all positions that a window reaches",
             expected=f"positions from {first_needed} on",
             got=f"those from {kept} on",
+            hint="the source has freed what it does not attend to any more",
+            needed=first_needed,
+            kept=kept,
         )
     start = min(max(first_wanted, kept), stop)
     # the next block, if the source lacks the beginning of this one

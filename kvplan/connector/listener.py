@@ -124,6 +124,8 @@ def fetch(source: Source, timeout_s: float) -> Offers:
             expected=f"engine {source.engine_id}, start {source.start}",
             got=f"engine {offers.engine_id}, start {offers.start}",
             hint="it has restarted since it computed the request",
+            source=source,
+            start=offers.start,
         )
     return offers
 

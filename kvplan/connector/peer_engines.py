@@ -246,7 +246,15 @@ class PeerEngines:
                 return False
             action = f"shake hands with {peer.source}"
             expected = f"an answer within {self.timeout_s:g} s"
-            self._fail(peer, KVPlanError("PEER", action, expected=expected, got="none"))
+            error = KVPlanError(
+                "PEER",
+                action,
+                expected=expected,
+                got="none",
+                hint="it is busy, stopped or not reachable; a later request tries again",
+                source=peer.source,
+            )
+            self._fail(peer, error)
             return True
         try:
             plan = peer.handshake.result()

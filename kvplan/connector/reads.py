@@ -197,7 +197,7 @@ class _Job:
         """Return the result of a read that has ended at ``now``."""
         return ReadResult(
             request=self.read.request,
-            error=self.error,
+            error=self.error and _error_of(self.read, self.error),
             num_bytes=sum(transfer.num_bytes for transfer in self.transfers),
             seconds=now - self.began_at,
             post_seconds=self.post_seconds,
@@ -267,7 +267,8 @@ class Reads:
     def fail(self, request: str, error: KVPlanError) -> None:
         """Report a request that cannot be read."""
         request_name = name(request, "name of a request")
-        self._report(ReadResult(request_name, instance(KVPlanError, error, "error of a read")))
+        instance(KVPlanError, error, "error of a read")
+        self._report(ReadResult(request_name, error.with_details(request=request_name)))
 
     def poll(self) -> list[ReadResult]:
         """Continue without waiting, and return the requests that have ended since the last call."""
@@ -277,7 +278,8 @@ class Reads:
                 self._on_handshake(HandshakeResult.of(peer))
             for read in self._waiting.pop(peer.source, []):
                 if peer.plan is None:
-                    self._report(ReadResult(read.request, peer.error))
+                    assert peer.error is not None
+                    self._report(ReadResult(read.request, _error_of(read, peer.error)))
                 else:
                     self._start(read, peer, peer.plan)
         if self._pipeline is not None:
@@ -431,8 +433,15 @@ class Reads:
             message = "request %r is read: %d bytes in %.3f s"
             self._logger.debug(message, result.request, result.num_bytes, result.seconds)
         else:
-            self._logger.error("request %r is not read: %s", result.request, result.error)
+            source = result.error.details.get("source", "another engine")
+            message = "request %r is not read from %s: %s"
+            self._logger.error(message, result.request, source, result.error)
         self._results.append(result)
+
+
+def _error_of(read: Read, error: KVPlanError) -> KVPlanError:
+    """Return the error of a read, with what was to be read."""
+    return error.with_details(request=read.request, source=read.source, lease=read.lease)
 
 
 def _request_of(read: Read, plan: TransferPlan, *, to_block_end: bool) -> Request:

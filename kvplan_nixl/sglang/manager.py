@@ -34,7 +34,9 @@ UNSERVED: Final = MappingProxyType(
         "enable_hisparse": False,
         "enable_memory_saver": False,
         "enable_multi_layer_eagle": False,
+        "enable_pd_role_switch": False,
         "enable_unified_memory": False,
+        "disaggregation_decode_allocation_policy": "early",
         "disaggregation_enable_kv_checksum": False,
         "disaggregation_ib_device": None,
     }
@@ -77,6 +79,8 @@ class Manager(BaseKVManager):
         """
         for setting, expected in UNSERVED.items():
             _require(setting, expected, getattr(self._server_args, setting, expected))
+        variable = "SGLANG_DISAGG_STAGING_BUFFER"
+        _require(variable, False, getattr(envs, variable).get())
         parallel = get_parallel()
         for width in ("attn_dcp_size", "attn_cp_size"):
             _require(width, 1, getattr(parallel, width))

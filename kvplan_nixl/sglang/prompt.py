@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from sglang.srt.runtime_context import get_serving
 
 from kvplan.connector import prompt_digest
+
+FIRST_WEIGHTS: Final = "default"
+"""The version of the weights, in SGLang's words, until another one is named."""
 
 
 def prompt_of(req: Any, num_tokens: int) -> str:
@@ -18,6 +22,10 @@ def prompt_of(req: Any, num_tokens: int) -> str:
     and path.
     """
     facts = []
+    # The engine's name for its model has the weights of its start; an update may name others.
+    version = get_serving().weight_version
+    if version != FIRST_WEIGHTS:
+        facts.append(f"weights {version}")
     if req.cache_salt is not None:
         facts.append(f"salt {req.cache_salt}")
     if req.lora_id is not None:

@@ -233,6 +233,9 @@ class Scheduler:
                 f"read {handoff.lease!r} from {handoff.source}",
                 expected=f"states after {stop} positions",
                 got=f"those after {handoff.num_tokens}",
+                hint="prefill and decode get the same prompt",
+                stop=stop,
+                num_tokens=handoff.num_tokens,
             )
         try:
             for group in self._groups.keys() - self._states:

@@ -332,8 +332,12 @@ def test_two_tables_of_one_kind(zeros: Any) -> None:
 
 @pytest.mark.parametrize("order", ["DS", "SD"])
 @pytest.mark.parametrize("model", [MAMBA1, MAMBA2, DELTA], ids=str)
-def test_states_over_attention(zeros: Any, model: Model, order: str) -> None:
-    """States of either order of the convolution share an allocation with attention, whose page is the larger."""
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_states_over_attention(zeros: Any, model: Model, order: str, are_apart: bool) -> None:
+    """States of either order of the convolution share an allocation with attention, whose page is the larger.
+
+    Their cache is the bytes of both, or each state apart.
+    """
     page = HEADS * 8 * 2 * DIM * 4
     raw = zeros(2, BLOCKS, page, dtype=np.int8)
     fill_vllm(raw[0].view(np.int32).reshape(BLOCKS, HEADS, 8, 2 * DIM), 1, range(HEADS), 8, TABLES["attn"])
@@ -349,6 +353,10 @@ def test_states_over_attention(zeros: Any, model: Model, order: str) -> None:
         names[0]: raw[0][:, None, None, :size],
         names[1]: raw[0].view(np.int32).reshape(BLOCKS, HEADS, 8, 2 * DIM),
     }
+    if are_apart:
+        starts = zip((0, conv.nbytes), (conv, ssm), strict=True)
+        parts = [(raw[0][:, start : start + state.nbytes], state) for start, state in starts]
+        caches[names[0]] = [part.view(state.dtype).reshape(BLOCKS, *state.shape) for part, state in parts]
     worker = in_content(model, RankInfo("prefill"), KVCacheConfig(placed, groups), caches)
     assert blocks_of(worker) == {"state": None, "attn": 8}
     check(model, [worker], {"state": [1], "attn": TABLES["attn"]})

@@ -245,6 +245,24 @@ def test_a_result_has_the_figures_of_a_read(one: Callable[..., World], monkeypat
     assert (failed.num_bytes, failed.num_descriptors, failed.is_staged) == (0, 0, False)
 
 
+def test_an_error_says_what_was_to_be_read(one: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever fails, and wherever, has the request and its source in the log and in the error's details."""
+    world = one()
+    world.reads.begin(world.read("bind", remote={"attn": Blocks([7, 3, 99])}))
+    world.reads.fail("refused", KVPlanError("BLOCKS", "read", expected="blocks", got="none", group="attn"))
+    world.answer = raising(KVPlanError("PEER", "reach", expected="an answer", got="none"))
+    world.reads.begin(world.read("shake", source_of("other")))
+    errors = {name: result.error for name, result in world.until(3).items()}
+    for name, engine_id in (("bind", "prefill"), ("shake", "other")):
+        error = errors[name]
+        assert error is not None
+        expected = {"request": name, "source": source_of(engine_id), "lease": f"lease of {name}"}
+        assert {key: error.details[key] for key in expected} == expected
+        assert f"request {name!r} is not read from {engine_id} at 127.0.0.1:1: {error}" in caplog.text
+    assert errors["refused"] is not None
+    assert errors["refused"].details == {"group": "attn", "request": "refused"}
+
+
 def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
     """Each has one result, with the time that it took; a fault in one has its traceback in the log."""
     world = one()
@@ -266,7 +284,7 @@ def test_handshakes_are_told(one: Callable[..., World], caplog: pytest.LogCaptur
         world.reads.begin(world.read(name))
     world.until(2)
     fault, silent, right = world.handshakes
-    assert (fault.error, fault.source, fault.plan_seconds) == (error, source_of(), 0.0)
+    assert (str(fault.error), fault.source, fault.plan_seconds) == (str(error), source_of(), 0.0)
     assert silent.error is not None
     assert right.error is None
     assert 0 < right.plan_seconds < right.seconds

@@ -13,18 +13,27 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class MemoryWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies blocks when it is asked to."""
+    """Copies blocks when it is asked to; ``late``: stores them only when vLLM waits or a step has passed."""
 
-    def __init__(self, caches: CanonicalKVCaches) -> None:
+    def __init__(self, caches: CanonicalKVCaches, late: bool) -> None:
         self._caches = caches
+        self._late = late
+        self._pending: dict[int, tuple[Any, Any]] = {}
         self._stored: dict[int, list[torch.Tensor]] = {}
         self._ended: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        for rows, chunk in zip(self._rows(src_spec), dst_spec.block_ids, strict=True):
-            self._stored[int(chunk)] = [row.clone() for row in rows]
-        self._ended.append(TransferResult(job_id, True))
+        self._pending[job_id] = (src_spec, dst_spec)
+        if not self._late:
+            self._store()
         return True
+
+    def _store(self) -> None:
+        for job_id, (src_spec, dst_spec) in self._pending.items():
+            for rows, chunk in zip(self._rows(src_spec), dst_spec.block_ids, strict=True):
+                self._stored[int(chunk)] = [row.clone() for row in rows]
+            self._ended.append(TransferResult(job_id, True))
+        self._pending.clear()
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         for rows, chunk in zip(self._rows(dst_spec), src_spec.block_ids, strict=True):
@@ -44,15 +53,18 @@ class MemoryWorker(OffloadingWorker):  # type: ignore[misc]
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
+        self._store()
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        self._store()
 
 
 class MemoryOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's own offloading, but for the worker."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        self._memory_worker = getattr(self, "_memory_worker", None) or MemoryWorker(kv_caches)
+        self._memory_worker = getattr(self, "_memory_worker", None) or MemoryWorker(
+            kv_caches, bool(self.extra_config.get("late"))
+        )
         return self._memory_worker

@@ -163,7 +163,14 @@ PAIRS = {
         "gemma-3",
         side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
         side(64, **CACHED, beside=Beside(after=(OFFLOADING,))),
-        "shared_prefix",
+        "shared_prefix_beside",
+    ),
+    "granite-hybrid, before offloading": Pair(
+        "granite-hybrid",
+        side(beside=Beside(after=(OFFLOADING,))),
+        side(beside=Beside(after=(OFFLOADING,))),
+        "beside",
+        lease_s=600,
     ),
     "gemma-3, before offloading": Pair(
         "gemma-3",

@@ -72,8 +72,8 @@ CHUNKED = {"chunked_prefill_size": 64, "disable_overlap_schedule": True}
 
 TWO_STAGES = {"pp_size": 2}
 
-TWO_DP = {"dp_size": 2, "enable_dp_attention": True}
-"""With TP 2, each rank has requests and a cache of its own."""
+TWO_DP = {"dp_size": 2, "enable_dp_attention": True, "enable_tp_lm_head_all_to_all": False}
+"""With TP 2, each rank has requests and a cache of its own. SGLang has no all-to-all for a CPU."""
 
 ADAPTERS = {name: str((FOLDER / "llama" / f"adapter-{name}").absolute()) for name in "12"}
 

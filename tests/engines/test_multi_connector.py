@@ -49,6 +49,7 @@ TOKENS = 100
 BLOCK = 16
 WAIT_S = 30.0
 ORDERS = (("own", "other"), ("other", "own"))
+ERROR = KVPlanError("LEASE", "read", expected="a lease", got="none")
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -254,6 +255,20 @@ def test_blocks_stay_for_all_that_keep_them(start: Start, order: tuple[str, ...]
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_what_fails_or_is_late_is_told(order: tuple[str, ...]) -> None:
+    """A request that fails is failed at once, and its blocks are free when no byte can move, whoever else there is."""
+    worker = MultiConnector(config_of(order), KVConnectorRole.WORKER, cache_of(None))
+    own = dict(zip(order, worker.sub_connectors, strict=True))["own"]
+    ended = [ReadResult("right"), ReadResult("wrong", ERROR)]
+    own._worker._reads = SimpleNamespace(poll=lambda: ended, late=lambda: {"late": ERROR})
+    results = worker.get_transfer_results(set())
+    assert results.finished_recving == {"right", "wrong"}
+    assert results.failed_recving == {"wrong", "late"}
+    counted = worker.get_kv_connector_stats().data["KvplanConnector"].data
+    assert (counted["failed_codes"], counted["num_direct_reads"]) == (["LEASE"], [1])
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_digests_reach_the_scheduler(start: Start, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]) -> None:
     """What kvplan's workers tell its scheduler comes back from among what other connectors' workers tell theirs."""
     multi, own, _ = start(order)
@@ -322,10 +337,9 @@ def recorded() -> KvplanStats:
         ReadResult("direct", num_bytes=3000, seconds=0.3, post_seconds=0.002, transfer_seconds=0.06, num_descriptors=12)
     )
     stats.record_read(ReadResult("staged", num_bytes=5000, seconds=0.5, transfer_seconds=0.2, is_staged=True))
-    error = KVPlanError("LEASE", "read", expected="a lease", got="none")
-    stats.record_read(ReadResult("failed", error))
+    stats.record_read(ReadResult("failed", ERROR))
     stats.record_handshake(HandshakeResult(SOURCE, None, 0.5, 0.02))
-    stats.record_handshake(HandshakeResult(SOURCE, error, 3.0, 0.0))
+    stats.record_handshake(HandshakeResult(SOURCE, ERROR, 3.0, 0.0))
     assert [stats.count_total("num_failed_notifications", total) for total in (2, 2, 3)] == [2, 0, 1]
     stats.count("num_claims")
     stats.count("num_claims", 4)

@@ -321,6 +321,12 @@ def shared_prefix(start: Start) -> Outcome:
     return answers, separate(tokens, prefill, decode)
 
 
+def shared_prefix_beside(start: Start) -> Outcome:
+    """The same where another connector stores blocks: a request of which decode can't read whole ones fails."""
+    answers, right = shared_prefix(start)
+    return answers, unless_failed(answers, right)
+
+
 def conversation(start: Start) -> Outcome:
     """Two conversations of five turns, in which the engine that has read a turn computes the next.
 

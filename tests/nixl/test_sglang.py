@@ -36,7 +36,12 @@ CONFIG = {
 }
 SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "index_head_dim": 128}
 TOKENS, ROOM = 37, 5
-SETTINGS = SimpleNamespace(enable_hisparse=False, disaggregation_ib_device=None)
+SETTINGS = SimpleNamespace(
+    enable_hisparse=False,
+    disaggregation_ib_device=None,
+    disaggregation_decode_allocation_policy="early",
+    staging_buffer=False,
+)
 KVPoll = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 
 
@@ -70,6 +75,7 @@ class World:
 
 
 PARALLEL = World(1).parallel(0)
+SERVING = SimpleNamespace(served_model_name="tiny", weight_version="default")
 DRAFT_FILES = SimpleNamespace(speculative_draft_model_path="draft", speculative_draft_model_revision=None)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
@@ -81,11 +87,14 @@ NAMES: dict[str, dict[str, Any]] = {
         "KVTransferDestination": SimpleNamespace(DEVICE="device"),
     },
     "sglang.srt.environ": {
-        "envs": SimpleNamespace(SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10))
+        "envs": SimpleNamespace(
+            SGLANG_DISAGGREGATION_WAITING_TIMEOUT=SimpleNamespace(get=lambda: 10),
+            SGLANG_DISAGG_STAGING_BUFFER=SimpleNamespace(get=lambda: SETTINGS.staging_buffer),
+        )
     },
     "sglang.srt.runtime_context": {
         "get_parallel": lambda: PARALLEL,
-        "get_serving": lambda: SimpleNamespace(served_model_name="tiny"),
+        "get_serving": lambda: SERVING,
         "get_spec": lambda: DRAFT_FILES,
     },
     "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "127.0.0.1"},
@@ -106,7 +115,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, one, group: group(found, one))
     found = {}
-    for name in ("manager", "prefill", "decode"):
+    for name in ("prompt", "manager", "prefill", "decode"):
         monkeypatch.delitem(sys.modules, f"kvplan_nixl.sglang.{name}", raising=False)
         found[name] = importlib.import_module(f"kvplan_nixl.sglang.{name}")
     return SimpleNamespace(**found)
@@ -453,6 +462,25 @@ def test_another_length_is_refused(
     assert sender.poll() == KVPoll.Transferring  # what it has computed is for another reader
 
 
+def test_weights_of_another_version_are_refused(
+    plugin: SimpleNamespace,
+    prefill: Side,
+    decode: Side,
+    server: BootstrapServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights may be updated while the engine keeps its model's name: both sides have to name the same version."""
+    monkeypatch.setattr(SERVING, "weight_version", "2")
+    sender = sent(plugin, prefill, server)
+    published(server)
+    for version, state in (("default", KVPoll.Failed), ("3", KVPoll.Failed), ("2", KVPoll.WaitingForInput)):
+        monkeypatch.setattr(SERVING, "weight_version", version)
+        receiver = received(plugin, decode, server)
+        until(receiver, state)
+        receiver.clear()
+    until(sender, KVPoll.Success)
+
+
 @pytest.mark.parametrize("entry", [{}, {"handoff": 3}, {"handoff": {}}])
 def test_no_handoff(plugin: SimpleNamespace, decode: Side, server: BootstrapServer, entry: dict[str, Any]) -> None:
     """What a stranger has published fails the request, and nothing else."""
@@ -678,6 +706,8 @@ def test_a_request_that_nobody_reads(
         ("state_types", ["swa"], "num_groups = 2, got 1"),
         ("enable_hisparse", True, "enable_hisparse = False, got True"),
         ("disaggregation_ib_device", "mlx5_0", "disaggregation_ib_device = None, got mlx5_0"),
+        ("disaggregation_decode_allocation_policy", "prefill_complete", ".* = early, got prefill_complete"),
+        ("staging_buffer", True, "SGLANG_DISAGG_STAGING_BUFFER = False, got True"),
     ],
 )
 def test_what_is_not_served(monkeypatch: pytest.MonkeyPatch, decode: Side, field: str, got: Any, message: str) -> None:
