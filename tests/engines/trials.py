@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvplan.connector.leases import LEASE_S
 from tests.engines.models import VOCABULARY
 from tests.engines.process import Answer, Engine, free_port
 from tests.engines.served import Server, chosen, completed, proxy, text, wait_for
@@ -550,15 +549,39 @@ def other_weights(start: Start) -> Outcome:
     return answers, [[]] * len(tokens)
 
 
-def other_key(start: Start) -> Outcome:
-    """Decode has another key than prefill, or none: each request ends with an error, and soon."""
+def drafted(start: Start) -> Outcome:
+    """Decode drafts what it drafts alone, token by token: it has read the draft's cache too.
+
+    Blocks of both engines hold other prompts before.
+    """
     prefill, decode = start("prefill").ready(), start("decode").ready()
-    tokens = prompts(50)
+    use_blocks(prefill, decode)
+    tokens = prompts(52)
     transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
-    began = time.monotonic()
+    reading = [decode.submit(prompt, TOKENS, one) for prompt, one in zip(tokens, transfers, strict=True)]
+    answers = loaded([decode.wait(name) for name in reading], tokens)
+    idle(prefill, decode)
+    right = agreed(tokens, prefill, decode)
+    decode.forget()
+    undisturbed = [decode.submit(prompt, TOKENS) for prompt in tokens]
+    for name in undisturbed:
+        decode.wait(name)
+    drafts = decode.drafts()
+    if not drafts.keys() & {*reading}:
+        raise AssertionError("void: decode has drafted nothing")
+    pairs = zip(reading, undisturbed, strict=True)
+    num_different = sum(drafts.get(name) != drafts.get(other) for name, other in pairs)
+    if num_different:
+        raise AssertionError(f"different: drafts of {num_different} of {len(tokens)} requests")
+    return answers, right
+
+
+def refused(start: Start) -> Outcome:
+    """Decode must not read from prefill: whatever prefill has computed fails."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(53)
+    transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
     answers = decode.generate(tokens, TOKENS, transfers)
-    if time.monotonic() - began > LEASE_S:
-        raise AssertionError("hung: refused only after a lease")
     idle(prefill, decode)
     return answers, [[]] * len(tokens)
 
