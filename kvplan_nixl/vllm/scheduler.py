@@ -86,7 +86,8 @@ class Scheduler:
 
     A request with a handoff reads the positions that its prompt shares, and computes the others,
     at least the last one. If blocks would be freed that the last token attends to, or a state would
-    have passed it, an engine that computes for decode stops one token short of the prompt.
+    have passed it, an engine that computes for decode stops one token short of the prompt. If
+    drafts use the next token too, it must generate this one.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class Scheduler:
         }
         self._states = {name for name, group in self._caches.items() if is_state(group)}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
+        self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
+        self._vocabulary = range(config.model_config.get_vocab_size())
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
@@ -194,7 +197,11 @@ class Scheduler:
     def _stop_short(self, request: Request) -> None:
         """Shorten a prompt by the token that decode computes itself."""
         if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-1]
+            last_token = request.prompt_token_ids.pop()
+            # a grammar would end the request at a token that it does not know
+            is_free = request.sampling_params is not None and not request.use_structured_output
+            if self._drafts_know_next and is_free and last_token in self._vocabulary:
+                request.sampling_params.allowed_token_ids = [last_token]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
         del request._all_token_ids[-1]
@@ -221,7 +228,11 @@ class Scheduler:
 
         An engine computes the last token of a prompt itself.
         """
-        stop = min(int(request.num_prompt_tokens) - 1, reading.num_shared)
+        num_shared = reading.num_shared
+        # What drafts cache at the last position is of the token that came next then.
+        if self._drafts_know_next and _is_computed(request):
+            num_shared -= 1
+        stop = min(int(request.num_prompt_tokens) - 1, num_shared)
         return reading.num_cached, max(reading.num_cached, stop)
 
     def _gap(self, handoff: Handoff, tokens: Range) -> KVPlanError | None:

@@ -16,7 +16,7 @@ import attrs
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvplan._checks import integer, seconds
+from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
 from kvplan_nixl.settings import Settings, setting, switch
@@ -77,13 +77,15 @@ class ConnectorSettings(Settings):
 
     Decode with ``bidirectional_kv_xfer`` keeps what it has answered for the next turn, for
     ``decoder_kv_blocks_ttl`` seconds. Prefill computes, and does not read, fewer than
-    ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector.
+    ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector. ``draft``
+    takes the place of vLLM's name for the model that drafts tokens, unless it is empty.
     """
 
     verify: bool = setting(switch, False)
     bidirectional_kv_xfer: bool = setting(switch, False)
     decoder_kv_blocks_ttl: float = setting(seconds, 480.0)
     kv_recompute_threshold: int = setting(integer, 64)
+    draft: str = setting(name, "")
 
 
 def settings_of(config: VllmConfig) -> ConnectorSettings:

@@ -72,6 +72,18 @@ ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_pre
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
 VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
 
+
+def drafting(method: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine that drafts three tokens a step."""
+    return {**CACHED, "speculative_config": {"method": method, "num_speculative_tokens": 3, **settings}}
+
+
+NGRAM = drafting("ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+EAGLE = drafting("eagle", model="llama, EAGLE")
+EAGLE_3 = drafting("eagle3", model="llama, EAGLE-3")
+LLAMA = drafting("draft_model", model="llama")
+MTP = drafting("mtp")
+
 PAIRS = {
     "llama": Pair("llama", side(), side()),
     "llama 32->64": Pair("llama", side(32), side(64)),
@@ -247,6 +259,30 @@ PAIRS = {
     "llama 32->64, verified": Pair("llama", side(32), side(64, **VERIFIED), "flipped"),
     "granite-hybrid TP 1->2, verified": Pair("granite-hybrid", side(), side(tp=2, **VERIFIED)),
     "gemma-3 64->32 TP 2->1, verified": Pair("gemma-3", side(64, tp=2), side(32, **VERIFIED), "flipped"),
+    "llama 32->64, n-grams": Pair("llama", side(32, **NGRAM), side(64, **NGRAM), "drafted"),
+    "llama 64->32, n-grams on decode": Pair("llama", side(64, **CACHED), side(32, **NGRAM), "drafted"),
+    "gemma-3 32->64, n-grams on decode": Pair("gemma-3", side(32, **CACHED), side(64, **NGRAM), "drafted"),
+    "llama 64->32, EAGLE": Pair("llama", side(64, **EAGLE), side(32, **EAGLE), "drafted"),
+    "llama 32->64 TP 1->2, EAGLE-3": Pair("llama", side(32, **EAGLE_3), side(64, tp=2, **EAGLE_3), "drafted"),
+    "llama 32->64, EAGLE-3, async": Pair("llama", side(32, **EAGLE_3, **ASYNC), side(64, **EAGLE_3, **ASYNC)),
+    "mistral 32->64, EAGLE-3": Pair("mistral", side(32, **EAGLE_3), side(64, **EAGLE_3), "drafted"),
+    "gemma-3 64->32, EAGLE": Pair("gemma-3", side(64, **EAGLE), side(32, **EAGLE), "drafted"),
+    "llama 64->32, a llama drafts": Pair("llama", side(64, **LLAMA), side(32, **LLAMA), "drafted"),
+    "llama 32->64, a llama drafts, 200 in flight": Pair(
+        "llama",
+        side(32, **{**LLAMA, **SMALL}),
+        side(64, **{**LLAMA, **SMALL}),
+        "burst",
+    ),
+    "deepseek-v3, MTP": Pair("deepseek-v3, MTP", side(16, **MTP), side(16, **MTP), "drafted"),
+    "llama, EAGLE on decode": Pair("llama", side(), side(**EAGLE), "refused"),
+    "llama, EAGLE on prefill": Pair("llama", side(**EAGLE), side(), "refused"),
+    "llama, another EAGLE": Pair(
+        "llama",
+        side(**EAGLE),
+        side(**drafting("eagle", model="llama, another EAGLE")),
+        "refused",
+    ),
     "mistral 32->64": Pair("mistral", side(32), side(64)),
     "gpt-oss 64->32": Pair("gpt-oss", side(64), side(32)),
     "gemma-3n 32->64": Pair("gemma-3n", side(32), side(64)),
