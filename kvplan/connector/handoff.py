@@ -146,7 +146,8 @@ class Handoff:
                 "read a handoff",
                 expected=f"a key {missing[0]!r}",
                 got="none",
-                hint="a proxy passes kv_transfer_params of prefill's answer on as they are",
+                hint="a proxy passes kv_transfer_params of prefill's answer on as they are, "
+                "and prefill has kvplan's connector too",
                 keys=tuple(missing),
             )
         if instance(bytes, key, "key of handoffs"):
