@@ -16,7 +16,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import integer, is_one_of
-from kvplan._text import meant
+from kvplan._text import meant, shown
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
 from kvplan.models.tensors import FULL, MAX_COUNT, SLIDING, STATE, Layer, Layers
@@ -455,8 +455,8 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
         if model_type is None:
             hint = f"is this a config.json? {LIKE} {WAY_OUT}"
             raise _refusal("", expected, "no model_type", hint, model_type=None)
-        hint = f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip()
-        raise _refusal("", expected, repr(model_type), hint, model_type=model_type)
+        hint = f"{meant(shown(model_type), families)} {LIKE} {WAY_OUT}".strip()
+        raise _refusal("", expected, shown(model_type), hint, model_type=shown(model_type))
     return model_type
 
 

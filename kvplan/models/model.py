@@ -119,8 +119,8 @@ expected a value for key 'hidden_size', got no such key
                 "load a shipped model",
                 expected="one of Model.names()",
                 got=shown(model_name),
-                hint=meant(str(model_name), configs),
-                name=model_name,
+                hint=meant(shown(model_name), configs),
+                name=shown(model_name),
             )
         return cls.from_config(configs[model_name], model_name)
 
