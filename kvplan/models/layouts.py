@@ -44,7 +44,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import check_fields, integer
-from kvplan._text import shown
+from kvplan._text import plain, shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
@@ -77,7 +77,7 @@ def check_word(words: tuple[str, ...], value: Any, subject: str, hint: str = "")
     """Raise ``LAYOUT`` unless ``value`` is one of the ``words``."""
     if not isinstance(value, str) or value not in words:
         expected = f"one of {', '.join(words)}"
-        raise layout_error(f"read {subject}", expected, shown(value), hint, value=shown(value))
+        raise layout_error(f"read {subject}", expected, shown(value), hint, value=plain(value))
 
 
 def layout_error(

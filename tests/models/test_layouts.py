@@ -1,6 +1,7 @@
 """Layouts and pools, compared with arrays that numpy lays out in the order of the letters."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -341,7 +342,7 @@ def test_a_page_that_splits_has_k_and_v_throughout() -> None:
 def test_a_word_of_another_type_is_refused_with_plain_details(value: Any) -> None:
     """However large it is: no error of Python's own, and no value of numpy's in a message or its details."""
     model = Model.shipped("qwen3-0.6b")
-    refusals = [
+    refusals: list[Callable[[], Any]] = [
         *(partial(model.engine, "e", **{key: value}) for key in ("layout", "kv", "conv_order", "scales")),
         *(partial(model.kernel_blocks, kv=value), partial(Model.shipped, value)),
         partial(Model.from_config, {"model_type": value}),
