@@ -111,7 +111,7 @@ expected one of content, axis, split, got 'interleaved'
 
     def __attrs_post_init__(self) -> None:
         # Users of vLLM may know an order by its other name.
-        own_name = OTHER_NAMES.get(str(self.order))
+        own_name = OTHER_NAMES.get(plain(self.order))
         hint = f"vLLM's {self.order} is {own_name}" if own_name else LETTERS
         check_word(ORDERS, self.order, "layout", hint)
         check_word(KV_FORMS, self.kv, "kv")
