@@ -1,10 +1,11 @@
 """A reader that is killed ends its source over TCP: ``python -m benchmarks.killed_reader``.
 
-A reproduction for UCX, with NIXL alone: a source does not poll for a moment, a reader posts reads and is killed, and the
-source, which answers them when it polls again, is ended by SIGABRT. ``ucp_request_send`` of UCX takes any error of a
-reply but a lack of resources for fatal (``ucp_request.inl``: ``unexpected error: Endpoint timeout``), and the handler of
-requests to read (``ucp_get_req_handler``) answers also where the endpoint has failed. No setting of those that were
-tried helps: NIXL's error handling mode, UCX's keepalive, error handlers, and TCP's put.
+A reproduction for UCX, with NIXL alone: a source does not poll for a moment, a reader posts reads and is
+killed, and the source, which answers them when it polls again, is ended by SIGABRT. ``ucp_request_send`` of UCX
+takes any error of a reply but a lack of resources for fatal (``ucp_request.inl``: ``unexpected error: Endpoint
+timeout``), and the handler of requests to read (``ucp_get_req_handler``) answers also where the endpoint has
+failed. No setting of those that were tried helps: NIXL's error handling mode, UCX's keepalive, error handlers,
+and TCP's put.
 
 Options are those of NIXL's backend: ``ucx_error_handling_mode=none``.
 """
