@@ -222,9 +222,9 @@ PAIRS = {
     ),
     "granite-hybrid, prefix caches, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
     "llama 64<->32, answer rewritten": Pair("llama", side(64, **NEXT_TURN), side(32, **NEXT_TURN), "rewritten"),
-    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"),
+    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_in_window"),
     "granite-hybrid, answer rewritten": Pair(
-        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"
+        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_state"
     ),
     "llama, another prompt": Pair(
         "llama",
