@@ -128,7 +128,6 @@ PAIRS = {
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
     "llama DP 2->2 TP 1->2, vllm serve": Pair("llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served"),
-    "qwen-3 moe EP 1->2": Pair("qwen-3 moe", side(), side(tp=2, enable_expert_parallel=True)),
     "llama, vllm serve, before offloading": Pair(
         "llama",
         {"beside": Beside(after=(OFFLOADING,), by_name=True)},
