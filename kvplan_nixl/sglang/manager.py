@@ -17,6 +17,7 @@ from kvplan.bridges import RankInfo, from_sglang
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.settings import Settings
+from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
@@ -94,6 +95,7 @@ class Manager(BaseKVManager):
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
         settings = self._settings
+        access = settings.access()
         if settings.port:
             # the ranks of DP, with or without DP attention, listen side by side
             dp_rank = parallel.attn_dp_rank or self.kv_args.system_dp_rank or 0
@@ -106,7 +108,8 @@ class Manager(BaseKVManager):
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
             windows=windows,
-            executor=NixlExecutor(worker, settings.backends, key=settings.key),
+            executor=NixlExecutor(worker, settings.backends, key=access.key),
+            access=access,
         )
         if self._is_prefill:
             self.rank = PrefillRank(memory, partial(gather, parallel), settings)
@@ -163,6 +166,12 @@ class Manager(BaseKVManager):
 
     def clear_deferred_abort_state(self, room: int) -> None:
         """Clear nothing: no state of an abort is kept."""
+
+
+def serve_rooms(host: str, port: int) -> BootstrapServer:
+    """Start the bootstrap server where SGLang says. It keeps rooms for as long as leases last."""
+    settings = settings_of()
+    return BootstrapServer(host, port, settings.access(), keep_s=2 * settings.lease_s)
 
 
 def _rank_info(parallel: Any) -> RankInfo:

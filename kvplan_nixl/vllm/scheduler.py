@@ -97,6 +97,7 @@ class Scheduler:
         check_kinds(cache)
         self._transfer = config.kv_transfer_config
         self._settings = settings
+        self._access = settings.access()
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
@@ -114,7 +115,7 @@ class Scheduler:
         self._listener: Listener | None = None
         self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
-        self._claims = Claims(logger, send_claims)
+        self._claims = Claims(logger, partial(send_claims, access=self._access))
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
         # by request and group: the first position that was read, if its block was read in part
@@ -159,6 +160,7 @@ class Scheduler:
             self._leases,
             port=settings.port,
             bind=settings.bind or settings.host,
+            access=self._access,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 
@@ -181,12 +183,12 @@ class Scheduler:
 
     def _claim(self, request: Request) -> _Reading:
         try:
-            handoff = Handoff.of_params(request.kv_transfer_params or {})
+            handoff = Handoff.of_params(request.kv_transfer_params or {}, self._access.key)
             num_shared = handoff.count_shared(partial(prompt_of, request))
+            # before the request waits for blocks, since the first lease is short
+            self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         except KVPlanError as error:
             return _Reading(None, error)
-        # before the request waits for blocks, since the first lease is short
-        self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         self.stats.count("num_claims")
         return _Reading(handoff, None, num_shared)
 
@@ -429,7 +431,7 @@ class Scheduler:
             prefixes=prefixes,
         )
         flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
-        return {**flags, **handoff.params()}
+        return {**flags, **handoff.params(self._access.key)}
 
     def _first_listed(self, group: str, blocks: Blocks) -> int:
         """Return the position from which on a group has all blocks of a request."""

