@@ -46,8 +46,8 @@ PART_BYTES: Final = 1 << 18
 ANSWER_S: Final = 3.0
 """Seconds for which a reader waits for an answer about leases or digests."""
 
-CONNECTION_S: Final = 10.0
-"""Seconds that a connection has for its question and its answer."""
+CONNECTION_S: Final = 30.0
+"""Seconds that a connection has for its question and its answer: offers over a slow link."""
 
 PAUSE_S: Final = 1.0
 """Seconds for which a server accepts nothing that could accept no more."""
