@@ -405,8 +405,16 @@ def rewritten(start: Start) -> Outcome:
     return next_turns(start, expected_reads=(100, 0, 129, 0))
 
 
-def rewritten_after_window(start: Start) -> Outcome:
-    """The same where decode has no state or window any more from which to go on: prefill computes all."""
+def rewritten_in_window(start: Start) -> Outcome:
+    """The same where decode's first block of a window begins before that of the shorter prompt.
+
+    Prefill stops one token short of a prompt.
+    """
+    return next_turns(start, expected_reads=(100, 0, 128, 0))
+
+
+def rewritten_after_state(start: Start) -> Outcome:
+    """The same where decode has no state any more from which to go on: prefill computes all."""
     return next_turns(start, expected_reads=(0, 0, 0, 0))
 
 
