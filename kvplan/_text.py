@@ -137,6 +137,15 @@ def shown(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
+def plain(value: Any) -> str:
+    """Return a value as the details of an error have it: text as it is, others as :func:`shown`.
+
+    >>> plain(np.str_("NHD")), plain([1, 2])
+    ('NHD', 'a list of 2')
+    """
+    return str(value) if isinstance(value, str) else shown(value)
+
+
 def size(number: int) -> str:
     """Return a number of bytes: exact below 10 KiB, else in a binary unit with four digits.
 

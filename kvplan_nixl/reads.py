@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from logging import Logger
 
-from kvplan.connector import Claims, Connections, HandshakeResult, Reads
+from kvplan.connector import Access, Claims, Connections, HandshakeResult, Reads, fetch
+from kvplan.connector.digest_requests import fetch_digests
 from kvplan.connector.peer_engines import HANDSHAKE_S
 from kvplan.connector.reads import Digest
 from kvplan.describe import Worker
@@ -21,18 +22,20 @@ def make_reads(
     claims: Claims,
     logger: Logger,
     *,
-    key: bytes = b"",
+    access: Access | None = None,
     copier: Copier | None = None,
     timeout_s: float = HANDSHAKE_S,
     digest: Digest | None = None,
     on_handshake: Callable[[HandshakeResult], object] | None = None,
 ) -> Reads:
-    """Return the reads of an executor's worker, whose offers are envelopes of ``key``.
+    """Return the reads of an executor's worker. Offers are envelopes of the key of ``access``.
 
     With a ``copier``, as :func:`~kvplan_nixl.rearrange.with_staging` makes it, a pipeline stages
     requests in the worker's staging region. Other arguments are those of
     :class:`~kvplan.connector.Reads`.
     """
+
+    key = b"" if access is None else access.key
 
     def open_offer(envelope: bytes) -> Worker:
         return Envelope.unpack(envelope, key).worker
@@ -46,6 +49,8 @@ def make_reads(
             connect=executor.connect,
             # Transfers with the worker are cancelled: it has another memory now, or none.
             disconnect=partial(executor.disconnect, force=True),
+            fetch_offers=partial(fetch, access=access),
+            fetch_digests=partial(fetch_digests, access=access),
         ),
         claims=claims,
         timeout_s=timeout_s,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, Self
 
 import attrs
 
 from kvplan._checks import instance, integer, members, name, seconds
 from kvplan._text import meant, shown
+from kvplan.connector import Access, tls_contexts
 from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
 from kvplan.connector.peer_engines import HANDSHAKE_S
@@ -64,7 +66,8 @@ class Settings:
 
     An engine announces ``host`` and listens on ``bind``, or on ``host`` if that is empty, at
     ``port``, or at a free one if that is 0. ``model`` and ``weights`` take the place of the
-    engine's name for its model, and of a fingerprint of its files, unless they are empty.
+    engine's name for its model, and of a fingerprint of its files, unless they are empty. The other
+    settings of the network are those of :meth:`access`.
     """
 
     host: str = setting(name, "")
@@ -76,6 +79,11 @@ class Settings:
     model: str = setting(name, "")
     weights: str = setting(name, "")
     key: bytes = setting(_secret, b"")
+    key_file: str = setting(name, "")
+    trust_network: bool = setting(switch, False)
+    tls_certificate: str = setting(name, "")
+    tls_private_key: str = setting(name, "")
+    tls_authority: str = setting(name, "")
     backends: Backends = setting(_backends, UCX)  # noqa: RUF009
 
     @classmethod
@@ -121,3 +129,36 @@ class Settings:
                     # the check says what was expected
                     continue
         return cls.read(values, place)
+
+    def access(self) -> Access:
+        """Return the engine's access to the network. Its key is ``key``, or what ``key_file`` has.
+
+        With the files of TLS, which are in PEM, connections are encrypted. Raises ``SETTING`` for
+        settings that do not go together, and for a key that cannot be read or is none.
+        """
+        if self.key and self.key_file:
+            expected = "key or key_file"
+            raise KVPlanError("SETTING", "use a key", expected=expected, got="both")
+        access = Access(key=self.key or self._key_in_file(), trusts_network=self.trust_network)
+        # each side shows a certificate, and checks the other's
+        files = (self.tls_certificate, self.tls_private_key, self.tls_authority)
+        if any(files) and not all(files):
+            expected = "tls_certificate, tls_private_key and tls_authority"
+            raise KVPlanError("SETTING", "use TLS", expected=expected, got="some of them")
+        if all(files):
+            access.server_tls, access.client_tls = tls_contexts(*map(Path, files))
+        return access
+
+    def _key_in_file(self) -> bytes:
+        """Return the key in a file, without spaces and line ends around it."""
+        if not self.key_file:
+            return b""
+        try:
+            key = Path(self.key_file).read_bytes().strip()
+        except OSError as error:
+            action = f"read key_file {self.key_file}"
+            raise KVPlanError("SETTING", action, expected="a file", got=f"{error}") from None
+        if not key:
+            action = f"read key_file {self.key_file}"
+            raise KVPlanError("SETTING", action, expected="a key", got="an empty file")
+        return key

@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ from kvplan import (
 )
 from kvplan.bridges import RankInfo, from_lmcache, from_sglang, from_tensorrt_llm, from_vllm
 from kvplan.connector import (
+    Access,
     Claims,
     Connections,
     Handoff,
@@ -53,6 +55,7 @@ from kvplan.connector import (
     fingerprint,
     prompt_digest,
     send_claims,
+    tls_contexts,
     whole_blocks,
 )
 from kvplan.connector.claims import ClaimMessage, answer_claims
@@ -308,6 +311,9 @@ def calls() -> Calls:
     yield "executor.PendingRequests.receive", pending.receive, {"notices": [Notice("d", 0, "r")]}
     yield "executor.PendingRequests.discard", pending.discard, {"request": "r"}
 
+    yield "connector.Access", Access, {"key": b"a secret of all engines", "server_tls": None, "client_tls": None}
+    files = ("certificate", "private_key", "authority")
+    yield "connector.tls_contexts", tls_contexts, dict.fromkeys(files, Path("no file"))
     yield "connector.Source", Source, attrs.asdict(SOURCE)
     handoff = {
         "source": SOURCE,
@@ -319,7 +325,7 @@ def calls() -> Calls:
         "prefixes": {},
     }
     yield "connector.Handoff", Handoff, handoff
-    yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params()}
+    yield "connector.Handoff.of_params", Handoff.of_params, {"params": Handoff(**handoff).params(), "key": b""}
     yield "connector.Handoff.check_prompt", Handoff(**handoff).check_prompt, {"digest": "a1"}
     yield "connector.Handoff.count_shared", Handoff(**handoff).count_shared, {"digest_of": {7: "a1"}.__getitem__}
     yield "connector.Offers", Offers, {"engine_id": "p", "start": "a", "workers": (b"",)}
@@ -330,15 +336,24 @@ def calls() -> Calls:
     yield "connector.WholeBlocks", WholeBlocks, {"start": 0, "stop": 9, "first_whole": 0}
     yield "connector.prompt_digest", prompt_digest, {"tokens": [1, 2], "facts": ["salt a"]}
     yield "connector.fingerprint", fingerprint, {"folder": "."}
-    yield "connector.fetch", kvplan.connector.fetch, {"source": SOURCE, "timeout_s": 0.1}
-    yield "connector.send_claims", send_claims, {"source": SOURCE, "message": ClaimMessage("a", asks=("r 0",))}
+    yield "connector.fetch", kvplan.connector.fetch, {"source": SOURCE, "timeout_s": 0.1, "access": None}
+    yield (
+        "connector.send_claims",
+        send_claims,
+        {
+            "source": SOURCE,
+            "message": ClaimMessage("a", asks=("r 0",)),
+            "access": None,
+        },
+    )
     yield "connector.Leases", Leases, {"lease_s": 1.5, "clock": time.monotonic}
     leases = Leases()
     yield "connector.Leases.grant", leases.grant, {"request": "r", "first_s": 9.5}
     for action in ("claim", "end"):
         yield f"connector.Leases.{action}", getattr(leases, action), {"lease": "r 0", "reader": "d"}
     yield "connector.Leases.stands", leases.stands, {"lease": "r 0"}
-    served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "leases": leases, "port": 0, "bind": None}
+    door = {"port": 0, "bind": None, "access": None}
+    served = {"engine_id": "p", "host": "127.0.0.1", "workers": [b"offer"], "leases": leases, **door}
     yield "connector.Listener", closed(Listener), served
     yield "connector.Claims", closed(Claims), {"logger": LOGGER, "send": HOOKS["connect"]}
     claims = Claims(LOGGER, lambda _, message: answer_claims(leases, "a", message))

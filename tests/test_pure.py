@@ -42,13 +42,13 @@ RESOURCES = {
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib itertools json math
-    operator re reprlib string textwrap types typing weakref xml zlib
+    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac ipaddress itertools
+    json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 
 IMPURE = {
-    "connector": {"sockets", "threads", "files", "clocks", "logging"},
+    "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "cli": {"files", "environment", "interpreter"},
     "testing": {"clocks", "randomness", "interpreter"},
     "__main__": {"interpreter"},

@@ -80,6 +80,15 @@ BACKENDS: Final = MappingProxyType(
 """The layout of K and V by the name of an attention backend, with its instruction set if any."""
 
 
+DRAFT_MODULES: Final = frozenset({"draft_model", "mtp"})
+"""Modules whose layers vLLM numbers from 0, though they are draft layers of the model.
+
+Other draft layers are numbered after those of the model: ``DraftModelProposer`` of
+vllm/v1/spec_decode/draft_model.py, and the models of vllm/model_executor/models whose names end
+with mtp, eagle or eagle3.
+"""
+
+
 @reads_engine("vLLM 0.33")
 def from_vllm(
     model: Model,
@@ -112,6 +121,9 @@ def from_vllm(
     Older releases have caches ``[2, block, slot, head, dim]`` or ``[block, 2, slot, head, dim]``
     and latents ``[block, slot, dim]``, all of layout ``content``. The argument of
     ``register_cross_layers_kv_cache``, one tensor of all layers, takes the place of ``kv_caches``.
+
+    Draft layers follow the last layer of the model: by their numbers, or, in a module of
+    :data:`DRAFT_MODULES`, by its name.
 
     Raises ``NAME`` for a layer that has no cache, or not exactly one number in its name; ``LAYOUT``
     for a backend or a shape that is not known; ``SIZE`` for kernel blocks that make up no whole
@@ -153,7 +165,7 @@ def from_vllm(
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         spec = specs.get(names[0], group.kv_cache_spec)
         tokens = None if hasattr(spec, "shapes") else spec.block_size
-        first_layer = _layer_of(names[0], spec, numbered_apart)
+        first_layer = _layer_of(names[0], spec, model, numbered_apart)
         assembly.begin_group(first_layer, tokens, spread=getattr(spec, "dcp_sharded", True))
         for name in names:
             if name not in kv_caches:
@@ -161,7 +173,7 @@ def from_vllm(
                 raise contradiction("NAME", action, "a cache for each", f"none for {name!r}")
             first_view = len(assembly.views)
             spec = specs.get(name, group.kv_cache_spec)
-            number = _layer_of(name, spec, numbered_apart)
+            number = _layer_of(name, spec, model, numbered_apart)
             _add_layer(assembly, name, number, kv_caches[name], spec, layers, kv_layout)
             if hasattr(places[name].tensor, "layers"):
                 _check_place(assembly, name, first_view, places[name])
@@ -369,9 +381,11 @@ def _numbered_apart(model: Model, attending: Sequence[int] | None) -> Sequence[i
     return (attending or in_order) if has_both else ()
 
 
-def _layer_of(name: str, spec: Any, numbered_apart: Sequence[int]) -> int:
-    """Return the layer of the model to which vLLM's layer belongs."""
+def _layer_of(name: str, spec: Any, model: Model, numbered_apart: Sequence[int]) -> int:
+    """Return the layer of the model to which vLLM's layer belongs, drafts counted after all."""
     number = _number(name)
+    if not DRAFT_MODULES.isdisjoint(name.split(".")):
+        return len(model.layers) + number
     num_attending = len(numbered_apart)
     if not num_attending:
         return number

@@ -9,6 +9,7 @@ the request, and says when it is done:
     Leases: request 1 is kept        <-- POST  Claims: I claim it, does its lease stand, I am done
 """
 
+from kvplan.connector.access import Access, tls_contexts
 from kvplan.connector.claims import Claims
 from kvplan.connector.fingerprint import fingerprint
 from kvplan.connector.handoff import Handoff, Source, WholeBlocks, attended, whole_blocks
@@ -19,6 +20,7 @@ from kvplan.connector.prompt import prompt_digest
 from kvplan.connector.reads import Read, ReadResult, Reads
 
 __all__ = [
+    "Access",
     "Claims",
     "Connections",
     "EndedLeases",
@@ -37,5 +39,6 @@ __all__ = [
     "fingerprint",
     "prompt_digest",
     "send_claims",
+    "tls_contexts",
     "whole_blocks",
 ]

@@ -13,16 +13,18 @@ thread, clock or network.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from logging import Logger
 from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import having, instance, members, name, wrong_type
+from kvplan._checks import at_most, having, instance, members, name, wrong_type
 from kvplan.connector.handoff import Source
 from kvplan.connector.leases import LEASE_S, Leases
 from kvplan.errors import KVPlanError
@@ -35,6 +37,18 @@ RETRY_S: Final = 1.0
 
 IDLE_S: Final = 10.0
 """Seconds after which the thread of an engine ends that has nothing to send."""
+
+MAX_MESSAGE_BYTES: Final = 1 << 18
+"""The length of a message."""
+
+MAX_PART_BYTES: Final = MAX_MESSAGE_BYTES // 4
+"""The length of each of a message's three parts. What is left comes with the next message."""
+
+MAX_NAME_CHARACTERS: Final = 1 << 10
+"""The length of a lease's or a reader's name."""
+
+MAX_SOURCES: Final = 256
+"""Engines on whose leases a reader has claims at a time, each with a thread."""
 
 Claim = tuple[str, str]
 """A lease and the reader that claims it."""
@@ -79,7 +93,23 @@ def _read_claims(values: Any) -> tuple[Claim, ...]:
 
 
 def _checked_claim(lease: str, reader: str) -> Claim:
-    return name(lease, "lease"), name(reader, "reader")
+    """Return a claim. Raises ``TYPE``, ``NAME``, or ``RANGE`` for a name that is too long."""
+    action = "claim a lease"
+    at_most(MAX_NAME_CHARACTERS, len(name(lease, "lease")), "characters of its name", action)
+    at_most(MAX_NAME_CHARACTERS, len(name(reader, "reader")), "characters of a reader", action)
+    return lease, reader
+
+
+def _fitting(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the first values, as many as a part of a message takes."""
+    fitting = []
+    num_bytes = 0
+    for value in values:
+        num_bytes += len(json.dumps(value)) + len(", ")
+        if num_bytes > MAX_PART_BYTES:
+            break
+        fitting.append(value)
+    return tuple(fitting)
 
 
 @attrs.frozen
@@ -177,13 +207,16 @@ class SourceClaims:
         return min(self._due_at.values(), default=None)
 
     def take_message(self, now: float) -> ClaimMessage:
-        """Return everything that has to be sent now, for one answer or failure."""
-        claims = tuple(claim for claim, due_at in self._due_at.items() if due_at <= now)
+        """Return what has to be sent now, for one answer or failure, as much as a message takes."""
+        claims = _fitting(claim for claim, due_at in self._due_at.items() if due_at <= now)
+        message = ClaimMessage(
+            self.source.start, claims, _fitting(self._done), _fitting(self._unsent)
+        )
         # An end is sent once: if it is lost, the claim ends for want of renewals.
-        message = ClaimMessage(self.source.start, claims, tuple(self._done), tuple(self._unsent))
-        self._done.clear()
-        self._sent.update(self._unsent)
-        self._unsent.clear()
+        for claim in message.done:
+            del self._done[claim]
+        for lease in message.asks:
+            self._sent[lease] = self._unsent.pop(lease)
         return message
 
     def take_answer(
@@ -254,7 +287,7 @@ class Claims:
         self.num_unanswered: int = 0
 
     def begin(self, source: Source, lease: str, reader: str) -> None:
-        """Claim a lease until :meth:`end`."""
+        """Claim a lease until :meth:`end`. Raises ``RANGE`` for claims on too many engines."""
         claim = _checked_claim(lease, reader)
         with self._changed:
             self._claims_on(source).begin(claim, time.monotonic())
@@ -262,7 +295,9 @@ class Claims:
     def end(self, source: Source, lease: str, reader: str) -> None:
         """End a claim: the reader is done, or will not read."""
         claim = _checked_claim(lease, reader)
-        with self._changed:
+        instance(Source, source, "source")
+        # Without a thread for it, the claim ends for want of renewals.
+        with self._changed, suppress(KVPlanError):
             self._claims_on(source).end(claim)
 
     def ask(self, source: Source, lease: str) -> Future[None]:
@@ -271,8 +306,14 @@ class Claims:
         The future raises ``LEASE`` if it does not, and ``PEER`` if no answer comes.
         """
         name(lease, "lease")
+        instance(Source, source, "source")
         with self._changed:
-            return self._claims_on(source).ask(lease)
+            try:
+                return self._claims_on(source).ask(lease)
+            except KVPlanError as error:
+                refused: Future[None] = Future()
+                refused.set_exception(error)
+                return refused
 
     def refusal(self, source: Source, lease: str, reader: str) -> KVPlanError | None:
         """Return the error of a claim that was refused, None of any other."""
@@ -290,9 +331,12 @@ class Claims:
     def _claims_on(self, source: Source) -> SourceClaims:
         """Return the claims on an engine, which has a thread. The caller holds the lock.
 
-        The thread looks at the claims when the caller lets go of the lock.
+        The thread looks at the claims when the caller lets go of the lock. Raises ``RANGE`` if
+        there are too many threads.
         """
         if instance(Source, source, "source") not in self._by_source:
+            action = f"claim leases of {source}"
+            at_most(MAX_SOURCES, len(self._by_source) + 1, "engines at a time", action)
             source_claims = SourceClaims(source)
             self._by_source[source] = source_claims
             thread_name = f"kvplan claims {source.engine_id}"

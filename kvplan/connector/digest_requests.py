@@ -11,6 +11,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import instance, interval, members, name
+from kvplan.connector.access import Access, access_or_none
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S, exchange
 from kvplan.connector.leases import Leases
@@ -19,6 +20,9 @@ from kvplan.errors import KVPlanError
 
 MAX_REQUESTS: Final = 1 << 12
 """Requests that an engine keeps at a time, of which each has tens of kilobytes of digests."""
+
+MAX_REQUEST_BYTES: Final = 1 << 16
+"""The length of a request: hundreds of groups."""
 
 ASK_AGAIN_S: Final = 0.005
 """Seconds after which a reader asks again for digests that are not computed yet."""
@@ -112,17 +116,17 @@ class DigestRequests:
                     del self._answers[request]
 
 
-def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any] | None:
-    """Answer a reader's request, None if it is for another start of the engine."""
+def answer_digests(requests: DigestRequests, start: str, body: Any) -> dict[str, Any]:
+    """Answer a reader's request. Raises ``LEASE`` if it is for another start of the engine."""
     fields = instance(Mapping, body, "a request for digests")
     if fields.get("start") != start:
-        return None
+        raise KVPlanError("LEASE", "compute digests", expected=f"start {start}", got="another one")
     request = DigestRequest.of(fields.get("lease", ""), fields.get("tokens", {}))
     return {"digests": requests.ask(request)}
 
 
 def fetch_digests(
-    source: Source, request: DigestRequest, timeout_s: float
+    source: Source, request: DigestRequest, timeout_s: float, access: Access | None = None
 ) -> list[Mapping[str, Any]]:
     """Fetch the digests of all workers of an engine, when they have computed them.
 
@@ -133,7 +137,7 @@ def fetch_digests(
     silence: KVPlanError | None = None
     while time.monotonic() < stop:
         try:
-            digests = _ask_once(source, request)
+            digests = _ask_once(source, request, access_or_none(access))
         except KVPlanError as error:
             if error.code != "PEER":
                 raise
@@ -149,10 +153,12 @@ def fetch_digests(
     )
 
 
-def _ask_once(source: Source, request: DigestRequest) -> list[Mapping[str, Any]] | None:
+def _ask_once(
+    source: Source, request: DigestRequest, access: Access
+) -> list[Mapping[str, Any]] | None:
     """Ask an engine for digests once. Returns None if it has not computed them yet."""
-    fields = request.fields(source.start)
-    answer = exchange(str(source), source.host, source.port, "/digests", ANSWER_S, fields)
+    sent = json.dumps(request.fields(source.start)).encode()
+    answer = exchange(str(source), source.address, "/digests", ANSWER_S, access, sent)
     try:
         digests = json.loads(answer)["digests"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

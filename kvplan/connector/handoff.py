@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from kvplan._checks import (
     name,
     wrong_type,
 )
+from kvplan.connector.access import is_equal, sign
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
 
@@ -50,8 +52,13 @@ class Source:
         check_fields(self, "a source", name, "engine_id", "start", "host")
         check_fields(self, "a source", integer, "port", high=PORT_END)
 
+    @property
+    def address(self) -> str:
+        """The address of the listener."""
+        return f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        return f"{self.engine_id} at {self.host}:{self.port}"
+        return f"{self.engine_id} at {self.address}"
 
 
 @attrs.frozen
@@ -63,7 +70,9 @@ class Handoff:
     them, by their number: those of a prompt before the answer to it. ``blocks`` has a table for
     each group, of the blocks that the engine still has. ``kept`` has the position from which on a
     group's blocks are all there and whole. :meth:`params` are plain values, for JSON;
-    :meth:`of_params` reads them, which a stranger may have written.
+    :meth:`of_params` reads them, which a stranger may have written. With the key that all engines
+    share, they are signed, so nobody without it can send a reader to another address, lease or
+    block.
 
     >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
     >>> blocks = {"attn": Blocks([12, 5, 31]), "swa": Blocks([0, 7], null=0)}
@@ -94,10 +103,11 @@ class Handoff:
             integer(num_tokens, "length of a prefix", high=self.num_tokens + 1)
             name(digest, "digest of a prefix")
 
-    def params(self) -> dict[str, Any]:
-        """Return the handoff as plain values."""
+    def params(self, key: bytes = b"") -> dict[str, Any]:
+        """Return the handoff as plain values, signed if there is a key."""
         tables = {group: _table_values(blocks) for group, blocks in self.blocks.items()}
-        return {
+        instance(bytes, key, "key of handoffs")
+        params = {
             "remote_engine_id": self.source.engine_id,
             "remote_start": self.source.start,
             "remote_host": self.source.host,
@@ -109,12 +119,25 @@ class Handoff:
             "remote_kept": dict(self.kept),
             "remote_prefixes": [[*prefix] for prefix in self.prefixes.items()],
         }
+        return {**params, SIGNATURE: _signature(params, key)} if key else params
 
     @classmethod
-    def of_params(cls, params: Mapping[str, Any]) -> Handoff:
+    def of_params(cls, params: Mapping[str, Any], key: bytes = b"") -> Handoff:
         """Read the handoff in a request's parameters, which may have others too.
 
-        Raises ``KEY`` if one lacks; ``TYPE``, ``NAME``, ``RANGE`` or ``BLOCKS`` for a bad value.
+        Raises ``MESSAGE`` if they are not signed with the key, if there is one; ``KEY`` if one
+        lacks; ``TYPE``, ``NAME``, ``RANGE`` or ``BLOCKS`` for a bad value.
+
+        >>> source = Source("prefill", "a1", "10.0.0.1", 5600)
+        >>> handoff = Handoff(source, "request 1", 40, "8f2c", {})
+        >>> params = handoff.params(b"secret")
+        >>> Handoff.of_params(params, b"secret") == handoff
+        True
+        >>> Handoff.of_params({**params, "remote_host": "10.6.6.6"}, b"secret")
+        Traceback (most recent call last):
+        kvplan.errors.KVPlanError: MESSAGE: cannot read a handoff:
+        expected one that was signed with the key of this engine, and not changed since,
+        got another one (all engines need one key)
         """
         missing = sorted(PARAMS - instance(Mapping, params, "parameters of a request").keys())
         if missing:
@@ -123,9 +146,12 @@ class Handoff:
                 "read a handoff",
                 expected=f"a key {missing[0]!r}",
                 got="none",
-                hint="a proxy passes kv_transfer_params of prefill's answer on as they are",
+                hint="a proxy passes kv_transfer_params of prefill's answer on as they are, "
+                "and prefill has kvplan's connector too",
                 keys=tuple(missing),
             )
+        if instance(bytes, key, "key of handoffs"):
+            _check_signature(params, key)
         tables = instance(Mapping, params["remote_block_ids"], "remote_block_ids")
         kept = instance(Mapping, params["remote_kept"], "remote_kept")
         return cls(
@@ -181,7 +207,34 @@ class Handoff:
         )
 
 
+SIGNATURE: Final = "remote_signature"
+"""The parameter that has the signature of all others."""
+
 PARAMS: Final = frozenset(Handoff(Source("-", "-", "-", 0), "-", 0, "-", {}).params())
+
+
+def _signature(params: Mapping[str, Any], key: bytes) -> str:
+    """Return the signature of a handoff's parameters. Raises TypeError for what JSON cannot say."""
+    # one text for equal values, in whatever order they came
+    values = {label: params[label] for label in PARAMS}
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return sign(key, "handoff", text.encode())
+
+
+def _check_signature(params: Mapping[str, Any], key: bytes) -> None:
+    """Refuse parameters that were not signed with a key, before they are read."""
+    try:
+        is_signed = is_equal(f"{params.get(SIGNATURE)}", _signature(params, key))
+    except (TypeError, ValueError, RecursionError):
+        is_signed = False
+    if not is_signed:
+        raise KVPlanError(
+            "MESSAGE",
+            "read a handoff",
+            expected="one that was signed with the key of this engine, and not changed since",
+            got="another one",
+            hint="all engines need one key",
+        )
 
 
 def _table_values(blocks: Blocks) -> list[Any]:

@@ -1,116 +1,431 @@
-"""HTTP between engines: one question and one answer, bounded in size and in time."""
+"""HTTP between engines: one question and one answer a connection, bounded in size and in time.
+
+This is the part of HTTP/1.1 that engines need, and no more: a head of a few lines, one
+``Content-Length``, and a body. Python's own server reads heads of megabytes, keeps a thread for
+each connection, and has no limit for the time of a whole question.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import re
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Final
 
-from kvplan._checks import seconds
+import attrs
+
+from kvplan._checks import integer, name, seconds
+from kvplan._text import shown
+from kvplan.connector.access import Access, Challenges, Proof, is_equal
+from kvplan.connector.handoff import PORT_END
 from kvplan.errors import KVPlanError
 
-MAX_SENT_BYTES: Final = 1 << 24
-MAX_ANSWER_BYTES: Final = 1 << 28
-PART_BYTES: Final = 1 << 20
+MAX_HEAD_BYTES: Final = 1 << 12
+"""The length of a question's or answer's head, of which the signature takes most."""
+
+MAX_ANSWER_BYTES: Final = 1 << 24
+"""The length of an answer: the offers of over a hundred workers."""
+
+MAX_CONNECTIONS: Final = 256
+"""Connections to a server. One more takes the place of the oldest, which has had its time."""
+
+MAX_UNREAD_BYTES: Final = 1 << 26
+"""The bodies that a server reads at a time."""
+
+MAX_REASON_BYTES: Final = 300
+"""The part of a refusal's reason that is passed on."""
+
+PART_BYTES: Final = 1 << 18
 
 ANSWER_S: Final = 3.0
 """Seconds for which a reader waits for an answer about leases or digests."""
 
-CONNECTION_S: Final = 10.0
-"""Seconds for which a server waits for a byte of a connection."""
+CONNECTION_S: Final = 30.0
+"""Seconds that a connection has for its question and its answer: offers over a slow link."""
 
-BACKLOG: Final = 128
+PAUSE_S: Final = 1.0
+"""Seconds for which a server accepts nothing that could accept no more."""
+
+BACKLOG: Final = 512
 """Connections that wait until the server accepts them."""
 
+SCHEME: Final = "Kvplan"
+PROOF: Final = "authorization"
+SIGNATURE: Final = "authentication-info"
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = BACKLOG
-    daemon_threads = True
+LINE: Final = re.compile(r"([A-Za-z0-9-]+):[ \t]*([\x20-\x7e]*)")
+"""A line of a head, without control characters and continuations."""
+
+STATUSES: Final = MappingProxyType(
+    {
+        200: "OK",
+        400: "Bad Request",
+        401: "Unauthorized",
+        404: "Not Found",
+        413: "Content Too Large",
+        503: "Service Unavailable",
+    }
+)
 
 
-def start_server(
-    host: str, port: int, *, get: Callable[[str], Any], post: Callable[[str, Any], Any]
-) -> ThreadingHTTPServer:
-    """Start a server on threads of its own. Raises ``PEER`` if it cannot listen.
+@attrs.frozen
+class _Head:
+    """The first line of a question or an answer, and its other lines, by name in small letters."""
 
-    ``get`` takes a path and returns the answer, as JSON. ``post`` takes a path and what was sent
-    there, as JSON, and returns the answer, or None where it refuses.
+    first: tuple[str, ...]
+    lines: Mapping[str, str]
+
+    @classmethod
+    def read(cls, data: bytes) -> _Head:
+        """Read a head. Raises ValueError for one that could be read in two ways."""
+        first, *rest = data.decode("ascii").removesuffix("\r\n\r\n").split("\r\n")
+        lines = dict[str, str]()
+        for text in rest:
+            line = LINE.fullmatch(text)
+            if line is None or line[1].lower() in lines:
+                raise ValueError("a malformed or repeated line")
+            lines[line[1].lower()] = line[2].strip()
+        parts = tuple(first.split(" ", 2))
+        if len(parts) != 3 or "transfer-encoding" in lines:
+            raise ValueError("another kind of HTTP")
+        return cls(parts, lines)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the length of the body. Raises ValueError for what is no length."""
+        text = self.lines.get("content-length", "0")
+        if not (text.isdigit() and len(text) <= 12):
+            raise ValueError("a malformed length")
+        return int(text)
+
+    def quoted(self, line: str) -> str:
+        """Return what a line says under the scheme of this module, nothing if it has another."""
+        scheme, _, text = self.lines.get(line, "").partition(" ")
+        return text if scheme == SCHEME else ""
+
+
+def _message(first: str, body: bytes, lines: Mapping[str, str]) -> bytes:
+    """Return a question or an answer as bytes."""
+    texts = [first, f"Content-Length: {len(body)}", "Connection: close"]
+    texts += [f"{label}: {text}" for label, text in lines.items()]
+    return "\r\n".join((*texts, "", "")).encode("ascii") + body
+
+
+@attrs.frozen
+class Route:
+    """What a server does at one path: ``answer`` gets a body of at most ``max_bytes``.
+
+    It also gets the ``num_parts`` of the path that follow the route's own. It raises
+    :class:`~kvplan.KVPlanError` for what it refuses. It must not wait.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = CONNECTION_S
+    answer: Callable[..., bytes]
+    max_bytes: int = 0
+    num_parts: int = 0
 
-        def do_GET(self) -> None:
-            self._reply(200, json.dumps(get(self.path)).encode())
 
-        def do_POST(self) -> None:
-            answer = None
-            # Nonsense is refused, as what it raises when it is read.
-            with suppress(ValueError, TypeError, RecursionError):
-                size = int(self.headers["Content-Length"])
-                if 0 <= size <= MAX_SENT_BYTES:
-                    answer = post(self.path, json.loads(self.rfile.read(size)))
-            if answer is None:
-                self._reply(400, b"")
-            else:
-                self._reply(200, json.dumps(answer).encode())
+@attrs.frozen
+class _RefusedError(Exception):
+    """A question that gets another status than 200, with its reason."""
 
-        def _reply(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            # Whoever asked may be gone.
-            with suppress(ConnectionError):
-                self.end_headers()
-                self.wfile.write(body)
+    status: int
+    reason: str = ""
 
-        def log_message(self, *_: Any) -> None:
+
+class Server:
+    """Answers questions on one thread of its own, by ``routes``: each has a method and a path.
+
+    It listens at ``port`` of ``host``, or at a free port if that is 0. Raises ``PEER`` if it
+    cannot, or if :class:`~kvplan.connector.access.Access` forbids it.
+
+    >>> server = Server("127.0.0.1", 0, {"POST /twice": Route(lambda body: 2 * body, 8)}, Access())
+    >>> exchange("a server", f"127.0.0.1:{server.port}", "/twice", 10, Access(), b"ab")
+    b'abab'
+    >>> server.close()
+    """
+
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route], access: Access) -> None:
+        self._routes = routes
+        self._access = access
+        self._challenges = Challenges()
+        # the oldest first
+        self._connections: dict[asyncio.Task[None], None] = {}
+        self._unread_bytes = 0
+        self._socket = _listening(name(host, "host"), integer(port, "port", high=PORT_END), access)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        thread_name = "kvplan http"
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        with suppress(RuntimeError):  # closed before
+            self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop.add_reader(self._socket, self._accept)
+        await self._closed.wait()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        # Tasks that were made just now begin, so that each closes its connection.
+        await asyncio.sleep(0)
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self) -> None:
+        """Accept a connection, in the place of the oldest one if there are too many."""
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
             return
+        except OSError:
+            # The process has too many files open.
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            oldest.cancel()
+            del self._connections[oldest]
+        task = self._loop.create_task(self._meet(connection))
+        self._connections[task] = None
+        task.add_done_callback(lambda _: self._connections.pop(task, None))
 
+    async def _meet(self, connection: socket.socket) -> None:
+        """Answer the question of a connection, in the time that it has."""
+        reader = asyncio.StreamReader(MAX_HEAD_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        connection.setblocking(False)
+        # A peer may be gone, or too slow.
+        with connection, suppress(OSError, EOFError):
+            async with asyncio.timeout(CONNECTION_S):
+                transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: protocol, connection, ssl=self._access.server_tls
+                )
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                try:
+                    await self._converse(reader, writer)
+                finally:
+                    transport.abort()
+                    # for the transport, which ends in the next step of the loop
+                    await asyncio.sleep(0)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a question."""
+        writer.write(await self._answer(reader))
+        await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+        # A peer whose question was refused reads the answer when it has sent the rest.
+        while await reader.read(PART_BYTES):
+            continue
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        """Return the answer to a question. Nothing is parsed but the head, and the proof in it."""
+        proof = None
+        try:
+            head = _Head.read(await reader.readuntil(b"\r\n\r\n"))
+            method, target, _ = head.first
+            _, label, *parts = target.split("/")
+            route = self._routes.get(f"{method} /{label}")
+            if route is None or len(parts) != route.num_parts:
+                raise _RefusedError(404)
+            if head.num_bytes > route.max_bytes:
+                raise _RefusedError(413)
+            if self._access.key:
+                proof = self._proof(head, method, target)
+            body = await self._body(reader, head.num_bytes)
+            if proof is not None and not proof.has_body(body):
+                raise _RefusedError(400, "another body")
+            answer = route.answer(body, *parts)
+            status = 200
+        except _RefusedError as refused:
+            status = refused.status
+            answer = refused.reason.encode()
+        except (ValueError, TypeError, RecursionError, asyncio.LimitOverrunError) as error:
+            # Nonsense is refused with what it raises when it is read.
+            status = 400
+            answer = str(error).encode()[:MAX_REASON_BYTES]
+        return self._signed(proof, status, answer)
+
+    def _proof(self, head: _Head, method: str, target: str) -> Proof:
+        """Return the proof of a question, which is new. Raises _RefusedError."""
+        proof = Proof.read(head.quoted(PROOF))
+        if (
+            proof is None
+            or not proof.is_of(self._access.key, method, target)
+            or not self._challenges.take(proof.challenge, proof.nonce)
+        ):
+            raise _RefusedError(401)
+        return proof
+
+    async def _body(self, reader: asyncio.StreamReader, num_bytes: int) -> bytes:
+        if self._unread_bytes + num_bytes > MAX_UNREAD_BYTES:
+            raise _RefusedError(503)
+        self._unread_bytes += num_bytes
+        try:
+            return await reader.readexactly(num_bytes)
+        finally:
+            self._unread_bytes -= num_bytes
+
+    def _signed(self, proof: Proof | None, status: int, body: bytes) -> bytes:
+        """Return an answer as bytes, signed if its question was."""
+        lines = {}
+        if self._access.key:
+            challenge = self._challenges.latest
+            signature = "-"
+            if proof is not None:
+                signature = proof.sign_answer(self._access.key, status, challenge, body)
+            lines[SIGNATURE] = f"{SCHEME} {challenge} {signature}"
+        return _message(f"HTTP/1.1 {status} {STATUSES[status]}", body, lines)
+
+
+def _listening(host: str, port: int, access: Access) -> socket.socket:
+    """Return a socket that is bound to one address of a host. Raises ``PEER``."""
     try:
-        server = _Server((host, port), Handler)
-    except OSError as error:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = places[0]
+        access.check_address(str(address[0]))
+        listening = socket.create_server(address, family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError) as error:
         expected = "an address of this machine, and a port that is free"
         raise KVPlanError(
             "PEER", f"listen on {host}:{port}", expected=expected, got=f"{error}"
         ) from None
-    threading.Thread(target=server.serve_forever, name="kvplan http", daemon=True).start()
-    return server
+    listening.setblocking(False)
+    return listening
 
 
 def exchange(
-    peer: str, host: str, port: int | None, path: str, timeout_s: float, sent: Any = None
+    peer: str,
+    address: str,
+    path: str,
+    timeout_s: float,
+    access: Access,
+    sent: bytes | None = None,
 ) -> bytes:
     """Return the answer of a peer to GET, or to POST if something is ``sent``. Raises ``PEER``.
 
-    Without a ``port``, ``host`` has it.
+    ``address`` is ``host:port``. The answer comes within ``timeout_s`` seconds, all of it.
     """
-    stop = time.monotonic() + seconds(timeout_s, "timeout_s")
+    deadline = time.monotonic() + seconds(timeout_s, "timeout_s")
     action = f"reach {peer}"
-    parts = []
-    size = 0
+    method = "GET" if sent is None else "POST"
+    body = sent or b""
     try:
-        with closing(HTTPConnection(host, port, timeout=timeout_s)) as connection:
-            if sent is None:
-                connection.request("GET", path)
-            else:
-                connection.request("POST", path, json.dumps(sent).encode())
-            with connection.getresponse() as response:
-                # A peer that sends too much, or a byte now and then, is cut off: a part is left.
-                part = response.read1(PART_BYTES)
-                while part and size <= MAX_ANSWER_BYTES and time.monotonic() <= stop:
-                    parts.append(part)
-                    size += len(part)
-                    part = response.read1(PART_BYTES)
-    except (OSError, HTTPException, ValueError) as error:
-        raise KVPlanError("PEER", action, expected="an answer", got=f"{error!r}") from None
-    if part:
-        expected = f"an answer of at most {MAX_ANSWER_BYTES} bytes within {timeout_s:g} s"
-        raise KVPlanError("PEER", action, expected=expected, got=f"more than {size} bytes")
-    if response.status != 200:
-        raise KVPlanError("PEER", action, expected="status 200", got=f"{response.status}")
-    return b"".join(parts)
+        answer = _ask(address, method, path, body, access, deadline)
+        # The server has told its challenge, or another one.
+        if answer.status == 401 and access.key:
+            answer = _ask(address, method, path, body, access, deadline)
+    except (OSError, ValueError) as error:
+        expected = f"an answer within {timeout_s:g} s"
+        raise KVPlanError("PEER", action, expected=expected, got=f"{error!r}") from None
+    if answer.status == 401:
+        hint = "all engines need one key"
+        expected = "an engine with the same key"
+        raise KVPlanError("PEER", action, expected=expected, got="status 401", hint=hint)
+    if access.key and not answer.is_signed:
+        expected = "an answer that is signed with the key"
+        hint = "all engines need one key"
+        raise KVPlanError("PEER", action, expected=expected, got="another one", hint=hint)
+    if answer.status != 200:
+        reason = shown(answer.body[:MAX_REASON_BYTES].decode(errors="replace"))
+        got = f"{answer.status}: {reason}"
+        raise KVPlanError("PEER", action, expected="status 200", got=got)
+    return answer.body
+
+
+@attrs.frozen
+class _Answer:
+    """An answer, and whether it is signed as that to the question."""
+
+    status: int
+    body: bytes
+    is_signed: bool
+
+
+def _ask(
+    address: str, method: str, target: str, body: bytes, access: Access, deadline: float
+) -> _Answer:
+    """Ask a server once. Raises OSError, or ValueError for what is no answer."""
+    lines = {"Host": address}
+    proof = None
+    if access.key:
+        proof = Proof.of(access.key, access.challenge_of(address), method, target, body)
+        lines[PROOF] = f"{SCHEME} {proof}"
+    question = _message(f"{method} {target} HTTP/1.1", body, lines)
+    head, answer = _converse(address, question, access.client_tls, deadline)
+    status = int(head.first[1])
+    if proof is None:
+        return _Answer(status, answer, is_signed=False)
+    challenge, _, signature = head.quoted(SIGNATURE).partition(" ")
+    expected = proof.sign_answer(access.key, status, challenge, answer)
+    is_signed = is_equal(signature, expected)
+    # What nobody has signed may be another server's, and costs one more question.
+    if is_signed or status == 401:
+        access.remember(address, challenge)
+    return _Answer(status, answer, is_signed)
+
+
+def _converse(
+    address: str, question: bytes, tls: ssl.SSLContext | None, deadline: float
+) -> tuple[_Head, bytes]:
+    """Send a question and return the head and body of the answer, both by the deadline."""
+    host, _, port_text = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    port = integer(int(port_text), "port", high=PORT_END)
+    with socket.create_connection((host, port), _left_s(deadline)) as plain:
+        if tls is None:
+            return _converse_over(plain, question, deadline)
+        with tls.wrap_socket(plain, server_hostname=host) as encrypted:
+            return _converse_over(encrypted, question, deadline)
+
+
+def _converse_over(
+    connection: socket.socket, question: bytes, deadline: float
+) -> tuple[_Head, bytes]:
+    connection.settimeout(_left_s(deadline))
+    connection.sendall(question)
+    data = bytearray()
+    while (head_end := data.find(b"\r\n\r\n")) < 0:
+        if len(data) > MAX_HEAD_BYTES:
+            raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes")
+        data += _receive(connection, deadline)
+    body_start = head_end + 4
+    head = _Head.read(bytes(data[:body_start]))
+    if head.num_bytes > MAX_ANSWER_BYTES:
+        raise ValueError(f"an answer of {head.num_bytes} bytes, above {MAX_ANSWER_BYTES}")
+    while len(data) < body_start + head.num_bytes:
+        data += _receive(connection, deadline)
+    return head, bytes(data[body_start:])
+
+
+def _receive(connection: socket.socket, deadline: float) -> bytes:
+    """Return the bytes that come next. Raises OSError where none do."""
+    connection.settimeout(_left_s(deadline))
+    part = connection.recv(PART_BYTES)
+    if not part:
+        raise ConnectionError("the connection was closed")
+    return part
+
+
+def _left_s(deadline: float) -> float:
+    """Return the seconds until a deadline. Raises TimeoutError when it has passed."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("too slow")
+    return left_s

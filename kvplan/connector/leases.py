@@ -7,7 +7,8 @@
 - L2: When a reader is done, its claim ends, and so does the first lease. The lease ends with the
   last claim, so readers of one request all claim it before the first of them is done.
 - L3: A lease that is over stays over. No claim brings it back, since its blocks may be another
-  request's, and whoever asks is told. No two leases have one name.
+  request's, and whoever asks is told. No two leases have one name, and nobody can guess one: a late
+  message about the first lease of a request does not end the second.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from secrets import token_hex
 from typing import Final
 
 import attrs
@@ -23,6 +25,9 @@ from kvplan._checks import having, name, seconds
 
 LEASE_S: Final = 30.0
 """Seconds for which blocks stay that nobody claims, or whose reader does not renew its claim."""
+
+LEASE_TOKEN_BYTES: Final = 8
+"""The random bytes in the name of a lease."""
 
 
 @attrs.define(eq=False)
@@ -80,7 +85,6 @@ class Leases:
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._done: list[str] = []
-        self._num_granted = 0
 
     def grant(self, request: str, first_s: float | None = None) -> str:
         """Keep the blocks of a request, and return the name by which readers know the lease.
@@ -91,9 +95,8 @@ class Leases:
         duration_s = self.lease_s if first_s is None else seconds(first_s, "first_s")
         with self._lock:
             # a name of its own, also if the request is lent again, by rule L3
-            lease = f"{request} {self._num_granted:x}"
+            lease = f"{request} {token_hex(LEASE_TOKEN_BYTES)}"
             self._leases[lease] = _Lease(request, self._clock() + duration_s)
-            self._num_granted += 1
         return lease
 
     def claim(self, lease: str, reader: str) -> bool:

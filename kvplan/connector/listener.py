@@ -3,25 +3,24 @@
 ``GET /`` returns the offers of all workers. ``POST /claims`` takes a
 :class:`~kvplan.connector.claims.ClaimMessage` and returns the answer to each claim. ``POST
 /digests`` takes a :class:`~kvplan.connector.digest_requests.DigestRequest` and returns digests,
-when workers have computed them. The listener believes whoever reaches it, so let only your engines
-reach it.
+when workers have computed them. Who may ask is decided by :mod:`kvplan.connector.access`.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from typing import Any
+from secrets import token_hex
 
 import attrs
 
-from kvplan._checks import check_fields, instance, integer, members, name
-from kvplan.connector.claims import ClaimAnswer, ClaimMessage, answer_claims
-from kvplan.connector.digest_requests import DigestRequests, answer_digests
-from kvplan.connector.handoff import PORT_END, Source
-from kvplan.connector.http import ANSWER_S, exchange, start_server
+from kvplan._checks import check_fields, instance, members, name
+from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
+from kvplan.connector.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
+from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
+from kvplan.connector.handoff import Source
+from kvplan.connector.http import ANSWER_S, Route, Server, exchange
 from kvplan.connector.leases import Leases
 from kvplan.errors import KVPlanError
 
@@ -56,8 +55,9 @@ class Listener:
     """Serves the offers of an engine's workers, and answers claims from its ``leases``.
 
     It announces ``host``, and listens on ``bind``, by default ``host``, at ``port``, by default one
-    that is free. Readers find it by its :attr:`source`. :attr:`digests` are those that they ask
-    for. Raises ``PEER`` if it cannot listen.
+    that is free. Readers find it by its :attr:`source`, and need the key of its ``access``.
+    :attr:`digests` are those that they ask for. Raises ``PEER`` if it cannot listen, or without a
+    key anywhere but on loopback.
 
     >>> leases = Leases()
     >>> listener = Listener("prefill", "127.0.0.1", [b"offer of worker 0"], leases)
@@ -79,43 +79,52 @@ class Listener:
         *,
         port: int = 0,
         bind: str | None = None,
+        access: Access | None = None,
     ) -> None:
-        # Another start of this engine has other leases, maybe under the same names.
-        start = f"{time.time_ns():x}"
+        # Another start of this engine has other leases, and other memory.
+        start = token_hex(TOKEN_BYTES)
         engine_id = name(engine_id, "engine_id")
         offers = members(bytes, workers, "offers of a listener")
         texts = [b64encode(offer).decode() for offer in offers]
+        fields = {"engine_id": engine_id, "start": start, "workers": texts}
+        encoded_offers = json.dumps(fields).encode()
         instance(Leases, leases, "leases of a listener")
-        self.digests: DigestRequests = DigestRequests(leases)
+        digests = DigestRequests(leases)
 
-        def get(path: str) -> Any:
-            return {"engine_id": engine_id, "start": start, "workers": texts}
+        def give_offers(_: bytes) -> bytes:
+            return encoded_offers
 
-        def post(path: str, body: Any) -> Any:
-            if path == "/claims":
-                return attrs.asdict(answer_claims(leases, start, ClaimMessage.of_fields(body)))
-            if path == "/digests":
-                return answer_digests(self.digests, start, body)
-            return None
+        def take_claims(body: bytes) -> bytes:
+            message = ClaimMessage.of_fields(json.loads(body))
+            return json.dumps(attrs.asdict(answer_claims(leases, start, message))).encode()
 
+        def give_digests(body: bytes) -> bytes:
+            return json.dumps(answer_digests(digests, start, json.loads(body))).encode()
+
+        routes = {
+            "GET /": Route(give_offers),
+            "POST /claims": Route(take_claims, MAX_MESSAGE_BYTES),
+            "POST /digests": Route(give_digests, MAX_REQUEST_BYTES),
+        }
         address = name(host, "host") if bind is None else name(bind, "bind")
-        port = integer(port, "port", high=PORT_END)
-        self._server = start_server(address, port, get=get, post=post)
-        self.source: Source = Source(engine_id, start, host, self._server.server_port)
+        self._server = Server(address, port, routes, access_or_none(access))
+        self.digests: DigestRequests = digests
+        self.source: Source = Source(engine_id, start, host, self._server.port)
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
 
-def fetch(source: Source, timeout_s: float) -> Offers:
+def fetch(source: Source, timeout_s: float, access: Access | None = None) -> Offers:
     """Fetch the offers of an engine's workers.
 
-    Raises ``MESSAGE``, and ``PEER`` if the engine does not answer or has restarted.
+    Raises ``MESSAGE``, and ``PEER`` if the engine does not answer, has another key or has
+    restarted.
     """
     peer = str(instance(Source, source, "source"))
-    offers = Offers.decode(exchange(peer, source.host, source.port, "/", timeout_s))
+    answer = exchange(peer, source.address, "/", timeout_s, access_or_none(access))
+    offers = Offers.decode(answer)
     # The address may have gone over to another engine, or to another start of it.
     if (offers.engine_id, offers.start) != (source.engine_id, source.start):
         raise KVPlanError(
@@ -130,11 +139,12 @@ def fetch(source: Source, timeout_s: float) -> Offers:
     return offers
 
 
-def send_claims(source: Source, message: ClaimMessage) -> ClaimAnswer:
+def send_claims(source: Source, message: ClaimMessage, access: Access | None = None) -> ClaimAnswer:
     """Send claims to an engine's listener. Raises ``PEER`` and ``MESSAGE``."""
-    sent = instance(ClaimMessage, message, "a message of claims").fields()
+    fields = instance(ClaimMessage, message, "a message of claims").fields()
     peer = str(instance(Source, source, "source"))
-    answer = exchange(peer, source.host, source.port, "/claims", ANSWER_S, sent)
+    sent = json.dumps(fields).encode()
+    answer = exchange(peer, source.address, "/claims", ANSWER_S, access_or_none(access), sent)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError) as error:

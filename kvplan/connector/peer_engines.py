@@ -1,9 +1,14 @@
 """Peer engines: the engines that one worker reads from, and the plan by which it reads from each.
 
-A peer engine is in one of three states. While a thread of its own shakes hands with it, which is to
-fetch its offers and to make a plan, it has neither a plan nor an error. Then it is ready, with a
-plan, or it has failed, with an error. A failed one is forgotten at once, so that the next request
-to that engine shakes hands again.
+A peer engine is in one of three states. While a thread shakes hands with it, which is to fetch its
+offers and to make a plan, it has neither a plan nor an error. Then it is ready, with a plan, or it
+has failed, with an error. A failed one is forgotten at once, so that the next request to that
+engine shakes hands again.
+
+- P1: An engine offers workers of its own name alone.
+- P2: Another start of an engine takes its place only if the start before does not answer any more.
+  So starts of one engine shake hands one after the other.
+- P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
 
 Connections and prepared plans belong to the executor, so they are made on the caller's thread.
 """
@@ -12,16 +17,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from logging import Logger
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
 from kvplan._checks import having
+from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
+from kvplan.connector.http import ANSWER_S
 from kvplan.connector.listener import Offers, fetch
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
@@ -36,6 +43,9 @@ HANDSHAKE_S: Final = 30.0
 MAX_AGE_S: Final = 3600.0
 """Seconds after which an engine is forgotten that nothing was read from."""
 
+MAX_HANDSHAKES: Final = 8
+"""Threads that shake hands at a time."""
+
 USUAL_TOKENS: Final = 1024
 """Positions of the request for which a way to read from an engine is chosen."""
 
@@ -46,14 +56,16 @@ class Connections:
 
     ``fetch_offers`` returns the offers of an engine, within seconds. ``open_offer`` returns the
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
-    where it is known; ``disconnect`` makes the executor forget it. Threads call ``fetch_offers``
-    and ``open_offer``. The others are called where :class:`~kvplan.connector.Reads` is polled.
+    where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
+    digests of what an engine has lent, within seconds. Threads call those that fetch, and
+    ``open_offer``. The others are called where :class:`~kvplan.connector.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]
     connect: Callable[[bytes], object]
     disconnect: Callable[[Worker], None]
     fetch_offers: Callable[[Source, float], Offers] = fetch
+    fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Connections):
@@ -96,16 +108,16 @@ class PeerPlan:
 
 @attrs.define(eq=False)
 class PeerEngine:
-    """An engine to read from, since a handshake with it began.
+    """An engine to read from, since the first request to it came; the last one at ``used_at``.
 
-    Its ``handshake`` is under way while it has neither a ``plan`` nor an ``error``. ``used_at`` is
-    when the last request to it came.
+    Its ``handshake``, which began at ``began_at``, waits or is under way while it has neither a
+    ``plan`` nor an ``error``.
     """
 
     source: Source
-    handshake: Future[PeerPlan]
-    began_at: float
     used_at: float
+    began_at: float = 0.0
+    handshake: Future[PeerPlan] | None = None
     plan: PeerPlan | None = None
     error: KVPlanError | None = None
 
@@ -157,14 +169,16 @@ class PeerEngines:
         self._pipeline = pipeline
         self._peers: dict[Source, PeerEngine] = {}
         self._connected: dict[Key, WorkerOffer] = {}
+        # of all threads that may still run
+        self._handshakes: list[Future[PeerPlan]] = []
 
     def use(self, source: Source) -> PeerEngine:
         """Return the peer engine of a request. A handshake begins where there is none."""
         now = time.monotonic()
-        if source not in self._peers:
-            self._peers[source] = PeerEngine(source, self._shake_hands(source), now, now)
-        peer = self._peers[source]
+        peer = self._peers.setdefault(source, PeerEngine(source, now))
         peer.used_at = now
+        if peer.handshake is None:
+            self._begin_handshake(peer)
         return peer
 
     def poll(self) -> Iterator[PeerEngine]:
@@ -182,13 +196,30 @@ class PeerEngines:
         if self._peers.get(peer.source) is peer:
             del self._peers[peer.source]
 
-    def _shake_hands(self, source: Source) -> Future[PeerPlan]:
+    def _begin_handshake(self, peer: PeerEngine) -> None:
+        """Begin a handshake, unless it has to wait for another one, by rules P2 and P3."""
+        self._handshakes = [handshake for handshake in self._handshakes if not handshake.done()]
+        starts = self._other_starts(peer)
+        is_first = all(other.plan is not None or other.handshake is None for other in starts)
+        if is_first and len(self._handshakes) < MAX_HANDSHAKES:
+            earlier = [other.source for other in starts if other.plan is not None]
+            peer.began_at = time.monotonic()
+            peer.handshake = self._shake_hands(peer.source, earlier)
+            self._handshakes.append(peer.handshake)
+
+    def _other_starts(self, peer: PeerEngine) -> list[PeerEngine]:
+        """Return the other starts of a peer's engine, or engines that have taken its name."""
+        engine_id = peer.source.engine_id
+        others = [other for other in self._peers.values() if other is not peer]
+        return [other for other in others if other.source.engine_id == engine_id]
+
+    def _shake_hands(self, source: Source, earlier: Sequence[Source]) -> Future[PeerPlan]:
         """Fetch the offers of an engine and make a plan, on a thread."""
         future: Future[PeerPlan] = Future()
 
         def run() -> None:
             try:
-                future.set_result(self._plan(source))
+                future.set_result(self._plan(source, earlier))
             except KVPlanError as error:
                 future.set_exception(error)
             except Exception as error:
@@ -211,11 +242,18 @@ class PeerEngines:
         threading.Thread(target=run, name=thread_name, daemon=True).start()
         return future
 
-    def _plan(self, source: Source) -> PeerPlan:
-        """Fetch offers, and choose how to read from their workers, by rule R5."""
+    def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
+        """Fetch offers, and choose how to read from their workers, by rule R5.
+
+        ``earlier`` are other starts of the engine, which must not answer any more.
+        """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
         fetched_at = time.monotonic()
         workers = [self._connections.open_offer(offer) for offer in offers]
+        for worker in workers:
+            _check_engine(source, worker)
+        for start in earlier:
+            self._refuse_beside(source, start)
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
         plan = self._fastest_plan(workers)
@@ -225,6 +263,20 @@ class PeerEngines:
             staged = PipelinePlan(plan, self._pipeline)
             return PeerPlan(by_key, plan.direct, staged, seconds=seconds)
         return PeerPlan(by_key, plan, seconds=seconds)
+
+    def _refuse_beside(self, source: Source, earlier: Source) -> None:
+        """Refuse an engine whose name another one has that still answers, by rule P2."""
+        try:
+            self._connections.fetch_offers(earlier, min(ANSWER_S, self.timeout_s))
+        except KVPlanError:
+            return
+        raise KVPlanError(
+            "PEER",
+            f"shake hands with {source}",
+            expected="an engine with a name of its own",
+            got=f"that of {earlier}, which still answers",
+            hint="another start of an engine begins when the one before has ended",
+        )
 
     def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, the direct one if nobody can count that."""
@@ -240,6 +292,9 @@ class PeerEngines:
 
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""
+        if peer.handshake is None:
+            self._begin_handshake(peer)
+            return False
         if not peer.handshake.done():
             # A thread that hangs is left to itself: nobody takes its result.
             if time.monotonic() - peer.began_at <= self.timeout_s:
@@ -258,12 +313,13 @@ class PeerEngines:
             return True
         try:
             plan = peer.handshake.result()
+            # Connecting takes the places of the workers before, also where it fails.
+            self._forget_older(peer)
             self._connect(plan)
         except KVPlanError as error:
             self._fail(peer, error)
             return True
         peer.plan = plan
-        self._forget_older(peer)
         self._logger.info("%s: %r", peer.source, plan)
         return True
 
@@ -292,11 +348,10 @@ class PeerEngines:
 
     def _forget_older(self, newest: PeerEngine) -> None:
         """Forget earlier starts of an engine, and engines that were not read from for long."""
+        earlier = self._other_starts(newest)
         for peer in [*self._peers.values()]:
-            if peer is newest or peer.plan is None:
-                continue
-            is_earlier = peer.source.engine_id == newest.source.engine_id
-            if is_earlier or time.monotonic() - peer.used_at > MAX_AGE_S:
+            is_old = peer in earlier or time.monotonic() - peer.used_at > MAX_AGE_S
+            if is_old and peer.plan is not None:
                 self._forget(peer, peer.plan)
 
     def _forget(self, peer: PeerEngine, plan: PeerPlan) -> None:
@@ -310,3 +365,14 @@ class PeerEngines:
                 # The executor keeps a worker with which a transfer still runs.
                 with suppress(KVPlanError):
                     self._connections.disconnect(connected.worker)
+
+
+def _check_engine(source: Source, worker: Worker) -> None:
+    """Refuse a worker that its source offers under another engine's name, by rule P1."""
+    if worker.engine_id != source.engine_id:
+        raise KVPlanError(
+            "PEER",
+            f"shake hands with {source}",
+            expected=f"workers of {source.engine_id}",
+            got=f"worker {worker.label}",
+        )

@@ -36,7 +36,7 @@ import attrs
 from kvplan._checks import check_fields, having, instance, name, seconds
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
-from kvplan.connector.digest_requests import DigestRequest, fetch_digests
+from kvplan.connector.digest_requests import DigestRequest
 from kvplan.connector.handoff import Source
 from kvplan.connector.peer_engines import (
     HANDSHAKE_S,
@@ -237,6 +237,7 @@ class Reads:
         if digest is not None:
             having("__call__", digest, "digest", "a function")
         self._digest = digest
+        self._connections = instance(Connections, connections, "connections")
         if on_handshake is not None:
             having("__call__", on_handshake, "on_handshake", "a function")
         self._on_handshake = on_handshake
@@ -244,7 +245,7 @@ class Reads:
             worker,
             executor,
             logger,
-            instance(Connections, connections, "connections"),
+            self._connections,
             self._pipeline,
             seconds(timeout_s, "timeout_s"),
         )
@@ -320,7 +321,9 @@ class Reads:
                 job.digest_check = _DigestCheck(
                     self._digest,
                     _request_of(read, plan.direct, to_block_end=False),
-                    self._fetches.submit(fetch_digests, read.source, digest_request, SILENCE_S),
+                    self._fetches.submit(
+                        self._connections.fetch_digests, read.source, digest_request, SILENCE_S
+                    ),
                 )
             if plan.staged is None:
                 self._start_directly(job)
@@ -329,6 +332,7 @@ class Reads:
                 job.transfers.append(plan.staged.submit(read.request, request))
         except KVPlanError as error:
             job.error = error
+            self._discard_lost(peer, error)
         job.post_seconds = time.monotonic() - now
 
     def _start_directly(self, job: _Job) -> None:
@@ -421,11 +425,18 @@ class Reads:
                 action = f"read request {job.read.request!r} from {job.read.source}"
                 got = "a cancelled transfer"
                 job.error = KVPlanError("TRANSFER", action, expected="all its bytes", got=got)
-            # Whoever reads from an engine that is gone has to shake hands again.
-            if transfer.error is not None and transfer.error.code == "PEER":
-                self._peers.discard(job.peer)
+            if transfer.error is not None:
+                self._discard_lost(job.peer, transfer.error)
             if isinstance(transfer, Transfer):
                 self._executor.release(transfer)
+
+    def _discard_lost(self, peer: PeerEngine, error: KVPlanError) -> None:
+        """Forget an engine that is gone, or whose plan is not prepared any more.
+
+        The next request to it shakes hands again.
+        """
+        if error.code in ("PEER", "TRANSFER"):
+            self._peers.discard(peer)
 
     def _report(self, result: ReadResult) -> None:
         """Log the end of a read, which the next :meth:`poll` returns."""

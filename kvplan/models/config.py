@@ -16,7 +16,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import integer, is_one_of
-from kvplan._text import meant
+from kvplan._text import meant, plain, shown
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
 from kvplan.models.tensors import FULL, MAX_COUNT, SLIDING, STATE, Layer, Layers
@@ -417,7 +417,7 @@ def _decoder(config: Any, registry: Registry, like: str | None) -> _Decoder:
         if not keys:
             break
         decoder = mapping_of(config, keys[0])
-        config = {"model_type": registry.outer.get(str(config.get("model_type"))), **decoder}
+        config = {"model_type": registry.outer.get(plain(config.get("model_type"))), **decoder}
         stated_always = frozenset()
         weights_dtype = dtype_of(config, weights_dtype)
     model_type = _model_type(config, registry, like)
@@ -436,8 +436,8 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
     """Return the type as which to read a decoder. Raises ``CONFIG`` if there is none."""
     families = registry.families
     model_type = config.get("model_type")
-    model_type = registry.outer.get(str(model_type), model_type)
-    reason = registry.refused.get(str(model_type))
+    model_type = registry.outer.get(plain(model_type), model_type)
+    reason = registry.refused.get(plain(model_type))
     if flag_of(config, "is_encoder_decoder"):
         reason = "the decoder also reads a cache of the encoder's outputs, which has no block table"
     if reason:
@@ -455,8 +455,8 @@ def _model_type(config: Config, registry: Registry, like: str | None) -> str:
         if model_type is None:
             hint = f"is this a config.json? {LIKE} {WAY_OUT}"
             raise _refusal("", expected, "no model_type", hint, model_type=None)
-        hint = f"{meant(str(model_type), families)} {LIKE} {WAY_OUT}".strip()
-        raise _refusal("", expected, repr(model_type), hint, model_type=model_type)
+        hint = f"{meant(plain(model_type), families)} {LIKE} {WAY_OUT}".strip()
+        raise _refusal("", expected, shown(model_type), hint, model_type=plain(model_type))
     return model_type
 
 

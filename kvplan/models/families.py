@@ -421,6 +421,9 @@ def nas_heads(config: Config) -> Config:
     for layer, block in enumerate(_nas_attention(config)):
         heads_of_group = optional_integer_of(block, "n_heads_in_group")
         if heads_of_group is not None:
+            if num_heads % heads_of_group:
+                expected = f"n_heads_in_group to divide {num_heads} heads"
+                raise unusable("block_configs", expected, heads_of_group)
             exceptions[layer] = {"num_key_value_heads": num_heads // heads_of_group}
     return {"per_layer_config": exceptions}
 

@@ -44,6 +44,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import check_fields, integer
+from kvplan._text import plain, shown
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import ITEMSIZE
 from kvplan.errors import KVPlanError
@@ -76,7 +77,7 @@ def check_word(words: tuple[str, ...], value: Any, subject: str, hint: str = "")
     """Raise ``LAYOUT`` unless ``value`` is one of the ``words``."""
     if not isinstance(value, str) or value not in words:
         expected = f"one of {', '.join(words)}"
-        raise layout_error(f"read {subject}", expected, repr(value), hint, value=value)
+        raise layout_error(f"read {subject}", expected, shown(value), hint, value=plain(value))
 
 
 def layout_error(
@@ -110,7 +111,7 @@ expected one of content, axis, split, got 'interleaved'
 
     def __attrs_post_init__(self) -> None:
         # Users of vLLM may know an order by its other name.
-        own_name = OTHER_NAMES.get(str(self.order))
+        own_name = OTHER_NAMES.get(plain(self.order))
         hint = f"vLLM's {self.order} is {own_name}" if own_name else LETTERS
         check_word(ORDERS, self.order, "layout", hint)
         check_word(KV_FORMS, self.kv, "kv")

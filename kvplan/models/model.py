@@ -29,7 +29,7 @@ from typing import Any
 import attrs
 
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
-from kvplan._text import meant, shown
+from kvplan._text import meant, plain, shown
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -119,8 +119,8 @@ expected a value for key 'hidden_size', got no such key
                 "load a shipped model",
                 expected="one of Model.names()",
                 got=shown(model_name),
-                hint=meant(str(model_name), configs),
-                name=model_name,
+                hint=meant(plain(model_name), configs),
+                name=plain(model_name),
             )
         return cls.from_config(configs[model_name], model_name)
 

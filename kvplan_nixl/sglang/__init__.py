@@ -64,16 +64,15 @@ def _get_kv_class(original: Any, backend: Any, kind: Any) -> Any:
     """Return the class of a kind, for all backends."""
     if backend.value != BACKEND or kind.value == "kvargs":
         return original(backend, kind)
-    from kvplan_nixl.sglang.bootstrap import BootstrapServer
     from kvplan_nixl.sglang.decode import Receiver
-    from kvplan_nixl.sglang.manager import Manager
+    from kvplan_nixl.sglang.manager import Manager, serve_rooms
     from kvplan_nixl.sglang.prefill import Sender
 
     classes = {
         "manager": Manager,
         "sender": Sender,
         "receiver": Receiver,
-        "bootstrap_server": BootstrapServer,
+        "bootstrap_server": serve_rooms,
     }
     return classes[kind.value]
 

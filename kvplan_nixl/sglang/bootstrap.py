@@ -1,165 +1,350 @@
 """SGLang's bootstrap server: it keeps what prefill has computed for a room, until decode asks.
 
-A room is the number that a request has in both engines. ``POST /ROOM`` stores an entry, a JSON
-object; ``GET /ROOM,ROOM`` returns the entries of those rooms that have one, by room. An entry has a
-``handoff``, the parameters of a :class:`~kvplan.connector.Handoff`, and either the ``metadata``
-that SGLang's prefill sends or the first ``token`` of the answer, which is all that another engine's
-prefill knows.
+A room is the number that a request has in both engines. Whoever has computed it publishes an entry,
+a JSON object: a ``handoff``, the parameters of a :class:`~kvplan.connector.Handoff`, and either the
+``metadata`` that SGLang's prefill sends or the first ``token`` of the answer, which is all that
+another engine's prefill knows. It withdraws the entry when the request has been read.
 
-Each pipeline stage of SGLang's prefill has block tables of its own, and posts an entry with them:
-``POST /ROOM/STAGE/STAGES``, with its index and the number of all. The room has an entry, with all
-block tables, once all stages have posted theirs. Entries with another ``attempt`` are of another
-request in the same room, so no stage of one is merged with the other's.
+- B1: The server reads no entry. It keeps them as text, for a time, and in bounded memory: a new one
+  is refused where there is no place, and never takes that of another room.
+- B2: A room belongs to who published there first, its owner. Nobody else can publish or withdraw
+  there.
+- B3: Each pipeline stage of SGLang's prefill has block tables of its own, and publishes an entry
+  with them. The room has an entry, with all block tables, once all stages have published theirs.
+  Entries with another ``attempt`` are of another request in the same room, so no stage of one is
+  merged with the other's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import Logger
+from secrets import token_hex
 from typing import Any, Final
 
-from kvplan import KVPlanError
-from kvplan.connector.http import exchange, start_server
+import attrs
+
+from kvplan import Blocks, KVPlanError
+from kvplan._checks import at_most, integer, members
+from kvplan.connector import Access, Handoff
+from kvplan.connector.access import TOKEN_BYTES
+from kvplan.connector.http import MAX_ANSWER_BYTES, Route, Server, exchange
+from kvplan.connector.leases import LEASE_S
 
 MAX_ROOMS: Final = 1 << 14
-"""Rooms that a server keeps, the newest ones."""
+"""Rooms that a server keeps."""
+
+MAX_KEPT_BYTES: Final = 1 << 30
+"""The entries that a server keeps: those of 16,384 prompts of 8K tokens in pages of 1."""
+
+MAX_ENTRY_BYTES: Final = MAX_ANSWER_BYTES * 3 // 8
+"""The entries of a room's stages together. As strings in JSON they may be twice as long."""
+
+ENTRY_BYTES: Final = 500
+"""The memory that a server needs for an entry beside its text, and a little more."""
 
 MAX_ATTEMPTS: Final = 4
 """Attempts of one room that a server keeps, the newest ones: a request may be computed again."""
 
-BY_GROUP: Final = ("remote_block_ids", "remote_kept")
-"""The parameters of a handoff in which each stage has groups of its own."""
+MAX_STAGES: Final = 1 << 8
 
-StageEntries = dict[tuple[int, int], Any]
-"""Entries by stage and number of stages."""
+MAX_ASKED: Final = 1 << 10
+"""Rooms in one question."""
+
+MAX_QUESTION_BYTES: Final = 24 * MAX_ASKED
+"""The length of a question: a room has at most 20 digits."""
+
+ROOM_END: Final = 1 << 64
+
+MAX_SERVERS: Final = 64
+"""Bootstrap servers that decode asks at a time, each on a thread."""
 
 TIMEOUT_S: Final = 3.0
 """Seconds within which a bootstrap server must answer."""
 
 ASK_S: Final = 0.01
-"""Seconds between two questions to a bootstrap server, each for all rooms that are wanted of it."""
+"""Seconds between two questions to a bootstrap server about all rooms that are wanted of it."""
 
 RETRY_S: Final = 1.0
 """Seconds after which a server that gave no answer is asked again."""
 
 
+@attrs.frozen
+class Stage:
+    """A pipeline stage's place in a room: its index and the number of all, and the attempt."""
+
+    room: int
+    index: int = 0
+    number: int = 1
+    attempt: str = ""
+
+    def path(self, action: str, owner: str) -> str:
+        """Return the path at which an owner publishes or withdraws the stage's entry."""
+        attempt = hashlib.blake2b(self.attempt.encode(), digest_size=TOKEN_BYTES).hexdigest()
+        return f"/{action}/{self.room}/{self.index}/{self.number}/{attempt}/{owner}"
+
+    @classmethod
+    def of_path(cls, room: str, index: str, number: str, attempt: str) -> Stage:
+        """Read the parts of a path. Raises ValueError for what is no stage."""
+        num_stages = integer(int(number), "number of stages", low=1, high=MAX_STAGES + 1)
+        return cls(
+            integer(int(room), "room", high=ROOM_END),
+            integer(int(index), "index of a stage", high=num_stages),
+            num_stages,
+            attempt,
+        )
+
+
+@attrs.define(eq=False)
+class _Room:
+    """The entries of a room by attempt, the newest last, and by stage."""
+
+    owner: str
+    expires_at: float
+    attempts: OrderedDict[str, dict[Stage, str]] = attrs.field(factory=OrderedDict)
+
+    def newest(self) -> list[str]:
+        """Return the entries of all stages of the newest attempt that has them, none without."""
+        for entries in reversed(self.attempts.values()):
+            stages = sorted(entries, key=lambda stage: stage.index)
+            if {stage.number for stage in stages} == {len(stages)}:
+                return [entries[stage] for stage in stages]
+        return []
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory that the entries need."""
+        return sum(map(_num_bytes, self.attempts.values()))
+
+
+def _num_bytes(entries: Mapping[Stage, str]) -> int:
+    return sum(len(entry) + ENTRY_BYTES for entry in entries.values())
+
+
 class BootstrapServer:
-    """Keeps the entries of the newest rooms. Raises ``PEER`` if it cannot listen.
+    """Keeps the entries of rooms for ``keep_s`` seconds. Raises ``PEER`` if it cannot listen.
+
+    Prefill and decode need the key of its ``access``.
 
     >>> server = BootstrapServer("127.0.0.1", 0)
-    >>> publish(server.address, 7, {"token": 42})
+    >>> owner = publish(server.address, 7, {"token": 42})
     >>> ask(server.address, [6, 7])
     {7: {'token': 42}}
+    >>> withdraw(server.address, 7, owner)
+    >>> ask(server.address, [7])
+    {}
     >>> server.close()
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._lock = threading.Lock()
-        # entries by room and by attempt, the newest last
-        self._rooms: OrderedDict[str, OrderedDict[str, StageEntries]] = OrderedDict()
-        self._server = start_server(host, port, get=self._get, post=self._post)
-        self.address: str = f"{host}:{self._server.server_port}"
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        access: Access | None = None,
+        keep_s: float = 2 * LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keep_s = keep_s
+        self._clock = clock
+        # The server's thread alone uses these. The oldest room is the first one.
+        self._rooms: OrderedDict[int, _Room] = OrderedDict()
+        self._num_bytes = 0
+        routes = {
+            "POST /publish": Route(self._publish, MAX_ENTRY_BYTES, num_parts=5),
+            "POST /withdraw": Route(self._withdraw, num_parts=5),
+            "POST /ask": Route(self._answer, MAX_QUESTION_BYTES),
+        }
+        self._server = Server(host, port, routes, access or Access())
+        self.address: str = f"{host}:{self._server.port}"
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
-    def _get(self, path: str) -> Any:
-        entries = {}
-        with self._lock:
-            for room in path[1:].split(","):
-                entry = _newest_entry(self._rooms.get(room, OrderedDict()))
-                if entry is not None:
-                    entries[room] = entry
-        return entries
+    def _publish(self, body: bytes, *parts: str) -> bytes:
+        *place, owner = parts
+        # the path has everything that the server needs to know
+        stage = Stage.of_path(*place)
+        entry = body.decode()
+        self._expire()
+        # a room of nobody is made, and kept only if the entry is
+        room = self._room(stage.room, owner)
+        entries = room.attempts.get(stage.attempt, {})
+        # A stage that publishes another entry has computed the attempt again, and so will others.
+        if entries.get(stage, entry) != entry:
+            entries = {}
+        entries = {**entries, stage: entry}
+        # All limits are checked before anything changes.
+        num_bytes = _num_bytes(entries)
+        at_most(MAX_ENTRY_BYTES, num_bytes, "bytes of a room's stages", "publish")
+        total = self._num_bytes - room.num_bytes + num_bytes
+        at_most(MAX_KEPT_BYTES, total, "bytes of all rooms", "publish")
+        self._num_bytes -= room.num_bytes
+        # an attempt keeps its place among the room's others
+        room.attempts[stage.attempt] = entries
+        while len(room.attempts) > MAX_ATTEMPTS:
+            room.attempts.popitem(last=False)
+        self._num_bytes += room.num_bytes
+        room.expires_at = self._clock() + self._keep_s
+        self._rooms[stage.room] = room
+        self._rooms.move_to_end(stage.room)
+        return b""
 
-    def _post(self, path: str, entry: Any) -> Any:
-        room, *part = path[1:].split("/")
-        stage, stages = map(int, part or (0, 1))
-        if not _is_entry(entry, stage, stages):
-            return None
-        with self._lock:
-            attempts = self._rooms.setdefault(room, OrderedDict())
-            entries = attempts.setdefault(f"{entry.get('attempt')}", {})
-            # A stage that posts another entry has computed the attempt again, and so will others.
-            if entries.setdefault((stage, stages), entry) != entry:
-                entries.clear()
-                entries[stage, stages] = entry
-            while len(attempts) > MAX_ATTEMPTS:
-                attempts.popitem(last=False)
-            self._rooms.move_to_end(room)
-            while len(self._rooms) > MAX_ROOMS:
-                self._rooms.popitem(last=False)
-        return {}
+    def _room(self, number: int, owner: str) -> _Room:
+        """Return the room of an owner, which may be new. Raises ``NAME`` and ``RANGE``."""
+        room = self._rooms.get(number)
+        if room is None:
+            at_most(MAX_ROOMS, len(self._rooms) + 1, "rooms", "publish")
+            return _Room(owner, 0.0)
+        if room.owner != owner:
+            expected = "the owner of the room"
+            raise KVPlanError("NAME", f"use room {number}", expected=expected, got="another one")
+        return room
 
+    def _withdraw(self, _: bytes, *parts: str) -> bytes:
+        *place, owner = parts
+        stage = Stage.of_path(*place)
+        room = self._room(stage.room, owner)
+        self._num_bytes -= room.num_bytes
+        entries = room.attempts.get(stage.attempt, {})
+        # what was withdrawn before, or is too old, is gone already
+        entries.pop(stage, None)
+        if not entries:
+            room.attempts.pop(stage.attempt, None)
+        self._num_bytes += room.num_bytes
+        # an empty room is anybody's
+        if not room.attempts:
+            self._rooms.pop(stage.room, None)
+        return b""
 
-def _is_entry(entry: Any, stage: int, stages: int) -> bool:
-    """Return whether a stage may post an entry: several stages post what can be merged."""
-    match entry:
-        case {"handoff": {"remote_block_ids": dict(), "remote_kept": dict()}}:
-            return 0 <= stage < stages
-        case dict():
-            return (stage, stages) == (0, 1)
-    return False
+    def _answer(self, body: bytes) -> bytes:
+        """Return the entries of rooms that have one, as many as an answer takes."""
+        rooms = members(int, json.loads(body), "rooms")
+        self._expire()
+        entries = dict[int, list[str]]()
+        num_bytes = 0
+        for number in rooms[:MAX_ASKED]:
+            room = self._rooms.get(number)
+            newest = [] if room is None else room.newest()
+            # twice, as strings in JSON
+            num_bytes += 2 * sum(map(len, newest)) + ENTRY_BYTES
+            if num_bytes > MAX_ANSWER_BYTES:
+                break
+            if newest:
+                entries[number] = newest
+        return json.dumps(entries).encode()
 
-
-def _newest_entry(attempts: OrderedDict[str, StageEntries]) -> Any:
-    """Return the entry of the newest attempt that all stages have posted, None without one."""
-    for entries in reversed(attempts.values()):
-        merged = _merge_stages(entries)
-        if merged is not None:
-            return merged
-    return None
-
-
-def _merge_stages(entries: StageEntries) -> Any:
-    """Return the first stage's entry with the block tables of all, None while one lacks."""
-    numbers_of_stages = {stages for _, stages in entries}
-    if numbers_of_stages != {len(entries)}:
-        return None
-    merged, *later_entries = (entries[stage] for stage in sorted(entries))
-    if not later_entries:
-        return merged
-    handoff = dict(merged["handoff"])
-    for key in BY_GROUP:
-        handoff[key] = dict(handoff[key])
-        for entry in later_entries:
-            handoff[key].update(entry["handoff"][key])
-    return {**merged, "handoff": handoff}
+    def _expire(self) -> None:
+        """Forget the rooms that were kept for long enough."""
+        now = self._clock()
+        while self._rooms:
+            number, room = next(iter(self._rooms.items()))
+            if now < room.expires_at:
+                return
+            self._num_bytes -= room.num_bytes
+            del self._rooms[number]
 
 
 def publish(
-    address: str, room: int, entry: Mapping[str, Any], stage: int = 0, stages: int = 1
-) -> None:
-    """Store the entry of a room, or of one stage of ``stages``, in the bootstrap server there.
+    address: str,
+    room: int,
+    entry: Mapping[str, Any],
+    stage: int = 0,
+    stages: int = 1,
+    *,
+    owner: str = "",
+    access: Access | None = None,
+) -> str:
+    """Publish the entry of a room, or of one stage of ``stages``, in the bootstrap server there.
 
-    Raises ``PEER``.
+    Returns its owner, for :func:`withdraw`: that of a room's other stages, or a new one. Raises
+    ``PEER``.
     """
-    peer = f"the bootstrap server at {address}"
-    exchange(peer, address, None, f"/{room}/{stage}/{stages}", TIMEOUT_S, entry)
+    owner = owner or token_hex(TOKEN_BYTES)
+    place = Stage(room, stage, stages, f"{entry.get('attempt')}")
+    _post(address, place.path("publish", owner), json.dumps(entry).encode(), access)
+    return owner
 
 
-def ask(address: str, rooms: Iterable[int]) -> dict[int, Any]:
-    """Return the entries of rooms that a bootstrap server has. Raises ``PEER``, ``MESSAGE``."""
-    peer = f"the bootstrap server at {address}"
-    answer = exchange(peer, address, None, "/" + ",".join(map(str, rooms)), TIMEOUT_S)
+def withdraw(
+    address: str,
+    room: int,
+    owner: str,
+    stage: int = 0,
+    stages: int = 1,
+    *,
+    attempt: str | None = None,
+    access: Access | None = None,
+) -> None:
+    """Withdraw what an owner has published. Raises ``PEER``."""
+    place = Stage(room, stage, stages, f"{attempt}")
+    _post(address, place.path("withdraw", owner), b"", access)
+
+
+def ask(
+    address: str, rooms: Iterable[int], access: Access | None = None
+) -> dict[int, Mapping[str, Any]]:
+    """Return the entries of rooms that a bootstrap server has, of at most :data:`MAX_ASKED` rooms.
+
+    Raises ``PEER`` and ``MESSAGE``.
+    """
+    key = b"" if access is None else access.key
+    answer = _post(address, "/ask", json.dumps([*rooms]).encode(), access)
     try:
-        return {int(room): entry for room, entry in json.loads(answer).items()}
-    except (ValueError, AttributeError, RecursionError) as error:
+        texts = json.loads(answer)
+        return {int(room): _merge_stages(room, stages, key) for room, stages in texts.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         expected = "entries by room"
-        raise KVPlanError("MESSAGE", f"ask {peer}", expected=expected, got=f"{error!r}") from None
+        raise KVPlanError(
+            "MESSAGE", f"ask {address}", expected=expected, got=f"{error!r}"
+        ) from None
+
+
+def _post(address: str, path: str, body: bytes, access: Access | None) -> bytes:
+    peer = f"the bootstrap server at {address}"
+    return exchange(peer, address, path, TIMEOUT_S, access or Access(), body)
+
+
+def _merge_stages(room: str, texts: Sequence[str], key: bytes) -> Mapping[str, Any]:
+    """Return the first stage's entry with the block tables of all.
+
+    An entry that cannot be read has no handoff, but an ``error`` that says why.
+    """
+    try:
+        # what a stranger may have published
+        entries = [json.loads(text) for text in texts]
+        if len(entries) == 1:
+            return _checked(entries[0])
+        handoffs = [Handoff.of_params(_checked(entry).get("handoff", {}), key) for entry in entries]
+    except (ValueError, RecursionError) as error:
+        return {"error": f"room {room}: {error}"}
+    blocks = dict[str, Blocks]()
+    kept = dict[str, int]()
+    for handoff in handoffs:
+        blocks.update(handoff.blocks)
+        kept.update(handoff.kept)
+    merged = attrs.evolve(handoffs[0], blocks=blocks, kept=kept)
+    return {**entries[0], "handoff": merged.params(key)}
+
+
+def _checked(entry: Any) -> Mapping[str, Any]:
+    """Return an entry, which must be an object. Raises ValueError."""
+    if not isinstance(entry, dict):
+        raise ValueError("an entry that is no object")
+    return entry
 
 
 class Rooms:
     """Asks bootstrap servers about rooms, on a thread for each server."""
 
-    def __init__(self, logger: Logger) -> None:
+    def __init__(self, logger: Logger, access: Access | None = None) -> None:
         self._logger = logger
+        self._access = access
         self._lock = threading.Lock()
         # rooms by the server that is asked, each with what takes its entry
         self._wanted: dict[str, dict[int, Callable[[Any], None]]] = {}
@@ -168,9 +353,12 @@ class Rooms:
         """Ask for a room until it has an entry, or is forgotten.
 
         ``take`` is called with the entry, on the thread that has asked. It must not wait or raise.
+        Raises ``RANGE`` if too many servers are asked.
         """
         with self._lock:
             if address not in self._wanted:
+                action = f"ask {address}"
+                at_most(MAX_SERVERS, len(self._wanted) + 1, "bootstrap servers at a time", action)
                 self._wanted[address] = {}
                 threading.Thread(
                     target=self._run, args=(address,), name="kvplan rooms", daemon=True
@@ -187,21 +375,27 @@ class Rooms:
         """Ask a server for the rooms that are wanted of it, until there are none."""
         while True:
             with self._lock:
-                rooms = self._wanted[address]
-                if not rooms:
+                if not self._wanted[address]:
                     del self._wanted[address]
                     return
-                asked = sorted(rooms)
+                # the lock is not held while the server is asked
+                asked = sorted(self._wanted[address])
             try:
-                entries = ask(address, asked)
+                for start in range(0, len(asked), MAX_ASKED):
+                    entries = ask(address, asked[start : start + MAX_ASKED], self._access)
+                    self._take(address, entries)
             except KVPlanError as error:
                 self._logger.warning("%s", error)
                 time.sleep(RETRY_S)
-                continue
-            with self._lock:
-                for room, entry in entries.items():
-                    take = rooms.pop(room, None)
-                    # A room that was forgotten meanwhile stays so.
-                    if take is not None:
-                        take(entry)
-            time.sleep(ASK_S)
+            else:
+                time.sleep(ASK_S)
+
+    def _take(self, address: str, entries: Mapping[int, Mapping[str, Any]]) -> None:
+        """Give the entries of rooms to those that want them."""
+        with self._lock:
+            wanted = self._wanted[address]
+            for room, entry in entries.items():
+                take = wanted.pop(room, None)
+                # A room that was forgotten meanwhile stays so.
+                if take is not None:
+                    take(entry)

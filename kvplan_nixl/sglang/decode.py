@@ -7,6 +7,8 @@ import math
 import time
 import uuid
 from base64 import b64decode
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base import BaseKVReceiver, KVPoll
@@ -40,16 +42,16 @@ class DecodeRank(Rank):
         super().__init__(memory)
         self.timeout_s = timeout_s
         self.metadata = queue.metadata_buffers
-        self.claims = Claims(logger, send_claims)
+        self.claims = Claims(logger, partial(send_claims, access=memory.access))
         self.reads: Reads = make_reads(
             memory.executor,
             self.claims,
             logger,
-            key=settings.key,
+            access=memory.access,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
         )
-        self.rooms = Rooms(logger)
+        self.rooms = Rooms(logger, memory.access)
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move
         # Pages of an aborted request stay until its read has ended, however late.
         queue.transfer_queue.enable_deferred_kv_release = True
@@ -88,7 +90,7 @@ class Receiver(BaseKVReceiver):
         self._address = bootstrap_addr
         self._room = bootstrap_room
         self._name = f"{bootstrap_room} {uuid.uuid4().hex}"  # a room may be used again
-        self._entry: dict[str, Any] = {}
+        self._entry: Mapping[str, Any] = {}
         self._handoff: Handoff | None = None
         self._row_index = -1
         self._stop = math.inf
@@ -104,12 +106,11 @@ class Receiver(BaseKVReceiver):
             return
         try:
             self._rank.open_room(self._room)
+            self._has_room = True
+            self._stop = time.monotonic() + self._rank.timeout_s
+            self._rank.rooms.want(self._room, self._address, self._take)
         except KVPlanError as error:
             self._fail(error)
-            return
-        self._has_room = True
-        self._stop = time.monotonic() + self._rank.timeout_s
-        self._rank.rooms.want(self._room, self._address, self._take)
 
     def refuse_rebootstrap(self) -> None:
         """Fail a request whose prompt and answer so far prefill would have to compute again."""
@@ -167,7 +168,11 @@ class Receiver(BaseKVReceiver):
 
     def _claim(self, entry: Any) -> None:
         """Take what prefill has published, if it is of this prompt, and claim its lease."""
-        handoff = Handoff.of_params(entry.get("handoff"))
+        if "error" in entry:
+            action = f"read what room {self._room} has"
+            expected = "an entry of each stage"
+            raise KVPlanError("MESSAGE", action, expected=expected, got=f"{entry['error']}")
+        handoff = Handoff.of_params(entry.get("handoff"), self._rank.memory.access.key)
         num_tokens = len(self.req.origin_input_ids)
         if handoff.num_tokens != num_tokens:
             expected = f"{num_tokens} positions"

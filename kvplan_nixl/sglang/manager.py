@@ -17,6 +17,7 @@ from kvplan.bridges import RankInfo, from_sglang
 from kvplan_nixl import NixlExecutor
 from kvplan_nixl.rearrange import with_staging
 from kvplan_nixl.settings import Settings
+from kvplan_nixl.sglang.bootstrap import BootstrapServer
 from kvplan_nixl.sglang.decode import DecodeRank
 from kvplan_nixl.sglang.prefill import PrefillRank
 from kvplan_nixl.sglang.rank import PAGED_WITH_TOKENS, RankMemory, gather, logger
@@ -84,6 +85,9 @@ class Manager(BaseKVManager):
         parallel = get_parallel()
         for width in ("attn_dcp_size", "attn_cp_size"):
             _require(width, 1, getattr(parallel, width))
+        if self._is_prefill:
+            # real engines have judged decode with DP attention alone
+            _require("attn_dp_size", 1, parallel.attn_dp_size)
         algorithm = queue.scheduler.spec_algorithm.name
         if algorithm not in DRAFTING:
             _require("speculative_algorithm", " or ".join(sorted(DRAFTING)), algorithm)
@@ -94,9 +98,10 @@ class Manager(BaseKVManager):
         worker = self._describe(queue, info, parallel)
         windows = self._windows(queue, worker)
         settings = self._settings
+        access = settings.access()
         if settings.port:
-            # the ranks of DP, with or without DP attention, listen side by side
-            dp_rank = parallel.attn_dp_rank or self.kv_args.system_dp_rank or 0
+            # the engines of DP listen side by side
+            dp_rank = self.kv_args.system_dp_rank or 0
             settings = attrs.evolve(settings, port=settings.port + dp_rank)
         # Only a reader stages.
         worker, copier = with_staging(worker, 0 if self._is_prefill else settings.staging_bytes)
@@ -106,7 +111,8 @@ class Manager(BaseKVManager):
             stage=parallel.pp_rank,
             num_stages=parallel.pp_size,
             windows=windows,
-            executor=NixlExecutor(worker, settings.backends, key=settings.key),
+            executor=NixlExecutor(worker, settings.backends, key=access.key),
+            access=access,
         )
         if self._is_prefill:
             self.rank = PrefillRank(memory, partial(gather, parallel), settings)
@@ -163,6 +169,12 @@ class Manager(BaseKVManager):
 
     def clear_deferred_abort_state(self, room: int) -> None:
         """Clear nothing: no state of an abort is kept."""
+
+
+def serve_rooms(host: str, port: int) -> BootstrapServer:
+    """Start the bootstrap server where SGLang says. It keeps rooms for as long as leases last."""
+    settings = settings_of()
+    return BootstrapServer(host, port, settings.access(), keep_s=2 * settings.lease_s)
 
 
 def _rank_info(parallel: Any) -> RankInfo:

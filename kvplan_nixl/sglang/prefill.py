@@ -8,16 +8,19 @@ import uuid
 from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from secrets import token_hex
 from typing import Any
 
 from sglang.srt.disaggregation.base import BaseKVSender, KVPoll
 from sglang.srt.disaggregation.base.conn import KVTransferMetric
+from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kvplan import KVPlanError
 from kvplan.connector import Handoff, Leases, Listener, Source
+from kvplan.connector.access import TOKEN_BYTES, is_loopback
 from kvplan_nixl.settings import Settings
-from kvplan_nixl.sglang.bootstrap import RETRY_S, publish
+from kvplan_nixl.sglang.bootstrap import RETRY_S, publish, withdraw
 from kvplan_nixl.sglang.prompt import prompt_of
 from kvplan_nixl.sglang.rank import Rank, RankMemory, logger
 
@@ -39,13 +42,21 @@ class PrefillRank(Rank):
         self.listener: Listener | None = None
         if memory.is_first:
             engine_id = memory.info.engine_id
-            host = settings.host or get_local_ip_auto()
-            bind = settings.bind or host
+            host = settings.host or _default_host()
             self.listener = Listener(
-                engine_id, host, offers, self.leases, port=settings.port, bind=bind
+                engine_id,
+                host,
+                offers,
+                self.leases,
+                port=settings.port,
+                bind=settings.bind or host,
+                access=memory.access,
             )
         sources: list[Source] = gather(self.listener and self.listener.source)
         self.source = sources[0]
+        # of the rooms of all stages
+        owners: list[str] = gather(token_hex(TOKEN_BYTES))
+        self.owner = owners[0]
         # Requests are published in the background, one after the other.
         self.publisher = ThreadPoolExecutor(1, "kvplan publish")
         self._num_refused = 0
@@ -68,6 +79,12 @@ class PrefillRank(Rank):
         if num_stale:
             self._num_refused += num_stale
             logger.error("%d claims came for leases that are over: their requests fail", num_stale)
+
+
+def _default_host() -> str:
+    """Return where SGLang itself listens: on loopback, or at this machine's address."""
+    host: str = get_serving().host
+    return host if is_loopback(host) else get_local_ip_auto()
 
 
 class Sender(BaseKVSender):
@@ -96,6 +113,7 @@ class Sender(BaseKVSender):
         self._num_tokens = 0
         self._is_sent = False
         self._is_aborted = False
+        self._is_published = False
         self._result: Any = None
         self._error: Exception = RuntimeError("aborted")
         try:
@@ -145,7 +163,7 @@ class Sender(BaseKVSender):
         prompt = prompt_of(self.req, num_tokens)
         handoff = Handoff(self._rank.source, lease, num_tokens, prompt, tables, kept)
         return {
-            "handoff": handoff.params(),
+            "handoff": handoff.params(memory.access.key),
             "metadata": [b64encode(row).decode() for row in self._metadata()],
             "attempt": self.req.rid,  # equal in all stages
         }
@@ -160,12 +178,39 @@ class Sender(BaseKVSender):
         memory = self._rank.memory
         while time.monotonic() < until:
             try:
-                publish(self._address, self._room, entry, memory.stage, memory.num_stages)
+                publish(
+                    self._address,
+                    self._room,
+                    entry,
+                    memory.stage,
+                    memory.num_stages,
+                    owner=self._rank.owner,
+                    access=memory.access,
+                )
             except KVPlanError as error:
                 logger.warning("request %s is not published yet: %s", self._room, error)
                 time.sleep(RETRY_S)
             else:
+                self._is_published = True
                 return
+
+    def _withdraw(self) -> None:
+        """Withdraw what was published, since nobody reads it any more; else it is kept a while."""
+        memory = self._rank.memory
+        if not self._is_published:
+            return
+        try:
+            withdraw(
+                self._address,
+                self._room,
+                self._rank.owner,
+                memory.stage,
+                memory.num_stages,
+                attempt=self.req.rid,
+                access=memory.access,
+            )
+        except KVPlanError as error:
+            logger.warning("request %s is not withdrawn: %s", self._room, error)
 
     def poll(self) -> Any:
         """Return the state of the request, a value of KVPoll."""
@@ -191,6 +236,9 @@ class Sender(BaseKVSender):
         """Let another request have the room."""
         if not self._is_refused:
             self._rank.close_room(self._room)
+        if self._is_sent and self._rank.memory.is_first_of_stage:
+            # after the request is published, on the same thread
+            self._rank.publisher.submit(self._withdraw)
 
     def failure_exception(self) -> None:
         """Raise the reason why the request has failed."""

@@ -17,6 +17,7 @@ import torch
 
 from kvplan import Blocks, KVPlanError
 from kvplan.bridges import RankInfo
+from kvplan.connector import Access
 from kvplan_nixl import NixlExecutor
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -54,7 +55,7 @@ class RankMemory:
     """A rank's memory, registered with NIXL, and the rank's place in its engine.
 
     ``args`` are SGLang's KVArgs. ``stage`` of ``num_stages`` is the pipeline stage. ``windows`` has
-    the window of each token group, None of full attention.
+    the window of each token group, None of full attention. ``access`` has the engines' key.
     """
 
     args: Any
@@ -63,6 +64,7 @@ class RankMemory:
     num_stages: int
     windows: Mapping[str, int | None]
     executor: NixlExecutor
+    access: Access
 
     @property
     def is_first(self) -> bool:

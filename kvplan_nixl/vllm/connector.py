@@ -28,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvplan_nixl.vllm import register
+from kvplan_nixl.vllm.drafts import check_drafts
 from kvplan_nixl.vllm.metadata import (
     KvplanHandshakeMetadata,
     KvplanMetadata,
@@ -53,8 +54,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
             raise ValueError("KvplanConnector: prefill context parallelism (PCP) is not supported")
-        if vllm_config.speculative_config is not None:
-            raise ValueError("KvplanConnector: speculative decoding is not supported")
+        check_drafts(vllm_config, kv_cache_config)
         check_engine(vllm_config)
         settings = settings_of(vllm_config)
         if role == KVConnectorRole.SCHEDULER:

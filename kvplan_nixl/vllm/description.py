@@ -24,7 +24,8 @@ from kvplan.bridges import RankInfo, from_vllm
 from kvplan.bridges.vllm import shared_attention
 from kvplan.connector import prompt_digest
 from kvplan.describe.blocks import POSITION_END
-from kvplan_nixl.settings import Settings
+from kvplan_nixl.vllm.drafts import with_drafts
+from kvplan_nixl.vllm.settings import ConnectorSettings
 from kvplan_nixl.weights import adapter_of, weights_of
 
 FP8_DTYPES: Final = MappingProxyType(
@@ -104,13 +105,14 @@ def groups_of(config: KVCacheConfig) -> dict[str, int]:
     return {f"group{index}": index for index in config.transfer_group_ids}
 
 
-def model_of(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> Model:
+def model_of(config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings) -> Model:
     """Return the model as both engines must name it: with its weights, and the cache's dtypes."""
     name = settings.model or config.model_config.model
     weights = settings.weights or weights_of(
         config.model_config.model, config.model_config.revision
     )
     model = Model.from_config(config.model_config.hf_config.to_dict(), f"{name}, weights {weights}")
+    model = with_drafts(model, config, settings)
     attention_dtypes = set()
     state_dtypes = set()
     for group in cache.transfer_groups:
@@ -165,7 +167,7 @@ def worker_of(
     cache: KVCacheConfig,
     info: RankInfo,
     kv_caches: Mapping[str, torch.Tensor],
-    settings: Settings,
+    settings: ConnectorSettings,
 ) -> Worker:
     """Return the worker of a rank. Its groups have the names of :func:`groups_of`."""
     layers = config.compilation_config.static_forward_context

@@ -86,7 +86,8 @@ class Scheduler:
 
     A request with a handoff reads the positions that its prompt shares, and computes the others,
     at least the last one. If blocks would be freed that the last token attends to, or a state would
-    have passed it, an engine that computes for decode stops one token short of the prompt.
+    have passed it, an engine that computes for decode stops one token short of the prompt. If
+    drafts use the next token too, it must generate this one.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Scheduler:
         check_kinds(cache)
         self._transfer = config.kv_transfer_config
         self._settings = settings
+        self._access = settings.access()
         self._caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self._groups = groups_of(cache)
         self._caches = {name: cache.kv_cache_groups[i] for name, i in self._groups.items()}
@@ -104,6 +106,8 @@ class Scheduler:
         }
         self._states = {name for name, group in self._caches.items() if is_state(group)}
         self._stops_short = any(frees_blocks(group) for group in self._caches.values())
+        self._drafts_know_next = config.num_prefill_lookahead_tokens > 0
+        self._vocabulary = range(config.model_config.get_vocab_size())
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
@@ -111,7 +115,7 @@ class Scheduler:
         self._listener: Listener | None = None
         self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
-        self._claims = Claims(logger, send_claims)
+        self._claims = Claims(logger, partial(send_claims, access=self._access))
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
         # by request and group: the first position that was read, if its block was read in part
@@ -156,6 +160,7 @@ class Scheduler:
             self._leases,
             port=settings.port,
             bind=settings.bind or settings.host,
+            access=self._access,
         )
         logger.info("%s serves the offers of %d workers", self._listener.source, len(envelopes))
 
@@ -178,12 +183,12 @@ class Scheduler:
 
     def _claim(self, request: Request) -> _Reading:
         try:
-            handoff = Handoff.of_params(request.kv_transfer_params or {})
+            handoff = Handoff.of_params(request.kv_transfer_params or {}, self._access.key)
             num_shared = handoff.count_shared(partial(prompt_of, request))
+            # before the request waits for blocks, since the first lease is short
+            self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         except KVPlanError as error:
             return _Reading(None, error)
-        # before the request waits for blocks, since the first lease is short
-        self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.request_id))
         self.stats.count("num_claims")
         return _Reading(handoff, None, num_shared)
 
@@ -194,7 +199,11 @@ class Scheduler:
     def _stop_short(self, request: Request) -> None:
         """Shorten a prompt by the token that decode computes itself."""
         if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-1]
+            last_token = request.prompt_token_ids.pop()
+            # a grammar would end the request at a token that it does not know
+            is_free = request.sampling_params is not None and not request.use_structured_output
+            if self._drafts_know_next and is_free and last_token in self._vocabulary:
+                request.sampling_params.allowed_token_ids = [last_token]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
         del request._all_token_ids[-1]
@@ -221,7 +230,11 @@ class Scheduler:
 
         An engine computes the last token of a prompt itself.
         """
-        stop = min(int(request.num_prompt_tokens) - 1, reading.num_shared)
+        num_shared = reading.num_shared
+        # What drafts cache at the last position is of the token that came next then.
+        if self._drafts_know_next and _is_computed(request):
+            num_shared -= 1
+        stop = min(int(request.num_prompt_tokens) - 1, num_shared)
         return reading.num_cached, max(reading.num_cached, stop)
 
     def _gap(self, handoff: Handoff, tokens: Range) -> KVPlanError | None:
@@ -418,7 +431,7 @@ class Scheduler:
             prefixes=prefixes,
         )
         flags = {"do_remote_prefill": is_computed, "do_remote_decode": not is_computed}
-        return {**flags, **handoff.params()}
+        return {**flags, **handoff.params(self._access.key)}
 
     def _first_listed(self, group: str, blocks: Blocks) -> int:
         """Return the position from which on a group has all blocks of a request."""

@@ -8,6 +8,7 @@ what kvplan does anyway.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,7 +17,7 @@ import attrs
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvplan._checks import integer, seconds
+from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
 from kvplan_nixl.settings import Settings, setting, switch
@@ -43,6 +44,9 @@ HINTS: Final = MappingProxyType(
     }
 )
 """What to do about other fields, by name."""
+
+SECRETS: Final = MappingProxyType({"key": "KVPLAN_KEY", "key_file": "KVPLAN_KEY_FILE"})
+"""Settings that may be variables of the environment too, which no list of processes shows."""
 
 OTHER_NAMES: Final = MappingProxyType({"kv_lease_duration": "lease_s"})
 """NixlConnector's names of kvplan's settings."""
@@ -77,13 +81,15 @@ class ConnectorSettings(Settings):
 
     Decode with ``bidirectional_kv_xfer`` keeps what it has answered for the next turn, for
     ``decoder_kv_blocks_ttl`` seconds. Prefill computes, and does not read, fewer than
-    ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector.
+    ``kv_recompute_threshold`` positions of it. The three are named as in NixlConnector. ``draft``
+    takes the place of vLLM's name for the model that drafts tokens, unless it is empty.
     """
 
     verify: bool = setting(switch, False)
     bidirectional_kv_xfer: bool = setting(switch, False)
     decoder_kv_blocks_ttl: float = setting(seconds, 480.0)
     kv_recompute_threshold: int = setting(integer, 64)
+    draft: str = setting(name, "")
 
 
 def settings_of(config: VllmConfig) -> ConnectorSettings:
@@ -96,6 +102,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     assert transfer is not None
     _check_transfer(transfer)
     values = {
+        **_secrets(transfer.kv_connector_extra_config),
         "host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
         "port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         **_renamed(transfer.kv_connector_extra_config),
@@ -103,6 +110,15 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     settings = ConnectorSettings.read(values, PLACE)
     port = settings.port and settings.port + config.parallel_config.data_parallel_index
     return attrs.evolve(settings, port=port)
+
+
+def _secrets(extra: Mapping[str, Any]) -> dict[str, str]:
+    """Return the key, or its file, in the environment, unless settings have one of them."""
+    if not extra.keys().isdisjoint(SECRETS):
+        return {}
+    return {
+        label: os.environ[variable] for label, variable in SECRETS.items() if variable in os.environ
+    }
 
 
 def _check_transfer(transfer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Worker:
         self._cache = cache
         self._settings = settings
         self._executor: NixlExecutor | None = None
-        self._claims = Claims(logger, send_claims)
+        self._access = settings.access()
+        self._claims = Claims(logger, partial(send_claims, access=self._access))
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
@@ -67,12 +69,12 @@ class Worker:
         worker = worker_of(self._config, self._cache, info, kv_caches, settings)
         worker, copier = with_staging(worker, settings.staging_bytes)
         self._memories = memories_of(kv_caches.values())
-        self._executor = NixlExecutor(worker, settings.backends, key=settings.key)
+        self._executor = NixlExecutor(worker, settings.backends, key=self._access.key)
         self._reads = make_reads(
             self._executor,
             self._claims,
             logger,
-            key=settings.key,
+            access=self._access,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
             digest=self._digest_read if settings.verify else None,

@@ -466,11 +466,15 @@ def test_groups_and_layers_that_do_not_move(zeros: Any) -> None:
     assert [view.name for view in in_content(GQA, RankInfo("prefill"), config, by_name).views] == ["layers.0.attn"]
 
 
-def test_draft_layers_follow_the_models(zeros: Any) -> None:
-    """Layers numbered after the last layer of the model are its draft layers."""
+@pytest.mark.parametrize(
+    "draft", ["model.layers.2", "draft_model.model.layers.0", "mtp.layers.0", "model.mtp.layers.0"]
+)
+def test_draft_layers_follow_the_models(zeros: Any, draft: str) -> None:
+    """Layers numbered after the last layer of the model are its draft layers, as those of some modules by name."""
     model = Model("gqa", GQA.layers[:2], "int32").with_draft(Model("draft", GQA.layers[:1], "int32"))
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
-    worker = in_content(model, RankInfo("prefill"), *vllm(caches, names_of(range(3)), AttentionSpec(8)))
+    names = [*names_of(range(2)), f"{draft}.self_attn.attn"]
+    worker = in_content(model, RankInfo("prefill"), *vllm(caches, names, AttentionSpec(8)))
     assert [view.name for view in worker.views] == ["layers.0.attn", "layers.1.attn", "draft.0.attn"]
 
 

@@ -73,7 +73,7 @@ def test_nobody_computes_them(listener: Listener, leases: Leases) -> None:
     """A reader does not wait for ever."""
     request = DigestRequest.of(leases.grant("r"), TOKENS)
     with pytest.raises(
-        KVPlanError, match=r"PEER: cannot check 'r 0' from prefill at .*: expected digests within 0.05 s"
+        KVPlanError, match=r"PEER: cannot check 'r [0-9a-f]{16}' from prefill at .*: expected digests within 0.05 s"
     ):
         fetch_digests(listener.source, request, 0.05)
 
@@ -85,7 +85,7 @@ def test_a_lease_that_is_over_has_no_digests(listener: Listener, leases: Leases)
     assert listener.digests.ask(request) is None
     listener.digests.put(request, [{"of worker": 0}])
     assert leases.end(lease, "reader")
-    with pytest.raises(KVPlanError, match="LEASE: cannot digest 'r 0'"):
+    with pytest.raises(KVPlanError, match="LEASE: cannot digest 'r "):
         listener.digests.ask(request)
     with pytest.raises(KVPlanError, match="PEER"):
         fetch_digests(listener.source, request, 0.2)

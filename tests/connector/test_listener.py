@@ -8,15 +8,15 @@ import struct
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from queue import SimpleQueue
 
 import attrs
 import pytest
 
 from kvplan import KVPlanError
 from kvplan.connector import Claims, Leases, Listener, Offers, Source, fetch, send_claims
+from kvplan.connector.access import Access
 from kvplan.connector.claims import ClaimMessage
-from kvplan.connector.http import start_server
+from kvplan.connector.http import Route, Server
 
 LOGGER = logging.getLogger("test")
 
@@ -105,11 +105,12 @@ def test_nonsense_is_refused(listener: Listener, leases: Leases, body: bytes) ->
 
 
 def test_other_paths_are_refused(listener: Listener) -> None:
-    """What is sent to another path is refused."""
-    connection = HTTPConnection(listener.source.host, listener.source.port, timeout=10)
-    connection.request("POST", "/done", b'{"start": "a"}')
-    assert connection.getresponse().status == 400
-    connection.close()
+    """What is sent to another path is refused, and so is another method."""
+    for method, path in (("POST", "/done"), ("POST", "/"), ("GET", "/claims"), ("GET", "/claims/1"), ("PUT", "/x")):
+        connection = HTTPConnection(listener.source.host, listener.source.port, timeout=10)
+        connection.request(method, path)
+        assert connection.getresponse().status == 404
+        connection.close()
 
 
 def test_an_answer_to_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
@@ -149,24 +150,23 @@ def test_somebody_who_never_answers() -> None:
 
 
 def test_a_reader_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """A reader that did not wait for an answer leaves no traceback behind."""
+    """A reader that did not wait for an answer leaves no traceback behind, and others are answered."""
     has_gone = threading.Event()
-    answering: SimpleQueue[threading.Thread] = SimpleQueue()
 
-    def get(path: str) -> str:
-        answering.put(threading.current_thread())
+    def answer(_: bytes) -> bytes:
         has_gone.wait(10)
-        return "offers" * (1 << 20)
+        return b"offers" * (1 << 18)
 
-    server = start_server("127.0.0.1", 0, get=get, post=lambda *_: None)
-    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+    server = Server("127.0.0.1", 0, {"GET /": Route(answer)}, Access())
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
-        thread = answering.get(timeout=10)
     has_gone.set()
-    thread.join(10)
-    server.shutdown()
-    server.server_close()
+    other = HTTPConnection("127.0.0.1", server.port, timeout=10)
+    other.request("GET", "/")
+    assert len(other.getresponse().read()) == 6 << 18
+    server.close()
+    server.close()
     assert capfd.readouterr().err == ""
 
 

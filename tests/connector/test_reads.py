@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +28,7 @@ from kvplan.connector import (
     Source,
     attended,
 )
+from kvplan.connector.digest_requests import DigestRequest
 from kvplan.staging import Pipeline
 from kvplan.testing import FakeCopier, FakeExecutor, FakeNetwork
 from tests.small import engine
@@ -107,9 +108,11 @@ class World:
         self.network = FakeNetwork([local, *(worker for workers in engines for worker in workers)])
         self.local = local
         self.executor = HeldExecutor(self.network, local)
-        self.starts = dict.fromkeys(self.engines, "1")
+        self.gone: set[str] = set()  # starts that do not answer any more
         self.sources = Sources()
         self.fetched: list[Source] = []
+        self.computed = threading.Event()  # digests
+        self.digested: list[DigestRequest] = []
         self.handshakes: list[HandshakeResult] = []
         self.connected: list[str] = []
         self.answer: Callable[[Source], object] = lambda source: None
@@ -121,7 +124,11 @@ class World:
             self.executor,
             LOGGER,
             connections=Connections(
-                open_offer=decode, connect=self.connect, disconnect=self.disconnect, fetch_offers=self.fetch
+                open_offer=decode,
+                connect=self.connect,
+                disconnect=self.disconnect,
+                fetch_offers=self.fetch,
+                fetch_digests=self.fetch_digests,
             ),
             claims=cast(Claims, self.sources),
             timeout_s=timeout_s,
@@ -144,8 +151,17 @@ class World:
     def fetch(self, source: Source, timeout_s: float) -> Offers:
         self.fetched.append(source)
         self.answer(source)
+        if source.start in self.gone:
+            raise KVPlanError("PEER", "reach", expected="an answer", got="none")
         workers = tuple(map(encode, self.engines[source.engine_id]))
         return Offers(source.engine_id, source.start, workers)
+
+    def fetch_digests(self, source: Source, request: DigestRequest, timeout_s: float) -> list[Mapping[str, Any]]:
+        self.computed.wait(10)
+        self.digested.append(request)
+        if request.lease == "lease of gone":
+            raise KVPlanError("PEER", "check", expected="digests", got="none")
+        return [{"attn": (0, 10)}]
 
     def read(self, request: str = "r", source: Source | None = None, **changes: Any) -> Read:
         """A request of 10 positions in blocks 7, 3, 5 of the source and 2, 8, 4 of the destination."""
@@ -394,7 +410,7 @@ def test_a_failed_request_ends_when_no_byte_can_move(one: Callable[..., World], 
     world.executor.broken = set()
     world.reads.begin(world.read("next"))
     assert world.until(1)["next"].error is None
-    assert len(world.fetched) == (2 if code == "PEER" else 1)
+    assert len(world.fetched) == 2  # it shakes hands again
 
 
 def test_a_lost_worker_is_connected_again(one: Callable[..., World]) -> None:
@@ -420,9 +436,82 @@ def test_a_restarted_engine_takes_the_place_of_the_old_one(one: Callable[..., Wo
     ]
     world.engines["prefill"] = tuple(moved_to)
     world.network.workers.update({worker.key: worker for worker in moved_to})
+    world.gone = {"1"}
     world.reads.begin(world.read("b", source_of(start="2")))
     world.until(1)
-    assert world.connected == ["prefill/0", "prefill/1", "not prefill/0", "prefill/0", "not prefill/1", "prefill/1"]
+    assert world.connected == ["prefill/0", "prefill/1", "not prefill/0", "not prefill/1", "prefill/0", "prefill/1"]
+
+
+def test_nobody_takes_the_name_of_an_engine_that_answers(one: Callable[..., World]) -> None:
+    """A handoff of another source under the name of a live engine is refused, and the engine is read from as before."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.reads.begin(world.read("forged", attrs.evolve(source_of(), start="forged", port=666)))
+    error = str(world.until(1)["forged"].error)
+    assert "expected an engine with a name of its own, got that of prefill at 127.0.0.1:1, which still answers" in error
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+    assert world.connected == ["prefill/0", "prefill/1"]
+
+
+def test_an_engine_offers_its_own_workers_alone(one: Callable[..., World]) -> None:
+    """An engine that offers workers under the name of another one is refused, and the other is read from as before."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.engines["forged"] = world.engines["prefill"]
+    world.reads.begin(world.read("forged", source_of("forged")))
+    assert "PEER: cannot shake hands with forged" in str(world.until(1)["forged"].error)
+    world.reads.begin(world.read("b"))
+    assert world.until(1)["b"].error is None
+    assert world.connected == ["prefill/0", "prefill/1"]
+
+
+def test_starts_of_one_engine_shake_hands_one_after_the_other() -> None:
+    """Of two sources under one name, the first is connected before the second is asked."""
+    (local,) = engine("decode")
+    world, held = World(local, engine("prefill")), threading.Event()
+    world.answer = lambda source: held.wait(60)
+    world.reads.begin(world.read("a"))
+    world.reads.begin(world.read("b", source_of(start="2")))
+    for _ in range(50):
+        assert world.reads.poll() == []
+    assert [source.start for source in world.fetched] == ["1"]
+    held.set()
+    results = world.until(2)
+    assert results["a"].error is None
+    assert "which still answers" in str(results["b"].error)
+
+
+def test_handshakes_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More engines than shake hands at a time wait for those before them."""
+    monkeypatch.setattr("kvplan.connector.peer_engines.MAX_HANDSHAKES", 2)
+    (local,) = engine("decode")
+    names = [f"prefill-{number}" for number in range(6)]
+    world, held = World(local, *map(engine, names)), threading.Event()
+    world.answer = lambda source: held.wait(60)
+    for name in names:
+        world.reads.begin(world.read(name, source_of(name)))
+    for _ in range(50):
+        assert world.reads.poll() == []
+    assert len(world.fetched) == 2
+    held.set()
+    assert all(result.error is None for result in world.until(6).values())
+
+
+def test_a_plan_that_is_not_prepared_any_more_is_made_again(one: Callable[..., World]) -> None:
+    """If somebody else has taken a worker's connection, one request fails, and the next one shakes hands again."""
+    world = one()
+    world.reads.begin(world.read("a"))
+    world.until(1)
+    world.executor._prepared.clear()
+    world.reads.begin(world.read("b"))
+    error = world.until(1)["b"].error
+    assert error is not None
+    assert error.code == "TRANSFER"
+    world.reads.begin(world.read("c"))
+    assert world.until(1)["c"].error is None
 
 
 def test_only_workers_with_a_part_are_connected() -> None:
@@ -440,12 +529,13 @@ def test_a_restart_with_fewer_workers(one: Callable[..., World]) -> None:
     world.reads.begin(world.read("a"))
     world.until(1)
     world.engines["prefill"] = engine("prefill", tp=1)
+    world.gone = {"1"}
     world.network = world.executor.network = FakeNetwork([world.local, *world.engines["prefill"]])
     if world.pipeline is not None:
         world.pipeline._copier = FakeCopier(world.network.memory, world.local.key)
     world.reads.begin(world.read("b", source_of(start="2")))
     assert world.until(1)["b"].error is None
-    assert world.connected[2:] == ["not prefill/0", "prefill/0", "not prefill/1"]
+    assert world.connected[2:] == ["not prefill/0", "not prefill/1", "prefill/0"]
 
 
 def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +548,7 @@ def test_an_engine_that_is_not_read_from_is_forgotten(monkeypatch: pytest.Monkey
     world.reads.begin(world.read("b", source_of("other")))
     world.until(1)
     monkeypatch.undo()
-    assert world.connected == ["prefill/0", "other/0", "not prefill/0"]
+    assert world.connected == ["prefill/0", "not prefill/0", "other/0"]
     world.reads.begin(world.read("c"))
     assert world.until(1)["c"].error is None
 
@@ -559,11 +649,11 @@ def test_a_source_that_stays_silent_is_gone(
     assert "PEER: cannot reach" in str(world.until(1)["r"].error)
 
 
-def test_a_range_of_which_no_digest_can_be_asked_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_of_which_no_digest_can_be_asked_fails_its_request() -> None:
     """With ``digest``, a request whose range cannot be asked for fails, before and after the handshake."""
     (local,) = engine("decode")
     world = World(local, engine("prefill", tp=2), digest=lambda arrived: arrived["tokens"])
-    monkeypatch.setattr("kvplan.connector.reads.fetch_digests", lambda *_: [{"attn": (0, 10)}])
+    world.computed.set()
     for request in ("before", "after"):
         world.reads.begin(world.read(request, tokens={"attn": (0, 1 << 60)}))
         assert "RANGE: cannot" in str(world.until(1)[request].error)
@@ -573,27 +663,17 @@ def test_what_has_arrived_is_compared(monkeypatch: pytest.MonkeyPatch, caplog: p
     """With ``digest``, a request is right when what has arrived is what the source has; the range ends where asked."""
     (local,) = engine("decode")
     world = World(local, engine("prefill", tp=2), digest=lambda arrived: arrived["tokens"])
-    asked = []
-    computed = threading.Event()
-
-    def fetch(source: Source, request: Any, timeout_s: float) -> Any:
-        asked.append(request)
-        computed.wait(10)
-        if request.lease == "lease of gone":
-            raise KVPlanError("PEER", "check", expected="digests", got="none")
-        return [{"attn": (0, 10)}]
 
     def compare(expected: Any, actual: Any) -> KVPlanError | None:
         return None if expected == actual else KVPlanError("TRANSFER", "use", expected="equal digests", got="others")
 
-    monkeypatch.setattr("kvplan.connector.reads.fetch_digests", fetch)
     monkeypatch.setattr("kvplan.connector.reads.mismatch", compare)
     world.reads.begin(world.read(to_block_end=True))
     for _ in range(50):
         assert world.reads.poll() == []
-    computed.set()
+    world.computed.set()
     assert world.until(1)["r"].error is None
-    assert [(request.lease, request.tokens) for request in asked] == [("lease of r", (("attn", (0, 10)),))]
+    assert [(request.lease, request.tokens) for request in world.digested] == [("lease of r", (("attn", (0, 10)),))]
     world.reads.begin(world.read("spoilt", tokens={"attn": (0, 9)}))
     assert "expected equal digests, got others" in str(world.until(1)["spoilt"].error)
     monkeypatch.setattr("kvplan.connector.reads.mismatch", lambda *_: KVPlanError("COVER", "", expected="", got=""))

@@ -90,6 +90,10 @@ def judge(pair_name: str, connector: str) -> str:
             model = settings.pop("model", pair.model)
             if model != pair.model:
                 build(model, FOLDER / model)
+            if "model" in settings.get("speculative_config", {}):
+                draft = settings["speculative_config"]["model"]
+                build(draft, FOLDER / draft)
+                settings["speculative_config"] = {**settings["speculative_config"], "model": str(FOLDER / draft)}
             extra = {LEASE[connector]: pair.lease_s, "port": port}
             extra |= settings.pop("kv_connector_extra_config", {})
             role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]

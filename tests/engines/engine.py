@@ -37,6 +37,7 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
     scheduler = engine.engine_core.engine_core.scheduler
     preempted: set[str] = set()
     flips: dict[str, int] = {}
+    drafts: dict[str, list[list[int]]] = {}
     pipe.send(("ready",))
     while True:
         while pipe.poll():
@@ -74,10 +75,15 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
                 flips = flip_bits(get_kv_transfer_group()._worker, *arguments)
             elif verb == "flips":
                 pipe.send(("flips", flips))
+            elif verb == "drafts":
+                pipe.send(("drafts", drafts))
             elif verb == "preempted":
                 pipe.send(("preempted", [name.partition("-")[0] for name in preempted]))
         outputs = engine.step()
         preempted.update(name for name, request in scheduler.requests.items() if request.num_preemptions)
+        for name, request in scheduler.requests.items():
+            if request.spec_token_ids:
+                drafts.setdefault(name.partition("-")[0], []).append([*request.spec_token_ids])
         for request in outputs:
             if not request.finished:
                 continue

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -182,10 +182,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "deepseek-v2": {"model_type": "deepseek_v2", **LATENT},
     "deepseek-v3": {"model_type": "deepseek_v3", **LATENT},
+    "deepseek-v3, MTP": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 5,
+    },
 }
 
 
-SEEDS = {"llama, other weights": 1}
+DRAFTS = {"llama, EAGLE": 1, "llama, another EAGLE": 1, "llama, EAGLE-3": 3}
+"""Drafts of one layer that go with hidden states of a llama, by the release of EAGLE."""
+
+SEEDS = {"llama, other weights": 1, "llama, another EAGLE": 1}
 """Seeds of weights, 0 for other models."""
 
 ABSENT = {"mamba-2": ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
@@ -205,6 +214,9 @@ CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 def build(name: str, folder: Path) -> None:
     """Writes a model of MODELS into a folder: configuration, weights, the same each time, and token ``n`` as ``wn``."""
     torch.manual_seed(SEEDS.get(name, 0))
+    if name in DRAFTS:
+        build_draft(DRAFTS[name], folder)
+        return
     sizes = {**COMMON, **MODELS[name]}
     for key in ABSENT.get(name, ()):
         del sizes[key]
@@ -218,6 +230,63 @@ def build(name: str, folder: Path) -> None:
     if name in ADAPTED:
         for number in (1, 2):
             adapt(model, folder / f"adapter-{number}")
+    if name.endswith(", MTP"):
+        predict_with_last_layer(folder)
+
+
+def build_draft(release: int, folder: Path) -> None:
+    """Writes a draft for EAGLE: random weights of a llama's layer, in the form of published ones."""
+    hidden = COMMON["hidden_size"]
+    heads = COMMON["num_attention_heads"] * COMMON["head_dim"]
+    kv_heads = COMMON["num_key_value_heads"] * COMMON["head_dim"]
+    attended = hidden if release == 1 else 2 * hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads, attended),
+        "self_attn.k_proj": (kv_heads, attended),
+        "self_attn.v_proj": (kv_heads, attended),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (COMMON["intermediate_size"], hidden),
+        "mlp.up_proj": (COMMON["intermediate_size"], hidden),
+        "mlp.down_proj": (hidden, COMMON["intermediate_size"]),
+        "post_attention_layernorm": (hidden,),
+    }
+    layer = "layers.0"
+    outside: dict[str, tuple[int, ...]] = {"fc": (hidden, 2 * hidden)}
+    sizes: dict[str, Any] = {
+        **COMMON,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+    }
+    if release == 3:
+        layer = "midlayer"
+        shapes |= {"hidden_norm": (hidden,), "input_layernorm": (hidden,)}
+        outside = {"fc": (hidden, 3 * hidden), "norm": (hidden,), "lm_head": (VOCABULARY, hidden)}
+        sizes |= {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    shapes = {f"{layer}.{name}": shape for name, shape in shapes.items()} | outside
+    weights = {}
+    for name, shape in shapes.items():
+        weights[f"{name}.weight"] = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.2
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(sizes))
+
+
+def predict_with_last_layer(folder: Path) -> None:
+    """Makes a DeepSeek's last layer one that predicts tokens, in the form of DeepSeek-V3's own."""
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    config |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    hidden = config["hidden_size"]
+    prefix = f"model.layers.{last}"
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{prefix}.{name}.weight"] = torch.ones(hidden)
+    weights[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+    weights[f"{prefix}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{prefix}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def adapt(model: Any, folder: Path) -> None:

@@ -70,7 +70,21 @@ UNCACHED = {"enable_prefix_caching": False}
 FEW = {"num_gpu_blocks_override": 20}  # for one or two requests
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
+KEYED: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of all engines", "verify": True}}
+OTHER_KEY: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of other engines"}}
 VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
+
+
+def drafting(method: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine that drafts three tokens a step."""
+    return {**CACHED, "speculative_config": {"method": method, "num_speculative_tokens": 3, **settings}}
+
+
+NGRAM = drafting("ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+EAGLE = drafting("eagle", model="llama, EAGLE")
+EAGLE_3 = drafting("eagle3", model="llama, EAGLE-3")
+LLAMA = drafting("draft_model", model="llama")
+MTP = drafting("mtp")
 
 PAIRS = {
     "llama": Pair("llama", side(), side()),
@@ -116,7 +130,6 @@ PAIRS = {
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
     "llama DP 2->2 TP 1->2, vllm serve": Pair("llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served"),
-    "qwen-3 moe EP 1->2": Pair("qwen-3 moe", side(), side(tp=2, enable_expert_parallel=True)),
     "llama, vllm serve, before offloading": Pair(
         "llama",
         {"beside": Beside(after=(OFFLOADING,), by_name=True)},
@@ -203,9 +216,9 @@ PAIRS = {
     ),
     "granite-hybrid, prefix caches, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
     "llama 64<->32, answer rewritten": Pair("llama", side(64, **NEXT_TURN), side(32, **NEXT_TURN), "rewritten"),
-    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"),
+    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_in_window"),
     "granite-hybrid, answer rewritten": Pair(
-        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"
+        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_state"
     ),
     "llama, another prompt": Pair(
         "llama",
@@ -237,9 +250,36 @@ PAIRS = {
         side(**ALIKE),
         "other_weights",
     ),
+    "llama 32->64 TP 1->2, with a key": Pair("llama", side(32, **KEYED), side(64, tp=2, **KEYED)),
+    "llama, other key": Pair("llama", side(**KEYED), side(**OTHER_KEY), "refused"),
+    "llama, no key": Pair("llama", side(**KEYED), side(), "refused"),
     "llama 32->64, verified": Pair("llama", side(32), side(64, **VERIFIED), "flipped"),
     "granite-hybrid TP 1->2, verified": Pair("granite-hybrid", side(), side(tp=2, **VERIFIED)),
     "gemma-3 64->32 TP 2->1, verified": Pair("gemma-3", side(64, tp=2), side(32, **VERIFIED), "flipped"),
+    "llama 32->64, n-grams": Pair("llama", side(32, **NGRAM), side(64, **NGRAM), "drafted"),
+    "llama 64->32, n-grams on decode": Pair("llama", side(64, **CACHED), side(32, **NGRAM), "drafted"),
+    "gemma-3 32->64, n-grams on decode": Pair("gemma-3", side(32, **CACHED), side(64, **NGRAM), "drafted"),
+    "llama 64->32, EAGLE": Pair("llama", side(64, **EAGLE), side(32, **EAGLE), "drafted"),
+    "llama 32->64 TP 1->2, EAGLE-3": Pair("llama", side(32, **EAGLE_3), side(64, tp=2, **EAGLE_3), "drafted"),
+    "llama 32->64, EAGLE-3, async": Pair("llama", side(32, **EAGLE_3, **ASYNC), side(64, **EAGLE_3, **ASYNC)),
+    "mistral 32->64, EAGLE-3": Pair("mistral", side(32, **EAGLE_3), side(64, **EAGLE_3), "drafted"),
+    "gemma-3 64->32, EAGLE": Pair("gemma-3", side(64, **EAGLE), side(32, **EAGLE), "drafted"),
+    "llama 64->32, a llama drafts": Pair("llama", side(64, **LLAMA), side(32, **LLAMA), "drafted"),
+    "llama 32->64, a llama drafts, 200 in flight": Pair(
+        "llama",
+        side(32, **{**LLAMA, **SMALL}),
+        side(64, **{**LLAMA, **SMALL}),
+        "burst",
+    ),
+    "deepseek-v3, MTP": Pair("deepseek-v3, MTP", side(16, **MTP), side(16, **MTP), "drafted"),
+    "llama, EAGLE on decode": Pair("llama", side(), side(**EAGLE), "refused"),
+    "llama, EAGLE on prefill": Pair("llama", side(**EAGLE), side(), "refused"),
+    "llama, another EAGLE": Pair(
+        "llama",
+        side(**EAGLE),
+        side(**drafting("eagle", model="llama, another EAGLE")),
+        "refused",
+    ),
     "mistral 32->64": Pair("mistral", side(32), side(64)),
     "gpt-oss 64->32": Pair("gpt-oss", side(64), side(32)),
     "gemma-3n 32->64": Pair("gemma-3n", side(32), side(64)),

@@ -133,6 +133,12 @@ class Engine:
         (names,) = self._receive("preempted", time.monotonic() + TIMEOUT_S)
         return set(names)
 
+    def drafts(self) -> dict[str, list[list[int]]]:
+        """The tokens that the engine has drafted for each request, step by step."""
+        self._send("drafts")
+        (drafts,) = self._receive("drafts", time.monotonic() + TIMEOUT_S)
+        return dict(drafts)
+
     def flip(self, num_flips: int) -> None:
         """Flips bits of each request that is read from now on, while the engine verifies it."""
         self._send("flip", num_flips)

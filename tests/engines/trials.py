@@ -405,8 +405,16 @@ def rewritten(start: Start) -> Outcome:
     return next_turns(start, expected_reads=(100, 0, 129, 0))
 
 
-def rewritten_after_window(start: Start) -> Outcome:
-    """The same where decode has no state or window any more from which to go on: prefill computes all."""
+def rewritten_in_window(start: Start) -> Outcome:
+    """The same where decode's first block of a window begins before that of the shorter prompt.
+
+    Prefill stops one token short of a prompt.
+    """
+    return next_turns(start, expected_reads=(100, 0, 128, 0))
+
+
+def rewritten_after_state(start: Start) -> Outcome:
+    """The same where decode has no state any more from which to go on: prefill computes all."""
     return next_turns(start, expected_reads=(0, 0, 0, 0))
 
 
@@ -546,6 +554,43 @@ def other_weights(start: Start) -> Outcome:
     idle(prefill, decode)
     if alone(prefill, tokens) == alone(decode, tokens):
         raise AssertionError("void: both engines have the same weights")
+    return answers, [[]] * len(tokens)
+
+
+def drafted(start: Start) -> Outcome:
+    """Decode drafts what it drafts alone, token by token: it has read the draft's cache too.
+
+    Blocks of both engines hold other prompts before.
+    """
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    use_blocks(prefill, decode)
+    tokens = prompts(52)
+    transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+    reading = [decode.submit(prompt, TOKENS, one) for prompt, one in zip(tokens, transfers, strict=True)]
+    answers = loaded([decode.wait(name) for name in reading], tokens)
+    idle(prefill, decode)
+    right = agreed(tokens, prefill, decode)
+    decode.forget()
+    undisturbed = [decode.submit(prompt, TOKENS) for prompt in tokens]
+    for name in undisturbed:
+        decode.wait(name)
+    drafts = decode.drafts()
+    if not drafts.keys() & {*reading}:
+        raise AssertionError("void: decode has drafted nothing")
+    pairs = zip(reading, undisturbed, strict=True)
+    num_different = sum(drafts.get(name) != drafts.get(other) for name, other in pairs)
+    if num_different:
+        raise AssertionError(f"different: drafts of {num_different} of {len(tokens)} requests")
+    return answers, right
+
+
+def refused(start: Start) -> Outcome:
+    """Decode must not read from prefill: whatever prefill has computed fails."""
+    prefill, decode = start("prefill").ready(), start("decode").ready()
+    tokens = prompts(53)
+    transfers = [offered(answer) for answer in prefill.generate(tokens, 1, [ASK] * len(tokens))]
+    answers = decode.generate(tokens, TOKENS, transfers)
+    idle(prefill, decode)
     return answers, [[]] * len(tokens)
 
 

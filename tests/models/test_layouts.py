@@ -1,12 +1,14 @@
 """Layouts and pools, compared with arrays that numpy lays out in the order of the letters."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvplan import Axis, Group, KVPlanError, Region, View, Worker, view_of
+from kvplan import Axis, Group, KVPlanError, Model, Region, View, Worker, view_of
 from kvplan.models.layouts import CONV_ORDERS, KV_FORMS, ORDERS, Layout, LocalTensor, Page
 from kvplan.models.pools import page_stride, place_pool
 from kvplan.models.tensors import mamba2
@@ -334,3 +336,19 @@ def test_a_page_that_splits_has_k_and_v_throughout() -> None:
     page = Page("page", (two(True, kv=2, scale=2).sections[1], two(True, scale=2).sections[0]))
     with pytest.raises(KVPlanError, match=r"^LAYOUT: .*split page 'page' into K and V: .* got none in 'a'"):
         place_pool(Layout(kv="split"), "pool", [page], 3)
+
+
+@pytest.mark.parametrize("value", [1 << 20000, np.True_, np.int64(3), b"LBHNC", ["LBHNC"]], ids=type)
+def test_a_word_of_another_type_is_refused_with_plain_details(value: Any) -> None:
+    """However large it is: no error of Python's own, and no value of numpy's in a message or its details."""
+    model = Model.shipped("qwen3-0.6b")
+    refusals: list[Callable[[], Any]] = [
+        *(partial(model.engine, "e", **{key: value}) for key in ("layout", "kv", "conv_order", "scales")),
+        *(partial(model.kernel_blocks, kv=value), partial(Model.shipped, value)),
+        partial(Model.from_config, {"model_type": value}),
+    ]
+    for refused in refusals:
+        with pytest.raises(KVPlanError) as caught:
+            refused()
+        assert {type(detail) for detail in caught.value.details.values()} <= {str, type(None)}
+        assert "np." not in str(caught.value)

@@ -44,6 +44,7 @@ SIZES: Final = {
 BAMBA: Final = {"model_type": "bamba", **HEADS, "mamba_n_heads": 32}
 ZAMBA: Final = {"model_type": "zamba2", **HEADS, "n_mamba_heads": 32}
 KIMI_SIZES: Final = {"model_type": "kimi_linear", **LATENT}
+NAS: Final = {"model_type": "nemotron-nas"}
 KIMI: Final = {"full_attn_layers": [2], "kda_layers": [1]}
 
 
@@ -166,6 +167,9 @@ def test_what_was_read_for_something_else_is_refused(key: str, config: dict[str,
         ("head_dim", {"model_type": "bailing_hybrid", **LATENT, "head_dim": None}),
         ("num_layers", {"model_type": "longcat_flash", **LATENT, "num_layers": (1 << 14) - 1}),
         ("attention_chunk_size", {"model_type": "llama4_text", "attention_chunk_size": None}),
+        ("block_configs", {**NAS, "block_configs": [{"attention": {"n_heads_in_group": 5}}] * 2}),
+        ("block_configs", {**NAS, "block_configs": [{"attention": {"window_length": 8}}] * 2}),
+        ("block_configs", {**NAS, "block_configs": [{}, {"attention": {"n_heads_in_group": 4}}]}),
         ("local_attention", {"model_type": "modernbert-decoder", "local_attention": 1}),
         ("hidden_size", {"model_type": "olmo_hybrid", "hidden_size": 8}),
         ("torch_dtype", {"model_type": "llama", "torch_dtype": "auto"}),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from http.client import HTTPConnection
 from queue import Queue
 
 import pytest
 
 from kvplan import KVPlanError
+from kvplan.connector import Access
+from kvplan.connector.http import exchange
 from kvplan_nixl.sglang import bootstrap
-from kvplan_nixl.sglang.bootstrap import BootstrapServer, Rooms, ask, publish
+from kvplan_nixl.sglang.bootstrap import MAX_ENTRY_BYTES, BootstrapServer, Rooms, ask, publish, withdraw
 
 DEAD = "127.0.0.1:1"  # nobody listens there
 LOGGER = logging.getLogger("test")
@@ -69,12 +68,106 @@ def test_a_server_that_does_not_answer(server: BootstrapServer) -> None:
         ask(DEAD, [6])
 
 
-def test_the_newest_entries_stay(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody asks for any more does not fill the memory."""
+def test_junk_pushes_nothing_out(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rooms as a server keeps pushed a real one out; now a new one waits until there is a place."""
     monkeypatch.setattr(bootstrap, "MAX_ROOMS", 2)
-    for room in (1, 2, 3, 2):
+    owner = publish(server.address, 1, {"token": 1})
+    publish(server.address, 2, {})
+    for room in range(3, 9):
+        with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'RANGE: cannot publish: expected at most 2 rooms"):
+            publish(server.address, room, {"token": 666})
+    assert ask(server.address, [1]) == {1: {"token": 1}}
+    withdraw(server.address, 1, owner)
+    publish(server.address, 3, {"token": 3})
+    assert ask(server.address, [1, 3]) == {3: {"token": 3}}
+
+
+def test_an_entry_is_not_overwritten(server: BootstrapServer) -> None:
+    """``token: 666`` replaced a real entry; now a room is its owner's, for other attempts too."""
+    owner = publish(server.address, 7, {"token": 1})
+    for attempt in ({"token": 666}, {"token": 666, "attempt": "another"}, {"token": 1}):
+        with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'NAME: cannot use room 7: expected the owner"):
+            publish(server.address, 7, attempt)
+    with pytest.raises(KVPlanError, match=r"PEER: .* got 400: 'NAME"):
+        withdraw(server.address, 7, "somebody")
+    assert ask(server.address, [7]) == {7: {"token": 1}}
+    publish(server.address, 7, {"token": 2}, owner=owner)
+    assert ask(server.address, [7]) == {7: {"token": 2}}
+
+
+def test_entries_have_their_time_and_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,384 long prompts held 5.2 GB, for good; now entries are text, bounded in all, and go after a while."""
+    now = [0.0]
+    server = BootstrapServer("127.0.0.1", 0, keep_s=60, clock=lambda: now[0])
+    monkeypatch.setattr(bootstrap, "MAX_KEPT_BYTES", 5100)
+    long = {"token": "x" * 2000}
+    owners = [publish(server.address, room, long) for room in (1, 2)]
+    for room, stages in ((3, 1), (4, 2)):
+        with pytest.raises(KVPlanError, match="expected at most 5100 bytes of all rooms"):
+            publish(server.address, room, long, 0, stages)
+    publish(server.address, 1, {"token": 1}, owner=owners[0])
+    now[0] = 59.0
+    publish(server.address, 3, {"token": "x" * 500})
+    assert ask(server.address, [1, 2, 3]).keys() == {1, 2, 3}
+    now[0] = 60.0
+    assert ask(server.address, [1, 2, 3]).keys() == {3}
+    assert server._num_bytes == sum(room.num_bytes for room in server._rooms.values()) < 1500
+    withdraw(server.address, 3, server._rooms[3].owner)
+    assert (server._num_bytes, server._rooms) == (0, {})
+    server.close()
+
+
+def test_an_entry_is_not_parsed(server: BootstrapServer) -> None:
+    """The server keeps text: what is no entry fails the request that asks for it, and no other."""
+    publish(server.address, 7, {"token": 1})
+    for room, body in ((8, b"[" * 100_000), (9, b"nan"), (10, b""), (11, b'"]}')):
+        exchange("a server", server.address, f"/publish/{room}/0/1/a/b", 10, Access(), body)
+    entries = ask(server.address, [7, 8, 9, 10, 11])
+    assert entries.pop(7) == {"token": 1}
+    assert [entry.keys() for entry in entries.values()] == [{"error"}] * 4
+    with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
+        exchange("a server", server.address, "/publish/7/0/1/a/b", 10, Access(), b"\xff")
+    with pytest.raises(KVPlanError, match=r"PEER: .* got 413"):
+        exchange("a server", server.address, "/publish/7/0/1/a/b", 10, Access(), bytes(MAX_ENTRY_BYTES + 1))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'["7"]', b"[", b"7", b"[7.0]"])
+def test_no_rooms(server: BootstrapServer, body: bytes) -> None:
+    """A question that names no rooms is refused."""
+    with pytest.raises(KVPlanError, match=r"PEER: .* got 400"):
+        exchange("a server", server.address, "/ask", 10, Access(), body)
+
+
+def test_many_rooms_are_asked_for_in_parts(server: BootstrapServer) -> None:
+    """4,000 waiting requests made a line of more than 64 KiB, and none was found ever after."""
+    rooms = Rooms(LOGGER)
+    queues = {room: wanted(rooms, room, server.address) for room in range(1 << 63, (1 << 63) + 4000)}
+    for room in [*queues][::80]:
         publish(server.address, room, {"token": room})
-    assert ask(server.address, [1, 2, 3]) == {2: {"token": 2}, 3: {"token": 3}}
+    for room in [*queues][::80]:
+        assert queues[room].get(timeout=10) == {"token": room}
+    for room in queues:
+        rooms.forget(room)
+
+
+def test_long_entries_come_one_after_the_other(server: BootstrapServer) -> None:
+    """An answer has a limit; what does not fit comes with the next one."""
+    rooms = Rooms(LOGGER)
+    for room in range(4):
+        publish(server.address, room, {"token": '"' * (MAX_ENTRY_BYTES * 2 // 5)})
+    assert len(ask(server.address, range(4))) < 4
+    for entries in [wanted(rooms, room, server.address) for room in range(4)]:
+        assert entries.get(timeout=10)
+
+
+def test_few_servers_are_asked(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request names its bootstrap server, and each has a thread: there are not more than some."""
+    monkeypatch.setattr(bootstrap, "MAX_SERVERS", 1)
+    rooms = Rooms(LOGGER)
+    wanted(rooms, 7, server.address)
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot ask 127.0.0.1:1: expected at most 1 bootstrap servers"):
+        wanted(rooms, 8, DEAD)
+    rooms.forget(7)
 
 
 @pytest.mark.parametrize("address", [DEAD, "127.0.0.1:x", "127.0.0.1:-1", "[::1"])
@@ -91,32 +184,18 @@ def test_a_port_that_is_busy(server: BootstrapServer) -> None:
         BootstrapServer(host, int(port))
 
 
-def test_an_answer_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then does not keep a question going."""
-    monkeypatch.setattr(bootstrap, "TIMEOUT_S", 0.2)
-    ends = threading.Event()
-
-    def drip(listening: socket.socket) -> None:
-        connection, _ = listening.accept()
-        with connection, suppress(OSError):
-            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n{")
-            while not ends.wait(0.01):
-                connection.sendall(b" ")
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=drip, args=[listening])
-        thread.start()
-        with pytest.raises(KVPlanError, match=r"PEER: .* within 0.2 s, got more than \d+ bytes"):
-            ask(f"127.0.0.1:{listening.getsockname()[1]}", [5])
-        ends.set()
-        thread.join()
-
-
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"nan"])
-def test_no_entry(server: BootstrapServer, body: bytes) -> None:
-    """What is not a JSON object is refused, and nothing is stored."""
-    connection = HTTPConnection(server.address)
-    connection.request("POST", "/5", body)
-    assert connection.getresponse().status == 400
-    connection.close()
-    assert ask(server.address, [5]) == {}
+@pytest.mark.parametrize("access", [None, Access(key=b"another secret of others")], ids=["no key", "another key"])
+def test_a_stranger_gets_no_room(access: Access | None) -> None:
+    """With a key, nobody without it asks for a room, publishes or withdraws."""
+    ours = Access(key=b"a secret of all engines")
+    server = BootstrapServer("127.0.0.1", 0, ours)
+    owner = publish(server.address, 7, {"token": 1}, access=ours)
+    for attempt in (
+        lambda: ask(server.address, [7], access),
+        lambda: publish(server.address, 8, {"token": 666}, access=access),
+        lambda: withdraw(server.address, 7, owner, access=access),
+    ):
+        with pytest.raises(KVPlanError, match=r"PEER: .* expected an engine with the same key, got status 401"):
+            attempt()
+    assert ask(server.address, [7, 8], ours) == {7: {"token": 1}}
+    server.close()

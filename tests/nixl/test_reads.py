@@ -163,6 +163,24 @@ def test_a_source_that_is_gone_and_comes_back(staging_bytes: int) -> None:
         assert all((decode.token(position) == again.token(position)).all() for position in range(10, 40))
 
 
+def test_a_stranger_does_not_take_a_workers_place(staging_bytes: int) -> None:
+    """One handoff of an engine that offered ``prefill/0`` as its own made all reads from the real one fail."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, staging_bytes)
+        stack.callback(prefill.close)
+        assert decode.read(prefill.hand_off("first")).error is None
+        stranger = Prefill(3)
+        stack.callback(stranger.close)
+        envelopes = [executor.envelope() for executor in stranger.executors]
+        evil = Listener("evil", "127.0.0.1", envelopes, stranger.leases)
+        stack.callback(evil.close)
+        forged = attrs.evolve(stranger.hand_off("forged"), source=evil.source)
+        assert "expected workers of evil, got worker prefill/0" in str(decode.read(forged).error)
+        assert "which still answers" in str(decode.read(stranger.hand_off("forged")).error)
+        assert decode.read(prefill.hand_off("second")).error is None
+        assert all((decode.token(position) == prefill.token(position)).all() for position in range(10, 40))
+
+
 def test_an_old_handoff_is_refused(staging_bytes: int) -> None:
     """A handoff of an earlier start, at the address of the present one, is not read from the wrong blocks."""
     with ExitStack() as stack:

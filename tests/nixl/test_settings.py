@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -163,6 +164,53 @@ def test_sglangs_settings_are_in_the_environment() -> None:
     variables = {"KEY": "12", "LEASE_S": "12", "BACKENDS": '["UCX"]', "PORT": "9000", "STAGING_BYTES": "0"}
     settings = plugin_settings({f"KVPLAN_{name}": text for name, text in variables.items()})
     assert settings == PluginSettings(key=b"12", lease_s=12, port=9000, staging_bytes=0)
+
+
+KEY = "a secret of all engines"
+
+
+def test_a_key_is_in_settings_a_file_or_the_environment(
+    vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file keeps it out of logs and lists of processes. Settings come before the environment."""
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    assert read(vllm, {"key": KEY}).access().key == KEY.encode()
+    assert read(vllm, {"key_file": str(file)}).access().key == KEY.encode()
+    monkeypatch.setenv("KVPLAN_KEY_FILE", str(file))
+    assert read(vllm).access().key == KEY.encode()
+    assert read(vllm, {"key": "another one, in the settings"}).access().key == b"another one, in the settings"
+    assert plugin_settings({"KVPLAN_KEY_FILE": str(file)}).access().key == KEY.encode()
+    monkeypatch.undo()
+    assert read(vllm).access().key == b""
+
+
+@pytest.mark.parametrize(
+    "settings, code",
+    [
+        ({"key": KEY, "key_file": "key"}, "SETTING"),
+        ({"key_file": "no file"}, "SETTING"),
+        ({"key_file": "/dev/null"}, "SETTING"),
+        ({"key": "short"}, "RANGE"),
+        ({"tls_certificate": "a.pem"}, "SETTING"),
+        ({"tls_certificate": "a.pem", "tls_private_key": "a.key", "tls_authority": "a.pem"}, "PEER"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_network_that_do_not_go_together(vllm: Any, settings: Any, code: str) -> None:
+    """None of them leaves a door open that was meant to be locked."""
+    with pytest.raises(KVPlanError) as refusal:
+        read(vllm, settings).access()
+    assert refusal.value.code == code
+
+
+def test_a_network_is_trusted_by_a_setting_alone(vllm: Any) -> None:
+    """Not by default, and not by a text that looks like it."""
+    assert not read(vllm).access().trusts_network
+    assert read(vllm, {"trust_network": True}).access().trusts_network
+    assert plugin_settings({"KVPLAN_TRUST_NETWORK": "true"}).access().trusts_network
+    for value in ("true", 1, None):
+        assert refused(vllm, {"trust_network": value}).code == "TYPE"
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import kvplan_nixl.sglang
-from kvplan import KVPlanError
-from kvplan.connector import Listener
-from kvplan.connector.http import exchange
+from kvplan import Blocks, KVPlanError
+from kvplan.connector import Access, Handoff, Listener, Source
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 
 CONFIG = {
@@ -36,6 +35,7 @@ CONFIG = {
 }
 SPARSE = {"model_type": "deepseek_v32", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "index_head_dim": 128}
 TOKENS, ROOM = 37, 5
+KEY = b"a secret of all engines"
 SETTINGS = SimpleNamespace(
     enable_hisparse=False,
     disaggregation_ib_device=None,
@@ -67,6 +67,7 @@ class World:
             pp_rank=0 if dp else rank,
             pp_size=1 if dp else size,
             attn_dp_rank=rank if dp else 0,
+            attn_dp_size=size if dp else 1,
             attn_dcp_size=1,
             attn_cp_size=1,
             attn_tp_group=SimpleNamespace(rank_in_group=0, world_size=1),
@@ -75,7 +76,7 @@ class World:
 
 
 PARALLEL = World(1).parallel(0)
-SERVING = SimpleNamespace(served_model_name="tiny", weight_version="default")
+SERVING = SimpleNamespace(served_model_name="tiny", weight_version="default", host="127.0.0.1")
 DRAFT_FILES = SimpleNamespace(speculative_draft_model_path="draft", speculative_draft_model_revision=None)
 NAMES: dict[str, dict[str, Any]] = {
     "sglang.srt.disaggregation.base": {
@@ -97,7 +98,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "get_serving": lambda: SERVING,
         "get_spec": lambda: DRAFT_FILES,
     },
-    "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "127.0.0.1"},
+    "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "0.0.0.0"},
 }
 
 
@@ -440,7 +441,9 @@ def test_another_engine_knows_the_first_token_alone(
 ) -> None:
     """A token takes the place of SGLang's rows, of which nothing stays from the request before."""
     sent(plugin, prefill, server)
-    publish(server.address, ROOM, {"handoff": published(server)["handoff"], "token": 7})
+    publish(
+        server.address, ROOM, {"handoff": published(server)["handoff"], "token": 7}, owner=prefill.manager.rank.owner
+    )
     decode.metadata.output_ids[3] = 1
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
@@ -495,7 +498,7 @@ def test_a_handoff_without_a_token(
 ) -> None:
     """Nothing says how the answer begins."""
     sender = sent(plugin, prefill, server)
-    publish(server.address, ROOM, {"handoff": published(server)["handoff"]})
+    publish(server.address, ROOM, {"handoff": published(server)["handoff"]}, owner=prefill.manager.rank.owner)
     receiver = received(plugin, decode, server)
     until(receiver, KVPoll.WaitingForInput)
     receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
@@ -741,9 +744,30 @@ def two_ranks(
 
 
 def test_ranks_with_requests_of_their_own(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With DP attention each rank is an engine of its own: decode reads a request from the one that has computed it."""
+    """With DP attention each rank of decode is an engine of its own, and claims and reads its own requests."""
+    ranks = two_ranks(plugin, monkeypatch, "decode", 16, dp=True)
+    for number, rank in enumerate(ranks):
+        assert rank.manager.rank.memory.is_first
+        receiver = moved(plugin, prefill, rank, server)
+        until(receiver, KVPoll.Success)
+        assert torch.equal(rank.rows(OURS), prefill.rows(THEIRS)), number
+        receiver.clear()
+        server._rooms.clear()
+
+
+def test_prefill_with_requests_of_its_ranks_is_refused(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No real engine has judged it."""
+    monkeypatch.setattr(PARALLEL, "attn_dp_size", 2)
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .* expected attn_dp_size = 1, got 2"):
+        Side(plugin, "prefill", 4)
+
+
+def test_ranks_of_dp_listen_side_by_side(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine of DP has a port of its own."""
     ports = []
 
     def listen(*arguments: Any, port: int, **options: Any) -> Listener:
@@ -752,15 +776,10 @@ def test_ranks_with_requests_of_their_own(
 
     monkeypatch.setenv("KVPLAN_PORT", "5600")
     monkeypatch.setitem(plugin.manager.PrefillRank.__init__.__globals__, "Listener", listen)
-    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
-    for number, rank in enumerate(ranks):
-        assert rank.manager.rank.memory.is_first
-        receiver = moved(plugin, rank, decode, server)
-        until(receiver, KVPoll.Success)
-        assert torch.equal(decode.rows(OURS), rank.rows(THEIRS)), number
-        receiver.clear()
-        server._rooms.clear()
-    assert sorted(ports) == [5600, 5601]
+    side = Side(plugin, "prefill", 4)
+    side.manager.kv_args.system_dp_rank = 1
+    side.manager.start(side.queue)
+    assert ports == [5600, 5601]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -802,41 +821,43 @@ def test_stages_of_decode(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPat
     assert [stage.manager.rank.memory.is_first for stage in stages] == [True, False]
 
 
+OWNER = "prefill"
+
+
+def part(stage: int, attempt: str = "a", pages: int = 7) -> dict[str, Any]:
+    """What a pipeline stage publishes."""
+    group = f"attn.pp{stage}"
+    source = Source("prefill", "a", "127.0.0.1", 5600 + stage)
+    handoff = Handoff(source, "lease", 4, "8f2c", {group: Blocks([pages])}, {group: stage})
+    return {"handoff": handoff.params(), "metadata": stage, "attempt": attempt}
+
+
 def test_a_room_has_the_stages_of_one_request(server: BootstrapServer) -> None:
-    """Whatever a room had before, and however often a stage publishes. What was asked for can be published again."""
-    entries = [
-        {
-            "handoff": {
-                "remote_block_ids": {f"attn.pp{stage}": [0, [7]]},
-                "remote_kept": {f"attn.pp{stage}": stage},
-                "remote_port": stage,
-            },
-            "metadata": stage,
-        }
-        for stage in (0, 1)
-    ]
+    """However often a stage publishes. A stage that publishes something else computes the request again."""
     for stage in (0, 1, 1):
-        publish(server.address, ROOM, entries[stage], stage, 2)
-    tables = {"attn.pp0": [0, [7]], "attn.pp1": [0, [7]]}
-    kept = {"attn.pp0": 0, "attn.pp1": 1}
-    whole = {"handoff": {"remote_block_ids": tables, "remote_kept": kept, "remote_port": 0}, "metadata": 0}
-    assert ask(server.address, [ROOM]) == {ROOM: whole}
-    publish(server.address, ROOM + 1, whole)
-    exchange("a server", server.address, None, f"/{ROOM + 2}", 3, whole)
-    assert ask(server.address, [ROOM + 1, ROOM + 2]) == {ROOM + 1: whole, ROOM + 2: whole}
-    publish(server.address, ROOM, {**entries[1], "metadata": 2}, 1, 2)
+        publish(server.address, ROOM, part(stage), stage, 2, owner=OWNER)
+    entry = ask(server.address, [ROOM])[ROOM]
+    handoff = Handoff.of_params(entry["handoff"])
+    assert (handoff.source.port, handoff.kept, entry["metadata"]) == (5600, {"attn.pp0": 0, "attn.pp1": 1}, 0)
+    assert {group: blocks.ids.tolist() for group, blocks in handoff.blocks.items()} == {
+        "attn.pp0": [7],
+        "attn.pp1": [7],
+    }
+    publish(server.address, ROOM, part(1, pages=8), 1, 2, owner=OWNER)
     assert ask(server.address, [ROOM]) == {}
-    publish(server.address, ROOM, {**entries[0], "metadata": 3}, 0, 2)
-    assert ask(server.address, [ROOM])[ROOM]["metadata"] == 3
+    publish(server.address, ROOM, part(0, pages=9), 0, 2, owner=OWNER)
+    handoff = Handoff.of_params(ask(server.address, [ROOM])[ROOM]["handoff"])
+    assert {group: blocks.ids.tolist() for group, blocks in handoff.blocks.items()} == {
+        "attn.pp0": [9],
+        "attn.pp1": [8],
+    }
 
 
 def test_no_stage_of_one_attempt_is_joined_with_another(server: BootstrapServer) -> None:
     """A request that is computed again in its room has other pages: the newest attempt that is whole is the room's."""
 
     def publish_stage(attempt: str, stage: int) -> None:
-        tables = {f"attn.pp{stage}": [0, [7]]}
-        entry = {"handoff": {"remote_block_ids": tables, "remote_kept": {}}, "attempt": attempt}
-        publish(server.address, ROOM, entry, stage, 2)
+        publish(server.address, ROOM, part(stage, attempt), stage, 2, owner=OWNER)
 
     publish_stage("first", 0)
     publish_stage("second", 1)
@@ -850,33 +871,99 @@ def test_no_stage_of_one_attempt_is_joined_with_another(server: BootstrapServer)
     assert ask(server.address, [ROOM]) == {}
 
 
-PART: dict[str, Any] = {"handoff": {"remote_block_ids": {"attn.pp0": [0, [7]]}, "remote_kept": {"attn.pp0": 0}}}
+@pytest.mark.parametrize("stage, stages", [("first", 2), (0, "1/2"), (2, 2), (-1, 2), (0, 0), (0, 257)])
+def test_what_is_no_stage(server: BootstrapServer, stage: Any, stages: Any) -> None:
+    """A stage that cannot be is refused."""
+    with pytest.raises(KVPlanError, match=r"^PEER: .* got 40[04]"):
+        publish(server.address, ROOM, part(0), stage, stages)
 
 
-@pytest.mark.parametrize(
-    "entry, stage, stages",
-    [
-        ([], 0, 1),
-        ({}, 0, 2),
-        ({"handoff": {}}, 0, 2),
-        ({"handoff": {"remote_block_ids": [], "remote_kept": {}}}, 0, 2),
-        ({"handoff": {"remote_block_ids": {}}}, 0, 2),
-        (PART, "first", 2),
-        (PART, 0, "1/2"),
-        (PART, 2, 2),
-        (PART, -1, 2),
-    ],
-)
-def test_what_no_stage_publishes(server: BootstrapServer, entry: Any, stage: Any, stages: Any) -> None:
-    """A stranger's entry is refused."""
-    with pytest.raises(KVPlanError, match=r"^PEER: .* got 400"):
-        publish(server.address, ROOM, entry, stage, stages)
+@pytest.mark.parametrize("entry", [{}, {"handoff": {}}, {"handoff": {**part(0)["handoff"], "remote_kept": {"a": "b"}}}])
+def test_stages_that_cannot_be_merged(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, entry: dict[str, Any]
+) -> None:
+    """Their request fails with the reason, and other rooms are there."""
+    publish(server.address, ROOM + 1, {"token": 3})
+    publish(server.address, ROOM, {"attempt": "a", **entry}, 0, 2, owner=OWNER)
+    publish(server.address, ROOM, part(1), 1, 2, owner=OWNER)
+    assert ask(server.address, [ROOM + 1]) == {ROOM + 1: {"token": 3}}
+    receiver = received(plugin, decode, server)
+    until(receiver, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match=f"MESSAGE: cannot read what room {ROOM} has: .* got room {ROOM}: "):
+        receiver.failure_exception()
 
 
 def test_stages_that_do_not_agree(server: BootstrapServer) -> None:
     """Their room is not there; others are."""
     publish(server.address, ROOM + 1, {"token": 3})
     for stages in (3, 1):
-        publish(server.address, ROOM, PART, 0, stages)
-        publish(server.address, ROOM, PART, 1, 2)
+        publish(server.address, ROOM, part(0), 0, stages, owner=OWNER)
+        publish(server.address, ROOM, part(1), 1, 2, owner=OWNER)
         assert ask(server.address, [ROOM, ROOM + 1]) == {ROOM + 1: {"token": 3}}
+
+
+def test_with_a_key_stages_are_signed(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage signs its own tables, and decode gets all of them, signed."""
+    access = Access(key=KEY)
+    server = BootstrapServer("127.0.0.1", 0, access)
+    monkeypatch.setenv("KVPLAN_KEY", KEY.decode())
+    stages = two_ranks(plugin, monkeypatch, "prefill", 4)
+    senders = [plugin.prefill.Sender(stage.manager, server.address, ROOM) for stage in stages]
+    for sender in senders:
+        sender.req = request_of()
+        sender.init(len(THEIRS), 2)
+        sender.send(torch.tensor(THEIRS).numpy(), [], TOKENS)
+    while not (entries := ask(server.address, [ROOM], access)):
+        time.sleep(0.001)
+    handoff = Handoff.of_params(entries[ROOM]["handoff"], KEY)
+    assert handoff.blocks.keys() == {"attn.pp0", "attn.pp1"}
+    with pytest.raises(KVPlanError, match=r"PEER: .* got status 401"):
+        ask(server.address, [ROOM])
+    server.close()
+
+
+def test_engines_with_a_key(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is read with one key on both sides; when it has been read, its room is empty; another key gets none."""
+    access = Access(key=KEY)
+    server = BootstrapServer("127.0.0.1", 0, access)
+    monkeypatch.setenv("KVPLAN_KEY", KEY.decode())
+    prefill, decode = Side(plugin, "prefill", 4), Side(plugin, "decode", 16)
+    prefill.k.fill_(3)
+    receiver = received(plugin, decode, server)
+    sender = sent(plugin, prefill, server)
+    until(receiver, KVPoll.WaitingForInput)
+    receiver.send_metadata(torch.tensor(OURS).numpy(), 3, [], 0)
+    until(receiver, KVPoll.Success)
+    assert torch.equal(decode.rows(OURS), prefill.rows(THEIRS))
+    assert ask(server.address, [ROOM], access).keys() == {ROOM}
+    receiver.clear()
+    until(sender, KVPoll.Success)
+    sender.clear()
+    while ask(server.address, [ROOM], access):
+        time.sleep(0.001)
+    forged = {"handoff": Handoff(Source("evil", "a", "127.0.0.1", 1), "l", TOKENS, "p", {}).params(), "token": 666}
+    publish(server.address, ROOM, forged, access=access)
+    victim = received(plugin, decode, server)
+    until(victim, KVPoll.Failed)
+    with pytest.raises(KVPlanError, match="MESSAGE: cannot read a handoff: expected one that was signed"):
+        victim.failure_exception()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "setting, got", [("KVPLAN_KEY", None), ("KVPLAN_TRUST_NETWORK", None), ("HOME", "without a key")]
+)
+def test_doors_open_where_sglang_says(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, setting: str, got: str | None
+) -> None:
+    """On all addresses only with a key, or by a setting that says so."""
+    monkeypatch.setenv(setting, {"KVPLAN_KEY": KEY.decode()}.get(setting, "true"))
+    names = plugin.manager.PrefillRank.__init__.__globals__
+    monkeypatch.setitem(names, "get_serving", lambda: SimpleNamespace(host="0.0.0.0"))
+    opened = [lambda: plugin.manager.serve_rooms("0.0.0.0", 0), lambda: Side(plugin, "prefill", 4)]
+    for start in opened:
+        if got is None:
+            start()
+        else:
+            with pytest.raises(KVPlanError, match=f"PEER: cannot listen on 0.0.0.0 {got}: .*trust_network"):
+                start()

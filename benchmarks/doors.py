@@ -1,0 +1,84 @@
+"""The cost of a message between engines, in microseconds: ``python -m benchmarks.doors``.
+
+A reader and a server are two processes on one host. Figures are the processor time of both, which does not count what
+others use of the machine: the median of several rounds, in turns.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from kvplan.connector import Access, Handoff, Leases, Listener, Source, fetch, send_claims
+from kvplan.connector.claims import ClaimMessage
+from kvplan.describe import Blocks
+
+KEY: Final = b"a secret of all engines"
+ROUNDS: Final = 11
+MESSAGES: Final = 50
+OFFERS: Final = [bytes(130_000)] * 16
+"""Envelopes of 16 workers with 80 layers."""
+
+
+def serve(pipe: Connection, access: Access) -> None:
+    """Serve offers and leases, and tell the processor time of that, until the pipe ends."""
+    leases = Leases(3600)
+    with closing(Listener("prefill", "127.0.0.1", OFFERS, leases, access=access)) as listener:
+        pipe.send((listener.source, [leases.grant(f"request {number}") for number in range(100)]))
+        while pipe.recv():
+            pipe.send(time.process_time())
+
+
+def actions(source: Source, leases: list[str], access: Access) -> Mapping[str, Callable[[], Any]]:
+    """What a reader does, by name."""
+    claims = tuple((lease, "reader") for lease in leases)
+    handoff = Handoff(source, leases[0], 8192, "8f2c", {"attn": Blocks(range(512))})
+    params = handoff.params(access.key)
+    return {
+        "claim of 1 lease": lambda: send_claims(source, ClaimMessage(source.start, claims[:1]), access),
+        "claims of 100 leases": lambda: send_claims(source, ClaimMessage(source.start, claims), access),
+        "offers of 16 workers, 2.8 MB": lambda: fetch(source, 60, access),
+        "handoff of 512 blocks, written": lambda: handoff.params(access.key),
+        "handoff of 512 blocks, read": lambda: Handoff.of_params(params, access.key),
+    }
+
+
+def main() -> None:
+    """Print a table of what each message costs, without a key and with one."""
+    spawned = multiprocessing.get_context("spawn")
+    times: dict[str, dict[str, list[float]]] = {}
+    kinds: dict[str, Mapping[str, Callable[[], Any]]] = {}
+    pipes: dict[str, Any] = {}
+    for kind, access in (("no key", Access()), ("a key", Access(key=KEY))):
+        pipe, server_pipe = spawned.Pipe()
+        spawned.Process(target=serve, args=(server_pipe, access), daemon=True).start()
+        source, leases = pipe.recv()
+        kinds[kind] = actions(source, leases, access)
+        pipes[kind] = pipe
+
+    def spent(kind: str) -> float:
+        pipes[kind].send(True)
+        return time.process_time() + float(pipes[kind].recv())
+
+    for _ in range(ROUNDS):
+        for kind, by_name in kinds.items():
+            for name, action in by_name.items():
+                began = spent(kind)
+                for _ in range(MESSAGES):
+                    action()
+                microseconds = 1e6 * (spent(kind) - began) / MESSAGES
+                times.setdefault(name, {}).setdefault(kind, []).append(microseconds)
+    print(f"| microseconds | {' | '.join(kinds)} |\n|---|{'---:|' * len(kinds)}")
+    for name, rounds in times.items():
+        print(f"| {name} | {' | '.join(f'{statistics.median(rounds[kind]):.0f}' for kind in kinds)} |")
+    for pipe in pipes.values():
+        pipe.send(False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Speculative decoding: which drafts may run beside transfers, and the layers that they cache.
+
+Tokens that a model has rejected are never handed over, whatever has drafted them. Some drafts have
+a cache of their own, with the positions of the model's. Its layers move with those of the model, so
+both engines must run the same draft, and the name of the model says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvplan import KVPlanError, Model
+from kvplan_nixl.vllm.settings import ConnectorSettings
+from kvplan_nixl.weights import weights_of
+
+WITHOUT_CACHE: Final = (
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+    "medusa",
+    "mlp_speculator",
+    "custom_class",
+)
+"""Methods whose drafts cache nothing, or nothing that vLLM has a block table for."""
+
+WITH_CACHE: Final = ("eagle", "eagle3", "mtp", "draft_model")
+"""Methods whose drafts have layers with caches.
+
+What ``draft_model`` caches at a position depends on the tokens up to there, and what others cache
+on the next token too. Decode reads positions before a prompt's last token, so the next one is
+always of the prompt.
+"""
+
+
+def check_drafts(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Refuse speculative decoding whose caches are not known to be right. Raises ``LAYOUT``."""
+    speculative: Any = config.speculative_config
+    if speculative is None:
+        return
+    method = speculative.method
+    if method not in (*WITHOUT_CACHE, *WITH_CACHE):
+        methods = ", ".join((*WITHOUT_CACHE, *WITH_CACHE))
+        raise _refusal(f"a method of {methods}", str(method))
+    # vLLM keeps a state for each token that may be accepted in a step, and does not say which one
+    # is the last. Convolutions have steps for them too.
+    if cache.has_mamba_layers:
+        raise _refusal("a model without Mamba or linear-attention states", "one with states")
+    if method in WITHOUT_CACHE:
+        return
+    # Each of several modules reads one token further than the one before it.
+    if speculative.use_multi_module_mtp():
+        raise _refusal("one module that predicts tokens", "several of them")
+    parallel = config.parallel_config
+    # EAGLE numbers its layers after those of a stage, as another stage numbers the model's.
+    if parallel.pipeline_parallel_size > 1:
+        got = f"{parallel.pipeline_parallel_size}"
+        raise _refusal("one pipeline stage, with drafts that have a cache", got)
+    if parallel.decode_context_parallel_size > 1:
+        got = f"{parallel.decode_context_parallel_size}"
+        raise _refusal("a decode context of 1, with drafts that have a cache", got)
+    # vLLM 0.32 gives a draft model the block table of the first group, whichever is its own:
+    # _build_attention_metadata in vllm/v1/worker/gpu_model_runner.py.
+    num_groups = len(cache.kv_cache_groups)
+    if method == "draft_model" and num_groups > 1:
+        raise _refusal("one cache group, with a draft model", f"{num_groups}")
+
+
+def _refusal(expected: str, got: str) -> KVPlanError:
+    action = "transfer beside speculative decoding"
+    return KVPlanError("LAYOUT", action, expected=expected, got=got)
+
+
+def with_drafts(model: Model, config: VllmConfig, settings: ConnectorSettings) -> Model:
+    """Return a model with the draft layers that an engine caches beside its own, if any.
+
+    Its name says which draft that is.
+    """
+    speculative: Any = config.speculative_config
+    if speculative is None or speculative.method not in WITH_CACHE:
+        return model
+    target = config.model_config
+    draft = speculative.draft_model_config
+    draft_name = f"draft {speculative.method}"
+    if speculative.method == "mtp":
+        # Its layers are listed in the model's own file, and are like the model's.
+        config_keys = target.hf_config.to_dict()
+        layers = Model.from_config(config_keys, with_draft_layers=True).drafts
+    else:
+        draft_config = draft.hf_config
+        # vLLM wraps the configuration of an EAGLE draft in one of its own.
+        if speculative.method in ("eagle", "eagle3"):
+            draft_config = getattr(draft_config, "model", None) or draft_config
+        layers = Model.from_config(draft_config.to_dict()).layers
+    if draft.model != target.model:
+        weights = weights_of(draft.model, draft.revision)
+        draft_name += f" {settings.draft or draft.model}, weights {weights}"
+    return attrs.evolve(model, name=f"{model.name}, {draft_name}", drafts=layers)

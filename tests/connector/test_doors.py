@@ -1,0 +1,295 @@
+"""Attacks on a listener's door from the same host: each one worked on an earlier version of this code."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvplan import KVPlanError
+from kvplan.connector import Access, Claims, Leases, Listener, Source, fetch, send_claims
+from kvplan.connector.claims import (
+    MAX_MESSAGE_BYTES,
+    MAX_NAME_CHARACTERS,
+    ClaimAnswer,
+    ClaimMessage,
+    SourceClaims,
+)
+from kvplan.connector.http import MAX_ANSWER_BYTES, MAX_HEAD_BYTES, exchange
+from tests.connector.test_access import KEY, asked, status
+
+LOGGER = logging.getLogger("test")
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+@pytest.fixture(params=[b"", KEY], ids=["without a key", "with a key"])
+def listener(leases: Leases, request: pytest.FixtureRequest) -> Iterator[Listener]:
+    """A listener on a free port of this machine."""
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=request.param))) as listener:
+        yield listener
+
+
+def post(length: int, *lines: str, path: str = "/claims") -> bytes:
+    """The head of a question."""
+    return "\r\n".join((f"POST {path} HTTP/1.1", f"Content-Length: {length}", *lines, "", "")).encode()
+
+
+def is_well(listener: Listener, key: bytes) -> bool:
+    """Whether the listener answers an engine."""
+    return fetch(listener.source, 10, Access(key=key)).workers == (b"offer",)
+
+
+@pytest.fixture
+def key(listener: Listener) -> bytes:
+    return listener._server._access.key
+
+
+@pytest.mark.parametrize("length", [MAX_MESSAGE_BYTES + 1, 16 << 20, 10**12 - 1])
+def test_a_bomb_is_refused_before_it_is_read(listener: Listener, key: bytes, length: int) -> None:
+    """16 MiB of ``[]`` stopped an engine for 2.5 s; a body above the limit of its path is not even received."""
+    assert status(asked(listener.source.port, post(length))) == 413
+    assert is_well(listener, key)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        post(2, "Content-Length: 2") + b"{}",
+        post(2, "content-length: 13") + b"{}",
+        post(2, "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n",
+        post(2, "X: y", " folded") + b"{}",
+        post(2, "X : y") + b"{}",
+        post(2, "X: \x00") + b"{}",
+        post(2, "no colon") + b"{}",
+        b"POST /claims HTTP/1.1\r\nContent-Length: +2\r\n\r\n{}",
+        b"POST /claims HTTP/1.1\r\nContent-Length: 2_0\r\n\r\n{}",
+        b"POST /claims HTTP/1.1\r\nContent-Length: -2\r\n\r\n{}",
+        b"POST /claims HTTP/1.1\r\nContent-Length: 9999999999999\r\n\r\n{}",
+        b"POST /claims\r\n\r\n",
+        b"\xff / HTTP/1.1\r\n\r\n",
+        b"GET nowhere HTTP/1.1\r\n\r\n",
+        post(0, "X: " + "x" * (1 << 20)),
+        post(0, *(f"X{number}: y" for number in range(10_000))),
+    ],
+)
+def test_a_head_that_could_be_read_in_two_ways_is_refused(listener: Listener, key: bytes, question: bytes) -> None:
+    """Two lengths, chunks, folded lines and the like; and heads that are longer than any engine's."""
+    assert status(asked(listener.source.port, question)) in (400, 404)
+    assert is_well(listener, key)
+
+
+def test_idle_connections_hold_nothing(
+    listener: Listener, key: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """400 idle connections had 400 threads; now they have none, and the oldest make place for new ones."""
+    monkeypatch.setattr("kvplan.connector.http.MAX_CONNECTIONS", 32)
+    num_threads = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(100):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
+            connection.sendall(b"GET / ")
+        assert is_well(listener, key)
+        assert threading.active_count() == num_threads
+        assert len(listener._server._connections) <= 32
+        assert caplog.text == ""
+
+
+def test_a_question_that_never_ends(listener: Listener, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then held a connection for ever; now all of a question has some seconds."""
+    monkeypatch.setattr("kvplan.connector.http.CONNECTION_S", 0.2)
+    with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection, suppress(ConnectionError):
+        connection.settimeout(0.01)
+        deadline = time.monotonic() + 10
+        ended = False
+        while not ended:
+            connection.sendall(b"x")
+            with suppress(TimeoutError):
+                ended = connection.recv(1) == b""
+            assert time.monotonic() < deadline
+    assert is_well(listener, key)
+
+
+def test_unfinished_bodies_are_few(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight unfinished bodies held 160 MB: all that are received at a time have one limit."""
+    monkeypatch.setattr("kvplan.connector.http.MAX_UNREAD_BYTES", 2000)
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases)) as listener, ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", listener.source.port), 10))
+            connection.sendall(post(1000) + b"x")
+        while listener._server._unread_bytes < 2000:
+            time.sleep(0.001)
+        assert status(asked(listener.source.port, post(1) + b"x")) == 503
+        assert is_well(listener, b"")
+
+
+def test_a_strangers_body_is_not_received(leases: Leases) -> None:
+    """With a key, the head is checked first."""
+    with closing(Listener("prefill", "127.0.0.1", [b"offer"], leases, access=Access(key=KEY))) as listener:
+        for lines in ([], ["Authorization: Kvplan a b c d"], ["Authorization: Basic eDp5"]):
+            # the body never comes
+            with socket.create_connection(("127.0.0.1", listener.source.port), 10) as connection:
+                connection.sendall(post(1000, *lines))
+                assert status(connection.recv(1 << 16)) == 401
+
+
+class Answering:
+    """A server that answers anything with these parts, one after the other, until it is closed."""
+
+    def __init__(self, *parts: bytes, pause_s: float = 0.0) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._is_closed = threading.Event()
+        port = int(self._server.getsockname()[1])
+        self.source = Source("prefill", "a", "127.0.0.1", port)
+        threading.Thread(target=self._run, args=(parts, pause_s), daemon=True).start()
+
+    def _run(self, parts: tuple[bytes, ...], pause_s: float) -> None:
+        connection, _ = self._server.accept()
+        with connection, suppress(OSError):
+            for part in parts:
+                connection.sendall(part)
+                self._is_closed.wait(pause_s)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._server.close()
+
+
+DRIP = [b"x"] * 10_000
+
+
+@pytest.mark.parametrize(
+    "parts", [[b"HTTP/1.1 200 OK\r\nX: ", *DRIP], [b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", *DRIP], DRIP]
+)
+def test_an_answer_that_never_ends(parts: list[bytes]) -> None:
+    """A byte of a head or a body now and then held an exchange for ever: an answer has its time, all of it."""
+    refused = pytest.raises(KVPlanError, match=r"PEER: cannot reach prefill at .*expected an answer within 0\.1 s")
+    with closing(Answering(*parts, pause_s=0.02)) as server, refused:
+        fetch(server.source, 0.1)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (MAX_ANSWER_BYTES + 1),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\noffers",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 OK\r\n\r\n",
+        b"HTTP/1.1 x OK\r\n\r\n",
+        b"X" * MAX_HEAD_BYTES + b"Y",
+        b"",
+    ],
+)
+def test_an_answer_that_is_none(head: bytes) -> None:
+    """An answer of 64 MiB took 14 s and 2 GB: one that is too long is refused by its head, as is another kind."""
+    with closing(Answering(head)) as server, pytest.raises(KVPlanError, match="PEER: cannot reach prefill"):
+        fetch(server.source, 10)
+
+
+def test_no_answer_is_too_long_to_be_read(leases: Leases) -> None:
+    """Offers of many workers pass."""
+    offers = [bytes([number]) * 100_000 for number in range(30)]
+    with closing(Listener("prefill", "127.0.0.1", offers, leases, access=Access(key=KEY))) as listener:
+        assert fetch(listener.source, 10, Access(key=KEY)).workers == tuple(offers)
+
+
+def test_a_late_notice_of_a_first_attempt(listener: Listener, leases: Leases, key: bytes) -> None:
+    """It ends the first attempt's lease, and not that of the second, of the same request."""
+    access = Access(key=key)
+    first = leases.grant("request 1")
+    send_claims(listener.source, ClaimMessage(listener.source.start, done=((first, "decode"),)), access)
+    assert leases.take_ended().done == ("request 1",)
+    second = leases.grant("request 1")
+    late = send_claims(listener.source, ClaimMessage(listener.source.start, done=((first, "decode"),)), access)
+    assert late.done == (False,)
+    assert leases.stands(second)
+    assert leases.take_ended().done == ()
+
+
+def test_leases_cannot_be_guessed() -> None:
+    """Lease n of one request tells nobody the name of lease n + 1, or of the next start's."""
+    assert len({Leases().grant("r") for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize("field", ["lease", "reader"])
+def test_names_are_short(leases: Leases, field: str) -> None:
+    """A name of 16 MiB stayed in memory: names have a limit, for readers and in messages of strangers."""
+    names = {"lease": "r", "reader": "d", field: "x" * (MAX_NAME_CHARACTERS + 1)}
+    claim = (names["lease"], names["reader"])
+    with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
+        ClaimMessage.of_fields(ClaimMessage("a", claims=(claim,)).fields())
+    claims = Claims(LOGGER, send_claims)
+    with pytest.raises(KVPlanError, match="RANGE: cannot claim a lease"):
+        claims.begin(Source("prefill", "a", "127.0.0.1", 1), *claim)
+
+
+def test_many_claims_are_sent_in_parts() -> None:
+    """However many requests wait, each message is below the limit of its path, and all are sent."""
+    claims = SourceClaims(Source("prefill", "a", "127.0.0.1", 1))
+    names = [f"{number} \U0001f600" * 40 for number in range(400)]
+    for name in names:
+        claims.begin((name, "d"), 0.0)
+        claims.end(("done", name))
+        claims.ask(name)
+    seen: dict[str, list[Any]] = {"claims": [], "done": [], "asks": []}
+    while (due := claims.next_due(1.0)) is not None and due <= 1.0:
+        message = claims.take_message(1.0)
+        fields = message.fields()
+        assert len(partial(str.encode)(f"{fields!a}")) < MAX_MESSAGE_BYTES
+        for kind, values in seen.items():
+            values += fields[kind]
+        answer = ClaimAnswer(*((True,) * len(fields[kind]) for kind in seen))
+        claims.take_answer(message, answer, 1.0)
+    assert seen == {
+        "claims": [(name, "d") for name in names],
+        "done": [("done", name) for name in names],
+        "asks": names,
+    }
+
+
+def test_forged_handoffs_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source had a thread: there are not more than some, and claims on others are refused."""
+    monkeypatch.setattr("kvplan.connector.claims.MAX_SOURCES", 3)
+    held = threading.Event()
+
+    def send(source: Source, message: ClaimMessage) -> ClaimAnswer:
+        held.wait(10)
+        raise KVPlanError("PEER", "reach", expected="an answer", got="none")
+
+    claims = Claims(LOGGER, send)
+    sources = [Source(f"prefill-{number}", "a", "127.0.0.1", 1) for number in range(4)]
+    for source in sources[:3]:
+        claims.begin(source, "lease", "d")
+    with pytest.raises(KVPlanError, match="RANGE: cannot claim leases of prefill-3"):
+        claims.begin(sources[3], "lease", "d")
+    with pytest.raises(KVPlanError, match="RANGE: cannot claim leases of prefill-3"):
+        claims.ask(sources[3], "lease").result(10)
+    claims.end(sources[3], "lease", "d")
+    held.set()
+    claims.close()
+
+
+def test_an_address_that_is_none() -> None:
+    """What is no host and port is refused as a peer."""
+    for address in (
+        "",
+        "127.0.0.1",
+        "127.0.0.1:x",
+        "127.0.0.1:-1",
+        "127.0.0.1:99999",
+        "[::1",
+        "\udc80:1",
+        "a" * 99 + ":1",
+    ):
+        with pytest.raises(KVPlanError, match="PEER: cannot reach somebody"):
+            exchange("somebody", address, "/", 1, Access())
