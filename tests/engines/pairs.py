@@ -130,7 +130,6 @@ PAIRS = {
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
     "llama DP 2->2 TP 1->2, vllm serve": Pair("llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served"),
-    "qwen-3 moe EP 1->2": Pair("qwen-3 moe", side(), side(tp=2, enable_expert_parallel=True)),
     "llama, vllm serve, before offloading": Pair(
         "llama",
         {"beside": Beside(after=(OFFLOADING,), by_name=True)},
@@ -166,10 +165,10 @@ PAIRS = {
         "beside",
         lease_s=600,
     ),
-    "llama 32->64 TP 1->2, before offloading and example": Pair(
+    "llama 32->64 TP 1->2, before offloading": Pair(
         "llama",
-        side(32, beside=Beside(after=(OFFLOADING, EXAMPLE))),
-        side(64, tp=2, beside=Beside(after=(OFFLOADING, EXAMPLE))),
+        side(32, beside=Beside(after=(OFFLOADING,))),
+        side(64, tp=2, beside=Beside(after=(OFFLOADING,))),
         "beside",
         lease_s=600,
     ),
@@ -178,13 +177,6 @@ PAIRS = {
         side(32, **CACHED, beside=Beside(after=(OFFLOADING,))),
         side(64, **CACHED, beside=Beside(after=(OFFLOADING,))),
         "shared_prefix_beside",
-    ),
-    "granite-hybrid, before offloading": Pair(
-        "granite-hybrid",
-        side(beside=Beside(after=(OFFLOADING,))),
-        side(beside=Beside(after=(OFFLOADING,))),
-        "beside",
-        lease_s=600,
     ),
     "gemma-3, before offloading": Pair(
         "gemma-3",
@@ -224,9 +216,9 @@ PAIRS = {
     ),
     "granite-hybrid, prefix caches, to and fro": Pair("granite-hybrid", side(**TURNS), side(**TURNS), "turns"),
     "llama 64<->32, answer rewritten": Pair("llama", side(64, **NEXT_TURN), side(32, **NEXT_TURN), "rewritten"),
-    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"),
+    "gemma-3, answer rewritten": Pair("gemma-3", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_in_window"),
     "granite-hybrid, answer rewritten": Pair(
-        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_window"
+        "granite-hybrid", side(**NEXT_TURN), side(**NEXT_TURN), "rewritten_after_state"
     ),
     "llama, another prompt": Pair(
         "llama",

@@ -111,6 +111,7 @@ def config_of(order: tuple[str, ...]) -> VllmConfig:
         kv_connector_extra_config={"connectors": connectors},
     )
     config = VllmConfig()
+    config.model_config = SimpleNamespace(get_vocab_size=lambda: 1000, use_mla=False)
     config.kv_transfer_config = transfer
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return config

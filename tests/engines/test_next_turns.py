@@ -47,6 +47,7 @@ def start() -> Iterator[Start]:
 
     def make(*kinds: str, role: str = "kv_producer", **settings: Any) -> KvplanConnector:
         config = VllmConfig()
+        config.model_config = SimpleNamespace(get_vocab_size=lambda: 1000, use_mla=False)
         config.scheduler_config.disable_hybrid_kv_cache_manager = False
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="KvplanConnector",

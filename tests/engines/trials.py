@@ -405,8 +405,16 @@ def rewritten(start: Start) -> Outcome:
     return next_turns(start, expected_reads=(100, 0, 129, 0))
 
 
-def rewritten_after_window(start: Start) -> Outcome:
-    """The same where decode has no state or window any more from which to go on: prefill computes all."""
+def rewritten_in_window(start: Start) -> Outcome:
+    """The same where decode's first block of a window begins before that of the shorter prompt.
+
+    Prefill stops one token short of a prompt.
+    """
+    return next_turns(start, expected_reads=(100, 0, 128, 0))
+
+
+def rewritten_after_state(start: Start) -> Outcome:
+    """The same where decode has no state any more from which to go on: prefill computes all."""
     return next_turns(start, expected_reads=(0, 0, 0, 0))
 
 
@@ -638,7 +646,7 @@ def beside(start: Start) -> Outcome:
 def served_beside(start: Callable[..., Any]) -> Outcome:
     """``vllm serve``, twice, each with other connectors beside this one: what it has read is in its metrics."""
     prefill, decode = (start(side, served=True) for side in ("prefill", "decode"))
-    other = start("decode", alone=True, served=True).ready()
+    other = start("decode", alone=True).ready()
     tokens = prompts(61)
     for server in (prefill, decode):
         completed(server.ready().port, prompts(62, (7,)), 2)

@@ -67,6 +67,7 @@ class World:
             pp_rank=0 if dp else rank,
             pp_size=1 if dp else size,
             attn_dp_rank=rank if dp else 0,
+            attn_dp_size=size if dp else 1,
             attn_dcp_size=1,
             attn_cp_size=1,
             attn_tp_group=SimpleNamespace(rank_in_group=0, world_size=1),
@@ -743,9 +744,30 @@ def two_ranks(
 
 
 def test_ranks_with_requests_of_their_own(
-    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+    plugin: SimpleNamespace, prefill: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With DP attention each rank is an engine of its own: decode reads a request from the one that has computed it."""
+    """With DP attention each rank of decode is an engine of its own, and claims and reads its own requests."""
+    ranks = two_ranks(plugin, monkeypatch, "decode", 16, dp=True)
+    for number, rank in enumerate(ranks):
+        assert rank.manager.rank.memory.is_first
+        receiver = moved(plugin, prefill, rank, server)
+        until(receiver, KVPoll.Success)
+        assert torch.equal(rank.rows(OURS), prefill.rows(THEIRS)), number
+        receiver.clear()
+        server._rooms.clear()
+
+
+def test_prefill_with_requests_of_its_ranks_is_refused(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No real engine has judged it."""
+    monkeypatch.setattr(PARALLEL, "attn_dp_size", 2)
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: .* expected attn_dp_size = 1, got 2"):
+        Side(plugin, "prefill", 4)
+
+
+def test_ranks_of_dp_listen_side_by_side(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine of DP has a port of its own."""
     ports = []
 
     def listen(*arguments: Any, port: int, **options: Any) -> Listener:
@@ -754,15 +776,10 @@ def test_ranks_with_requests_of_their_own(
 
     monkeypatch.setenv("KVPLAN_PORT", "5600")
     monkeypatch.setitem(plugin.manager.PrefillRank.__init__.__globals__, "Listener", listen)
-    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
-    for number, rank in enumerate(ranks):
-        assert rank.manager.rank.memory.is_first
-        receiver = moved(plugin, rank, decode, server)
-        until(receiver, KVPoll.Success)
-        assert torch.equal(decode.rows(OURS), rank.rows(THEIRS)), number
-        receiver.clear()
-        server._rooms.clear()
-    assert sorted(ports) == [5600, 5601]
+    side = Side(plugin, "prefill", 4)
+    side.manager.kv_args.system_dp_rank = 1
+    side.manager.start(side.queue)
+    assert ports == [5600, 5601]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
