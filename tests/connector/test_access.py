@@ -41,9 +41,10 @@ Edit = Callable[[bytes], bytes]
 class Relay:
     """Stands between a reader and a server: keeps what passes, and may change it."""
 
-    def __init__(self, port: int, edit_answer: Edit = bytes) -> None:
+    def __init__(self, port: int, edit_answer: Edit = bytes, edit_question: Edit = bytes) -> None:
         self._port = port
         self._edit = edit_answer
+        self._edit_question = edit_question
         self.questions: list[bytes] = []
         self.answers: list[bytes] = []
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -57,7 +58,7 @@ class Relay:
             except OSError:
                 return
             with connection:
-                self.questions.append(question(connection))
+                self.questions.append(self._edit_question(question(connection)))
                 self.answers.append(asked(self._port, self.questions[-1]))
                 connection.sendall(self._edit(self.answers[-1]))
 
@@ -162,16 +163,25 @@ def test_a_recorded_question_is_refused() -> None:
     ],
 )
 def test_a_changed_question_is_refused(old: bytes, new: bytes) -> None:
-    """Method, path and body are those that were signed."""
+    """Method, path and body are those that were signed: what is changed on its way claims nothing."""
     leases, access = Leases(), Access(key=KEY)
-    with listening(leases, access) as source, closing(Relay(source.port)) as relay:
+    changed: list[bytes] = []
+
+    def change(data: bytes) -> bytes:
+        changed.append(data.replace(old, new))
+        return changed[-1]
+
+    with listening(leases, access) as source, closing(Relay(source.port, edit_question=change)) as relay:
+        # with the server's challenge, so that nothing but the change is wrong
+        fetch(source, 10, access)
+        near = attrs.evolve(source, port=relay.port)
+        access.remember(near.address, access.challenge_of(source.address))
         lease = leases.grant("r")
-        message = ClaimMessage(source.start, claims=((lease, "decode"),))
-        send_claims(attrs.evolve(source, port=relay.port), message, access)
-        # the one before the last, with another challenge, is not of the server
-        changed = relay.questions[-1].replace(old, new)
-        assert changed != relay.questions[-1]
-        assert status(asked(source.port, changed)) in (400, 401, 404)
+        with pytest.raises(KVPlanError, match=r"PEER: .* got (status 401|400|404)|with the key"):
+            send_claims(near, ClaimMessage(source.start, claims=((lease, "decode"),)), access)
+        assert new in changed[0]
+        assert status(relay.answers[0]) in (400, 401, 404)
+        assert not leases._leases[lease].claims_end_at
 
 
 @pytest.mark.parametrize(
