@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -12,6 +13,11 @@ from kvplan._checks import integer
 from kvplan_nixl.settings import Settings, setting
 
 PREFIX: Final = "KVPLAN_"
+
+OF_KUBERNETES: Final = re.compile(
+    r"KVPLAN_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)\w*)=.*|KVPLAN_PORT=(tcp|udp)://.*"
+)
+"""The variables of a service of the name *kvplan*, which Kubernetes sets in each container."""
 
 STAGING_BYTES: Final = 64 << 20
 """Bytes of a rank's staging region on decode."""
@@ -30,9 +36,9 @@ def settings_of(environment: Mapping[str, str] = os.environ) -> PluginSettings:
     >>> settings_of({"KVPLAN_LEASE_S": "10", "HOME": "/root"}).lease_s
     10.0
     """
-    texts = {
-        variable.removeprefix(PREFIX).lower(): text
-        for variable, text in environment.items()
-        if variable.startswith(PREFIX)
-    }
+    texts = {}
+    for variable, text in environment.items():
+        is_foreign = OF_KUBERNETES.fullmatch(f"{variable}={text}")
+        if variable.startswith(PREFIX) and not is_foreign:
+            texts[variable.removeprefix(PREFIX).lower()] = text
     return PluginSettings.read_texts(texts, f"the environment's {PREFIX}*")

@@ -169,6 +169,23 @@ def test_sglangs_settings_are_in_the_environment() -> None:
 KEY = "a secret of all engines"
 
 
+def test_a_service_of_kubernetes_named_kvplan_sets_nothing() -> None:
+    """Kubernetes sets variables for each service, one with the name of a setting. Others are still refused."""
+    service = {
+        "KVPLAN_SERVICE_HOST": "10.0.0.7",
+        "KVPLAN_SERVICE_PORT": "8998",
+        "KVPLAN_SERVICE_PORT_HTTP": "8998",
+        "KVPLAN_PORT": "tcp://10.0.0.7:8998",
+        "KVPLAN_PORT_8998_TCP": "tcp://10.0.0.7:8998",
+        "KVPLAN_PORT_8998_TCP_ADDR": "10.0.0.7",
+    }
+    assert plugin_settings(service) == plugin_settings({})
+    assert plugin_settings({"KVPLAN_PORT": "8998"}).port == 8998
+    for variable in ("KVPLAN_SERVICE_HOSTS", "KVPLAN_PORT_X"):
+        with pytest.raises(KVPlanError, match="SETTING"):
+            plugin_settings({variable: "1"})
+
+
 def test_a_key_is_in_settings_a_file_or_the_environment(
     vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
