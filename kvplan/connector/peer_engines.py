@@ -200,9 +200,9 @@ class PeerEngines:
         """Begin a handshake, unless it has to wait for another one, by rules P2 and P3."""
         self._handshakes = [handshake for handshake in self._handshakes if not handshake.done()]
         starts = self._other_starts(peer)
-        is_first = all(other.plan is not None or other.handshake is None for other in starts)
+        is_first = all(start.plan is not None or start.handshake is None for start in starts)
         if is_first and len(self._handshakes) < MAX_HANDSHAKES:
-            earlier = [other.source for other in starts if other.plan is not None]
+            earlier = [start.source for start in starts if start.plan is not None]
             peer.began_at = time.monotonic()
             peer.handshake = self._shake_hands(peer.source, earlier)
             self._handshakes.append(peer.handshake)
@@ -210,8 +210,8 @@ class PeerEngines:
     def _other_starts(self, peer: PeerEngine) -> list[PeerEngine]:
         """Return the other starts of a peer's engine, or engines that have taken its name."""
         engine_id = peer.source.engine_id
-        others = [other for other in self._peers.values() if other is not peer]
-        return [other for other in others if other.source.engine_id == engine_id]
+        starts = [start for start in self._peers.values() if start.source.engine_id == engine_id]
+        return [start for start in starts if start is not peer]
 
     def _shake_hands(self, source: Source, earlier: Sequence[Source]) -> Future[PeerPlan]:
         """Fetch the offers of an engine and make a plan, on a thread."""
