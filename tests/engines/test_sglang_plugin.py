@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).with_name("standins")))
+
 pytest.importorskip("sglang.srt.plugins", reason="needs SGLang")
 
 PROBE = """
