@@ -295,7 +295,8 @@ def judge(name: str, connector: str, tokens: list[list[int]], right: list[list[i
     place = Place((folder / "bin").absolute(), files.absolute(), free_port())
     ports = [free_port() for _ in SIDES]
     path = os.pathsep.join([f"{metadata(files)}", f"{Path.cwd()}", environment(0)["PYTHONPATH"]])
-    own = {**router.variables(place)}
+    # Dynamo and SGLang have engines listen beyond loopback, for which kvplan wants a key.
+    own = {**router.variables(place), "KVPLAN_KEY": "a secret of all engines"}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [path, own.get("PYTHONPATH")]))
     with ExitStack() as ending:
         processes: list[Process] = []
