@@ -134,7 +134,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         handshakes = [
             value for value in metadata.values() if isinstance(value, KvplanHandshakeMetadata)
         ]
-        self._scheduler.set_others({name for value in handshakes for name in value.others})
+        self._scheduler.set_siblings(set().union(*(value.siblings for value in handshakes)))
         self._scheduler.serve_offers([handshake.envelope for handshake in handshakes])
 
     # In a worker
@@ -143,10 +143,11 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        # vLLM tells a connector nothing of those beside it.
-        connectors = getattr(get_kv_transfer_group(), "sub_connectors", ())
-        others = [type(connector).__name__ for connector in connectors if connector is not self]
-        return KvplanHandshakeMetadata(self._worker.envelope(), tuple(others))
+        # vLLM tells a connector nothing of those beside it: they are in the one around all of them.
+        group = get_kv_transfer_group()
+        connectors = [self] if group is self else group.sub_connectors
+        siblings = [type(connector).__name__ for connector in connectors if connector is not self]
+        return KvplanHandshakeMetadata(self._worker.envelope(), tuple(siblings))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()

@@ -21,11 +21,11 @@ from kvplan.connector.digest_requests import DigestRequest
 class KvplanHandshakeMetadata(KVConnectorHandshakeMetadata):
     """The envelope of one worker, which it sends once.
 
-    ``others`` names the connectors that the engine has beside this one, in a MultiConnector.
+    ``siblings`` names the connectors that the engine has beside this one, in a MultiConnector.
     """
 
     envelope: bytes
-    others: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
 
 
 @dataclass

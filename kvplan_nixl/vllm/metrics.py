@@ -202,9 +202,9 @@ class KvplanStats(KVConnectorStats):
         """Return the observations since the last call, if there are any."""
         if self.is_empty():
             return None
-        taken = KvplanStats(self.data)
+        observed = KvplanStats(self.data)
         self.reset()
-        return taken
+        return observed
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for key, observations in other.data.items():

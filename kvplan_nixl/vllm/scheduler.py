@@ -111,7 +111,7 @@ class Scheduler:
         # the slots after the last position must stay zero if the engine needs them so
         self._to_block_end = not cache.needs_kv_cache_zeroing
         self._managers: Sequence[SingleTypeKVCacheManager] = ()
-        self._others: set[str] = set()
+        self._siblings: set[str] = set()
         self._listener: Listener | None = None
         self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
@@ -127,13 +127,13 @@ class Scheduler:
         """Take the managers of all cache groups, which register blocks in the prefix cache."""
         self._managers = managers
 
-    def set_others(self, others: set[str]) -> None:
+    def set_siblings(self, siblings: set[str]) -> None:
         """Take the names of the engine's other connectors, which may store the blocks it fills.
 
         vLLM's OffloadingConnector stores a block by its hash, also one that has no place in the
         prefix cache.
         """
-        self._others = others
+        self._siblings = siblings
 
     def serve_offers(self, envelopes: Sequence[bytes]) -> None:
         """Serve the envelopes of all workers to other engines, if they may read from this one.
@@ -340,17 +340,17 @@ class Scheduler:
 
         Raises ``BLOCKS`` where another connector may store it, which nothing keeps from it.
         """
-        if self._others:
+        if self._siblings:
             raise KVPlanError(
                 "BLOCKS",
                 f"read request {request!r}",
                 expected=f"whole blocks of {group}, from {whole.first_whole} on, "
-                f"since {', '.join(sorted(self._others))} may store what is read",
+                f"since {', '.join(sorted(self._siblings))} may store what is read",
                 got=f"positions from {whole.start} on",
                 hint="engines with equal block sizes, or decode without other connectors, "
                 "can read it",
                 group=group,
-                others=tuple(sorted(self._others)),
+                siblings=tuple(sorted(self._siblings)),
             )
         if not self._caches_prefixes:
             return
