@@ -75,8 +75,8 @@ def verify_command(
     model = engines.model
     start, stop = tokens
     title = f"{engines}, positions [{start}, {stop})"
-    # offers do not say what engine they are of, so no rules of engines are known
     moved = {}
+    # offers do not say what engine they are of, so no rules of engines are known
     sides = reasons_by_side(engines)
     if layers is not None:
         if not isinstance(model, Model):
