@@ -105,9 +105,7 @@ def under_fault(start: Start, fault: Fault) -> Outcome:
         before = moved(prefill, decode, prompts(70))
         computed = prefill.generate(tokens, 1, [ASK] * len(tokens))
         network.limit(host, SLOW)
-        names = [
-            decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in zip(tokens, computed, strict=True)
-        ]
+        names = submitted(decode, tokens, computed)
         time.sleep(1)  # some bytes have moved, most have not
         fault.begin(network, host, decode_host)
         began = time.monotonic()
@@ -131,6 +129,12 @@ def under_fault(start: Start, fault: Fault) -> Outcome:
         return [*before, *served, *after, *ended], [*right[:lasting], *unless_failed(ended, right[lasting:])]
 
 
+def submitted(decode: Engine, tokens: list[list[int]], computed: list[Answer]) -> list[str]:
+    """Let decode read what prefill has computed; the names of its requests."""
+    pairs = zip(tokens, computed, strict=True)
+    return [decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in pairs]
+
+
 def recovered(prefill: Engine, decode: Engine) -> list[Answer]:
     """Read new prompts until none of them fails."""
     deadline = time.monotonic() + IDLE_S
@@ -152,9 +156,7 @@ def host_restarts(start: Start) -> Outcome:
         before = moved(prefill, decode, prompts(70))
         computed = prefill.generate(tokens, 1, [ASK] * len(tokens))
         network.limit(host, SLOW)
-        names = [
-            decode.submit(prompt, TOKENS, offered(answer)) for prompt, answer in zip(tokens, computed, strict=True)
-        ]
+        names = submitted(decode, tokens, computed)
         time.sleep(1)
         network.part(host)
         began = time.monotonic()
@@ -168,9 +170,8 @@ def host_restarts(start: Start) -> Outcome:
         ended = [decode.wait(name, timeout_s=IDLE_S) for name in names]
         idle(prefill, decode)
         num_failed = sum(answer.reason == "error" for answer in ended)
-        print(
-            f"{num_failed} failed of {len(ended)}; right again {recovered_s:.1f} s after it was back, {back_s:.0f} s later"
-        )
+        counts = f"{num_failed} of {len(ended)} failed"
+        print(f"{counts}; away for {back_s:.0f} s; all right again {recovered_s:.1f} s later")
         right = agreed([*prompts(70), *prompts(73), *tokens], prefill, decode)
         lasting = len(right) - len(tokens)
         return [*before, *after, *ended], [*right[:lasting], *unless_failed(ended, right[lasting:])]
