@@ -17,7 +17,7 @@ WIDTH: Final = 120
 """Characters in a line, unless a terminal or the caller gives another number."""
 
 FEW: Final = 16
-"""Texts that :func:`few` writes out."""
+"""Texts that :func:`few` writes out unless it is told otherwise."""
 
 NUMBERED_NAME: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
 
@@ -107,14 +107,14 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
-def few(texts: Sequence[str], between: str) -> str:
-    """Return texts in one line: the first sixteen, and the number of the others.
+def few(texts: Sequence[str], between: str, most: int = FEW) -> str:
+    """Return texts in one line: the first sixteen, or ``most``, and the number of the others.
 
     >>> few(["a", "b"], "; "), few([str(n) for n in range(20)], " ")
     ('a; b', '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 and 4 more')
     """
-    line = between.join(texts[:FEW])
-    return f"{line} and {len(texts) - FEW} more" if len(texts) > FEW else line
+    line = between.join(texts[:most])
+    return f"{line} and {len(texts) - most} more" if len(texts) > most else line
 
 
 def shown(value: Any) -> str:
