@@ -14,7 +14,7 @@ from typing import Literal
 import attrs
 
 from kvplan._checks import is_one_of, members
-from kvplan._text import shown
+from kvplan._text import brief_repr, shown
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost, cost
@@ -33,6 +33,8 @@ class Completions:
 
     sends: tuple[Key, ...]
     awaits: tuple[Key, ...]
+
+    __repr__ = brief_repr
 
 
 def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:

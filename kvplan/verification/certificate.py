@@ -29,6 +29,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import ID_END
+from kvplan._text import brief_repr
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -74,6 +75,8 @@ class Certificate:
     num_bytes: int
     num_parts: int
     complete: bool
+
+    __repr__ = brief_repr
 
 
 def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certificate:

@@ -197,7 +197,8 @@ class PatternPart:
     def relation(self, variable: str) -> str:
         """Return what coordinate ``variable`` holds, as a formula; empty if none is known.
 
-        >>> PatternPart(tuple(Stretch(i, i + 1, 1 - 2 * (i % 2)) for i in range(4)), True, 4).relation("h")
+        >>> swapped = tuple(Stretch(head, head + 1, 1 - 2 * (head % 2)) for head in range(4))
+        >>> PatternPart(swapped, True, 4).relation("h")
         'h^1'
         >>> PatternPart((Stretch(0, 3, 1), Stretch(3, 4, -3)), True, 4).relation("h")
         '(h+1)%4'

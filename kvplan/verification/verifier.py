@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints
-from kvplan._text import count
+from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import View
 from kvplan.describe.worker import Key
@@ -81,6 +81,8 @@ class Tail:
     group: str
     start: int
     stop: int
+
+    __repr__ = brief_repr
 
     def __str__(self) -> str:
         return f"{self.worker} {self.group} [{self.start}, {self.stop})"
@@ -200,6 +202,12 @@ class Report:
             return "\n".join([f"not verified: {copied}", *failures])
         unused = count(self.num_tail_slots, "unused slot")
         return f"verified: {copied}, {unused}; {', '.join(self.checked)} hold"
+
+    def __repr__(self) -> str:
+        # The first lines of all failures: pytest shows the repr of what is not true.
+        lines = [line for line in str(self).splitlines() if not line.startswith(" ")]
+        text = f"<Report {'; '.join(lines)}>"
+        return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 4]}...>"
 
 
 def verify(
