@@ -49,6 +49,7 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
+    "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
     "cli": {"files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter"},
     "__main__": {"interpreter"},
