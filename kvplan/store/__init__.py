@@ -2,7 +2,7 @@
 
 A prompt's cache is cut into pages of 64 tokens, each under a key that digests all tokens up to its
 end. A page describes itself, so a reader of any parallel sizes, blocks and layout plans its reads
-from the description. :doc:`docs/store.md` specifies keys and files.
+from the description. The page "The format of a store" specifies keys and files.
 
     StoreClient.save    cache --plan_writes--> pages in memory --digest--> Backend.put
     StoreClient.find    keys --Backend.files--> parts --plan_reads--> the longest prefix

@@ -175,7 +175,7 @@ class FileBackend:
         except OSError as error:
             raise _failed("open", str(folder), "a folder", _reason(error)) from error
 
-    def _path(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Return where a file is: pages are spread over 4096 folders of a space."""
         page, _, part = checked_name(name).rpartition("/")
         return self._page_folder(page) / part
@@ -186,7 +186,7 @@ class FileBackend:
 
     def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
         """Write a file under another name, then rename it."""
-        path = self._path(name)
+        path = self.path_of(name)
         temporary = self.folder / TEMPORARY / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             if path.exists():
@@ -228,7 +228,7 @@ class FileBackend:
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Read a part of a file."""
         try:
-            with open(self._path(name), "rb") as file:
+            with open(self.path_of(name), "rb") as file:
                 file.seek(start)
                 return file.read() if stop is None else file.read(max(0, stop - start))
         except FileNotFoundError:
@@ -244,7 +244,7 @@ class FileBackend:
 
     def delete(self, name: str) -> None:
         """Delete a file, and the folder of its page if that is empty now."""
-        path = self._path(name)
+        path = self.path_of(name)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -266,7 +266,7 @@ class FileBackend:
     def touch(self, name: str, used_s: float) -> None:
         """Set the time of a file's last change, which is that of its last use."""
         with contextlib.suppress(OSError):
-            os.utime(self._path(name), (used_s, used_s))
+            os.utime(self.path_of(name), (used_s, used_s))
 
     def entries(self) -> Iterator[FileEntry]:
         """Walk through all folders."""
