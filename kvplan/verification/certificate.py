@@ -43,7 +43,6 @@ from kvplan.verification.labels import (
 )
 from kvplan.verification.requests import plans_of
 from kvplan.verification.tables import (
-    BYTES_END,
     PairTables,
     pairs_of,
     period_of,

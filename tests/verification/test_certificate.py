@@ -216,7 +216,7 @@ def test_what_is_changed_below_was_right(plan):
 def test_a_plan_whose_last_blocks_bind_would_refuse_is_no_proof(dtype):
     """INT: ids of all blocks have to fit 31 bits, in whatever type they are summed."""
     plan = changed(WIDE, ("tokens", 0), base=lambda base: base.astype(dtype))
-    with pytest.raises(KVPlanError, match="^INT: cannot certify .* expected ids of 536870912 blocks below 2147483648"):
+    with pytest.raises(KVPlanError, match=r"^INT: cannot certify .* expected ids of 536870912 blocks below 2147483648"):
         certify(plan)
 
 
