@@ -49,7 +49,7 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
-    "cli": {"files", "environment", "interpreter"},
+    "cli": {"files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter"},
     "__main__": {"interpreter"},
 }

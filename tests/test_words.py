@@ -22,7 +22,7 @@ PLAIN = """
     access addresses advice advise align answer app arrays assembly bind blockmap box bridges cache caches
     candidates case certificate chains challenges check checks choice choices chunk claim claims cli cluster
     column columns command commands comparison completions config connections connector contract copier copies
-    copy cost decoder defaults demo describe design diagram difference digest digests direction display drawing
+    copy cost decoder defaults demo describe design diagram difference digest digests direction display doctor drawing
     end ended error errors executor executors explanation fake families family findings fingerprint fit handoff
     handshake head header http info integer interval job key kv labels layout layouts lease leases list listener
     llm lmcache local logical long map match matrix memory mesh message messages mismatch model models move need
