@@ -153,6 +153,6 @@ def test_a_plan_in_two_steps_is_no_plan_to_check(check, as_list):
 def test_a_plan_without_a_pair_is_not_verified():
     """WORKER: each remote worker has a pair, whose descriptors are what verify carries out."""
     plan = plan_reads(engine("d")[0], engine("p", tp=2))
-    tables = {"local": {"attn": Blocks([1])}, "remote": {"attn": Blocks([1])}}
+    tables = {"attn": Blocks([1])}
     with pytest.raises(KVPlanError, match=r"^WORKER: cannot verify .* each of p/0, p/1, got pairs with p/0$"):
-        verify(attrs.evolve(plan, pairs=plan.pairs[:1]), **tables)
+        verify(attrs.evolve(plan, pairs=plan.pairs[:1]), local=tables, remote=tables)
