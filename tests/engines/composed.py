@@ -1,6 +1,6 @@
 """Runs what docs/deploy/compose.yaml runs, without containers: ``python -m tests.engines.composed``.
 
-Each service has an address of its own on loopback, which takes the place of its name. The model is a small one, on CPUs.
+Each service has an address of its own on loopback, which takes the place of its name. The model is small, on CPUs.
 Prompts go through the proxy, and must get the tokens that decode generates alone, which must have read them. Where
 Prometheus is installed, it scrapes both engines, and each expression of the dashboard must have an answer.
 """
