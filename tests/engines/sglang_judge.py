@@ -134,6 +134,15 @@ PAIRS = {
     "SGLang 16 -> 64, DP attention 1->2, Qwen3": Pair(
         "qwen3", Side("sglang", 16), Side("sglang", 64, tp=2, more=TWO_DP)
     ),
+    "SGLang 16 -> 64, DP attention 2->1, Qwen3": Pair(
+        "qwen3", Side("sglang", 16, tp=2, more=TWO_DP), Side("sglang", 64)
+    ),
+    "SGLang 64 -> 16, DP attention 2->2, Qwen3": Pair(
+        "qwen3", Side("sglang", 64, tp=2, more=TWO_DP), Side("sglang", 16, tp=2, more=TWO_DP)
+    ),
+    "SGLang 16 -> vLLM 32, DP attention 2->1, Qwen3": Pair(
+        "qwen3", Side("sglang", 16, tp=2, more=TWO_DP), Side("vllm", 32)
+    ),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
         "llama", Side("sglang", 16, more=CHUNKED), Side("sglang", 64), "burst", lease_s=300
