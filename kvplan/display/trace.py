@@ -98,6 +98,7 @@ class Trace:
         times += [event.stop for event in self.events if event.stop is not None]
         origin = min(times, default=0.0)
         rows = list[dict[str, Any]]()
+        # viewers know processes and threads by number, and show the names that rows give them
         workers = dict.fromkeys(event.worker for event in self.events)
         for process, worker in enumerate(workers, start=1):
             rows.append(_named("process_name", worker, process))
@@ -137,6 +138,7 @@ class TracedExecutor:
         self._running: dict[Transfer, TraceEvent] = {}
 
     def __getattr__(self, name: str) -> Any:
+        # such as NixlExecutor's peers and envelope
         return getattr(self._executor, name)
 
     def prepare(self, plan: TransferPlan) -> None:
@@ -170,6 +172,7 @@ class TracedExecutor:
     def poll(self, transfer: Transfer) -> Status:
         """Update and return the status of a transfer."""
         status = self._executor.poll(transfer)
+        # polls of a settled transfer tell nothing new
         if transfer in self._running:
             self._see(transfer, self._trace.clock())
         return status
@@ -236,6 +239,7 @@ class TracedCopier:
         except KVPlanError as error:
             self._end(event, error)
             raise
+        # a caller may ask again
         if is_done and event.stop is None:
             self._end(event)
         return is_done
@@ -271,6 +275,7 @@ def _rows(event: TraceEvent, origin: float, end: float) -> list[dict[str, Any]]:
     details = event.details if event.stop is not None else {**event.details, "status": "running"}
     duration = _microseconds(stop - event.start)
     rows = [{**at, "ph": "X", "dur": duration, "args": details}]
+    # drawn within the event, whose beginning it has
     if event.called is not None:
         duration = _microseconds(event.called - event.start)
         rows.append({**at, "name": "call", "ph": "X", "dur": duration, "args": {}})
