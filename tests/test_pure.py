@@ -64,6 +64,7 @@ EXCEPTIONS = {
     "models.families": {"package data"},  # what is known of model families
     "verification.memory": {"interpreter", "mapped memory"},  # anonymous memory, of which only used pages exist
     "display.pictures": {"files"},  # a picture is saved to the path that a caller names
+    "display.trace": {"files"},  # and so is a trace
     "staging.choice": {"files"},  # and so are rates, which are loaded from one too
 }
 """What single modules of pure rooms use."""
