@@ -320,7 +320,7 @@ class PlacedRanges:
         return np.stack([self.piece, self.ordinal, self.start, self.length])
 
 
-class PlacedTokens(NamedTuple):
+class PlacedTokenRanges(NamedTuple):
     """What single tokens move, and the smallest pool that they move between on each side, (2,)."""
 
     ranges: PlacedRanges
@@ -396,7 +396,7 @@ class _Proof:
         _check_in_spans(tables, start, byte_positions)
         return _placed(tables, sides[0], parts)
 
-    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedTokens:
+    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedTokenRanges:
         """Return what a series of single tokens moves in a period. Each is one position (K4)."""
         positions = self.positions(tables, tokens, tokens.starts)
         sides = []
@@ -410,7 +410,7 @@ class _Proof:
             raise refusal(tables.pair, "a token to be one position", "several")
         pools = zip(tables.pieces, parts.piece, strict=True)
         num_blocks = np.array([pieces.num_blocks[piece].min() for pieces, piece in pools])
-        return PlacedTokens(_placed(tables, sides[0], parts), num_blocks)
+        return PlacedTokenRanges(_placed(tables, sides[0], parts), num_blocks)
 
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
         """Return where the descriptors of a series begin in a period, and count them."""
