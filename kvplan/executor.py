@@ -35,6 +35,7 @@ from kvplan import _checks
 from kvplan._text import brief_repr
 from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
+from kvplan.plan.specs import direction_of
 
 if TYPE_CHECKING:
     from kvplan.plan import ReadSpec, TransferPlan
@@ -120,6 +121,7 @@ class Transfer:
 
     def __attrs_post_init__(self) -> None:
         _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")
+        direction_of(self.spec.operation, f"transfer request {self.request!r}")
         if self.error is not None:
             _checks.instance(KVPlanError, self.error, "error of a transfer")
 
