@@ -199,7 +199,8 @@ class Blocks:
 
     def __repr__(self) -> str:
         start, stop = self.listed
-        if stop - start <= MAX_REPR and len(text := self._call()) <= MAX_REPR:
+        num_entries = self.ids.size if self.null is None else stop - start
+        if num_entries <= MAX_REPR and len(text := self._call()) <= MAX_REPR:
             return text
         ids = list(map(str, self.ids[:3]))
         if self.ids.size > len(ids):
