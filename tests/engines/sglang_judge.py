@@ -38,7 +38,7 @@ from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, free_port
-from tests.engines.served import Server, answered, proxy
+from tests.engines.served import Server, answered, sglang_proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
 from tests.engines.trials import ASK, LENGTHS, TOKENS, idle, prompts
 
@@ -538,7 +538,7 @@ def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[
     ending.callback(decode.kill)
     server = BootstrapServer("127.0.0.1", 0)
     ending.callback(server.close)
-    names = proxy("sglang", prefill.ready(), decode.ready())
+    names = sglang_proxy(prefill.ready(), decode.ready())
     for connector in connectors:
         tokens = prompts(1 if connector == "kvplan" else 2)
         if connector == "nothing":
