@@ -52,7 +52,7 @@ def connections_to(answers: Mapping[str, Sequence[bytes]]) -> Connections:
 
     def fetch_offers(source: Source, timeout_s: float) -> Offers:
         # as bytes that came over a network: nobody else holds them
-        offers = [bytes(bytearray(offer)) for offer in answers[source.engine_id]]
+        offers = tuple(bytes(bytearray(offer)) for offer in answers[source.engine_id])
         return Offers(source.engine_id, source.start, offers)
 
     return Connections(

@@ -262,11 +262,10 @@ class PeerEngines:
             self._refuse_beside(source, start)
         plan = self._fastest_plan(workers)
         staged = None
-        direct = plan
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
             staged = PipelinePlan(plan, self._pipeline)
-            direct = plan.direct
+        direct = plan.direct if isinstance(plan, StagedPlan) else plan
         moving = {pair.remote for pair in direct.pairs if pair.group_pairs}
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
