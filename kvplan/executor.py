@@ -34,6 +34,7 @@ import attrs
 from kvplan import _checks
 from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
+from kvplan.plan.specs import direction_of
 
 if TYPE_CHECKING:
     from kvplan.plan import ReadSpec, TransferPlan
@@ -119,6 +120,7 @@ class Transfer:
 
     def __attrs_post_init__(self) -> None:
         _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")
+        direction_of(self.spec.operation, f"transfer request {self.request!r}")
         if self.error is not None:
             _checks.instance(KVPlanError, self.error, "error of a transfer")
 

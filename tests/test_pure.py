@@ -49,7 +49,8 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
-    "cli": {"files", "environment", "interpreter"},
+    "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
+    "cli": {"files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter"},
     "__main__": {"interpreter"},
 }
@@ -59,10 +60,12 @@ EXCEPTIONS = {
     "__init__": {"interpreter"},  # the door loads a room when one of its names is first asked for
     "executor": {"interpreter"},  # and so do the protocols, which lend their fakes
     "staging": {"interpreter"},
+    "plan.bind": {"threads"},  # a workspace knows which thread it serves
     "models.config": {"package data"},  # shipped configurations
     "models.families": {"package data"},  # what is known of model families
     "verification.memory": {"interpreter", "mapped memory"},  # anonymous memory, of which only used pages exist
     "display.pictures": {"files"},  # a picture is saved to the path that a caller names
+    "display.trace": {"files"},  # and so is a trace
     "staging.choice": {"files"},  # and so are rates, which are loaded from one too
 }
 """What single modules of pure rooms use."""

@@ -22,16 +22,18 @@ PLAIN = """
     access addresses advice advise align answer app arrays assembly bind blockmap box bridges budget cache caches
     candidates case certificate chains challenges check checks choice choices chunk claim claims cli cluster
     column columns command commands comparison completions config connections connector contract copier copies
-    copy cost decoder defaults demo describe design diagram difference digest digests direction display drawing
-    end ended error errors executor executors explanation fake families family findings fingerprint fit handoff
+    copy cost decoder defaults demo describe design diagram difference digest digests direction display doctor drawing
+    end ended error errors event executor executors explanation fake families family findings fingerprint fit handoff
     handshake head header http info integer interval job key kv labels layout layouts lease leases list listener
     llm lmcache local logical long map match matrix memory mesh message messages mismatch model models move need
     network notice occurrence occurrences of option options overlap page panel parallel part peer pending
     picture pictures pieces pipeline place placed plan planned planner pool pools problem prompt proof ranges
     rank rates record refused registry report request requests result route rule schema search segments server
     sglang share shared shares side source sources staged status stored strategies strided suggestion sum svg
-    table tables tail tails template tensorrt terms testing text token transfer transmission trial trials
+    table tables tail tails template tensorrt terms testing text token trace traced transfer transmission trial trials
     verification verifier vllm whole window work workspace
+    backend backends chain client entry evicted eviction facts file files held limits mover pages parts reader
+    readers store
 """
 """Words of names beside those of the glossary: plain English, and the field's own."""
 

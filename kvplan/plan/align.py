@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TypeVar
 
+import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
@@ -33,6 +34,13 @@ Position = TypeVar("Position", int, Ints)
 def slots(group: Group) -> int:
     """Return the slots in a block; a block of a state group counts as one slot."""
     return group.tokens_per_block or 1
+
+
+def of_rank(group: Group, rank: int) -> Group:
+    """Return the group as another rank of its context has it."""
+    if group.context.rank == rank:
+        return group
+    return attrs.evolve(group, context=attrs.evolve(group.context, rank=rank))
 
 
 def cycle(*groups: Group) -> int:

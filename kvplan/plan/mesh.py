@@ -13,14 +13,12 @@ from typing import Literal
 
 import attrs
 
-from kvplan._checks import is_one_of, members
-from kvplan._text import shown
+from kvplan._checks import members
 from kvplan.budget import BUDGET_BYTES, limited
 from kvplan.describe.worker import Key, Worker
-from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import plan_pairs, shares
-from kvplan.plan.specs import DIRECTIONS, READ
+from kvplan.plan.specs import READ, direction_of
 from kvplan.plan.transfer import TransferPlan, checked_names, checked_workers
 
 
@@ -91,9 +89,7 @@ def plan_mesh(
     Raises what :func:`kvplan.plan_reads` does, and ``NAME`` for a name in ``not_transferred`` that
     no worker has.
     """
-    if not is_one_of(operation, DIRECTIONS):
-        raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
-    direction = DIRECTIONS[operation]
+    direction = direction_of(operation, "plan a mesh")
     receivers = checked_workers("destinations", destinations)
     senders = checked_workers("sources", sources, *receivers)
     skipped = checked_names(not_transferred, *receivers, *senders)

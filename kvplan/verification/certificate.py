@@ -10,7 +10,8 @@ ids left open. Nothing here knows how tables are made.
   the period of their groups, in ascending order, with the blocks of these positions; spans that
   ascend.
 - K2: The ids of all blocks of the pool stay in their row, and advance from block to block by the
-  stride of the blocks.
+  stride of the blocks. The pool is the smallest one of the views that bytes move between, so that
+  bind refuses no block that all of them have. All ids fit 31 bits.
 - K3: A descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every
   part lies in one piece on each side, of the same tensor, position and number.
 - K4: A run stays inside one span, and a token is one position. What runs move, the tokens at the
@@ -43,7 +44,6 @@ from kvplan.verification.labels import (
 )
 from kvplan.verification.requests import plans_of
 from kvplan.verification.tables import (
-    BYTES_END,
     PairTables,
     pairs_of,
     period_of,
@@ -92,7 +92,8 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     >>> certify(plan_reads(decode[0], prefill))
     Certificate(num_bytes=229376, num_parts=448, complete=True)
 
-    Raises ``PROOF`` if a plan moves wrong bytes, and ``RANGE`` if it is too large to follow.
+    Raises ``PROOF`` if a plan moves wrong bytes or refuses blocks that it should move, ``INT`` if
+    its ids do not fit 31 bits for all blocks, and ``RANGE`` if it is too large to follow.
     ``details`` of a wrong byte have the ``tensor``, and the ``region`` and ``row`` of its
     descriptor on both sides.
     """
@@ -329,6 +330,13 @@ class PlacedRanges:
         return np.stack([self.piece, self.ordinal, self.start, self.length])
 
 
+class PlacedTokenRanges(NamedTuple):
+    """What single tokens move, and the smallest pool that they move between on each side, (2,)."""
+
+    ranges: PlacedRanges
+    num_blocks: Ints
+
+
 class _Proof:
     """The proof for one destination worker."""
 
@@ -363,7 +371,12 @@ class _Proof:
         Raises ``PROOF`` if its runs move other bytes (K4).
         """
         by_runs = [self.follow_runs(tables, runs) for runs in tables.ids.runs]
-        by_tokens = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
+        followed = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
+        num_blocks = tuple(np.min([tokens.num_blocks for tokens in followed], axis=0).tolist())
+        if tables.ids.num_blocks != num_blocks:
+            expected_pools = f"the smallest pools that bytes move between, of {num_blocks} blocks"
+            raise refusal(tables.pair, expected_pools, f"{tables.ids.num_blocks}")
+        by_tokens = [tokens.ranges for tokens in followed]
         in_place_of_runs = []
         for tokens, moved in zip(tables.ids.tokens, by_tokens, strict=True):
             if tokens.only_at_cuts:
@@ -392,7 +405,7 @@ class _Proof:
         _check_in_spans(tables, start, byte_positions)
         return _placed(tables, sides[0], parts)
 
-    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedRanges:
+    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedTokenRanges:
         """Return what a series of single tokens moves in a period. Each is one position (K4)."""
         positions = self.positions(tables, tokens, tokens.starts)
         sides = []
@@ -404,7 +417,9 @@ class _Proof:
         byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
         if (positions[parts.descriptor % positions.size] != byte_positions).any():
             raise refusal(tables.pair, "a token to be one position", "several")
-        return _placed(tables, sides[0], parts)
+        pools = zip(tables.pieces, parts.piece, strict=True)
+        num_blocks = np.array([pieces.num_blocks[piece].min() for pieces, piece in pools])
+        return PlacedTokenRanges(_placed(tables, sides[0], parts), num_blocks)
 
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
         """Return where the descriptors of a series begin in a period, and count them."""
@@ -576,10 +591,7 @@ def _ranges(
     # row.
     row = np.searchsorted(table.first, number, "right") - 1
     element = number - table.first[row]
-    end = min(int(table.count.sum()), ID_END if ids.base.dtype == np.int32 else BYTES_END)
-    # Rows may list more elements than ids can number.
-    num_elements = np.minimum(table.count[row], end - table.first[row])
-    wrong = (row < 0) | (step * last_block >= num_elements - element)
+    wrong = (row < 0) | (step * last_block >= table.count[row] - element)
     if wrong.any():
         first = wrong.argmax()
         where = f"row {row[first]} of {table.worker.label}"
@@ -587,6 +599,10 @@ def _ranges(
         details: dict[str, Any] = {"row": int(row[first]), "id": int(number[first]), "step": step}
         got = f"{number[first]} and every {step} from there"
         raise refusal(tables.pair, expected, got, **details)
+    last_id = int(number.max()) + step * last_block
+    if last_id >= ID_END:
+        expected = f"ids of {last_block + 1} blocks below {ID_END}"
+        raise refusal(tables.pair, expected, f"{last_id}", "INT", id=last_id)
     start = table.start[row] + element * table.stride[row]
     return BlockRanges(ordinal, row, start, table.length[row], step * table.stride[row])
 
