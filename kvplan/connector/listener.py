@@ -17,7 +17,7 @@ from typing import Final
 import attrs
 
 from kvplan._checks import check_fields, instance, members, name
-from kvplan._text import count, shown
+from kvplan._text import brief_repr, count, shown
 from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
 from kvplan.connector.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
@@ -37,6 +37,8 @@ class Offers:
     engine_id: str
     start: str
     workers: tuple[bytes, ...] = attrs.field(repr=False)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "offers", name, "engine_id", "start")

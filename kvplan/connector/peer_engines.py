@@ -28,6 +28,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import having
+from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
@@ -72,6 +73,8 @@ class Connections:
     disconnect: Callable[[Worker], None]
     fetch_offers: Callable[[Source, float], Offers] = fetch
     fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Connections):
@@ -139,6 +142,8 @@ class HandshakeResult:
     error: KVPlanError | None
     seconds: float
     plan_seconds: float
+
+    __repr__ = brief_repr
 
     @classmethod
     def of(cls, peer: PeerEngine) -> HandshakeResult:

@@ -34,6 +34,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import check_fields, having, instance, name, seconds
+from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
@@ -88,6 +89,8 @@ class Read:
     tokens: Mapping[str, Range]
     to_block_end: bool = False
 
+    __repr__ = brief_repr
+
     def __attrs_post_init__(self) -> None:
         instance(Source, self.source, "source of a read")
         instance(bool, self.to_block_end, "to_block_end of a read")
@@ -113,6 +116,8 @@ class ReadResult:
     transfer_seconds: float = 0.0
     num_descriptors: int = 0
     is_staged: bool = False
+
+    __repr__ = brief_repr
 
 
 @attrs.define(eq=False)

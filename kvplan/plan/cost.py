@@ -18,7 +18,7 @@ import numpy as np
 
 from kvplan._arrays import Ints
 from kvplan._checks import integer
-from kvplan._text import count
+from kvplan._text import brief_repr, count
 from kvplan.budget import limited, spend
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
@@ -49,6 +49,8 @@ class PairCost:
     remote_rows: int
     num_ids: int
     lengths: Mapping[int, int]
+
+    __repr__ = brief_repr
 
     @classmethod
     def of(cls, spec: ReadSpec) -> PairCost:

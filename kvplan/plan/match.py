@@ -72,7 +72,7 @@ class Part:
 
     def __str__(self) -> str:
         first = [f"[{start}, {stop})" for start, stop in self.intervals[:FEW].tolist()]
-        return few(first, " ", len(self.intervals))
+        return few(first, " ", number=len(self.intervals))
 
 
 @attrs.frozen(eq=False)

@@ -14,6 +14,7 @@ from typing import Literal
 import attrs
 
 from kvplan._checks import members
+from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, limited
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cost import Cost, cost
@@ -32,6 +33,8 @@ class Completions:
 
     sends: tuple[Key, ...]
     awaits: tuple[Key, ...]
+
+    __repr__ = brief_repr
 
 
 def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:

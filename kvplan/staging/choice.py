@@ -18,7 +18,7 @@ from typing import Final
 import attrs
 
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name, seconds
-from kvplan._text import count, shown, size
+from kvplan._text import brief_repr, count, shown, size
 from kvplan.budget import limited
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -57,6 +57,8 @@ class Rates:
     byte_s: float
     copy_s: float
     copied_byte_s: float
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "rates", name, "measured")
@@ -132,6 +134,8 @@ class Option:
     num_bytes: int
     num_copies: int
     seconds: float
+
+    __repr__ = brief_repr
 
     @classmethod
     def of(

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import ID_END
+from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, limited, spend
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
@@ -78,6 +79,8 @@ class Certificate:
     num_bytes: int
     num_parts: int
     complete: bool
+
+    __repr__ = brief_repr
 
 
 def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certificate:
