@@ -19,7 +19,7 @@ MAX_TERMS = 25
 """What a reader can learn in one sitting. A new term takes the place of another."""
 
 PLAIN = """
-    access addresses advice advise align answer app arrays assembly bind blockmap box bridges cache caches
+    access addresses advice advise align answer app arrays assembly bind blockmap box bridges budget cache caches
     candidates case certificate chains challenges check checks choice choices chunk claim claims cli cluster
     column columns command commands comparison completions config connections connector contract copier copies
     backend backends chain client copy cost decoder defaults demo describe design diagram difference digest
