@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.engines.hosts import Host, Network
-from tests.engines.process import Answer, Engine, free_port
+from tests.engines.process import Answer, Engine, EngineFailedError, free_port
 from tests.engines.trials import (
     ASK,
     IDLE_S,
@@ -111,22 +111,35 @@ def under_fault(start: Start, fault: Fault) -> Outcome:
         began = time.monotonic()
         served = moved(other, decode, of_other)
         served_s = time.monotonic() - began
+        early = ended_before(decode, names, began + FAULT_S)
+        failed_s = time.monotonic() - began
         time.sleep(max(0, began + FAULT_S - time.monotonic()))
         fault.end(network, host, decode_host)
         network.limit(host, "1gbit")
         began = time.monotonic()
-        ended = [decode.wait(name, timeout_s=IDLE_S) for name in names]
+        ended = [*early, *(decode.wait(name, timeout_s=IDLE_S) for name in names[len(early) :])]
         after = recovered(prefill, decode)
         recovered_s = time.monotonic() - began
         idle(prefill, other, decode)
         num_failed = sum(answer.reason == "error" for answer in ended)
-        counts = f"{num_failed} of {len(ended)} failed"
+        counts = f"{len(early)} ended in {failed_s:.0f} s of {FAULT_S}, {num_failed} of {len(ended)} failed"
         print(f"{counts}; others right in {served_s:.1f} s; all right again {recovered_s:.1f} s after the fault")
         if not num_failed:
             raise AssertionError("void: no request has failed under the fault")
         right = agreed([*prompts(70), *of_other, *prompts(73), *tokens], prefill, other, decode)
         lasting = len(right) - len(tokens)
         return [*before, *served, *after, *ended], [*right[:lasting], *unless_failed(ended, right[lasting:])]
+
+
+def ended_before(decode: Engine, names: list[str], deadline: float) -> list[Answer]:
+    """The answers to requests, in order, up to the first one that has none by then."""
+    answers = []
+    for name in names:
+        try:
+            answers.append(decode.wait(name, timeout_s=max(0, deadline - time.monotonic())))
+        except EngineFailedError:
+            break
+    return answers
 
 
 def submitted(decode: Engine, tokens: list[list[int]], computed: list[Answer]) -> list[str]:
