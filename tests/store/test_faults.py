@@ -170,7 +170,10 @@ def test_a_writer_that_is_killed_leaves_whole_files_alone(tmp_path: Path) -> Non
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
-            write_forever(tmp_path, writing)
+            try:
+                write_forever(tmp_path, writing)
+            finally:
+                os._exit(1)
         os.close(writing)
         num_files = rng.randrange(8)
         for _ in range(num_files):
