@@ -26,7 +26,7 @@ from typing import Final, Protocol
 import attrs
 
 from kvplan._checks import instance
-from kvplan._text import shown
+from kvplan._text import brief_repr, shown
 from kvplan.errors import KVPlanError
 
 FILE_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}/[0-9a-z.]{1,64}")
@@ -47,6 +47,8 @@ class FileEntry:
     name: str
     num_bytes: int
     used_s: float
+
+    __repr__ = brief_repr
 
     @property
     def page(self) -> str:

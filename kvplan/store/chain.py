@@ -23,6 +23,7 @@ import attrs
 import numpy as np
 
 from kvplan._checks import instance, integer, members, wrong_type
+from kvplan._text import brief_repr
 from kvplan.describe.blocks import POSITION_END
 
 VERSION: Final = 1
@@ -50,6 +51,8 @@ class Chain:
     model: str
     tokens_per_page: int
     keys: tuple[str, ...] = attrs.field(repr=False)
+
+    __repr__ = brief_repr
 
     @classmethod
     def of(

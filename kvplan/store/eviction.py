@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from kvplan._text import brief_repr
 from kvplan.store.backends import Backend, FileEntry
 from kvplan.store.readers import PIN
 
@@ -29,6 +30,8 @@ class Limits:
     max_model_bytes: int | None = None
     max_age_s: float | None = None
 
+    __repr__ = brief_repr
+
 
 @attrs.frozen
 class Evicted:
@@ -38,6 +41,8 @@ class Evicted:
     num_bytes: int
     num_unfinished: int
     left_bytes: int
+
+    __repr__ = brief_repr
 
 
 @attrs.define

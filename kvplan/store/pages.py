@@ -23,7 +23,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import integer
-from kvplan._text import shown
+from kvplan._text import brief_repr, shown
 from kvplan.errors import KVPlanError
 from kvplan.handshake.messages import MAX_BYTES
 from kvplan.store.chain import VERSION
@@ -53,6 +53,8 @@ class PageHeader:
     num_bytes: int
     sha256: str
     data_offset: int
+
+    __repr__ = brief_repr
 
     @property
     def part_name(self) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import instance, integer
+from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Range
 from kvplan.describe.views import ITEMSIZE, TOKEN, Geometry, Group, Region, View
@@ -51,6 +52,8 @@ class StoredPart:
     """A part of a page: its description, a worker of one block. Raises ``PAGE`` for another one."""
 
     worker: Worker
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         worker = instance(Worker, self.worker, "worker of a part")
