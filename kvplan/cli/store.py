@@ -63,7 +63,7 @@ class PartEntry:
 
 
 @attrs.define
-class SpaceEntry:
+class ModelEntry:
     """The pages of one model and page size."""
 
     name: str
@@ -116,13 +116,13 @@ def header_of(backend: FileBackend, entry: FileEntry) -> PageHeader:
     return read_header(entry.name, lambda start, stop: backend.get(entry.name, start, stop) or b"")
 
 
-def spaces_of(backend: FileBackend) -> tuple[list[SpaceEntry], list[str]]:
+def spaces_of(backend: FileBackend) -> tuple[list[ModelEntry], list[str]]:
     """Return the spaces of a store, and what is wrong with files whose headers cannot be read."""
-    spaces: dict[str, SpaceEntry] = {}
+    spaces: dict[str, ModelEntry] = {}
     faults = []
     for entry in sorted(backend.entries(), key=lambda entry: entry.name):
         space_name, key, part_name = entry.name.split("/")
-        space = spaces.setdefault(space_name, SpaceEntry(space_name))
+        space = spaces.setdefault(space_name, ModelEntry(space_name))
         if part_name == PIN:
             space.pinned.add(key)
             continue
@@ -216,7 +216,7 @@ class GroupCost:
         return f"group {self.group!r} loads a page from {files}, in {pieces}"
 
 
-def costs_of(worker: Worker, space: SpaceEntry) -> tuple[list[GroupCost], list[str]]:
+def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[GroupCost], list[str]]:
     """Return what a worker loads of a space, and why it cannot load the rest."""
     refusals = {entry.part.misfit(worker): None for entry in space.parts.values()}
     parts = [entry.part for entry in space.parts.values() if not entry.part.misfit(worker)]
