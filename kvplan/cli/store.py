@@ -201,7 +201,7 @@ def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
 
 
 @attrs.frozen
-class GroupCost:
+class PageCost:
     """What a page costs a group of a reader: files to read, and pieces to copy."""
 
     group: str
@@ -216,7 +216,7 @@ class GroupCost:
         return f"group {self.group!r} loads a page from {files}, in {pieces}"
 
 
-def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[GroupCost], list[str]]:
+def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[str]]:
     """Return what a worker loads of a space, and why it cannot load the rest."""
     refusals = {entry.part.misfit(worker): None for entry in space.parts.values()}
     parts = [entry.part for entry in space.parts.values() if not entry.part.misfit(worker)]
@@ -241,7 +241,7 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[GroupCost], list[s
         cost = plan.cost(space.tokens_per_page)
         file_bytes = sum(part.num_bytes for part in used)
         costs.append(
-            GroupCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)
+            PageCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)
         )
     return costs, reasons
 
