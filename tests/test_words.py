@@ -26,7 +26,7 @@ PLAIN = """
     end ended error errors event executor executors explanation fake families family findings fingerprint fit handoff
     handshake head header http info integer interval job key kv labels layout layouts lease leases list listener
     llm lmcache local logical long map match matrix memory mesh message messages mismatch model models move need
-    network notice occurrence occurrences of option options overlap page panel parallel part peer pending
+    network notebook notice occurrence occurrences of option options overlap page panel parallel part peer pending
     picture pictures pieces pipeline place placed plan planned planner pool pools problem prompt proof ranges
     rank rates record refused registry report request requests result route rule schema search segments server
     sglang share shared shares side source sources staged status stored strategies strided suggestion sum svg

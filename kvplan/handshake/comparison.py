@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import members, wrong_type
 from kvplan._text import count, fold
 from kvplan.describe.axes import Axis, global_sizes
@@ -71,6 +72,8 @@ class Comparison:
     remote: str
     differences: tuple[Difference, ...]
     not_moved: tuple[str, ...] = ()
+
+    _repr_html_ = _notebook.html
 
     @property
     def ok(self) -> bool:

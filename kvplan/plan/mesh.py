@@ -13,6 +13,7 @@ from typing import Literal
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import is_one_of, members
 from kvplan._text import shown
 from kvplan.describe.worker import Key, Worker
@@ -60,6 +61,8 @@ class MeshPlan:
     """The plans of all workers of one engine with all workers of another. Threads may share it."""
 
     plans: tuple[TransferPlan, ...]
+
+    _repr_html_ = _notebook.html
 
     @property
     def completions(self) -> Mapping[Key, Completions]:
