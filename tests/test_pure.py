@@ -42,7 +42,7 @@ RESOURCES = {
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac ipaddress itertools
+    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac html ipaddress itertools
     json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
