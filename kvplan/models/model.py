@@ -30,7 +30,7 @@ import attrs
 
 from kvplan import _notebook
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
-from kvplan._text import meant, plain, shown
+from kvplan._text import brief_repr, meant, plain, shown
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -69,6 +69,7 @@ class Model:
     drafts: Layers = attrs.field(default=(), repr=False)
     query_heads: int | None = attrs.field(default=None, repr=False)
 
+    __repr__ = brief_repr
     _repr_html_ = _notebook.html
 
     def __attrs_post_init__(self) -> None:
