@@ -189,6 +189,7 @@ def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
                 continue
             num_files += 1
             num_bytes += entry.num_bytes
+            # an evictor may delete a file between the list and here: that is damage too
             try:
                 read_file(backend, entry.name)
             except KVPlanError as error:
@@ -266,6 +267,7 @@ def explain_pages_command(folder: str, offer: str, as_json: bool) -> int:
     """
     spaces, _ = spaces_of(opened(folder))
     worker = read_offer(offer)
+    # every model of the store is tried, also ones of other names
     documents = []
     is_any = False
     for space in spaces:
