@@ -24,7 +24,7 @@ from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, of_rank, reach, slots
+from kvplan.plan.align import before, in_slots, of_rank, reach, slots
 from kvplan.plan.series import BothBlocks, GroupPair, Ids, Series, SideTable, TablePair
 
 MAX_IDS: Final = 1 << 28
@@ -131,7 +131,10 @@ def check_names(group_names: Collection[str], names: Iterable[str], subject: str
 
 
 def range_of(tokens: Tokens, group: Group) -> Range | None:
-    """Return the checked range of a local group; ``None`` if the request gives it none."""
+    """Return the checked range of a local group; ``None`` if the request gives it none.
+
+    It counts tokens or states, or the values of slots that have several tokens.
+    """
     if not isinstance(tokens, tuple) and isinstance(tokens, Mapping):
         token_range = tokens.get(group.name)
     else:
@@ -144,7 +147,7 @@ def range_of(tokens: Tokens, group: Group) -> Range | None:
         raise KVPlanError(
             "TOKENS", "bind tokens", expected="start <= stop", got=got, tokens=(start, stop)
         )
-    return start, stop
+    return (start, stop) if group.tokens_per_slot == 1 else in_slots(group, (start, stop))
 
 
 def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) -> Range:
