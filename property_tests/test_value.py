@@ -136,7 +136,7 @@ def test_a_slot_of_several_tokens_moves_as_one(case: Case, size: int, short: int
     skipped = case.not_transferred
     meshes = [plan_mesh(sides.destinations, sides.sources, not_transferred=skipped) for sides in (case, scaled)]
     for plan, larger in zip(meshes[0].plans, meshes[1].plans, strict=True):
-        request = case.request(plan)
+        request: dict[str, Any] = {**case.request(plan)}
         names = {group.name for group in plan.local.groups}
         chosen = {name: tokens[name] for name in names & tokens.keys()} if isinstance(tokens, Mapping) else tokens
         specs = plan.bind(**request), larger.bind(**{**request, "tokens": chosen})

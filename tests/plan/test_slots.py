@@ -153,7 +153,7 @@ def test_a_slot_is_in_one_block_on_one_rank(arguments: Mapping[str, Any], text: 
     """GROUP: neither a block nor a turn of the context ends inside a slot."""
     with pytest.raises(KVPlanError, match=f"^GROUP: cannot describe group 'scales': expected .*{text}"):
         Group("scales", **arguments, tokens_per_slot=16)
-    with pytest.raises(KVPlanError, match=rf"^RANGE"):
+    with pytest.raises(KVPlanError, match=r"^RANGE"):
         Group("scales", 16, tokens_per_slot=0)
 
 
