@@ -185,12 +185,12 @@ class Group:
                     tokens_per_slot=self.tokens_per_slot,
                 )
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Slots in a block; a state is one."""
         return (self.tokens_per_block or 1) // self.tokens_per_slot
 
-    @property
+    @cached_property
     def interleave_slots(self) -> int:
         """Consecutive slots that a rank of the context takes in turn."""
         return max(self.context.interleave_tokens // self.tokens_per_slot, 1)

@@ -201,6 +201,7 @@ def _record(node: Record, value: Any, path: str, findings: Findings) -> Any:
     if not isinstance(value, dict):
         findings.add(path, wrong_type(_last_key(path) or "an offer", "a mapping", value))
         return BAD
+    # what most offers do not say, and older ones cannot
     value = {**node.defaults, **value}
     prefix = f"{path}." if path else ""
     # unknown keys first, then missing ones, then what is wrong with the values

@@ -24,7 +24,7 @@ from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, in_slots, of_rank, reach, slots
+from kvplan.plan.align import before, in_slots, of_rank, position_of, reach, slots
 from kvplan.plan.series import BothBlocks, GroupPair, Ids, Series, SideTable, TablePair
 
 MAX_IDS: Final = 1 << 28
@@ -197,7 +197,7 @@ def check_same_request(destination: SideTable, source: SideTable) -> None:
         return
     # Of all workers in a context, the last holds the last positions and the first the most blocks.
     last = of_rank(destination.group, destination.group.context.size - 1)
-    _, end = reach(last, blocks.first, blocks.stop - blocks.first)
+    end = position_of(last, blocks.stop * slots(last) - 1) + 1
     first = of_rank(source.group, 0)
     end_block = -(-before(first, end) // slots(first))
     if source.blocks.stop > max(end_block, source.blocks.first):
