@@ -9,6 +9,8 @@ engine shakes hands again.
 - P2: Another start of an engine takes its place only if the start before does not answer any more.
   So starts of one engine shake hands one after the other.
 - P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
+- P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its workers
+  together, and one engine at a time.
 
 Connections and prepared plans belong to the executor, so they are made on the caller's thread.
 """
@@ -26,6 +28,8 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import having
+from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
@@ -34,8 +38,11 @@ from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
-from kvplan.plan import TransferPlan, plan_reads
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, choose
+from kvplan.plan import TransferPlan
+from kvplan.plan.specs import READ
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
+from kvplan.staging.choice import STRATEGIES, choice_of
+from kvplan.staging.plan import Shares
 
 HANDSHAKE_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
@@ -67,6 +74,8 @@ class Connections:
     fetch_offers: Callable[[Source, float], Offers] = fetch
     fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
 
+    __repr__ = brief_repr
+
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Connections):
             function = getattr(self, field.name)
@@ -93,7 +102,8 @@ class PipelinePlan:
 class PeerPlan:
     """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
-    ``offers`` has the offer of each of the engine's workers. To open them and to plan took
+    ``offers`` has the offer of each of the engine's workers with which bytes are exchanged: with
+    the keys to its memory they are long, and fleets are large. To open all and to plan took
     ``seconds``.
     """
 
@@ -134,6 +144,8 @@ class HandshakeResult:
     seconds: float
     plan_seconds: float
 
+    __repr__ = brief_repr
+
     @classmethod
     def of(cls, peer: PeerEngine) -> HandshakeResult:
         """Return the result of a handshake that has ended now."""
@@ -160,8 +172,11 @@ class PeerEngines:
         connections: Connections,
         pipeline: Pipeline | None,
         timeout_s: float,
+        budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self.timeout_s = timeout_s
+        self._budget_bytes = budget_bytes
+        self._planning = threading.Lock()
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -249,20 +264,26 @@ class PeerEngines:
         """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
         fetched_at = time.monotonic()
-        workers = [self._connections.open_offer(offer) for offer in offers]
+        # rule P4: nobody waits for the network with the lock
+        budget = Budget(self._budget_bytes)
+        with self._planning, budget:
+            workers = [self._connections.open_offer(offer) for offer in offers]
         for worker in workers:
             _check_engine(source, worker)
         for start in earlier:
             self._refuse_beside(source, start)
-        keys = [worker.key for worker in workers]
-        by_key = dict(zip(keys, offers, strict=True))
-        plan = self._fastest_plan(workers)
-        seconds = time.monotonic() - fetched_at
+        with self._planning, budget:
+            plan = self._fastest_plan(workers)
+        staged = None
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
             staged = PipelinePlan(plan, self._pipeline)
-            return PeerPlan(by_key, plan.direct, staged, seconds=seconds)
-        return PeerPlan(by_key, plan, seconds=seconds)
+        direct = plan.direct if isinstance(plan, StagedPlan) else plan
+        moving = {pair.remote for pair in direct.pairs if pair.group_pairs}
+        keys = [worker.key for worker in workers]
+        by_key = dict(zip(keys, offers, strict=True))
+        offers_of_moving = {key: by_key[key] for key in keys if key in moving}
+        return PeerPlan(offers_of_moving, direct, staged, time.monotonic() - fetched_at)
 
     def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule P2."""
@@ -280,15 +301,16 @@ class PeerEngines:
 
     def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, the direct one if nobody can count that."""
+        shared = Shares.of(READ, self._worker, workers, (), ())
         if self._pipeline is not None:
             staging = self._pipeline.staging
             try:
-                return choose(self._worker, workers, tokens=USUAL_TOKENS, staging=staging).best.plan
+                return choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS).best.plan
             except KVPlanError as error:
                 # There are more descriptors than can be counted.
                 if error.code != "RANGE":
                     raise
-        return plan_reads(self._worker, workers)
+        return shared.direct
 
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""

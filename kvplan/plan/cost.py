@@ -16,9 +16,11 @@ from typing import Final, NamedTuple
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
-from kvplan._checks import at_most, integer
-from kvplan._text import count
+from kvplan._checks import integer
+from kvplan._text import brief_repr, count
+from kvplan.budget import limited, spend
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
 from kvplan.plan.align import in_slots, in_tokens
@@ -27,8 +29,8 @@ from kvplan.plan.series import GroupPair, Occurrences, Series
 from kvplan.plan.specs import DIRECTIONS, Direction, Pair, ReadSpec
 from kvplan.plan.tables import Table, bases
 
-MAX_COUNTED: Final = 1 << 24
-"""The most descriptors of one pair of groups and one period that are listed."""
+DESCRIPTOR_BYTES: Final = 100
+"""What a descriptor that is listed takes of a budget."""
 
 MAX_LENGTHS_SHOWN: Final = 3
 """With more lengths than this, only the shortest and the longest are printed."""
@@ -49,6 +51,8 @@ class PairCost:
     remote_rows: int
     num_ids: int
     lengths: Mapping[int, int]
+
+    __repr__ = brief_repr
 
     @classmethod
     def of(cls, spec: ReadSpec) -> PairCost:
@@ -93,6 +97,8 @@ class Cost:
     operation: str
     tokens: int
     pairs: tuple[PairCost, ...]
+
+    _repr_html_ = _notebook.html
 
     @property
     def lengths(self) -> Mapping[int, int]:
@@ -154,20 +160,24 @@ def cost(
                 tokens = math.lcm(tokens, period_tokens)
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
-    pair_costs = []
-    for local, pair in keys_and_pairs:
-        _check_num_listed(pair, tokens)
-        tables = direction.by_role(pair.local_table, pair.remote_table)
-        num_ids = 0
-        lengths = Counter[int]()
-        for group_pair in pair.group_pairs:
-            _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
-            group_cost = of_groups(tables, group_pair, num_positions)
-            num_ids += group_cost.num_ids
-            lengths.update(group_cost.lengths)
-        num_rows = len(pair.local_table.rows), len(pair.remote_table.rows)
-        pair_costs.append(PairCost(local, pair.remote, *num_rows, num_ids, _ascending(lengths)))
+    with limited():
+        pair_costs = [_pair_cost(direction, *pair, tokens) for pair in keys_and_pairs]
     return Cost(direction.operation, tokens, tuple(pair_costs))
+
+
+def _pair_cost(direction: Direction, local: Key, pair: Pair, tokens: int) -> PairCost:
+    """Return the cost of one pair."""
+    _take_listed(pair, tokens)
+    tables = direction.by_role(pair.local_table, pair.remote_table)
+    num_ids = 0
+    lengths = Counter[int]()
+    for group_pair in pair.group_pairs:
+        _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
+        group_cost = of_groups(tables, group_pair, num_positions)
+        num_ids += group_cost.num_ids
+        lengths.update(group_cost.lengths)
+    num_rows = len(pair.local_table.rows), len(pair.remote_table.rows)
+    return PairCost(local, pair.remote, *num_rows, num_ids, _ascending(lengths))
 
 
 class GroupCost(NamedTuple):
@@ -201,8 +211,8 @@ def _periods(pair: GroupPair, num_positions: int) -> list[tuple[int, int]]:
     return [(times, stop) for times, stop in parts if times and stop]
 
 
-def _check_num_listed(pair: Pair, tokens: int) -> None:
-    """Raise ``RANGE`` for more descriptors than are listed."""
+def _take_listed(pair: Pair, tokens: int) -> None:
+    """Take what the descriptors need that are listed. Raises ``RANGE``."""
     num_listed = 0
     for group_pair in pair.group_pairs:
         _, num_positions = in_slots(group_pair.groups[0], (0, tokens))
@@ -210,7 +220,7 @@ def _check_num_listed(pair: Pair, tokens: int) -> None:
             for series, (low, high) in group_pair.moves(0, stop):
                 num_listed += series.base.shape[1] * series.num_starts(low, high)
     subject = f"count the descriptors with {label_of(pair.remote)}"
-    at_most(MAX_COUNTED, num_listed, "to list", subject)
+    spend(num_listed, "descriptors", DESCRIPTOR_BYTES, subject)
 
 
 def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> GroupCost:

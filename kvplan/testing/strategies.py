@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
+from kvplan._text import brief_repr
 from kvplan.describe import Blocks, Context, Group, Request, Worker
 from kvplan.describe.blocks import Range, Tokens
 from kvplan.plan import TransferPlan, plan_reads, plan_writes
@@ -190,6 +191,8 @@ class Case:
     tokens: tuple[Tokens, Tokens]
     not_transferred: tuple[str, ...]
     designs: tuple[EngineDesign, EngineDesign]
+
+    __repr__ = brief_repr
 
     def reads(self, worker: Worker) -> TransferPlan:
         """Return the plan by which one destination reads."""

@@ -30,6 +30,7 @@ from kvplan import (
 )
 from kvplan.handshake import compare
 from kvplan.staging import stage
+from kvplan.store import parts_of
 from kvplan.verification import FakeMemory
 
 DIM = 8
@@ -205,3 +206,10 @@ def test_scales_are_staged_counted_and_have_tails() -> None:
     assert plan.cost().tokens == 64
     (tail,) = tails(local, {"scales": Blocks([3, 8])}, (0, 90))["layers.0.scale"].tolist()
     assert tail == [local.regions[1].address + 8 * 16 + 8, 8, 0]
+
+
+def test_a_store_has_pages_of_tokens() -> None:
+    """LAYOUT: a page is a number of tokens, each with a value of its own."""
+    worker = attrs.evolve(quantized("p", 64, 16), model="m")
+    with pytest.raises(KVPlanError, match=r"^LAYOUT: cannot store pages of group 'scales': .* got one for 16 tokens$"):
+        parts_of(worker, 64)
