@@ -15,8 +15,6 @@ Connections and prepared plans belong to the executor, so they are made on the c
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,6 +28,7 @@ from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.listener import Offers, fetch
+from kvplan.connector.system import System
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -135,10 +134,10 @@ class HandshakeResult:
     plan_seconds: float
 
     @classmethod
-    def of(cls, peer: PeerEngine) -> HandshakeResult:
-        """Return the result of a handshake that has ended now."""
+    def of(cls, peer: PeerEngine, now: float) -> HandshakeResult:
+        """Return the result of a handshake that has ended ``now``."""
         plan_seconds = 0.0 if peer.plan is None else peer.plan.seconds
-        return cls(peer.source, peer.error, time.monotonic() - peer.began_at, plan_seconds)
+        return cls(peer.source, peer.error, now - peer.began_at, plan_seconds)
 
 
 @attrs.frozen
@@ -160,8 +159,10 @@ class PeerEngines:
         connections: Connections,
         pipeline: Pipeline | None,
         timeout_s: float,
+        system: System,
     ) -> None:
         self.timeout_s = timeout_s
+        self._system = system
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -174,7 +175,7 @@ class PeerEngines:
 
     def use(self, source: Source) -> PeerEngine:
         """Return the peer engine of a request. A handshake begins where there is none."""
-        now = time.monotonic()
+        now = self._system.monotonic()
         peer = self._peers.setdefault(source, PeerEngine(source, now))
         peer.used_at = now
         if peer.handshake is None:
@@ -203,7 +204,7 @@ class PeerEngines:
         is_first = all(start.plan is not None or start.handshake is None for start in starts)
         if is_first and len(self._handshakes) < MAX_HANDSHAKES:
             earlier = [start.source for start in starts if start.plan is not None]
-            peer.began_at = time.monotonic()
+            peer.began_at = self._system.monotonic()
             peer.handshake = self._shake_hands(peer.source, earlier)
             self._handshakes.append(peer.handshake)
 
@@ -239,7 +240,7 @@ class PeerEngines:
 
         # a daemon, which does not keep a process that ends while an engine hangs
         thread_name = f"kvplan handshake {source.engine_id}"
-        threading.Thread(target=run, name=thread_name, daemon=True).start()
+        self._system.start(thread_name, run)
         return future
 
     def _plan(self, source: Source, earlier: Sequence[Source]) -> PeerPlan:
@@ -248,7 +249,7 @@ class PeerEngines:
         ``earlier`` are other starts of the engine, which must not answer any more.
         """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
-        fetched_at = time.monotonic()
+        fetched_at = self._system.monotonic()
         workers = [self._connections.open_offer(offer) for offer in offers]
         for worker in workers:
             _check_engine(source, worker)
@@ -257,7 +258,7 @@ class PeerEngines:
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
         plan = self._fastest_plan(workers)
-        seconds = time.monotonic() - fetched_at
+        seconds = self._system.monotonic() - fetched_at
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
             staged = PipelinePlan(plan, self._pipeline)
@@ -297,7 +298,7 @@ class PeerEngines:
             return False
         if not peer.handshake.done():
             # A thread that hangs is left to itself: nobody takes its result.
-            if time.monotonic() - peer.began_at <= self.timeout_s:
+            if self._system.monotonic() - peer.began_at <= self.timeout_s:
                 return False
             action = f"shake hands with {peer.source}"
             expected = f"an answer within {self.timeout_s:g} s"
@@ -350,7 +351,7 @@ class PeerEngines:
         """Forget earlier starts of an engine, and engines that were not read from for long."""
         earlier = self._other_starts(newest)
         for peer in [*self._peers.values()]:
-            is_old = peer in earlier or time.monotonic() - peer.used_at > MAX_AGE_S
+            is_old = peer in earlier or self._system.monotonic() - peer.used_at > MAX_AGE_S
             if is_old and peer.plan is not None:
                 self._forget(peer, peer.plan)
 

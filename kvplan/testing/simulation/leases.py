@@ -1,0 +1,211 @@
+"""A connector made of :mod:`kvplan.connector`, for engines whose requests have one table of blocks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+from kvplan.connector import (
+    Claims,
+    Connections,
+    Handoff,
+    Leases,
+    Listener,
+    Read,
+    Reads,
+    fetch,
+    prompt_digest,
+    send_claims,
+)
+from kvplan.connector.leases import LEASE_S
+from kvplan.describe import Blocks
+from kvplan.errors import KVPlanError
+from kvplan.testing.simulation.engine import Request, Site, StepReport
+from kvplan.testing.simulation.fabric import open_offer
+from kvplan.testing.simulation.network import Host
+
+LOGGER: Final = logging.getLogger(__name__)
+
+KEY: Final = b"the key of all engines"
+
+PORT: Final = 5600
+
+
+class Promises:
+    """What the readers of an engine were told: until when each lease stands, by its reader.
+
+    This is a second opinion of :class:`~kvplan.connector.Leases`, of the messages alone.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        # by request: the end of each promise, by lease and reader
+        self._ends: dict[str, dict[str, float]] = {}
+        self._request_of: dict[str, str] = {}
+        host.witnesses.append(self._hear)
+
+    def grant(self, lease: str, request: str) -> None:
+        """Promise a first lease, to whoever comes."""
+        self._request_of[lease] = request
+        self._ends[request] = {"": self._host.monotonic() + LEASE_S}
+
+    def take(self, request: str) -> bool:
+        """Return whether a promise about a request stands, and forget the request."""
+        ends = self._ends.pop(request, {})
+        return any(self._host.monotonic() < end for end in ends.values())
+
+    def _hear(self, path: str, sent: bytes, answer: bytes) -> None:
+        """Hear a message of claims and the answer to it."""
+        if path != "/claims":
+            return
+        message = json.loads(sent)
+        stand = json.loads(answer)
+        for (lease, reader), stands in zip(message["claims"], stand["claims"], strict=True):
+            if stands:
+                self._ends_of(lease)[reader] = self._host.monotonic() + LEASE_S
+        for (lease, reader), stands in zip(message["done"], stand["done"], strict=True):
+            if stands:
+                self._ends_of(lease).pop(reader, None)
+                self._ends_of(lease).pop("", None)
+
+    def _ends_of(self, lease: str) -> dict[str, float]:
+        return self._ends.get(self._request_of.get(lease, ""), {})
+
+
+class LeaseConnector:
+    """The scheduler's part and all workers' parts of a connector in one."""
+
+    def __init__(self, site: Site) -> None:
+        host = site.host
+        self._host = host
+        self._group = site.workers[0].groups[0].name
+        self._leases = Leases(clock=host.monotonic, token=host.token_hex)
+        self._listener = Listener(
+            site.workers[0].engine_id, host.name, site.offers, self._leases, port=PORT, system=host
+        )
+        send = partial(send_claims, system=host)
+        self._claims = Claims(LOGGER, send, host)
+        self._reader = host.token_hex(8)
+        self._handoffs: dict[str, Handoff] = {}
+        self._refused: dict[str, KVPlanError] = {}
+        self._begun: set[str] = set()
+        self._reads = [
+            Reads(
+                worker,
+                executor,
+                LOGGER,
+                connections=Connections(
+                    open_offer=open_offer,
+                    connect=executor.connect,
+                    disconnect=executor.disconnect,
+                    fetch_offers=partial(fetch, system=host),
+                ),
+                claims=Claims(LOGGER, send, host),
+                system=host,
+            )
+            for worker, executor in zip(site.workers, site.executors, strict=True)
+        ]
+        # by request: the workers that have not reported it
+        self._unreported: dict[str, int] = {}
+        self._promises = Promises(host)
+
+    def add(self, request: Request) -> None:
+        """Claim the lease of a request that another engine has computed."""
+        if request.params is None:
+            return
+        try:
+            handoff = Handoff.of_params(request.params, KEY)
+            handoff.check_prompt(prompt_digest(request.tokens[: handoff.num_tokens]))
+            self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.name))
+            self._handoffs[request.name] = handoff
+        except KVPlanError as error:
+            self._refused[request.name] = error
+
+    def _reader_name(self, request: str) -> str:
+        return f"{self._reader} {request}"
+
+    def count_readable(self, request: Request, num_cached: int) -> int:
+        """Return the positions that are computed and not cached, but the last of the prompt."""
+        handoff = self._handoffs.get(request.name)
+        if handoff is None or request.name in self._begun:
+            return 0
+        return max(0, min(handoff.num_tokens, request.num_prompt - 1) - num_cached)
+
+    def begin_read(self, request: Request, num_tokens: int) -> None:
+        """Read positions of a request in all workers, or end its claim if there are none."""
+        handoff = self._handoffs.get(request.name)
+        if handoff is None or request.name in self._begun:
+            return
+        self._begun.add(request.name)
+        if num_tokens == 0:
+            self._end_claim(request.name)
+            return
+        self._unreported[request.name] = len(self._reads)
+        refusal = self._claims.refusal(
+            handoff.source, handoff.lease, self._reader_name(request.name)
+        )
+        read = Read(
+            request=request.name,
+            source=handoff.source,
+            lease=handoff.lease,
+            local={self._group: Blocks(request.blocks)},
+            remote=handoff.blocks,
+            tokens={self._group: (request.num_computed - num_tokens, request.num_computed)},
+            to_block_end=True,
+        )
+        for reads in self._reads:
+            if refusal is None:
+                reads.begin(read)
+            else:
+                reads.fail(request.name, refusal)
+
+    def _end_claim(self, request: str) -> None:
+        handoff = self._handoffs.pop(request, None)
+        if handoff is not None:
+            self._claims.end(handoff.source, handoff.lease, self._reader_name(request))
+
+    def step(self) -> StepReport:
+        """Poll all workers: a request is received when each of them has reported it."""
+        ended = self._leases.take_ended()
+        released = [*ended.done, *ended.late]
+        received = []
+        failed = dict[str, KVPlanError]()
+        for reads in self._reads:
+            for result in reads.poll():
+                self._unreported[result.request] -= 1
+                if result.error is not None:
+                    failed.setdefault(result.request, result.error)
+                if not self._unreported[result.request]:
+                    del self._unreported[result.request]
+                    received.append(result.request)
+            for name, error in reads.late().items():
+                failed.setdefault(name, error)
+        for name in received:
+            self._end_claim(name)
+        return StepReport(received, failed, released)
+
+    def finish(self, request: Request) -> Mapping[str, Any] | None:
+        """Lend the blocks of a request that was computed for another engine."""
+        if request.name not in self._begun:
+            self._end_claim(request.name)
+        self._begun.discard(request.name)
+        if not request.is_for_another or request.is_aborted:
+            return None
+        lease = self._leases.grant(request.name)
+        self._promises.grant(lease, request.name)
+        handoff = Handoff(
+            source=self._listener.source,
+            lease=lease,
+            num_tokens=request.num_computed,
+            prompt=prompt_digest(request.tokens[: request.num_computed]),
+            blocks={self._group: Blocks(request.blocks)},
+        )
+        params: Mapping[str, Any] = json.loads(json.dumps(handoff.params(KEY)))
+        return params
+
+    def is_promised(self, request: str) -> bool:
+        """Return whether a reader was told that the blocks of a request stay."""
+        return self._promises.take(request)
