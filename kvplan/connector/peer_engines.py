@@ -56,8 +56,9 @@ class Connections:
     ``fetch_offers`` returns the offers of an engine, within seconds. ``open_offer`` returns the
     worker in an offer. ``connect`` makes that worker known to the executor, or changes nothing
     where it is known; ``disconnect`` makes the executor forget it. ``fetch_digests`` returns the
-    digests of what an engine has lent, within seconds. Threads call those that fetch, and
-    ``open_offer``. The others are called where :class:`~kvplan.connector.Reads` is polled.
+    digests of what an engine has lent, within seconds. ``plan`` plans how to read from all workers
+    of an engine. Threads call those that fetch, ``open_offer`` and ``plan``. The others are called
+    where :class:`~kvplan.connector.Reads` is polled.
     """
 
     open_offer: Callable[[bytes], Worker]
@@ -65,6 +66,7 @@ class Connections:
     disconnect: Callable[[Worker], None]
     fetch_offers: Callable[[Source, float], Offers] = fetch
     fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
+    plan: Callable[[Worker, Sequence[Worker]], TransferPlan] = plan_reads
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Connections):
@@ -289,7 +291,7 @@ class PeerEngines:
                 # There are more descriptors than can be counted.
                 if error.code != "RANGE":
                     raise
-        return plan_reads(self._worker, workers)
+        return self._connections.plan(self._worker, workers)
 
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from secrets import token_hex
+from types import TracebackType
 from typing import Final, Protocol
 
 import attrs
@@ -24,7 +25,13 @@ class Condition(Protocol):
 
     def __enter__(self) -> object: ...
 
-    def __exit__(self, *exception: object) -> object: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
 
     def wait(self, timeout: float | None = None) -> bool:
         """Let go of the lock until somebody notifies, at most for a time in seconds."""

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, cast
 
 import attrs

@@ -15,7 +15,7 @@ import attrs
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualExecutor
-from kvplan.testing.simulation.memory import Labels, LabelledMemory, Numbers, prefix_labels
+from kvplan.testing.simulation.memory import LabelledMemory, Labels, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
 
 MAX_TOKENS_PER_STEP: Final = 16
@@ -123,7 +123,7 @@ class Site:
     workers: Sequence[Worker]
     executors: Sequence[VirtualExecutor]
     offers: Sequence[bytes]
-    has_rivals: bool = False
+    fabric: Fabric
 
 
 class BlockPool:
@@ -198,6 +198,7 @@ class Engine:
         self,
         host: Host,
         workers: Sequence[Worker],
+        num_blocks: int,
         fabric: Fabric,
         numbers: Numbers,
         make_connector: Callable[[Site], Connector],
@@ -212,13 +213,13 @@ class Engine:
             for worker, memory in zip(workers, self._memories, strict=True)
         ]
         self._tokens_per_block = self._memories[0].tokens_per_block
-        self.pool = BlockPool(workers[0].views[0].num_blocks, self._check_block)
+        self.pool = BlockPool(num_blocks, self._check_block)
         self._lent: dict[str, list[int]] = {}
         # requests that have ended while bytes may still land
         self._landing: dict[str, list[int]] = {}
         executors = [VirtualExecutor(fabric, port) for port in ports]
         offers = [fabric.register(port) for port in ports]
-        self.connector = make_connector(Site(host, workers, executors, offers))
+        self.connector = make_connector(Site(host, workers, executors, offers, fabric))
         self._interval_s = 0.0
         self._is_stepping = False
         self._arrived: list[Request] = []
@@ -386,9 +387,7 @@ class Engine:
 
     def _preempt(self) -> None:
         """Take the blocks of the request that runs and came last; it begins again."""
-        running = [
-            request for request in self.requests.values() if request.phase is Phase.RUNNING
-        ]
+        running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
         request = running[-1]
         self._trace(self.host.name, f"{request.name} is preempted")
         self.pool.free(request.blocks)

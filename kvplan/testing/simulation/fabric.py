@@ -28,10 +28,13 @@ from kvplan.executor import (
     still_running,
     unprepared,
 )
-from kvplan.handshake import decode, encode
 from kvplan.plan import ReadSpec, Table, TransferPlan
+from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.memory import LabelledMemory
 from kvplan.testing.simulation.network import Host
+
+TOKEN_CHARACTERS: Final = 16
+"""The length of the token that an offer begins with: of one start of an engine."""
 
 GONE_S: Final = 4.0
 """Seconds after which a transfer notices that its source is gone, or cannot be reached."""
@@ -50,6 +53,11 @@ class Trouble:
     chance: float
     delay_s: float = 0.0
     breaks: bool = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the names of the engines, or ``*``."""
+        return (self.source,)
 
     def concerns(self, source: str, now: float) -> bool:
         """Return whether a transfer from a host that starts now may suffer from this."""
@@ -81,21 +89,21 @@ class _Flight:
 class Fabric:
     """All memory that can be reached, by the token of an offer. One for a simulation."""
 
-    def __init__(self, seed: int, troubles: tuple[Trouble, ...]) -> None:
+    def __init__(self, seed: int, troubles: tuple[Trouble, ...], catalog: Catalog) -> None:
+        self.catalog = catalog
         self.random = random.Random(f"{seed} fabric")
         self.troubles = troubles
         self.ports: dict[str, Port] = {}
 
+    def open_offer(self, offer: bytes) -> Worker:
+        """Return the worker in an offer."""
+        return self.catalog.open(offer[TOKEN_CHARACTERS:])
+
     def register(self, port: Port) -> bytes:
         """Return the offer of a worker's memory: a token of this start, and its description."""
-        token = port.host.token_hex(8)
+        token = port.host.token_hex(TOKEN_CHARACTERS // 2)
         self.ports[token] = port
-        return token.encode() + encode(port.worker)
-
-
-def open_offer(offer: bytes) -> Worker:
-    """Return the worker in an offer."""
-    return decode(offer[16:])
+        return token.encode() + self.catalog.offer(port.worker)
 
 
 class VirtualExecutor:
@@ -110,7 +118,7 @@ class VirtualExecutor:
 
     def connect(self, offer: bytes) -> None:
         """Make the worker of an offer known."""
-        remote = self.fabric.ports.get(offer[:16].decode())
+        remote = self.fabric.ports.get(offer[:TOKEN_CHARACTERS].decode())
         if remote is None or remote.host.is_dead:
             raise KVPlanError("PEER", "connect", expected="memory that is there", got="none")
         self._connected[remote.worker.key] = remote
@@ -129,7 +137,7 @@ class VirtualExecutor:
                 continue
             port = self._connected.get(remote.key)
             if port is None or port.worker != remote:
-                raise not_planned_for(remote, port and port.worker, "remote")
+                raise not_planned_for(remote, None if port is None else port.worker, "remote")
         self._prepared.update(pair.local_table for pair in plan.pairs)
 
     def start(

@@ -6,27 +6,33 @@ These rules hold in every step, or the simulation ends with an error that names 
 - GIVEN: a block is not given to a request while a byte of another one may land in it.
 - CLAIM: blocks are not freed while a reader was told that they stay.
 - END: each request ends within :data:`END_S`, right or with an error of kvplan.
+- RIGHT: a request that is read once, soon and to its end does not fail without an excuse: a fault
+  that explains its error.
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no thread runs.
-- THREAD: no thread ends with an error, and no step of an engine waits.
+- CRASH: no thread and no step of an engine ends with an error, and no step waits.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from logging import Logger
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import attrs
 
+from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
+from kvplan.plan import TransferPlan
+from kvplan.testing.simulation.catalog import Catalog
 from kvplan.testing.simulation.engine import BrokenRuleError, Connector, Engine, Request, Site
-from kvplan.testing.simulation.fabric import Fabric, Trouble
+from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualExecutor
 from kvplan.testing.simulation.memory import Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
@@ -35,11 +41,12 @@ from kvplan.testing.simulation.scenario import (
     Death,
     Freeze,
     Incident,
+    Member,
+    Rival,
     Scenario,
-    Shape,
     Visit,
 )
-from kvplan.testing.simulation.tasks import TaskLoop
+from kvplan.testing.simulation.tasks import TaskLoop, TaskThread
 
 END_S: Final = 200.0
 """Seconds within which a request ends, beside those for which its engine is frozen."""
@@ -49,6 +56,9 @@ SETTLE_S: Final = 40.0
 
 QUIET_S: Final = 200.0
 """Seconds after the last requests, within which all blocks are free and all threads have ended."""
+
+ELSEWHERE: Final = "-elsewhere"
+"""Ends the name of a host that has an engine of another host's name."""
 
 MakeConnector = Callable[[Site], Connector]
 
@@ -74,38 +84,57 @@ class Outcome:
         return f"seed {self.scenario.seed}: {ending} ({self.num_steps} steps; requests: {ends})"
 
 
-def simulate(
-    scenario: Scenario, make_connector: MakeConnector, loop: TaskLoop | None = None
-) -> Outcome:
-    """Run a scenario to its end, or until a rule is broken."""
-    fleet = Fleet(scenario, make_connector)
-    try:
-        error = fleet.run()
-    finally:
-        fleet.loop.close()
-    return Outcome(
-        scenario, error, tuple(fleet.lines), fleet.loop.num_events, dict(sorted(fleet.ends.items()))
-    )
+class Simulation:
+    """Runs scenarios with the connectors that ``make_connector`` makes, one for each start."""
+
+    def __init__(self, make_connector: MakeConnector) -> None:
+        self._make_connector = make_connector
+        self._catalog = Catalog()
+        self._threads: list[TaskThread] = []
+
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario to its end, or until a rule is broken."""
+        fleet = Fleet(scenario, self._make_connector, self._catalog, TaskLoop(self._threads))
+        try:
+            error = fleet.run()
+        finally:
+            fleet.loop.close()
+        ends = dict(sorted(fleet.ends.items()))
+        return Outcome(scenario, error, tuple(fleet.lines), fleet.loop.num_events, ends)
+
+    def close(self) -> None:
+        """End the threads."""
+        while self._threads:
+            self._threads.pop().close()
 
 
 class Fleet:
     """The engines of a scenario, and their clients."""
 
-    def __init__(self, scenario: Scenario, make_connector: MakeConnector) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        make_connector: MakeConnector,
+        catalog: Catalog,
+        loop: TaskLoop,
+    ) -> None:
         self.scenario = scenario
-        self.loop = TaskLoop()
+        self.loop = loop
         self.lines: list[str] = []
+        self._random = random.Random(f"{scenario.seed} fleet")
         self.ends: Counter[str] = Counter()
         self._make_connector = make_connector
         incidents = scenario.incidents
         disturbances = tuple(item for item in incidents if isinstance(item, Disturbance))
         troubles = tuple(item for item in incidents if isinstance(item, Trouble))
         self._network = Network(self.loop, scenario.seed, disturbances)
-        self._fabric = Fabric(scenario.seed, troubles)
-        self._workers = {shape.name: shape.workers() for shape in scenario.shapes}
+        self._fabric = Fabric(scenario.seed, troubles, catalog)
+        self._workers = {
+            member.name: catalog.workers(member.name, member.shape) for member in scenario.members
+        }
         all_workers = [worker for workers in self._workers.values() for worker in workers]
         self._numbers = Numbers.of(all_workers)
-        self._shapes = {shape.name: shape for shape in scenario.shapes}
+        self._members = {member.name: member for member in scenario.members}
         self._num_starts: Counter[str] = Counter()
         self._engines: dict[str, Engine] = {}
         self._frozen_s = sum(
@@ -117,8 +146,8 @@ class Fleet:
     def run(self) -> BrokenRuleError | None:
         """Let everything happen. Return the rule that was broken, if any."""
         try:
-            for shape in self.scenario.shapes:
-                self._start(shape)
+            for member in self.scenario.members:
+                self._start(member)
             for incident in self.scenario.incidents:
                 self._plan(incident)
             self._advance(HEALED_S + SETTLE_S)
@@ -140,50 +169,73 @@ class Fleet:
 
     def _advance(self, until_s: float) -> None:
         """Let all events happen up to a time."""
-        while self.loop.advance(until_s):
-            if self.loop.errors:
-                error = self.loop.errors[0]
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                raise BrokenRuleError("THREAD", f"{error!r} at {where.name}:{where.lineno}")
+        try:
+            while self.loop.advance(until_s):
+                for error in self.loop.errors:
+                    raise error
+        except BrokenRuleError:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{where.filename.rpartition('/')[2]}, {where.name}"
+            raise BrokenRuleError("CRASH", f"{error!r} in {place}") from error
         self.loop.now = until_s
         for name, ends_at in self._open.items():
             if ends_at < self.loop.now:
                 raise BrokenRuleError("END", f"{name} has not ended in time")
 
-    def _start(self, shape: Shape) -> None:
-        self._num_starts[shape.name] += 1
-        number = self._num_starts[shape.name]
-        draw = random.Random(f"{self.scenario.seed} {shape.name} {number}")
-        host = Host(shape.name, self._network, draw, shape.rate, 1000 * draw.random())
-        self._engines[shape.name] = Engine(
+    def _start(self, member: Member, place: str = "") -> None:
+        """Start an engine, at the host of its name or elsewhere."""
+        self._num_starts[member.name] += 1
+        number = self._num_starts[member.name]
+        draw = random.Random(f"{self.scenario.seed} {member.name} {number}")
+        host = Host(member.name + place, self._network, draw, member.rate, 1000 * draw.random())
+        self._engines[host.name] = Engine(
             host,
-            self._workers[shape.name],
+            self._workers[member.name],
+            member.num_blocks,
             self._fabric,
             self._numbers,
             self._make_connector,
             self._trace,
         )
-        self._trace(shape.name, f"start {number}")
+        self._trace(host.name, f"start {number}")
 
     def _plan(self, incident: Incident) -> None:
         if isinstance(incident, Arrival):
-            self.loop.at(incident.at, partial(self._arrive, incident, lambda error: None))
+            self.loop.at(incident.at, partial(self._arrive, incident, self._finish_of(incident)))
         elif isinstance(incident, Death):
-            self.loop.at(incident.at, partial(self._die, incident))
+            self.loop.at(incident.at, partial(self._die, incident.engine, incident.restarts_at))
         elif isinstance(incident, Freeze):
             self.loop.at(incident.at, partial(self._freeze, incident))
+        elif isinstance(incident, Rival):
+            self.loop.at(incident.at, partial(self._rival, incident))
 
-    def _die(self, death: Death) -> None:
-        engine = self._engines[death.engine]
+    def _finish_of(self, arrival: Arrival) -> Callable[[KVPlanError | None], None]:
+        """Return what checks the end of a request."""
+
+        def finish(error: KVPlanError | None) -> None:
+            if error is not None and arrival.is_sure and not self.scenario.may_fail(error.code):
+                raise BrokenRuleError("RIGHT", f"{arrival.name} fails: {error}")
+
+        return finish
+
+    def _rival(self, rival: Rival) -> None:
+        """Start an engine again elsewhere. In the end the first one lives, or a new start of it."""
+        self._start(self._members[rival.engine], ELSEWHERE)
+        self.loop.at(rival.ends_at, partial(self._die, rival.engine + ELSEWHERE))
+
+    def _die(self, name: str, restarts_at: float | None = None) -> None:
+        engine = self._engines[name]
         if engine.host.is_dead:
             return
-        self._trace(death.engine, "dies")
+        self._trace(name, "dies")
         engine.host.die()
         error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
         for request in [*engine.requests.values()]:
             request.tell(None, error)
-        if death.restarts_at is not None:
-            self.loop.at(death.restarts_at, partial(self._start, self._shapes[death.engine]))
+        if restarts_at is not None:
+            self.loop.at(restarts_at, partial(self._start, self._members[name]))
 
     def _freeze(self, freeze: Freeze) -> None:
         self._trace(freeze.engine, f"freezes until {freeze.ends_at:.4f}")
@@ -193,7 +245,9 @@ class Fleet:
         """Let prefill compute a request, and then others read it. ``finish`` gets the first error."""
 
         def computed(params: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
-            for number, visit in enumerate(arrival.visits if params is not None else ()):
+            for number, visit in enumerate(arrival.visits):
+                if params is None:
+                    break
                 name = f"{arrival.name}/{number}"
                 read = partial(self._visit, arrival, visit, name, params, finish)
                 self.loop.at(self.loop.now + visit.delay_s, read)
@@ -218,7 +272,7 @@ class Fleet:
         self._submit(
             visit.engine,
             name,
-            arrival.tokens,
+            visit.tokens or arrival.tokens,
             arrival.num_answer,
             params,
             ended,
@@ -237,6 +291,9 @@ class Fleet:
     ) -> None:
         """Send a request to an engine."""
         engine = self._engines[engine_name]
+        rival = self._engines.get(engine_name + ELSEWHERE, engine)
+        if not rival.host.is_dead and self._random.random() < 0.5:
+            engine = rival
 
         def ended(answer: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             del self._open[name]
@@ -281,6 +338,20 @@ class Fleet:
             raise BrokenRuleError("GROW", f"{self.loop.num_tasks} threads still run")
 
 
+_NOT_OF_A_CONNECTOR: Final = (
+    Fabric,
+    FunctionType,
+    Host,
+    Logger,
+    MethodType,
+    TransferPlan,
+    VirtualExecutor,
+    Worker,
+    type,
+)
+"""What connectors refer to and do not own, or what has no parts."""
+
+
 def places_of(text: str, root: object) -> Iterator[str]:
     """Yield what holds a string with some text, in all that can be reached from a connector."""
     seen = set[int]()
@@ -301,7 +372,7 @@ def places_of(text: str, root: object) -> Iterator[str]:
             ahead += [(place, item) for item in value]
         elif isinstance(value, partial):
             ahead += [(place, item) for item in value.args]
-        elif type(value).__module__.startswith("kvplan.") and not isinstance(value, Host):
+        elif not isinstance(value, _NOT_OF_A_CONNECTOR):
             names = [*getattr(value, "__dict__", ())]
             for part in type(value).__mro__:
                 names += getattr(part, "__slots__", ())

@@ -24,7 +24,6 @@ from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Blocks
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation.engine import Request, Site, StepReport
-from kvplan.testing.simulation.fabric import open_offer
 from kvplan.testing.simulation.network import Host
 
 LOGGER: Final = logging.getLogger(__name__)
@@ -42,19 +41,19 @@ class Promises:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        # by request: the end of each promise, by lease and reader
+        # by lease: the end of each promise, by reader
         self._ends: dict[str, dict[str, float]] = {}
-        self._request_of: dict[str, str] = {}
+        self._lease_of: dict[str, str] = {}
         host.witnesses.append(self._hear)
 
     def grant(self, lease: str, request: str) -> None:
         """Promise a first lease, to whoever comes."""
-        self._request_of[lease] = request
-        self._ends[request] = {"": self._host.monotonic() + LEASE_S}
+        self._lease_of[request] = lease
+        self._ends[lease] = {"": self._host.monotonic() + LEASE_S}
 
     def take(self, request: str) -> bool:
         """Return whether a promise about a request stands, and forget the request."""
-        ends = self._ends.pop(request, {})
+        ends = self._ends.pop(self._lease_of.pop(request), {})
         return any(self._host.monotonic() < end for end in ends.values())
 
     def _hear(self, path: str, sent: bytes, answer: bytes) -> None:
@@ -64,15 +63,12 @@ class Promises:
         message = json.loads(sent)
         stand = json.loads(answer)
         for (lease, reader), stands in zip(message["claims"], stand["claims"], strict=True):
-            if stands:
-                self._ends_of(lease)[reader] = self._host.monotonic() + LEASE_S
+            if stands and lease in self._ends:
+                self._ends[lease][reader] = self._host.monotonic() + LEASE_S
         for (lease, reader), stands in zip(message["done"], stand["done"], strict=True):
-            if stands:
-                self._ends_of(lease).pop(reader, None)
-                self._ends_of(lease).pop("", None)
-
-    def _ends_of(self, lease: str) -> dict[str, float]:
-        return self._ends.get(self._request_of.get(lease, ""), {})
+            if stands and lease in self._ends:
+                self._ends[lease].pop(reader, None)
+                self._ends[lease].pop("", None)
 
 
 class LeaseConnector:
@@ -89,19 +85,21 @@ class LeaseConnector:
         send = partial(send_claims, system=host)
         self._claims = Claims(LOGGER, send, host)
         self._reader = host.token_hex(8)
+        # requests that wait for blocks, with what they are to read, or why they cannot
+        self._unread: dict[str, Handoff | KVPlanError] = {}
+        # requests that are read
         self._handoffs: dict[str, Handoff] = {}
-        self._refused: dict[str, KVPlanError] = {}
-        self._begun: set[str] = set()
         self._reads = [
             Reads(
                 worker,
                 executor,
                 LOGGER,
                 connections=Connections(
-                    open_offer=open_offer,
+                    open_offer=site.fabric.open_offer,
                     connect=executor.connect,
                     disconnect=executor.disconnect,
                     fetch_offers=partial(fetch, system=host),
+                    plan=site.fabric.catalog.plan,
                 ),
                 claims=Claims(LOGGER, send, host),
                 system=host,
@@ -120,47 +118,53 @@ class LeaseConnector:
             handoff = Handoff.of_params(request.params, KEY)
             handoff.check_prompt(prompt_digest(request.tokens[: handoff.num_tokens]))
             self._claims.begin(handoff.source, handoff.lease, self._reader_name(request.name))
-            self._handoffs[request.name] = handoff
+            self._unread[request.name] = handoff
         except KVPlanError as error:
-            self._refused[request.name] = error
+            self._unread[request.name] = error
 
     def _reader_name(self, request: str) -> str:
         return f"{self._reader} {request}"
 
     def count_readable(self, request: Request, num_cached: int) -> int:
         """Return the positions that are computed and not cached, but the last of the prompt."""
-        handoff = self._handoffs.get(request.name)
-        if handoff is None or request.name in self._begun:
+        if request.name not in self._unread:
             return 0
-        return max(0, min(handoff.num_tokens, request.num_prompt - 1) - num_cached)
+        return max(0, request.num_prompt - 1 - num_cached)
 
     def begin_read(self, request: Request, num_tokens: int) -> None:
         """Read positions of a request in all workers, or end its claim if there are none."""
-        handoff = self._handoffs.get(request.name)
-        if handoff is None or request.name in self._begun:
+        if request.name not in self._unread:
             return
-        self._begun.add(request.name)
+        handoff = self._unread.pop(request.name)
+        if isinstance(handoff, Handoff):
+            self._handoffs[request.name] = handoff
         if num_tokens == 0:
             self._end_claim(request.name)
             return
         self._unreported[request.name] = len(self._reads)
-        refusal = self._claims.refusal(
-            handoff.source, handoff.lease, self._reader_name(request.name)
-        )
-        read = Read(
+        for reads in self._reads:
+            try:
+                reads.begin(self._read(request, handoff, num_tokens))
+            except KVPlanError as error:
+                reads.fail(request.name, error)
+
+    def _read(self, request: Request, handoff: Handoff | KVPlanError, num_tokens: int) -> Read:
+        """Return what is to be read. Raises the reason why it cannot be read."""
+        if isinstance(handoff, KVPlanError):
+            raise handoff
+        source = handoff.source
+        refusal = self._claims.refusal(source, handoff.lease, self._reader_name(request.name))
+        if refusal is not None:
+            raise refusal
+        return Read(
             request=request.name,
-            source=handoff.source,
+            source=source,
             lease=handoff.lease,
             local={self._group: Blocks(request.blocks)},
             remote=handoff.blocks,
             tokens={self._group: (request.num_computed - num_tokens, request.num_computed)},
             to_block_end=True,
         )
-        for reads in self._reads:
-            if refusal is None:
-                reads.begin(read)
-            else:
-                reads.fail(request.name, refusal)
 
     def _end_claim(self, request: str) -> None:
         handoff = self._handoffs.pop(request, None)
@@ -189,9 +193,9 @@ class LeaseConnector:
 
     def finish(self, request: Request) -> Mapping[str, Any] | None:
         """Lend the blocks of a request that was computed for another engine."""
-        if request.name not in self._begun:
-            self._end_claim(request.name)
-        self._begun.discard(request.name)
+        unread = self._unread.pop(request.name, None)
+        if isinstance(unread, Handoff):
+            self._claims.end(unread.source, unread.lease, self._reader_name(request.name))
         if not request.is_for_another or request.is_aborted:
             return None
         lease = self._leases.grant(request.name)

@@ -1,4 +1,4 @@
-"""Memory whose cells carry labels: each byte says of which prefix of which tokens it is, and which part.
+"""Memory whose cells carry labels: of which tokens each byte is, and which part of the cache.
 
 What a token caches depends on all tokens before it. So the label of a byte at position ``p`` is made
 of the first ``p + 1`` tokens and of the byte's number in the logical tensors, which is the same in
@@ -93,7 +93,8 @@ class LabelledMemory:
         lengths = ranges[:, 1].astype(np.int64)
         # for each byte: the first cell of its range, and how far it is from there
         offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return np.repeat(first, lengths) + offsets
+        cells: Ints = np.repeat(first, lengths) + offsets
+        return cells
 
     def _at(self, blocks: Sequence[int], start: int, stop: int) -> Ints:
         """Return the cells of positions, (positions, bytes)."""

@@ -1,4 +1,4 @@
-"""Hosts and the network between them: a :class:`~kvplan.connector.System` for each start of an engine."""
+"""Hosts, each a :class:`~kvplan.connector.System` of one start of an engine, and their network."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class Disturbance:
     duplication: float = 0.0
     reset: float = 0.0
     delay_s: float = 0.0
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the names of the engines, or ``*``."""
+        return (self.source, self.target)
 
     def concerns(self, source: str, target: str, now: float) -> bool:
         """Return whether a message that is sent now suffers from this."""

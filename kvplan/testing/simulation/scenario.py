@@ -1,33 +1,15 @@
-"""Scenarios: the engines of a fleet, the requests that come, and what goes wrong, drawn from a seed."""
+"""Scenarios, drawn from seeds: the engines of a fleet, the requests, and what goes wrong."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from functools import cached_property
 from typing import Final
 
 import attrs
 
-from kvplan.describe import Worker
-from kvplan.models import Model
+from kvplan.testing.simulation.catalog import SHAPES, Shape
 from kvplan.testing.simulation.fabric import Trouble
-from kvplan.testing.simulation.memory import LabelledMemory, Numbers
 from kvplan.testing.simulation.network import Disturbance
-
-MODEL: Final = Model.from_config(
-    {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 2,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 50_000,
-    }
-)
-"""The model of all engines: small, since bytes differ by their labels and not by their number."""
 
 HEALED_S: Final = 60.0
 """Seconds after which nothing goes wrong any more."""
@@ -38,39 +20,35 @@ MAX_TOKENS: Final = 40
 MAX_ANSWER: Final = 8
 """Tokens of an answer."""
 
+VOCABULARY: Final = 1000
+"""Tokens to choose from."""
+
+BRIEF_S: Final = 4.0
+"""Seconds for which the network may be disturbed without the end of a lease that is claimed."""
+
 
 @attrs.frozen
-class Shape:
-    """The shape of an engine: how it divides and stores the cache, and how fast its clock runs."""
+class Member:
+    """An engine of a fleet: its shape, the blocks that it uses, and how fast its clock runs."""
 
     name: str
-    tp: int = 1
-    tokens_per_block: int = 4
-    layout: str = "LBHNC"
+    shape: Shape = SHAPES[0]
     num_blocks: int = 40
     rate: float = 1.0
-
-    def workers(self) -> tuple[Worker, ...]:
-        """Return the workers of an engine of this shape."""
-        return MODEL.engine(
-            self.name,
-            tp=self.tp,
-            tokens_per_block=self.tokens_per_block,
-            layout=self.layout,
-            num_blocks=self.num_blocks,
-        )
 
 
 @attrs.frozen
 class Visit:
     """A computed request at an engine that reads it, ``delay_s`` after prefill has answered.
 
-    Its client aborts it ``patience_s`` after that.
+    Its client aborts it ``patience_s`` after that. A proxy may take it for a request of other
+    ``tokens``.
     """
 
     engine: str
     delay_s: float = 0.01
     patience_s: float | None = None
+    tokens: tuple[int, ...] | None = None
 
 
 @attrs.frozen
@@ -88,6 +66,22 @@ class Arrival:
     visits: tuple[Visit, ...]
     patience_s: float | None = None
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engines that the request comes to."""
+        return (self.prefill, *(visit.engine for visit in self.visits))
+
+    @property
+    def is_sure(self) -> bool:
+        """Return whether the request is right where nothing goes wrong.
+
+        It is read once, soon, as what it is, and to its end.
+        """
+        if len(self.visits) != 1 or self.patience_s is not None:
+            return False
+        (visit,) = self.visits
+        return visit.delay_s <= 1 and visit.patience_s is None and visit.tokens is None
+
 
 @attrs.frozen
 class Death:
@@ -96,6 +90,11 @@ class Death:
     at: float
     engine: str
     restarts_at: float | None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine that dies."""
+        return (self.engine,)
 
 
 @attrs.frozen
@@ -106,18 +105,61 @@ class Freeze:
     engine: str
     ends_at: float
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine that freezes."""
+        return (self.engine,)
 
-Incident = Arrival | Death | Freeze | Disturbance | Trouble
+
+@attrs.frozen
+class Rival:
+    """Somebody starts an engine again under its name, elsewhere, while it lives; later one ends.
+
+    Meanwhile requests to the engine come to either of them.
+    """
+
+    at: float
+    engine: str
+    ends_at: float
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engine that has a rival."""
+        return (self.engine,)
+
+
+Incident = Arrival | Death | Freeze | Rival | Disturbance | Trouble
 """Something that a scenario may do without: a failure is shrunk by leaving incidents out."""
 
 
 @attrs.frozen
 class Scenario:
-    """The engines of a fleet and all that happens to them. The seed decides when, and in which order."""
+    """The engines of a fleet and all that happens to them, in an order that the seed decides."""
 
     seed: int
-    shapes: tuple[Shape, ...]
+    members: tuple[Member, ...]
     incidents: tuple[Incident, ...]
+
+    def may_fail(self, code: str) -> bool:
+        """Return whether what goes wrong excuses that a request fails with the code of an error.
+
+        Slow transfers excuse nothing, and a network that is disturbed for a moment no lease that
+        ends.
+        """
+        for incident in self.incidents:
+            if isinstance(incident, Disturbance):
+                is_excuse = code != "LEASE" or incident.ends_at - incident.begins_at > BRIEF_S
+            elif isinstance(incident, Trouble):
+                is_excuse = incident.breaks
+            else:
+                is_excuse = not isinstance(incident, Arrival)
+            if is_excuse:
+                return True
+        return False
+
+    def mentions(self, engine: str) -> bool:
+        """Return whether an incident is of an engine."""
+        return any(engine in incident.engines for incident in self.incidents)
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
@@ -125,7 +167,7 @@ class Scenario:
         return _Draw(seed).scenario()
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}", *map(str, self.shapes)]
+        lines = [f"seed {self.seed}", *map(str, self.members)]
         lines += map(str, sorted(self.incidents, key=_begin_of))
         return "\n".join(lines)
 
@@ -146,35 +188,44 @@ class _Draw:
     def scenario(self) -> Scenario:
         """Draw engines, requests and incidents."""
         draw = self._random
-        prefills = [self._shape(f"prefill-{number}") for number in range(draw.choice((1, 1, 2)))]
-        decodes = [self._shape(f"decode-{number}") for number in range(draw.choice((1, 1, 2, 3)))]
-        shapes = (*prefills, *decodes)
+        prefills = [self._member(f"prefill-{number}") for number in range(draw.choice((1, 1, 2)))]
+        decodes = [self._member(f"decode-{number}") for number in range(draw.choice((1, 1, 2, 3)))]
+        members = (*prefills, *decodes)
         incidents = list[Incident]()
         families = [self._tokens(MAX_TOKENS) for _ in range(3)]
-        for number in range(draw.randint(3, 10)):
+        for number in range(draw.randint(3, 12)):
             incidents.append(self._arrival(number, families, prefills, decodes))
-        names = [shape.name for shape in shapes]
-        for _ in range(draw.choice((0, 1, 1, 2, 3, 5))):
-            kind = draw.choice((self._death, self._freeze, self._disturbance, self._trouble))
-            incidents.append(kind(names))
-        return Scenario(self._seed, shapes, tuple(incidents))
+        names = [member.name for member in members]
+        # some fleets are only slow, or disturbed for a moment: there, requests must not fail
+        kinds = draw.choice(
+            (
+                (self._slowness,),
+                (self._slowness, self._moment, self._moment),
+                (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
+                (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
+                (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
+            )
+        )
+        for _ in range(draw.choice((0, 1, 2, 3, 4, 6))):
+            incidents.append(draw.choice(kinds)(names))
+        return Scenario(self._seed, members, tuple(incidents))
 
-    def _shape(self, name: str) -> Shape:
+    def _member(self, name: str) -> Member:
         draw = self._random
-        size = draw.choice((2, 3, 4, 6, 8))
+        shape = draw.choice(SHAPES)
         # at least one request has room, and seldom many
-        num_tokens = MAX_TOKENS + MAX_ANSWER + size + draw.choice((0, 20, 60, 200))
-        return Shape(
+        num_tokens = (
+            MAX_TOKENS + MAX_ANSWER + shape.tokens_per_block + draw.choice((0, 0, 20, 60, 190))
+        )
+        return Member(
             name,
-            tp=draw.choice((1, 1, 2, 4)),
-            tokens_per_block=size,
-            layout=draw.choice(("LBHNC", "LBNHC", "BLHNC")),
-            num_blocks=1 + -(-num_tokens // size),
+            shape,
+            num_blocks=min(1 + -(-num_tokens // shape.tokens_per_block), shape.num_blocks),
             rate=draw.choice((1.0, 1.0, 0.97, 1.03, 0.5, 2.0)),
         )
 
     def _tokens(self, number: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(50_000) for _ in range(number))
+        return tuple(self._random.randrange(VOCABULARY) for _ in range(number))
 
     def _time(self) -> float:
         """Draw a time at which something happens, often soon."""
@@ -184,8 +235,8 @@ class _Draw:
         self,
         number: int,
         families: list[tuple[int, ...]],
-        prefills: list[Shape],
-        decodes: list[Shape],
+        prefills: list[Member],
+        decodes: list[Member],
     ) -> Arrival:
         draw = self._random
         family = draw.choice(families)
@@ -196,7 +247,8 @@ class _Draw:
             delay_s = draw.choice((0.01, 0.01, 0.01, 0.5, 29.9, 40.0)) * draw.random()
             patience_s = draw.choice((None, None, None, 0.05, 2.0, 20.0))
             patience_s = patience_s and patience_s * draw.random()
-            visits.append(Visit(draw.choice(decodes).name, delay_s, patience_s))
+            tokens = self._tokens(MAX_TOKENS) if draw.random() < 0.05 else None
+            visits.append(Visit(draw.choice(decodes).name, delay_s, patience_s, tokens))
         return Arrival(
             self._time(),
             f"request-{number}",
@@ -221,16 +273,16 @@ class _Draw:
 
     def _end_after(self, begins_at: float) -> float:
         """Draw an end: after a moment, a while, or long."""
-        scale_s = self._random.choice((0.2, 5.0, 50.0))
+        scale_s = self._random.choice((1.0, 10.0, 60.0))
         return min(begins_at + scale_s * self._random.random(), HEALED_S)
 
     def _disturbance(self, names: list[str]) -> Disturbance:
         draw = self._random
         begins_at = self._time()
         ends_at = self._end_after(begins_at)
-        source = draw.choice((*names, "*"))
-        target = draw.choice((*names, "*"))
-        kinds = ("loss", "cut", "duplication", "reset", "delay")
+        source = draw.choice((*names, "*", "*"))
+        target = draw.choice((*names, "*", "*"))
+        kinds = ("loss", "cut", "cut", "duplication", "reset", "delay")
         kind = draw.choice(kinds)
         return Disturbance(
             begins_at,
@@ -243,6 +295,21 @@ class _Draw:
             delay_s=draw.choice((0.1, 2.0, 40.0)) if kind in ("delay", "duplication") else 0.0,
         )
 
+    def _rival(self, names: list[str]) -> Rival:
+        at = self._time()
+        return Rival(at, self._random.choice(names), self._end_after(at))
+
+    def _moment(self, names: list[str]) -> Disturbance:
+        disturbance = self._disturbance(names)
+        ends_at = min(disturbance.ends_at, disturbance.begins_at + BRIEF_S)
+        return attrs.evolve(disturbance, ends_at=ends_at)
+
+    def _slowness(self, names: list[str]) -> Trouble:
+        delay_s = self._random.choice((1.0, 60.0, 60.0))
+        return attrs.evolve(
+            self._trouble(names), ends_at=HEALED_S, chance=0.7, delay_s=delay_s, breaks=False
+        )
+
     def _trouble(self, names: list[str]) -> Trouble:
         draw = self._random
         begins_at = self._time()
@@ -250,7 +317,7 @@ class _Draw:
             begins_at,
             self._end_after(begins_at),
             draw.choice((*names, "*")),
-            chance=draw.choice((0.3, 1.0)),
-            delay_s=draw.choice((0.0, 1.0, 20.0, 60.0)),
-            breaks=draw.random() < 0.5,
+            chance=draw.choice((0.4, 1.0)),
+            delay_s=draw.choice((0.0, 2.0, 20.0, 60.0, 60.0)),
+            breaks=draw.random() < 0.4,
         )

@@ -1,4 +1,4 @@
-"""Tasks: the threads of a simulation, of which one runs at a time, and a clock that nothing waits for.
+"""Tasks: the threads of a simulation, of which one runs at a time, by a virtual clock.
 
 A task is a function on a thread of its own that gives the turn back whenever it waits: for time,
 for a condition, or for an answer. So the order of all that happens is that of one heap of events,
@@ -101,17 +101,17 @@ class TaskThread:
 class TaskLoop:
     """The events of a simulation in the order of their times, and its tasks.
 
-    ``now`` is in seconds since the beginning. Threads are kept for the next tasks; :meth:`close`
-    ends them.
+    ``now`` is in seconds since the beginning. Tasks run on ``threads`` that are idle, and on new
+    ones if there are too few; :meth:`close` leaves all of them idle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: list[TaskThread]) -> None:
         self.now = 0.0
         self.num_events = 0
         self.errors: list[BaseException] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
-        self._idle: list[TaskThread] = []
+        self._idle = threads
         self._tasks: dict[Task, None] = {}
         self._running: Task | None = None
 
@@ -122,7 +122,7 @@ class TaskLoop:
         return event
 
     def advance(self, until_s: float) -> bool:
-        """Let the next event happen, if it is not later than a time. Return whether there was one."""
+        """Let the next event happen, if it is not later than a time. Return whether there was."""
         while self._heap and self._heap[0][0] <= until_s:
             time_s, _, event = heapq.heappop(self._heap)
             if event.run is None:
@@ -184,12 +184,10 @@ class TaskLoop:
                 self._resume(task)
 
     def close(self) -> None:
-        """End all tasks and threads."""
+        """End all tasks."""
         for task in [*self._tasks]:
             task.is_killed = True
             self._resume(task)
-        for thread in self._idle:
-            thread.close()
 
     def _resume(self, task: Task) -> None:
         if task not in self._tasks:
@@ -206,7 +204,7 @@ class TaskLoop:
         self._running = task
         thread.give_turn()
         self._running = outer
-        if task.thread is None:
+        if thread.task is None:
             del self._tasks[task]
             if task.error is not None:
                 self.errors.append(task.error)
