@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "bridges": {*CORE, "models"},
     "staging": {*CORE, "plan", "executor"},
     "connector": {*CORE, "plan", "executor", "staging"},
-    "testing": {*LIBRARY, "staging"},
+    "testing": {*LIBRARY, "staging", "connector"},
     "display": {*LIBRARY, "staging"},
     "cli": {*LIBRARY, "display"},
     "__init__": {*LIBRARY, "display"},

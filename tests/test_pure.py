@@ -50,7 +50,7 @@ QUIET = """
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
     "cli": {"files", "environment", "interpreter"},
-    "testing": {"clocks", "randomness", "interpreter"},
+    "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},
 }
 """The rooms that serve, print and drive, with all that their modules use."""

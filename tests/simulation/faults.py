@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from kvplan.connector import Handoff, Leases, claims, handoff, leases, listener, peer_engines, reads
+from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
 from kvplan.testing.simulation import engine, fabric
 from kvplan.testing.simulation.leases import LeaseConnector
 
@@ -82,9 +82,8 @@ FAULTS = [
     Fault("an engine that is gone is not forgotten", reads.Reads, "_discard_lost", '("PEER", "TRANSFER")', "()"),
     Fault("one of two transfers is awaited", reads.Reads, "_poll_job", "if all(transfer", "if any(transfer"),
     # Handshakes
-    Fault("another start of an engine is taken for the one before", listener, "fetch", "(offers.engine_id, offers.start) != (source.engine_id, source.start)", "False"),
     Fault("a failed handshake is kept", peer_engines.PeerEngines, "_fail", "del self._peers[peer.source]\n    ", ""),
-    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "self._connections.connect(offer)", "connected or self._connections.connect(offer)"),
+    Fault("a restarted engine is read by its old connection", peer_engines.PeerEngines, "_connect", "if connected is not None and connected.offer != offer:", "if connected is not None:\n            continue\n        if False:"),
     # Handoffs
     Fault("a handoff serves any prompt", Handoff, "check_prompt", 'name(digest, "digest of a prompt") != self.prompt', "False"),
     Fault("a table of blocks loses its first one", handoff, "_read_table", "Blocks(ids, first)", "Blocks(ids[1:], first) if len(ids) > 3 else Blocks(ids, first)"),
@@ -96,5 +95,4 @@ FAULTS = [
     Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read"),
     # Executors
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)"),
-    Fault("a connection to a dead engine is kept", fabric.VirtualExecutor, "connect", "self._connected[remote.worker.key] = remote", "self._connected.setdefault(remote.worker.key, remote)"),
 ]  # fmt: skip

@@ -19,11 +19,11 @@ from kvplan.testing.simulation.catalog import Shape
 from kvplan.testing.simulation.engine import (
     BrokenRuleError,
     Connector,
-    Request,
+    EngineRequest,
     Site,
     StepReport,
 )
-from kvplan.testing.simulation.fleet import Outcome, Simulation
+from kvplan.testing.simulation.fleet import FleetOutcome, Simulation
 from kvplan.testing.simulation.leases import LeaseConnector, Promises
 from kvplan.testing.simulation.scenario import Scenario
 from kvplan.testing.simulation.shrink import shrink
@@ -31,10 +31,10 @@ from kvplan.testing.simulation.shrink import shrink
 __all__ = [
     "BrokenRuleError",
     "Connector",
+    "EngineRequest",
+    "FleetOutcome",
     "LeaseConnector",
-    "Outcome",
     "Promises",
-    "Request",
     "Scenario",
     "Shape",
     "Simulation",

@@ -15,7 +15,7 @@ import attrs
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.testing.simulation.fabric import Fabric, Port, VirtualExecutor
-from kvplan.testing.simulation.memory import LabelledMemory, Labels, Numbers, prefix_labels
+from kvplan.testing.simulation.memory import CellLabels, LabelledMemory, Numbers, prefix_labels
 from kvplan.testing.simulation.network import Host
 
 MAX_TOKENS_PER_STEP: Final = 16
@@ -40,7 +40,7 @@ class Phase(enum.Enum):
 
 
 @attrs.define(eq=False)
-class Request:
+class EngineRequest:
     """A request in one engine: its tokens, and how far it is.
 
     The first ``num_prompt`` of the ``tokens`` are the prompt. With ``is_for_another``, another
@@ -55,7 +55,7 @@ class Request:
     params: Mapping[str, Any] | None
     tell: Callable[[Mapping[str, Any] | None, KVPlanError | None], None]
     num_prompt: int = attrs.field(init=False)
-    labels: Labels = attrs.field(init=False)
+    labels: CellLabels = attrs.field(init=False)
     phase: Phase = Phase.WAITING
     blocks: list[int] = attrs.field(factory=list)
     num_computed: int = 0
@@ -96,19 +96,19 @@ class StepReport:
 class Connector(Protocol):
     """A connector, as an engine sees it. A simulation makes one for each start of an engine."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Take a request that has arrived."""
 
-    def count_readable(self, request: Request, num_cached: int) -> int:
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int:
         """Return how many positions to read after those that are cached."""
 
-    def begin_read(self, request: Request, num_tokens: int) -> None:
+    def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         """Take the blocks of a request, of which so many positions are to be read."""
 
     def step(self) -> StepReport:
         """Continue, without waiting."""
 
-    def finish(self, request: Request) -> Mapping[str, Any] | None:
+    def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         """Return the parameters for the engine that reads a request, whose blocks then stay."""
 
     def is_promised(self, request: str) -> bool:
@@ -129,11 +129,15 @@ class Site:
 class BlockPool:
     """The blocks of an engine, of which the free ones stay in the prefix cache until they are used.
 
-    ``check`` is called before a block is given away.
+    ``check`` is called before a block is given away. With ``takes_newest``, blocks that were freed
+    last are used first, instead of those that were free the longest.
     """
 
-    def __init__(self, num_blocks: int, check: Callable[[int], None]) -> None:
+    def __init__(
+        self, num_blocks: int, check: Callable[[int], None], *, takes_newest: bool
+    ) -> None:
         self._check = check
+        self._takes_newest = takes_newest
         # block 0 is vLLM's null block
         self._free: dict[int, None] = dict.fromkeys(range(1, num_blocks))
         self._num_users = [0] * num_blocks
@@ -147,12 +151,12 @@ class BlockPool:
         return len(self._free)
 
     def take(self, number: int) -> list[int] | None:
-        """Return blocks that were free the longest, None if there are not as many."""
+        """Return free blocks, None if there are not as many."""
         if number > len(self._free):
             return None
         blocks = []
         for _ in range(number):
-            block = next(iter(self._free))
+            block = next(reversed(self._free) if self._takes_newest else iter(self._free))
             self._check(block)
             del self._free[block]
             old_hash = self._hash_of.pop(block, None)
@@ -198,14 +202,16 @@ class Engine:
         self,
         host: Host,
         workers: Sequence[Worker],
-        num_blocks: int,
+        pool: Callable[[Callable[[int], None]], BlockPool],
         fabric: Fabric,
         numbers: Numbers,
         make_connector: Callable[[Site], Connector],
         trace: Callable[[str, str], None],
+        name_of: Callable[[int], str],
     ) -> None:
+        self._name_of = name_of
         self.host = host
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self._trace = trace
         self._memories = [LabelledMemory(worker, numbers) for worker in workers]
         ports = [
@@ -213,7 +219,7 @@ class Engine:
             for worker, memory in zip(workers, self._memories, strict=True)
         ]
         self._tokens_per_block = self._memories[0].tokens_per_block
-        self.pool = BlockPool(num_blocks, self._check_block)
+        self.pool: BlockPool = pool(self._check_block)
         self._lent: dict[str, list[int]] = {}
         # requests that have ended while bytes may still land
         self._landing: dict[str, list[int]] = {}
@@ -222,7 +228,7 @@ class Engine:
         self.connector = make_connector(Site(host, workers, executors, offers, fabric))
         self._interval_s = 0.0
         self._is_stepping = False
-        self._arrived: list[Request] = []
+        self._arrived: list[EngineRequest] = []
         self._aborted: list[str] = []
 
     @property
@@ -230,7 +236,7 @@ class Engine:
         """Return whether the engine has no request and keeps no block."""
         return not (self.requests or self._lent or self._landing)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Take a request."""
         self.requests[request.name] = request
         self._arrived.append(request)
@@ -290,7 +296,7 @@ class Engine:
                 has_admitted = True
         return has_admitted
 
-    def _give_blocks(self, request: Request) -> bool:
+    def _give_blocks(self, request: EngineRequest) -> bool:
         size = self._tokens_per_block
         # the last token is computed here, whatever is cached
         num_full = (len(request.tokens) - 1) // size
@@ -350,7 +356,7 @@ class Engine:
                 has_computed = True
         return has_computed
 
-    def _compute_one(self, request: Request) -> None:
+    def _compute_one(self, request: EngineRequest) -> None:
         start = request.num_computed
         stop = min(len(request.tokens), start + MAX_TOKENS_PER_STEP)
         num_missing = -(-stop // self._tokens_per_block) - len(request.blocks)
@@ -368,7 +374,7 @@ class Engine:
                 raise BrokenRuleError(
                     "OWN",
                     f"{request.name} attends to position {position} in block {block} of "
-                    f"{self.host.name}, which has {label:#x}",
+                    f"{self.host.name}, which has {self._name_of(label)}",
                 )
             memory.write(request.blocks, request.labels, start, stop)
         request.num_computed = stop
@@ -378,7 +384,7 @@ class Engine:
             if request.is_complete:
                 self._end(request, None, is_wanted=True)
 
-    def _register(self, request: Request, start: int) -> None:
+    def _register(self, request: EngineRequest, start: int) -> None:
         """Let others find the full blocks of a request."""
         size = self._tokens_per_block
         for ordinal in range(start // size, request.num_computed // size):
@@ -395,7 +401,7 @@ class Engine:
         request.num_computed = 0
         request.phase = Phase.WAITING
 
-    def _end(self, request: Request, error: KVPlanError | None, *, is_wanted: bool) -> None:
+    def _end(self, request: EngineRequest, error: KVPlanError | None, *, is_wanted: bool) -> None:
         """End a request: its blocks stay while somebody reads them, or bytes may land in them."""
         is_landing = request.phase is Phase.READING
         request.is_aborted = not is_wanted

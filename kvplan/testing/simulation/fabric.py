@@ -44,7 +44,7 @@ GONE_S: Final = 4.0
 class Trouble:
     """What transfers between two times suffer, with the probability ``chance``.
 
-    Their parts take up to ``delay_s`` longer; with ``breaks`` they fail when some parts have landed.
+    Their parts take up to ``delay_s`` longer; with ``breaks`` they fail when some have landed.
     """
 
     begins_at: float
@@ -74,14 +74,23 @@ class Port:
 
 
 @attrs.define(eq=False)
+class _Link:
+    """A connection to a worker's memory, and why it was lost, if it was."""
+
+    port: Port
+    lost: KVPlanError | None = None
+
+
+@attrs.define(eq=False)
 class _Flight:
     """A transfer under way: cells that are read, cells where they land, and the parts to come."""
 
     transfer: Transfer
-    source: Port
+    link: _Link
     reads: Ints
     writes: Ints
     num_parts: int = 0
+    landing_s: float = 0.01
     error: KVPlanError | None = None
     is_cancelled: bool = False
 
@@ -107,52 +116,70 @@ class Fabric:
 
 
 class VirtualExecutor:
-    """The :class:`~kvplan.Executor` of a worker on the fabric."""
+    """The :class:`~kvplan.Executor` of a worker on the fabric.
+
+    It treats connections as :class:`kvplan_nixl.NixlExecutor` does: a transfer whose source cannot
+    be reached takes the connection with it, also for all later transfers, until somebody connects
+    again.
+    """
 
     def __init__(self, fabric: Fabric, port: Port) -> None:
         self.fabric = fabric
         self.port = port
-        self._connected: dict[Key, Port] = {}
-        self._prepared: set[Table] = set()
+        self._links: dict[Key, _Link] = {}
+        self._prepared: dict[Table, _Link] = {}
         self._flights: dict[Transfer, _Flight] = {}
 
     def connect(self, offer: bytes) -> None:
-        """Make the worker of an offer known."""
+        """Make the worker of an offer known, or change nothing where it is connected."""
         remote = self.fabric.ports.get(offer[:TOKEN_CHARACTERS].decode())
         if remote is None or remote.host.is_dead:
             raise KVPlanError("PEER", "connect", expected="memory that is there", got="none")
-        self._connected[remote.worker.key] = remote
+        link = self._links.get(remote.worker.key)
+        if link is None or link.lost is not None:
+            self._links[remote.worker.key] = _Link(remote)
+        elif link.port is not remote:
+            action = f"connect {remote.worker.label}"
+            expected = "a worker that is not connected"
+            got = "another start of it that is"
+            raise KVPlanError("PEER", action, expected=expected, got=got)
 
     def disconnect(self, worker: Worker) -> None:
-        """Forget a worker. Transfers with it fail."""
-        remote = self._connected.pop(worker.key, None)
+        """Forget a worker, and cancel the transfers with it."""
+        link = self._links.pop(worker.key, None)
+        if link is None:
+            raise not_connected(worker.key)
         for flight in self._flights.values():
-            if flight.source is remote and flight.error is None:
-                flight.error = not_connected(worker.key)
+            flight.is_cancelled |= flight.link is link
 
     def prepare(self, plan: TransferPlan) -> None:
         """Check that the plan's workers are those that are connected."""
         for pair, remote in zip(plan.pairs, plan.remotes, strict=True):
             if not pair.group_pairs:
                 continue
-            port = self._connected.get(remote.key)
-            if port is None or port.worker != remote:
-                raise not_planned_for(remote, None if port is None else port.worker, "remote")
-        self._prepared.update(pair.local_table for pair in plan.pairs)
+            link = self._links.get(remote.key)
+            if link is None or link.port.worker != remote:
+                present = None if link is None else link.port.worker
+                raise not_planned_for(remote, present, "remote")
+            self._prepared[pair.local_table] = link
 
     def start(
         self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
     ) -> Transfer:
         """Start to move the bytes of a spec, part by part."""
         transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
-        if spec.local_table not in self._prepared:
-            raise unprepared(spec)
-        source = self._connected.get(spec.remote)
-        if source is None:
+        link = self._links.get(spec.remote)
+        if link is None:
             raise not_connected(spec.remote)
+        if self._prepared.get(spec.local_table) is not link:
+            raise unprepared(spec)
+        if link.lost is not None:
+            transfer.status = Status.FAILED
+            transfer.error = link.lost.with_details()
+            return transfer
         local, remote = spec.descriptors()
         writes = self.port.memory.cells_of(local)
-        flight = _Flight(transfer, source, source.memory.cells_of(remote), writes)
+        flight = _Flight(transfer, link, link.port.memory.cells_of(remote), writes)
         self._flights[transfer] = flight
         self.port.memory.landing[writes] += 1
         self._send(flight)
@@ -196,33 +223,39 @@ class VirtualExecutor:
         present = [
             trouble
             for trouble in self.fabric.troubles
-            if trouble.concerns(flight.source.host.name, loop.now) and draw() < trouble.chance
+            if trouble.concerns(flight.link.port.host.name, loop.now) and draw() < trouble.chance
         ]
-        delay_s = sum(trouble.delay_s for trouble in present)
+        delay_s = max((trouble.delay_s for trouble in present), default=0.0)
+        # parts are slow to be read, or to land
+        if draw() < 0.5:
+            flight.landing_s += delay_s
         parts = np.array_split(np.arange(flight.writes.size), 1 + int(3 * draw()))
         flight.num_parts = len(parts)
         num_right = len(parts)
         if any(trouble.breaks for trouble in present):
             num_right = int(draw() * len(parts))
+        code = "PEER" if draw() < 0.5 else "TRANSFER"
         for number, part in enumerate(parts):
             read_at = loop.now + 0.001 + (0.02 + delay_s) * draw() ** 2
-            read = self._break if number >= num_right else self._read
-            loop.at(read_at, partial(read, flight, part, loop.now + GONE_S + delay_s))
+            read = partial(self._read, gives_up_at=loop.now + GONE_S + delay_s)
+            if number >= num_right:
+                read = partial(self._break, code=code)
+            loop.at(read_at, partial(read, flight, part))
 
     def _read(self, flight: _Flight, part: Ints, gives_up_at: float) -> None:
         """Read a part from its source, or wait for a source that cannot be reached."""
         loop = self.port.host.loop
-        source = flight.source.host
+        source = flight.link.port.host
         if flight.is_cancelled or flight.error is not None:
             self._drop(flight, part)
         elif source.is_dead or source.network.is_cut(source.name, self.port.host.name):
             if loop.now >= gives_up_at:
-                self._break(flight, part, gives_up_at)
+                self._break(flight, part, "PEER")
             else:
                 loop.at(loop.now + 0.5, partial(self._read, flight, part, gives_up_at))
         else:
-            labels = flight.source.memory.cells[flight.reads[part]]
-            lands_at = loop.now + 0.001 + 0.01 * self.fabric.random.random()
+            labels = flight.link.port.memory.cells[flight.reads[part]]
+            lands_at = loop.now + 0.001 + flight.landing_s * self.fabric.random.random()
             loop.at(lands_at, partial(self._land, flight, part, labels))
 
     def _land(self, flight: _Flight, part: Ints, labels: np.ndarray) -> None:
@@ -230,10 +263,13 @@ class VirtualExecutor:
         self.port.memory.cells[flight.writes[part]] = labels
         self._drop(flight, part)
 
-    def _break(self, flight: _Flight, part: Ints, gives_up_at: float) -> None:
+    def _break(self, flight: _Flight, part: Ints, code: str) -> None:
         """Let a transfer fail. Parts that are read already still land."""
-        action = f"read from {flight.source.worker.label}"
-        flight.error = KVPlanError("PEER", action, expected="its bytes", got="a broken connection")
+        action = f"read from {flight.link.port.worker.label}"
+        error = KVPlanError(code, action, expected="its bytes", got="an error of the network")
+        flight.error = error
+        if code == "PEER":
+            flight.link.lost = error
         self._drop(flight, part)
 
     def _drop(self, flight: _Flight, part: Ints) -> None:

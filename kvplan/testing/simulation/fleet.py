@@ -1,4 +1,4 @@
-"""A fleet in a simulation: it gets a scenario's requests, suffers what goes wrong, and must be right.
+"""A fleet: it gets the requests of a scenario, suffers what goes wrong, and must be right.
 
 These rules hold in every step, or the simulation ends with an error that names the rule:
 
@@ -26,14 +26,22 @@ from types import FunctionType, MethodType
 from typing import Any, Final
 
 import attrs
+import numpy as np
 
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import TransferPlan
 from kvplan.testing.simulation.catalog import Catalog
-from kvplan.testing.simulation.engine import BrokenRuleError, Connector, Engine, Request, Site
+from kvplan.testing.simulation.engine import (
+    BlockPool,
+    BrokenRuleError,
+    Connector,
+    Engine,
+    EngineRequest,
+    Site,
+)
 from kvplan.testing.simulation.fabric import Fabric, Trouble, VirtualExecutor
-from kvplan.testing.simulation.memory import Numbers
+from kvplan.testing.simulation.memory import NUMBER_BITS, Numbers
 from kvplan.testing.simulation.network import Disturbance, Host, Network
 from kvplan.testing.simulation.scenario import (
     HEALED_S,
@@ -64,7 +72,7 @@ MakeConnector = Callable[[Site], Connector]
 
 
 @attrs.frozen
-class Outcome:
+class FleetOutcome:
     """The end of a run: the rule that was broken, if any, what happened, and how requests ended."""
 
     scenario: Scenario
@@ -92,7 +100,7 @@ class Simulation:
         self._catalog = Catalog()
         self._threads: list[TaskThread] = []
 
-    def run(self, scenario: Scenario) -> Outcome:
+    def run(self, scenario: Scenario) -> FleetOutcome:
         """Run a scenario to its end, or until a rule is broken."""
         fleet = Fleet(scenario, self._make_connector, self._catalog, TaskLoop(self._threads))
         try:
@@ -100,7 +108,7 @@ class Simulation:
         finally:
             fleet.loop.close()
         ends = dict(sorted(fleet.ends.items()))
-        return Outcome(scenario, error, tuple(fleet.lines), fleet.loop.num_events, ends)
+        return FleetOutcome(scenario, error, tuple(fleet.lines), fleet.loop.num_events, ends)
 
     def close(self) -> None:
         """End the threads."""
@@ -142,6 +150,7 @@ class Fleet:
         )
         # requests that have not ended, by name, and until when they must
         self._open: dict[str, float] = {}
+        self._requests: list[EngineRequest] = []
 
     def run(self) -> BrokenRuleError | None:
         """Let everything happen. Return the rule that was broken, if any."""
@@ -163,6 +172,15 @@ class Fleet:
             self._trace("", str(error))
             return error
         return None
+
+    def _name_of(self, label: int) -> str:
+        """Return the request and the position that a label is of."""
+        prefix = label >> NUMBER_BITS << NUMBER_BITS
+        for request in self._requests:
+            (positions,) = np.nonzero(request.labels == prefix)
+            if positions.size:
+                return f"that of position {positions[0]} of {request.name}"
+        return "bytes that nobody wrote"
 
     def _trace(self, who: str, what: str) -> None:
         self.lines.append(f"{self.loop.now:10.4f} {who:10} {what}")
@@ -193,11 +211,12 @@ class Fleet:
         self._engines[host.name] = Engine(
             host,
             self._workers[member.name],
-            member.num_blocks,
+            partial(BlockPool, member.num_blocks, takes_newest=member.takes_newest),
             self._fabric,
             self._numbers,
             self._make_connector,
             self._trace,
+            self._name_of,
         )
         self._trace(host.name, f"start {number}")
 
@@ -242,7 +261,7 @@ class Fleet:
         self._engines[freeze.engine].host.freeze(freeze.ends_at)
 
     def _arrive(self, arrival: Arrival, finish: Callable[[KVPlanError | None], None]) -> None:
-        """Let prefill compute a request, and then others read it. ``finish`` gets the first error."""
+        """Let prefill compute a request, and others read it. ``finish`` gets each end."""
 
         def computed(params: Mapping[str, Any] | None, error: KVPlanError | None) -> None:
             for number, visit in enumerate(arrival.visits):
@@ -305,12 +324,14 @@ class Fleet:
             error = KVPlanError("PEER", "serve", expected="an engine that lives", got="a dead one")
             ended(None, error)
             return
-        engine.add(Request(name, [*tokens], num_answer, params is None, params, ended))
+        request = EngineRequest(name, [*tokens], num_answer, params is None, params, ended)
+        self._requests.append(request)
+        engine.add(request)
         if patience_s is not None:
             self.loop.at(self.loop.now + patience_s, partial(engine.abort, name))
 
     def _probe(self) -> dict[str, KVPlanError | None]:
-        """Send a request between any two engines that live. Return the errors, when they have ended."""
+        """Send a request between any two engines. Return the errors, when they have ended."""
         errors = dict[str, KVPlanError | None]()
         living = [name for name, engine in self._engines.items() if not engine.host.is_dead]
         for prefill in living:

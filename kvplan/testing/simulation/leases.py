@@ -1,4 +1,4 @@
-"""A connector made of :mod:`kvplan.connector`, for engines whose requests have one table of blocks."""
+"""A connector made of :mod:`kvplan.connector`, for requests with one table of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvplan.connector import (
 from kvplan.connector.leases import LEASE_S
 from kvplan.describe import Blocks
 from kvplan.errors import KVPlanError
-from kvplan.testing.simulation.engine import Request, Site, StepReport
+from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
 from kvplan.testing.simulation.network import Host
 
 LOGGER: Final = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class LeaseConnector:
         self._unreported: dict[str, int] = {}
         self._promises = Promises(host)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Claim the lease of a request that another engine has computed."""
         if request.params is None:
             return
@@ -125,13 +125,13 @@ class LeaseConnector:
     def _reader_name(self, request: str) -> str:
         return f"{self._reader} {request}"
 
-    def count_readable(self, request: Request, num_cached: int) -> int:
+    def count_readable(self, request: EngineRequest, num_cached: int) -> int:
         """Return the positions that are computed and not cached, but the last of the prompt."""
         if request.name not in self._unread:
             return 0
         return max(0, request.num_prompt - 1 - num_cached)
 
-    def begin_read(self, request: Request, num_tokens: int) -> None:
+    def begin_read(self, request: EngineRequest, num_tokens: int) -> None:
         """Read positions of a request in all workers, or end its claim if there are none."""
         if request.name not in self._unread:
             return
@@ -148,7 +148,9 @@ class LeaseConnector:
             except KVPlanError as error:
                 reads.fail(request.name, error)
 
-    def _read(self, request: Request, handoff: Handoff | KVPlanError, num_tokens: int) -> Read:
+    def _read(
+        self, request: EngineRequest, handoff: Handoff | KVPlanError, num_tokens: int
+    ) -> Read:
         """Return what is to be read. Raises the reason why it cannot be read."""
         if isinstance(handoff, KVPlanError):
             raise handoff
@@ -191,7 +193,7 @@ class LeaseConnector:
             self._end_claim(name)
         return StepReport(received, failed, released)
 
-    def finish(self, request: Request) -> Mapping[str, Any] | None:
+    def finish(self, request: EngineRequest) -> Mapping[str, Any] | None:
         """Lend the blocks of a request that was computed for another engine."""
         unread = self._unread.pop(request.name, None)
         if isinstance(unread, Handoff):

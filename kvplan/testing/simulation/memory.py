@@ -1,8 +1,8 @@
 """Memory whose cells carry labels: of which tokens each byte is, and which part of the cache.
 
-What a token caches depends on all tokens before it. So the label of a byte at position ``p`` is made
-of the first ``p + 1`` tokens and of the byte's number in the logical tensors, which is the same in
-all engines. A request attends to its own bytes if each cell has the label of its own tokens.
+What a token caches depends on all tokens before it. So the label of a byte at position ``p`` is of
+the first ``p + 1`` tokens and of the byte's number in the logical tensors, which is the same in all
+engines. A request attends to its own bytes if each cell has the label of its own tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvplan.describe import Worker
 from kvplan.verification.labels import Weights, numbering, pieces_of_slot, slots_of_block
 from kvplan.verification.memory import ByteRanges
 
-Labels = npt.NDArray[np.uint64]
+CellLabels = npt.NDArray[np.uint64]
 
 NUMBER_BITS: Final = 20
 """The bits of a label that number the bytes of one position; the others are of its tokens."""
@@ -28,7 +28,7 @@ TENSOR_BITS: Final = 14
 """The bits of a number that are of one tensor."""
 
 
-def prefix_labels(tokens: Sequence[int], salt: int = 0) -> Labels:
+def prefix_labels(tokens: Sequence[int], salt: int = 0) -> CellLabels:
     """Return for each position the label of its first byte, of all tokens up to it."""
     labels = []
     state = 0x9E3779B97F4A7C15 + salt
@@ -64,7 +64,7 @@ class LabelledMemory:
         sizes = [region.size_bytes for region in regions]
         self._firsts = np.cumsum([0, *sizes])
         first_of = dict(zip((region.name for region in regions), self._firsts, strict=False))
-        self.cells: Labels = np.zeros(sum(sizes), np.uint64)
+        self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
         self.landing = np.zeros(sum(sizes), np.int16)
         slots = list[Ints]()
         strides = list[Ints]()
@@ -103,12 +103,12 @@ class LabelledMemory:
         table = np.asarray(blocks, np.int64)
         return self._slots[slots] + table[ordinals, None] * self._strides
 
-    def write(self, blocks: Sequence[int], prefixes: Labels, start: int, stop: int) -> None:
+    def write(self, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int) -> None:
         """Compute positions of a request into its blocks."""
         self.cells[self._at(blocks, start, stop)] = prefixes[start:stop, None] + self._numbers
 
     def wrong_position(
-        self, blocks: Sequence[int], prefixes: Labels, start: int, stop: int
+        self, blocks: Sequence[int], prefixes: CellLabels, start: int, stop: int
     ) -> tuple[int, int] | None:
         """Return the first position whose bytes are not the request's, and a label found there."""
         labels = self.cells[self._at(blocks, start, stop)]

@@ -29,12 +29,16 @@ BRIEF_S: Final = 4.0
 
 @attrs.frozen
 class Member:
-    """An engine of a fleet: its shape, the blocks that it uses, and how fast its clock runs."""
+    """An engine of a fleet: its shape, the blocks that it uses, and how fast its clock runs.
+
+    With ``takes_newest`` it gives away first what was freed last.
+    """
 
     name: str
     shape: Shape = SHAPES[0]
     num_blocks: int = 40
     rate: float = 1.0
+    takes_newest: bool = False
 
 
 @attrs.frozen
@@ -222,6 +226,7 @@ class _Draw:
             shape,
             num_blocks=min(1 + -(-num_tokens // shape.tokens_per_block), shape.num_blocks),
             rate=draw.choice((1.0, 1.0, 0.97, 1.03, 0.5, 2.0)),
+            takes_newest=draw.random() < 0.5,
         )
 
     def _tokens(self, number: int) -> tuple[int, ...]:
