@@ -127,7 +127,7 @@ class VirtualExecutor:
         self.fabric = fabric
         self.port = port
         self._links: dict[Key, _Link] = {}
-        self._prepared: dict[Table, _Link] = {}
+        self._prepared: dict[tuple[Key, Table], _Link] = {}
         self._flights: dict[Transfer, _Flight] = {}
 
     def connect(self, offer: bytes) -> None:
@@ -161,17 +161,21 @@ class VirtualExecutor:
             if link is None or link.port.worker != remote:
                 present = None if link is None else link.port.worker
                 raise not_planned_for(remote, present, "remote")
-            self._prepared[pair.local_table] = link
+            self._prepared[remote.key, pair.local_table] = link
 
     def start(
         self, spec: ReadSpec, request: str, *, attempt: int = 0, notify: bool = True
     ) -> Transfer:
         """Start to move the bytes of a spec, part by part."""
         transfer = Transfer(spec, request, notifies=notify, attempt=attempt)
+        # workers that exchange nothing need no connection
+        if not len(spec.local_table.rows):
+            transfer.status = Status.DONE
+            return transfer
         link = self._links.get(spec.remote)
         if link is None:
             raise not_connected(spec.remote)
-        if self._prepared.get(spec.local_table) is not link:
+        if self._prepared.get((spec.remote, spec.local_table)) is not link:
             raise unprepared(spec)
         if link.lost is not None:
             transfer.status = Status.FAILED
