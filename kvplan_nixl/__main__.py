@@ -1,6 +1,7 @@
-"""``python -m kvplan_nixl demo`` and ``python -m kvplan_nixl calibrate``."""
+"""``python -m kvplan_nixl``: its commands demo, calibrate and doctor."""
 
 import argparse
+import os
 import sys
 
 
@@ -21,7 +22,31 @@ def main(arguments: list[str]) -> int:
     rates.add_argument(
         "--save", metavar="FILE", help="also write the rates to a JSON file, for Rates.load"
     )
+    doctor = commands.add_parser(
+        "doctor",
+        prog="kvplan doctor",
+        help="check what serving needs on this machine",
+        description="Check what serving needs on this machine. "
+        "Exit status: 0 nothing is wrong, 1 something is, 2 a usage error.",
+    )
+    doctor.add_argument(
+        "--host",
+        default=os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost"),
+        help="where peers reach an engine (default: VLLM_NIXL_SIDE_CHANNEL_HOST, or localhost)",
+    )
+    doctor.add_argument(
+        "--port",
+        type=int,
+        default=os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600"),
+        help="its port (default: VLLM_NIXL_SIDE_CHANNEL_PORT, or 5600)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        # it loads neither torch nor NIXL, which may be what is missing
+        from kvplan_nixl.doctor import main as examine
+
+        return examine(options.host, options.port, options.json)
     # loading them takes seconds
     print("loading torch and NIXL", flush=True)
     try:

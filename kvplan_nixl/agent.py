@@ -209,7 +209,7 @@ class Agent:
 
     def _add(self, backend: str, options: dict[str, str]) -> None:
         """Make a backend. Raises ``BACKEND`` for one that is missing or does not work."""
-        plugins = self._agent.get_plugin_list()
+        plugins = self.plugins()
         if backend not in plugins:
             raise KVPlanError(
                 "BACKEND",
@@ -276,6 +276,10 @@ class Agent:
                 "BACKEND", "use a NIXL agent", expected="an open agent", got="a closed one"
             )
         return self._nixl_agent
+
+    def plugins(self) -> list[str]:
+        """Return the names of the backends that NIXL has plugins for, whether or not they work."""
+        return list(self._agent.get_plugin_list())
 
     def backend_for(self, *kinds: str) -> str:
         """Return the first backend that moves bytes between these kinds of memory.

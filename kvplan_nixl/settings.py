@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 import attrs
@@ -21,6 +22,27 @@ from kvplan_nixl.executor import UCX, Backends
 
 Check = Callable[[Any, str], Any]
 """A function that takes a value and what messages call it, and returns the checked value."""
+
+
+SECRETS: Final = MappingProxyType({"key": "KVPLAN_KEY", "key_file": "KVPLAN_KEY_FILE"})
+"""Settings that may be variables of the environment too, which no list of processes shows."""
+
+
+def secrets_beside(settings: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the key, or its file, in an environment, unless the ``settings`` name one of them.
+
+    >>> secrets_beside(["port"], {"KVPLAN_KEY": "a secret of all engines"})
+    {'key': 'a secret of all engines'}
+    >>> secrets_beside(["key_file"], {"KVPLAN_KEY": "a secret of all engines"})
+    {}
+    """
+    if not SECRETS.keys().isdisjoint(settings):
+        return {}
+    return {
+        label: environment[variable]
+        for label, variable in SECRETS.items()
+        if variable in environment
+    }
 
 
 def setting(check: Check, default: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -31,6 +32,8 @@ ROOMS = {
     for name in kvplan.ROOMS
     if name != "testing"
 }
+TROUBLES = "how-to/troubleshooting.md"
+METRICS = ("how-to/vllm.md", TROUBLES)
 MATRICES = re.findall(TABLE, PAGES["matrix.md"].read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -114,6 +117,38 @@ def test_a_table_of_codes_is_that_of_the_code(name: str, rows: dict[str, str]) -
     """The tables of error codes and of promises have exactly those of the code, in order, each with its meaning."""
     found = re.findall(r"^\| `([A-Z]+)` \| (.*) \|$", PAGES[name].read_text(), re.MULTILINE)
     assert found == list(rows.items())
+
+
+def test_the_messages_to_look_for_are_those_of_the_code() -> None:
+    """Each text that tables of the page on troubleshooting quote has codes and words of our messages."""
+    texts = "\n".join(text for name in ("kvplan", "kvplan_nixl") for text in messages(ROOT / name))
+    cells = re.findall(r"^\|(.*?\|.*?)\|", PAGES[TROUBLES].read_text(), re.MULTILINE)
+    quoted = [text for text in re.findall(r"`([^`]+)`", "".join(cells)) if " " in text or text.isupper()]
+    assert len(quoted) > 25
+    for text in quoted:
+        assert {*re.findall(r"^([A-Z]+)(?::|$)", text)} <= {*kvplan.errors.CODES}, text
+        for words in re.split(rf"{'|'.join(kvplan.errors.CODES)}|\.\.\.|cannot|expected", text):
+            assert words.strip(" :") in texts, text
+
+
+def messages(folder: Path) -> list[str]:
+    """All texts of a package's modules, also the constant parts of texts with values."""
+    trees = [ast.parse(path.read_text()) for path in folder.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_the_metrics_of_the_guides_are_those_of_the_connector() -> None:
+    """Guides name no other metric, and one names all. They are read from the source, since vLLM is not here."""
+    source = (ROOT / "kvplan_nixl/vllm/metrics.py").read_text()
+    names = {*re.findall(r'"(vllm:\w+)"', source)}
+    assert len(names) == 17
+    shown = {page: {*re.findall(r"vllm:(?:nixl|kvplan)_[a-z_]+[a-z]", PAGES[page].read_text())} for page in METRICS}
+    for page, found in shown.items():
+        assert {name.removesuffix("_total").removesuffix("_sum").removesuffix("_count") for name in found} <= names, (
+            page
+        )
+    assert {name.removesuffix("_total") for name in shown["how-to/vllm.md"]} == names
 
 
 def test_the_links_of_the_readme_lead_somewhere() -> None:

@@ -140,7 +140,7 @@ class Row:
 
     def error(self) -> KVPlanError:
         """What the call raises."""
-        return refused(lambda: eval(self.call, vars(kvplan) | globals()))
+        return error_of(lambda: eval(self.call, vars(kvplan) | globals()))
 
 
 def certify_nothing() -> object:
@@ -161,7 +161,7 @@ def words(details: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={text}" for key, text in texts.items()) or "no details"
 
 
-def refused(call: Callable[[], object]) -> KVPlanError:
+def error_of(call: Callable[[], object]) -> KVPlanError:
     """The error that a call ends in."""
     with pytest.raises(KVPlanError) as caught:
         call()
@@ -242,7 +242,7 @@ def test_details_are_plain_values(row: Row) -> None:
 
 def test_details_cannot_be_changed() -> None:
     """Details are read-only."""
-    details = refused(lambda: region(size_bytes=0)).details
+    details = error_of(lambda: region(size_bytes=0)).details
     with pytest.raises(TypeError, match="does not support item assignment"):
         details["value"] = 1  # type: ignore[index]
 

@@ -49,7 +49,7 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
-    "cli": {"files", "environment", "interpreter"},
+    "cli": {"files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},
 }
@@ -63,6 +63,7 @@ EXCEPTIONS = {
     "models.families": {"package data"},  # what is known of model families
     "verification.memory": {"interpreter", "mapped memory"},  # anonymous memory, of which only used pages exist
     "display.pictures": {"files"},  # a picture is saved to the path that a caller names
+    "display.trace": {"files"},  # and so is a trace
     "staging.choice": {"files"},  # and so are rates, which are loaded from one too
 }
 """What single modules of pure rooms use."""

@@ -15,6 +15,7 @@ import click
 from kvplan.cli.advise import advise_command
 from kvplan.cli.commands import COMMANDS
 from kvplan.cli.demo import demo_command
+from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
 from kvplan.cli.options import echo_json
 from kvplan.errors import KVPlanError
@@ -27,7 +28,7 @@ EPILOG: Final = f"""\
 \b
 Exit status:
   0    done; where a command verifies, every byte is right
-  1    bytes differ: verification failed
+  1    bytes differ: verification failed; doctor: something is wrong
   2    refused: an error in the input, or in an offer
   {INTERRUPTED}  interrupted
   {PIPE_CLOSED}  output pipe closed (SIGPIPE)
@@ -90,7 +91,7 @@ def installed_version() -> str:
 
 
 @click.group(
-    commands=[demo_command, *COMMANDS, matrix_command, advise_command],
+    commands=[demo_command, *COMMANDS, matrix_command, advise_command, doctor_command],
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog=EPILOG,

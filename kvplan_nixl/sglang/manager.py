@@ -85,9 +85,6 @@ class Manager(BaseKVManager):
         parallel = get_parallel()
         for width in ("attn_dcp_size", "attn_cp_size"):
             _require(width, 1, getattr(parallel, width))
-        if self._is_prefill:
-            # real engines have judged decode with DP attention alone
-            _require("attn_dp_size", 1, parallel.attn_dp_size)
         algorithm = queue.scheduler.spec_algorithm.name
         if algorithm not in DRAFTING:
             _require("speculative_algorithm", " or ".join(sorted(DRAFTING)), algorithm)
@@ -100,8 +97,9 @@ class Manager(BaseKVManager):
         settings = self._settings
         access = settings.access()
         if settings.port:
-            # the engines of DP listen side by side
-            dp_rank = self.kv_args.system_dp_rank or 0
+            # The engines of DP listen side by side: replicas, or the ranks of DP attention, which
+            # does not run inside replicas.
+            dp_rank = (self.kv_args.system_dp_rank or 0) + parallel.attn_dp_rank
             settings = attrs.evolve(settings, port=settings.port + dp_rank)
         # Only a reader stages.
         worker, copier = with_staging(worker, 0 if self._is_prefill else settings.staging_bytes)

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from kvplan._checks import integer, name, seconds
 from kvplan._text import shown
 from kvplan.errors import KVPlanError
-from kvplan_nixl.settings import Settings, setting, switch
+from kvplan_nixl.settings import Settings, secrets_beside, setting, switch
 
 PLACE: Final = "kv_connector_extra_config"
 
@@ -44,9 +44,6 @@ HINTS: Final = MappingProxyType(
     }
 )
 """What to do about other fields, by name."""
-
-SECRETS: Final = MappingProxyType({"key": "KVPLAN_KEY", "key_file": "KVPLAN_KEY_FILE"})
-"""Settings that may be variables of the environment too, which no list of processes shows."""
 
 OTHER_NAMES: Final = MappingProxyType({"kv_lease_duration": "lease_s"})
 """NixlConnector's names of kvplan's settings."""
@@ -102,7 +99,7 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     assert transfer is not None
     _check_transfer(transfer)
     values = {
-        **_secrets(transfer.kv_connector_extra_config),
+        **secrets_beside(transfer.kv_connector_extra_config, os.environ),
         "host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
         "port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         **_renamed(transfer.kv_connector_extra_config),
@@ -110,15 +107,6 @@ def settings_of(config: VllmConfig) -> ConnectorSettings:
     settings = ConnectorSettings.read(values, PLACE)
     port = settings.port and settings.port + config.parallel_config.data_parallel_index
     return attrs.evolve(settings, port=port)
-
-
-def _secrets(extra: Mapping[str, Any]) -> dict[str, str]:
-    """Return the key, or its file, in the environment, unless settings have one of them."""
-    if not extra.keys().isdisjoint(SECRETS):
-        return {}
-    return {
-        label: os.environ[variable] for label, variable in SECRETS.items() if variable in os.environ
-    }
 
 
 def _check_transfer(transfer: Any) -> None:

@@ -502,7 +502,7 @@ def test_an_allocation_for_each_device() -> None:
     assert [view.region for view in worker.views] == [region.name for region in worker.regions]
 
 
-def refused_vllm(zeros: Any, model: Model = GQA, info: RankInfo | None = None, **changes: Any) -> KVPlanError:
+def vllm_error(zeros: Any, model: Model = GQA, info: RankInfo | None = None, **changes: Any) -> KVPlanError:
     """The error for a valid config and caches with some facts changed."""
     caches = laid_out(zeros, "LBHNC", L=3, B=BLOCKS, H=HEADS, N=8, C=2 * DIM)
     spec = changes.pop("spec", AttentionSpec(8))
@@ -569,7 +569,7 @@ def refused_vllm(zeros: Any, model: Model = GQA, info: RankInfo | None = None, *
 )
 def test_contradictions(zeros: Any, changes: dict[str, Any], text: str) -> None:
     """Objects that contradict the model, the rank or each other are refused with both values."""
-    assert str(refused_vllm(zeros, **changes)).startswith(text)
+    assert str(vllm_error(zeros, **changes)).startswith(text)
 
 
 @pytest.mark.parametrize("tp_rank, tp", [(2, 2), (-1, 1), (0, 0)])

@@ -21,7 +21,7 @@ ALL_KEYS = (
 )
 
 
-def refusal(read: Callable[[str, str], object], text: str) -> str | None:
+def error_code(read: Callable[[str, str], object], text: str) -> str | None:
     """The code with which a text is refused, or ``None``."""
     try:
         read(text, "--option")
@@ -68,13 +68,13 @@ def test_the_text_of_options_reads_back(options: EngineOptions) -> None:
 @given(st.text() | st.from_regex(r"[a-z]+=[\w٣²-]*(,[a-z]+=\w*)*", fullmatch=True))
 def test_any_text_is_read_or_refused(text: str) -> None:
     """Any text is read as options, or refused with a code; nothing else is raised."""
-    assert refusal(EngineOptions.parse, text) in (None, "LAYOUT", "NAME", "TYPE", "RANGE")
+    assert error_code(EngineOptions.parse, text) in (None, "LAYOUT", "NAME", "TYPE", "RANGE")
 
 
 @given(st.text(alphabet="0123456789:-٣ "))
 def test_any_token_range_is_read_or_refused(text: str) -> None:
     """Any text is read as a range, or refused with a code."""
-    assert refusal(token_range, text) in (None, "TYPE", "RANGE")
+    assert error_code(token_range, text) in (None, "TYPE", "RANGE")
 
 
 @given(st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS))
@@ -83,7 +83,7 @@ def test_a_range_that_is_read_is_in_order(start: int, stop: int) -> None:
     if start <= stop:
         assert token_range(f"{start}:{stop}", "--tokens") == (start, stop)
     else:
-        assert refusal(token_range, f"{start}:{stop}") == "RANGE"
+        assert error_code(token_range, f"{start}:{stop}") == "RANGE"
 
 
 def test_an_empty_range_is_a_range() -> None:
@@ -102,7 +102,7 @@ def test_an_empty_range_is_a_range() -> None:
 )
 def test_what_no_engine_has_is_refused(text: str, code: str | None) -> None:
     """Stages are numbers of layers, flags are 1 or 0, and stages count towards the number of workers."""
-    assert refusal(EngineOptions.parse, text) == code
+    assert error_code(EngineOptions.parse, text) == code
 
 
 @pytest.mark.parametrize("text", ["tp=", "tp=1.5", "tp=1_0", "tp= 4", "tp=+4", "tp=٣"])
@@ -198,7 +198,7 @@ def test_a_file_of_an_unknown_type_is_read_like_another(tmp_path: Path) -> None:
 
     def code(like: str, **more: Any) -> str | None:
         path.write_text(json.dumps({**keys, **more}))
-        return refusal(lambda text, what: load(text, like=like), str(path))
+        return error_code(lambda text, what: load(text, like=like), str(path))
 
     assert code("llama") is None
     assert load(str(path), like="llama").layers == load("layers=2,kv_heads=3,head_dim=40").layers

@@ -1,26 +1,28 @@
-"""The proxy of docs/how-to/vllm.md between two stand-ins for vLLM's servers."""
+"""The proxy, as a program, between stand-ins for vLLM's servers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from subprocess import PIPE
 from typing import Any
 
 import pytest
-from aiohttp.web import Application
+from click.testing import CliRunner
 
-from tests.pages import ROOT, fences
+from kvplan_nixl.vllm.proxy import main
+from tests.pages import ROOT
 
-NUM_CLIENTS = 100
+NUM_CLIENTS = 300
 TIMEOUT_S = 30
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -34,6 +36,10 @@ class Request(BaseHTTPRequestHandler):
     """A request to a stand-in."""
 
     server: Engine
+
+    def do_GET(self) -> None:
+        self.server.requests.append((self.path, {}))
+        self.send(200, {"at": self.path})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -107,62 +113,26 @@ def fail(status: int) -> Answer:
     return lambda request, _: request.send(status, {"error": f"status {status}"})
 
 
-@pytest.fixture
-def engines() -> Iterator[Callable[[Answer], Engine]]:
-    """Starts stand-ins."""
-    started: list[Engine] = []
+class Running:
+    """The proxy as a program, between servers at some ports."""
 
-    def start(answer: Answer) -> Engine:
-        started.append(Engine(answer))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.shutdown()
-        engine.server_close()
-
-
-def interrupt() -> None:
-    """Ends an event loop."""
-    raise KeyboardInterrupt
-
-
-class Guide:
-    """The page's proxy, as its ``serve`` runs it, with the stand-ins that it asks."""
-
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.names: dict[str, Any] = {}
-        text = (ROOT / "docs/how-to/vllm.md").read_text()
-        ((_, source),) = [block for block in fences(text) if block[0] == "python"]
-        exec(compile(source, "vllm.md", "exec"), self.names)
-        self.names["PREFILL"] = f"http://127.0.0.1:{prefill.server_port}"
-        self.names["DECODE"] = f"http://127.0.0.1:{decode.server_port}"
-        app = self.names["application"]()
-        app.on_startup.append(self._start)
-        self.names["application"] = lambda: app
+    def __init__(self, prefills: Sequence[int], decodes: Sequence[int]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port: int = server.getsockname()[1]
-        self._is_started = threading.Event()
-        self._thread = threading.Thread(target=self.names["serve"], args=(self.port,), daemon=True)
-        self._thread.start()
-        assert self._is_started.wait(TIMEOUT_S)
-        while not self._listens():
-            time.sleep(0.01)
+        command = [sys.executable, "-m", "kvplan_nixl.vllm.proxy", "--port", f"{self.port}"]
+        for side, ports in (("--prefill", prefills), ("--decode", decodes)):
+            command += [word for port in ports for word in (side, f"http://127.0.0.1:{port}")]
+        self._process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT)
+        assert self._process.stdout is not None
+        sides = f"{len(prefills)} prefill and {len(decodes)} decode engines"
+        assert self._process.stdout.readline() == f"http://127.0.0.1:{self.port} asks {sides}\n"
 
-    async def _start(self, _: Application) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._is_started.set()
-
-    def _listens(self) -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def close(self) -> None:
-        """Ends the proxy, as Ctrl-C does."""
-        self._loop.call_soon_threadsafe(interrupt)
-        self._thread.join()
+    def end(self) -> str:
+        """Ends the proxy, as a supervisor does. Returns its log."""
+        self._process.terminate()
+        _, log = self._process.communicate(timeout=TIMEOUT_S)
+        assert self._process.returncode == 0
+        return log
 
     def request(self, body: Any, path: str = COMPLETIONS, **headers: str) -> HTTPConnection:
         """A connection to the proxy on which a request was sent."""
@@ -182,22 +152,56 @@ class Guide:
         with self.open(body, path, **headers) as response:
             return response.status, json.load(response)
 
+    def look(self, path: str) -> tuple[int, bytes]:
+        """The status of the answer to GET, and what it says."""
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+
+class Between(Running):
+    """The proxy between one stand-in of each kind."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        super().__init__([prefill.server_port], [decode.server_port])
+        self.prefill = prefill
+        self.decode = decode
+
+
+@pytest.fixture(scope="module")
+def between() -> Iterator[Between]:
+    """The proxy between two stand-ins."""
+    with started() as prefill, started() as decode:
+        proxy = Between(prefill, decode)
+        yield proxy
+        proxy.end()
+
+
+@contextmanager
+def started(answer: Answer = generate) -> Iterator[Engine]:
+    """A stand-in that answers as said."""
+    engine = Engine(answer)
+    yield engine
+    engine.shutdown()
+    engine.server_close()
+
 
 @pytest.fixture
-def guide(engines: Callable[[Answer], Engine]) -> Iterator[Callable[..., Guide]]:
-    """Starts the proxy between two stand-ins that answer as said."""
-    started: list[Guide] = []
+def guide(between: Between) -> Start:
+    """The proxy, whose stand-ins answer as said, and have been asked nothing."""
 
-    def start(prefill: Answer = grant, decode: Answer = generate) -> Guide:
-        started.append(Guide(engines(prefill), engines(decode)))
-        return started[-1]
+    def start(prefill: Answer = grant, decode: Answer = generate) -> Between:
+        for engine, answer in ((between.prefill, prefill), (between.decode, decode)):
+            engine.answer = answer
+            engine.requests = []
+            engine.credentials = []
+        return between
 
-    yield start
-    for proxy in started:
-        proxy.close()
+    return start
 
 
-Start = Callable[..., Guide]
+Start = Callable[..., Between]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ def test_a_long_list_does_not_wait_for_itself(guide: Start) -> None:
         generate(request, body)
 
     proxy = guide(grant_when_free, read)
-    prompts = [f"w{number}" for number in range(NUM_CLIENTS + 20)]
+    prompts = [f"w{number}" for number in range(120)]
     status, answer = proxy.ask({"prompt": prompts})
     assert status == 200, answer
     assert len(answer["choices"]) == len(prompts)
@@ -357,7 +361,7 @@ def test_a_client_that_goes_away_ends_its_request(guide: Start, asks: str) -> No
     assert is_closed.wait(TIMEOUT_S)
 
 
-def test_all_of_100_clients_are_served(guide: Start) -> None:
+def test_hundreds_of_clients_are_served(guide: Start) -> None:
     """Clients that come at the same time get the answers to their own prompts."""
     together = threading.Barrier(NUM_CLIENTS)
     proxy = guide()
@@ -387,15 +391,84 @@ def test_an_engine_that_fails_is_heard(
     assert status == (400 if decode is generate else 503)
 
 
-@pytest.mark.parametrize("side", ["PREFILL", "DECODE"])
-@pytest.mark.parametrize("prompt", ["A", ["A", "B"]])
-def test_an_engine_that_is_gone_is_a_bad_gateway(guide: Start, side: str, prompt: Any) -> None:
-    """Where nobody answers, the status is 502."""
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+def test_an_engine_that_is_gone_is_a_bad_gateway(gone: str) -> None:
+    """Where nobody answers, the status is 502, and the proxy is not well."""
+    with started(grant) as engine:
+        ports = [1, engine.server_port] if gone == "prefill" else [engine.server_port, 1]
+        proxy = Running(ports[:1], ports[1:])
+        for prompt in ("A", ["A", "B"]):
+            status, answer = proxy.ask({"prompt": prompt})
+            assert status == 502
+            assert "127.0.0.1:1" in answer["error"]
+        assert proxy.look("/health")[0] == 502
+        proxy.end()
+
+
+def test_engines_of_a_kind_take_turns() -> None:
+    """All are asked as often. One that accepts no connection is left out, and the log says so."""
+    with started(grant) as first, started(grant) as second, started() as decode:
+        proxy = Running([first.server_port, 1, second.server_port], [decode.server_port])
+        answers = [proxy.ask({"prompt": f"w{number}"}) for number in range(6)]
+        log = proxy.end()
+    texts = [answer["choices"][0]["text"] for _, answer in answers]
+    assert texts == [f"0: w{number} by {{'of': 'w{number}'}}" for number in range(6)]
+    assert sorted([len(first.requests), len(second.requests)]) == [2, 4]
+    assert log.count("127.0.0.1:1 ") == 2
+
+
+def test_the_proxy_is_as_well_as_its_engines(guide: Start) -> None:
+    """GET /health asks an engine of each kind, and the models are those of decode."""
     proxy = guide()
-    proxy.names[side] = "http://127.0.0.1:1"
-    status, answer = proxy.ask({"prompt": prompt})
-    assert status == 502
-    assert "127.0.0.1:1" in answer["error"]
+    assert proxy.look("/health") == (200, b"")
+    assert proxy.look("/v1/models") == (200, b'{"at": "/v1/models"}')
+    asked = [[path for path, _ in engine.requests] for engine in (proxy.prefill, proxy.decode)]
+    assert asked == [["/health"], ["/health", "/v1/models"]]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1"])
+def test_clients_reach_nothing_else_of_an_engine(guide: Start, path: str) -> None:
+    """Other paths are not passed on."""
+    proxy = guide()
+    assert proxy.look(path)[0] == 404
+    assert [*proxy.prefill.requests, *proxy.decode.requests] == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"echo": True}])
+def test_a_client_does_not_say_where_a_cache_is(guide: Start, keys: Body) -> None:
+    """Decode connects to where kv_transfer_params say, so only prefill's reach it."""
+    proxy = guide()
+    status, _ = proxy.ask({"prompt": "A", **keys, "kv_transfer_params": {"remote_host": "evil"}})
+    assert status == 200
+    assert "evil" not in f"{proxy.prefill.bodies} {proxy.decode.bodies}"
+
+
+def test_a_prefill_without_a_connector_is_logged() -> None:
+    """Its reply has no handoff, so decode computes the prompt."""
+    with started() as prefill, started() as decode:
+        proxy = Running([prefill.server_port], [decode.server_port])
+        status, answer = proxy.ask({"prompt": "A"})
+        log = proxy.end()
+    assert (status, answer["choices"][0]["text"]) == (200, "0: A by None")
+    assert f"127.0.0.1:{prefill.server_port} keeps no cache: decode computes the prompt" in log
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8100", "http://a/v1", "http://u:p@a:1", "ftp://a", "http://a:99999", "", "http://"]
+)
+def test_an_address_is_checked(url: str) -> None:
+    """The program does not start with one that is wrong."""
+    run = CliRunner().invoke(main, ["--prefill", url, "--decode", "http://127.0.0.1:8200"])
+    assert run.exit_code == 2
+    assert f"Invalid value for '--prefill': expected http://HOST:PORT, got {url!r}" in run.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--prefill", "http://a"], ["--decode", "http://a"]])
+def test_both_kinds_of_engines_are_needed(arguments: list[str]) -> None:
+    """The message names the option."""
+    run = CliRunner().invoke(main, arguments)
+    assert run.exit_code == 2
+    assert "Missing option '--" in run.output
 
 
 @pytest.mark.parametrize("text", ["{", "5", '"prompt"'])

@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def refusal(**changes: Any) -> KVPlanError:
+def worker_error(**changes: Any) -> KVPlanError:
     """The error that a worker with these fields ends in."""
     with pytest.raises(KVPlanError) as caught:
         Worker(**{**FIELDS, **changes})
@@ -72,10 +72,10 @@ def test_v5_tensors_may_have_several_views(second: dict[str, Any]) -> None:
 
 def test_v5_a_part_of_a_tensor_is_kept_once() -> None:
     """V5: a layer with the name of another would take that one's bytes, and nobody the ones of its own."""
-    error = refusal(views=two_views())
+    error = worker_error(views=two_views())
     assert (error.code, error.details["name"]) == ("NAME", "layers.0")
     turned = two_views(axes=(Axis("dim", 0, 8, 8, 8), Axis("token", 0, 4, 4, 2)))
-    assert refusal(views=turned).code == "NAME"
+    assert worker_error(views=turned).code == "NAME"
 
 
 @given(small_views(), st.integers(-1, 1))
@@ -114,7 +114,7 @@ def test_v4_views_of_a_group_share_no_byte(views: list[View]) -> None:
 def test_v4_groups_may_share_bytes() -> None:
     """V4 is about one group: attention and state blocks of a hybrid pool lie over one another."""
     assert Worker(**FIELDS).views == (VIEW, STATE)
-    error = refusal(views=(VIEW, attrs.evolve(VIEW, name="layers.1")))
+    error = worker_error(views=(VIEW, attrs.evolve(VIEW, name="layers.1")))
     assert (error.code, error.details["first"], error.details["second"]) == ("OVERLAP", "layers.0", "layers.1")
     assert (error.details["blocks"], error.details["bytes"]) == ((0, 0), (0, 0))
 

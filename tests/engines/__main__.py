@@ -24,7 +24,8 @@ os.environ |= {
     "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
 }
 
-from tests.engines import trials
+from tests.engines import host_trials, trials
+from tests.engines.hosts import Host
 from tests.engines.models import build
 from tests.engines.pairs import PAIRS, Beside, Pair
 from tests.engines.process import Answer, Engine, EngineFailedError, free_port
@@ -82,7 +83,12 @@ def judge(pair_name: str, connector: str) -> str:
         stored = Path(ending.enter_context(TemporaryDirectory()))
 
         def start(
-            side: str, name: str = "", port: int = 0, served: bool = False, alone: bool = False
+            side: str,
+            name: str = "",
+            port: int = 0,
+            served: bool = False,
+            alone: bool = False,
+            host: Host | None = None,
         ) -> Engine | Server:
             settings = dict(getattr(pair, side))
             beside = settings.pop("beside", Beside())
@@ -116,13 +122,14 @@ def judge(pair_name: str, connector: str) -> str:
                 everything = {key: value for key, value in everything.items() if key not in left_out}
                 engines.append(Server("vllm", side, everything, log))
             else:
-                engines.append(Engine(everything, log, port or free_port(), pair.transports))
+                engines.append(Engine(everything, log, port or free_port(), pair.transports, host))
             ending.callback(engines[-1].kill)
             return engines[-1]
 
         try:
             control = connector == "nothing" and pair.trial != "served"
-            answers, right = getattr(trials, "unmoved" if control else pair.trial)(start)
+            trial = "unmoved" if control else pair.trial
+            answers, right = (getattr(trials, trial, None) or getattr(host_trials, trial))(start)
         except (EngineFailedError, AssertionError) as error:
             return str(error)
     return verdict(answers, right)

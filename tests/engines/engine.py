@@ -16,10 +16,13 @@ from vllm.sampling_params import RequestOutputKind
 
 import tests.engines.yielding.sitecustomize  # noqa: F401  # for this process, which is forked
 from tests.engines.flips import flip_bits
+from tests.engines.hosts import Host, enter
 
 
-def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str], log: str) -> None:
-    """Starts an engine and steps it until its pipe closes: answers go back as each request finishes.
+def serve(
+    pipe: Connection, settings: dict[str, Any], environment: dict[str, str], log: str, host: Host | None = None
+) -> None:
+    """Starts an engine, on a host, and steps it until its pipe closes: answers go back as each request finishes.
 
     The process leads a group of its own, so that killing the group ends the engine's workers too.
     """
@@ -28,6 +31,8 @@ def serve(pipe: Connection, settings: dict[str, Any], environment: dict[str, str
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment)
+    if host is not None:
+        enter(host)
     # vLLM 0.32's kernel for CPUs returns no state from inside a prompt. So chunks have to end where a state is cached.
     MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
     config = EngineArgs(**settings).create_engine_config()

@@ -72,6 +72,7 @@ ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_pre
 ALIKE: dict[str, Any] = {"kv_connector_extra_config": {"model": "alike"}}  # the model's name for both engines
 KEYED: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of all engines", "verify": True}}
 OTHER_KEY: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of other engines"}}
+ON_HOSTS: dict[str, Any] = {"kv_connector_extra_config": {"key": "a secret of all engines"}}
 VERIFIED: dict[str, Any] = {"kv_connector_extra_config": {"verify": True}}
 
 
@@ -128,6 +129,16 @@ PAIRS = {
         "llama", side(), side(), "prefill_freezes_under_reads", lease_s=30, transports="tcp"
     ),
     "llama, decode dies": Pair("llama", side(), side(), "decode_dies", lease_s=30),
+    "llama 32->64 TP 1->2, two hosts": Pair("llama", side(32, **ON_HOSTS), side(64, tp=2, **ON_HOSTS), "on_two_hosts"),
+    "llama 32->64, slow link": Pair("llama", side(32, **ON_HOSTS), side(64, **ON_HOSTS), "on_a_slow_link"),
+    "llama 32->64, hosts parted": Pair("llama", side(32, **ON_HOSTS), side(64, **ON_HOSTS), "hosts_parted", lease_s=30),
+    "llama 32->64, answers lost": Pair("llama", side(32, **ON_HOSTS), side(64, **ON_HOSTS), "answers_lost", lease_s=30),
+    "llama 32->64, questions lost": Pair(
+        "llama", side(32, **ON_HOSTS), side(64, **ON_HOSTS), "questions_lost", lease_s=30
+    ),
+    "llama 32->64, host restarts": Pair(
+        "llama", side(32, **ON_HOSTS), side(64, **ON_HOSTS), "host_restarts", lease_s=30
+    ),
     "llama TP 1->2, vllm serve": Pair("llama", {}, {}, "served"),
     "llama DP 2->2 TP 1->2, vllm serve": Pair("llama", {"data_parallel_size": 2}, {"data_parallel_size": 2}, "served"),
     "llama, vllm serve, before offloading": Pair(

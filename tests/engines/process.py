@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from tests.engines.engine import serve
+from tests.engines.hosts import Host
 
 YIELDING = Path(__file__).with_name("yielding")
 
@@ -44,15 +45,19 @@ class Answer(NamedTuple):
 class Engine:
     """One engine. ``settings`` are vLLM's own; ``port`` is where vLLM's NixlConnector listens."""
 
-    def __init__(self, settings: dict[str, Any], log: Path, port: int, transports: str = "") -> None:
+    def __init__(
+        self, settings: dict[str, Any], log: Path, port: int, transports: str = "", host: Host | None = None
+    ) -> None:
         ranks = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
         given = {**environment(port), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if transports:
             given["UCX_TLS"] = transports
+        if host is not None:
+            given |= {"UCX_NET_DEVICES": "eth0", "VLLM_NIXL_SIDE_CHANNEL_HOST": host.address}
         backend = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
         self.log = log
         self._pipe, theirs = forked.Pipe()
-        self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, given, str(log)))
+        self._process = forked.Process(target=serve, args=(theirs, {**backend, **settings}, given, str(log), host))
         self._process.start()
         theirs.close()
         self._started = False

@@ -168,6 +168,11 @@ def toy_proxy(place: Place, prefills: list[int], decodes: list[int]) -> list[str
     return [f"{place.programs / 'python'}", f"{folder / 'toy_proxy_server.py'}", "--port", f"{place.port}", *sides]
 
 
+def own_proxy(place: Place, prefills: list[int], decodes: list[int]) -> list[str]:
+    sides = [*options("--prefill", at(prefills)), *options("--decode", at(decodes))]
+    return [sys.executable, "-m", "kvplan_nixl.vllm.proxy", "--port", f"{place.port}", *sides]
+
+
 def site_packages(place: Place) -> str:
     """The folder of an environment's packages."""
     (folder,) = place.programs.parent.glob("lib/python3*/site-packages")
@@ -185,6 +190,7 @@ def dynamo_variables(place: Place) -> dict[str, str]:
 
 
 ROUTERS = {
+    "kvplan's proxy": Router((), own_proxy, serve),
     "vLLM's toy proxy": Router(("httpx==0.28.1", "fastapi==0.165.0", "uvicorn==0.54.0"), toy_proxy, serve),
     "vllm-router": Router(("vllm-router==0.1.17",), vllm_router, serve),
     "sglang-router": Router(
@@ -350,7 +356,8 @@ def install(name: str) -> None:
     if not (folder / "installed").exists():
         subprocess.run([sys.executable, "-m", "venv", f"{folder}"], check=True)
         pip = [f"{folder / 'bin' / 'python'}", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        subprocess.run([*pip, *ROUTERS[name].packages], check=True)
+        if ROUTERS[name].packages:
+            subprocess.run([*pip, *ROUTERS[name].packages], check=True)
         (folder / "installed").touch()
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -108,10 +108,27 @@ def metadata(folder: Path) -> Path:
     return info.parent.absolute()
 
 
-def proxy(engine: str, prefill: Server, decode: Server) -> dict[str, Any]:
-    """The names of the proxy in an engine's guide, between two servers."""
+@contextmanager
+def proxy(prefill: Server, decode: Server) -> Iterator[int]:
+    """The proxy between two servers, as vLLM's guide starts it. The port that it listens on."""
+    command = shlex.split(blocks("vllm", "sh")[2])
+    port = free_port()
+    ports = {"8100": prefill.port, "8200": decode.port, "8000": port}
+    assert {*re.findall(r"\b8\d00\b", shlex.join(command))} == ports.keys(), command
+    command = [re.sub(r"\b8\d00\b", lambda found: f"{ports[found[0]]}", word) for word in command]
+    process = subprocess.Popen([sys.executable, *command[1:]])
+    try:
+        wait_for(port)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def sglang_proxy(prefill: Server, decode: Server) -> dict[str, Any]:
+    """The names of the proxy in SGLang's guide, between two servers."""
     names: dict[str, Any] = {}
-    exec(blocks(engine, "python")[0], names)
+    exec(blocks("sglang", "python")[0], names)
     names |= {side: f"http://127.0.0.1:{one.port}" for side, one in (("PREFILL", prefill), ("DECODE", decode))}
     return names
 

@@ -38,7 +38,7 @@ from kvplan_nixl.sglang import bootstrap
 from kvplan_nixl.sglang.bootstrap import BootstrapServer, ask, publish
 from tests.engines.__main__ import CONNECTORS, ENGINE, FOLDER, main, verdict
 from tests.engines.process import TIMEOUT_S, Answer, Engine, EngineFailedError, free_port
-from tests.engines.served import Server, answered, proxy
+from tests.engines.served import Server, answered, sglang_proxy
 from tests.engines.sglang_engine import ENVIRONMENT, SETTINGS
 from tests.engines.trials import ASK, LENGTHS, TOKENS, idle, prompts
 
@@ -133,6 +133,15 @@ PAIRS = {
     ),
     "SGLang 16 -> 64, DP attention 1->2, Qwen3": Pair(
         "qwen3", Side("sglang", 16), Side("sglang", 64, tp=2, more=TWO_DP)
+    ),
+    "SGLang 16 -> 64, DP attention 2->1, Qwen3": Pair(
+        "qwen3", Side("sglang", 16, tp=2, more=TWO_DP), Side("sglang", 64)
+    ),
+    "SGLang 64 -> 16, DP attention 2->2, Qwen3": Pair(
+        "qwen3", Side("sglang", 64, tp=2, more=TWO_DP), Side("sglang", 16, tp=2, more=TWO_DP)
+    ),
+    "SGLang 16 -> vLLM 32, DP attention 2->1, Qwen3": Pair(
+        "qwen3", Side("sglang", 16, tp=2, more=TWO_DP), Side("vllm", 32)
     ),
     "vLLM -> SGLang TP 1->2, served": Pair("llama", Side("vllm", 32), Side("sglang", 64, tp=2), "served"),
     "SGLang 16 -> 64, 200 in flight": Pair(
@@ -529,7 +538,7 @@ def served(name: str, connectors: Sequence[str], ending: ExitStack) -> Iterator[
     ending.callback(decode.kill)
     server = BootstrapServer("127.0.0.1", 0)
     ending.callback(server.close)
-    names = proxy("sglang", prefill.ready(), decode.ready())
+    names = sglang_proxy(prefill.ready(), decode.ready())
     for connector in connectors:
         tokens = prompts(1 if connector == "kvplan" else 2)
         if connector == "nothing":

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tests.engines.models import VOCABULARY
 from tests.engines.process import Answer, Engine, free_port
-from tests.engines.served import Server, chosen, completed, proxy, text, wait_for
+from tests.engines.served import Server, chosen, completed, proxy, text
 
 ASK = {
     "do_remote_decode": True,
@@ -603,17 +602,15 @@ def served(start: Callable[..., Server]) -> Outcome:
     tokens = prompts(24)
     for server in (prefill, decode):
         completed(server.ready().port, prompts(51, (7,)), 2)  # the first step compiles, which may outlast a lease
-    port, serve = free_port(), proxy("vllm", prefill.ready(), decode.ready())["serve"]
-    threading.Thread(target=serve, args=(port,), daemon=True).start()
-    wait_for(port)
-    answers = completed(port, tokens, TOKENS)
-    if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
-        raise AssertionError("void: decode has computed prompts itself")
     common = {"max_tokens": TOKENS, "ignore_eos": True}
     several = {"prompt": [text(prompt) for prompt in tokens[:3]], "n": 3, "temperature": 1, "seed": 1}
     beams = {"prompt": text(tokens[3]), "n": 2, "temperature": 0, "use_beam_search": True}
     bodies = [{**common, **several}, {**common, **beams}]
-    answers += [answer for body in bodies for answer in chosen(port, body)]
+    with proxy(prefill.ready(), decode.ready()) as port:
+        answers = completed(port, tokens, TOKENS)
+        if decode.num_read() < sum(len(prompt) - 1 for prompt in tokens) and all(answer.tokens for answer in answers):
+            raise AssertionError("void: decode has computed prompts itself")
+        answers += [answer for body in bodies for answer in chosen(port, body)]
     right = [answer.tokens for body in bodies for answer in chosen(decode.port, body)]
     return answers, [*agreed(tokens, prefill, decode), *right]
 
@@ -650,11 +647,8 @@ def served_beside(start: Callable[..., Any]) -> Outcome:
     tokens = prompts(61)
     for server in (prefill, decode):
         completed(server.ready().port, prompts(62, (7,)), 2)
-    complete = proxy("vllm", prefill, decode)
-    port = free_port()
-    threading.Thread(target=complete["serve"], args=(port,), daemon=True).start()
-    wait_for(port)
-    answers = completed(port, tokens, TOKENS)
+    with proxy(prefill, decode) as port:
+        answers = completed(port, tokens, TOKENS)
     figures = {
         name: decode.metric(f"vllm:{name}")
         for name in (

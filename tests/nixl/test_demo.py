@@ -43,7 +43,7 @@ def test_usage() -> None:
     """Any other command is a usage error."""
     ran = run("dance")
     assert ran.returncode == 2
-    assert ran.stderr.startswith("usage: python -m kvplan_nixl [-h] {demo,calibrate} ...\n")
+    assert ran.stderr.startswith("usage: python -m kvplan_nixl [-h] {demo,calibrate,doctor} ...\n")
 
 
 @pytest.mark.parametrize("command", ["demo", "calibrate"])

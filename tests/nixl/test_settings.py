@@ -63,7 +63,7 @@ def read(vllm: Any, extra: Any = None, data_parallel_index: int = 0, **fields: A
     return vllm.settings_of(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
 
 
-def refused(vllm: Any, extra: Any = None, **fields: Any) -> KVPlanError:
+def settings_error(vllm: Any, extra: Any = None, **fields: Any) -> KVPlanError:
     """The error of a configuration."""
     with pytest.raises(KVPlanError) as refusal:
         read(vllm, extra, **fields)
@@ -87,9 +87,9 @@ def test_settings_come_before_the_environment(vllm: Any) -> None:
 
 def test_an_unknown_setting_is_refused_by_name(vllm: Any) -> None:
     """The hint has the nearest name, or all."""
-    error = refused(vllm, {"staging_byte": 1})
+    error = settings_error(vllm, {"staging_byte": 1})
     assert (error.code, error.got, error.hint) == ("SETTING", "'staging_byte'", "did you mean 'staging_bytes'?")
-    assert refused(vllm, {"zzz": 1}).hint.startswith("they are host, bind, port, ")
+    assert settings_error(vllm, {"zzz": 1}).hint.startswith("they are host, bind, port, ")
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_an_unknown_setting_is_refused_by_name(vllm: Any) -> None:
 )
 def test_a_value_of_another_type_is_refused(vllm: Any, extra: Any) -> None:
     """The message has the name of the setting."""
-    error = refused(vllm, extra)
+    error = settings_error(vllm, extra)
     assert error.code in ("TYPE", "RANGE")
     assert f"{next(iter(extra))} in kv_connector_extra_config" in str(error)
 
 
 def test_no_message_shows_a_secret(vllm: Any) -> None:
     """Neither an error nor the settings as they are printed."""
-    assert "12345" not in str(refused(vllm, {"key": 12345}))
+    assert "12345" not in str(settings_error(vllm, {"key": 12345}))
     assert "12345" not in repr(read(vllm, {"key": "12345"}))
 
 
@@ -116,7 +116,7 @@ def test_no_message_shows_a_secret(vllm: Any) -> None:
 )
 def test_what_vllm_offers_and_kvplan_lacks_is_refused(vllm: Any, name: str, value: Any) -> None:
     """Each field of vLLM's configuration is, also one of a version to come."""
-    error = refused(vllm, **{name: value})
+    error = settings_error(vllm, **{name: value})
     assert (error.code, error.details) == ("SETTING", {name: value})
     assert name in error.action
     assert error.hint
@@ -134,10 +134,10 @@ def test_nixl_connectors_settings_are_read_or_refused(vllm: Any) -> None:
     assert settings.backends == {**UCX, "LIBFABRIC": {}}
     turns = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 600, "kv_recompute_threshold": 0}
     assert turns.items() <= attrs.asdict(read(vllm, turns)).items()
-    assert refused(vllm, {"lease_s": 60, "kv_lease_duration": 60}).code == "SETTING"
+    assert settings_error(vllm, {"lease_s": 60, "kv_lease_duration": 60}).code == "SETTING"
     for name, unsupported in vllm.UNSUPPORTED.items():
         read(vllm, {name: unsupported.default})
-        assert name in refused(vllm, {name: "other"}).action
+        assert name in settings_error(vllm, {name: "other"}).action
 
 
 def test_options_of_backends_are_passed_on(vllm: Any) -> None:
@@ -148,7 +148,7 @@ def test_options_of_backends_are_passed_on(vllm: Any) -> None:
 
 @pytest.mark.parametrize("backends", ["UCX", 7, [["UCX"]], {"UCX": 1}, {"UCX": {"a": 1}}], ids=str)
 def test_backends_of_another_form_are_refused(vllm: Any, backends: Any) -> None:
-    assert refused(vllm, {"backends": backends}).code == "TYPE"
+    assert settings_error(vllm, {"backends": backends}).code == "TYPE"
 
 
 @pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_sleep_mode"])
@@ -227,7 +227,7 @@ def test_a_network_is_trusted_by_a_setting_alone(vllm: Any) -> None:
     assert read(vllm, {"trust_network": True}).access().trusts_network
     assert plugin_settings({"KVPLAN_TRUST_NETWORK": "true"}).access().trusts_network
     for value in ("true", 1, None):
-        assert refused(vllm, {"trust_network": value}).code == "TYPE"
+        assert settings_error(vllm, {"trust_network": value}).code == "TYPE"
 
 
 @pytest.mark.parametrize(

@@ -757,18 +757,28 @@ def test_ranks_with_requests_of_their_own(
         server._rooms.clear()
 
 
-def test_prefill_with_requests_of_its_ranks_is_refused(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_ranks_of_prefill_with_requests_of_their_own(
+    plugin: SimpleNamespace, decode: Side, server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No real engine has judged it."""
-    monkeypatch.setattr(PARALLEL, "attn_dp_size", 2)
-    with pytest.raises(KVPlanError, match=r"^LAYOUT: .* expected attn_dp_size = 1, got 2"):
-        Side(plugin, "prefill", 4)
+    """With DP attention each rank of prefill is an engine of its own: a handoff says which one has the pages."""
+    ranks = two_ranks(plugin, monkeypatch, "prefill", 4, dp=True)
+    sources = {rank.manager.rank.source for rank in ranks}
+    assert len(sources) == 2
+    for number, rank in enumerate(ranks):
+        receiver = moved(plugin, rank, decode, server)
+        until(receiver, KVPoll.Success)
+        assert torch.equal(decode.rows(OURS), rank.rows(THEIRS)), number
+        receiver.clear()
+        server._rooms.clear()
 
 
-def test_ranks_of_dp_listen_side_by_side(plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine of DP has a port of its own."""
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 1)])
+def test_ranks_of_dp_listen_side_by_side(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
+) -> None:
+    """Each engine of DP has a port of its own: each replica, and each rank of DP attention."""
     ports = []
+    replica, attention_rank = ranks
 
     def listen(*arguments: Any, port: int, **options: Any) -> Listener:
         ports.append(port)
@@ -777,7 +787,8 @@ def test_ranks_of_dp_listen_side_by_side(plugin: SimpleNamespace, monkeypatch: p
     monkeypatch.setenv("KVPLAN_PORT", "5600")
     monkeypatch.setitem(plugin.manager.PrefillRank.__init__.__globals__, "Listener", listen)
     side = Side(plugin, "prefill", 4)
-    side.manager.kv_args.system_dp_rank = 1
+    side.manager.kv_args.system_dp_rank = replica
+    monkeypatch.setattr(PARALLEL, "attn_dp_rank", attention_rank)
     side.manager.start(side.queue)
     assert ports == [5600, 5601]
 

@@ -27,7 +27,7 @@ from kvplan.verification import FakeMemory
 from tests.small import engine
 
 
-def refused(*given: Any) -> KVPlanError:
+def plan_error(*given: Any) -> KVPlanError:
     """The error of planning a read."""
     with pytest.raises(KVPlanError) as caught:
         plan_reads(*given)
@@ -49,10 +49,10 @@ def test_fp8_in_plain_bytes_pairs_with_fp8_where_the_caller_says_so() -> None:
     ours, theirs = (
         with_views(engine(name)[0], dtype=kind, axes=axes) for name, kind, axes in zip("dp", kinds, dense, strict=True)
     )
-    error = refused(ours, [theirs])
+    error = plan_error(ours, [theirs])
     assert error.code == "DTYPE"
     assert error.hint == "if their bytes mean the same, describe both sides as uint8"
-    assert refused(engine("d")[0], [with_views(engine("p")[0], dtype="float16")]).hint == ""
+    assert plan_error(engine("d")[0], [with_views(engine("p")[0], dtype="float16")]).hint == ""
     plan = plan_reads(ours, [with_views(theirs, dtype="uint8")])
     assert certify(plan).complete
     assert verify(plan, **request([3, 1], [5, 0], (1, 8))).ok
@@ -81,7 +81,7 @@ def test_k_and_v_of_unequal_head_size_are_two_tensors() -> None:
 def test_layers_that_share_a_cache_at_the_source_are_read_by_a_plan_each() -> None:
     """Of two plans, the second names the source's cache after the layer that shares it."""
     (ours,), (theirs,) = engine("d"), engine("p", order="NH", layers=1)
-    assert refused(ours, [theirs]).code == "TENSOR"
+    assert plan_error(ours, [theirs]).code == "TENSOR"
     again = with_views(theirs, name="layers.1")
     parts = [
         (plan_reads(ours, [source], not_transferred=[left]), request([3, 1], [5, 0], (1, 8)))
@@ -121,10 +121,10 @@ def test_an_axis_of_size_1_pairs_with_none(contexts: tuple[int, int], turned: bo
 def test_more_than_one_coordinate_needs_the_axis_on_both_sides() -> None:
     """Two heads are not one, with or without the axis."""
     (one,), (two,) = engine("d", heads=1), engine("p", heads=2)
-    assert refused(one, [two]).code == "SIZE"
+    assert plan_error(one, [two]).code == "SIZE"
     none = with_views(one, axes=[axis for axis in one.views[0].axes if axis.name != "head"])
-    assert refused(none, [two]).code == "AXES"
-    assert refused(attrs.evolve(two, engine_id="d"), [attrs.evolve(none, engine_id="p")]).code == "AXES"
+    assert plan_error(none, [two]).code == "AXES"
+    assert plan_error(attrs.evolve(two, engine_id="d"), [attrs.evolve(none, engine_id="p")]).code == "AXES"
 
 
 def test_a_ring_buffer_is_bound_on_either_side_of_its_wrap() -> None:

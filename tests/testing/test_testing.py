@@ -54,7 +54,7 @@ def cut(rows: tuple[Any, Any], seed: int) -> tuple[Any, Any]:
     return [ours for ours, _ in pieces], [theirs for _, theirs in pieces]
 
 
-def refused(copies: Any, **changed: Any) -> KVPlanError:
+def copies_error(copies: Any, **changed: Any) -> KVPlanError:
     with pytest.raises(KVPlanError) as caught:
         assert_copies(DECODE, PREFILL, copies, **{**REQUEST, **changed})
     return caught.value
@@ -178,7 +178,7 @@ def test_addresses_of_64_bits_stay_exact() -> None:
 )
 def test_malformed_copies_are_refused(copies: Any, code: str, text: str) -> None:
     """Malformed copies raise a KVPlanError that says what is wrong with them."""
-    error = refused(copies)
+    error = copies_error(copies)
     assert error.code == code
     assert text in str(error)
 
@@ -191,9 +191,9 @@ def test_a_connector_that_returns_nothing_is_refused() -> None:
 
 def test_malformed_requests_are_refused() -> None:
     """Requests that plans refuse are refused."""
-    assert refused(copies_of(), tokens=(0, 99)).code == "BLOCKS"
-    assert refused(copies_of(), operation="PULL").code == "NAME"
-    assert refused(copies_of(), not_transferred=[7]).code == "TYPE"
+    assert copies_error(copies_of(), tokens=(0, 99)).code == "BLOCKS"
+    assert copies_error(copies_of(), operation="PULL").code == "NAME"
+    assert copies_error(copies_of(), not_transferred=[7]).code == "TYPE"
 
 
 def test_tensors_that_are_not_transferred_must_be_left_alone() -> None:

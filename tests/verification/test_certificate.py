@@ -84,7 +84,7 @@ def padded(worker):
     return attrs.evolve(worker, regions=regions, views=views)
 
 
-def refused(plan):
+def certify_error(plan):
     """The message with which certify refuses a plan."""
     with pytest.raises(KVPlanError, match="PROOF: cannot certify") as caught:
         certify(plan)
@@ -118,10 +118,10 @@ def test_ids_that_are_off_by_one_are_no_proof(name, side):
     """A wrong first id, step from block to block or offset of a slot is found in every series, on either side."""
     plan = PLANS[name]
     for series in series_of(plan):
-        refused(changed(plan, series, base=shifted(side, 1)))
-        refused(changed(plan, series, step=shifted(side, 1)))
+        certify_error(changed(plan, series, base=shifted(side, 1)))
+        certify_error(changed(plan, series, step=shifted(side, 1)))
         if series[0] == "tokens":
-            refused(changed(plan, series, slot_terms=shifted(side, 1)))
+            certify_error(changed(plan, series, slot_terms=shifted(side, 1)))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -136,7 +136,7 @@ def test_runs_that_are_swapped_are_no_proof(side):
                 other[[j, j + 1]] = other[[j + 1, j]]
                 return np.stack([other, base[1]] if side == 0 else [base[0], other])
 
-            text = refused(changed(plan, (kind, i), base=swapped))
+            text = certify_error(changed(plan, (kind, i), base=swapped))
             found.add(text.partition("expected ")[2].split()[0])
     assert found == {"tensor", "byte"}
 
@@ -147,10 +147,10 @@ def test_a_series_more_or_less_is_no_proof(name):
     plan = PLANS[name]
     for kind, i in series_of(plan):
         lacking = changed(plan, **{kind: lambda s, i=i: s[:i] + s[i + 1 :]})
-        assert re.search("bytes not moved|tokens that move what runs move", refused(lacking))
-        assert "bytes moved twice" in refused(changed(plan, **{kind: lambda s, i=i: (*s, s[i])}))
+        assert re.search("bytes not moved|tokens that move what runs move", certify_error(lacking))
+        assert "bytes moved twice" in certify_error(changed(plan, **{kind: lambda s, i=i: (*s, s[i])}))
         if kind == "tokens":
-            refused(changed(plan, (kind, i), starts=lambda starts: starts + 1))
+            certify_error(changed(plan, (kind, i), starts=lambda starts: starts + 1))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -159,7 +159,7 @@ def test_a_series_more_or_less_is_no_proof(name):
 def test_rows_with_another_number_are_no_proof(side, column, by):
     """A changed address, length, device, stride or count is refused."""
     plan = PLANS["pieces of larger blocks"]
-    refused(with_rows(plan, side, column, -1 if (column, by) == (4, 1) else by))
+    certify_error(with_rows(plan, side, column, -1 if (column, by) == (4, 1) else by))
 
 
 @pytest.mark.parametrize("by", [-16, 16])
@@ -167,7 +167,7 @@ def test_rows_with_another_number_are_no_proof(side, column, by):
 def test_bytes_that_no_view_holds_are_no_proof(side, by):
     """Bytes of a region before or behind its views are refused."""
     plan = with_rows(plan_reads(padded(engine("d")[0]), [padded(engine("p")[0])]), side, 0, by)
-    assert f"other bytes at the {('destination', 'source')[side]}" in refused(plan)
+    assert f"other bytes at the {('destination', 'source')[side]}" in certify_error(plan)
 
 
 def runs_as_tokens(plan):
@@ -263,7 +263,7 @@ def wrong_plans():
 @pytest.mark.parametrize(("what", "plan", "message"), list(wrong_plans()))
 def test_a_wrong_plan_is_no_proof(what, plan, message):
     """Each is refused for what is wrong with it."""
-    assert message in refused(plan), what
+    assert message in certify_error(plan), what
 
 
 def test_a_region_too_large_to_count_through_is_refused():
@@ -327,7 +327,7 @@ def test_fields_of_another_form_are_no_proof(series, field, edit, named):
     """Numbers that are missing, of another type or out of range are refused before any id is followed."""
     plan = PLANS["pieces of larger blocks"]
     wrong = changed(plan, series and (series, 0), **{field: edit})
-    assert f"expected {named} in the form that bind relies on" in refused(wrong)
+    assert f"expected {named} in the form that bind relies on" in certify_error(wrong)
 
 
 def with_last(values, value):
@@ -357,7 +357,7 @@ def test_tables_of_another_form_are_no_proof(field, edit, message):
     plan = PLANS["equal blocks"]
     (pair,) = plan.pairs
     table = attrs.evolve(pair.local_table, **{field: edit(getattr(pair.local_table, field))})
-    assert message in refused(attrs.evolve(plan, pairs=(attrs.evolve(pair, local_table=table),)))
+    assert message in certify_error(attrs.evolve(plan, pairs=(attrs.evolve(pair, local_table=table),)))
 
 
 def test_rows_of_single_bytes_are_proved():
@@ -390,7 +390,7 @@ def test_blocks_behind_a_view_are_no_proof(side):
     plan = plan_reads(more[0], [more[1]])
     assert certify(plan)
     fewer = attrs.evolve(plan, local=roomy[0]) if side == 0 else attrs.evolve(plan, remotes=(roomy[1],))
-    assert "ids that follow the blocks of every view" in refused(fewer)
+    assert "ids that follow the blocks of every view" in certify_error(fewer)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -408,7 +408,7 @@ def test_wrong_ordinals_of_a_period_are_no_proof(name, field, side):
     which = [series for series in series_of(plan) if series[0] == "runs"]
     assert which
     for series in which:
-        refused(changed(plan, series, blocks=wrong))
+        certify_error(changed(plan, series, blocks=wrong))
 
 
 def test_writers_that_are_missing_leave_a_proof_incomplete():
@@ -536,9 +536,9 @@ def test_workers_of_two_descriptions_are_no_proof():
     first, second = plan_mesh(engine("d"), engine("p", tp=2), "WRITE").plans
     (mine,) = second.remotes
     other = attrs.evolve(mine, groups=(*mine.groups, Group("more")))
-    assert "one description of the worker" in refused([first, attrs.evolve(second, remotes=(other,))])
+    assert "one description of the worker" in certify_error([first, attrs.evolve(second, remotes=(other,))])
     reads = [plan_reads(reader, engine("p")) for reader in (mine, other)]
-    assert "one description of the worker" in refused(reads)
+    assert "one description of the worker" in certify_error(reads)
 
 
 def test_a_writer_may_describe_its_buffer_for_each_destination():
@@ -548,7 +548,7 @@ def test_a_writer_may_describe_its_buffer_for_each_destination():
     elsewhere = attrs.evolve(again, regions=second.regions)
     writes = plan_writes(first, destinations[:1])
     assert certify([writes, plan_writes(again, destinations[1:])]).complete
-    assert "one description of the worker" in refused([writes, plan_writes(elsewhere, destinations[1:])])
+    assert "one description of the worker" in certify_error([writes, plan_writes(elsewhere, destinations[1:])])
 
 
 @pytest.mark.parametrize("change", ["name of a tensor", "context"])
@@ -563,7 +563,7 @@ def test_sources_of_two_descriptions_are_no_proof(change):
     second = attrs.evolve(second, remotes=(other, used))
     assert certify(first).complete
     assert certify(second).complete
-    assert "one description of the worker" in refused([first, second])
+    assert "one description of the worker" in certify_error([first, second])
 
 
 def test_a_period_of_many_positions_is_refused_before_it_is_listed():

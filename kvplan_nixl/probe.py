@@ -1,0 +1,141 @@
+"""Probes: what the doctor tries in processes of its own, since NIXL may crash or hang there.
+
+Each writes JSON to stdout, one document a line, as it goes. ``python -m kvplan_nixl.probe`` runs
+one, whose name and texts are its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplan import Axis, Blocks, Group, KVPlanError, View, Worker, plan_reads, region_of
+from kvplan.connector import Leases, Listener, fetch
+from kvplan_nixl.agent import Agent
+from kvplan_nixl.executor import UCX, NixlExecutor, settle
+from kvplan_nixl.settings import Settings, secrets_beside
+
+MEMORY_BYTES: Final = 16 << 20
+BLOCK_BYTES: Final = 64 << 10
+TRANSFER_S: Final = 1.0
+"""How long bytes are moved. A single transfer may take longer."""
+
+PROBE_TIMEOUT_S: Final = 30.0
+
+
+def tell(**fields: Any) -> None:
+    """Write a document, on a line of its own: libraries write to stdout too."""
+    print(f"\n{json.dumps(fields)}", flush=True)
+
+
+def start_backends(*backends: str) -> None:
+    """Start backends one after the other, and tell the error of each, empty if there is none.
+
+    Without ``backends`` they are all of NIXL's, whose names are told first, with its version.
+    """
+    if not backends:
+        agent = Agent("doctor", {}, progress_thread=False)
+        backends = tuple(agent.plugins())
+        agent.close()
+        tell(version=version("nixl"), backends=backends)
+    for backend in backends:
+        error = ""
+        try:
+            Agent("doctor", {backend: UCX.get(backend, {})}, progress_thread=False).close()
+        except KVPlanError as refused:
+            error = str(refused)
+        tell(backend=backend, error=error)
+
+
+def listen(host: str, port: str) -> None:
+    """Listen as a prefill engine would, and fetch its offers as a decode engine would."""
+    texts = secrets_beside((), os.environ)
+    try:
+        access = Settings.read_texts(texts, "the environment").access()
+        listener = Listener("doctor", host, [b"offer"], Leases(), port=int(port), access=access)
+        try:
+            fetch(listener.source, PROBE_TIMEOUT_S, access)
+        finally:
+            listener.close()
+    except KVPlanError as error:
+        tell(error=str(error.with_hint("")), hint=error.hint, has_key=bool(texts))
+        return
+    tell(error="", hint="", has_key=bool(texts))
+
+
+def worker_of(engine_id: str, memory: npt.NDArray[np.uint8]) -> Worker:
+    """Return a worker whose cache is ``memory``, in blocks of :data:`BLOCK_BYTES`."""
+    region = region_of(memory)
+    axes = (Axis("byte", 0, BLOCK_BYTES, BLOCK_BYTES, 1),)
+    num_blocks = memory.size // BLOCK_BYTES
+    view = View("bytes", "bytes", region, "uint8", axes, num_blocks, BLOCK_BYTES)
+    return Worker(engine_id, 0, (region,), (Group("bytes"),), (view,))
+
+
+def source_memory() -> npt.NDArray[np.uint8]:
+    """Return bytes of which no two blocks have the same."""
+    return np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, np.uint8)
+
+
+def serve(channel: Connection) -> None:
+    """Register the source's memory until the other process ends. Another process runs this."""
+    logging.disable(logging.WARNING)
+    memory = source_memory()  # it has to outlive the executor
+    with NixlExecutor(worker_of("source", memory)) as executor:
+        channel.send_bytes(executor.envelope())
+        channel.poll(PROBE_TIMEOUT_S)
+
+
+def move() -> None:
+    """Read memory of another process for about a second. Tell the bytes, and whether all agree."""
+    context = multiprocessing.get_context("spawn")
+    channel, source_channel = context.Pipe()
+    # a daemon ends with this process
+    process = context.Process(target=serve, args=(source_channel,), daemon=True)
+    process.start()
+    source_channel.close()
+    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    tables = {"bytes": Blocks(np.arange(MEMORY_BYTES // BLOCK_BYTES))}
+    num_bytes = 0
+    try:
+        with NixlExecutor(worker_of("destination", memory)) as executor:
+            plan = plan_reads(executor.worker, [executor.connect(channel.recv_bytes())])
+            executor.prepare(plan)
+            (spec,) = plan.bind(local=tables, remote=tables)
+            began = time.monotonic()
+            while time.monotonic() < began + TRANSFER_S:
+                transfer = executor.start(spec, "doctor")
+                if not settle(executor, [transfer], PROBE_TIMEOUT_S):
+                    raise TimeoutError(f"{transfer!r}")
+                if transfer.error is not None:
+                    raise transfer.error
+                executor.release(transfer)
+                num_bytes += spec.num_bytes
+            elapsed_s = time.monotonic() - began
+    except (KVPlanError, TimeoutError, EOFError) as error:
+        tell(error=str(error) or "the source's process has ended")
+        return
+    is_right = bool(np.array_equal(memory, source_memory()))
+    tell(error="", num_bytes=num_bytes, elapsed_s=elapsed_s, is_right=is_right)
+
+
+PROBES: Final[Mapping[str, Callable[..., None]]] = MappingProxyType(
+    {"start": start_backends, "listen": listen, "move": move}
+)
+"""The probes by name."""
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    PROBES[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,334 @@
+"""A proxy between clients and vLLM: ``python -m kvplan_nixl.vllm.proxy --help``.
+
+It asks a prefill engine for one token, and hands ``kv_transfer_params`` from its reply to a decode
+engine, whose answer goes to the client. Engines of a kind take turns. It keeps four rules:
+
+- X1: A handoff is for one prompt. A list of prompts becomes a request each, whose answers are
+  merged.
+- X2: Prefill gets nothing that shapes the answer: no ``n``, no stream, one token.
+- X3: What decode would compute in any case goes to decode alone, and so does a list that is to be
+  streamed.
+- X4: Only prefill says where a cache is: ``kv_transfer_params`` of clients are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from itertools import chain, count
+from typing import Any, Final
+
+import attrs
+import click
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ConnectionTimeoutError,
+    TCPConnector,
+    web,
+)
+from yarl import URL
+
+LOGGER: Final = logging.getLogger("kvplan_nixl.vllm.proxy")
+
+Body = dict[str, Any]
+"""A request or an answer, as JSON."""
+
+COMPLETIONS: Final = ("/v1/completions", "/v1/chat/completions")
+
+TRANSFER: Final = "kv_transfer_params"
+"""The key of handoffs, in requests and answers."""
+
+OF_ANSWER: Final = frozenset(
+    {
+        "best_of",
+        "logprob_token_ids",
+        "logprobs",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "stream",
+        "stream_options",
+        "top_logprobs",
+    }
+)
+"""Keys that shape the answer, which prefill does not get."""
+
+FOR_DECODE_ALONE: Final = ("use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
+"""Keys of requests whose prompt decode computes in any case."""
+
+USAGE: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+CONNECT_S: Final = 10.0
+"""How long an engine may take to accept a connection. Answers may take any time."""
+
+MAX_BODY_BYTES: Final = 1 << 30
+"""The largest request: images are in prompts."""
+
+BACKLOG: Final = 2048
+"""Clients that may come at the same time."""
+
+UNREACHABLE: Final = (ClientConnectorError, ConnectionTimeoutError)
+"""What aiohttp raises where an engine accepts no connection."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EngineError(Exception):
+    """An engine has answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+def prefill_body(body: Body) -> Body:
+    """Return the request for prefill: the prompt, one token, and that its cache is to be kept.
+
+    >>> prefill_body({"prompt": "A KV cache is", "max_tokens": 30, "n": 2, "stream": True})
+    {'prompt': 'A KV cache is', 'max_tokens': 1, 'kv_transfer_params': {'do_remote_decode': True,
+     'do_remote_prefill': False}}
+    """
+    prompt = {key: value for key, value in body.items() if key not in OF_ANSWER}
+    keep = {"do_remote_decode": True, "do_remote_prefill": False}
+    return {**prompt, "max_tokens": 1, TRANSFER: keep}
+
+
+def parts_of(body: Body) -> list[Body]:
+    """Return a request for each prompt, the request itself where there is one prompt.
+
+    >>> [part["prompt"] for part in parts_of({"prompt": [[5, 6], [7]]})]
+    [[5, 6], [7]]
+    >>> parts_of({"prompt": [5, 6, 7]})
+    [{'prompt': [5, 6, 7]}]
+    """
+    prompts = body.get("prompt")
+    # a list of integers is one prompt
+    if not isinstance(prompts, list) or len(prompts) < 2 or isinstance(prompts[0], int):
+        return [body]
+    return [{**body, "prompt": prompt} for prompt in prompts]
+
+
+def merged(answers: Sequence[Body]) -> Body:
+    """Return the answer to a list of prompts, from the answer to each prompt."""
+    choices = list(chain.from_iterable(answer["choices"] for answer in answers))
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    usage = Counter[str]()
+    for answer in answers:
+        for key in USAGE:
+            usage[key] += answer["usage"][key]
+    return {**answers[0], "choices": choices, "usage": usage}
+
+
+@attrs.define(eq=False)
+class Engines:
+    """Engines of one kind, which take turns."""
+
+    urls: tuple[URL, ...]
+    _turns: count[int] = attrs.field(factory=count, init=False)
+
+    @asynccontextmanager
+    async def ask(
+        self, session: ClientSession, method: str, path: str, **options: Any
+    ) -> AsyncIterator[ClientResponse]:
+        """Ask the engine whose turn it is, or the next one that accepts a connection.
+
+        Raises EngineError for an answer that is an error, ClientError where there is none.
+        """
+        async with await self._response(session, method, path, **options) as response:
+            if response.status != HTTPStatus.OK:
+                raise EngineError(response.status, await response.text())
+            yield response
+
+    async def _response(
+        self, session: ClientSession, method: str, path: str, **options: Any
+    ) -> ClientResponse:
+        first = next(self._turns) % len(self.urls)
+        *others, last = (*self.urls[first:], *self.urls[:first])
+        # nothing was sent where a connection was refused
+        for url in others:
+            try:
+                return await session.request(method, url.with_path(path), **options)
+            except UNREACHABLE as error:
+                LOGGER.warning("%s", error)
+        return await session.request(method, last.with_path(path), **options)
+
+
+@attrs.define(eq=False)
+class Proxy:
+    """The proxy, which aiohttp serves as an :meth:`application`."""
+
+    prefill: Engines
+    decode: Engines
+    _session: ClientSession = attrs.field(init=False)
+
+    def application(self) -> web.Application:
+        """Return what aiohttp serves."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusing])
+        app.cleanup_ctx.append(self._connected)
+        app.add_routes([web.post(path, self.complete) for path in COMPLETIONS])
+        app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
+        return app
+
+    async def _connected(self, _: web.Application) -> AsyncIterator[None]:
+        """Hold the connections to engines while the application runs."""
+        # no request waits for a connection, nor gets one that an engine has closed meanwhile
+        connector = TCPConnector(limit=0, force_close=True)
+        timeout = ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with ClientSession(connector=connector, timeout=timeout) as self._session:
+            yield
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """Say what decode serves."""
+        return await self._forward(request)
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        """Say that an engine of each kind is well."""
+        for engines in (self.prefill, self.decode):
+            async with engines.ask(self._session, "GET", "/health"):
+                pass
+        return web.Response()
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request for completions or of a chat."""
+        try:
+            body = await request.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            return _error(HTTPStatus.BAD_REQUEST, "expected a JSON object")
+        body.pop(TRANSFER, None)
+        parts = parts_of(body)
+        is_streamed_list = len(parts) > 1 and body.get("stream")
+        if is_streamed_list or any(body.get(key) for key in FOR_DECODE_ALONE):
+            return await self._forward(request, json=body)
+        if len(parts) == 1:
+            return await self._forward(request, json=await self._prefilled(request, body))
+        answers = await asyncio.gather(*(self._complete(request, part) for part in parts))
+        return web.json_response(merged(answers))
+
+    async def _prefilled(self, request: web.Request, body: Body) -> Body:
+        """Let prefill compute the prompt, and return the request for decode, with a handoff."""
+        first_token = prefill_body(body)
+        async with self.prefill.ask(
+            self._session, "POST", request.path, json=first_token, headers=_credentials(request)
+        ) as response:
+            answer = await response.json()
+        handoff = answer.get(TRANSFER)
+        if handoff is None:
+            LOGGER.warning("%s keeps no cache: decode computes the prompt", response.url.origin())
+        return {**body, TRANSFER: handoff}
+
+    async def _complete(self, request: web.Request, body: Body) -> Body:
+        """Return the whole answer to a request with one prompt."""
+        decode_body = await self._prefilled(request, body)
+        async with self.decode.ask(
+            self._session, "POST", request.path, json=decode_body, headers=_credentials(request)
+        ) as response:
+            answer: Body = await response.json()
+        return answer
+
+    async def _forward(self, request: web.Request, **options: Any) -> web.StreamResponse:
+        """Send decode's answer to the client as it comes, in one piece or as a stream."""
+        async with self.decode.ask(
+            self._session, request.method, request.path, headers=_credentials(request), **options
+        ) as answer:
+            response = web.StreamResponse(headers={"Content-Type": answer.headers["Content-Type"]})
+            await response.prepare(request)
+            try:
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+            except ClientError as error:
+                LOGGER.warning("%s ended in an answer: %r", answer.url.origin(), error)
+                # the client must not take what it has for the whole
+                if request.transport is not None:
+                    request.transport.abort()
+        return response
+
+
+@web.middleware
+async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Respond with an engine's error as it is, with 502 if no engine answers."""
+    try:
+        return await handler(request)
+    except EngineError as error:
+        return web.Response(status=error.status, text=error.text, content_type="application/json")
+    except ClientError as error:
+        return _error(HTTPStatus.BAD_GATEWAY, str(error))
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status)
+
+
+def _credentials(request: web.Request) -> dict[str, str]:
+    """Return the client's key, which engines want if they were started with one."""
+    key = request.headers.get("Authorization")
+    return {} if key is None else {"Authorization": key}
+
+
+def _urls(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[URL, ...]:
+    """Return the addresses of engines. Raises BadParameter for what is no address of a server."""
+    urls = []
+    for text in texts:
+        try:
+            url = URL(text)
+            is_address = url.scheme in ("http", "https") and url == url.origin()
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise click.BadParameter(f"expected http://HOST:PORT, got {text!r}")
+        urls.append(url)
+    return tuple(urls)
+
+
+@click.command()
+@click.option(
+    "--prefill",
+    metavar="URL",
+    multiple=True,
+    required=True,
+    callback=_urls,
+    help="A prefill engine, http://HOST:PORT; once for each.",
+)
+@click.option(
+    "--decode",
+    metavar="URL",
+    multiple=True,
+    required=True,
+    callback=_urls,
+    help="A decode engine; once for each.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where clients reach it.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+def main(prefill: tuple[URL, ...], decode: tuple[URL, ...], host: str, port: int) -> None:
+    """Let prefill engines compute prompts, and decode engines answer.
+
+    Serves completions and chats. GET /health says whether an engine of each kind is well.
+    """
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    started = f"http://{host}:{port} asks {len(prefill)} prefill and {len(decode)} decode engines"
+    web.run_app(
+        Proxy(Engines(prefill), Engines(decode)).application(),
+        host=host,
+        port=port,
+        # a client that goes away cancels its request, on the engines too
+        handler_cancellation=True,
+        backlog=BACKLOG,
+        print=lambda _: click.echo(started),
+    )
+
+
+if __name__ == "__main__":
+    main()
