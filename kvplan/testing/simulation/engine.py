@@ -351,6 +351,7 @@ class Engine:
         """Compute the next positions of all requests that run."""
         has_computed = False
         for request in [*self.requests.values()]:
+            # one may have been preempted for another
             if request.phase is Phase.RUNNING:
                 self._compute_one(request)
                 has_computed = True
@@ -361,10 +362,9 @@ class Engine:
         stop = min(len(request.tokens), start + MAX_TOKENS_PER_STEP)
         num_missing = -(-stop // self._tokens_per_block) - len(request.blocks)
         if num_missing > 0:
-            blocks = self.pool.take(num_missing)
-            if blocks is None:
-                self._preempt()
-                return
+            while (blocks := self.pool.take(num_missing)) is None:
+                if self._preempt() is request:
+                    return
             request.blocks += blocks
         for memory in self._memories:
             found = memory.wrong_position(request.blocks, request.labels, 0, start)
@@ -391,8 +391,8 @@ class Engine:
             block_hash = int(request.labels[(ordinal + 1) * size - 1])
             self.pool.register(request.blocks[ordinal], block_hash)
 
-    def _preempt(self) -> None:
-        """Take the blocks of the request that runs and came last; it begins again."""
+    def _preempt(self) -> EngineRequest:
+        """Take the blocks of the request that runs and came last, which begins again."""
         running = [request for request in self.requests.values() if request.phase is Phase.RUNNING]
         request = running[-1]
         self._trace(self.host.name, f"{request.name} is preempted")
@@ -400,6 +400,7 @@ class Engine:
         request.blocks = []
         request.num_computed = 0
         request.phase = Phase.WAITING
+        return request
 
     def _end(self, request: EngineRequest, error: KVPlanError | None, *, is_wanted: bool) -> None:
         """End a request: its blocks stay while somebody reads them, or bytes may land in them."""
