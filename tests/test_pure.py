@@ -34,16 +34,26 @@ RESOURCES = {
     "clocks": {"datetime", "time"},
     "randomness": {"random", "secrets", "uuid", "np.random"},
     "processes": {"signal", "subprocess"},
-    "environment": {"importlib.metadata", "platform", "input", "print"},
+    "environment": {"argparse", "importlib.metadata", "platform", "input", "print"},
     "logging": {"logging", "warnings"},
-    "interpreter": {"__import__", "eval", "exec", "gc", "globals", "importlib", "importlib.util", "sys"},
+    "interpreter": {
+        "__import__",
+        "eval",
+        "exec",
+        "gc",
+        "globals",
+        "importlib",
+        "importlib.util",
+        "sys",
+        "traceback",
+    },
     "mapped memory": {"ctypes", "mmap", "np.memmap"},
 }
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac ipaddress itertools
-    json math operator re reprlib string textwrap types typing weakref xml zlib
+    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib heapq hmac ipaddress
+    itertools json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 

@@ -14,7 +14,7 @@ import importlib.machinery
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,8 +66,6 @@ VALUES = {
 class _StandIn(ModuleType):
     """A module of vLLM: it has each name that is asked for, by default an empty class."""
 
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -85,7 +83,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
+        module = _StandIn(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: ModuleType) -> None: ...
 
@@ -116,11 +116,9 @@ class NamedReads(Reads):
 
     def begin(self, read: Read) -> None:
         (group,) = self.worker.groups
-        tables = {
-            field: {group.name: value for value in getattr(read, field).values()}
-            for field in ("local", "remote", "tokens")
-        }
-        super().begin(attrs.evolve(read, **tables))
+        name = group.name
+        local, remote, tokens = {name: read.local[GROUP]}, {name: read.remote[GROUP]}, {name: read.tokens[GROUP]}
+        super().begin(attrs.evolve(read, local=local, remote=remote, tokens=tokens))
 
     def poll(self) -> list[ReadResult]:
         results = super().poll()
@@ -138,7 +136,7 @@ class VllmConnector:
 
     def __init__(self, site: Site) -> None:
         host = site.host
-        self._block_size = site.workers[0].groups[0].tokens_per_block
+        self._block_size = site.workers[0].groups[0].tokens_per_block or 1
         spec = SCHEDULER.check_kinds.__globals__["FullAttentionSpec"]()
         spec.block_size = self._block_size
         spec.dcp_sharded = False

@@ -85,6 +85,7 @@ class Catalog:
 
     def offer(self, worker: Worker) -> bytes:
         """Return the offer of a worker that is in the catalog."""
+        # a worker of the catalog stays, so its identity is a key
         if id(worker) not in self._offers:
             offer = encode(worker)
             self._offers[id(worker)] = offer

@@ -155,10 +155,12 @@ class BlockPool:
         if number > len(self._free):
             return None
         blocks = []
+        # as vLLM does, or the other way round
         for _ in range(number):
             block = next(reversed(self._free) if self._takes_newest else iter(self._free))
             self._check(block)
             del self._free[block]
+            # who has the block's hash finds it no more
             old_hash = self._hash_of.pop(block, None)
             if old_hash is not None and self._by_hash.get(old_hash) == block:
                 del self._by_hash[old_hash]
@@ -183,6 +185,7 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """Use blocks no more, the last ones first, so that prefixes stay longest."""
+        # a block is free when nobody uses it any more
         for block in reversed(blocks):
             self._num_users[block] -= 1
             if self._num_users[block] == 0:
@@ -190,6 +193,7 @@ class BlockPool:
 
     def register(self, block: int, block_hash: int) -> None:
         """Let others find a block by the hash of the prefix that it ends."""
+        # two requests may have computed the same prefix: the first one's block is found
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             self._hash_of[block] = block_hash
@@ -259,6 +263,7 @@ class Engine:
         self._is_stepping = False
         if self.host.is_dead:
             return
+        # a frozen engine goes on later
         if self.host.thaws_at > self.host.loop.now:
             self._is_stepping = True
             self.host.loop.at(self.host.thaws_at, self._step)
@@ -291,6 +296,7 @@ class Engine:
         has_admitted = False
         for request in [*self.requests.values()]:
             if request.phase is Phase.WAITING:
+                # others wait behind it, as in vLLM
                 if not self._give_blocks(request):
                     break
                 has_admitted = True
@@ -301,10 +307,12 @@ class Engine:
         # the last token is computed here, whatever is cached
         num_full = (len(request.tokens) - 1) // size
         hashes = [int(request.labels[(i + 1) * size - 1]) for i in range(num_full)]
+        # of the cached prefix, and then of what is read, or computed here
         cached = self.pool.cached(hashes)
         num_cached = len(cached) * size
         num_read = self.connector.count_readable(request, num_cached)
         num_needed = -(-(num_cached + num_read if num_read else len(request.tokens)) // size)
+        # cached blocks first, so that they are not given away for the others
         self.pool.use(cached)
         blocks = self.pool.take(num_needed - len(cached))
         if blocks is None:
@@ -314,6 +322,7 @@ class Engine:
         request.num_computed = num_cached
         if num_read:
             request.phase = Phase.READING
+            # as vLLM does, they count as computed when they are received
             request.num_computed += num_read
         else:
             request.phase = Phase.RUNNING
@@ -329,6 +338,7 @@ class Engine:
             if request is not None and request.phase is Phase.READING:
                 self._end(request, error, is_wanted=False)
         for name in report.received:
+            # its request has ended before
             if name in self._landing:
                 self.pool.free(self._landing.pop(name))
                 continue
@@ -360,12 +370,14 @@ class Engine:
     def _compute_one(self, request: EngineRequest) -> None:
         start = request.num_computed
         stop = min(len(request.tokens), start + MAX_TOKENS_PER_STEP)
+        # the answer needs further blocks
         num_missing = -(-stop // self._tokens_per_block) - len(request.blocks)
         if num_missing > 0:
             while (blocks := self.pool.take(num_missing)) is None:
                 if self._preempt() is request:
                     return
             request.blocks += blocks
+        # all positions so far are attended to, in each worker
         for memory in self._memories:
             found = memory.wrong_position(request.blocks, request.labels, 0, start)
             if found is not None:
@@ -411,6 +423,7 @@ class Engine:
         ending = "is right" if is_wanted else f"fails: {error.code}" if error else "is aborted"
         self._trace(self.host.name, f"{request.name} {ending}")
         del self.requests[request.name]
+        # the connector says when no byte can land any more
         if is_landing:
             self._landing[request.name] = request.blocks
         elif params is not None:

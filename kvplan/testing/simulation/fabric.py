@@ -181,6 +181,7 @@ class VirtualExecutor:
             transfer.status = Status.FAILED
             transfer.error = link.lost.with_details()
             return transfer
+        # cell by cell, both sides in the same order
         local, remote = spec.descriptors()
         writes = self.port.memory.cells_of(local)
         flight = _Flight(transfer, link, link.port.memory.cells_of(remote), writes)
@@ -224,6 +225,7 @@ class VirtualExecutor:
         """Plan when each part of a transfer is read, and when it lands."""
         loop = self.port.host.loop
         draw = self.fabric.random.random
+        # a transfer suffers from some of what happens when it begins
         present = [
             trouble
             for trouble in self.fabric.troubles
@@ -235,6 +237,7 @@ class VirtualExecutor:
             flight.landing_s += delay_s
         parts = np.array_split(np.arange(flight.writes.size), 1 + int(3 * draw()))
         flight.num_parts = len(parts)
+        # the parts before the first one that fails
         num_right = len(parts)
         if any(trouble.breaks for trouble in present):
             num_right = int(draw() * len(parts))
@@ -258,6 +261,7 @@ class VirtualExecutor:
             else:
                 loop.at(loop.now + 0.5, partial(self._read, flight, part, gives_up_at))
         else:
+            # what the source has now, whoever owns the blocks
             labels = flight.link.port.memory.cells[flight.reads[part]]
             lands_at = loop.now + 0.001 + flight.landing_s * self.fabric.random.random()
             loop.at(lands_at, partial(self._land, flight, part, labels))
@@ -272,6 +276,7 @@ class VirtualExecutor:
         action = f"read from {flight.link.port.worker.label}"
         error = KVPlanError(code, action, expected="its bytes", got="an error of the network")
         flight.error = error
+        # all later transfers of the connection fail too
         if code == "PEER":
             flight.link.lost = error
         self._drop(flight, part)

@@ -11,6 +11,7 @@ These rules hold in every step, or the simulation ends with an error that names 
 - AGAIN: :data:`SETTLE_S` after the last fault, a request between any two engines is right.
 - FREE: when all requests have ended and all leases are over, all blocks are free.
 - GROW: then no connector remembers a request, and no thread runs.
+- REPORT: a connector reports nothing of a request that is neither read nor lent.
 - CRASH: no thread and no step of an engine ends with an error, and no step waits.
 """
 
@@ -160,6 +161,7 @@ class Fleet:
             for incident in self.scenario.incidents:
                 self._plan(incident)
             self._advance(HEALED_S + SETTLE_S)
+            # faults are over, and their consequences too
             probes = self._probe()
             while self._open:
                 self._advance(self.loop.now + 1.0)
@@ -175,6 +177,7 @@ class Fleet:
 
     def _name_of(self, label: int) -> str:
         """Return the request and the position that a label is of."""
+        # the label of the position's first byte
         prefix = label >> NUMBER_BITS << NUMBER_BITS
         for request in self._requests:
             (positions,) = np.nonzero(request.labels == prefix)
@@ -310,6 +313,7 @@ class Fleet:
     ) -> None:
         """Send a request to an engine."""
         engine = self._engines[engine_name]
+        # half of the requests come to a rival, while it lives
         rival = self._engines.get(engine_name + ELSEWHERE, engine)
         if not rival.host.is_dead and self._random.random() < 0.5:
             engine = rival
@@ -348,6 +352,7 @@ class Fleet:
     def _check_end(self) -> None:
         """Check what must hold when nothing is left to do."""
         for name, engine in self._engines.items():
+            # its memory is gone
             if engine.host.is_dead:
                 continue
             if engine.pool.num_free < engine.pool.num_blocks:
@@ -383,6 +388,7 @@ def places_of(text: str, root: object) -> Iterator[str]:
             if text in value:
                 yield f"{place}: {value}"
             continue
+        # values may refer to each other in circles
         if id(value) in seen:
             continue
         seen.add(id(value))

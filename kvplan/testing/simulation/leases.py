@@ -26,8 +26,6 @@ from kvplan.errors import KVPlanError
 from kvplan.testing.simulation.engine import EngineRequest, Site, StepReport
 from kvplan.testing.simulation.network import Host
 
-LOGGER: Final = logging.getLogger(__name__)
-
 KEY: Final = b"the key of all engines"
 
 PORT: Final = 5600
@@ -58,6 +56,7 @@ class Promises:
 
     def _hear(self, path: str, sent: bytes, answer: bytes) -> None:
         """Hear a message of claims and the answer to it."""
+        # handshakes promise nothing
         if path != "/claims":
             return
         message = json.loads(sent)
@@ -82,8 +81,9 @@ class LeaseConnector:
         self._listener = Listener(
             site.workers[0].engine_id, host.name, site.offers, self._leases, port=PORT, system=host
         )
+        logger = logging.getLogger(__name__)
         send = partial(send_claims, system=host)
-        self._claims = Claims(LOGGER, send, host)
+        self._claims = Claims(logger, send, host)
         self._reader = host.token_hex(8)
         # requests that wait for blocks, with what they are to read, or why they cannot
         self._unread: dict[str, Handoff | KVPlanError] = {}
@@ -93,7 +93,7 @@ class LeaseConnector:
             Reads(
                 worker,
                 executor,
-                LOGGER,
+                logger,
                 connections=Connections(
                     open_offer=site.fabric.open_offer,
                     connect=executor.connect,
@@ -101,7 +101,7 @@ class LeaseConnector:
                     fetch_offers=partial(fetch, system=host),
                     plan=site.fabric.catalog.plan,
                 ),
-                claims=Claims(LOGGER, send, host),
+                claims=Claims(logger, send, host),
                 system=host,
             )
             for worker, executor in zip(site.workers, site.executors, strict=True)
@@ -189,6 +189,7 @@ class LeaseConnector:
                     received.append(result.request)
             for name, error in reads.late().items():
                 failed.setdefault(name, error)
+        # no byte of it can move any more, in any worker
         for name in received:
             self._end_claim(name)
         return StepReport(received, failed, released)

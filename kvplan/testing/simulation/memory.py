@@ -32,6 +32,7 @@ def prefix_labels(tokens: Sequence[int], salt: int = 0) -> CellLabels:
     """Return for each position the label of its first byte, of all tokens up to it."""
     labels = []
     state = 0x9E3779B97F4A7C15 + salt
+    # a hash of all tokens so far, of which the high bits are the label
     for token in tokens:
         state = (state ^ token + 1) * 0xD6E8FEB86659FD93 & (1 << 64) - 1
         state ^= state >> 32
@@ -59,10 +60,12 @@ class LabelledMemory:
     """
 
     def __init__(self, worker: Worker, numbers: Numbers) -> None:
+        # regions lie one behind another in the cells, in the order of their addresses
         regions = sorted(worker.regions, key=lambda region: region.address)
         self._starts = np.array([region.address for region in regions], np.uint64)
         sizes = [region.size_bytes for region in regions]
         self._firsts = np.cumsum([0, *sizes])
+        # the first cell of each region
         first_of = dict(zip((region.name for region in regions), self._firsts, strict=False))
         self.cells: CellLabels = np.zeros(sum(sizes), np.uint64)
         self.landing = np.zeros(sum(sizes), np.int16)
@@ -98,6 +101,7 @@ class LabelledMemory:
 
     def _at(self, blocks: Sequence[int], start: int, stop: int) -> Ints:
         """Return the cells of positions, (positions, bytes)."""
+        # each position is in a slot of a block of the table
         positions = np.arange(start, stop)
         ordinals, slots = np.divmod(positions, self.tokens_per_block)
         table = np.asarray(blocks, np.int64)
@@ -112,6 +116,7 @@ class LabelledMemory:
     ) -> tuple[int, int] | None:
         """Return the first position whose bytes are not the request's, and a label found there."""
         labels = self.cells[self._at(blocks, start, stop)]
+        # (positions, bytes): where the label is not that of the request's tokens
         wrong = labels != prefixes[start:stop, None] + self._numbers
         if not wrong.any():
             return None

@@ -62,8 +62,10 @@ class Network:
         """Deliver a message, or not, once or twice."""
         now = self.loop.now
         present = [item for item in self.disturbances if item.concerns(source, target, now)]
+        # the second time is that of a message that comes twice
         for _ in range(2):
             delay_s = 0.0002 + 0.002 * self._random.random()
+            # most delays are short: the square of a random number is small
             for item in present:
                 delay_s += item.delay_s * self._random.random() ** 2
             if not any(self._random.random() < item.loss for item in present):
@@ -96,18 +98,21 @@ class VirtualServer:
 
     def close(self) -> None:
         """Stop listening."""
+        # another start may listen at the address
         if self.host.network.servers.get(self.address) is self:
             del self.host.network.servers[self.address]
 
     def answer(self, path: str, sent: bytes | None) -> tuple[int, bytes]:
         """Return the status and the body of the answer to a question."""
         route = self.routes.get(f"{'GET' if sent is None else 'POST'} {path}")
+        # as the real server, which has no such page
         if route is None:
             return 404, b""
         try:
             answer = route.answer(sent or b"")
         except (ValueError, TypeError, RecursionError) as error:
             return 400, str(error).encode()
+        # what was answered is a promise, also if the answer is lost
         for witness in self.host.witnesses:
             witness(path, sent or b"", answer)
         return 200, answer
@@ -188,6 +193,7 @@ class Host(System):
 
     def die(self) -> None:
         """Do nothing any more."""
+        # connections to the host are reset from now on
         self._state["dead"] = 1.0
         for server in [*self.network.servers.values()]:
             if server.host is self:
@@ -243,7 +249,9 @@ class Host(System):
         self.network.send(
             self.name, target, partial(self._arrive, exchange, target, address, path, sent)
         )
+        # the time of this host's clock
         deadline = self.loop.now + timeout_s / self.rate
+        # a task may be woken before its answer has come
         while exchange.answer is None and not exchange.reason:
             left_s = deadline - self.loop.now
             if left_s <= 0:
@@ -261,8 +269,10 @@ class Host(System):
     ) -> None:
         """Answer a question that has arrived at its target."""
         server = self.network.servers.get(address)
+        # nobody listens, or the connection breaks
         if server is None or self.network.is_reset(self.name, target):
             self.network.send(target, self.name, partial(self._take, exchange, None))
+        # the host hears it when it goes on
         elif server.host.thaws_at > self.loop.now:
             again = partial(self._arrive, exchange, target, address, path, sent)
             self.loop.at(server.host.thaws_at, again)
@@ -272,6 +282,7 @@ class Host(System):
 
     def _take(self, exchange: _Exchange, answer: tuple[int, bytes] | None) -> None:
         """Take the first answer that comes, or the news that nobody answers."""
+        # a second answer, or one that comes too late, changes nothing
         if exchange.answer is None and not exchange.reason:
             exchange.answer = answer
             exchange.reason = "" if answer is not None else "a reset"

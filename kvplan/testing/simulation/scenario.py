@@ -196,6 +196,7 @@ class _Draw:
         decodes = [self._member(f"decode-{number}") for number in range(draw.choice((1, 1, 2, 3)))]
         members = (*prefills, *decodes)
         incidents = list[Incident]()
+        # prompts that begin alike share blocks of prefix caches
         families = [self._tokens(MAX_TOKENS) for _ in range(3)]
         for number in range(draw.randint(3, 12)):
             incidents.append(self._arrival(number, families, prefills, decodes))
@@ -246,6 +247,7 @@ class _Draw:
         draw = self._random
         family = draw.choice(families)
         shared = family[: draw.randint(0, len(family))]
+        # at least two tokens: the last one is computed by the engine that answers
         num_own = draw.randint(2 if len(shared) < 2 else 0, MAX_TOKENS - len(shared))
         visits = []
         for _ in range(draw.choice((0, 1, 1, 1, 1, 1, 2, 3))):
@@ -268,6 +270,7 @@ class _Draw:
         draw = self._random
         at = self._time()
         restarts_at = draw.choice((None, at + 0.1, at + 20 * draw.random()))
+        # a start is an incident too
         if restarts_at is not None and restarts_at >= HEALED_S:
             restarts_at = None
         return Death(at, draw.choice(names), restarts_at)

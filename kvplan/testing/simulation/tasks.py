@@ -57,6 +57,7 @@ class TaskThread:
 
     def __init__(self, idle: list[TaskThread]) -> None:
         self._idle = idle
+        # both locks are held: each is let go to give the other side the turn
         self._turn = threading.Lock()
         self._turn.acquire()
         self._back = threading.Lock()
@@ -85,12 +86,14 @@ class TaskThread:
         while self.task is not None:
             task = self.task
             try:
+                # a task that was killed before its first turn does nothing
                 if not task.is_killed:
                     task.run()
             except KilledError:
                 pass
             except BaseException as error:
                 task.error = error
+            # the thread is free before the loop has the turn again
             task.thread = None
             self.task = None
             self._idle.append(self)
@@ -118,6 +121,7 @@ class TaskLoop:
     def at(self, time_s: float, run: Callable[[], None]) -> Event:
         """Let something happen at a time, or now if that has passed."""
         event = Event(run)
+        # events of one time happen in the order in which they were made
         heapq.heappush(self._heap, (max(time_s, self.now), next(self._numbers), event))
         return event
 
@@ -125,6 +129,7 @@ class TaskLoop:
         """Let the next event happen, if it is not later than a time. Return whether there was."""
         while self._heap and self._heap[0][0] <= until_s:
             time_s, _, event = heapq.heappop(self._heap)
+            # it was cancelled
             if event.run is None:
                 continue
             self.now = time_s
@@ -142,10 +147,12 @@ class TaskLoop:
     def wait(self, duration_s: float) -> bool:
         """Wait in a task until it is woken, at most for a time. Return whether it was woken."""
         task = self.running()
+        # from here on somebody may wake the task
         task.is_woken = False
         task.is_waiting = True
         if duration_s < FOREVER:
             task.alarm = self.at(self.now + duration_s, lambda: self._resume(task))
+        # the loop goes on, and gives the turn back when the wait ends
         assert task.thread is not None
         task.thread.give_back()
         if task.is_killed:
@@ -170,6 +177,7 @@ class TaskLoop:
 
     def wake(self, task: Task) -> None:
         """Wake a task that waits, after all that happens now."""
+        # a second call changes nothing
         if task.is_waiting and not task.is_woken:
             task.is_woken = True
             if task.alarm is not None:
@@ -178,6 +186,7 @@ class TaskLoop:
 
     def kill(self, owner: object) -> None:
         """End all tasks of an owner where they wait."""
+        # a task ends where it waits, so each gets the turn once more
         for task in [*self._tasks]:
             if task.owner is owner:
                 task.is_killed = True
@@ -190,20 +199,24 @@ class TaskLoop:
             self._resume(task)
 
     def _resume(self, task: Task) -> None:
+        # it has ended, and an event of it was late
         if task not in self._tasks:
             return
         if task.alarm is not None:
             task.alarm.cancel()
             task.alarm = None
         task.is_waiting = False
+        # its first turn
         if task.thread is None:
             task.thread = self._idle.pop() if self._idle else TaskThread(self._idle)
             task.thread.task = task
         thread = task.thread
+        # a task that dies gets the turn within that of another one
         outer = self._running
         self._running = task
         thread.give_turn()
         self._running = outer
+        # it has ended
         if thread.task is None:
             del self._tasks[task]
             if task.error is not None:
