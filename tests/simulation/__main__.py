@@ -9,13 +9,15 @@ import time
 from kvplan.testing.simulation.fleet import Simulation
 from kvplan.testing.simulation.leases import LeaseConnector
 from kvplan.testing.simulation.scenario import Scenario
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import FAULTS, VLLM_FAULTS
+from tests.simulation.vllm_connector import VllmConnector
 
 
 def main(num_seeds: int = 100, part: str = "") -> None:
     logging.disable(logging.CRITICAL)
-    simulation = Simulation(LeaseConnector)
-    for fault in FAULTS:
+    simulations = Simulation(LeaseConnector), Simulation(VllmConnector)
+    for fault in (*FAULTS, *VLLM_FAULTS):
+        simulation = simulations[fault in VLLM_FAULTS]
         if part not in fault.name:
             continue
         began = time.perf_counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import __future__
 
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import attrs
 from kvplan.connector import Handoff, Leases, claims, handoff, leases, peer_engines, reads
 from kvplan.testing.simulation import engine, fabric
 from kvplan.testing.simulation.leases import LeaseConnector
+from tests.simulation.vllm_connector import SCHEDULER, WORKER
 
 
 @attrs.frozen
@@ -37,13 +37,13 @@ class Fault:
     def planted(self) -> Iterator[None]:
         """Plant the fault for a while."""
         original = inspect.getattr_static(self.owner, self.function)
-        source = textwrap.dedent(inspect.getsource(getattr(self.owner, self.function)))
+        function = getattr(self.owner, self.function)
+        source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.name}: {source}"
         text = source.replace(self.old, self.new)
         code = compile(text, f"<{self.name}>", "exec", __future__.annotations.compiler_flag)
-        module = sys.modules[getattr(self.owner, "__module__", None) or self.owner.__name__]
         namespace: dict[str, Any] = {}
-        exec(code, vars(module), namespace)
+        exec(code, function.__globals__, namespace)
         setattr(self.owner, self.function, namespace[self.function])
         try:
             yield
@@ -95,4 +95,12 @@ FAULTS = [
     Fault("a block is cached before it is received", engine.Engine, "_give_blocks", "request.phase = Phase.READING", "request.phase = Phase.READING; request.num_computed += num_read; self._register(request, 0); request.num_computed -= num_read", seed=8, rule="OWN"),
     # Executors
     Fault("bytes land after an error was reported", fabric.VirtualExecutor, "poll", "flight.num_parts == 0", "(flight.num_parts == 0 or flight.error is not None)", seed=88, rule="GIVEN"),
+]  # fmt: skip
+
+Scheduler = SCHEDULER.Scheduler
+VLLM_FAULTS = [
+    Fault("claims of requests that are read never end", Scheduler, "end_reads", "requests & self._reading.keys()", "()", seed=0, rule="END"),
+    Fault("a prompt is not compared", Scheduler, "_claim", "handoff.count_shared(partial(prompt_of, request))", "handoff.num_tokens", seed=1, rule="OWN"),
+    Fault("the claim of a request that waits is not ended", Scheduler, "hand_over", "if reading is not None and not reading.is_begun:", "if False:", seed=8, rule="FREE"),
+    Fault("requests that failed are reported while bytes may land", WORKER.Worker, "results", "finished_recving={result.request for result in results}", "finished_recving={result.request for result in results} | self._reads.late().keys()", seed=97, rule="GIVEN"),
 ]  # fmt: skip

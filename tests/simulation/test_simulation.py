@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 import pytest
 
-from kvplan.testing.simulation import LeaseConnector, Scenario, Simulation, shrink
+from kvplan.testing.simulation import Connector, LeaseConnector, Scenario, Simulation, Site, shrink
 from kvplan.testing.simulation.__main__ import main
-from tests.simulation.faults import FAULTS, Fault
+from tests.simulation.faults import FAULTS, VLLM_FAULTS, Fault
+from tests.simulation.vllm_connector import VllmConnector
 
-NUM_SEEDS = 60
+NUM_SEEDS = 50
 FOUND = [fault for fault in FAULTS if fault.rule]
 STALE = next(fault for fault in FAULTS if fault.name == "a lease that is over stands")
 
@@ -36,14 +37,24 @@ def simulation() -> Iterator[Simulation]:
     simulation.close()
 
 
-def test_all_rules_hold(simulation: Simulation) -> None:
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Simulation]:
+    simulation = Simulation(VllmConnector)
+    yield simulation
+    simulation.close()
+
+
+@pytest.mark.parametrize("connector", [LeaseConnector, VllmConnector])
+def test_all_rules_hold(connector: Callable[[Site], Connector]) -> None:
     """In each fleet; most requests are right, and others fail with the errors that their faults explain."""
     ends = Counter[str]()
+    simulation = Simulation(connector)
     for seed in range(NUM_SEEDS):
         outcome = simulation.run(Scenario.of(seed))
         assert outcome.rule == "", str(outcome)
         ends.update(outcome.ends)
-    assert ends.keys() == {"right", "LEASE", "PEER", "PROMPT"}
+    simulation.close()
+    assert {"right", "LEASE", "PEER", "PROMPT"} <= ends.keys() <= {"right", "LEASE", "PEER", "PROMPT", "TRANSFER"}
     assert ends["right"] > ends.total() / 2
 
 
@@ -54,6 +65,12 @@ def test_a_planted_fault_is_found(simulation: Simulation, fault: Fault) -> None:
     with fault.planted():
         assert simulation.run(scenario).rule == fault.rule
     assert simulation.run(scenario).rule == ""
+
+
+@pytest.mark.parametrize("fault", VLLM_FAULTS, ids=[fault.name for fault in VLLM_FAULTS])
+def test_a_fault_in_vllm_s_connector_is_found(vllm: Simulation, fault: Fault) -> None:
+    """As one in what it is made of."""
+    test_a_planted_fault_is_found(vllm, fault)
 
 
 def test_a_seed_is_one_run(simulation: Simulation) -> None:
