@@ -22,15 +22,16 @@ plan              plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan
 bind a request    plan.bind with a Request of Blocks (and a Workspace): each ReadSpec;
                   tails: bytes to set to zero
 check             verify, verify_together, certify
-shake hands       encode, decode, problems, compare
+shake hands       encode, decode, problems, compare; Budget: what peers may cost
 execute           Executor, with a Transfer of a Status, and a Notice
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
 
 Each room has the rest of its own names: kvplan.describe, plan, verification, handshake, models and
 display; kvplan.bridges, with from_vllm and others for what engines have allocated; kvplan.staging,
-for transfers in two steps; kvplan.connector and kvplan.testing, for a connector and its tests. The
-package kvplan_nixl carries plans out on real memory. ``kvplan --help`` is the command line.
+for transfers in two steps; kvplan.store, for caches at rest; kvplan.connector and kvplan.testing,
+for a connector and its tests. The package kvplan_nixl carries plans out on real memory.
+``kvplan --help`` is the command line.
 """
 
 import importlib
@@ -38,6 +39,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from kvplan.budget import Budget
 from kvplan.describe import (
     Axis,
     Blocks,
@@ -83,13 +85,14 @@ LATER: Final = MappingProxyType(
 
 ROOMS: Final = (
     *("describe", "plan", "verification", "handshake", "models"),
-    *("bridges", "connector", "staging", "display", "testing"),
+    *("bridges", "connector", "staging", "store", "display", "testing"),
 )
 """The rooms with names of their own, which load when they are first asked for too."""
 
 __all__ = [
     "Axis",
     "Blocks",
+    "Budget",
     "Context",
     "Executor",
     "Group",

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Final
 
+import attrs
 import numpy as np
 
 WIDTH: Final = 120
 """Characters in a line, unless a terminal or the caller gives another number."""
 
+MAX_REPR: Final = 200
+"""Characters of a repr: one line of a debugger, or of a failed test."""
+
+MAX_VALUE: Final = 40
+"""Characters of a value in a repr that would be too long with all of it."""
+
 FEW: Final = 16
-"""Texts that :func:`few` writes out."""
+"""Texts that :func:`few` writes out unless it is told otherwise."""
 
 NUMBERED_NAME: Final = re.compile(r"([^0-9]*)(0|[1-9][0-9]{0,17})(?![0-9])(.*)", re.DOTALL)
 
@@ -107,14 +114,17 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
-def few(texts: Sequence[str], between: str) -> str:
-    """Return texts in one line: the first sixteen, and the number of the others.
+def few(texts: Sequence[str], between: str, most: int = FEW, number: int | None = None) -> str:
+    """Return texts in one line: the first sixteen, or ``most``, and the number of the others.
+
+    ``number`` is how many there are in all, where only the first ones are given.
 
     >>> few(["a", "b"], "; "), few([str(n) for n in range(20)], " ")
     ('a; b', '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 and 4 more')
     """
-    line = between.join(texts[:FEW])
-    return f"{line} and {len(texts) - FEW} more" if len(texts) > FEW else line
+    line = between.join(texts[:most])
+    num_others = (len(texts) if number is None else number) - most
+    return f"{line} and {num_others} more" if num_others > 0 else line
 
 
 def shown(value: Any) -> str:
@@ -135,6 +145,42 @@ def shown(value: Any) -> str:
     if isinstance(value, tuple | list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a value of type {type(value).__name__}"
+
+
+def brief_repr(self: Any) -> str:
+    """Return the repr of an attrs class, its long values in brief where it would be too long.
+
+    >>> import attrs
+    >>> @attrs.frozen
+    ... class Pool:
+    ...     name: str
+    ...     ids: tuple[int, ...]
+    ...     __repr__ = brief_repr
+    >>> Pool("kv", (1, 2)), Pool("kv", tuple(range(1000)))
+    (Pool(name='kv', ids=(1, 2)), Pool(name='kv', ids=<tuple of 1000>))
+    """
+    fields = [field.name for field in attrs.fields(type(self)) if field.repr]
+    values = {name: _brief(getattr(self, name), MAX_REPR) for name in fields}
+    text = _of_fields(self, values)
+    if len(text) > MAX_REPR:
+        text = _of_fields(self, {name: _brief(getattr(self, name), MAX_VALUE) for name in fields})
+    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 4]}...)"
+
+
+def _of_fields(value: Any, texts: Mapping[str, str]) -> str:
+    fields = ", ".join(f"{name}={text}" for name, text in texts.items())
+    return f"{type(value).__name__}({fields})"
+
+
+def _brief(value: Any, most: int) -> str:
+    """Return the repr of a value, or what it is if that has more than ``most`` characters."""
+    kind = type(value).__name__
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) < most else f"{value[:most]!r}..."
+    size = len(value) if isinstance(value, Sized) else 0
+    if size <= FEW and len(text := repr(value)) <= most:
+        return text
+    return f"<{kind} of {size}>" if isinstance(value, Sized) else f"<{kind}>"
 
 
 def plain(value: Any) -> str:

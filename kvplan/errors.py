@@ -46,6 +46,7 @@ CODES: Final[Mapping[str, str]] = MappingProxyType(
         "PEER": "a remote worker is not connected, is not the one described, or is gone",
         "LEASE": "the source of a request no longer keeps its blocks",
         "PROMPT": "a handoff is of another prompt, adapter, salt or other input",
+        "PAGE": "a stored page is damaged, is of another cache, or is not there any more",
         "TRANSFER": "a transfer failed or is not in the state that an action needs",
         "MESSAGE": "bytes from a peer are not a message: too long, not JSON, or nested too deeply",
         "VERSION": "a message has no version or an unknown one",

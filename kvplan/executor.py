@@ -32,8 +32,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import attrs
 
 from kvplan import _checks
+from kvplan._text import brief_repr
 from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
+from kvplan.plan.specs import direction_of
 
 if TYPE_CHECKING:
     from kvplan.plan import ReadSpec, TransferPlan
@@ -119,6 +121,7 @@ class Transfer:
 
     def __attrs_post_init__(self) -> None:
         _checks.having("local_table", self.spec, "spec of a transfer", "a ReadSpec")
+        direction_of(self.spec.operation, f"transfer request {self.request!r}")
         if self.error is not None:
             _checks.instance(KVPlanError, self.error, "error of a transfer")
 
@@ -145,6 +148,8 @@ class Notice:
     request: str = attrs.field(converter=request_name)
     attempt: int = attrs.field(default=0, converter=attempt_number)
     status: Status = attrs.field(default=Status.DONE, converter=_settled_status)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         key_of((self.engine_id, self.rank), "sender of a notice")

@@ -20,6 +20,7 @@ import attrs
 
 from kvplan import KVPlanError, PeerError, Worker, decode, encode
 from kvplan._checks import instance, name
+from kvplan._text import brief_repr
 from kvplan.handshake import Problem
 
 MAGIC: Final = b"kvplan_nixl 2\n"
@@ -52,6 +53,8 @@ class Envelope:
     worker: Worker
     agent: str
     metadata: bytes = attrs.field(repr=False)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         instance(Worker, self.worker, "worker of an envelope")

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 import attrs
 
 from kvplan import KVPlanError, Status, Transfer, Worker
+from kvplan._text import brief_repr
 from kvplan.describe.worker import Key, label_of
 
 LOGGER: Final = logging.getLogger("kvplan_nixl")
@@ -38,6 +39,8 @@ class Peer:
     worker: Worker
     is_connected: bool
     error: KVPlanError | None = None
+
+    __repr__ = brief_repr
 
     def __str__(self) -> str:
         if self.is_connected:
@@ -82,6 +85,8 @@ class TransferEvent:
     transfer_us: float
     status: Status
     code: str = ""
+
+    __repr__ = brief_repr
 
     @property
     def total_us(self) -> float:

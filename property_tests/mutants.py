@@ -1,9 +1,10 @@
 """An adversary of certify: ``python -m property_tests.mutants --count 100000 --seed 1``.
 
 Plans random engines, changes something in the plans, and asks for a certificate. A changed plan must be refused by a
-KVPlanError, or move the right bytes in every request that it binds. The independent oracle judges that, from what NIXL
-is given: the rows of both tables, the ids, and the name of the remote worker. Prints the number of each outcome; a
-proof of a wrong plan, or an end that is no KVPlanError, stops it with exit status 1.
+KVPlanError, or bind every request that a plan made anew for its workers binds, and move the right bytes in it. The
+independent oracle judges the bytes, from what NIXL is given: the rows of both tables, the ids, and the name of the
+remote worker. Prints the number of each outcome; a proof of a wrong plan, or an end that is no KVPlanError, stops it
+with exit status 1.
 
 Any field of any value in a plan may change, also those that are added to the code later: by one, by a block or to an
 edge; rows and members dropped, doubled, swapped or cut off; or another pair's in its place.
@@ -22,7 +23,18 @@ from typing import Any, Final, Literal
 import attrs
 import numpy as np
 
-from kvplan import Blocks, Group, KVPlanError, ReadSpec, TransferPlan, Worker, certify, plan_mesh
+from kvplan import (
+    Blocks,
+    Group,
+    KVPlanError,
+    ReadSpec,
+    TransferPlan,
+    Worker,
+    certify,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+)
 from kvplan.plan.series import TokenSeries
 from kvplan.testing.strategies import NUM_CHOICES, case_of
 from property_tests.oracle import contents, copies_by_id, copies_of, positions_of, problems
@@ -284,6 +296,17 @@ def bound(plan: TransferPlan, request: Request) -> Sequence[ReadSpec] | None:
         return None
 
 
+def anew(plan: TransferPlan) -> TransferPlan | None:
+    """The plan that the workers of a changed one should have; ``None`` if there is none."""
+    skipped = plan.not_transferred
+    try:
+        if plan.operation == "READ":
+            return plan_reads(plan.local, plan.remotes, not_transferred=skipped)
+        return plan_writes(plan.local, plan.remotes, plan.siblings, not_transferred=skipped)
+    except KVPlanError:
+        return None
+
+
 def faults(plans: Sequence[TransferPlan], request: Request, spans: Mapping[str, Any], complete: bool) -> list[str]:
     """What is wrong with a request, by the oracle."""
     copies: dict[Any, list[Any]] = {}
@@ -297,6 +320,9 @@ def faults(plans: Sequence[TransferPlan], request: Request, spans: Mapping[str, 
         for worker in plan.remotes if reads else (plan.local,):
             sources[worker.key] = worker, request["remote" if reads else "local"]
         specs = bound(plan, request)
+        right = anew(plan) if specs is None else None
+        if right is not None and bound(right, request) is not None:
+            return [f"{plan} refuses it"]
         complete &= specs is not None
         for spec in specs or ():
             if spec.local != plan.local.key or spec.operation not in ("READ", "WRITE"):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterable
+from random import Random
+from typing import Final
 
+import attrs
 import numpy as np
+import pytest
 from hypothesis import event, given
 
-from kvplan import plan_mesh, verify
+from kvplan import Region, Worker, plan_mesh, verify
 from kvplan.testing.strategies import Case, cases
+from property_tests.mutants import faults, requests
 from property_tests.oracle import contents, copies_of, problems
+from property_tests.worlds import Side, workers
+
+NUM_REQUESTS: Final = 8
+"""Enough that some have whole blocks, which move by long runs."""
 
 
 @given(cases())
@@ -38,3 +49,45 @@ def test_both_oracles_find_reads_right(case: Case) -> None:
     report = verify(mesh, local=case.tables[0], remote=case.tables[1], tokens=case.tokens[0])
     assert report.ok, str(report)
     assert report.num_bytes == total
+
+
+def halved(workers: Iterable[Worker], are_apart: bool) -> tuple[Worker, ...]:
+    """The workers with K and V of each view as a view each, where they were; if apart, in regions of their own.
+
+    Each region begins where the view's region did, so that V begins in one where K ends in the other.
+    """
+    changed = []
+    for worker in workers:
+        views = []
+        for view in worker.views:
+            (kv,) = (axis for axis in view.axes if axis.name == "kv")
+            for half in range(kv.start, kv.stop):
+                axes = [attrs.evolve(axis, start=half, stop=half + 1) if axis is kv else axis for axis in view.axes]
+                offset = view.offset_bytes + (half - kv.start) * kv.stride_bytes
+                views.append(attrs.evolve(view, axes=axes, offset_bytes=offset))
+        if are_apart:
+            views = [attrs.evolve(view, region=f"{number}") for number, view in enumerate(views)]
+            regions = []
+            address = 1 << 32
+            for view in views:
+                regions.append(Region(view.region, address, view.end_bytes))
+                address += view.end_bytes
+            worker = attrs.evolve(worker, regions=regions, views=views)
+        changed.append(attrs.evolve(worker, views=views))
+    return tuple(changed)
+
+
+@pytest.mark.parametrize("apart", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("order", ["btkhd", "bkthd", "bhktd", "bthkd"])
+def test_nothing_joins_across_regions(order: str, apart: tuple[bool, bool]) -> None:
+    """K and V that follow each other, in a token or after a block's tokens, in regions that touch stay two runs."""
+    random = Random(0)
+    for tokens in ((2, 2), (4, 2), (2, 3)):
+        engines = []
+        for name, per_block, are_apart in zip("dp", tokens, apart, strict=True):
+            made = workers(name, 1 << 32, (2,), Side(1, (per_block,), order), 12)
+            engines.append(halved(made, are_apart))
+        destinations, sources = engines
+        plans = plan_mesh(destinations, sources).plans
+        for request, spans in itertools.islice(requests((destinations, sources), "READ", random), NUM_REQUESTS):
+            assert faults(plans, request, spans, complete=True) == []

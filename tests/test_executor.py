@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvplan import Blocks, Executor, Notice, ReadSpec, Region, Status, Worker, plan_reads
+import attrs
+import pytest
+
+from kvplan import (
+    Blocks,
+    Executor,
+    KVPlanError,
+    Notice,
+    ReadSpec,
+    Region,
+    Status,
+    Worker,
+    plan_reads,
+)
 from kvplan.executor import PendingRequests
 from kvplan.testing import FakeNetwork
 from kvplan.testing.executors import Bytes, ExecutorContract
@@ -101,3 +114,17 @@ def test_pending_requests_count_workers() -> None:
     pending.discard("one")
     pending.discard("one")
     assert pending.receive([Notice(*first, "one", 3)]) == {}
+
+
+@pytest.mark.parametrize("operation", ["COPY", "read", "", None])
+def test_a_spec_of_an_unknown_operation_is_no_transfer(operation: str) -> None:
+    """NAME, whichever executor starts it, and before anything moves."""
+    network, executor, spec = one_transfer()
+    unknown = attrs.evolve(spec, operation=operation)
+    with pytest.raises(
+        KVPlanError, match=r"^NAME: cannot transfer request 'r': expected operation READ or WRITE, got "
+    ):
+        executor.start(unknown, "r")
+    with network.memory, pytest.raises(KVPlanError, match=r"^NAME: cannot execute: expected operation READ or WRITE"):
+        network.memory.execute(unknown)
+    assert repr(unknown).startswith("<ReadSpec decode/0 ")

@@ -59,6 +59,7 @@ QUIET = """
 
 IMPURE = {
     "connector": {"sockets", "threads", "files", "clocks", "randomness", "logging"},
+    "store": {"threads", "files", "clocks", "randomness", "mapped memory"},
     "cli": {"files", "environment", "interpreter", "processes"},
     "testing": {"clocks", "randomness", "interpreter", "threads", "logging", "environment"},
     "__main__": {"interpreter"},
@@ -69,6 +70,7 @@ EXCEPTIONS = {
     "__init__": {"interpreter"},  # the door loads a room when one of its names is first asked for
     "executor": {"interpreter"},  # and so do the protocols, which lend their fakes
     "staging": {"interpreter"},
+    "plan.bind": {"threads"},  # a workspace knows which thread it serves
     "models.config": {"package data"},  # shipped configurations
     "models.families": {"package data"},  # what is known of model families
     "verification.memory": {"interpreter", "mapped memory"},  # anonymous memory, of which only used pages exist

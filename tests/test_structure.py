@@ -7,7 +7,7 @@ import pytest
 from benchmarks.structure import Words, texts_of, words_by_room
 from tests.pages import ROOT
 
-DONE = "bridges cli connector describe display handshake models plan staging testing verification kvplan_nixl"
+DONE = "bridges cli connector describe display handshake models plan staging store testing verification kvplan_nixl"
 """The rooms that read well, which stay so; ``kvplan_nixl`` would be the whole package of that name."""
 
 MOST = {"pronouns": 40, "packs": 5, "nested": 2, "wide": 1}

@@ -19,6 +19,7 @@ import attrs
 
 from kvplan import _checks
 from kvplan._checks import INT64_END, check_fields, instance, integer
+from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis
 from kvplan.describe.tensors import Device, device_of, view_of
 from kvplan.describe.views import ITEMSIZE, TOKEN, Context, Group, Region, View
@@ -55,6 +56,8 @@ class RankInfo:
     tp_rank: int = 0
     tp: int = 1
     context: Context = attrs.field(factory=Context)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a rank", _checks.name, "engine_id")

@@ -26,6 +26,7 @@ from typing import Final
 import attrs
 
 from kvplan._checks import instance
+from kvplan._text import brief_repr
 from kvplan.errors import KVPlanError
 
 MIN_KEY_BYTES: Final = 16
@@ -150,6 +151,8 @@ class Access:
     client_tls: ssl.SSLContext | None = attrs.field(default=None, repr=False)
     # the latest challenges of servers, by address
     _challenges: dict[str, str] = attrs.field(factory=dict, init=False, repr=False)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         size = len(instance(bytes, self.key, "key of an access"))

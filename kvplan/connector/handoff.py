@@ -19,6 +19,7 @@ from kvplan._checks import (
     name,
     wrong_type,
 )
+from kvplan._text import brief_repr
 from kvplan.connector.access import is_equal, sign
 from kvplan.describe.blocks import POSITION_END, Blocks, Range
 from kvplan.errors import KVPlanError
@@ -47,6 +48,8 @@ class Source:
     start: str
     host: str
     port: int
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a source", name, "engine_id", "start", "host")
@@ -90,6 +93,8 @@ class Handoff:
     blocks: Mapping[str, Blocks]
     kept: Mapping[str, int] = attrs.field(factory=dict)
     prefixes: Mapping[int, str] = attrs.field(factory=dict)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         instance(Source, self.source, "source of a handoff")
@@ -288,6 +293,8 @@ class WholeBlocks:
     start: int
     stop: int
     first_whole: int
+
+    __repr__ = brief_repr
 
 
 def whole_blocks(

@@ -22,6 +22,7 @@ from typing import Final
 import attrs
 
 from kvplan._checks import having, name, seconds
+from kvplan._text import brief_repr
 
 LEASE_S: Final = 30.0
 """Seconds for which blocks stay that nobody claims, or whose reader does not renew its claim."""
@@ -56,6 +57,8 @@ class EndedLeases:
 
     done: tuple[str, ...]
     late: tuple[str, ...]
+
+    __repr__ = brief_repr
 
 
 class Leases:

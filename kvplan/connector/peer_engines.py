@@ -9,12 +9,15 @@ engine shakes hands again.
 - P2: Another start of an engine takes its place only if the start before does not answer any more.
   So starts of one engine shake hands one after the other.
 - P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
+- P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its workers
+  together, and one engine at a time.
 
 Connections and prepared plans belong to the executor, so they are made on the caller's thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,6 +27,8 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import having
+from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
@@ -34,7 +39,10 @@ from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
 from kvplan.plan import TransferPlan, plan_reads
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, choose
+from kvplan.plan.specs import READ
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
+from kvplan.staging.choice import STRATEGIES, choice_of
+from kvplan.staging.plan import Shares
 
 HANDSHAKE_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
@@ -67,6 +75,8 @@ class Connections:
     fetch_offers: Callable[[Source, float], Offers] = fetch
     fetch_digests: Callable[[Source, DigestRequest, float], list[Mapping[str, Any]]] = fetch_digests
     plan: Callable[[Worker, Sequence[Worker]], TransferPlan] = plan_reads
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Connections):
@@ -135,6 +145,8 @@ class HandshakeResult:
     seconds: float
     plan_seconds: float
 
+    __repr__ = brief_repr
+
     @classmethod
     def of(cls, peer: PeerEngine, now: float) -> HandshakeResult:
         """Return the result of a handshake that has ended ``now``."""
@@ -162,9 +174,12 @@ class PeerEngines:
         pipeline: Pipeline | None,
         timeout_s: float,
         system: System,
+        budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self.timeout_s = timeout_s
         self._system = system
+        self._budget_bytes = budget_bytes
+        self._planning = threading.Lock()
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -252,14 +267,18 @@ class PeerEngines:
         """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
         fetched_at = self._system.monotonic()
-        workers = [self._connections.open_offer(offer) for offer in offers]
+        # rule P4: nobody waits for the network with the lock
+        budget = Budget(self._budget_bytes)
+        with self._planning, budget:
+            workers = [self._connections.open_offer(offer) for offer in offers]
         for worker in workers:
             _check_engine(source, worker)
         for start in earlier:
             self._refuse_beside(source, start)
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
-        plan = self._fastest_plan(workers)
+        with self._planning, budget:
+            plan = self._fastest_plan(workers)
         seconds = self._system.monotonic() - fetched_at
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
@@ -283,15 +302,17 @@ class PeerEngines:
 
     def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, the direct one if nobody can count that."""
-        if self._pipeline is not None:
-            staging = self._pipeline.staging
-            try:
-                return choose(self._worker, workers, tokens=USUAL_TOKENS, staging=staging).best.plan
-            except KVPlanError as error:
-                # There are more descriptors than can be counted.
-                if error.code != "RANGE":
-                    raise
-        return self._connections.plan(self._worker, workers)
+        if self._pipeline is None:
+            return self._connections.plan(self._worker, workers)
+        shared = Shares.of(READ, self._worker, workers, (), ())
+        staging = self._pipeline.staging
+        try:
+            return choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS).best.plan
+        except KVPlanError as error:
+            # There are more descriptors than can be counted.
+            if error.code != "RANGE":
+                raise
+        return shared.direct
 
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""

@@ -33,6 +33,8 @@ from typing import Any, Final
 import attrs
 
 from kvplan._checks import check_fields, having, instance, name, seconds
+from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
 from kvplan.connector.digest_requests import DigestRequest
@@ -87,6 +89,8 @@ class Read:
     tokens: Mapping[str, Range]
     to_block_end: bool = False
 
+    __repr__ = brief_repr
+
     def __attrs_post_init__(self) -> None:
         instance(Source, self.source, "source of a read")
         instance(bool, self.to_block_end, "to_block_end of a read")
@@ -112,6 +116,8 @@ class ReadResult:
     transfer_seconds: float = 0.0
     num_descriptors: int = 0
     is_staged: bool = False
+
+    __repr__ = brief_repr
 
 
 @attrs.define(eq=False)
@@ -214,7 +220,8 @@ class Reads:
     ``connections`` are the functions by which other engines' workers become known, and ``claims``
     asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
     computes the digests of what has arrived. ``on_handshake`` is called with the result of each
-    handshake. Not for several threads at once.
+    handshake. What an engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`. Not for
+    several threads at once.
     """
 
     def __init__(
@@ -230,6 +237,7 @@ class Reads:
         digest: Digest | None = None,
         on_handshake: Callable[[HandshakeResult], object] | None = None,
         system: System = SYSTEM,
+        budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
@@ -252,6 +260,7 @@ class Reads:
             self._pipeline,
             seconds(timeout_s, "timeout_s"),
             system,
+            Budget(budget_bytes).num_bytes,
         )
         self._fetches = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
         # the chunks of the pipeline that have begun, and when that number was seen to change

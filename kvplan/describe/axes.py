@@ -27,6 +27,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, heads
 from kvplan._checks import at_most, check_fields, integer, name
+from kvplan._text import brief_repr
 from kvplan.errors import KVPlanError
 
 MAX_SEGMENTS: Final = 1 << 20
@@ -53,6 +54,8 @@ class Axis:
     stop: int
     size: int
     stride_bytes: int
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "an axis", name, "name")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvplan._arrays import Ints, read_only
 from kvplan._checks import ID_END, integer, interval, wrong_type
-from kvplan._text import count, shown
+from kvplan._text import MAX_REPR, count, shown
 from kvplan.errors import KVPlanError
 
 POSITION_END: Final = 1 << 48
@@ -198,13 +198,25 @@ class Blocks:
         return {"ids": entries.tolist(), **first, "null": self.null}
 
     def __repr__(self) -> str:
+        start, stop = self.listed
+        num_entries = self.ids.size if self.null is None else stop - start
+        if num_entries <= MAX_REPR and len(text := self._call()) <= MAX_REPR:
+            return text
+        ids = list(map(str, self.ids[:3]))
+        if self.ids.size > len(ids):
+            ids += ["...", str(self.ids[-1])]
+        number = f"{self.ids.size} of ordinals [{start}, {stop})"
+        return f"<Blocks {', '.join(ids)}: {number}>"
+
+    def _call(self) -> str:
+        """Return the call that makes this table."""
         arguments = self._arguments()
         ids = arguments.pop("ids")
         keywords = [f"{name}={value}" for name, value in arguments.items()]
         return f"Blocks({', '.join([str(ids), *keywords])})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would print every field
+        printer.text(self._call())  # Hypothesis repeats an example by its call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._arguments(),)

@@ -20,6 +20,7 @@ from typing import Final
 import attrs
 
 from kvplan._checks import check_fields, integer, members, name, wrong_type
+from kvplan._text import brief_repr
 from kvplan.describe.axes import Axis, Segments, global_sizes, segments
 from kvplan.errors import KVPlanError
 
@@ -61,6 +62,8 @@ class Region:
     size_bytes: int
     memory: str = "DRAM"
     device_id: int = 0
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a region", name, "name", "memory")
@@ -112,6 +115,8 @@ class Context:
     size: int = 1
     interleave_tokens: int = 1
 
+    __repr__ = brief_repr
+
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a context", integer, "rank")
         check_fields(self, "a context", integer, "size", "interleave_tokens", low=1)
@@ -142,6 +147,8 @@ class Group:
     name: str
     tokens_per_block: int | None = None
     context: Context = Context()
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a group", name, "name")
@@ -199,6 +206,8 @@ class View:
     num_blocks: int
     block_stride_bytes: int
     offset_bytes: int = 0
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a view", name, "name", "group", "region", "dtype")

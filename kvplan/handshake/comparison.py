@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import attrs
 
 from kvplan._checks import members, wrong_type
-from kvplan._text import count, fold
+from kvplan._text import brief_repr, count, fold
 from kvplan.describe.axes import Axis, global_sizes
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
@@ -59,6 +59,8 @@ class Difference:
     effect: str
     code: str = ""
 
+    __repr__ = brief_repr
+
 
 @attrs.frozen
 class Comparison:
@@ -71,6 +73,8 @@ class Comparison:
     remote: str
     differences: tuple[Difference, ...]
     not_moved: tuple[str, ...] = ()
+
+    __repr__ = brief_repr
 
     @property
     def ok(self) -> bool:

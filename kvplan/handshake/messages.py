@@ -27,7 +27,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import attrs
 
 from kvplan._checks import wrong_type
-from kvplan._text import count, shown
+from kvplan._text import brief_repr, count, shown
 from kvplan.errors import KVPlanError
 
 Outcome = TypeVar("Outcome")
@@ -86,6 +86,8 @@ class Problem:
     path: str
     code: str
     text: str
+
+    __repr__ = brief_repr
 
     def __str__(self) -> str:
         return f"{self.path or 'message'}: {self.code}: {self.text}"

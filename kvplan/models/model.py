@@ -29,7 +29,7 @@ from typing import Any
 import attrs
 
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
-from kvplan._text import meant, plain, shown
+from kvplan._text import brief_repr, meant, plain, shown
 from kvplan.describe.views import TOKEN, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
@@ -67,6 +67,8 @@ class Model:
     dtype: str = "bfloat16"
     drafts: Layers = attrs.field(default=(), repr=False)
     query_heads: int | None = attrs.field(default=None, repr=False)
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a model", name, "name", "dtype")

@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TypeVar
 
+import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
@@ -33,6 +34,13 @@ Position = TypeVar("Position", int, Ints)
 def slots(group: Group) -> int:
     """Return the slots in a block; a block of a state group counts as one slot."""
     return group.tokens_per_block or 1
+
+
+def of_rank(group: Group, rank: int) -> Group:
+    """Return the group as another rank of its context has it."""
+    if group.context.rank == rank:
+        return group
+    return attrs.evolve(group, context=attrs.evolve(group.context, rank=rank))
 
 
 def cycle(*groups: Group) -> int:
@@ -65,6 +73,11 @@ def held_positions(group: Group, num_positions: int) -> tuple[Range, ...]:
     interleave = group.context.interleave_tokens
     starts = range(group.context.rank * interleave, num_positions, cycle(group))
     return tuple([(start, start + interleave) for start in starts])
+
+
+def num_turns(group: Group, num_positions: int) -> int:
+    """Return how many intervals of :func:`held_positions` there are."""
+    return 1 if group.context.size == 1 else num_positions // cycle(group)
 
 
 def local_index(group: Group, position: Position) -> Position:

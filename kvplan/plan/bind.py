@@ -13,18 +13,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvplan._arrays import Ints, read_only
-from kvplan._checks import ID_END, at_most, interval
+from kvplan._checks import ID_END, at_most, interval, wrong_type
 from kvplan._text import shown
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens, check_listed
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import before, reach, slots
-from kvplan.plan.series import BothBlocks, GroupPair, Ids, Series, TablePair
+from kvplan.plan.align import before, of_rank, reach, slots
+from kvplan.plan.series import BothBlocks, GroupPair, Ids, Series, SideTable, TablePair
 
 MAX_IDS: Final = 1 << 28
 """The most ids of one request with one remote worker: 2 GiB for both sides."""
@@ -40,8 +41,8 @@ class Workspace:
     """Reusable memory for ids, for loops that bind many requests.
 
     Fresh memory costs more than computing the ids, because the system maps every page anew. Specs
-    that were bound with a workspace are valid until the next ``bind`` with it. Threads must not
-    share one: each has its own.
+    that were bound with a workspace are valid until the next ``bind`` with it. So it belongs to the
+    first thread that binds with it, and raises ``TYPE`` in any other: each has its own.
 
     >>> from kvplan import Blocks, Model, Workspace, plan_reads
     >>> model = Model.shipped("qwen2.5-1.5b")
@@ -58,9 +59,15 @@ class Workspace:
     def __init__(self) -> None:
         self._ids = np.empty(0, np.int32)
         self._num_used = 0
+        self._owner: dict[str, int] = {}
 
     def clear(self) -> None:
         """Free all memory for the next request, and grow it to the most that one has needed."""
+        # Of two threads that come at once, setdefault lets one be the first.
+        thread = get_ident()
+        if self._owner.setdefault("thread", thread) != thread:
+            expected = "one that this thread was the first to bind with"
+            raise wrong_type("workspace", expected, self).with_hint("each thread needs its own")
         if self._num_used > self._ids.size:
             self._ids = np.empty(self._num_used, np.int32)
         self._num_used = 0
@@ -149,6 +156,7 @@ def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) ->
         return token_range
     low, high = reach(group, table.first, table.stop - table.first)
     if token_range is None:
+        _check_positions(group, high, side)
         return low, high
     start, stop = token_range
     # The blocks that the range needs must be listed, whether they are gaps or not.
@@ -159,6 +167,50 @@ def wanted(group: Group, table: Blocks, token_range: Range | None, side: str) ->
         end_block = -(-end_slot // slots(group))
         check_listed(group.name, first_block, end_block, *table.listed, side)
     return max(low, start), min(high, stop)
+
+
+def _check_positions(group: Group, end: int, side: str) -> None:
+    """Raise ``BLOCKS`` for a table whose positions, before ``end``, are not all counted."""
+    if end > POSITION_END:
+        raise KVPlanError(
+            "BLOCKS",
+            f"bind {side} group {group.name!r}",
+            expected=f"blocks of positions below {POSITION_END}",
+            got=f"positions up to {end}",
+            group=group.name,
+            side=side,
+        )
+
+
+def check_same_request(destination: SideTable, source: SideTable) -> None:
+    """Raise ``BLOCKS`` where a source lists blocks behind all positions of a destination's table.
+
+    Without a range, both tables list the same request. If a source lists more of it, one of the two
+    counts blocks of another size than its group has, and the bytes would be wrong. A destination's
+    table with gaps says by itself which blocks it wants.
+    """
+    blocks = destination.blocks
+    if blocks.has_gaps or not blocks.ids.size:
+        return
+    # Of all workers in a context, the last holds the last positions and the first the most blocks.
+    last = of_rank(destination.group, destination.group.context.size - 1)
+    _, end = reach(last, blocks.first, blocks.stop - blocks.first)
+    first = of_rank(source.group, 0)
+    end_block = -(-before(first, end) // slots(first))
+    if source.blocks.stop > max(end_block, source.blocks.first):
+        raise KVPlanError(
+            "BLOCKS",
+            f"bind {source.side} group {source.group.name!r}",
+            expected=f"blocks [{source.blocks.first}, {end_block}) of the request, "
+            f"as {destination.side} group {destination.group.name!r} has positions below {end}",
+            got=f"[{source.blocks.first}, {source.blocks.stop})",
+            hint="do both tables count blocks of their group's size? A range says which part of "
+            "longer tables moves",
+            group=source.group.name,
+            side=source.side,
+            listed=source.blocks.listed,
+            needed=(source.blocks.first, end_block),
+        )
 
 
 def terms(pair: GroupPair, tables: TablePair, tokens: Range) -> Iterator[Terms]:

@@ -13,13 +13,13 @@ from typing import Literal
 
 import attrs
 
-from kvplan._checks import is_one_of, members
-from kvplan._text import shown
+from kvplan._checks import members
+from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, limited
 from kvplan.describe.worker import Key, Worker
-from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import plan_pairs, shares
-from kvplan.plan.specs import DIRECTIONS, READ
+from kvplan.plan.specs import READ, direction_of
 from kvplan.plan.transfer import TransferPlan, checked_names, checked_workers
 
 
@@ -33,6 +33,8 @@ class Completions:
 
     sends: tuple[Key, ...]
     awaits: tuple[Key, ...]
+
+    __repr__ = brief_repr
 
 
 def completions(plans: Iterable[TransferPlan]) -> Mapping[Key, Completions]:
@@ -90,14 +92,14 @@ def plan_mesh(
     Raises what :func:`kvplan.plan_reads` does, and ``NAME`` for a name in ``not_transferred`` that
     no worker has.
     """
-    if not is_one_of(operation, DIRECTIONS):
-        raise KVPlanError("NAME", "plan a mesh", expected="READ or WRITE", got=shown(operation))
-    direction = DIRECTIONS[operation]
+    direction = direction_of(operation, "plan a mesh")
     receivers = checked_workers("destinations", destinations)
     senders = checked_workers("sources", sources, *receivers)
     skipped = checked_names(not_transferred, *receivers, *senders)
     local_workers, remotes = direction.by_role(receivers, senders)
-    pairs = plan_pairs(direction, local_workers, remotes, shares(receivers, senders, skipped))
+    # each destination may cost as much as one that plans alone
+    with limited(max(len(receivers), 1) * BUDGET_BYTES):
+        pairs = plan_pairs(direction, local_workers, remotes, shares(receivers, senders, skipped))
     plans = []
     for i, local in enumerate(local_workers):
         # a writer plans with its siblings
@@ -130,7 +132,8 @@ def contacts(
     receivers = checked_workers("destinations", destinations)
     senders = checked_workers("sources", sources, *receivers)
     contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
-    for share in shares(receivers, senders, checked_names(not_transferred)):
-        contacts_of[share.destination.key].append(share.source.key)
-        contacts_of[share.source.key].append(share.destination.key)
+    with limited(max(len(receivers), 1) * BUDGET_BYTES):
+        for share in shares(receivers, senders, checked_names(not_transferred)):
+            contacts_of[share.destination.key].append(share.source.key)
+            contacts_of[share.source.key].append(share.destination.key)
     return {key: tuple(keys) for key, keys in contacts_of.items()}

@@ -12,7 +12,10 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Bools, Ints, heads, read_only
+from kvplan._checks import is_one_of
+from kvplan._text import shown
 from kvplan.describe.worker import Key, Worker, label_of
+from kvplan.errors import KVPlanError
 from kvplan.plan.bind import Shapes
 from kvplan.plan.series import GroupPair, Ids
 from kvplan.plan.tables import Descriptors, Table
@@ -55,6 +58,14 @@ class Direction:
 READ: Final = Direction("READ", 0, 1, "<-")
 WRITE: Final = Direction("WRITE", 1, 0, "->")
 DIRECTIONS: Final = MappingProxyType({"READ": READ, "WRITE": WRITE})
+
+
+def direction_of(operation: object, action: str) -> Direction:
+    """Return the direction of an operation. Raises ``NAME`` for one that is unknown."""
+    if not is_one_of(operation, DIRECTIONS):
+        expected = f"operation {' or '.join(DIRECTIONS)}"
+        raise KVPlanError("NAME", action, expected=expected, got=shown(operation))
+    return DIRECTIONS[str(operation)]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -204,7 +215,8 @@ class ReadSpec:
             start = stop
 
     def __repr__(self) -> str:
-        arrow = DIRECTIONS[self.operation].arrow
+        is_known = is_one_of(self.operation, DIRECTIONS)
+        arrow = DIRECTIONS[self.operation].arrow if is_known else shown(self.operation)
         workers = f"{label_of(self.local)} {arrow} {label_of(self.remote)}"
         return f"<ReadSpec {workers}: {self.local_ids.size} ids>"
 

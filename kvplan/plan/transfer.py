@@ -19,14 +19,24 @@ import numpy as np
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
 from kvplan._text import shown
+from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.bind import Terms, Workspace, add_terms, check_names, range_of, terms, wanted
+from kvplan.plan.bind import (
+    Terms,
+    Workspace,
+    add_terms,
+    check_names,
+    check_same_request,
+    range_of,
+    terms,
+    wanted,
+)
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import plan_pairs, shares
 from kvplan.plan.series import GroupPair, SideTable
-from kvplan.plan.specs import DIRECTIONS, READ, WRITE, Direction, Pair, ReadSpec
+from kvplan.plan.specs import READ, WRITE, Direction, Pair, ReadSpec, direction_of
 
 SIDE_NAMES: Final = ("local", "remote")
 NO_RANGE: Final = "no token range given: every position in the destination's blocks is transferred"
@@ -50,7 +60,7 @@ class TransferPlan:
     @cached_property
     def direction(self) -> Direction:
         """Which side is local: the destination of reads, the source of writes."""
-        return DIRECTIONS[self.operation]
+        return direction_of(self.operation, f"use the plan of {self.local.label}")
 
     def bind(
         self,
@@ -65,7 +75,8 @@ class TransferPlan:
         ``local`` and ``remote`` are block tables by group name. ``tokens`` is one range of
         positions for all token groups, or a range for each local group by name; the range of a
         state group counts states. A group without a range moves every position in the destination's
-        blocks. A ``workspace`` provides the memory for the ids; each thread needs its own.
+        blocks, and its source lists no more blocks than they need. A ``workspace`` provides the
+        memory for the ids; each thread needs its own.
 
         Raises ``NAME``, ``TYPE``, ``BLOCKS``, ``TOKENS`` or ``INT``, or ``RANGE`` for over 2**28
         ids with one worker.
@@ -116,6 +127,8 @@ class TransferPlan:
                     SideTable(source, source_tables[source.name], source_side),
                 )
                 token_range = ranges[pair.groups[direction.local].name]
+                if token_range is None:
+                    check_same_request(*tables)
                 try:
                     positions = wanted(destination, blocks, token_range, destination_side)
                     parts += terms(pair, tables, positions)
@@ -346,5 +359,6 @@ def _plan(
 ) -> TransferPlan:
     """Return the plan of one worker. A writer plans with its siblings."""
     destinations, sources = direction.by_role((local, *siblings), remotes)
-    pairs = plan_pairs(direction, [local], remotes, shares(destinations, sources, skipped))
+    with limited():
+        pairs = plan_pairs(direction, [local], remotes, shares(destinations, sources, skipped))
     return TransferPlan(direction.operation, local, remotes, siblings, skipped, pairs[local.key])

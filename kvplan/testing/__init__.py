@@ -45,7 +45,8 @@ def assert_copies(
     the nth of one side pairs with the nth of the other. Their cuts and their order do not matter.
 
     Returns the report where all is right. Otherwise raises AssertionError with the report: for each
-    destination and promise how many bytes fail, and the first by its coordinates on both sides.
+    promise how many bytes fail at which destinations, what they have in common, and the first by
+    its coordinates on both sides.
     Raises KVPlanError, as ``plan_mesh`` and ``verify`` do, where the request or the copies are
     malformed.
 
@@ -65,7 +66,8 @@ def assert_copies(
     Traceback (most recent call last):
     ...
     AssertionError: not verified: 571392 bytes in 83 descriptors to 1 worker
-    COVER: at decode/0: 2048 bytes missing, first: layers.0.attn dim 0 ... of position 16 (...
+    COVER: at decode/0: 2048 bytes missing: layers.0.attn, positions 16-19, head 0
+      first: layers.0.attn dim 0 head 0 kv 0 byte 0 of position 16 (...
     """
     __tracebackhide__ = True
     # a connector may return nothing; verify would then carry out the plan in its place

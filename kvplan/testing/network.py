@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from kvplan._checks import instance, members
+from kvplan._text import brief_repr
 from kvplan.describe.worker import Key, Worker, key_of
 from kvplan.errors import KVPlanError
 from kvplan.executor import (
@@ -150,6 +151,8 @@ class FakeCopier:
 
     memory: FakeMemory
     key: Key
+
+    __repr__ = brief_repr
 
     def __attrs_post_init__(self) -> None:
         instance(FakeMemory, self.memory, "memory of a copier")

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
+from kvplan._text import brief_repr
 from kvplan.describe import Blocks, Context, Group, Request, Worker
 from kvplan.describe.blocks import Range, Tokens
 from kvplan.plan import TransferPlan, plan_reads, plan_writes
@@ -191,6 +192,8 @@ class Case:
     not_transferred: tuple[str, ...]
     designs: tuple[EngineDesign, EngineDesign]
 
+    __repr__ = brief_repr
+
     def reads(self, worker: Worker) -> TransferPlan:
         """Return the plan by which one destination reads."""
         return plan_reads(worker, self.sources, not_transferred=self.not_transferred)
@@ -336,6 +339,13 @@ def case_of(drawn: bytes) -> Case:
         wanted[source_groups[name].name].append(moved_span)
     remote = _tables(source, wanted, choices)
     assert choices.are_used_up
+    for name, span in destination_spans.items():
+        group = destination_groups[name]
+        if span is None or source_spans[name] is None:
+            _, end = _held_positions(group, local[group.name])
+            ranks = engines.on_ranks(source_groups[name])
+            if remote[source_groups[name].name].stop > engines.ordinals_of(ranks, 0, end).stop:
+                local[group.name] = _listing_more(local[group.name])
 
     skipped = [tensor.name for tensor in tensors if tensor.engines in (DESTINATION_ONLY, EXCLUDED)]
     return Case(
@@ -360,6 +370,14 @@ def _held_positions(group: Group, blocks: Blocks) -> Range:
     ordinals = range(blocks.first, blocks.first + len(blocks.ids))
     positions = engines.positions_of(engines.on_ranks(group), ordinals)
     return positions.start, positions.stop
+
+
+def _listing_more(blocks: Blocks) -> Blocks:
+    """Return a table of the same blocks that also lists a gap behind the last one.
+
+    Without a range, only a table with gaps may have fewer blocks than the source's.
+    """
+    return Blocks(blocks.ids, ordinals=blocks.ordinals, listed=(0, blocks.stop + 1))
 
 
 def _hull(spans: Sequence[Range]) -> Range:

@@ -10,7 +10,8 @@ ids left open. Nothing here knows how tables are made.
   the period of their groups, in ascending order, with the blocks of these positions; spans that
   ascend.
 - K2: The ids of all blocks of the pool stay in their row, and advance from block to block by the
-  stride of the blocks.
+  stride of the blocks. The pool is the smallest one of the views that bytes move between, so that
+  bind refuses no block that all of them have. All ids fit 31 bits.
 - K3: A descriptor is split at the pieces of both sides (:mod:`kvplan.verification.labels`). Every
   part lies in one piece on each side, of the same tensor, position and number.
 - K4: A run stays inside one span, and a token is one position. What runs move, the tokens at the
@@ -29,6 +30,8 @@ import numpy as np
 
 from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import ID_END
+from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, limited, spend
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -42,7 +45,6 @@ from kvplan.verification.labels import (
 )
 from kvplan.verification.requests import plans_of
 from kvplan.verification.tables import (
-    BYTES_END,
     PairTables,
     pairs_of,
     period_of,
@@ -56,8 +58,11 @@ if TYPE_CHECKING:
     from kvplan.plan.series import GroupPair, RunSeries, TokenSeries
     from kvplan.plan.transfer import TransferPlan
 
-MAX_PARTS: Final = 1 << 25
-"""A certificate follows at most this many descriptors and parts of them for each destination."""
+PIECE_BYTES: Final = 100
+"""What a piece of a worker's tensors takes of a budget."""
+
+PART_BYTES: Final = 100
+"""What a descriptor that is followed takes of a budget, and a part of it."""
 
 SIDES: Final = (0, 1)
 """The destination and the source: indices into all that has one value for each side."""
@@ -75,6 +80,8 @@ class Certificate:
     num_parts: int
     complete: bool
 
+    __repr__ = brief_repr
+
 
 def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certificate:
     """Prove that every request of a plan, or of plans that belong together, moves the right bytes.
@@ -88,11 +95,18 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     >>> certify(plan_reads(decode[0], prefill))
     Certificate(num_bytes=229376, num_parts=448, complete=True)
 
-    Raises ``PROOF`` if a plan moves wrong bytes, and ``RANGE`` if it is too large to follow.
+    Raises ``PROOF`` if a plan moves wrong bytes or refuses blocks that it should move, ``INT`` if
+    its ids do not fit 31 bits for all blocks, and ``RANGE`` if it is too large to follow.
     ``details`` of a wrong byte have the ``tensor``, and the ``region`` and ``row`` of its
     descriptor on both sides.
     """
     plans = plans_of(plan)
+    with limited(max(len(plans), 1) * BUDGET_BYTES):
+        return _certify(plans)
+
+
+def _certify(plans: Sequence[TransferPlan]) -> Certificate:
+    """Return the proof for some plans."""
     workers: dict[Key, Worker] = {}
     skipped: dict[Key, tuple[str, ...]] = {}  # the tensors that are not transferred, by destination
     pairs: dict[Key, list[PairTables]] = {}  # by destination
@@ -176,7 +190,7 @@ class Pieces:
         if (low < 0).any():
             return None
         num_parts = high - low
-        _check_limit("parts of descriptors", int(num_parts.sum()))
+        _take(int(num_parts.sum()), "parts of descriptors", PART_BYTES)
 
         # A part is what a range and a piece have in common.
         range_of_part = np.repeat(np.arange(start.size), num_parts)
@@ -221,7 +235,7 @@ def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) ->
         _check_elements(worker, geometry, view_indices, tensors)
         offset, number, length = pieces_of_slot(geometry, weights)
         num_pieces = slots_of(group) * offset.size * len(view_indices)
-        _check_limit(f"pieces of {worker.label}", num_pieces)
+        _take(num_pieces, f"pieces of {worker.label}", PIECE_BYTES)
         slot_offset = slots_of_block(geometry)
         region, view_offset = worker.places[view_indices].T
         view_start = starts[region] + view_offset
@@ -319,6 +333,13 @@ class PlacedRanges:
         return np.stack([self.piece, self.ordinal, self.start, self.length])
 
 
+class PlacedTokenRanges(NamedTuple):
+    """What single tokens move, and the smallest pool that they move between on each side, (2,)."""
+
+    ranges: PlacedRanges
+    num_blocks: Ints
+
+
 class _Proof:
     """The proof for one destination worker."""
 
@@ -330,7 +351,6 @@ class _Proof:
         self.tensors: dict[str, ProofTensor] = {}
         for index, view in enumerate(views):
             self.tensors[view.name] = ProofTensor(index, view, numbering(view))
-        self.num_followed = 0  # descriptors, and their parts
 
     def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[PlacedRanges]:
         """Yield what all pairs move into each group in a period, when it is proved."""
@@ -354,7 +374,12 @@ class _Proof:
         Raises ``PROOF`` if its runs move other bytes (K4).
         """
         by_runs = [self.follow_runs(tables, runs) for runs in tables.ids.runs]
-        by_tokens = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
+        followed = [self.follow_tokens(tables, tokens) for tokens in tables.ids.tokens]
+        num_blocks = tuple(np.min([tokens.num_blocks for tokens in followed], axis=0).tolist())
+        if tables.ids.num_blocks != num_blocks:
+            expected_pools = f"the smallest pools that bytes move between, of {num_blocks} blocks"
+            raise refusal(tables.pair, expected_pools, f"{tables.ids.num_blocks}")
+        by_tokens = [tokens.ranges for tokens in followed]
         in_place_of_runs = []
         for tokens, moved in zip(tables.ids.tokens, by_tokens, strict=True):
             if tokens.only_at_cuts:
@@ -383,7 +408,7 @@ class _Proof:
         _check_in_spans(tables, start, byte_positions)
         return _placed(tables, sides[0], parts)
 
-    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedRanges:
+    def follow_tokens(self, tables: GroupTables, tokens: TokenSeries) -> PlacedTokenRanges:
         """Return what a series of single tokens moves in a period. Each is one position (K4)."""
         positions = self.positions(tables, tokens, tokens.starts)
         sides = []
@@ -395,12 +420,14 @@ class _Proof:
         byte_positions = self.check_bytes(tables, sides[0], sides[1], parts)
         if (positions[parts.descriptor % positions.size] != byte_positions).any():
             raise refusal(tables.pair, "a token to be one position", "several")
-        return _placed(tables, sides[0], parts)
+        pools = zip(tables.pieces, parts.piece, strict=True)
+        num_blocks = np.array([pieces.num_blocks[piece].min() for pieces, piece in pools])
+        return PlacedTokenRanges(_placed(tables, sides[0], parts), num_blocks)
 
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
         """Return where the descriptors of a series begin in a period, and count them."""
         num_descriptors = tables.period // ids.period * starts.size * ids.base.shape[1]
-        self.count(f"{tables.pair}, {tables.period} positions", num_descriptors)
+        _take(num_descriptors, f"descriptors of {tables.pair}", PART_BYTES)
         # By period of the series, then by start.
         return np.add.outer(np.arange(0, tables.period, ids.period), starts).reshape(-1)
 
@@ -431,7 +458,6 @@ class _Proof:
             where = "destination" if coarse is None else "source"
             expected = "descriptors of bytes that views hold"
             raise refusal(tables.pair, expected, f"other bytes at the {where}")
-        self.count("parts of descriptors", fine.length.size)
         # `fine.range` is the coarse part that each fine part belongs to.
         descriptor = coarse.range[fine.range]
         start = fine.start - source.start[descriptor] + destination.start[descriptor]
@@ -465,11 +491,6 @@ class _Proof:
                 expected_byte = f"{field} {values[0]} of {name}"
                 raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
         return expected["position"]
-
-    def count(self, subject: str, number: int) -> None:
-        """Add to the number of descriptors and parts followed so far. Raises ``RANGE``."""
-        self.num_followed += number
-        _check_limit(subject, self.num_followed)
 
     def filled(self, group: Group, pieces: Pieces, moved: PlacedRanges) -> PlacedRanges:
         """Return the ranges in order, joined where they continue each other.
@@ -573,10 +594,7 @@ def _ranges(
     # row.
     row = np.searchsorted(table.first, number, "right") - 1
     element = number - table.first[row]
-    end = min(int(table.count.sum()), ID_END if ids.base.dtype == np.int32 else BYTES_END)
-    # Rows may list more elements than ids can number.
-    num_elements = np.minimum(table.count[row], end - table.first[row])
-    wrong = (row < 0) | (step * last_block >= num_elements - element)
+    wrong = (row < 0) | (step * last_block >= table.count[row] - element)
     if wrong.any():
         first = wrong.argmax()
         where = f"row {row[first]} of {table.worker.label}"
@@ -584,6 +602,10 @@ def _ranges(
         details: dict[str, Any] = {"row": int(row[first]), "id": int(number[first]), "step": step}
         got = f"{number[first]} and every {step} from there"
         raise refusal(tables.pair, expected, got, **details)
+    last_id = int(number.max()) + step * last_block
+    if last_id >= ID_END:
+        expected = f"ids of {last_block + 1} blocks below {ID_END}"
+        raise refusal(tables.pair, expected, f"{last_id}", "INT", id=last_id)
     start = table.start[row] + element * table.stride[row]
     return BlockRanges(ordinal, row, start, table.length[row], step * table.stride[row])
 
@@ -674,7 +696,6 @@ def _places(pair: PairTables, *rows: int) -> dict[str, Any]:
     return {"row": tuple(map(int, rows)), "region": tuple(regions)}
 
 
-def _check_limit(subject: str, number: int) -> None:
-    if number > MAX_PARTS:
-        expected = f"at most {MAX_PARTS} parts to follow"
-        raise refusal(subject, expected, f"{number}", "RANGE", number=number)
+def _take(number: int, unit: str, bytes_each: int) -> None:
+    """Take what is to be followed from the budget. Raises ``RANGE``."""
+    spend(number, unit, bytes_each, f"certify {unit}")

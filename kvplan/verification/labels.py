@@ -26,6 +26,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
+from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
@@ -34,6 +35,9 @@ from kvplan.verification.memory import Cells, FakeMemory, runs_of
 
 CHUNK_CELLS: Final = 1 << 22
 """Labels are made for at most this many cells at a time, or for one position."""
+
+PIECE_BYTES: Final = 50
+"""What a piece of a slot takes of a budget, and a slot."""
 
 Weights = tuple[tuple[str, int], ...]
 """By how much the number of a byte grows along each axis of a tensor but the token axis."""
@@ -89,6 +93,7 @@ def pieces_of_slot(
         if extent and offset.size == 1 and axis.stride_bytes == weight == length:
             length *= extent
         elif extent != 1:
+            spend(extent * offset.size, "pieces", PIECE_BYTES, "number the bytes of a tensor")
             # Every piece so far, once for each coordinate of this axis.
             steps = np.arange(extent, dtype=np.int64)
             offset = np.add.outer(steps * axis.stride_bytes, offset).reshape(-1)
@@ -102,6 +107,7 @@ def slots_of_block(view: View | Geometry) -> Ints:
     for axis in view.axes:
         if axis.name == TOKEN:
             # Every slot of the coarser digits, once for each value of this digit.
+            spend(axis.extent * offset.size, "slots", PIECE_BYTES, "list the slots of a block")
             steps = np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes
             offset = np.add.outer(offset, steps).reshape(-1)
     return offset
@@ -128,15 +134,13 @@ def _stride_of_weighted(weighted: tuple[Axis, int]) -> int:
 
 @attrs.frozen
 class Place:
-    """An address of a worker, in words, and the block and slot of ``view`` if it is in a view."""
+    """An address of a worker, in words, and the view that has it, if one does."""
 
     worker: Worker
     address: int
     words: str = "no region"
     region: Region | None = None
     view: View | None = None
-    block: int = 0
-    slot: int = 0
 
     def __str__(self) -> str:
         return f"{self.words}, address {self.address:#x} of {self.worker.label}"
@@ -164,15 +168,14 @@ def locate(worker: Worker, address: int, device_id: int) -> Place:
             for view in worker.views:
                 if view.region != region.name:
                     continue
-                element = _element_at(view, offset - view.offset_bytes)
-                if element is not None:
-                    words, block, slot = element
-                    return Place(worker, address, words, region, view, block, slot)
+                words = _element_at(view, offset - view.offset_bytes)
+                if words:
+                    return Place(worker, address, words, region, view)
     return place
 
 
-def _element_at(view: View, offset: int) -> tuple[str, int, int] | None:
-    """Return the element at an offset of a view: in words, its block and its slot."""
+def _element_at(view: View, offset: int) -> str:
+    """Return the element at an offset of a view in words; an empty string if there is none."""
     # Stride and extent of each dimension, and the index of its axis; that of the blocks is -1.
     block_stride = view.block_stride_bytes if view.num_blocks > 1 else 0
     dims = [(block_stride, view.num_blocks, -1)]
@@ -183,7 +186,7 @@ def _element_at(view: View, offset: int) -> tuple[str, int, int] | None:
         index[i] = min(max(offset, 0) // stride, extent - 1) if extent > 1 else 0
         offset -= index[i] * stride
     if not 0 <= offset < view.itemsize:
-        return None
+        return ""
     coordinates: dict[str, int] = {}
     for i, axis in enumerate(view.axes):
         coarser = coordinates.get(axis.name, 0)
@@ -194,7 +197,7 @@ def _element_at(view: View, offset: int) -> tuple[str, int, int] | None:
     words.append(f"byte {offset} in group {view.group} block {index[-1]}")
     if slot is not None:
         words.append(f"slot {slot}")
-    return " ".join(words), index[-1], slot or 0
+    return " ".join(words)
 
 
 def listed_slots(group: Group, blocks: Blocks | None) -> Ints:
@@ -243,17 +246,6 @@ def needed(group: Group, blocks: Blocks | None, tokens: Range | None) -> Ints:
     return np.asarray(positions[held])
 
 
-def position_at(place: Place, tables: Mapping[str, Blocks]) -> int | None:
-    """Return the position that a request has at a place; ``None`` if it does not have its block."""
-    blocks = None if place.view is None else tables.get(place.view.group)
-    if place.view is None or blocks is None:
-        return None
-    group = _group_of(place.worker, place.view)
-    ordinals = blocks.ordinals[blocks.ids == place.block]
-    slots = ordinals * (group.tokens_per_block or 1) + place.slot
-    return int(positions_of(group, slots)[0]) if slots.size else None
-
-
 def _group_of(worker: Worker, view: View) -> Group:
     return next(group for group in worker.groups if group.name == view.group)
 
@@ -263,8 +255,7 @@ class Labels:
     """The labels of one tensor.
 
     A label is ``base``, plus the bytes of all positions since the first, plus the byte's number.
-    ``parts`` are the coordinates that the destination has along each axis: no others are labelled
-    in the sources.
+    ``parts`` are the coordinates along each axis that are labelled in the sources.
     """
 
     name: str
@@ -302,8 +293,14 @@ class Labels:
         return " ".join(words)
 
 
-def label_tensors(positions_by_view: Iterable[tuple[View, Ints]]) -> dict[str, Labels]:
+def label_tensors(
+    positions_by_view: Iterable[tuple[View, Ints]],
+    others: Mapping[str, Ints] | None = None,
+) -> dict[str, Labels]:
     """Return labels by tensor, from 1 on, for destination views with the positions that each needs.
+
+    With ``others``, positions by tensor, these have labels too, and all coordinates along each
+    axis: of what no destination needs, it can then be said what it is.
 
     >>> from kvplan import Axis
     >>> axes = (Axis("token", 0, 4, 4, 4), Axis("dim", 0, 2, 2, 2))
@@ -320,7 +317,11 @@ def label_tensors(positions_by_view: Iterable[tuple[View, Ints]]) -> dict[str, L
         first_view.setdefault(view.name, view)
         before = positions.get(view.name, needed_positions)
         positions[view.name] = np.union1d(before, needed_positions)
-        _extend_parts(parts.setdefault(view.name, {}), view)
+        if others is not None:
+            positions[view.name] = np.union1d(positions[view.name], others[view.name])
+            parts[view.name] = {name: (0, size) for name, size in view.sizes.items()}
+        else:
+            _extend_parts(parts.setdefault(view.name, {}), view)
     labels: dict[str, Labels] = {}
     base = 1
     for name, view in first_view.items():
@@ -385,13 +386,18 @@ def window(
     view: View,
     labels: Labels,
     blocks: Blocks | None,
+    positions: Ints | None = None,
 ) -> Window:
-    """Return a view's bytes for all positions of its tensor that the worker holds in its blocks."""
+    """Return a view's bytes for all positions of its tensor that the worker holds in its blocks.
+
+    With ``positions``, for those of them alone.
+    """
     group = _group_of(worker, view)
-    # Of the labelled positions, those that the worker's context and blocks hold.
+    if positions is None:
+        positions = labels.positions
+    # Of these positions, those that the worker's context and blocks hold.
     in_blocks = needed(group, blocks, None)
-    is_held = np.isin(labels.positions, in_blocks, assume_unique=True)
-    positions = labels.positions[is_held]
+    positions = positions[np.isin(positions, in_blocks, assume_unique=True)]
     # The offset of each position in the region.
     ordinal, slot = np.divmod(local_slots(group, positions), group.tokens_per_block or 1)
     start = view.offset_bytes + slots_of_block(view)[slot]

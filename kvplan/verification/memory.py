@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints
-from kvplan._checks import having, instance, integer, members, wrong_type
+from kvplan._checks import having, instance, integer, is_one_of, members, wrong_type
+from kvplan._text import shown
 from kvplan.describe.views import ADDRESS_END, Region, View
 from kvplan.describe.worker import Key, Worker, key_of, label_of
 from kvplan.errors import KVPlanError
@@ -225,11 +226,14 @@ class FakeMemory:
     def execute(self, spec: ReadSpec, *, by_ids: bool = False) -> None:
         """Move the bytes of ``spec``, from remote to local for a READ, the other way for a WRITE.
 
-        Uses its coalesced descriptors or, with ``by_ids``, the range of each id. Raises ``BOUNDS``
-        for a range outside the regions and ``SIZE`` for two ranges of different lengths, before
-        anything moves.
+        Uses its coalesced descriptors or, with ``by_ids``, the range of each id. Raises ``NAME``
+        for another operation, ``BOUNDS`` for a range outside the regions and ``SIZE`` for two
+        ranges of different lengths, before anything moves.
         """
         having("descriptors", spec, "spec", "a ReadSpec")
+        if not is_one_of(spec.operation, ("READ", "WRITE")):
+            expected = "operation READ or WRITE"
+            raise KVPlanError("NAME", "execute", expected=expected, got=shown(spec.operation))
         if by_ids:
             local = expand(spec.local_table.rows, spec.local_ids)
             remote = expand(spec.remote_table.rows, spec.remote_ids)

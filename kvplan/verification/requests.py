@@ -36,6 +36,9 @@ KeyPair = tuple[Key, Key]
 RangePair = tuple[ByteRanges, ByteRanges]
 """Ranges of a local and a remote worker, equally many: the nth ranges of both are one copy."""
 
+STAGED: Final = "its .direct moves the same bytes in one step, its .transfers those between workers"
+"""What to check in place of a plan in two steps."""
+
 NOTHING: Final[RangePair] = (np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64))
 
 
@@ -185,14 +188,16 @@ class Job:
 def plans_of(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> tuple[TransferPlan, ...]:
     """Return the plans in an argument of verify or certify: a plan, a mesh, or several plans.
 
-    Raises ``TYPE``.
+    Raises ``TYPE``, also for a plan in two steps: what its copies move is not in any table.
     """
     values: Any = getattr(plan, "plans", [plan] if hasattr(plan, "bind") else plan)
     iterable = values if np.iterable(values) else [values]
     plans: tuple[Any, ...] = members(object, iterable, "plans to check")
     for checked in plans:
-        if isinstance(checked, type) or not hasattr(checked, "bind"):
-            raise wrong_type("plans to check", "a plan, a mesh or plans", checked)
+        if isinstance(checked, type) or not hasattr(checked, "pairs"):
+            error = wrong_type("plans to check", "a plan, a mesh or plans", checked)
+            is_staged = not isinstance(checked, type) and hasattr(checked, "direct")
+            raise error.with_hint(STAGED if is_staged else "")
     return plans
 
 
@@ -282,6 +287,15 @@ def _bound(
             remote=_only(remote, _groups(plan.remotes), remote_names),
             tokens=_only(tokens, groups, local_names) if isinstance(tokens, Mapping) else tokens,
         )
+        if len(specs) != len(plan.remotes):
+            remotes = ", ".join(worker.label for worker in plan.remotes)
+            bound = ", ".join(label_of(spec.remote) for spec in specs)
+            raise KVPlanError(
+                "WORKER",
+                f"verify the plan of {plan.local.label}",
+                expected=f"one pair with each of {remotes or 'no worker'}",
+                got=f"pairs with {bound or 'no worker'}",
+            )
         yield plan, specs
 
 

@@ -146,6 +146,9 @@ def _check_form(pair: PairTables, ids: Any) -> None:
     _check_spans(pair, ids)
     if not _are_counts(ids.num_blocks, 1):
         raise _malformed(pair, "num_blocks", ids.num_blocks)
+    # A pair of groups that moves nothing would make bind ask for its block tables.
+    if not ids.tokens:
+        raise _malformed(pair, "tokens", ids.tokens)
     for runs in ids.runs:
         _check_series(pair, ids, runs, runs.starts)
     for tokens in ids.tokens:

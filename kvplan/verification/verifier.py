@@ -13,7 +13,7 @@ with the labels that it needs. Nothing here knows how plans are made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints
-from kvplan._text import count
+from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.blocks import Blocks, Tokens
 from kvplan.describe.views import View
 from kvplan.describe.worker import Key
@@ -35,10 +35,18 @@ from kvplan.verification.labels import (
     local_slots,
     locate,
     needed,
-    position_at,
     window,
 )
 from kvplan.verification.memory import ByteRanges, FakeMemory
+from kvplan.verification.patterns import (
+    MISSING,
+    OUTSIDE,
+    Pattern,
+    PatternSearch,
+    joined_patterns,
+    lines_of,
+    names_of,
+)
 from kvplan.verification.requests import Job, KeyPair, Move, jobs, range_of_group
 
 if TYPE_CHECKING:
@@ -74,15 +82,62 @@ class Tail:
     start: int
     stop: int
 
+    __repr__ = brief_repr
+
     def __str__(self) -> str:
         return f"{self.worker} {self.group} [{self.start}, {self.stop})"
+
+
+@attrs.frozen(eq=False)
+class Failure:
+    """A promise that some destination workers find broken.
+
+    ``first`` is the first of ``num_bytes`` bytes, in words. ``patterns`` describe them.
+    """
+
+    code: str
+    text: str
+    workers: tuple[Key, ...]
+    num_bytes: int = 0
+    first: str = ""
+    patterns: tuple[Pattern, ...] = ()
+
+    def join(self, other: Failure) -> Failure:
+        """Return the failure of the workers of both; the first byte is that of this one."""
+        return attrs.evolve(
+            self,
+            workers=(*self.workers, *other.workers),
+            num_bytes=self.num_bytes + other.num_bytes,
+            patterns=(*self.patterns, *other.patterns),
+        )
+
+    def __str__(self) -> str:
+        heading = f"{count(self.num_bytes, 'byte')} {self.text}" if self.num_bytes else self.text
+        heading = f"at {names_of(self.workers)}: {heading}"
+        patterns = joined_patterns(self.patterns, by_worker=True)
+        lines = lines_of(patterns, self.num_bytes, self.workers)
+        if not lines:
+            return f"{heading}, first: {self.first}" if self.first else heading
+        # One pattern of all bytes stands beside their number.
+        between = ": " if len(lines) == 1 else "\n  "
+        return "\n  ".join([between.join([heading, lines[0]]), *lines[1:], f"first: {self.first}"])
+
+
+def failures_in_words(failures: Iterable[Failure]) -> tuple[tuple[str, str], ...]:
+    """Return code and text of each failure; those that differ in their workers are one."""
+    by_text: dict[tuple[str, str], Failure] = {}
+    for failure in failures:
+        key = failure.code, failure.text
+        by_text[key] = by_text[key].join(failure) if key in by_text else failure
+    return tuple((failure.code, str(failure)) for failure in by_text.values())
 
 
 @attrs.frozen
 class Report:
     """The result of :func:`verify`, which is true if every promise that was checked holds.
 
-    ``failures`` are pairs of code and text. ``checked`` has the codes of :data:`PROMISES` that were
+    ``failures`` are pairs of code and text: one for all workers at which the same is wrong, with a
+    line for each pattern of the bytes. ``checked`` has the codes of :data:`PROMISES` that were
     checked: without ``COVER`` if the plans of some writers were not given, without ``IDS`` if the
     copies were. ``tails`` are the unused slots.
     """
@@ -148,6 +203,12 @@ class Report:
         unused = count(self.num_tail_slots, "unused slot")
         return f"verified: {copied}, {unused}; {', '.join(self.checked)} hold"
 
+    def __repr__(self) -> str:
+        # The first lines of all failures: pytest shows the repr of what is not true.
+        lines = [line for line in str(self).splitlines() if not line.startswith(" ")]
+        text = f"<Report {'; '.join(lines)}>"
+        return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 4]}...>"
+
 
 def verify(
     plan: TransferPlan | MeshPlan | Iterable[TransferPlan],
@@ -200,13 +261,24 @@ def verify_together(
     >>> report.ok, report.num_bytes
     (True, 573440)
     """
-    return Report.of([_Check(job, tokens).run() for job in jobs(parts)])
+    reports = list[Report]()
+    failures = list[Failure]()
+    for job in jobs(parts):
+        check = _Check(job, tokens)
+        report = check.run()
+        if any(pattern.fault == OUTSIDE for pattern in check.patterns):
+            # Once more, to say what it is that the request does not need.
+            check = _Check(job, tokens, label_all=True)
+            report = check.run()
+        reports.append(report)
+        failures += check.failures
+    return attrs.evolve(Report.of(reports), failures=failures_in_words(failures))
 
 
 class _Check:
     """The check of one destination worker."""
 
-    def __init__(self, job: Job, tokens: Tokens) -> None:
+    def __init__(self, job: Job, tokens: Tokens, *, label_all: bool = False) -> None:
         self.job = job
         self.worker = job.worker
         self.workers = {job.worker.key: job.worker}
@@ -214,7 +286,7 @@ class _Check:
             self.workers[move.source.key] = move.source
         self.groups = {group.name: group for group in job.worker.groups}
         self.tables = {name: job.table(name) for name in self.groups}
-        self.failures: list[tuple[str, str]] = []
+        self.failures: list[Failure] = []
         self.carried_out: list[Move] = []
         self.num_needed = 0
         self.num_wrong = Counter[str]()
@@ -224,8 +296,13 @@ class _Check:
             offered.update(need.offered)
         self.views = [view for view in job.worker.views if view.name in offered]
         self.positions = [self.needed_positions(view, tokens) for view in self.views]
-        self.labels = label_tensors(zip(self.views, self.positions, strict=True))
+        self.labels = label_tensors(
+            self.needs(),
+            self.positions_of_sources() if label_all else None,
+        )
         self.memory = self.memory_for_labels()
+        self.search = PatternSearch(job.worker.key, self.labels, self.memory.poison)
+        self.patterns: list[Pattern] = []
 
     def needed_positions(self, view: View, tokens: Tokens) -> Ints:
         """Return the positions of a view that the request needs.
@@ -247,6 +324,17 @@ class _Check:
             self.fail("COVER", f"{num_lost} of {view.name} without a block, first: {lost[0]}")
         return positions
 
+    def positions_of_sources(self) -> dict[str, Ints]:
+        """Return the positions that sources have in the request's blocks, by tensor."""
+        positions = {view.name: np.empty(0, np.int64) for view in self.views}
+        for move in self.job.moves:
+            groups = {group.name: group for group in move.source.groups}
+            for view in move.source.views:
+                if view.name in positions:
+                    in_blocks = needed(groups[view.group], move.blocks.get(view.group), None)
+                    positions[view.name] = np.union1d(positions[view.name], in_blocks)
+        return positions
+
     def memory_for_labels(self) -> FakeMemory:
         """Return memory whose cells are wide enough for all labels and the poison."""
         # The poison is the highest number that a cell holds: no label may reach it.
@@ -261,8 +349,8 @@ class _Check:
             self.fill()
             for move in self.job.moves:
                 self.copy(move)
-            for view in self.views:
-                self.compare(view)
+            for view, positions in self.needs():
+                self.compare(view, positions)
             self.settle_bytes()
             self.settle_writes()
         unchecked = {"COVER": not self.job.complete, "IDS": not self.job.has_ids}
@@ -271,7 +359,6 @@ class _Check:
             num_descriptors=sum(len(move.reads) for move in self.job.moves),
             num_workers=1,
             checked=tuple(code for code in PROMISES if not unchecked.get(code)),
-            failures=tuple(self.failures),
             tails=tuple(self.tails()),
         )
 
@@ -313,20 +400,25 @@ class _Check:
                 return f", which is {place}"
         return ""
 
-    def held(self, view: View) -> Window:
-        """Return the bytes of a destination view that the request needs."""
-        tables = self.tables[view.group]
-        return window(self.memory, self.worker, view, self.labels[view.name], tables)
+    def needs(self) -> Iterable[tuple[View, Ints]]:
+        """Return the views of the destination with the positions that the request needs."""
+        return zip(self.views, self.positions, strict=True)
 
-    def compare(self, view: View) -> None:
+    def held(self, view: View, positions: Ints) -> Window:
+        """Return the bytes of a destination view that the request needs."""
+        blocks = self.tables[view.group]
+        return window(self.memory, self.worker, view, self.labels[view.name], blocks, positions)
+
+    def compare(self, view: View, positions: Ints) -> None:
         """Compare the cells of a view with the labels that belong there."""
-        held = self.held(view)
+        held = self.held(view, positions)
         for index, labels in held.chunks():
             # (positions, pieces, bytes), as the labels are.
             cells = held.cells[index]
             self.num_needed += cells.size
             if np.array_equal(cells, labels):
                 continue
+            self.search.add(held.labels, labels, cells)
             missing = cells == 0
             wrong = (cells != labels) & ~missing
             for code, mask in (("COVER", missing), ("VALUE", wrong)):
@@ -348,19 +440,14 @@ class _Check:
         """Return what is in a byte's cell instead of its label, and where it was copied from."""
         if not cell:
             return "was never written"
-        source, position = self.source_of(place)
-        requested = [labels.positions for labels in self.labels.values()]
-        if position is None or any(position in positions for positions in requested):
-            content = "bytes outside the request"
-        else:
-            content = f"position {position} outside the request"
+        content = OUTSIDE
         for labels in self.labels.values():
             if labels.base <= cell < labels.end:
                 content = labels.describe(cell)
-        return f"holds {content}, copied from {source}"
+        return f"holds {content}, copied from {self.source_of(place)}"
 
-    def source_of(self, place: Place) -> tuple[Place, int | None]:
-        """Return where the byte at a place was last copied from, and the position there."""
+    def source_of(self, place: Place) -> Place:
+        """Return where the byte at a place was last copied from."""
         assert place.region
         device = place.region.device_id
         last_first = reversed(self.carried_out)
@@ -369,15 +456,19 @@ class _Check:
         copy = _holding(move.writes, place.address, device)[-1]
         first_read, _, source_device = move.reads[copy].tolist()
         address = first_read + place.address - int(move.writes[copy, 0])
-        source = locate(move.source, address, source_device)
-        return source, position_at(source, move.blocks)
+        return locate(move.source, address, source_device)
 
     def settle_bytes(self) -> None:
         """Report needed bytes that are wrong or missing; rule O2 allows missing ones."""
-        for code, fault in (("VALUE", "wrong"), ("COVER", "missing")):
-            if self.num_wrong[code] and (self.job.complete or code != "COVER"):
-                num_wrong = _bytes(self.num_wrong[code])
-                self.fail(code, f"{num_wrong} {fault}, first: {self.first_wrong[code]}")
+        if self.first_wrong:
+            self.patterns = self.search.patterns(self.held(*need) for need in self.needs())
+        missing = [pattern for pattern in self.patterns if pattern.fault == MISSING]
+        wrong = [pattern for pattern in self.patterns if pattern.fault != MISSING]
+        if self.num_wrong["VALUE"]:
+            self.fail("VALUE", "wrong", self.num_wrong["VALUE"], self.first_wrong["VALUE"], wrong)
+        if self.num_wrong["COVER"] and self.job.complete:
+            num_missing = self.num_wrong["COVER"]
+            self.fail("COVER", "missing", num_missing, self.first_wrong["COVER"], missing)
 
     def settle_writes(self) -> None:
         """Report bytes that are written twice, and by rule O1 bytes outside the request."""
@@ -387,23 +478,22 @@ class _Check:
         if num_repeated.any():
             address, _, device = writes[np.flatnonzero(num_repeated)[0]].tolist()
             place = locate(self.worker, address, device)
-            self.fail("DISJOINT", f"{_bytes(num_repeated.sum())} written again, first: {place}")
+            self.fail("DISJOINT", "written again", int(num_repeated.sum()), str(place))
         # Each written byte once, less the needed bytes that were written: by rule O1, foreign ones.
         num_distinct = int(writes[:, 1].sum()) - int(num_repeated.sum())
         num_foreign = num_distinct - (self.num_needed - self.num_wrong["COVER"])
         if num_foreign < 0:
-            shared = _bytes(-num_foreign)
-            self.fail("DISJOINT", f"{shared} needed by two groups, whose blocks share memory")
+            shared = "needed by two groups, whose blocks share memory"
+            self.fail("DISJOINT", shared, -num_foreign)
         elif num_foreign:
-            foreign = _bytes(num_foreign)
             first = self.first_foreign(writes)
-            self.fail("OWN", f"{foreign} written outside the request, first: {first}")
+            self.fail("OWN", "written outside the request", num_foreign, str(first))
 
     def first_foreign(self, writes: ByteRanges) -> Place:
         """Return the first byte written that the destination does not need."""
         # Erase what is needed: only foreign bytes are left.
-        for view in self.views:
-            held = self.held(view)
+        for view, positions in self.needs():
+            held = self.held(view, positions)
             for index, _ in held.chunks():
                 held.cells[index] = 0
         places = (self.first_written(*byte_range) for byte_range in writes.tolist())
@@ -419,7 +509,7 @@ class _Check:
         for group in self.worker.groups:
             # Positions of all views of the group.
             used = []
-            for view, positions in zip(self.views, self.positions, strict=True):
+            for view, positions in self.needs():
                 if view.group == group.name:
                     used.append(positions)
             blocks = self.tables[group.name]
@@ -432,12 +522,17 @@ class _Check:
                 if span.size:
                     yield Tail(self.worker.label, group.name, int(span[0]), int(span[-1]) + 1)
 
-    def fail(self, code: str, text: str) -> None:
-        self.failures.append((code, f"at {self.worker.label}: {text}"))
-
-
-def _bytes(number: int) -> str:
-    return count(int(number), "byte")
+    def fail(
+        self,
+        code: str,
+        text: str,
+        num_bytes: int = 0,
+        first: str = "",
+        patterns: Sequence[Pattern] = (),
+    ) -> None:
+        """Add a failure, of so many bytes where these are counted."""
+        failure = Failure(code, text, (self.worker.key,), num_bytes, first, tuple(patterns))
+        self.failures.append(failure)
 
 
 def _holding(ranges: ByteRanges, address: int, device_id: int) -> Ints:

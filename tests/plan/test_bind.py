@@ -29,7 +29,7 @@ def test_b2_no_range_means_all_that_the_destination_lists():
     """B2: without tokens, the destination's blocks say what moves."""
     (mine,), (other,) = engine("d", order="NH"), engine("p", order="NH")
     report = verify(
-        plan_reads(mine, [other]), local={"attn": Blocks([9, 5], first=1)}, remote={"attn": Blocks(range(4))}
+        plan_reads(mine, [other]), local={"attn": Blocks([9, 5], first=1)}, remote={"attn": Blocks(range(3))}
     )
     assert report.ok, str(report)
     assert report.num_bytes == 8 * 2 * 4 * HEAD_BYTES
@@ -391,3 +391,71 @@ def test_threads_may_share_plan_and_tables_and_have_a_workspace_each():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(work, range(8)))
     assert found == [[ids(alone.bind(**request(thread * 25 + i))) for i in range(25)] for thread in range(8)]
+
+
+def test_a_workspace_serves_one_thread() -> None:
+    """A second thread is refused: it would overwrite the ids of the first one's request. Their owner goes on."""
+    (mine,), (other,) = engine("d"), engine("p")
+    plan, workspace = plan_reads(mine, [other]), Workspace()
+    tables: dict[str, Any] = {"local": {"attn": Blocks([1])}, "remote": {"attn": Blocks([2])}}
+    with ThreadPoolExecutor(1) as thread:
+        (spec,) = thread.submit(lambda: plan.bind(**tables, workspace=workspace)).result()
+        ids = spec.local_ids.tolist()
+        with pytest.raises(KVPlanError, match=r"^TYPE: .* the first to bind with.*each thread needs its own"):
+            plan.bind(**tables, workspace=workspace)
+        assert spec.local_ids.tolist() == ids
+        assert thread.submit(lambda: plan.bind(**tables, workspace=workspace)).result()
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        ({"tokens": 4}, {"tokens": 4}),
+        ({"tokens": 4}, {"tokens": 8}),
+        ({"tokens": 8}, {"tokens": 4}),
+        ({"tokens": 4, "contexts": (2, 3)}, {"tokens": 6}),
+        ({"tokens": 6}, {"tokens": 4, "contexts": (3, 2)}),
+        ({"tokens": 4, "contexts": (2, 1)}, {"tokens": 4, "contexts": (3, 1)}),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 7, 24, 25])
+def test_b4_without_a_range_a_source_lists_the_same_request(local, remote, num_tokens) -> None:
+    """B4: the tables of one request pass whatever the blocks are; one that lists more blocks is of another unit."""
+    sides = engine("d", **local), engine("p", **remote)
+    ends = []
+    for workers, shape in zip(sides, (local, remote), strict=True):
+        (group,) = workers[0].groups
+        ends.append(-(-num_tokens // (shape["tokens"] * group.context.size)))
+    tables: dict[str, Any] = {"local": {"attn": Blocks(range(ends[0]))}, "remote": {"attn": Blocks(range(9))}}
+    # what the source has of the positions in the destination's blocks
+    positions = ends[0] * local["tokens"] * sides[0][0].groups[0].context.size
+    needed = -(-positions // (remote["tokens"] * sides[1][0].groups[0].context.size))
+    for worker in sides[0]:
+        plan = plan_reads(worker, sides[1])
+        assert plan.bind(**{**tables, "remote": {"attn": Blocks(range(needed))}})
+        with pytest.raises(
+            KVPlanError, match=rf"^BLOCKS: cannot bind remote .* blocks \[0, {needed}\) .* got \[0, 9\)"
+        ):
+            plan.bind(**tables)
+        assert plan.bind(**tables, tokens=(0, num_tokens))
+
+
+def test_b4_states_without_a_range_are_as_many_at_the_source() -> None:
+    """B4: where a destination has one of a source's states, its ordinal or a range says which."""
+    plan = plan_reads(states("d", 10), [states("p", 10)])
+    saved = {"0": Blocks([7, 8, 9])}
+    with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind remote group '0': expected blocks \[0, 1\)"):
+        plan.bind(local={"0": Blocks([3])}, remote=saved)
+    (first,) = plan.bind(local={"0": Blocks([3])}, remote=saved, tokens={"0": (0, 1)})
+    (last,) = plan.bind(local={"0": Blocks([3], ordinals=[2])}, remote=saved)
+    assert [spec.remote_ids.tolist() for spec in (first, last)] == [[7], [9]]
+
+
+def test_b4_positions_are_counted_below_2_to_48() -> None:
+    """B4: a table whose blocks have positions beyond that is refused, and numbers that would wrap are never made."""
+    (mine,), (other,) = engine("d", tokens=65_536, layers=1), engine("p", tokens=65_536, layers=1)
+    last = {"attn": Blocks([1], first=(1 << 48) - 1)}
+    with pytest.raises(KVPlanError, match=r"^BLOCKS: cannot bind local .* blocks of positions below 281474976710656"):
+        plan_reads(mine, [other]).bind(local=last, remote=last)
+    fits = {"attn": Blocks([1], first=(1 << 32) - 1)}
+    assert plan_reads(mine, [other]).bind(local=fits, remote=fits)

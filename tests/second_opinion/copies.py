@@ -124,8 +124,9 @@ def verified(copies: Copies, source: Engine, destination: Engine, span: tuple[in
 
 
 def first_failure(report: Report) -> str:
-    """The first failure of a report, without the addresses, which differ in every process."""
+    """The first failure of a report in one line, without the addresses, which differ in every process."""
     code, text = report.failures[0]
+    text = "; ".join(line.strip() for line in text.splitlines())
     return re.sub(r"(, address| at) 0x\w+", "", f"{code}: {text}")
 
 

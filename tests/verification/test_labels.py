@@ -8,8 +8,7 @@ import pytest
 
 from kvplan import Axis, Blocks, Group, Region, View, Worker
 from kvplan.verification import FakeMemory
-from kvplan.verification.labels import label_tensors, locate, position_at, window
-from tests.small import engine
+from kvplan.verification.labels import label_tensors, locate, window
 
 TOKEN = (Axis("token", 0, 2, 2, 24), Axis("token", 0, 2, 2, 4))
 AXES = (Axis("head", 3, 5, 6, 8), *TOKEN, Axis("dim", 0, 2, 2, 2))
@@ -78,14 +77,3 @@ def test_a_source_is_labelled_only_where_the_destination_has_coordinates() -> No
 def test_an_address_of_no_element_is_padding_or_nowhere(address: int, device: int, place: str) -> None:
     """Bytes before, between and after the elements are padding."""
     assert str(locate(WORKER, address, device)) == f"{place}, address {address:#x} of decode/1"
-
-
-def test_an_address_has_the_position_that_block_tables_give_it() -> None:
-    """The position follows from ordinal and slot; padding and blocks of other requests have none."""
-    (worker,) = engine("decode")
-    padded = attrs.evolve(worker, regions=[attrs.evolve(region, size_bytes=4096) for region in worker.regions])
-    block = worker.regions[0].address + 7 * 256
-    tables = {"attn": Blocks([3, 7], first=5)}
-    assert position_at(locate(padded, block + 2 * 16 + 64, 0), tables) == 6 * 4 + 2
-    assert position_at(locate(padded, block + 256, 0), tables) is None
-    assert position_at(locate(padded, worker.regions[0].address + 4000, 0), tables) is None

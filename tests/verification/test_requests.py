@@ -1,8 +1,20 @@
 """One request in parts: chunks, several sources, both directions, verified together."""
 
+import attrs
 import pytest
 
-from kvplan import Blocks, KVPlanError, plan_mesh, plan_reads, plan_writes, verify_together
+from kvplan import (
+    Blocks,
+    KVPlanError,
+    Region,
+    certify,
+    plan_mesh,
+    plan_reads,
+    plan_writes,
+    verify,
+    verify_together,
+)
+from kvplan.staging import stage
 from tests.small import engine
 
 TOKEN_BYTES = 2 * 4 * 16  # 2 layers of 4 heads
@@ -124,3 +136,23 @@ def test_a_part_takes_the_arguments_of_bind():
     (plan,) = plan_mesh(engine("d"), engine("p")).plans
     with pytest.raises(TypeError, match="token"):
         verify_together([(plan, {"local": {}, "remote": {}, "token": (0, 1)})])
+
+
+@pytest.mark.parametrize("check", [certify, lambda plans: verify(plans, local={}, remote={})])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_plan_in_two_steps_is_no_plan_to_check(check, as_list):
+    """TYPE: the message names the plans that can be checked in its place."""
+    (mine,), (other,) = engine("d", order="NH"), engine("p")
+    regions = (*mine.regions, Region("staging", 1 << 60, 1 << 20))
+    staged = stage(attrs.evolve(mine, regions=regions), [other], staging="staging")
+    with pytest.raises(KVPlanError, match=r"^TYPE: .* got a value of type StagedPlan \(its \.direct moves"):
+        check([staged] if as_list else staged)
+    assert certify(staged.direct).complete
+
+
+def test_a_plan_without_a_pair_is_not_verified():
+    """WORKER: each remote worker has a pair, whose descriptors are what verify carries out."""
+    plan = plan_reads(engine("d")[0], engine("p", tp=2))
+    tables = {"attn": Blocks([1])}
+    with pytest.raises(KVPlanError, match=r"^WORKER: cannot verify .* each of p/0, p/1, got pairs with p/0$"):
+        verify(attrs.evolve(plan, pairs=plan.pairs[:1]), local=tables, remote=tables)

@@ -289,7 +289,10 @@ def test_a_wrong_byte_inside_a_copy_is_named_where_it_is() -> None:
     parts[1][-1, 0] -= np.uint64(1)  # the byte before the right one
     (failure,) = report_of_copies(plan, *parts).failures
     address = int(parts[0][-1, 0])
-    assert "1 byte wrong, first: layers.1 " in failure[1]
+    assert (
+        "1 byte wrong: layers.1, position 3, V, head 3: byte 7 of dim holds byte 6 of dim\n  first: layers.1 "
+        in failure[1]
+    )
     assert f"address {address:#x} of decode/0) holds layers.1" in failure[1]
     assert f"address {int(parts[1][-1, 0]):#x} of prefill/0" in failure[1]
 
@@ -335,7 +338,9 @@ def test_a_fault_behind_many_right_bytes_is_found(monkeypatch: pytest.MonkeyPatc
     local[last, 1] = remote[last, 1] = local[last, 1] - 1
     report = report_of_copies(plan, local, remote)
     assert codes(report) == ["COVER"]
-    assert "1 byte missing, first: layers.1 dim 3 head 3 kv 1 byte 1 of position 10 " in report.failures[0][1]
+    first_line, second_line = report.failures[0][1].splitlines()
+    assert first_line == "at decode/0: 1 byte missing: layers.1, position 10, V, byte 7 of dim, head 3"
+    assert second_line.startswith("  first: layers.1 dim 3 head 3 kv 1 byte 1 of position 10 ")
 
 
 def test_a_report_without_failures_is_one_true_line() -> None:

@@ -1,0 +1,303 @@
+"""Backends: where the files of pages are. Each file is written once, under a name, and read whole.
+
+A name is ``space/key/part``: the folder of a model, the key of a page, and one of its files. All
+backends follow these rules:
+
+- S1: A file appears whole or not at all, and is never written to. Where several write one name,
+  which means the same cache, any of their files stays.
+- S2: Deleting what is not there is no error, nor is reading it: it is ``None``. A file that is
+  being read stays readable while another process deletes it, or reads as ``None``.
+- S3: A backend that fails raises ``BACKEND``, and leaves nothing of what it was writing.
+- S4: What was written does not prove what is read. Readers check digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import attrs
+
+from kvplan._checks import instance
+from kvplan._text import brief_repr, shown
+from kvplan.errors import KVPlanError
+
+FILE_NAME: Final = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}/[0-9a-z.]{1,64}")
+
+TEMPORARY: Final = "tmp"
+"""The folder of files that are being written."""
+
+ATTEMPTS: Final = 5
+"""A page's folder may vanish between its making and the renaming, with its last file."""
+
+FileBytes = bytes | memoryview
+
+
+@attrs.frozen
+class FileEntry:
+    """A file of a store: its name, its size, and when it was last used, in seconds of the epoch."""
+
+    name: str
+    num_bytes: int
+    used_s: float
+
+    __repr__ = brief_repr
+
+    @property
+    def page(self) -> str:
+        """The page that the file belongs to, ``space/key``."""
+        return self.name.rpartition("/")[0]
+
+
+class Backend(Protocol):
+    """Holds files by name, rules S1 to S4. Any number of threads and processes use it at once."""
+
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
+        """Write a file, and return whether it was not there yet."""
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Return the bytes ``[start, stop)`` of a file, ``None`` if there is no such file."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+
+    def files(self, page: str) -> tuple[str, ...]:
+        """Return what the names of the files of ``space/key`` end with, none if it has no files."""
+
+    def touch(self, name: str, used_s: float) -> None:
+        """Note when a file was used, in seconds of the epoch, if it is there."""
+
+    def entries(self) -> Iterator[FileEntry]:
+        """Yield all files. Ones that come or go meanwhile may be among them."""
+
+    def sweep(self, before_s: float) -> int:
+        """Delete what was begun before a time and never finished; return how many."""
+
+
+def checked_name(name: str) -> str:
+    """Return the name of a file. Raises ``NAME`` for one that could leave its folder."""
+    if not FILE_NAME.fullmatch(instance(str, name, "name of a file")) or "/." in name:
+        expected = "space/key/part, in hexadecimal digits"
+        raise KVPlanError("NAME", "name a file of a store", expected=expected, got=shown(name))
+    return name
+
+
+@attrs.define
+class _MemoryFile:
+    data: bytes
+    used_s: float
+
+
+class MemoryBackend:
+    """Files in the memory of this process, for tests and for a single engine.
+
+    ``max_bytes`` is when it is full. A folder of a file system in memory, such as ``/dev/shm``,
+    serves all engines of a host: :class:`FileBackend`.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._files: dict[str, dict[str, _MemoryFile]] = {}
+        self._num_bytes = 0
+
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
+        """Keep a copy of the chunks."""
+        page, _, part = checked_name(name).rpartition("/")
+        data = b"".join(chunks)
+        with self._lock:
+            if part in self._files.get(page, {}):
+                return False
+            if self._max_bytes is not None and self._num_bytes + len(data) > self._max_bytes:
+                raise _failed("write", name, f"memory for {self._max_bytes} bytes", "none left")
+            self._num_bytes += len(data)
+            self._files.setdefault(page, {})[part] = _MemoryFile(data, time.time())
+        return True
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Return a part of the bytes."""
+        page, _, part = checked_name(name).rpartition("/")
+        file = self._files.get(page, {}).get(part)
+        return None if file is None else file.data[start:stop]
+
+    def delete(self, name: str) -> None:
+        """Forget a file."""
+        page, _, part = checked_name(name).rpartition("/")
+        with self._lock:
+            file = self._files.get(page, {}).pop(part, None)
+            self._num_bytes -= 0 if file is None else len(file.data)
+            if not self._files.get(page, True):
+                del self._files[page]
+
+    def files(self, page: str) -> tuple[str, ...]:
+        """Return the ends of the names of a page's files."""
+        return tuple(self._files.get(page, ()))
+
+    def touch(self, name: str, used_s: float) -> None:
+        """Set the time of a file."""
+        page, _, part = checked_name(name).rpartition("/")
+        with self._lock:
+            if file := self._files.get(page, {}).get(part):
+                file.used_s = used_s
+
+    def entries(self) -> Iterator[FileEntry]:
+        """Yield the files of one moment."""
+        with self._lock:
+            kept = {page: dict(files) for page, files in self._files.items()}
+        for page, files in kept.items():
+            for part, file in files.items():
+                yield FileEntry(f"{page}/{part}", len(file.data), file.used_s)
+
+    def sweep(self, before_s: float) -> int:
+        """Return 0: nothing is ever half written."""
+        return 0
+
+
+class FileBackend:
+    """Files of a folder, which any number of processes share, of one host or of several.
+
+    A file is written under another name, synchronized, and renamed. ``synchronize=False`` leaves it
+    to the system when bytes reach the disk: after a loss of power a file may lack some, which its
+    digests tell.
+    """
+
+    def __init__(self, folder: Path | str, *, synchronize: bool = True) -> None:
+        self.folder: Path = Path(folder)
+        self._synchronize = synchronize
+        # from here on, a folder that is not there is a disk that is gone
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _failed("open", str(folder), "a folder", _reason(error)) from error
+
+    def path_of(self, name: str) -> Path:
+        """Return where a file is: pages are spread over 4096 folders of a space."""
+        page, _, part = checked_name(name).rpartition("/")
+        return self._page_folder(page) / part
+
+    def _page_folder(self, page: str) -> Path:
+        space, key = page.split("/")
+        return self.folder / space / key[:3] / key
+
+    def put(self, name: str, chunks: Sequence[FileBytes]) -> bool:
+        """Write a file under another name, then rename it."""
+        path = self.path_of(name)
+        temporary = self.folder / TEMPORARY / f"{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            if path.exists():
+                return False
+            # a name of its own: another process may be writing the same page
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            self._write(temporary, chunks)
+            self._publish(temporary, path)
+        except OSError as error:
+            raise _failed("write", name, f"a file in {self.folder}", _reason(error)) from error
+        finally:
+            # a file that has its name is not there any more
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        return True
+
+    def _write(self, path: Path, chunks: Sequence[FileBytes]) -> None:
+        with open(path, "xb", buffering=0) as file:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                # a write may take less than it is given, as one that fills a disk does
+                while rest:
+                    rest = rest[file.write(rest) :]
+            if self._synchronize:
+                os.fsync(file.fileno())
+
+    def _publish(self, temporary: Path, path: Path) -> None:
+        """Give a file its name."""
+        for attempt in range(ATTEMPTS):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.rename(path)
+                return
+            except FileNotFoundError:
+                # an evictor has removed the folder, which was empty
+                if attempt + 1 == ATTEMPTS:
+                    raise
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Read a part of a file."""
+        try:
+            with open(self.path_of(name), "rb") as file:
+                file.seek(start)
+                return file.read() if stop is None else file.read(max(0, stop - start))
+        except FileNotFoundError:
+            self._check_folder("read", name)
+            return None
+        except OSError as error:
+            raise _failed("read", name, "a file that can be read", _reason(error)) from error
+
+    def _check_folder(self, verb: str, name: str) -> None:
+        """Raise ``BACKEND`` if the whole folder is gone, as with a disk that is not mounted."""
+        if not self.folder.is_dir():
+            raise _failed(verb, name, f"a folder {self.folder}", "none")
+
+    def delete(self, name: str) -> None:
+        """Delete a file, and the folder of its page if that is empty now."""
+        path = self.path_of(name)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed("delete", name, "a file that can be deleted", _reason(error)) from error
+        # a folder with other parts, or with a pin, is not empty and stays
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
+    def files(self, page: str) -> tuple[str, ...]:
+        """List the folder of a page."""
+        try:
+            return tuple(sorted(os.listdir(self._page_folder(page))))
+        except FileNotFoundError:
+            self._check_folder("list", page)
+            return ()
+        except OSError as error:
+            raise _failed("list", page, "a folder that can be read", _reason(error)) from error
+
+    def touch(self, name: str, used_s: float) -> None:
+        """Set the time of a file's last change, which is that of its last use."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path_of(name), (used_s, used_s))
+
+    def entries(self) -> Iterator[FileEntry]:
+        """Walk through all folders."""
+        try:
+            self._check_folder("list", "all")
+            for path in self.folder.glob("????????????????/???/*/*"):
+                name = f"{path.parts[-4]}/{path.parts[-2]}/{path.parts[-1]}"
+                # an evictor may be faster
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    if FILE_NAME.fullmatch(name):
+                        yield FileEntry(name, status.st_size, status.st_mtime)
+        except OSError as error:
+            raise _failed("list", "all", "folders that can be read", _reason(error)) from error
+
+    def sweep(self, before_s: float) -> int:
+        """Delete what processes that were killed have left."""
+        num_deleted = 0
+        for path in (self.folder / TEMPORARY).glob("*"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < before_s:
+                    path.unlink()
+                    num_deleted += 1
+        return num_deleted
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _failed(verb: str, name: str, expected: str, got: str) -> KVPlanError:
+    return KVPlanError("BACKEND", f"{verb} {name} of a store", expected=expected, got=got)

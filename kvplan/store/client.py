@@ -1,0 +1,323 @@
+"""Clients: save a worker's cache as pages of a store, and load it again.
+
+A page is in memory between the cache and a file: its digest has to be checked before any of its
+bytes is used, and two short copies are cheaper than many short writes to a file.
+
+- L1: What is loaded was read whole and has its digest, before any byte of it moves.
+- L2: A damaged page is deleted, and loading it raises ``PAGE``: the caller computes its positions,
+  and saves them again.
+- L3: A page is saved if the worker could not read it back: what is stored is not stored twice, in
+  whatever parts it is.
+- L4: A save that fails loses pages, nothing else. It never waits for another writer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+import attrs
+import numpy as np
+
+from kvplan.describe.blocks import Blocks, Range
+from kvplan.describe.views import Group
+from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
+from kvplan.plan import ReadSpec, TransferPlan, plan_writes
+from kvplan.store.backends import Backend
+from kvplan.store.chain import PAGE_TOKENS, Chain
+from kvplan.store.pages import PageHeader, check_data, check_name, pack, read_header
+from kvplan.store.parts import STATES, TOKENS, StoredPart, parts_of
+from kvplan.store.readers import (
+    NO_WINDOWS,
+    PIN,
+    Attended,
+    Listings,
+    PagePlan,
+    StoreReader,
+    of_group,
+    place,
+)
+
+BUFFER_BYTES: Final = 64 << 20
+
+BETWEEN_PAGES_S: Final = 1e-5
+"""A page counts as used so long before the page in front of it."""
+
+
+class Mover(Protocol):
+    """Moves the bytes between a cache and the pages in memory, as executors do."""
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """Prepare for the specs of a plan, once."""
+
+    def move(self, specs: Sequence[ReadSpec]) -> None:
+        """Move the bytes of specs, and return when all have moved. Raises what made it fail."""
+
+
+class MemoryMover:
+    """Moves bytes within the memory of this process. Raises ``MEMORY`` for other memory."""
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """Check that all regions are in host memory."""
+        for worker in (plan.local, *plan.remotes):
+            kinds = {region.memory for region in worker.regions} - {"DRAM"}
+            if kinds:
+                raise KVPlanError(
+                    "MEMORY",
+                    f"move pages of {worker.label}",
+                    expected="regions in DRAM",
+                    got=", ".join(sorted(kinds)),
+                    hint="an executor moves other memory",
+                )
+
+    def move(self, specs: Sequence[ReadSpec]) -> None:
+        """Copy range by range."""
+        for spec in specs:
+            local, remote = (side[:, :2].tolist() for side in spec.descriptors())
+            # both sides list the same lengths
+            written, read = (local, remote) if spec.operation == "READ" else (remote, local)
+            for (destination, num_bytes), (source, _) in zip(written, read, strict=True):
+                ctypes.memmove(destination, source, num_bytes)
+
+
+@attrs.frozen(eq=False)
+class _PageRun:
+    """Pages in a row that have equal parts: their plan, and the positions that move."""
+
+    page_plan: PagePlan
+    pages: range
+    positions: Range
+
+
+class StoreClient(StoreReader):
+    """Saves the cache of one worker in a store, and loads it. Use it from one thread at a time.
+
+    The mover copies between the cache and ``buffer_bytes`` of host memory. ``shares`` is that of
+    :func:`parts_of`. ``faults`` counts by code what has gone wrong without an error.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        worker: Worker,
+        *,
+        mover: Mover | None = None,
+        tokens_per_page: int = PAGE_TOKENS,
+        attended: Mapping[str, Attended] = NO_WINDOWS,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self._buffer = np.empty(buffer_bytes, np.uint8)
+        super().__init__(
+            backend,
+            worker,
+            tokens_per_page=tokens_per_page,
+            attended=attended,
+            address=self._buffer.ctypes.data,
+            buffer_bytes=buffer_bytes,
+        )
+        self._mover: Mover = MemoryMover() if mover is None else mover
+        self._prepared: set[TransferPlan] = set()
+        self._writes = {group.name: self._plan_writes(group) for group in self.groups}
+        self.faults: Counter[str] = Counter()
+
+    def _plan_writes(self, group: Group) -> PagePlan:
+        own = of_group(self.worker, group)
+        parts = parts_of(own, self.tokens_per_page)
+        engine_id = f"store {group.name} pages"
+        workers, offsets, num_pages = place(
+            parts, engine_id, self._buffer.ctypes.data, self._buffer.size
+        )
+        return PagePlan(plan_writes(own, workers), parts, offsets, num_pages)
+
+    def save(
+        self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]
+    ) -> int:
+        """Save the pages that lie wholly in a range of each group, and return how many are new.
+
+        A range of a state group ends where its state is, the one block of its table. A group that
+        is not named saves nothing. A failing backend is counted in ``faults``.
+        """
+        num_saved = 0
+        for group in self.groups:
+            if group.name not in positions:
+                continue
+            pages = self._whole_pages(group, positions[group.name])
+            try:
+                num_saved += self._save(chain, group, tables[group.name], pages)
+            except KVPlanError as error:
+                if error.code != "BACKEND":
+                    raise
+                self.faults[error.code] += 1
+        return num_saved
+
+    def _whole_pages(self, group: Group, positions: Range) -> range:
+        # a state after part of a page has no key, nor have positions of a part
+        start, stop = positions
+        size = self.tokens_per_page
+        if group.tokens_per_block is None:
+            return self.pages(group, positions) if stop and stop % size == 0 else range(0)
+        return range(-(-start // size), stop // size)
+
+    def _save(self, chain: Chain, group: Group, table: Blocks, pages: range) -> int:
+        page_plan = self._writes[group.name]
+        listings: Listings = {}
+        num_saved = 0
+        missing = [page for page in pages if self.plan_of(chain, page, group, listings) is None]
+        for run in _rows(missing, page_plan.num_pages):
+            span = (run.start * self.tokens_per_page, run.stop * self.tokens_per_page)
+            self._move(page_plan, group, table, run, span)
+            # each part of each page is a file of its own
+            for slot, page in enumerate(run):
+                for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
+                    stop = (page + 1) * self.tokens_per_page
+                    data = self._memory(part, offset, slot)
+                    chunks = pack(chain.keys[page], stop, part, data)
+                    name = f"{chain.space}/{chain.keys[page]}/{part.name}"
+                    self.backend.put(name, chunks)
+                num_saved += 1
+        return num_saved
+
+    def _memory(self, part: StoredPart, offset: int, slot: int) -> memoryview:
+        """Return the bytes of a part in the n-th page of the buffer."""
+        start = offset + slot * part.num_bytes
+        return self._buffer.data[start : start + part.num_bytes]
+
+    def _move(
+        self, page_plan: PagePlan, group: Group, table: Blocks, pages: range, positions: Range
+    ) -> None:
+        """Move positions, or a state, between blocks and the first pages of the buffer."""
+        plan = page_plan.plan
+        if plan not in self._prepared:
+            self._mover.prepare(plan)
+            self._prepared.add(plan)
+        name = TOKENS
+        first = pages.start
+        span = positions
+        if group.tokens_per_block is None:
+            # a state has the ordinal that the table gives it
+            name = STATES
+            first = table.first
+            span = (first, first + 1)
+        slots = Blocks(range(len(pages)), first)
+        specs = plan.bind(
+            local={group.name: table}, remote={name: slots}, tokens={group.name: span}
+        )
+        self._mover.move(specs)
+
+    def load(
+        self, chain: Chain, tables: Mapping[str, Blocks], positions: Mapping[str, Range]
+    ) -> None:
+        """Load a range of each group, as :meth:`needs` returns them for a prefix that was found.
+
+        The table of a state group has one block, for the state after the range. Raises ``PAGE`` if
+        a page is damaged or not there any more, ``BACKEND`` if the backend fails: then any bytes of
+        the blocks may have been written, and the positions are to be computed.
+        """
+        for group in self.groups:
+            if group.name not in positions:
+                continue
+            for run in self._runs(chain, group, positions[group.name]):
+                for slot, page in enumerate(run.pages):
+                    self._read_page(chain, page, run.page_plan, slot)
+                self._move(run.page_plan, group, tables[group.name], run.pages, run.positions)
+
+    def _runs(self, chain: Chain, group: Group, positions: Range) -> Iterator[_PageRun]:
+        """Yield the pages of a range in runs that fit the buffer."""
+        listings: Listings = {}
+        size = self.tokens_per_page
+        pages = self.pages(group, positions)
+        plans = [self.plan_of(chain, page, group, listings) for page in pages]
+        start = 0
+        while start < len(pages):
+            page_plan = plans[start]
+            if page_plan is None:
+                key = chain.keys[pages[start]]
+                raise KVPlanError(
+                    "PAGE",
+                    f"load page {chain.space}/{key}",
+                    expected=f"all that group {group.name!r} of {self.worker.label} needs",
+                    got="less",
+                    hint="find says what is stored",
+                )
+            # as many pages as have the same parts and fit the buffer
+            stop = start + 1
+            most = start + page_plan.num_pages
+            while stop < min(len(pages), most) and plans[stop] is page_plan:
+                stop += 1
+            run = pages[start:stop]
+            low = max(positions[0], run.start * size)
+            high = min(positions[1], run.stop * size)
+            yield _PageRun(page_plan, run, (low, high))
+            start = stop
+
+    def _read_page(self, chain: Chain, page: int, page_plan: PagePlan, slot: int) -> None:
+        """Read the parts of a page into the buffer, rules L1 and L2."""
+        key = chain.keys[page]
+        for part, offset in zip(page_plan.parts, page_plan.offsets, strict=True):
+            name = f"{chain.space}/{key}/{part.name}"
+            try:
+                _, data = read_file(self.backend, name, part)
+            except KVPlanError as error:
+                if error.code == "BACKEND":
+                    raise
+                # the page is a miss from now on, also for others
+                self.faults[error.code] += 1
+                self.backend.delete(name)
+                raise
+            self._memory(part, offset, slot)[:] = data
+
+    def use(self, chain: Chain, stop: int) -> None:
+        """Note that the pages of a prefix were used: the last ones are evicted first."""
+        now_s = time.time()
+        for number, key in enumerate(chain.keys[: stop // self.tokens_per_page]):
+            page = f"{chain.space}/{key}"
+            for part in self.backend.files(page):
+                self.backend.touch(f"{page}/{part}", now_s - number * BETWEEN_PAGES_S)
+
+    def pin(self, chain: Chain, stop: int) -> None:
+        """Keep the pages of a prefix from being evicted. Raises ``BACKEND``."""
+        for key in chain.keys[: stop // self.tokens_per_page]:
+            self.backend.put(f"{chain.space}/{key}/{PIN}", [b""])
+
+    def unpin(self, chain: Chain, stop: int) -> None:
+        """Let the pages of a prefix be evicted again."""
+        for key in chain.keys[: stop // self.tokens_per_page]:
+            self.backend.delete(f"{chain.space}/{key}/{PIN}")
+
+
+def read_file(
+    backend: Backend, name: str, part: StoredPart | None = None
+) -> tuple[PageHeader, memoryview]:
+    """Read a whole file and check all its digests; ``part`` is the one of its name, if known.
+
+    Raises ``PAGE``, ``VERSION`` or ``BACKEND``, or what an unreadable description raises.
+    """
+    content = backend.get(name)
+    if content is None:
+        action = f"read page {name}"
+        raise KVPlanError("PAGE", action, expected="a file", got="none, or an evicted one")
+    header = read_header(name, lambda start, stop: content[start:stop])
+    _, key, part_name = name.split("/")
+    check_name(name, header, key, part_name)
+    data = memoryview(content)[header.data_offset :]
+    check_data(name, header, data, (part or header.part).num_bytes)
+    return header, data
+
+
+def _rows(pages: Iterable[int], most: int) -> list[range]:
+    """Return ascending pages as ranges of at most ``most`` pages in a row.
+
+    >>> _rows([0, 1, 2, 5, 6], 2)
+    [range(0, 2), range(2, 3), range(5, 7)]
+    """
+    rows: list[range] = []
+    for page in pages:
+        if rows and rows[-1].stop == page and len(rows[-1]) < most:
+            rows[-1] = range(rows[-1].start, page + 1)
+        else:
+            rows.append(range(page, page + 1))
+    return rows

@@ -1,0 +1,347 @@
+"""Parts: what one file of a page holds, described as a worker of a single block.
+
+A page has the cache of some consecutive positions, or the states after the last of them. It is
+stored in parts, each of which describes itself, so nobody needs to know who wrote it:
+
+- Q1: A part has one group, of ``tokens`` or of ``states``, one region ``page`` at address 0 of
+  memory kind ``FILE``, and one block. Its worker is ``page/0``, and names the model.
+- Q2: Parts end where the worker that wrote them ends, and where equal shares of a divided axis end:
+  engines of TP 1, 2, 4 and 8 write the same eight parts of 8 heads. What is not divided, such as
+  latents, is a part of its own, which all ranks write alike.
+- Q3: Within a part, tensors follow each other in the order of the writer's views. A tensor has
+  its divided axis outermost, then its other axes in the writer's order; states keep the writer's
+  order. Readers rely on none of this: they plan from the description.
+- Q4: A part is named by the first 32 hexadecimal digits of the SHA-256 of its description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import attrs
+
+from kvplan._checks import instance, integer
+from kvplan._text import brief_repr
+from kvplan.describe.axes import Axis
+from kvplan.describe.blocks import Range
+from kvplan.describe.views import ITEMSIZE, TOKEN, Geometry, Group, Region, View
+from kvplan.describe.worker import Worker
+from kvplan.errors import KVPlanError
+from kvplan.handshake import decode, encode
+
+TOKENS: Final = "tokens"
+STATES: Final = "states"
+REGION: Final = "page"
+ENGINE: Final = "page"
+
+DIVIDED: Final = ("head", "channel")
+"""The axes that tensor-parallel workers divide."""
+
+SHARES: Final = 8
+"""The most equal shares of a divided axis that are parts of their own."""
+
+NAME_DIGITS: Final = 32
+
+
+@attrs.frozen
+class StoredPart:
+    """A part of a page: its description, a worker of one block. Raises ``PAGE`` for another one."""
+
+    worker: Worker
+
+    __repr__ = brief_repr
+
+    def __attrs_post_init__(self) -> None:
+        worker = instance(Worker, self.worker, "worker of a part")
+        # a description may come from anybody who can write to the store
+        regions = [(region.name, region.address, region.memory) for region in worker.regions]
+        groups = [group.name for group in worker.groups]
+        is_page = regions == [(REGION, 0, "FILE")] and len(groups) == 1 and bool(worker.model)
+        kind = worker.groups[0].tokens_per_block if groups else None
+        if not is_page or groups[0] != (STATES if kind is None else TOKENS):
+            raise _not_a_part(f"regions {regions} and groups {groups}")
+        if worker.key != (ENGINE, 0) or {view.num_blocks for view in worker.views} != {1}:
+            raise _not_a_part(f"worker {worker.label}, or other than one block")
+
+    @classmethod
+    def of_offer(cls, offer: bytes) -> StoredPart:
+        """Return the part that a file describes. Raises ``PAGE``, or what decoding raises."""
+        return cls(decode(offer))
+
+    @cached_property
+    def offer(self) -> bytes:
+        """The description, as files have it."""
+        return encode(self.worker)
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the part's files, rule Q4."""
+        return name_of(self.offer)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the part in one page."""
+        return self.worker.regions[0].size_bytes
+
+    @property
+    def group(self) -> Group:
+        """The one group, of tokens or of states."""
+        return self.worker.groups[0]
+
+    @property
+    def tokens_per_page(self) -> int | None:
+        """Positions in a page, on all context-parallel workers; ``None`` of states."""
+        slots = self.group.tokens_per_block
+        return None if slots is None else slots * self.group.context.size
+
+    def misfit(self, worker: Worker) -> str:
+        """Return why a worker must not read this part, or an empty text if it may.
+
+        >>> from kvplan import Model
+        >>> models = Model.shipped("qwen3-0.6b"), Model.shipped("qwen3-0.6b").with_dtypes("float16")
+        >>> (first,), (second,) = (model.engine("d", num_blocks=9) for model in models)
+        >>> part, *_ = parts_of(first, 64)
+        >>> part.misfit(first)
+        ''
+        >>> print(part.misfit(second))
+        layers.0.attn is bfloat16 [dim 128, head 8, kv 2], not float16 [dim 128, head 8, kv 2]
+        """
+        if self.worker.model != worker.model:
+            return f"it is of model {self.worker.model!r}, not {worker.model!r}"
+        own_tensors = _shared_facts(worker)
+        # a tensor that the worker lacks is of another stage, and does no harm
+        for name, tensor in self._facts.items():
+            own_tensor = own_tensors.get(name, tensor)
+            if own_tensor != tensor:
+                return f"{name} is {_facts_text(tensor)}, not {_facts_text(own_tensor)}"
+        return ""
+
+    @cached_property
+    def _facts(self) -> Mapping[str, _SharedFacts]:
+        return _shared_facts(self.worker)
+
+    def placed(self, key: tuple[str, int], region: Region, num_pages: int) -> Worker:
+        """Return a worker whose blocks are ``num_pages`` such pages, one after another."""
+        views = []
+        for view in self.worker.views:
+            # pages follow each other without a gap; a single one has no stride
+            stride = self.num_bytes if num_pages > 1 else 0
+            moved = attrs.evolve(view, num_blocks=num_pages, block_stride_bytes=stride)
+            views.append(moved.at(view.name, region, view.offset_bytes))
+        return Worker(*key, [region], self.worker.groups, views, self.worker.model)
+
+    def in_file(self, key: tuple[str, int], descriptor: int, offset_bytes: int) -> Worker:
+        """Return the worker of one such page in an open file, from byte ``offset_bytes`` on.
+
+        An executor that moves files reads it directly, without a check of its digest.
+        """
+        region = Region(REGION, offset_bytes, self.num_bytes, "FILE", descriptor)
+        return self.placed(key, region, 1)
+
+
+def name_of(offer: bytes) -> str:
+    """Return the name of the part that a description describes, rule Q4."""
+    return hashlib.sha256(offer).hexdigest()[:NAME_DIGITS]
+
+
+@attrs.frozen
+class _SharedFacts:
+    """What has to be equal on both sides: the dtype of a tensor, and the sizes of its axes."""
+
+    dtype: str
+    sizes: tuple[tuple[str, int], ...]
+
+
+def _facts_text(tensor: _SharedFacts) -> str:
+    sizes = ", ".join(f"{axis} {size}" for axis, size in tensor.sizes)
+    return tensor.dtype if not sizes else f"{tensor.dtype} [{sizes}]"
+
+
+def _shared_facts(worker: Worker) -> dict[str, _SharedFacts]:
+    by_geometry = []
+    for geometry in worker.geometries:
+        # a page and a block have other token axes, of which plans take care
+        sizes = tuple(sorted(item for item in geometry.sizes.items() if item[0] != TOKEN))
+        by_geometry.append(_SharedFacts(geometry.dtype, sizes))
+    names = [view.name for view in worker.views]
+    return {name: by_geometry[index] for name, index in zip(names, worker.geometry_of, strict=True)}
+
+
+def _not_a_part(got: str) -> KVPlanError:
+    expected = "one block of tokens or of states in a region 'page'"
+    return KVPlanError("PAGE", "read the description of a part", expected=expected, got=got)
+
+
+@attrs.frozen
+class _HeldBox:
+    """The box of a tensor that a worker holds: an interval of each axis, outermost first."""
+
+    dtype: str
+    sizes: Mapping[str, int]
+    intervals: Mapping[str, Range]
+
+    @property
+    def num_elements(self) -> int:
+        """The elements of the box at one position."""
+        return math.prod(stop - start for start, stop in self.intervals.values())
+
+
+def parts_of(
+    worker: Worker, tokens_per_page: int, *, shares: int = SHARES
+) -> tuple[StoredPart, ...]:
+    """Return the parts that a worker writes of each page, rules Q1 to Q3.
+
+    ``shares`` divides heads, or channels, into at most so many parts: a reader of one share reads
+    no others. Raises ``MODEL`` for a worker that does not name its model, ``LAYOUT`` where its
+    context does not divide a page or a view is not one box.
+
+    >>> from kvplan import Model
+    >>> model = Model.shipped("qwen3-0.6b")
+    >>> parts = [parts_of(worker, 64) for worker in model.engine("p", tp=2, num_blocks=9)]
+    >>> [len(rank_parts) for rank_parts in parts], parts[0][0].num_bytes
+    ([4, 4], 917504)
+    >>> (whole,) = model.engine("d", num_blocks=9)
+    >>> [part.name for part in parts_of(whole, 64)] == [part.name for part in sum(parts, ())]
+    True
+    """
+    if not instance(Worker, worker, "worker of a store").model:
+        raise KVPlanError(
+            "MODEL",
+            f"store pages of {worker.label}",
+            expected="a worker that names its model",
+            got="none",
+            hint="the name says which weights: kvplan.connector.fingerprint",
+        )
+    num_tokens = integer(tokens_per_page, "tokens_per_page", low=1)
+    most_shares = integer(shares, "shares", low=1)
+    parts: list[StoredPart] = []
+    for group in worker.groups:
+        page_group = _page_group(group, num_tokens)
+        # the pieces of all tensors, by the share in which they begin
+        pieces: dict[int | None, list[tuple[str, _HeldBox]]] = {}
+        for name, box in _held_boxes(worker, group):
+            for share, piece in _cut(box, most_shares):
+                pieces.setdefault(share, []).append((name, piece))
+        # what is not divided comes first
+        order = sorted(pieces, key=lambda share: -1 if share is None else share)
+        parts += [_part(worker.model, page_group, pieces[share]) for share in order]
+    return tuple(parts)
+
+
+def _page_group(group: Group, num_tokens: int) -> Group:
+    """Return the group of a page: as many slots as a context-parallel rank has of its positions."""
+    if group.tokens_per_block is None:
+        return Group(STATES)
+    # each rank has the same number of turns in every page
+    context = group.context
+    if num_tokens % (context.size * context.interleave_tokens):
+        raise KVPlanError(
+            "LAYOUT",
+            f"store pages of group {group.name!r}",
+            expected=f"tokens_per_page that {context.size} ranks share evenly, "
+            f"{context.interleave_tokens} in turn",
+            got=f"{num_tokens}",
+        )
+    return Group(TOKENS, num_tokens // context.size, context)
+
+
+def _held_boxes(worker: Worker, group: Group) -> Iterator[tuple[str, _HeldBox]]:
+    """Yield what a worker holds of each tensor of a group. Views that make one box are joined."""
+    boxes: dict[str, list[_HeldBox]] = {}
+    for view, index in zip(worker.views, worker.geometry_of, strict=True):
+        if view.group == group.name:
+            boxes.setdefault(view.name, []).append(_box(view, worker.geometries[index]))
+    for name, held in boxes.items():
+        for box in _joined(held):
+            yield name, box
+
+
+def _box(view: View, geometry: Geometry) -> _HeldBox:
+    """Return the box of a view; its axes are in the order of their outermost digits' strides."""
+    strides: dict[str, int] = {}
+    for axis in view.axes:
+        if axis.name in geometry.sizes and axis.name != TOKEN:
+            strides[axis.name] = max(axis.stride_bytes, strides.get(axis.name, 0))
+    order = sorted(strides, key=lambda name: -strides[name])
+    # the digits of one axis, such as kernel blocks, are one interval together
+    intervals = {}
+    for name in order:
+        covered = geometry.segments[name].covered
+        if len(covered) != 1:
+            raise KVPlanError(
+                "LAYOUT",
+                f"store view {view.name!r}",
+                expected=f"one interval of axis {name!r}",
+                got=f"{len(covered)}",
+            )
+        intervals[name] = covered[0]
+    sizes = {name: geometry.sizes[name] for name in order}
+    return _HeldBox(geometry.dtype, sizes, intervals)
+
+
+def _joined(boxes: Sequence[_HeldBox]) -> Sequence[_HeldBox]:
+    """Return one box in place of several that fill it, such as K and V in two regions."""
+    first = boxes[0]
+    if len(boxes) == 1 or {*map(_kind, boxes)} != {_kind(first)}:
+        return boxes
+    # the smallest box around them
+    hull = {}
+    for name in first.intervals:
+        sides = [box.intervals[name] for box in boxes]
+        hull[name] = min(start for start, _ in sides), max(stop for _, stop in sides)
+    # the axes along which the boxes differ are outside the others, as their regions are
+    order = sorted(hull, key=lambda name: hull[name] == first.intervals[name])
+    joined = attrs.evolve(first, intervals={name: hull[name] for name in order})
+    is_full = sum(box.num_elements for box in boxes) == joined.num_elements
+    return [joined] if is_full else boxes
+
+
+def _kind(box: _HeldBox) -> tuple[Any, ...]:
+    return box.dtype, frozenset(box.sizes.items())
+
+
+def _cut(box: _HeldBox, most_shares: int) -> Iterator[tuple[int | None, _HeldBox]]:
+    """Yield the pieces of a box in equal shares of its divided axis, each with its share."""
+    axis = next((axis for axis in DIVIDED if axis in box.intervals), None)
+    if axis is None:
+        yield None, box
+        return
+    # tensors of other sizes have fewer shares, each numbered as where it begins
+    size = box.sizes[axis]
+    num_shares = math.gcd(size, most_shares)
+    share_size = size // num_shares
+    start, stop = box.intervals[axis]
+    for share in range(start // share_size, -(-stop // share_size)):
+        # a rank of many may hold less than a share
+        low = max(start, share * share_size)
+        high = min(stop, (share + 1) * share_size)
+        piece = attrs.evolve(box, intervals={**box.intervals, axis: (low, high)})
+        yield share * most_shares // num_shares, piece
+
+
+def _part(model: str, group: Group, pieces: Iterable[tuple[str, _HeldBox]]) -> StoredPart:
+    """Return the part of some pieces, one after another."""
+    views = []
+    offset = 0
+    for name, box in pieces:
+        extents = {axis: stop - start for axis, (start, stop) in box.intervals.items()}
+        order = list(extents)
+        if group.tokens_per_block is not None:
+            divided = [axis for axis in order if axis in DIVIDED]
+            order = [*divided, TOKEN, *(axis for axis in order if axis not in DIVIDED)]
+            extents[TOKEN] = group.tokens_per_block
+        # from the innermost axis outwards
+        axes = []
+        stride = ITEMSIZE[box.dtype]
+        for axis in reversed(order):
+            start, stop = box.intervals.get(axis, (0, extents[axis]))
+            axes.append(Axis(axis, start, stop, box.sizes.get(axis, stop), stride))
+            stride *= extents[axis]
+        views.append(View(name, group, REGION, box.dtype, axes[::-1], 1, 0, offset))
+        offset += stride
+    region = Region(REGION, 0, offset, "FILE")
+    return StoredPart(Worker(ENGINE, 0, [region], [group], views, model))

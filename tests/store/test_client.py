@@ -1,0 +1,190 @@
+"""Clients: what one engine has saved, another loads, in whatever parallel sizes, blocks and layouts the two are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplan import Blocks, KVPlanError, Model
+from kvplan.store import Chain, FileBackend, MemoryBackend, StoreClient, StoreReader, parts_of
+from tests.store.engines import PAGE, PROMPT, QWEN, EngineWithStore
+
+BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30, 2])}
+"""Seven blocks of 16 tokens, which the prompt of 100 needs."""
+
+
+def one_engine(backend: Any, **sizes: Any) -> EngineWithStore:
+    """An engine of TP 1 with random memory."""
+    return EngineWithStore.of(QWEN, backend, seed=5, **sizes)
+
+
+@pytest.mark.parametrize("backend", ["memory", "files"])
+def test_an_equal_engine_loads_what_was_saved(backend: str, tmp_path: Path) -> None:
+    """The blocks of an engine that loads are those of the engine that saved; the last 4 of 100 tokens are no page."""
+    kept = MemoryBackend() if backend == "memory" else FileBackend(tmp_path / "kv")
+    writer = one_engine(kept)
+    assert writer.find(PROMPT) == 0
+    assert writer.save(PROMPT, BLOCKS, 100) == 6
+    assert writer.save(PROMPT, BLOCKS, 100) == 0
+    reader = EngineWithStore.of(QWEN, kept)
+    assert reader.find(PROMPT) == 96
+    tables = {"attn": Blocks([8, 0, 4, 6, 11, 12])}
+    reader.load(PROMPT, tables, 96)
+    (before,), (after,) = writer.caches, reader.caches
+    assert after.contents(tables["attn"].ids.tolist()) == before.contents(BLOCKS["attn"].ids.tolist()[:6])
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 4}, {"layout": "BLNHC"}, {"tp": 8}])
+def test_a_cache_comes_back_through_any_engine(sizes: dict[str, Any]) -> None:
+    """TP 1 saves, another engine loads and saves again elsewhere, TP 1 loads that: the first bytes."""
+    first, second = MemoryBackend(), MemoryBackend()
+    writer = one_engine(first)
+    writer.save(PROMPT, BLOCKS, 96)
+    other = EngineWithStore.of(QWEN, first, **sizes)
+    other.load(PROMPT, {"attn": Blocks([4, 6, 8, 10, 12, 14])}, other.find(PROMPT))
+    elsewhere = {"attn": Blocks([4, 6, 8, 10, 12, 14])}
+    moved = EngineWithStore(
+        tuple(
+            attrs.evolve(cache, client=StoreClient(second, cache.worker, tokens_per_page=PAGE))
+            for cache in other.caches
+        )
+    )
+    assert moved.save(PROMPT, elsewhere, 96) > 0
+    reader = EngineWithStore.of(QWEN, second)
+    reader.load(PROMPT, BLOCKS, reader.find(PROMPT))
+    ids = BLOCKS["attn"].ids.tolist()[:6]
+    assert reader.find(PROMPT) == 96
+    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
+
+
+def test_a_reader_of_other_blocks_rounds_down() -> None:
+    """A reader whose blocks have 64 tokens uses 64 of 96."""
+    backend = MemoryBackend()
+    one_engine(backend).save(PROMPT, BLOCKS, 96)
+    assert one_engine(backend, tokens_per_block=64).find(PROMPT, step=64) == 64
+    assert one_engine(backend, tokens_per_block=24).find(PROMPT, step=24) == 96
+
+
+def test_a_prompt_that_differs_shares_what_is_before() -> None:
+    """One other token, or one other fact, ends the prefix at its page."""
+    backend = MemoryBackend()
+    writer = one_engine(backend)
+    writer.save(PROMPT, BLOCKS, 96)
+    (cache,) = writer.caches
+    assert writer.find([*range(100, 150), 0, *range(151, 200)]) == 48
+    assert cache.client.find(cache.client.chain(PROMPT, [(33, "image 7")])) == 32
+    assert cache.client.find(cache.client.chain(PROMPT, [(0, "adapter sql")])) == 0
+
+
+@pytest.mark.parametrize("change", ["model", "dtype", "page"])
+def test_another_cache_is_a_miss(change: str) -> None:
+    """Another revision, another dtype, another page size: never a hit, never an error."""
+    backend = MemoryBackend()
+    one_engine(backend).save(PROMPT, BLOCKS, 96)
+    model = QWEN
+    if change == "model":
+        model = attrs.evolve(QWEN, name="a small model, weights 2")
+    if change == "dtype":
+        model = QWEN.with_dtypes("float16")
+    (worker,) = model.engine("e", num_blocks=9)
+    reader = StoreReader(backend, worker, tokens_per_page=32 if change == "page" else PAGE)
+    assert reader.find(reader.chain(PROMPT)) == 0
+
+
+def test_the_same_key_with_another_dtype_is_a_miss() -> None:
+    """Two engines name their model alike but keep other dtypes: each finds its own pages, beside the other's."""
+    backend = MemoryBackend()
+    one_engine(backend).save(PROMPT, BLOCKS, 96)
+    other = EngineWithStore.of(QWEN.with_dtypes("float16"), backend, seed=7)
+    assert other.find(PROMPT) == 0
+    assert other.save(PROMPT, BLOCKS, 48) == 3
+    assert (other.find(PROMPT), one_engine(backend).find(PROMPT)) == (48, 96)
+
+
+def test_what_pipeline_stages_saved_apart_is_a_hit_together() -> None:
+    """A reader of all layers finds nothing while one stage is missing, and all when it has come."""
+    backend = MemoryBackend()
+    first, second = EngineWithStore.of(QWEN, backend, seed=3, pp=2).caches
+    first.client.save(first.client.chain(PROMPT), BLOCKS, {"attn": (0, 96)})
+    assert one_engine(backend).find(PROMPT) == 0
+    second.client.save(second.client.chain(PROMPT), BLOCKS, {"attn": (0, 48)})
+    assert one_engine(backend).find(PROMPT) == 48
+
+
+def test_a_window_needs_its_last_positions_alone() -> None:
+    """A group with a window of 20 tokens needs no pages before those, and others do."""
+    backend = MemoryBackend()
+    (cache,) = one_engine(backend).caches
+    client = cache.client
+    client.save(client.chain(PROMPT), BLOCKS, {"attn": (48, 96)})
+    attended = {"attn": lambda position: max(0, position - 19)}
+    windowed = StoreReader(backend, cache.worker, tokens_per_page=PAGE, attended=attended)
+    chain = windowed.chain(PROMPT)
+    assert (windowed.find(chain), client.find(chain)) == (96, 0)
+    assert windowed.needs(0, 96) == {"attn": (77, 96)}
+    backend.delete(f"{chain.space}/{chain.keys[-1]}/{parts_of(cache.worker, PAGE)[0].name}")
+    assert windowed.find(chain) == 80
+
+
+def test_states_are_found_where_they_were_kept() -> None:
+    """A hybrid model finds the prefix after which its states were saved, and no longer one."""
+    hybrid = Model.shipped("granite-4.0-h-tiny")
+    layers = (hybrid.layers[0], next(layer for layer in hybrid.layers if layer[0].paged))
+    model = attrs.evolve(hybrid, layers=layers)
+    backend = MemoryBackend()
+    writer = EngineWithStore.of(model, backend, seed=4, tp=2)
+    tables = {"attn": BLOCKS["attn"], "state": Blocks([6], first=2)}
+    for cache in writer.caches:
+        client = cache.client
+        client.save(client.chain(PROMPT), tables, {"attn": (0, 96), "state": (64, 64)})
+    reader = EngineWithStore.of(model, backend, tp=1)
+    assert reader.find(PROMPT) == 64
+    reader.load(PROMPT, {"attn": Blocks([1, 2, 3, 4]), "state": Blocks([9], first=5)}, 64)
+    again = EngineWithStore.of(model, backend, tp=2)
+    again.load(PROMPT, tables, 64)
+    for before, after in zip(writer.caches, again.caches, strict=True):
+        states = [view.name for view in before.worker.views if view.group == "state"]
+        assert {k: before.contents([6])[k] for k in states} == {k: after.contents([6])[k] for k in states}
+
+
+def test_a_small_buffer_is_filled_again_and_again() -> None:
+    """A buffer of two pages moves six."""
+    backend = MemoryBackend()
+    (cache,) = one_engine(backend).caches
+    page_bytes = sum(part.num_bytes for part in parts_of(cache.worker, PAGE))
+    client = StoreClient(backend, cache.worker, tokens_per_page=PAGE, buffer_bytes=2 * page_bytes)
+    assert client.save(client.chain(PROMPT), BLOCKS, {"attn": (0, 96)}) == 6
+    reader = EngineWithStore.of(QWEN, backend)
+    reader.load(PROMPT, BLOCKS, 96)
+    ids = BLOCKS["attn"].ids.tolist()[:6]
+    assert reader.caches[0].contents(ids) == cache.contents(ids)
+    with pytest.raises(KVPlanError, match=r"^MEMORY: cannot place pages of a store: expected a buffer of at least"):
+        StoreClient(backend, cache.worker, tokens_per_page=PAGE, buffer_bytes=page_bytes - 1)
+
+
+def test_engines_of_several_parallel_sizes_write_the_same_files() -> None:
+    """TP 1, 2 and 4 write equal names: whoever comes second finds them all."""
+    names = []
+    for tp in (1, 2, 4):
+        parts = [part.name for worker in QWEN.engine("e", tp=tp, num_blocks=9) for part in parts_of(worker, PAGE)]
+        names.append(parts)
+    assert names[0] == names[1] == names[2]
+
+
+def test_a_worker_has_to_name_its_model() -> None:
+    """Without a model's name a key would be anybody's."""
+    (worker,) = QWEN.engine("e", num_blocks=9)
+    with pytest.raises(KVPlanError, match=r"^MODEL: cannot store pages of e/0"):
+        parts_of(attrs.evolve(worker, model=""), PAGE)
+
+
+def test_chains_bind_all_tokens_before() -> None:
+    """Keys differ from the first difference on; the model and the page size count too."""
+    chain = Chain.of("m", range(64), tokens_per_page=16)
+    other = Chain.of("m", [*range(20), 7, *range(21, 64)], tokens_per_page=16)
+    assert [a == b for a, b in zip(chain.keys, other.keys, strict=True)] == [True, False, False, False]
+    keys = {*chain.keys, *Chain.of("m2", range(64), tokens_per_page=16).keys}
+    assert len(keys | {*Chain.of("m", range(64), tokens_per_page=32).keys}) == 10

@@ -1,0 +1,271 @@
+"""Faults: what is damaged, torn, evicted or gone is a miss or an error, and never a byte in a cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplan import Blocks, KVPlanError
+from kvplan.store import FileBackend, Limits, MemoryBackend, evict, read_file
+from tests.store.engines import PROMPT, QWEN, EngineWithStore
+
+BLOCKS = {"attn": Blocks([3, 9, 5, 1, 7, 30])}
+DAMAGES = ["cut short", "emptied", "a bit of the data", "a bit of the header", "a bit of the prefix", "another page"]
+
+
+def saved(backend: Any) -> EngineWithStore:
+    """An engine that has saved six pages."""
+    writer = EngineWithStore.of(QWEN, backend, seed=5)
+    writer.save(PROMPT, BLOCKS, 96)
+    return writer
+
+
+def file_of(folder: Path, engine: EngineWithStore, page: int) -> Path:
+    """A file of the n-th page of the prompt."""
+    chain = engine.caches[0].client.chain(PROMPT)
+    return min((folder / chain.space / chain.keys[page][:3] / chain.keys[page]).iterdir())
+
+
+def damage(path: Path, other: Path, kind: str) -> None:
+    """Damage a file."""
+    data = bytearray(path.read_bytes())
+    if kind == "another page":
+        data[:] = other.read_bytes()
+    elif kind in ("cut short", "emptied"):
+        del data[len(data) // 2 if kind == "cut short" else 0 :]
+    else:
+        place = {"a bit of the data": len(data) - 1, "a bit of the header": 100, "a bit of the prefix": 20}[kind]
+        data[place] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_page_is_an_error_then_a_miss(kind: str, tmp_path: Path) -> None:
+    """No byte of the page arrives, the file is deleted, and the next engine saves it again."""
+    backend = FileBackend(tmp_path)
+    writer = saved(backend)
+    path = file_of(tmp_path, writer, 2)
+    damage(path, file_of(tmp_path, writer, 3), kind)
+    reader = EngineWithStore.of(QWEN, backend)
+    stop = reader.find(PROMPT)
+    assert stop == 96  # nothing is read yet
+    with pytest.raises(KVPlanError, match=r"^PAGE: cannot read page"):
+        reader.load(PROMPT, BLOCKS, stop)
+    assert not any(byte for data in reader.caches[0].contents([5]).values() for byte in data)
+    assert not path.exists()
+    assert dict(reader.caches[0].client.faults) == {"PAGE": 1}
+    assert reader.find(PROMPT) == 32
+    assert writer.save(PROMPT, BLOCKS, 96) == 1
+    reader.load(PROMPT, BLOCKS, reader.find(PROMPT))
+    ids = BLOCKS["attn"].ids.tolist()
+    assert reader.caches[0].contents(ids) == writer.caches[0].contents(ids)
+
+
+def test_a_file_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
+    """The version comes before all that it could have changed."""
+    backend = FileBackend(tmp_path)
+    path = file_of(tmp_path, saved(backend), 0)
+    data = bytearray(path.read_bytes())
+    data[8] = 2
+    path.write_bytes(data)
+    (entry, *_) = (entry for entry in backend.entries() if entry.name.endswith(path.name))
+    name = f"{entry.name.split('/')[0]}/{path.parent.name}/{path.name}"
+    with pytest.raises(KVPlanError, match=r"^VERSION: cannot read page .* expected version 1, got 2"):
+        read_file(backend, name)
+
+
+def test_a_page_that_is_evicted_meanwhile_is_an_error_and_no_byte(tmp_path: Path) -> None:
+    """What was found and is gone when it is loaded makes the load fail."""
+    backend = MemoryBackend()
+    saved(backend)
+    reader = EngineWithStore.of(QWEN, backend)
+    assert reader.find(PROMPT) == 96
+    evict(backend, Limits(max_bytes=0), 0.0)
+    with pytest.raises(KVPlanError, match=r"^PAGE: cannot load page .* got less"):
+        reader.load(PROMPT, BLOCKS, 96)
+    assert reader.find(PROMPT) == 0
+
+
+def test_a_full_store_loses_pages_alone() -> None:
+    """A save that finds no room is counted, what fits is a hit, and nothing is raised."""
+    backend = MemoryBackend(max_bytes=100_000)
+    writer = saved(backend)
+    assert writer.caches[0].client.faults == {"BACKEND": 1}
+    assert 0 < writer.find(PROMPT) < 96
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("step", ["open", "write", "fsync", "rename"])
+def test_a_failing_disk_leaves_nothing(number: int, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever call fails, no file is there afterwards, not even an unfinished one."""
+    backend = FileBackend(tmp_path)
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    targets = {"open": "builtins.open", "write": "kvplan.store.FileBackend._write"}
+    targets |= {"fsync": "os.fsync", "rename": "pathlib.Path.rename"}
+    monkeypatch.setattr(targets[step], fail)
+    writer = saved(backend)
+    assert writer.caches[0].client.faults == {"BACKEND": 1}
+    monkeypatch.undo()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert writer.find(PROMPT) == 0
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_write_leaves_nothing(tmp_path: Path) -> None:
+    """A file may not grow beyond a limit of the process, as if the disk was full."""
+    program = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from kvplan.store import FileBackend\n"
+        "from kvplan import KVPlanError\n"
+        "backend = FileBackend(sys.argv[1])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "try:\n    backend.put('0' * 16 + '/' + '0' * 64 + '/' + 'a' * 32, [b'x' * 30_000])\n"
+        "except KVPlanError as error:\n    print(error.code)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert run.stdout == "BACKEND\n"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_store_that_is_gone_fails_searches_and_loads(tmp_path: Path) -> None:
+    """A folder that vanishes is not an empty store."""
+    backend = FileBackend(tmp_path / "kv")
+    writer = saved(backend)
+    (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    with pytest.raises(KVPlanError, match=r"^BACKEND: cannot list"):
+        writer.find(PROMPT)
+    assert writer.save(PROMPT, BLOCKS, 96) == 0
+    assert writer.caches[0].client.faults["BACKEND"] == 1
+
+
+WRITER = """
+import sys
+from kvplan.store import FileBackend
+from tests.store.test_faults import saved
+saved(FileBackend(sys.argv[1]))
+print("saved", flush=True)
+backend, number = FileBackend(sys.argv[1]), 0
+while True:
+    number += 1
+    backend.put(f"{0:016x}/{number:064x}/{0:032x}", [b"y" * 200_000])
+    print(number, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_whole_files_alone(tmp_path: Path) -> None:
+    """Whenever a writer is killed, each file has all its bytes; what was unfinished is swept."""
+    rng = random.Random(3)
+    num_lines = rng.randrange(5, 30)
+    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(num_lines)]
+        process.send_signal(signal.SIGKILL)
+    backend = FileBackend(tmp_path)
+    entries = [*backend.entries()]
+    for entry in entries:
+        if entry.name.startswith("0" * 16):
+            assert (entry.num_bytes, backend.get(entry.name)) == (200_000, b"y" * 200_000)
+        else:
+            read_file(backend, entry.name)
+    assert len(entries) >= len(lines)
+    evict(backend, Limits(), 4e9)
+    assert [*(tmp_path / "tmp").iterdir()] == []
+
+
+def test_writers_and_evictors_at_once_never_lose_a_write(tmp_path: Path) -> None:
+    """Threads write the same pages, others evict them: every load that does not fail has the right bytes."""
+    writer = EngineWithStore.of(QWEN, FileBackend(tmp_path), seed=5)
+    faults: list[BaseException] = []
+    is_over = threading.Event()
+
+    def run(work: Any) -> None:
+        try:
+            work()
+        except BaseException as error:
+            faults.append(error)
+
+    def write() -> None:
+        own = EngineWithStore.of(QWEN, FileBackend(tmp_path, synchronize=False), seed=5)
+        for _ in range(20):
+            own.save(PROMPT, BLOCKS, 96)
+            assert not own.caches[0].client.faults
+
+    def remove() -> None:
+        backend = FileBackend(tmp_path)
+        while not is_over.is_set():
+            evict(backend, Limits(max_bytes=0), 0.0)
+
+    def read() -> None:
+        own = EngineWithStore.of(QWEN, FileBackend(tmp_path))
+        ids = BLOCKS["attn"].ids.tolist()
+        for _ in range(40):
+            stop = own.find(PROMPT)
+            try:
+                own.load(PROMPT, BLOCKS, stop)
+            except KVPlanError as error:
+                assert error.code == "PAGE", error
+            else:
+                number = stop // 16
+                assert own.caches[0].contents(ids[:number]) == writer.caches[0].contents(ids[:number])
+
+    evictor = threading.Thread(target=run, args=[remove])
+    others = [threading.Thread(target=run, args=[work]) for work in (write, write, read)]
+    for thread in (evictor, *others):
+        thread.start()
+    for thread in others:
+        thread.join()
+    is_over.set()
+    evictor.join()
+    assert faults == []
+
+
+def names(backend: Any, engine: EngineWithStore) -> Sequence[int]:
+    """Which pages of the prompt are stored."""
+    keys = engine.caches[0].client.chain(PROMPT).keys
+    pages = {entry.page.rpartition("/")[2] for entry in backend.entries()}
+    return [number for number, key in enumerate(keys) if key in pages]
+
+
+def test_eviction_takes_the_ends_of_prefixes_first(tmp_path: Path) -> None:
+    """Pages that were used go from the last one on; pinned ones stay; ages and bytes are limits."""
+    backend = FileBackend(tmp_path)
+    engine = saved(backend)
+    client = engine.caches[0].client
+    chain = client.chain(PROMPT)
+    client.use(chain, 96)
+    total = sum(entry.num_bytes for entry in backend.entries())
+    now = max(entry.used_s for entry in backend.entries())
+    evicted = evict(backend, Limits(max_bytes=total // 2), now)
+    assert (names(backend, engine), evicted.num_pages, evicted.left_bytes) == ([0, 1, 2], 3, total // 2)
+    client.pin(chain, 16)
+    assert evict(backend, Limits(max_age_s=10), now).num_pages == 0
+    assert evict(backend, Limits(max_model_bytes=0), now).num_pages == 2
+    assert (names(backend, engine), engine.find(PROMPT)) == ([0], 16)
+    client.unpin(chain, 16)
+    assert evict(backend, Limits(max_age_s=10), now + 1e6).num_pages == 1
+    assert engine.find(PROMPT) == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "", "0" * 16 + "/" + "0" * 64 + "/../../x", "0" * 16 + "/" + "0" * 64 + "/.x"]
+)
+def test_no_name_leaves_its_folder(name: str, tmp_path: Path) -> None:
+    """A name is hexadecimal."""
+    for backend in (FileBackend(tmp_path), MemoryBackend()):
+        with pytest.raises(KVPlanError, match=r"^NAME: cannot name a file of a store"):
+            backend.get(name)
