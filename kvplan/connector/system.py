@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import attrs
 
+from kvplan._text import brief_repr
 from kvplan.connector.access import Access
 from kvplan.connector.http import Route, Server, exchange
 
@@ -54,6 +55,8 @@ class Listening(Protocol):
 @attrs.frozen
 class System:
     """This machine: its monotonic clock, its threads, its sockets and its random numbers."""
+
+    __repr__ = brief_repr
 
     def monotonic(self) -> float:
         """Return the seconds of a clock that never goes back."""
