@@ -33,7 +33,7 @@ from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
 from kvplan.connector.listener import Offers, fetch
-from kvplan.connector.system import System
+from kvplan.connector.system import SYSTEM, System
 from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -174,8 +174,8 @@ class PeerEngines:
         connections: Connections,
         pipeline: Pipeline | None,
         timeout_s: float,
-        system: System,
         budget_bytes: int = BUDGET_BYTES,
+        system: System = SYSTEM,
     ) -> None:
         self.timeout_s = timeout_s
         self._system = system

@@ -259,8 +259,8 @@ class Reads:
             self._connections,
             self._pipeline,
             seconds(timeout_s, "timeout_s"),
-            system,
             Budget(budget_bytes).num_bytes,
+            system,
         )
         self._fetches = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
         # the chunks of the pipeline that have begun, and when that number was seen to change

@@ -206,6 +206,7 @@ class _Draw:
             (
                 (self._slowness,),
                 (self._slowness, self._moment, self._moment),
+                (self._siege,),
                 (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
                 (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
                 (self._death, self._freeze, self._disturbance, self._trouble, self._rival),
@@ -213,6 +214,9 @@ class _Draw:
         )
         for _ in range(draw.choice((0, 1, 2, 3, 4, 6))):
             incidents.append(draw.choice(kinds)(names))
+        # in a siege, what is read slowly outlives its lease
+        if kinds == (self._siege,):
+            incidents.append(Trouble(0.0, HEALED_S, "*", chance=1.0, delay_s=60.0))
         return Scenario(self._seed, members, tuple(incidents))
 
     def _member(self, name: str) -> Member:
@@ -306,6 +310,11 @@ class _Draw:
     def _rival(self, names: list[str]) -> Rival:
         at = self._time()
         return Rival(at, self._random.choice(names), self._end_after(at))
+
+    def _siege(self, names: list[str]) -> Disturbance:
+        """Draw a long silence: nobody hears an engine, but its memory can be read."""
+        begins_at = 12 * self._random.random()
+        return Disturbance(begins_at, HEALED_S, "*", names[0], loss=1.0)
 
     def _moment(self, names: list[str]) -> Disturbance:
         disturbance = self._disturbance(names)
