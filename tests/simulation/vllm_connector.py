@@ -140,6 +140,7 @@ class VllmConnector:
         spec = SCHEDULER.check_kinds.__globals__["FullAttentionSpec"]()
         spec.block_size = self._block_size
         spec.dcp_sharded = False
+        spec.tokens_per_state = 1
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=[])
         cache = SimpleNamespace(
             kv_cache_groups=[group], transfer_group_ids=(0,), transfer_groups=[group], needs_kv_cache_zeroing=False

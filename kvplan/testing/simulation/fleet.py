@@ -61,7 +61,7 @@ END_S: Final = 200.0
 """Seconds within which a request ends, beside those for which its engine is frozen."""
 
 SETTLE_S: Final = 40.0
-"""Seconds after the last fault, from which on all requests are right."""
+"""Seconds of the slowest clock after the last fault, from which on all requests are right."""
 
 QUIET_S: Final = 200.0
 """Seconds after the last requests, within which all blocks are free and all threads have ended."""
@@ -160,7 +160,8 @@ class Fleet:
                 self._start(member)
             for incident in self.scenario.incidents:
                 self._plan(incident)
-            self._advance(HEALED_S + SETTLE_S)
+            slowest = min((member.rate for member in self.scenario.members), default=1.0)
+            self._advance(HEALED_S + SETTLE_S / slowest)
             # faults are over, and their consequences too
             probes = self._probe()
             while self._open:
