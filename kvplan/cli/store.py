@@ -39,6 +39,7 @@ class PartEntry:
     def lines(self) -> Iterator[str]:
         """Yield the lines that ``ls`` prints."""
         views = self.part.worker.views
+        # axes of which the part has all say nothing
         axes = {axis.name: axis for axis in views[0].axes if axis.extent < axis.size}
         held = ", ".join(
             f"{axis.name} {intervals(range(axis.start, axis.stop))} of {axis.size}"
@@ -121,13 +122,16 @@ def spaces_of(backend: FileBackend) -> tuple[list[ModelEntry], list[str]]:
     spaces: dict[str, ModelEntry] = {}
     faults = []
     for entry in sorted(backend.entries(), key=lambda entry: entry.name):
+        # the name of a file says where it belongs, and its header what it has
         space_name, key, part_name = entry.name.split("/")
         space = spaces.setdefault(space_name, ModelEntry(space_name))
+        # a pin is a file without bytes
         if part_name == PIN:
             space.pinned.add(key)
             continue
         try:
             header = header_of(backend, entry)
+            # equal names have equal descriptions, so one of them is read
             if part_name not in space.parts:
                 part = header.part
                 space.parts[part_name] = PartEntry(space_name, part)
@@ -177,6 +181,7 @@ def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
     num_files = 0
     num_bytes = 0
     faults = []
+    # all bytes are read, which takes minutes for a large store
     with progress_bar(as_json) as bar:
         bar.add_task("verify", total=None)
         for entry in backend.entries():
@@ -184,6 +189,7 @@ def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
                 continue
             num_files += 1
             num_bytes += entry.num_bytes
+            # an evictor may delete a file between the list and here: that is damage too
             try:
                 read_file(backend, entry.name)
             except KVPlanError as error:
@@ -201,7 +207,7 @@ def verify_files_command(folder: str, delete: bool, as_json: bool) -> int:
 
 
 @attrs.frozen
-class GroupCost:
+class PageCost:
     """What a page costs a group of a reader: files to read, and pieces to copy."""
 
     group: str
@@ -216,8 +222,9 @@ class GroupCost:
         return f"group {self.group!r} loads a page from {files}, in {pieces}"
 
 
-def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[GroupCost], list[str]]:
+def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[PageCost], list[str]]:
     """Return what a worker loads of a space, and why it cannot load the rest."""
+    # each reason once, in order of the parts
     refusals = {entry.part.misfit(worker): None for entry in space.parts.values()}
     parts = [entry.part for entry in space.parts.values() if not entry.part.misfit(worker)]
     reasons = [reason for reason in refusals if reason]
@@ -236,12 +243,13 @@ def costs_of(worker: Worker, space: ModelEntry) -> tuple[list[GroupCost], list[s
         except KVPlanError as error:
             reasons.append(f"group {group.name!r}: {error}")
             continue
+        # files from which nothing is needed are not read
         pairs = zip(candidates, plan.pairs, strict=True)
         used = [part for part, pair in pairs if pair.group_pairs]
         cost = plan.cost(space.tokens_per_page)
         file_bytes = sum(part.num_bytes for part in used)
         costs.append(
-            GroupCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)
+            PageCost(group.name, len(used), file_bytes, cost.num_bytes, cost.num_descriptors)
         )
     return costs, reasons
 
@@ -259,10 +267,12 @@ def explain_pages_command(folder: str, offer: str, as_json: bool) -> int:
     """
     spaces, _ = spaces_of(opened(folder))
     worker = read_offer(offer)
+    # every model of the store is tried, also ones of other names
     documents = []
     is_any = False
     for space in spaces:
         costs, reasons = costs_of(worker, space)
+        # one model that can be loaded is enough
         is_any |= bool(costs)
         documents.append({"space": space.name, "costs": costs, "reasons": reasons})
         if not as_json:
@@ -294,6 +304,7 @@ def gc_command(
     \b
     kvplan store gc /kv --max-gib 500 --max-days 7
     """
+    # limits that are not given are none
     limits = Limits(_scaled(max_gib, GIB), _scaled(max_model_gib, GIB), _scaled(max_days, DAY_S))
     evicted = evict(opened(folder), limits, time.time())
     if as_json:

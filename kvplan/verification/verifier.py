@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.blocks import Blocks, Tokens
@@ -70,7 +71,7 @@ PROMISES: Final[Mapping[str, str]] = MappingProxyType(
 class Tail:
     """Unused slots: local slots ``[start, stop)`` of a request's blocks that were not written.
 
-    Local slot ``s`` is slot ``s % tokens_per_block`` of block ordinal ``s // tokens_per_block``. In
+    Local slot ``s`` is slot ``s % num_slots`` of block ordinal ``s // num_slots`` of the group. In
     a state group, a slot is a block ordinal.
 
     >>> print(Tail("decode/0", "attn", 1000, 1008))
@@ -148,6 +149,8 @@ class Report:
     checked: tuple[str, ...]
     failures: tuple[tuple[str, str], ...] = attrs.field(default=())
     tails: tuple[Tail, ...] = attrs.field(default=(), repr=False)
+
+    _repr_html_ = _notebook.html
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Report:
