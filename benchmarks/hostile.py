@@ -1,23 +1,26 @@
-"""Hostile offers: small messages that ask for as much planning as they can.
+"""Hostile offers: small answers that ask for as much work as they can, beside real ones.
 
-    python -m benchmarks.hostile
+    python -m benchmarks.hostile [CASE ...]
 
-For each pair of offers this prints their size, and CPU seconds and peak memory of everything that a worker does with
-them: decode, plan, certify, count the cost, and bind two blocks. Each pair runs in a process of its own. Errors are
-shown with their code; any other exception stops the benchmark.
+For each case this prints the bytes of the answer, and how many CPU seconds and how much memory a worker needs for all
+that it may do with it in one budget: decode, plan, count the cost, certify, choose a strategy, explain and show. Each
+case runs in a process of its own. Errors are shown with their code; any other exception is a fault.
 """
 
 from __future__ import annotations
 
 import resource
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing import Process
+
+import attrs
 
 from kvplan import (
     Axis,
-    Blocks,
+    Budget,
     Context,
     Group,
     KVPlanError,
@@ -28,8 +31,18 @@ from kvplan import (
     certify,
     decode,
     encode,
+    explain,
     plan_reads,
+    show,
 )
+from kvplan.plan import TransferPlan
+from kvplan.staging import choose
+
+MOST_BYTES = 12 << 30
+"""The address space of a case: what needs more ends in a MemoryError."""
+
+MOST_SECONDS = 60
+"""The CPU time of a case: what needs more ends by a signal."""
 
 Pair = tuple[Worker, Sequence[Worker]]
 OneView = tuple[str, Group, Sequence[Axis], int, int]
@@ -305,15 +318,228 @@ def all_names() -> Pair:
     return side("d", "x"), [side("s", "y")]
 
 
-def real() -> Pair:
-    """For comparison: Nemotron-H 8B from TP 2 to TP 1, convolution states in the other order of their axes."""
-    model = Model.shipped("nemotron-h-8b")
-    (decoder,) = model.engine("decode", num_blocks=100, conv_order="SD")
-    return decoder, model.engine("prefill", tp=2, num_blocks=100)
+def answer(engine: str, workers: Iterable[Worker]) -> list[Worker]:
+    """Return workers as the ranks of one engine."""
+    return [attrs.evolve(member, engine_id=engine, rank=rank) for rank, member in enumerate(workers)]
 
 
-PAIRS = (
-    real,
+def scattered_heads(engine: str, slots: int, heads: range, number: int, gap: int) -> Worker:
+    """Return a worker with some of eight heads of 32 layers, whose tokens are ``gap`` bytes apart."""
+    size = 256 + gap
+    axes = [
+        Axis("head", heads.start, heads.stop, 8, size * slots),
+        axis("token", slots, size),
+        axis("content", 256, 1),
+    ]
+    views = ((f"layers.{i}", Group("attn", slots), axes, 4, size * slots * len(heads)) for i in range(number))
+    return worker(engine, views)
+
+
+def long_blocks() -> Pair:
+    """A usual rank against one worker with blocks of 16,384 tokens."""
+    return scattered_heads("d", 16, range(8), 32, 0), [scattered_heads("s", 1 << 14, range(8), 32, 1)]
+
+
+def long_blocks_of_sixteen() -> Pair:
+    """The same, with 16 workers in the answer, which share nothing."""
+    sources = [scattered_heads("s", 1 << 15, range(i // 2, i // 2 + 1), 32, 1 + i) for i in range(0, 16, 2)]
+    return scattered_heads("d", 16, range(8), 32, 0), answer("s", [*sources, *sources])
+
+
+def half_on_both_sides() -> Pair:
+    """Both sides have half of the slots that one may have."""
+    return scattered_heads("d", 1 << 14, range(8), 32, 2), [scattered_heads("s", 1 << 14, range(8), 32, 1)]
+
+
+def many_states() -> Pair:
+    """A state of 1,048,576 runs of one byte, which step differently on the two sides."""
+    state = Group("state")
+
+    def side(engine: str, step: int) -> Worker:
+        axes = [axis("a", 1 << 10, step << 10), axis("b", 1 << 10, step)]
+        return worker(engine, ((f"t.{i}", state, axes, 2, 1 << 24) for i in range(2)))
+
+    return side("d", 2), [side("s", 3)]
+
+
+def long_period() -> Pair:
+    """Twenty layers with blocks of 1,021 and 1,019 tokens, whose period is a million positions."""
+
+    def side(engine: str, slots: int) -> Worker:
+        return layers(engine, 20, Group("kv", slots), lambda _: token(slots))
+
+    return side("d", 1021), [side("s", 1019)]
+
+
+def long_period_of_groups() -> Pair:
+    """64 groups with a period of 300,000 positions each."""
+
+    def side(engine: str, slots: int) -> Worker:
+        views = ((f"t.{i}", Group(f"g{i}", slots + i), token(slots + i), 2, 1 << 30) for i in range(64))
+        return worker(engine, views)
+
+    return side("d", 509), [side("s", 613)]
+
+
+def replicas() -> Pair:
+    """Ten thousand workers, each with the whole of one tensor."""
+    state = Group("state")
+    whole = worker("d", [("t", state, [axis("a", 8, 1)], 1, 0)])
+    return whole, answer("s", [whole] * 10_000)
+
+
+def strangers() -> Pair:
+    """Ten thousand workers with tensors of their own, which nobody needs."""
+    state = Group("state")
+    whole = worker("d", [("t", state, [axis("a", 8, 1)], 1, 0)])
+    others = [worker("s", [(f"t.{i}", state, [axis("a", 8, 1)], 1, 0)]) for i in range(10_000)]
+    return whole, answer("s", [whole, *others])
+
+
+def unlike_replicas() -> Pair:
+    """Three thousand workers that hold one tensor, each in another geometry and beside another one."""
+    state = Group("state")
+    whole = worker("d", [("t", state, [axis("a", 2, 1)], 1, 0)])
+    others = []
+    for i in range(3000):
+        views = [("t", state, [axis("a", 2, 1 + i)], 1, 0), (f"other.{i}", state, [axis("a", 2, 1)], 1, 0)]
+        others.append(worker("s", views))
+    return whole, answer("s", others)
+
+
+def rings() -> Pair:
+    """Two thousand parts of a tensor, each on two of two thousand workers."""
+    state = Group("state")
+    number = 2000
+    whole = worker("d", [("t", state, [axis("a", number, 1)], 1, 0)])
+    sources = [worker("s", [("t", state, [Axis("a", i, i + 2, number, 1)], 1, 0)]) for i in range(number - 1)]
+    return whole, answer("s", sources)
+
+
+def two_ways_of_parts() -> Pair:
+    """A tensor of two axes, cut into 120 times 120 cells by a worker for each row and each column."""
+    state = Group("state")
+    number = 120
+    whole = worker("d", [("t", state, [axis("a", number, number), axis("b", number, 1)], 1, 0)])
+    sources = []
+    for i in range(number):
+        row = [Axis("a", i, i + 1, number, number), axis("b", number, 1)]
+        column = [axis("a", number, number), Axis("b", i, i + 1, number, 1)]
+        sources += [worker("s", [("t", state, axes, 1, 0)]) for axes in (row, column)]
+    return whole, answer("s", sources)
+
+
+def overlaid_groups() -> Pair:
+    """250 groups of sixteen views, which share all bytes."""
+
+    def side(engine: str) -> Worker:
+        groups = [Group(f"g{i}", 16) for i in range(250)]
+        views = []
+        for i, group in enumerate(groups):
+            views += [View(f"t.{i}.{j}", group, "pool", "uint8", token(16), 4, 1024, 64 * j) for j in range(16)]
+        return Worker(engine, 0, [Region("pool", 0, 4 * 1024)], groups, views)
+
+    return side("d"), [side("s")]
+
+
+def steps_of_fibonacci() -> Pair:
+    """Two views between whose blocks the search for a shared byte takes longest."""
+    fibonacci = [1, 1]
+    while fibonacci[-1] < 1 << 60:
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    group = Group("kv", 4)
+    views = []
+    for i, stride in enumerate(fibonacci[58:60]):
+        views.append(
+            View(f"v{i}", group, "r", "uint8", [axis("token", 4, 1), axis("x", 32, 12)], 1 << 20, stride, 4 * i)
+        )
+    return worker("d", []), [Worker("s", 0, [Region("r", 0, 1 << 62)], [group], views)]
+
+
+def many_positions() -> Pair:
+    """Contexts of 1,021 and 1,019 ranks, of which every pair shares few positions."""
+
+    def side(engine: str, size: int) -> Worker:
+        return layers(engine, 8, Group("kv", 16, Context(0, size)), lambda _: token(16))
+
+    return side("d", 1021), [side("s", 1019)]
+
+
+def many_cells_missing() -> Pair:
+    """16,000 cells of a tensor, none of which has a holder but one."""
+    state = Group("state")
+    number = 126
+    whole = worker("d", [("t", state, [axis("a", number, number), axis("b", number, 1)], 1, 0)])
+    sources = []
+    for i in range(number):
+        box = [Axis("a", i, i + 1, number, number), Axis("b", i, i + 1, number, 1)]
+        sources.append(worker("s", [("t", state, box, 1, 0)]))
+    return whole, answer("s", sources)
+
+
+def many_digits() -> Pair:
+    """An axis of twenty digits, each of two coordinates with a gap."""
+    state = Group("state")
+
+    def side(engine: str, order: Iterable[int]) -> Worker:
+        return worker(engine, [("t", state, [axis("a", 2, 2 << i) for i in order], 1, 0)])
+
+    return side("d", range(15)), [side("s", reversed(range(15)))]
+
+
+def real_pair(
+    model: Model | str, decode_sizes: dict[str, object], prefill_sizes: dict[str, object], rank: int = 0
+) -> Pair:
+    known = Model.shipped(model) if isinstance(model, str) else model
+    decoder = known.engine("decode", num_blocks=1000, **decode_sizes)[rank]  # type: ignore[arg-type]
+    return decoder, known.engine("prefill", num_blocks=1000, **prefill_sizes)  # type: ignore[arg-type]
+
+
+DEEP_HYBRID = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": 4 * "M-M-M-M*M-M-M-M*",
+    "num_hidden_layers": 64,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_head_dim": 128,
+    "hidden_size": 4096,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+
+REAL: dict[str, Callable[[], Pair]] = {
+    "Llama 3.1 8B, TP 2 to 1": partial(real_pair, "llama-3.1-8b", {}, {"tp": 2}),
+    "Llama 3.1 70B, TP 8 to 1, BLHNC, 16 to 64 tokens": partial(
+        real_pair, "llama-3.1-70b", {"tokens_per_block": 64, "layout": "BLHNC"}, {"tp": 8}
+    ),
+    "Llama 3.1 70B, heads and tokens swapped, 256 tokens": partial(
+        real_pair,
+        "llama-3.1-70b",
+        {"layout": "LBHNC", "tokens_per_block": 256},
+        {"layout": "LBNHC", "tokens_per_block": 256},
+    ),
+    "DeepSeek V3, DCP 8 to 1": partial(real_pair, "deepseek-v3", {"tp": 8}, {"tp": 8, "dcp": 8}),
+    "Qwen3 235B A22B, TP 16 to 4": partial(real_pair, "qwen3-235b-a22b", {"tp": 4}, {"tp": 16}),
+    "Gemma 3 27B, TP 1 to 4, 16 to 32 tokens": partial(real_pair, "gemma-3-27b", {"tp": 4, "tokens_per_block": 32}, {}),
+    "GPT-OSS 120B, PP 4 to TP 2": partial(real_pair, "gpt-oss-120b", {"tp": 2}, {"pp": 4}),
+    "Nemotron-H 8B, TP 2 to 1, convolutions reordered": partial(
+        real_pair, "nemotron-h-8b", {"conv_order": "SD"}, {"tp": 2}
+    ),
+    "Falcon-Mamba 7B, convolutions reordered": partial(real_pair, "falcon-mamba-7b", {"conv_order": "SD"}, {"tp": 2}),
+    "128 layers of a hybrid, 512 to 400 tokens, convolutions reordered": partial(
+        real_pair,
+        Model.from_config(DEEP_HYBRID),
+        {"tokens_per_block": 400, "conv_order": "SD"},
+        {"tokens_per_block": 512},
+    ),
+}
+"""Pairs of engines as they are deployed, for comparison."""
+
+HOSTILE = (
     large_blocks,
     states_in_boxes,
     long_cycle,
@@ -338,45 +564,96 @@ PAIRS = (
     scattered_tokens,
     many_spans,
     all_names,
+    long_blocks,
+    long_blocks_of_sixteen,
+    half_on_both_sides,
+    many_states,
+    long_period,
+    long_period_of_groups,
+    replicas,
+    strangers,
+    unlike_replicas,
+    rings,
+    two_ways_of_parts,
+    overlaid_groups,
+    steps_of_fibonacci,
+    many_positions,
+    many_cells_missing,
+    many_digits,
 )
 
 
-def measured(pair: Callable[[], Pair]) -> str:
-    """Return one line: what happened to a pair, its cost, and what it is."""
-    outcomes = list[str]()
-    sent_bytes = 0
-    start = time.process_time()
+def staged_region(local: Worker) -> Worker:
+    """Return a worker with a region for staging, behind all others."""
+    end = max((region.end for region in local.regions), default=0)
+    return attrs.evolve(local, regions=(*local.regions, Region("staging", end + 4096, 256 << 20)))
+
+
+def uses(local: Worker, remotes: Sequence[Worker], plan: TransferPlan) -> dict[str, Callable[[], object]]:
+    """Return what may be done with a plan, by name."""
+    return {
+        "cost": plan.cost,
+        "certify": lambda: certify(plan),
+        "choose": lambda: choose(staged_region(local), remotes, tokens=1024, staging="staging"),
+        "explain": lambda: explain(plan, detail="rows"),
+        "show": lambda: show(plan),
+    }
+
+
+def outcome(action: Callable[[], object]) -> str:
+    """Return what an action ends in: ``ok``, or a code."""
     try:
-        destination, sources = pair()
-        offers = [encode(member) for member in (destination, *sources)]
-        sent_bytes = sum(map(len, offers[1:]))
-        destination, *sources = map(decode, offers)
-        plan = plan_reads(destination, sources)
-        outcomes.append("planned")
-        local = two_blocks([destination])
-        remote = two_blocks(sources)
-        for step in (lambda: certify(plan), plan.cost, lambda: plan.bind(local=local, remote=remote)):
-            try:
-                step()
-            except KVPlanError as error:
-                outcomes.append(error.code)
+        action()
     except KVPlanError as error:
-        outcomes.append(f"{error.code}, {len(str(error))} characters")
-    seconds = time.process_time() - start
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    return f"{sent_bytes:7} bytes {seconds:6.2f} s {peak_gib:5.2f} GiB  {' '.join(outcomes):22} {pair.__doc__}"
+        return error.code
+    except (MemoryError, ArithmeticError, LookupError) as error:
+        return type(error).__name__
+    return "ok"
 
 
-def two_blocks(workers: Iterable[Worker]) -> dict[str, Blocks]:
-    """Return tables of two blocks for all groups of some workers."""
-    groups = chain.from_iterable(member.groups for member in workers)
-    return {group.name: Blocks([0, 1]) for group in groups}
+def steps(pair: Pair) -> Iterator[str]:
+    """Do all that may be done with the answer of a pair, and yield what each step ends in."""
+    local, sources = pair
+    offers = [encode(member) for member in sources]
+    del sources
+    yield f"{sum(map(len, offers)):8} bytes"
+    remotes = list[Worker]()
+    yield outcome(lambda: remotes.extend(map(decode, offers)))
+    plans = list[TransferPlan]()
+    if remotes:
+        yield outcome(lambda: plans.append(plan_reads(local, remotes)))
+    for plan in plans:
+        for use in uses(local, remotes, plan).values():
+            yield outcome(use)
+
+
+def measure(case: str) -> None:
+    """Print one line: the size of an answer, and what each step ends in, its CPU seconds and the peak of memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+    pair = CASES[case]()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    print(f"{case}:", end="")
+    with Budget() as budget:
+        for end in steps(pair):
+            now = time.process_time()
+            peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (1 << 10)
+            print(f" {end} {now - start:.2f}s {peak:.0f}M", end=",", flush=True)
+            start = now
+    print(f" {budget.num_taken / (1 << 20):.0f}M taken")
+
+
+CASES = {case.__name__: case for case in HOSTILE} | REAL
 
 
 def main() -> None:
-    with ProcessPoolExecutor(max_workers=1, max_tasks_per_child=1) as pool:
-        for line in pool.map(measured, PAIRS):
-            print(line, flush=True)
+    for case in sys.argv[1:] or CASES:
+        process = Process(target=measure, args=(case,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            print(f" ended by signal {-process.exitcode}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ plan              plan_reads, plan_writes: a TransferPlan; plan_mesh: a MeshPlan
 bind a request    plan.bind with a Request of Blocks (and a Workspace): each ReadSpec;
                   tails: bytes to set to zero
 check             verify, verify_together, certify
-shake hands       encode, decode, problems, compare
+shake hands       encode, decode, problems, compare; Budget: what peers may cost
 execute           Executor, with a Transfer of a Status, and a Notice
 look              explain, show; plan.cost()
 errors            KVPlanError; PeerError, for a peer's message
@@ -39,6 +39,7 @@ import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from kvplan.budget import Budget
 from kvplan.describe import (
     Axis,
     Blocks,
@@ -91,6 +92,7 @@ ROOMS: Final = (
 __all__ = [
     "Axis",
     "Blocks",
+    "Budget",
     "Context",
     "Executor",
     "Group",

@@ -114,14 +114,17 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
-def few(texts: Sequence[str], between: str, most: int = FEW) -> str:
+def few(texts: Sequence[str], between: str, most: int = FEW, number: int | None = None) -> str:
     """Return texts in one line: the first sixteen, or ``most``, and the number of the others.
+
+    ``number`` is how many there are in all, where only the first ones are given.
 
     >>> few(["a", "b"], "; "), few([str(n) for n in range(20)], " ")
     ('a; b', '0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 and 4 more')
     """
     line = between.join(texts[:most])
-    return f"{line} and {len(texts) - most} more" if len(texts) > most else line
+    num_others = (len(texts) if number is None else number) - most
+    return f"{line} and {num_others} more" if num_others > 0 else line
 
 
 def shown(value: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from logging import Logger
 
+from kvplan.budget import BUDGET_BYTES
 from kvplan.connector import Access, Claims, Connections, HandshakeResult, Reads, fetch
 from kvplan.connector.digest_requests import fetch_digests
 from kvplan.connector.peer_engines import HANDSHAKE_S
@@ -27,6 +28,7 @@ def make_reads(
     timeout_s: float = HANDSHAKE_S,
     digest: Digest | None = None,
     on_handshake: Callable[[HandshakeResult], object] | None = None,
+    budget_bytes: int = BUDGET_BYTES,
 ) -> Reads:
     """Return the reads of an executor's worker. Offers are envelopes of the key of ``access``.
 
@@ -57,4 +59,5 @@ def make_reads(
         pipeline=None if copier is None else Pipeline(executor, STAGING, copier),
         digest=digest,
         on_handshake=on_handshake,
+        budget_bytes=budget_bytes,
     )

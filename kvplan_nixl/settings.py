@@ -12,6 +12,7 @@ import attrs
 
 from kvplan._checks import instance, integer, members, name, seconds
 from kvplan._text import meant, shown
+from kvplan.budget import BUDGET_BYTES
 from kvplan.connector import Access, tls_contexts
 from kvplan.connector.handoff import PORT_END
 from kvplan.connector.leases import LEASE_S
@@ -98,6 +99,7 @@ class Settings:
     lease_s: float = setting(seconds, LEASE_S)
     staging_bytes: int = setting(integer, 0)
     handshake_timeout_s: float = setting(seconds, HANDSHAKE_S)
+    budget_bytes: int = setting(integer, BUDGET_BYTES)
     model: str = setting(name, "")
     weights: str = setting(name, "")
     key: bytes = setting(_secret, b"")

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 
-import pytest
 from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
 
-from kvplan import Axis, Blocks, Context, Group, KVPlanError, Region, View, Worker, plan_reads
+from kvplan import Axis, Blocks, Budget, Context, Group, KVPlanError, Region, View, Worker, plan_reads
 
-SMALLER = 8
-"""Limits are divided by two to this power, so that memory shows what they hold back and examples take little time."""
+BUDGET = 1 << 22
+"""The bytes of a small budget, so that memory shows what it holds back and examples take little time."""
 
-LIMITS = {
-    "kvplan.describe.axes.MAX_SEGMENTS": 20,
-    "kvplan.describe.worker.MAX_SEGMENTS": 20,
-    "kvplan.plan.cells.MAX_SEGMENTS": 20,
-    "kvplan.plan.cells.MAX_CELLS": 14,
-    "kvplan.plan.cells.MAX_HELD": 26,
-    "kvplan.plan.match.MAX_HELD": 26,
-    "kvplan.plan.runs.MAX_TOKEN_RUNS": 22,
-    "kvplan.plan.rows.MAX_SLOTS": 23,
-    "kvplan.plan.cost.MAX_COUNTED": 24,
-    "kvplan.plan.bind.MAX_IDS": 28,
-}
-"""Each limit's power of two."""
-
-MOST_BYTES = 52 << 20
-"""Of planning with the smaller limits; with those of the package it is 256 times as much, 13 GiB.
-
-The most that was found is 47.9 MiB, of :func:`most`.
-"""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _smaller_limits() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, power in LIMITS.items():
-            patch.setattr(name, 1 << power - SMALLER)
-        yield
+MOST_BYTES = BUDGET + (1 << 20)
+"""Of planning in that budget, with what every plan needs."""
 
 
 def numbers(most: int) -> st.SearchStrategy[int]:
@@ -88,10 +61,10 @@ def offers(draw: st.DrawFn) -> tuple[Worker, Worker]:
 
 
 def most(engine: str) -> Worker:
-    """As many slots as the smaller limits allow, with a gap after each of 4 heads and after the block."""
-    axes = [Axis("token", 0, 8192, 8192, 260), Axis("head", 0, 4, 4, 65)]
-    view = View("layers.0", "g", "r", "uint8", axes, 4, 260 * 8192 + 8)
-    return Worker(engine, 0, [Region("r", 0, view.end_bytes)], [Group("g", 8192)], [view])
+    """About as many slots as a small budget allows, with a gap after each of 4 heads and after the block."""
+    axes = [Axis("token", 0, 3600, 3600, 260), Axis("head", 0, 4, 4, 65)]
+    view = View("layers.0", "g", "r", "uint8", axes, 4, 260 * 3600 + 8)
+    return Worker(engine, 0, [Region("r", 0, view.end_bytes)], [Group("g", 3600)], [view])
 
 
 @given(offers())
@@ -102,8 +75,9 @@ def test_planning_is_bounded(pair: tuple[Worker, Worker]) -> None:
     outcome = "planned"
     tracemalloc.start()
     try:
-        plan = plan_reads(local, [remote])
-        plan.cost()
+        with Budget(BUDGET):
+            plan = plan_reads(local, [remote])
+            plan.cost()
         plan.bind(local={"g": Blocks([0])}, remote={"g": Blocks(range(4))}, tokens={"g": (0, 1)})
     except KVPlanError as error:
         outcome = error.code

@@ -22,6 +22,7 @@ import kvplan
 from kvplan import (
     Axis,
     Blocks,
+    Budget,
     Context,
     Group,
     KVPlanError,
@@ -210,6 +211,7 @@ def calls() -> Calls:
     ends = {"source": THEIRS, "destination": OURS.key}
     yield "verification.FakeMemory.move", memory().move, {**ends, "reads": copied, "writes": writes}
 
+    yield "Budget", Budget, {"num_bytes": 1 << 30}
     yield "encode", encode, {"worker": OURS}
     yield "decode", kvplan.decode, {"data": encode(OURS)}
     yield "problems", kvplan.problems, {"data": encode(OURS)}

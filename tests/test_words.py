@@ -20,8 +20,8 @@ MAX_TERMS = 25
 
 PLAIN = """
     access addresses advice advise align answer app arrays assembly backend backends bind blockmap box bridges
-    cache caches candidates case certificate chain chains challenges check checks choice choices chunk claim
-    claims cli client cluster column columns command commands comparison completion completions config
+    budget cache caches candidates case certificate chain chains challenges check checks choice choices chunk
+    claim claims cli client cluster column columns command commands comparison completion completions config
     connections connector console contract copier copies copy cost decoder defaults demo describe design diagram
     difference digest digests direction display doctor drawing end ended entry error errors event evicted
     eviction executor executors explanation facts failure fake families family file files findings fingerprint

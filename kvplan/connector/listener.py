@@ -12,11 +12,12 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from secrets import token_hex
+from typing import Final
 
 import attrs
 
 from kvplan._checks import check_fields, instance, members, name
-from kvplan._text import brief_repr
+from kvplan._text import brief_repr, count, shown
 from kvplan.connector.access import TOKEN_BYTES, Access, access_or_none
 from kvplan.connector.claims import MAX_MESSAGE_BYTES, ClaimAnswer, ClaimMessage, answer_claims
 from kvplan.connector.digest_requests import MAX_REQUEST_BYTES, DigestRequests, answer_digests
@@ -24,6 +25,9 @@ from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S, Route, Server, exchange
 from kvplan.connector.leases import Leases
 from kvplan.errors import KVPlanError
+
+MAX_PARTS: Final = 1 << 12
+"""The brackets and commas in an answer: thousands of workers."""
 
 
 @attrs.frozen
@@ -42,16 +46,30 @@ class Offers:
 
     @classmethod
     def decode(cls, data: bytes) -> Offers:
-        """Read the offers in an answer. Raises ``MESSAGE``."""
+        """Read the offers in an answer. Raises ``TYPE`` for no bytes, ``MESSAGE`` for others."""
+        instance(bytes, data, "offers")
+        # nothing is parsed that could become more parts than an answer has
+        num_parts = sum(map(data.count, (b"[", b"{", b",")))
+        if num_parts > MAX_PARTS:
+            raise _no_offers(f"at most {MAX_PARTS} brackets and commas", f"{num_parts}")
         try:
             fields = json.loads(data)
-            workers = tuple(b64decode(worker, validate=True) for worker in fields["workers"])
-            return cls(str(fields["engine_id"]), str(fields["start"]), workers)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            expected = "offers as JSON"
-            raise KVPlanError(
-                "MESSAGE", "read offers", expected=expected, got=repr(error)
-            ) from None
+        except (ValueError, RecursionError):
+            raise _no_offers("JSON", f"{count(len(data), 'byte')} of something else") from None
+        if not isinstance(fields, dict) or not isinstance(fields.get("workers"), list):
+            raise _no_offers("a list of workers", shown(fields))
+        try:
+            texts = members(str, fields["workers"], "offers")
+            workers = tuple(b64decode(text, validate=True) for text in texts)
+            return cls(fields.get("engine_id", ""), fields.get("start", ""), workers)
+        except KVPlanError as error:
+            raise _no_offers(error.expected, error.got) from None
+        except ValueError:
+            raise _no_offers("workers as base64", "other characters") from None
+
+
+def _no_offers(expected: str, got: str) -> KVPlanError:
+    return KVPlanError("MESSAGE", "read offers", expected=expected, got=got)
 
 
 class Listener:

@@ -9,6 +9,8 @@ engine shakes hands again.
 - P2: Another start of an engine takes its place only if the start before does not answer any more.
   So starts of one engine shake hands one after the other.
 - P3: At most :data:`MAX_HANDSHAKES` threads shake hands. Other engines wait for one.
+- P4: What an engine offers is read and planned within a :class:`kvplan.Budget`, all its workers
+  together, and one engine at a time.
 
 Connections and prepared plans belong to the executor, so they are made on the caller's thread.
 """
@@ -27,6 +29,7 @@ import attrs
 
 from kvplan._checks import having
 from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
 from kvplan.connector.handoff import Source
 from kvplan.connector.http import ANSWER_S
@@ -35,8 +38,11 @@ from kvplan.describe.blocks import Request
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
 from kvplan.executor import Executor
-from kvplan.plan import TransferPlan, plan_reads
-from kvplan.staging import Pipeline, StagedPlan, StagedTransfer, choose
+from kvplan.plan import TransferPlan
+from kvplan.plan.specs import READ
+from kvplan.staging import Pipeline, StagedPlan, StagedTransfer
+from kvplan.staging.choice import STRATEGIES, choice_of
+from kvplan.staging.plan import Shares
 
 HANDSHAKE_S: Final = 30.0
 """Seconds within which an engine must answer a handshake."""
@@ -165,8 +171,11 @@ class PeerEngines:
         connections: Connections,
         pipeline: Pipeline | None,
         timeout_s: float,
+        budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self.timeout_s = timeout_s
+        self._budget_bytes = budget_bytes
+        self._planning = threading.Lock()
         self._worker = worker
         self._executor = executor
         self._logger = logger
@@ -254,14 +263,18 @@ class PeerEngines:
         """
         offers = self._connections.fetch_offers(source, self.timeout_s).workers
         fetched_at = time.monotonic()
-        workers = [self._connections.open_offer(offer) for offer in offers]
+        # rule P4: nobody waits for the network with the lock
+        budget = Budget(self._budget_bytes)
+        with self._planning, budget:
+            workers = [self._connections.open_offer(offer) for offer in offers]
         for worker in workers:
             _check_engine(source, worker)
         for start in earlier:
             self._refuse_beside(source, start)
         keys = [worker.key for worker in workers]
         by_key = dict(zip(keys, offers, strict=True))
-        plan = self._fastest_plan(workers)
+        with self._planning, budget:
+            plan = self._fastest_plan(workers)
         seconds = time.monotonic() - fetched_at
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
@@ -285,15 +298,16 @@ class PeerEngines:
 
     def _fastest_plan(self, workers: list[Worker]) -> TransferPlan | StagedPlan:
         """Return the plan that takes the least time, the direct one if nobody can count that."""
+        shared = Shares.of(READ, self._worker, workers, (), ())
         if self._pipeline is not None:
             staging = self._pipeline.staging
             try:
-                return choose(self._worker, workers, tokens=USUAL_TOKENS, staging=staging).best.plan
+                return choice_of(shared, STRATEGIES["READ"], staging, USUAL_TOKENS).best.plan
             except KVPlanError as error:
                 # There are more descriptors than can be counted.
                 if error.code != "RANGE":
                     raise
-        return plan_reads(self._worker, workers)
+        return shared.direct
 
     def _advance(self, peer: PeerEngine) -> bool:
         """Continue a handshake, and return whether it has ended: the engine is ready or failed."""

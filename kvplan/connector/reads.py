@@ -35,6 +35,7 @@ import attrs
 
 from kvplan._checks import check_fields, having, instance, name, seconds
 from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.claims import RETRY_S, Claims
 from kvplan.connector.digest import mismatch
 from kvplan.connector.digest_requests import DigestRequest
@@ -218,7 +219,8 @@ class Reads:
     ``connections`` are the functions by which other engines' workers become known, and ``claims``
     asks sources whether leases stand. An engine has ``timeout_s`` to answer a handshake. ``digest``
     computes the digests of what has arrived. ``on_handshake`` is called with the result of each
-    handshake. Not for several threads at once.
+    handshake. What an engine offers may cost ``budget_bytes`` of a :class:`kvplan.Budget`. Not for
+    several threads at once.
     """
 
     def __init__(
@@ -233,6 +235,7 @@ class Reads:
         pipeline: Pipeline | None = None,
         digest: Digest | None = None,
         on_handshake: Callable[[HandshakeResult], object] | None = None,
+        budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self.worker: Worker = instance(Worker, worker, "worker")
         self._executor: Executor = having("prepare", executor, "executor", "an Executor")
@@ -253,6 +256,7 @@ class Reads:
             self._connections,
             self._pipeline,
             seconds(timeout_s, "timeout_s"),
+            Budget(budget_bytes).num_bytes,
         )
         self._fetches = ThreadPoolExecutor(MAX_FETCHES, "kvplan digests")
         # the chunks of the pipeline that have begun, and when that number was seen to change

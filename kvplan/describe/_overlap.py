@@ -19,19 +19,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplan._arrays import Ints, heads
+from kvplan.budget import spend
 from kvplan.describe.views import View
 from kvplan.errors import KVPlanError
 
 Unsigned = npt.NDArray[np.uint64]
 
 MAX_STRIDED_RUNS: Final = 1 << 18
-"""The most strided runs that the views of shared regions may have in all.
+"""The most strided runs that the views of shared regions may have in all."""
 
-Each takes about 100 bytes of memory.
-"""
+RUN_BYTES: Final = 200
+"""What a strided run takes of a budget."""
 
 MAX_PAIRS: Final = 1 << 13
-"""The most pairs of strided runs that are decided one by one. Each takes about 50 µs."""
+"""The most pairs of strided runs that are decided one by one."""
+
+PAIR_BYTES: Final = 1 << 16
+"""What a pair takes of a budget: 50 µs, or 300 µs where Euclid's algorithm takes longest."""
 
 NOT_APART: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -178,6 +182,7 @@ def overlaps(
             if num_pairs > MAX_PAIRS:
                 unit = "pairs of runs to compare"
                 raise _too_many(views[second_view], unit, MAX_PAIRS, num_pairs)
+            spend(1, "pairs of runs", PAIR_BYTES, f"place view {views[second_view].name!r}")
             if first_view == second_view:
                 continue
             overlap = _first_overlap(runs.run(first, views), runs.run(second, views))
@@ -197,6 +202,8 @@ def _check_number_of_runs(pools: Sequence[Sequence[View]]) -> None:
             if num_runs > MAX_STRIDED_RUNS:
                 unit = "runs in the blocks of views that share regions"
                 raise _too_many(view, unit, MAX_STRIDED_RUNS, num_runs)
+    if num_runs:
+        spend(num_runs, "runs of bytes", RUN_BYTES, f"place view {pools[0][0].name!r}")
 
 
 def _shared(view: View, block: int, byte: int, apart: Mapping[str, int]) -> Shared:

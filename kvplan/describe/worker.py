@@ -28,6 +28,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
 from kvplan._text import count
+from kvplan.budget import spend
 from kvplan.describe._overlap import describe_overlap, overlaps
 from kvplan.describe.axes import MAX_SEGMENTS, most_segments
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
@@ -68,6 +69,9 @@ _AXES: Final = operator.attrgetter("axes")
 _PAGE_FIELDS: Final = operator.attrgetter("dtype", "group", "num_blocks", "block_stride_bytes")
 _DEVICE_AND_ADDRESS: Final = operator.attrgetter("memory", "device_id", "address")
 
+
+COMPARED_VIEW_BYTES: Final = 4096
+"""What a view takes of a budget when its block is compared with those of another group."""
 
 Key = tuple[str, int]
 """The engine id and the rank, which identify a worker."""
@@ -262,6 +266,11 @@ class Worker:
         for view in self.views:
             views_of = pools.setdefault((joined[view.region].first, view.block_stride_bytes), {})
             views_of.setdefault(view.group, []).append(view)
+        # each group is compared with each other one
+        for views_of in pools.values():
+            num_compared = (len(views_of) - 1) * sum(map(len, views_of.values()))
+            action = f"compare the groups of {self.label}"
+            spend(num_compared, "views", COMPARED_VIEW_BYTES, action)
         overlaid: dict[tuple[str, str], None] = {}
         for views_of in pools.values():
             for pair in itertools.combinations(sorted(views_of), 2):

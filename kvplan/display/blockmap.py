@@ -32,12 +32,16 @@ import numpy as np
 
 from kvplan._arrays import Ints, heads
 from kvplan._text import count, fold, intervals, split
+from kvplan.budget import spend
 from kvplan.describe.views import Geometry, Group, View
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 
 TENSOR: Final = "tensor"
 """The axis along the tensors that share a block."""
+
+PIECE_BYTES: Final = 500
+"""What a piece of a block takes of a budget."""
 
 MAX_PIECES: Final = 1 << 16
 """Contiguous pieces of a block at most."""
@@ -489,6 +493,7 @@ def _pieces(axes: Sequence[StridedAxis], title: str) -> Ints:
         if num_pieces > MAX_PIECES:
             expected = f"at most {MAX_PIECES} contiguous pieces of a block"
             raise KVPlanError("RANGE", f"draw {title}", expected=expected, got=f"{num_pieces}")
+        spend(num_pieces, "pieces of a block", PIECE_BYTES, f"draw {title}")
         # One row for each piece of each part.
         part_start = axis.offset + np.arange(num_parts) * axis.step
         pieces.append((part_start[:, None, None] + inner).reshape(-1, 2))

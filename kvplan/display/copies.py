@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvplan._arrays import Ints, integers_in
 from kvplan._text import count, size, sizes
+from kvplan.budget import spend
 from kvplan.describe.axes import segments
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Group, View
@@ -34,6 +35,12 @@ POSITION: Final = "position"
 
 MAX_EXAMPLE_BLOCKS: Final = 4
 """At most this many local blocks are drawn for a period, after which both sides repeat."""
+
+COPY_BYTES: Final = 20_000
+"""What a copy that is drawn takes of a budget."""
+
+VIEW_BYTES: Final = 4000
+"""What a view takes of a budget for each group that is drawn."""
 
 MAX_POSITIONS: Final = 1024
 
@@ -205,6 +212,10 @@ def panels(plan: TransferPlan, request: Mapping[str, Any] | None = None) -> tupl
         # Names what is wrong with the whole request, before it is reduced to one group.
         plan.bind(**request)
     remotes = [_single(maps) for maps in remote_maps]
+    # each group is bound by itself, and looks at all views
+    num_views = sum(len(worker.views) for worker in (plan.local, *plan.remotes))
+    number = len(plan.local.groups) * num_views
+    spend(number, "views", VIEW_BYTES, f"draw {plan.local.label}")
     drawn: dict[Any, Panel] = {}
     for group in plan.local.groups:
         part = excerpt(plan, group, [local_maps, *remote_maps], request)
@@ -586,6 +597,7 @@ def _copies(
     remote_maps: Sequence[_Maps],
 ) -> Iterator[BoxCopy]:
     """Yield the copies of one layer, cut into boxes of both sides."""
+    spend(len(rows), "copies", COPY_BYTES, f"draw {plan.local.label}")
     for row in rows.tolist():
         index = row[REMOTE]
         local_map, _ = local_maps[row[MAP]]

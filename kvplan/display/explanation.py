@@ -13,6 +13,7 @@ import numpy as np
 
 from kvplan._checks import integer, is_one_of
 from kvplan._text import WIDTH, count, fold, intervals, shown, size, sizes
+from kvplan.budget import limited, spend
 from kvplan.describe.blocks import Blocks
 from kvplan.describe.views import Group, Region, View
 from kvplan.describe.worker import Worker, label_of
@@ -31,6 +32,9 @@ Detail = Literal["line", "workers", "rows"]
 DETAILS: Final[tuple[Detail, ...]] = ("line", "workers", "rows")
 
 TABLE_HEADS: Final = ("ids", "address", "length", "device", "stride", "count", "region")
+
+ROW_BYTES: Final = 1500
+"""What the text of a row takes of a budget."""
 
 MAX_IDS_SHOWN: Final = 8
 """Of more block ids than this, a line has the first and the last."""
@@ -91,12 +95,13 @@ def explain(value: object, *, detail: Detail = "workers", width: int = WIDTH) ->
         raise KVPlanError("NAME", "explain a value", expected=expected, got=shown(detail))
     lines = _lines(value, detail == "rows")
     width = integer(width, "width of an explanation", low=40)
-    if detail == "line":
-        line = next(lines)
-        return line if len(line) <= width else f"{line[: width - 3]}..."
-    if detail == "workers":
-        lines = itertools.chain.from_iterable(wrap_line(line, width) for line in lines)
-    return "\n".join(lines)
+    with limited():
+        if detail == "line":
+            line = next(lines)
+            return line if len(line) <= width else f"{line[: width - 3]}..."
+        if detail == "workers":
+            lines = itertools.chain.from_iterable(wrap_line(line, width) for line in lines)
+        return "\n".join(lines)
 
 
 def wrap_line(line: str, width: int = WIDTH) -> list[str]:
@@ -271,6 +276,7 @@ def rows_of(table: Table) -> Iterator[dict[str, Any]]:
 
 def _columns(table: Table) -> Iterator[str]:
     """Yield every row of a table, below heads."""
+    spend(len(table.rows), "rows", ROW_BYTES, "explain a table")
     lines: list[Sequence[str]] = [TABLE_HEADS]
     for row in rows_of(table):
         ids = f"[{row['first_id']}, {row['stop_id']})"

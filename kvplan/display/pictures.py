@@ -10,6 +10,7 @@ import attrs
 
 from kvplan._checks import integer, name, wrong_type
 from kvplan._text import WIDTH, count, fold, size
+from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Request, Tokens
 from kvplan.describe.worker import Worker
 from kvplan.display.blockmap import BlockMap, block_maps
@@ -131,6 +132,19 @@ def show(
     """  # noqa: E501  a picture stands in the example as it is printed
     about = "" if isinstance(about, str) and not about else name(about, "about of a picture")
     width = integer(width, "width of a picture", low=1)
+    with limited():
+        return _shown(value, local, remote, tokens, about, width)
+
+
+def _shown(
+    value: object,
+    local: Mapping[str, Blocks] | None,
+    remote: Mapping[str, Blocks] | None,
+    tokens: Tokens,
+    about: str,
+    width: int,
+) -> Picture:
+    """Return the picture of a value. Raises ``TYPE`` for one that has none."""
     if isinstance(value, Worker):
         return _picture(f"One block of {value.label}", block_maps(value), about, width)
     if isinstance(value, TransferPlan):

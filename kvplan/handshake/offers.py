@@ -34,12 +34,13 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import attrs
 
 from kvplan._checks import INT64_END, name, wrong_type
 from kvplan._text import count, join, split
+from kvplan.budget import limited, spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import Context, Geometry, Group, Region, View
 from kvplan.describe.worker import Key, Worker
@@ -48,6 +49,9 @@ from kvplan.handshake.messages import BAD, MAX_BYTES, MODEL_KEY, VERSION, Findin
 from kvplan.handshake.schema import MEMORY, OFFER, REGIONS, STEM, VIEWS, Columns, Text, validate
 
 Value = TypeVar("Value", bound=Hashable)
+
+BYTE_BYTES: Final = 200
+"""What a byte of a message takes of a budget, whatever it says."""
 
 
 def encode(worker: Worker) -> bytes:
@@ -198,7 +202,8 @@ def decode(data: bytes) -> Worker:
     memories[0].size_bytes: expected an integer in [0, 9223372036854775808), got -1
     """
     findings = Findings()
-    worker = _read_worker(data, findings)
+    with limited():
+        worker = _read_worker(data, findings)
     if findings.first:
         raise findings.error
     assert isinstance(worker, Worker)
@@ -217,7 +222,8 @@ def problems(data: bytes) -> tuple[Problem, ...]:
     rank: TYPE: cannot read rank: expected an integer, got True
     """
     findings = Findings()
-    _read_worker(data, findings)
+    with limited():
+        _read_worker(data, findings)
     return findings.problems
 
 
@@ -241,6 +247,9 @@ class _PlacedView:
 
 def _read_worker(data: bytes, findings: Findings) -> Any:
     """Return the worker of a message; BAD, or one that lacks parts, if there are problems."""
+    # a message that is too long is refused before anything in it is read
+    length = min(len(data), MAX_BYTES) if isinstance(data, bytes) else 0
+    spend(length, "bytes of a message", BYTE_BYTES, "read a message")
     message = parse(data, findings)
     if message is BAD:
         return BAD

@@ -76,28 +76,14 @@ everything but base addresses.
 Bounds
 ======
 
-Workers come from the offers of peers, and a small offer can describe much. So everything that
-planning lists has a limit, which holds for the sum over all tensors and groups; more is refused
-with ``RANGE`` before it is listed. The last column has what a shipped model takes, TP 8 and 2 to 1:
+Workers come from the offers of peers, and a small offer can describe much. So what planning lists
+is taken from a :class:`kvplan.Budget` before it is listed: stretches of axes, cells, runs of one
+token, their slots on both sides, block pairs, rows, and the descriptors of a cost or a certificate.
+A plan that would take more is refused with ``RANGE``. ``python -m benchmarks.hostile`` shows what
+offers cost that are made to cost much.
 
-======================================================  ==========  ==============================
-what is listed                                          at most     of a real model
-======================================================  ==========  ==============================
-segments of the axes of a worker                        2**20
-stretches of an axis times source views, a destination  2**26       336 (Nemotron-H 8B)
-cells of a destination                                  2**14       32 (Nemotron-H 8B)
-runs of one token, a pair of workers                    2**22       786,496 (Falcon-Mamba 7B, [1]_)
-runs of one token times slots, a pair of workers        2**23       786,496 (Falcon-Mamba 7B, [1]_)
-descriptors that a cost counts, a pair of workers       2**24
-descriptors and parts of a certificate, a destination   2**25
-ids of a request, a pair of workers                     2**28
-======================================================  ==========  ==============================
-
-.. [1] Its convolutions are reordered.
-
-Longer runs are optional: where more than 2**22 pieces would have to be joined, tokens move one by
-one. ``python -m benchmarks.hostile`` shows the time and memory of offers that are made to cost
-much.
+Longer runs are optional: where more than 2**20 pieces of a period would have to be joined, tokens
+move one by one. A request is of the caller, so its ids count apart: 2**28 with one worker.
 """
 
 from kvplan.plan.bind import Workspace

@@ -75,6 +75,11 @@ def held_positions(group: Group, num_positions: int) -> tuple[Range, ...]:
     return tuple([(start, start + interleave) for start in starts])
 
 
+def num_turns(group: Group, num_positions: int) -> int:
+    """Return how many intervals of :func:`held_positions` there are."""
+    return 1 if group.context.size == 1 else num_positions // cycle(group)
+
+
 def local_index(group: Group, position: Position) -> Position:
     """Return the local index, rule A1, of one position or more that the worker holds."""
     if group.context.size == 1:

@@ -15,14 +15,19 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct, heads, integers_in
+from kvplan.budget import spend
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.views import Group
 from kvplan.plan.align import blocks_and_slots, position_of, slots
 
-MAX_TOKEN_RUNS: Final = 1 << 22
-"""The most runs of one token that one source may serve, and the most block pairs and runs of a
-period that are listed to join them. Where there would be more, they move token by token."""
+MAX_JOINED: Final = 1 << 20
+"""The most block pairs and runs of a period that are listed to join runs of one token.
+
+Where there would be more, these move token by token."""
+
+PIECE_BYTES: Final = 250
+"""What a block pair, or a piece of one, takes of a budget."""
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +64,7 @@ def block_pairs(
     intervals: Ints,
     cycle: int,
     num_positions: int,
-    limit: int = MAX_TOKEN_RUNS,
+    limit: int = MAX_JOINED,
 ) -> BlockPairs | None:
     """Return the block pairs of ``num_positions``, a period, or ``None`` for more than ``limit``.
 
@@ -79,6 +84,8 @@ def block_pairs(
     num_intervals = num_positions // cycle * len(intervals)
     if max(*num_blocks, num_intervals) > limit or num_positions > POSITION_END:
         return None
+    number = sum(num_blocks) + num_intervals
+    spend(number, "block pairs", PIECE_BYTES, f"pair blocks of group {groups[0].name!r}")
     first_of_cycle = np.arange(0, num_positions, cycle)
     starts, stops = np.add.outer(first_of_cycle, intervals).reshape(-1, 2).T
     block_starts = []
@@ -125,6 +132,7 @@ def cut_at_segments(
             return None
         if total == num_pieces.size:
             continue
+        spend(total, "pieces of block pairs", PIECE_BYTES, "pair blocks")
         # One element for each new piece: the piece that it is cut from, its number there, and its
         # first and end token, counted from the first one of that piece.
         whole = np.repeat(np.arange(num_pieces.size), num_pieces)

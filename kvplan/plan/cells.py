@@ -30,15 +30,19 @@ import numpy.typing as npt
 from kvplan._arrays import Bools, Ints
 from kvplan._checks import at_most
 from kvplan._text import FEW, few, split
+from kvplan.budget import spend
 from kvplan.describe.axes import MAX_SEGMENTS
 from kvplan.describe.views import TOKEN, Geometry
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import cycle
-from kvplan.plan.match import MAX_HELD, Match, Part
+from kvplan.plan.match import Match, Part
 
-MAX_CELLS: Final = 1 << 14
-"""The most cells of one destination."""
+CELL_BYTES: Final = 20_000
+"""What a cell takes of a budget, beside what each of its source views and sources takes."""
+
+HOLDER_BYTES: Final = 20
+"""What the answer whether a view or worker holds a cell takes of a budget."""
 
 
 @attrs.frozen(eq=False)
@@ -112,6 +116,8 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
         return ()
     destination, sources = matches[0].workers
     candidates = list(_all_cells(matches))
+    action = f"choose the sources of {destination.label}"
+    spend(len(candidates) * len(sources), "holders of cells", HOLDER_BYTES, action)
     # One row for each cell: whether each source holds it.
     held = np.zeros((len(candidates), len(sources)), bool)
     for cell, holders in zip(candidates, held, strict=True):
@@ -123,22 +129,15 @@ def cells(matches: Sequence[Match]) -> tuple[Cell, ...]:
 
 def _all_cells(matches: Iterable[Match]) -> Iterator[Cell]:
     """Yield the products of the parts of all views, not yet with a source, by rules C1 and C2."""
-    # Limits hold for all tensors together, and are checked before a product is listed.
-    num_compared = 0
-    num_cells = 0
     for match in matches:
         label = match.workers[0].label
         for view in range(len(match.destination)):
             axes = parts(match, view)
             num_positions = _cycle(match, view)
-            num_stretches = 0
-            for part in itertools.chain.from_iterable(axes.values()):
-                num_stretches += len(part.intervals)
-            num_compared += num_stretches * len(match.sources.views)
-            num_cells += math.prod(len(axis_parts) for axis_parts in axes.values())
-            subject = f"divide the tensors of {label}"
-            at_most(MAX_HELD, num_compared, "stretches of views", subject)
-            at_most(MAX_CELLS, num_cells, "cells", f"plan for {label}")
+            # what all products take, before one of them is made
+            num_cells = math.prod(len(axis_parts) for axis_parts in axes.values())
+            cell_bytes = CELL_BYTES + HOLDER_BYTES * len(match.sources.views)
+            spend(num_cells, "cells", cell_bytes, f"plan for {label}")
             for product in itertools.product(*axes.values()):
                 box = dict(zip(axes, product, strict=True))
                 yield Cell(match, view, -1, box, num_positions)
@@ -236,6 +235,10 @@ def choose_sources(
     """
     # C3: sources that are the only holder of a set, then greedily until every set has one.
     chosen = held[held.sum(1) == 1].any(0)
+    # The loop looks at all sets and sources for each set that has no source yet, if it must.
+    num_open = int((~(held & chosen).any(1)).sum())
+    num_steps = min(num_open, held.shape[1])
+    spend(num_steps * held.size, "comparisons of replica sets", 1, "choose sources")
     while not (served := (held & chosen).any(1)).all():
         new_bytes = set_bytes[~served] @ held[~served]
         chosen[_break_tie(np.flatnonzero(new_bytes == new_bytes.max()), rank)] = True

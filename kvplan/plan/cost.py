@@ -17,8 +17,9 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
-from kvplan._checks import at_most, integer
+from kvplan._checks import integer
 from kvplan._text import brief_repr, count
+from kvplan.budget import limited, spend
 from kvplan.describe.blocks import POSITION_END
 from kvplan.describe.worker import Key, label_of
 from kvplan.plan.runs import find_chains
@@ -26,8 +27,8 @@ from kvplan.plan.series import GroupPair, Occurrences, Series
 from kvplan.plan.specs import DIRECTIONS, Direction, Pair, ReadSpec
 from kvplan.plan.tables import Table, bases
 
-MAX_COUNTED: Final = 1 << 24
-"""The most descriptors of one pair of groups and one period that are listed."""
+DESCRIPTOR_BYTES: Final = 100
+"""What a descriptor that is listed takes of a budget."""
 
 MAX_LENGTHS_SHOWN: Final = 3
 """With more lengths than this, only the shortest and the longest are printed."""
@@ -153,19 +154,23 @@ def cost(
             tokens = math.lcm(tokens, *(groups.period for groups in pair.group_pairs))
     else:
         tokens = integer(tokens, "tokens of a request", high=POSITION_END)
-    pair_costs = []
-    for local, pair in keys_and_pairs:
-        _check_num_listed(pair, tokens)
-        tables = direction.by_role(pair.local_table, pair.remote_table)
-        num_ids = 0
-        lengths = Counter[int]()
-        for group_pair in pair.group_pairs:
-            group_cost = of_groups(tables, group_pair, tokens)
-            num_ids += group_cost.num_ids
-            lengths.update(group_cost.lengths)
-        num_rows = len(pair.local_table.rows), len(pair.remote_table.rows)
-        pair_costs.append(PairCost(local, pair.remote, *num_rows, num_ids, _ascending(lengths)))
+    with limited():
+        pair_costs = [_pair_cost(direction, *pair, tokens) for pair in keys_and_pairs]
     return Cost(direction.operation, tokens, tuple(pair_costs))
+
+
+def _pair_cost(direction: Direction, local: Key, pair: Pair, tokens: int) -> PairCost:
+    """Return the cost of one pair."""
+    _take_listed(pair, tokens)
+    tables = direction.by_role(pair.local_table, pair.remote_table)
+    num_ids = 0
+    lengths = Counter[int]()
+    for group_pair in pair.group_pairs:
+        group_cost = of_groups(tables, group_pair, tokens)
+        num_ids += group_cost.num_ids
+        lengths.update(group_cost.lengths)
+    num_rows = len(pair.local_table.rows), len(pair.remote_table.rows)
+    return PairCost(local, pair.remote, *num_rows, num_ids, _ascending(lengths))
 
 
 class GroupCost(NamedTuple):
@@ -199,15 +204,15 @@ def _periods(pair: GroupPair, tokens: int) -> list[tuple[int, int]]:
     return [(times, stop) for times, stop in parts if times and stop]
 
 
-def _check_num_listed(pair: Pair, tokens: int) -> None:
-    """Raise ``RANGE`` for more descriptors than are listed."""
+def _take_listed(pair: Pair, tokens: int) -> None:
+    """Take what the descriptors need that are listed. Raises ``RANGE``."""
     num_listed = 0
     for group_pair in pair.group_pairs:
         for _, stop in _periods(group_pair, tokens):
             for series, (low, high) in group_pair.moves(0, stop):
                 num_listed += series.base.shape[1] * series.num_starts(low, high)
     subject = f"count the descriptors with {label_of(pair.remote)}"
-    at_most(MAX_COUNTED, num_listed, "to list", subject)
+    spend(num_listed, "descriptors", DESCRIPTOR_BYTES, subject)
 
 
 def _count_listed(tables: tuple[Table, Table], pair: GroupPair, stop: int) -> GroupCost:

@@ -25,17 +25,22 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Bools, Ints, distinct
-from kvplan._checks import at_most
-from kvplan._text import few
+from kvplan._text import FEW, few
+from kvplan.budget import spend
 from kvplan.describe.axes import global_sizes
 from kvplan.describe.views import TOKEN, Geometry, Group
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import held_positions
+from kvplan.plan.align import held_positions, num_turns
 
-MAX_HELD: Final = 1 << 26
-"""The most stretches of an axis, times source views of a tensor, that are compared for one
-destination."""
+INTERVAL_BYTES: Final = 400
+"""What an interval of coordinates that a view holds takes of a budget."""
+
+STRETCH_BYTES: Final = 1000
+"""What a stretch of an axis takes of a budget, beside what each source view takes of it."""
+
+HELD_BYTES: Final = 8
+"""What the answer whether a source view holds a stretch takes of a budget."""
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -66,7 +71,8 @@ class Part:
         return (self.intervals - self.span[0]).tobytes()
 
     def __str__(self) -> str:
-        return few([f"[{start}, {stop})" for start, stop in self.intervals.tolist()], " ")
+        first = [f"[{start}, {stop})" for start, stop in self.intervals[:FEW].tolist()]
+        return few(first, " ", number=len(self.intervals))
 
 
 @attrs.frozen(eq=False)
@@ -133,6 +139,9 @@ class SourceViews:
         The token axis counts positions in ``[0, cycle)``. Coordinates that the same source views
         hold make one part.
         """
+        action = f"divide axis {axis!r}"
+        number = _num_intervals(destination, axis, cycle)
+        spend(number, "intervals", INTERVAL_BYTES, action)
         covered = _covered(destination, axis, cycle)
         key = (axis, cycle, covered)
         if key not in self._parts:
@@ -140,8 +149,8 @@ class SourceViews:
             sources = self._sets(axis, cycle)
             # A stretch lies between neighbouring bounds: the ends of all intervals on both sides.
             bounds = distinct(np.concatenate([needed.intervals, sources.intervals]))
-            subject = f"divide axis {axis!r}"
-            at_most(MAX_HELD, bounds.size * len(self.views), "stretches of views", subject)
+            stretch_bytes = STRETCH_BYTES + HELD_BYTES * len(self.views)
+            spend(bounds.size, "stretches", stretch_bytes, action)
             stretches = np.stack([bounds[:-1], bounds[1:]], axis=1)
             is_needed = _inside(bounds, needed)[0]
             # (sets, stretches) to (stretches, views), for the stretches that are needed
@@ -153,9 +162,18 @@ class SourceViews:
         """Return what the views hold of an axis."""
         key = (axis, cycle)
         if key not in self._interval_sets:
+            number = sum(_num_intervals(geometry, axis, cycle) for _, geometry in self.views)
+            spend(number, "intervals", INTERVAL_BYTES, f"divide axis {axis!r}")
             covered = [_covered(geometry, axis, cycle) for _, geometry in self.views]
             self._interval_sets[key] = IntervalSets.of(covered)
         return self._interval_sets[key]
+
+
+def _num_intervals(geometry: Geometry, axis: str, cycle: int) -> int:
+    """Return how many intervals :func:`_covered` lists, or a few more."""
+    if axis == TOKEN:
+        return num_turns(geometry.group, cycle)
+    return int(geometry.segments[axis].start.size)
 
 
 def _covered(geometry: Geometry, axis: str, cycle: int) -> Intervals:

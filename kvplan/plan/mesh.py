@@ -15,6 +15,7 @@ import attrs
 
 from kvplan._checks import members
 from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, limited
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cost import Cost, cost
 from kvplan.plan.pairs import plan_pairs, shares
@@ -96,7 +97,9 @@ def plan_mesh(
     senders = checked_workers("sources", sources, *receivers)
     skipped = checked_names(not_transferred, *receivers, *senders)
     local_workers, remotes = direction.by_role(receivers, senders)
-    pairs = plan_pairs(direction, local_workers, remotes, shares(receivers, senders, skipped))
+    # each destination may cost as much as one that plans alone
+    with limited(max(len(receivers), 1) * BUDGET_BYTES):
+        pairs = plan_pairs(direction, local_workers, remotes, shares(receivers, senders, skipped))
     plans = []
     for i, local in enumerate(local_workers):
         # a writer plans with its siblings
@@ -129,7 +132,8 @@ def contacts(
     receivers = checked_workers("destinations", destinations)
     senders = checked_workers("sources", sources, *receivers)
     contacts_of: dict[Key, list[Key]] = {worker.key: [] for worker in (*receivers, *senders)}
-    for share in shares(receivers, senders, checked_names(not_transferred)):
-        contacts_of[share.destination.key].append(share.source.key)
-        contacts_of[share.source.key].append(share.destination.key)
+    with limited(max(len(receivers), 1) * BUDGET_BYTES):
+        for share in shares(receivers, senders, checked_names(not_transferred)):
+            contacts_of[share.destination.key].append(share.source.key)
+            contacts_of[share.source.key].append(share.destination.key)
     return {key: tuple(keys) for key, keys in contacts_of.items()}

@@ -6,12 +6,14 @@ other heads in the same layout, share ids and rows, which are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import attrs
 
 from kvplan._arrays import Ints
+from kvplan.budget import spend
+from kvplan.describe.axes import most_segments
 from kvplan.describe.worker import Key, Worker
 from kvplan.plan.cells import Cell, cells
 from kvplan.plan.match import Sources, match
@@ -20,6 +22,16 @@ from kvplan.plan.runs import cell_geometry, group_runs
 from kvplan.plan.series import GroupPair
 from kvplan.plan.specs import Direction, Pair, idle_pair
 from kvplan.plan.tables import Table
+
+SEGMENT_BYTES: Final = 300
+"""What a segment of an axis takes of a budget."""
+
+WORKER_BYTES: Final = 20_000
+"""What a worker takes of a budget, beside its segments and the views that are compared."""
+
+
+ROW_BYTES: Final = 60
+"""What a row takes of a budget, here and where it is handed to a transfer backend."""
 
 
 class Share(NamedTuple):
@@ -38,13 +50,27 @@ def shares(
     ``skipped`` names tensors that are not transferred. Sources are sorted by their keys, so that
     every worker computes the same choice.
     """
-    offered = Sources(sorted(sources, key=lambda worker: worker.key))
-    for destination in destinations:
+    receivers = tuple(destinations)
+    senders = sorted(sources, key=lambda worker: worker.key)
+    _take_workers([*receivers, *senders])
+    offered = Sources(senders)
+    for destination in receivers:
         cells_by_source: dict[int, list[Cell]] = {}
         for cell in cells(match(destination, offered, skipped)):
             cells_by_source.setdefault(cell.source_worker, []).append(cell)
         for source, source_cells in sorted(cells_by_source.items()):
             yield Share(destination, offered.workers[source], source_cells)
+
+
+def _take_workers(workers: Sequence[Worker]) -> None:
+    """Take what workers need of a budget, whatever they exchange. Raises ``RANGE``."""
+    spend(len(workers), "workers", WORKER_BYTES, "plan")
+    for worker in workers:
+        number = sum(most_segments(geometry.axes) for geometry in worker.geometries)
+        spend(number, "segments of axes", SEGMENT_BYTES, f"plan with {worker.label}")
+    for worker in workers:
+        # each request asks for it, and it is found here, within the budget
+        _ = worker.overlaid
 
 
 @attrs.frozen(eq=False)
@@ -77,6 +103,8 @@ class PairPlanner:
             self._planned[geometry.key] = planned
         # Rows of an equal geometry begin elsewhere: they are moved by the difference.
         shift = geometry.base_offset - planned.base_offset
+        num_rows = sum(map(len, planned.rows))
+        spend(num_rows, "rows", ROW_BYTES, f"plan for {share.destination.label}")
         tables = (
             Table.at(share.destination, planned.rows[0], shift[0]),
             Table.at(share.source, planned.rows[1], shift[1]),

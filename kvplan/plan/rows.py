@@ -25,15 +25,19 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints, distinct, heads, integers_in, numbered
-from kvplan._checks import ID_END, at_most
+from kvplan._checks import ID_END
+from kvplan.budget import spend
 from kvplan.describe.views import Group
 from kvplan.errors import KVPlanError
 from kvplan.plan.align import blocks_and_slots, slots
 from kvplan.plan.runs import GroupRuns, Runs, TokenRuns
 from kvplan.plan.series import GroupPair, PeriodBlocks, RunSeries, TokenSeries
 
-MAX_SLOTS: Final = 1 << 23
-"""The most runs of one token, times the slots of a block, that one side of a pair may have."""
+SLOT_BYTES: Final = 130
+"""What a slot of a run of one token, or a longer run, takes of a budget on each side."""
+
+POSITION_BYTES: Final = 64
+"""What a position at which tokens move takes of a budget."""
 
 NUMBERED_END: Final = 1 << 62
 """The rows of one side have fewer descriptors than this, so that no sum of ids wraps."""
@@ -195,8 +199,9 @@ def assign_ids(group_runs: Sequence[GroupRuns]) -> tuple[tuple[GroupPair, ...], 
     """
     rows = []
     ids = []
-    for side in BOTH_SIDES:
-        _check_num_slots(group_runs, side)
+    number = sum(_num_offsets(group_runs, side) for side in BOTH_SIDES)
+    action = "number the descriptors of a pair of workers"
+    spend(number, "slots of runs", SLOT_BYTES, action)
     for side in BOTH_SIDES:
         side_rows, side_ids = assign_rows(list(_row_jobs(group_runs, side)))
         rows.append(side_rows)
@@ -226,14 +231,14 @@ def _group_pair(
     return GroupPair(groups.groups, num_blocks, groups.period, spans, tuple(runs), tuple(tokens))
 
 
-def _check_num_slots(group_runs: Iterable[GroupRuns], side: int) -> None:
-    """Raise ``RANGE`` for more slots of runs of one token than are listed."""
-    num_slots = 0
+def _num_offsets(group_runs: Iterable[GroupRuns], side: int) -> int:
+    """Return the number of longer runs of one side, and of slots of its runs of one token."""
+    number = 0
     for groups in group_runs:
+        number += groups.runs.length.size
         for tokens in groups.tokens:
-            num_slots += tokens.runs.length.size * slots(groups.groups[side])
-    subject = "number the descriptors of a pair of workers"
-    at_most(MAX_SLOTS, num_slots, "slots of runs of one token", subject)
+            number += tokens.runs.length.size * slots(groups.groups[side])
+    return number
 
 
 def _row_jobs(group_runs: Iterable[GroupRuns], side: int) -> Iterator[RowJob]:
@@ -331,6 +336,9 @@ def _token_series(tokens: TokenRuns, ids: BothIds, dtype: type) -> Iterator[Toke
 
     Runs with the same steps, and to which all slots add the same, form one series.
     """
+    num_starts = int(np.diff(tokens.intervals).sum())
+    spend(num_starts, "positions of a cycle", POSITION_BYTES, "number tokens")
+    starts = integers_in(tokens.intervals)
     base = np.stack([side.first[:, 0] for side in ids])
     slot_terms = [side.first - side.first[:, :1] for side in ids]
     steps = [side.step[:, :1] for side in ids]
@@ -348,7 +356,7 @@ def _token_series(tokens: TokenRuns, ids: BothIds, dtype: type) -> Iterator[Toke
         yield TokenSeries(
             base=base[:, runs, None].astype(dtype, order="C"),
             step=(destination_step, source_step),
-            starts=integers_in(tokens.intervals),
+            starts=starts,
             period=tokens.cycle,
             slot_terms=(destination_terms, source_terms),
             only_at_cuts=tokens.only_at_cuts,

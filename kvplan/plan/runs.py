@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
 
 from kvplan._arrays import Bools, Ints, distinct, heads, integers_in
-from kvplan._checks import at_most
+from kvplan.budget import spend
 from kvplan.describe.axes import Segments
 from kvplan.describe.views import TOKEN, Geometry, Group
 from kvplan.plan.align import period, slots
 from kvplan.plan.block_pairs import (
-    MAX_TOKEN_RUNS,
+    MAX_JOINED,
     TokenChains,
     block_pairs,
     can_continue,
@@ -37,6 +37,15 @@ from kvplan.plan.block_pairs import (
     cut_at_segments,
 )
 from kvplan.plan.cells import Cell
+
+RUN_BYTES: Final = 250
+"""What a run takes of a budget."""
+
+OFFSET_BYTES: Final = 16
+"""What the offset of a run takes of a budget, while those of one tensor are listed."""
+
+SEGMENT_BYTES: Final = 100
+"""What a segment of an axis takes of a budget where the geometries of cells are compared."""
 
 
 @attrs.frozen(eq=False)
@@ -115,6 +124,7 @@ class LongRuns:
     def over(cls, runs: Runs, chains: TokenChains) -> LongRuns:
         """Return every run of one token over every chain of tokens, run by run."""
         num_runs = runs.length.size
+        spend(num_runs * chains.num_tokens.size, "runs of a period", RUN_BYTES, "join runs")
         repeated = np.repeat(np.arange(num_runs), chains.num_tokens.size)
         longer = runs.take(
             repeated,
@@ -143,12 +153,8 @@ def group_runs(cells: Iterable[Cell]) -> tuple[GroupRuns, ...]:
     """Return the runs of all cells that one source serves, by pair of groups."""
     # The runs of cells with equal strides are joined to each other.
     by_groups: dict[tuple[Group, Group], dict[Any, list[tuple[Cell, Runs]]]] = {}
-    num_runs = 0
     for cell in cells:
         runs = _cell_runs(cell)
-        num_runs += runs.length.size
-        subject = f"plan {cell.match.names[0]!r} and the tensors before it"
-        at_most(MAX_TOKEN_RUNS, num_runs, "runs of one token", subject)
         destination, source = cell.sides
         by_strides = by_groups.setdefault((destination.group, source.group), {})
         by_strides.setdefault(_strides(cell), []).append((cell, runs))
@@ -159,7 +165,7 @@ def group_runs(cells: Iterable[Cell]) -> tuple[GroupRuns, ...]:
         token_runs_by_groups[groups] = token_runs
         num_lengths += sum(distinct(tokens.runs.length).size for tokens in token_runs)
     # Runs of one token and of one length are joined together; all of them share the limit evenly.
-    limit = MAX_TOKEN_RUNS // max(num_lengths, 1)
+    limit = MAX_JOINED // max(num_lengths, 1)
     return tuple(
         _group_runs(groups, tokens, limit) for groups, tokens in token_runs_by_groups.items()
     )
@@ -182,6 +188,11 @@ def cell_geometry(cells: Iterable[Cell]) -> CellGeometry:
     key: list[tuple[Any, ...]] = []
     base_offset = np.zeros(2, np.int64)
     for cell in cells:
+        num_segments = sum(len(part.intervals) for part in cell.parts.values())
+        for geometry in cell.sides:
+            num_segments += sum(segments.start.size for segments in geometry.segments.values())
+        action = f"compare {cell.match.names[0]!r} with others"
+        spend(num_segments, "segments of axes", SEGMENT_BYTES, action)
         # (2, tensors, 2): region and offset of every tensor, on each side.
         places = cell.match.places(cell.destination, cell.source)
         # Where the cell begins in the view of a tensor, on each side, and its layout from there.
@@ -231,9 +242,9 @@ def _content(cell: Cell) -> tuple[Ints, int]:
             coordinates = part.intervals[0, :1]
             length *= part.size
         else:
-            num_runs = offsets.shape[1] * part.size * len(cell.match.names)
-            subject = f"plan {cell.match.names[0]!r}"
-            at_most(MAX_TOKEN_RUNS, num_runs, "runs of one token", subject, axis=axis)
+            action = f"plan {cell.match.names[0]!r}"
+            num_runs = offsets.shape[1] * part.size
+            spend(num_runs, "runs of one token", OFFSET_BYTES, action, axis=axis)
             coordinates = integers_in(part.intervals)
         # Every run so far at every listed coordinate of this axis.
         axis_offsets = np.stack([side.at(coordinates) for side in segments])
@@ -250,6 +261,8 @@ def _axes_by_stride(cell: Cell, geometry: Geometry) -> list[str]:
 def _cell_runs(cell: Cell) -> Runs:
     """Return the runs of one token of every tensor of a cell, each at the tensor's own place."""
     offsets, length = _content(cell)
+    number = offsets.shape[1] * len(cell.match.names)
+    spend(number, "runs of one token", RUN_BYTES, f"plan {cell.match.names[0]!r}")
     places = cell.match.places(cell.destination, cell.source)
     num_runs = offsets.shape[1]
     # (2, tensors * runs): the runs of one tensor follow each other.

@@ -19,6 +19,7 @@ import numpy as np
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
 from kvplan._text import shown
+from kvplan.budget import limited
 from kvplan.describe.blocks import Blocks, Tokens, check_apart, check_blocks
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -358,5 +359,6 @@ def _plan(
 ) -> TransferPlan:
     """Return the plan of one worker. A writer plans with its siblings."""
     destinations, sources = direction.by_role((local, *siblings), remotes)
-    pairs = plan_pairs(direction, [local], remotes, shares(destinations, sources, skipped))
+    with limited():
+        pairs = plan_pairs(direction, [local], remotes, shares(destinations, sources, skipped))
     return TransferPlan(direction.operation, local, remotes, siblings, skipped, pairs[local.key])

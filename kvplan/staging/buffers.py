@@ -47,6 +47,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, distinct
 from kvplan._checks import INT64_END, instance, name
+from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.views import TOKEN, Group, Region, View
 from kvplan.describe.worker import Worker
@@ -60,6 +61,9 @@ from kvplan.staging.copies import DESTINATION, SOURCE, BothGroups, CopyTemplate,
 
 MAX_RUNS: Final = 1 << 18
 """The most runs of a frame that rule S3 is applied to; larger frames are packed view by view."""
+
+RUN_BYTES: Final = 100
+"""What a run of a frame takes of a budget."""
 
 Demand = tuple[Group, int]
 """A group, and the bytes of one block of a pool."""
@@ -498,6 +502,7 @@ def _packed_together(frame: Sequence[PeerView]) -> Pool | None:
     num_runs = [view.block_bytes // length for view, length in zip(views, run_bytes, strict=True)]
     if sum(num_runs) > MAX_RUNS:
         return None
+    spend(sum(num_runs), "runs of a frame", RUN_BYTES, f"stage {views[0].name!r}")
     run_starts = list(map(_run_starts, views, run_bytes))
     run_map = _RunMap.of(np.concatenate(run_starts), np.repeat(run_bytes, num_runs))
     packed_views = []

@@ -10,7 +10,7 @@ never more.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -19,6 +19,7 @@ import attrs
 
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name, seconds
 from kvplan._text import brief_repr, count, shown, size
+from kvplan.budget import limited
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan.cost import Cost
@@ -240,8 +241,9 @@ def choose(
     >>> choice.best.plan
     <StagedPlan decode/0: 1 source, 288 positions at a time>
 
-    Raises what planning does. ``"auto"`` leaves out strategies that have too little memory. Raises
-    ``NAME`` for an unknown operation or strategy, and for staging without a region.
+    Raises what planning does. ``"auto"`` leaves out strategies that have too little memory, or that
+    a :class:`kvplan.Budget` has no room for. Raises ``NAME`` for an unknown operation or strategy,
+    and for staging without a region.
     """
     tokens = integer(tokens, "tokens of a request")
     rates = instance(Rates, rates, "rates")
@@ -254,23 +256,37 @@ def choose(
         expected = f"one of {', '.join((AUTO, *STRATEGIES[operation]))}"
         raise KVPlanError("NAME", action, expected=expected, got=shown(strategy))
     writers = siblings if operation == "WRITE" else ()
-    shared = Shares.of(DIRECTIONS[operation], local, remotes, writers, not_transferred)
-    # all strategies share the cells, and the bytes that are needed
+    with limited():
+        shared = Shares.of(DIRECTIONS[operation], local, remotes, writers, not_transferred)
+        candidates = _candidates(operation, strategy, staging)
+        return choice_of(shared, candidates, staging, tokens, rates)
+
+
+def choice_of(
+    shared: Shares,
+    candidates: Sequence[str],
+    staging: str | None,
+    tokens: int,
+    rates: Rates = SHARED_MEMORY,
+) -> Choice:
+    """Return the candidates that are possible, which share the cells and the bytes needed.
+
+    Raises ``RANGE`` where not even those can be counted that a direct plan moves.
+    """
     direct_cost = shared.direct.cost(tokens)
     options = list[Option]()
     refused = dict[str, KVPlanError]()
-    candidates = _candidates(operation, strategy, staging)
     for candidate in candidates:
         try:
             plan = _plan(shared, candidate, staging)
             options.append(Option.of(candidate, plan, direct_cost, rates))
         except KVPlanError as error:
-            # other strategies may take less memory
-            if error.code != "MEMORY" or len(candidates) == 1:
+            # other strategies may take less memory, and less of a budget
+            if error.code not in ("MEMORY", "RANGE") or len(candidates) == 1:
                 raise
             refused[candidate] = error
     options.sort(key=lambda option: option.seconds)
-    return Choice(local.label, tokens, rates, tuple(options), refused)
+    return Choice(shared.direct.local.label, tokens, rates, tuple(options), refused)
 
 
 def _candidates(operation: str, strategy: str, staging: str | None) -> tuple[str, ...]:

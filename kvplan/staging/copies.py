@@ -27,6 +27,7 @@ import numpy as np
 
 from kvplan._arrays import Ints, distinct, integers_in, read_only
 from kvplan._text import count, fold
+from kvplan.budget import spend
 from kvplan.describe.axes import Segments
 from kvplan.describe.blocks import Blocks, places
 from kvplan.describe.views import TOKEN, Geometry, Group, Region
@@ -51,6 +52,15 @@ BoxShape = tuple[int, tuple[Dim, ...]]
 
 Boxes = dict[BoxShape, list[tuple[Origin, Origin]]]
 """Boxes by shape: where each begins on both sides, the destination's first."""
+
+BOX_BYTES: Final = 2000
+"""What a box of a tensor that is copied takes of a budget."""
+
+SEGMENT_BYTES: Final = 40
+"""What a segment of an axis takes of a budget, each time that it is looked at."""
+
+POSITION_BYTES: Final = 64
+"""What a position of a cycle takes of a budget."""
 
 DESTINATION: Final = 0
 SOURCE: Final = 1
@@ -207,6 +217,8 @@ def copy_templates(regions: Sequence[Region], cells: Iterable[Cell]) -> tuple[Co
 
 def _paging(cell: Cell) -> Hashable:
     """Return what cells share whose positions lie in the same slots of the same blocks."""
+    action = f"stage {cell.match.names[0]!r}"
+    spend(cell.parts[TOKEN].size, "positions of a cycle", POSITION_BYTES, action)
     sides = [(side.group, side.block_stride_bytes, _token_steps(side)) for side in cell.sides]
     return (*sides, cell.cycle, _carried(cell).tobytes())
 
@@ -299,7 +311,10 @@ class _Interval(NamedTuple):
 def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
     """Yield the boxes of one token of one tensor, by rule S9."""
     axes = [axis for axis in cell.parts if axis != TOKEN]
-    for intervals in itertools.product(*[_intervals(cell, axis) for axis in axes]):
+    intervals_by_axis = [_intervals(cell, axis) for axis in axes]
+    number = math.prod(map(len, intervals_by_axis)) * len(cell.match.names)
+    spend(number, "boxes to copy", BOX_BYTES, f"stage {cell.match.names[0]!r}")
+    for intervals in itertools.product(*intervals_by_axis):
         destination_offset = sum(interval.offsets[0] for interval in intervals)
         source_offset = sum(interval.offsets[1] for interval in intervals)
         dims = tuple(interval.dim for interval in intervals)
@@ -309,6 +324,10 @@ def _token_boxes(cell: Cell) -> Iterator[_TokenBox]:
 def _intervals(cell: Cell, axis: str) -> list[_Interval]:
     """Return the intervals of one axis, by rule S9."""
     destination, source = (side.segments[axis] for side in cell.sides)
+    # each interval looks at all segments
+    num_segments = destination.start.size + source.start.size
+    number = num_segments * (len(cell.parts[axis].intervals) + num_segments)
+    spend(number, "segments of an axis", SEGMENT_BYTES, f"stage {cell.match.names[0]!r}")
     intervals = []
     for low, high in cell.parts[axis].intervals.tolist():
         # both sides step evenly between neighbouring bounds

@@ -29,6 +29,7 @@ import numpy as np
 from kvplan._arrays import Ints
 from kvplan._checks import ID_END, having
 from kvplan._text import count
+from kvplan.budget import limited
 from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
@@ -139,7 +140,8 @@ class StagedPlan:
         ``None``: the fewest positions after which the direct plan repeats. Raises what
         :func:`kvplan.plan.cost.cost` does.
         """
-        return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
+        with limited():
+            return staged_cost(self.direct.cost(tokens), self.peers, self.num_positions)
 
     def bind(
         self,
@@ -469,7 +471,8 @@ def stage(
     each group.
     """
     region = checked_staging(local, staging)
-    return Shares.of(READ, local, remotes, (), not_transferred).staged(region, whole)
+    with limited():
+        return Shares.of(READ, local, remotes, (), not_transferred).staged(region, whole)
 
 
 def stage_writes(
@@ -499,4 +502,5 @@ def stage_writes(
     Raises what :func:`plan_writes` does, and what :func:`stage` does for a staging region.
     """
     region = checked_staging(local, staging)
-    return Shares.of(WRITE, local, remotes, siblings, not_transferred).staged(region)
+    with limited():
+        return Shares.of(WRITE, local, remotes, siblings, not_transferred).staged(region)

@@ -31,6 +31,7 @@ import numpy as np
 from kvplan._arrays import Ints, heads, integers_in
 from kvplan._checks import ID_END
 from kvplan._text import brief_repr
+from kvplan.budget import BUDGET_BYTES, limited, spend
 from kvplan.describe.views import TOKEN, Geometry, Group, View
 from kvplan.describe.worker import Key, Worker
 from kvplan.errors import KVPlanError
@@ -57,8 +58,11 @@ if TYPE_CHECKING:
     from kvplan.plan.series import GroupPair, RunSeries, TokenSeries
     from kvplan.plan.transfer import TransferPlan
 
-MAX_PARTS: Final = 1 << 25
-"""A certificate follows at most this many descriptors and parts of them for each destination."""
+PIECE_BYTES: Final = 100
+"""What a piece of a worker's tensors takes of a budget."""
+
+PART_BYTES: Final = 100
+"""What a descriptor that is followed takes of a budget, and a part of it."""
 
 SIDES: Final = (0, 1)
 """The destination and the source: indices into all that has one value for each side."""
@@ -97,6 +101,12 @@ def certify(plan: TransferPlan | MeshPlan | Iterable[TransferPlan]) -> Certifica
     descriptor on both sides.
     """
     plans = plans_of(plan)
+    with limited(max(len(plans), 1) * BUDGET_BYTES):
+        return _certify(plans)
+
+
+def _certify(plans: Sequence[TransferPlan]) -> Certificate:
+    """Return the proof for some plans."""
     workers: dict[Key, Worker] = {}
     skipped: dict[Key, tuple[str, ...]] = {}  # the tensors that are not transferred, by destination
     pairs: dict[Key, list[PairTables]] = {}  # by destination
@@ -180,7 +190,7 @@ class Pieces:
         if (low < 0).any():
             return None
         num_parts = high - low
-        _check_limit("parts of descriptors", int(num_parts.sum()))
+        _take(int(num_parts.sum()), "parts of descriptors", PART_BYTES)
 
         # A part is what a range and a piece have in common.
         range_of_part = np.repeat(np.arange(start.size), num_parts)
@@ -225,7 +235,7 @@ def _pieces(worker: Worker, group: Group, tensors: Mapping[str, ProofTensor]) ->
         _check_elements(worker, geometry, view_indices, tensors)
         offset, number, length = pieces_of_slot(geometry, weights)
         num_pieces = slots_of(group) * offset.size * len(view_indices)
-        _check_limit(f"pieces of {worker.label}", num_pieces)
+        _take(num_pieces, f"pieces of {worker.label}", PIECE_BYTES)
         slot_offset = slots_of_block(geometry)
         region, view_offset = worker.places[view_indices].T
         view_start = starts[region] + view_offset
@@ -341,7 +351,6 @@ class _Proof:
         self.tensors: dict[str, ProofTensor] = {}
         for index, view in enumerate(views):
             self.tensors[view.name] = ProofTensor(index, view, numbering(view))
-        self.num_followed = 0  # descriptors, and their parts
 
     def moved_by_group(self, pairs: Sequence[PairTables]) -> Iterator[PlacedRanges]:
         """Yield what all pairs move into each group in a period, when it is proved."""
@@ -418,7 +427,7 @@ class _Proof:
     def positions(self, tables: GroupTables, ids: RunSeries | TokenSeries, starts: Ints) -> Ints:
         """Return where the descriptors of a series begin in a period, and count them."""
         num_descriptors = tables.period // ids.period * starts.size * ids.base.shape[1]
-        self.count(f"{tables.pair}, {tables.period} positions", num_descriptors)
+        _take(num_descriptors, f"descriptors of {tables.pair}", PART_BYTES)
         # By period of the series, then by start.
         return np.add.outer(np.arange(0, tables.period, ids.period), starts).reshape(-1)
 
@@ -449,7 +458,6 @@ class _Proof:
             where = "destination" if coarse is None else "source"
             expected = "descriptors of bytes that views hold"
             raise refusal(tables.pair, expected, f"other bytes at the {where}")
-        self.count("parts of descriptors", fine.length.size)
         # `fine.range` is the coarse part that each fine part belongs to.
         descriptor = coarse.range[fine.range]
         start = fine.start - source.start[descriptor] + destination.start[descriptor]
@@ -483,11 +491,6 @@ class _Proof:
                 expected_byte = f"{field} {values[0]} of {name}"
                 raise refusal(tables.pair, expected_byte, f"{values[1]}", **details)
         return expected["position"]
-
-    def count(self, subject: str, number: int) -> None:
-        """Add to the number of descriptors and parts followed so far. Raises ``RANGE``."""
-        self.num_followed += number
-        _check_limit(subject, self.num_followed)
 
     def filled(self, group: Group, pieces: Pieces, moved: PlacedRanges) -> PlacedRanges:
         """Return the ranges in order, joined where they continue each other.
@@ -693,7 +696,6 @@ def _places(pair: PairTables, *rows: int) -> dict[str, Any]:
     return {"row": tuple(map(int, rows)), "region": tuple(regions)}
 
 
-def _check_limit(subject: str, number: int) -> None:
-    if number > MAX_PARTS:
-        expected = f"at most {MAX_PARTS} parts to follow"
-        raise refusal(subject, expected, f"{number}", "RANGE", number=number)
+def _take(number: int, unit: str, bytes_each: int) -> None:
+    """Take what is to be followed from the budget. Raises ``RANGE``."""
+    spend(number, unit, bytes_each, f"certify {unit}")

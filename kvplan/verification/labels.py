@@ -26,6 +26,7 @@ import attrs
 import numpy as np
 
 from kvplan._arrays import Ints
+from kvplan.budget import spend
 from kvplan.describe.axes import Axis
 from kvplan.describe.blocks import Blocks, Range
 from kvplan.describe.views import TOKEN, Geometry, Group, Region, View
@@ -34,6 +35,9 @@ from kvplan.verification.memory import Cells, FakeMemory, runs_of
 
 CHUNK_CELLS: Final = 1 << 22
 """Labels are made for at most this many cells at a time, or for one position."""
+
+PIECE_BYTES: Final = 50
+"""What a piece of a slot takes of a budget, and a slot."""
 
 Weights = tuple[tuple[str, int], ...]
 """By how much the number of a byte grows along each axis of a tensor but the token axis."""
@@ -89,6 +93,7 @@ def pieces_of_slot(
         if extent and offset.size == 1 and axis.stride_bytes == weight == length:
             length *= extent
         elif extent != 1:
+            spend(extent * offset.size, "pieces", PIECE_BYTES, "number the bytes of a tensor")
             # Every piece so far, once for each coordinate of this axis.
             steps = np.arange(extent, dtype=np.int64)
             offset = np.add.outer(steps * axis.stride_bytes, offset).reshape(-1)
@@ -102,6 +107,7 @@ def slots_of_block(view: View | Geometry) -> Ints:
     for axis in view.axes:
         if axis.name == TOKEN:
             # Every slot of the coarser digits, once for each value of this digit.
+            spend(axis.extent * offset.size, "slots", PIECE_BYTES, "list the slots of a block")
             steps = np.arange(axis.extent, dtype=np.int64) * axis.stride_bytes
             offset = np.add.outer(offset, steps).reshape(-1)
     return offset

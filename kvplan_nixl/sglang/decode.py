@@ -50,6 +50,7 @@ class DecodeRank(Rank):
             access=memory.access,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
+            budget_bytes=settings.budget_bytes,
         )
         self.rooms = Rooms(logger, memory.access)
         self.under_way: dict[str, int] = {}  # the rooms of requests whose bytes may move

@@ -77,6 +77,7 @@ class Worker:
             access=self._access,
             copier=copier,
             timeout_s=settings.handshake_timeout_s,
+            budget_bytes=settings.budget_bytes,
             digest=self._digest_read if settings.verify else None,
             on_handshake=self.stats.record_handshake,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import struct
 import threading
@@ -47,6 +48,26 @@ def test_an_address_is_translated(leases: Leases) -> None:
     reachable = attrs.evolve(listener.source, host="127.0.0.1")
     assert fetch(reachable, timeout_s=10).workers == (b"offer",)
     listener.close()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b'{"workers": [' + b"[]," * 5000 + b"0]}", "expected at most 4096 brackets and commas, got 10002"),
+        (b"\xff", "expected JSON, got 1 byte of something else"),
+        (b"9" * 5000, "expected JSON, got 5000 bytes of something else"),
+        (b"[]", "expected a list of workers, got a list of 0"),
+        (b'{"workers": 7}', "expected a list of workers, got a dict of 1"),
+        (b'{"workers": [7]}', "expected str values only, got 7"),
+        (b'{"workers": ["?"], "engine_id": "p", "start": "a"}', "expected workers as base64, got other characters"),
+        (b'{"workers": [], "engine_id": 7, "start": "a"}', "expected a string, got 7"),
+        (b'{"workers": [], "engine_id": "p"}', "expected a non-empty string of printable characters, got ''"),
+    ],
+)
+def test_an_answer_of_many_parts_is_refused(data: bytes, message: str) -> None:
+    """What is no answer is refused in words of its own, and before many values are made of it."""
+    with pytest.raises(KVPlanError, match=f"^MESSAGE: cannot read offers: {re.escape(message)}$"):
+        Offers.decode(data)
 
 
 def test_another_start_is_not_taken_for_this_one(listener: Listener) -> None:

@@ -500,6 +500,36 @@ def test_handshakes_have_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(result.error is None for result in world.until(6).values())
 
 
+def test_one_engine_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handshakes fetch offers side by side, but no two open or plan them at once."""
+    (local,) = engine("decode")
+    names = ["prefill-0", "prefill-1"]
+    world, both_fetched, meeting = World(local, *map(engine, names)), threading.Barrier(2), threading.Barrier(2)
+    world.answer = lambda source: both_fetched.wait(60)
+
+    def meet(offer: bytes) -> Worker:
+        # nobody else comes as long as this one is here
+        with pytest.raises(threading.BrokenBarrierError):
+            meeting.wait(0.2)
+        return decode(offer)
+
+    world.reads._peers._connections = attrs.evolve(world.reads._connections, open_offer=meet)
+    for name in names:
+        world.reads.begin(world.read(name, source_of(name)))
+    assert [result.error for result in world.until(2).values()] == [None, None]
+
+
+def test_an_engine_is_planned_within_a_budget() -> None:
+    """All workers of an answer count together; a reader who trusts them has a larger budget."""
+    (local,) = engine("decode")
+    world = World(local, engine("prefill", tp=2))
+    world.reads._peers._budget_bytes = len(encode(engine("prefill", tp=2)[0])) * 300
+    world.reads.begin(world.read())
+    error = world.until(1)["r"].error
+    assert error is not None
+    assert (error.code, error.action) == ("RANGE", "read a message")
+
+
 def test_a_plan_that_is_not_prepared_any_more_is_made_again(one: Callable[..., World]) -> None:
     """If somebody else has taken a worker's connection, one request fails, and the next one shakes hands again."""
     world = one()
@@ -765,7 +795,7 @@ def test_a_plan_that_is_too_large_to_compare(monkeypatch: pytest.MonkeyPatch, co
     def refuse(*_: Any, **__: Any) -> None:
         raise KVPlanError(code, "choose", expected="less", got="more")
 
-    monkeypatch.setattr("kvplan.connector.peer_engines.choose", refuse)
+    monkeypatch.setattr("kvplan.connector.peer_engines.choice_of", refuse)
     world = two_engines()
     world.reads.begin(world.read())
     error = world.until(1)["r"].error

@@ -13,6 +13,7 @@ import kvplan
 from kvplan import (
     Axis,
     Blocks,
+    Budget,
     Context,
     Executor,
     Group,
@@ -95,7 +96,7 @@ def test_what_a_value_prints_explains_it(value: object) -> None:
 def test_every_public_value_class_is_explained() -> None:
     """No public class is left out but those that hold memory, those of transfers under way, and a type of mappings."""
     public = {each for name in kvplan.__all__ if inspect.isclass(each := getattr(kvplan, name))}
-    left_out = {Executor, FakeMemory, Notice, Request, Status, Transfer, Workspace}
+    left_out = {Budget, Executor, FakeMemory, Notice, Request, Status, Transfer, Workspace}
     assert public - left_out <= {type(value) for value in (*LISTED, *PRINTED)}
 
 

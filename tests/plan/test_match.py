@@ -108,7 +108,7 @@ def test_m4_an_unknown_model_goes_with_any() -> None:
 
 def geometry(*intervals):
     """All that parts need of a geometry: the intervals that it has of the axis ``head``."""
-    return SimpleNamespace(segments={"head": SimpleNamespace(covered=intervals)})
+    return SimpleNamespace(segments={"head": SimpleNamespace(covered=intervals, start=np.zeros(len(intervals)))})
 
 
 def test_parts_are_computed_once():

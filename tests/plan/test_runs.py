@@ -10,6 +10,7 @@ from kvplan.plan.block_pairs import block_pairs
 from kvplan.plan.cells import cells
 from kvplan.plan.match import Part, Sources, match
 from kvplan.plan.runs import cell_geometry, find_chains, group_runs
+from tests.counted import numbers_of
 from tests.small import engine
 
 
@@ -67,7 +68,7 @@ def test_r1_more_runs_than_can_be_listed_are_refused() -> None:
     assert plan_reads(square("d", "ab"), [square("p", "ab")]).cost().num_descriptors == 1
     with pytest.raises(
         KVPlanError,
-        match=r"RANGE: cannot plan 'layers.0': expected at most 4194304 runs of one token, got 4198401",
+        match=r"RANGE: cannot plan 'layers.0': expected work of at most 1 GiB, got .* with 4198401 runs of one token",
     ):
         plan_reads(square("d", "ab"), [square("p", "ba")])
 
@@ -223,17 +224,11 @@ def test_layers_that_step_differently_or_join_differently_are_told_apart(pages):
         assert verify(plan_reads(ours, [theirs]), local=near, remote=far, tokens=tokens).ok
 
 
-@pytest.mark.parametrize(("order", "least"), [("NH", 2), ("HN", 8)])
-def test_r1_as_many_runs_of_a_token_as_can_be_listed(monkeypatch, order, least):
-    """R1: a layer in one piece is listed as one; four heads apart, of two layers, need room for eight, and say so."""
+@pytest.mark.parametrize(("order", "number"), [("NH", 2), ("HN", 12)])
+def test_r1_runs_of_a_token_are_counted_before_they_are_listed(order, number):
+    """R1: two layers in one piece each are two runs; four heads apart are listed once, and then for both layers."""
     (ours,), (theirs,) = engine("d", order="NH"), engine("p", order=order)
-    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", least)
-    assert plan_reads(ours, [theirs]).pairs[0].group_pairs
-    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", least - 1)
-    if least == 8:
-        with pytest.raises(KVPlanError, match="expected at most 7 runs of one token, got 8") as caught:
-            plan_reads(ours, [theirs])
-        assert dict(caught.value.details) == {"axis": "head", "value": 8}
+    assert numbers_of(lambda: plan_reads(ours, [theirs]))["runs of one token"] == number
 
 
 def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
@@ -254,14 +249,10 @@ def test_r1_coordinates_with_a_gap_are_runs_of_their_own():
     assert verify(plan, local=tables, remote=tables, tokens=(0, 1)).ok
 
 
-def test_r1_runs_of_all_tensors_count(monkeypatch):
+def test_r1_runs_of_all_tensors_count():
     """R1: two layers that step differently, with one run of a token each, are two runs."""
     ours, theirs = (two_layers(name, (2, 8, 8), (2, 8, 32)) for name in "dp")
-    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", 2)
-    assert plan_reads(ours, [theirs]).pairs[0].group_pairs
-    monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", 1)
-    with pytest.raises(KVPlanError, match=r"RANGE: cannot plan 'layers.1' and .* at most 1 runs of one token, got 2"):
-        plan_reads(ours, [theirs])
+    assert numbers_of(lambda: plan_reads(ours, [theirs]))["runs of one token"] == 2
 
 
 @pytest.mark.parametrize(
@@ -312,7 +303,7 @@ def test_r3_as_many_block_pairs_as_can_be_listed(monkeypatch):
     """R3: blocks of 6 and 4 meet in periods of two and three blocks; where three may not be listed, nothing joins."""
     (ours,), (theirs,) = engine("d", tokens=6, order="NH", layers=1), engine("p", tokens=4, order="NH", layers=1)
     for most, runs in ((4, 4), (3, 0), (2, 0)):
-        monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
+        monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)
         assert runs_of(ours, theirs).position.size == runs
     assert verify(
         plan_reads(ours, [theirs]), local={"attn": Blocks([1, 2])}, remote={"attn": Blocks([4, 3, 2])}, tokens=(0, 12)
@@ -323,7 +314,7 @@ def test_r2_all_runs_of_a_period_count(monkeypatch):
     """R2: eight heads with two runs each are sixteen runs."""
     (ours,), (theirs,) = engine("d", heads=8, tokens=8, layers=1), engine("p", heads=8, layers=1)
     for most, runs in ((16, 16), (15, 0)):
-        monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
+        monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)
         assert runs_of(ours, theirs).position.size == runs
 
 
@@ -331,7 +322,7 @@ def test_r3_runs_of_two_lengths_share_the_limit(monkeypatch):
     """R3: layers of 16 and of 8 bytes a token meet twice in a period: each may list half of all pieces."""
     ours, theirs = (two_layers(name, (size, 16, 16), (size, 8, 8)) for name, size in (("d", 8), ("p", 4)))
     for most, runs in ((4, 4), (3, 0)):
-        monkeypatch.setattr("kvplan.plan.runs.MAX_TOKEN_RUNS", most)
+        monkeypatch.setattr("kvplan.plan.runs.MAX_JOINED", most)
         assert runs_of(ours, theirs).position.size == runs
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvplan import (
     Axis,
+    Budget,
     Context,
     Group,
     KVPlanError,
@@ -27,6 +28,7 @@ from kvplan import (
 )
 from kvplan.verification import Certificate
 from kvplan.verification.certificate import Pieces
+from tests.counted import numbers_of
 from tests.small import engine
 
 MAMBA = Model.shipped("nemotron-h-8b")
@@ -459,35 +461,31 @@ def test_a_plan_that_moves_nothing_is_proved():
     assert certify(plan_reads(mine, [], not_transferred=["layers.0"])) == Certificate(0, 0, True)
 
 
-def test_a_plan_too_large_to_follow_is_refused(monkeypatch):
-    """The limit holds for every direction, before parts are listed."""
+def test_a_plan_too_large_to_follow_is_refused():
+    """The budget holds for every direction, before parts are listed."""
     destinations, sources = engine("d", tp=2), engine("p")
     plans = (
         plan_reads(destinations[0], sources),
         plan_writes(sources[0], destinations),
         plan_mesh(destinations, sources),
     )
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 0)
     for plan in plans:
-        with pytest.raises(KVPlanError, match=r"RANGE: cannot certify .*: expected at most 0 parts"):
+        with Budget(0), pytest.raises(KVPlanError, match=r"RANGE: cannot .*: expected work of at most 0 bytes"):
             certify(plan)
 
 
-def test_the_pieces_of_a_worker_are_counted_before_they_are_listed(monkeypatch):
+def test_the_pieces_of_a_worker_are_counted_before_they_are_listed():
     """A token of a layer has four heads: of two layers, in blocks of four tokens, these are 32 pieces."""
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 31)
-    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify pieces of d/0: expected at most 31 .* got 32"):
-        certify(PLANS["equal blocks"])
+    assert numbers_of(lambda: certify(PLANS["equal blocks"]))["pieces of d/0"] == 32
 
 
 @pytest.mark.parametrize(("name", "number"), [("pieces of larger blocks", 416), ("contexts", 296)])
-def test_the_limit_is_for_all_starts_of_all_periods(monkeypatch, name, number):
+def test_all_starts_of_all_periods_are_counted(name, number):
     """Runs that begin at four positions are followed four times; a cycle of the contexts, as often as they repeat."""
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", number)
-    assert certify(PLANS[name])
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", number - 1)
-    with pytest.raises(KVPlanError, match=rf"RANGE: .*: expected at most {number - 1} parts to follow, got {number}"):
-        certify(PLANS[name])
+    numbers = numbers_of(lambda: certify(PLANS[name]))
+    descriptors = sum(number for unit, number in numbers.items() if unit.startswith("descriptors of"))
+    # each part is counted when it is cut at the destination, and again at the source
+    assert descriptors + numbers["parts of descriptors"] // 2 == number
 
 
 Range = tuple[int, int]
@@ -500,13 +498,11 @@ def made(ranges: list[Range]) -> Pieces:
     return Pieces(start, length, *[np.zeros_like(start)] * 5)
 
 
-def test_parts_are_counted_before_they_are_listed(monkeypatch):
-    """RANGE: a range over two pieces is two parts."""
+def test_parts_are_counted_before_they_are_listed():
+    """A range over two pieces is two parts."""
     pieces, start, length = made([(0, 4), (4, 4)]), np.array([0]), np.array([8])
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 2)
-    assert pieces.cut(start, length)
-    monkeypatch.setattr("kvplan.verification.certificate.MAX_PARTS", 1)
-    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify parts of descriptors: expected at most 1 .* got 2"):
+    assert numbers_of(lambda: pieces.cut(start, length))["parts of descriptors"] == 2
+    with Budget(1), pytest.raises(KVPlanError, match=r"RANGE: cannot certify parts of descriptors: .* with 2 parts"):
         pieces.cut(start, length)
 
 
@@ -593,7 +589,7 @@ def test_a_period_of_many_positions_is_refused_before_it_is_listed():
         )
         for name, each in zip("dp", axes, strict=True)
     )
-    with pytest.raises(KVPlanError, match="RANGE: cannot certify parts of descriptors: expected at most"):
+    with pytest.raises(KVPlanError, match=r"RANGE: cannot certify descriptors of .*: expected work of at most 1 GiB"):
         certify(plan_reads(mine, [other]))
 
 

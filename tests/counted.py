@@ -1,0 +1,29 @@
+"""A budget that counts what is taken of it, by what it is taken for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvplan import Budget
+
+
+class CountingBudget(Budget):
+    """A budget that keeps the number of units that were taken, by the name of the unit."""
+
+    def __init__(self, num_bytes: int = 1 << 40) -> None:
+        super().__init__(num_bytes)
+        self.numbers = Counter[str]()
+
+    def take(self, number: int, unit: str, bytes_each: int, action: str, **details: Any) -> None:
+        super().take(number, unit, bytes_each, action, **details)
+        self.numbers[unit] += number
+
+
+def numbers_of(action: Callable[[], object]) -> Counter[str]:
+    """Return how many units an action takes, by their name."""
+    budget = CountingBudget()
+    with budget:
+        action()
+    return budget.numbers
