@@ -19,7 +19,7 @@ from kvplan.models import FAMILIES, Model
 @like_option
 @json_option
 def models_command(model: str | None, like: str | None, as_json: bool) -> int:
-    """List the shipped models and the types of config.json that are known, or what MODEL caches.
+    """List shipped models and known types, or what MODEL caches.
 
     \b
     kvplan models
