@@ -17,6 +17,7 @@ from typing import Final
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name, seconds
 from kvplan._text import brief_repr, count, shown, size
 from kvplan.budget import limited
@@ -189,6 +190,8 @@ class Choice:
     rates: Rates
     options: tuple[Option, ...]
     refused: Mapping[str, KVPlanError]
+
+    _repr_html_ = _notebook.html
 
     @property
     def best(self) -> Option:

@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._text import MAX_REPR, brief_repr, count
 from kvplan.describe.blocks import Blocks, Tokens
@@ -148,6 +149,8 @@ class Report:
     checked: tuple[str, ...]
     failures: tuple[tuple[str, str], ...] = attrs.field(default=())
     tails: tuple[Tail, ...] = attrs.field(default=(), repr=False)
+
+    _repr_html_ = _notebook.html
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Report:

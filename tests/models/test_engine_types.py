@@ -31,7 +31,7 @@ class Fact:
 
 FACTS = [
     Fact(
-        "bailing_moe_linear: Ring-mini-linear-2.0; linear_attention_state_shape(16 heads, dim 2048 // 16)",
+        "bailing_moe_linear: Ring-mini-linear-2.0; linear_attention_state_shape(16 heads of 2048 // 16)",
         {
             "model_type": "bailing_moe_linear",
             "hidden_size": 2048,
@@ -64,7 +64,7 @@ FACTS = [
         {1: ((3, 8192), (64, 128, 64)), 2: ((3, 4096), (32, 128, 64))},
     ),
     Fact(
-        "phi4flash: Phi-4-mini-flash-reasoning; phi4flash.py of vLLM 0.10: 32 // 2 // 2 + 1 states of 2 * 2560 channels",
+        "phi4flash: Phi-4-mini-flash-reasoning; phi4flash.py of vLLM 0.10: 32 // 2 // 2 + 1 states of 5120 channels",
         {
             "model_type": "phi4flash",
             "hidden_size": 2560,
