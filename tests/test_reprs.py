@@ -60,7 +60,7 @@ def large_values() -> Iterator[Any]:
     yield verify(staged.direct, **request, copies={})
     network = FakeNetwork([local, *remotes])
     yield Pipeline(network.executor(local), NAME, FakeCopier(network.memory, local.key))
-    yield Budget(1 << 62)
+    yield Budget(1 << 61)
     yield StagedTransfer("r" * 40)
     yield Transfer(spec, "r" * 40, Status.RUNNING)
 

@@ -22,6 +22,8 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, Final
 
+import attrs
+
 from kvplan._checks import is_one_of
 from kvplan.models.config import (
     BOTH,
@@ -117,6 +119,12 @@ def block_indexed(config: Config, group: str = FULL, window: int | None = None) 
     if not flag_of(config, "has_indexer"):
         return tensors
     return with_index_keys(tensors, integer_of(config, "index_head_dim"))
+
+
+def chunked_heads(config: Config, group: str = FULL, window: int | None = None) -> Layer:
+    """Return K and V of each head; a layer with a window attends inside of chunks of that size."""
+    (heads,) = kv_heads(config, group, window)
+    return (attrs.evolve(heads, chunked=window is not None),)
 
 
 def stated_window(config: Config, group: str = FULL, window: int | None = None) -> Layer:
@@ -218,6 +226,7 @@ def plamo_state(config: Config) -> Layer:
 
     (plamo2.py of vLLM 0.25, with no groups)
     """
+    # B and C, of one group, are not convolved, so their last inputs are not kept.
     keys = {"mamba_d_head": integer_of(config, "hidden_size_per_head"), "mamba_n_groups": 1}
     x, _, _, ssm = mamba2_state({**config, **keys})
     return x, ssm
@@ -520,6 +529,7 @@ def full_behind_groups(config: Config) -> list[str]:
     ['state', 'attn', 'state', 'attn', 'attn']
     """
     kinds = all_but_each(STATE, "layer_group_size")(config)
+    # Layers behind the last whole group
     num_behind = len(kinds) % integer_of(config, "layer_group_size")
     return kinds[: len(kinds) - num_behind] + [FULL] * num_behind
 
@@ -531,6 +541,7 @@ def by_step(config: Config) -> list[str]:
     ['state', 'attn', 'state', 'attn']
     """
     step = integer_of(config, "mamba_step", low=2)
+    # A model that ends before the middle of the first step
     if _num_layers(config) <= step // 2:
         return [*all_of(STATE)(config)[:-1], FULL]
     return all_but_each(STATE, step, step // 2)(config)
@@ -551,6 +562,7 @@ def lower_half_caches(config: Config) -> list[str]:
     half = len(slides) // 2
     kinds = []
     for layer, kind in enumerate(slides):
+        # Above, attention reads the last cache below, and Mamba the last output.
         if layer >= half + 2:
             kinds.append(NONE)
         elif layer % period == 0:
@@ -831,6 +843,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 {0: FULL, 1: SLIDING},
                 otherwise=all_but_each(SLIDING, "no_rope_layer_interval"),
             ),
+            attention=chunked_heads,
             # A layer sees one chunk at most (Llama4TextConfig).
             keys=window_from("attention_chunk_size"),
         ),
