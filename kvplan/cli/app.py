@@ -20,6 +20,7 @@ from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
 from kvplan.cli.models import models_command
+from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
 
 COMPLETION: Final = "_KVPLAN_COMPLETE"
@@ -102,6 +103,7 @@ def installed_version() -> str:
         advise_command,
         models_command,
         doctor_command,
+        store_command,
     ],
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
