@@ -326,4 +326,8 @@ def _scaled(number: float | None, unit: int) -> int | None:
     "store", commands=[ls_command, verify_files_command, explain_pages_command, gc_command]
 )
 def store_command() -> None:
-    """List, check and clean a store of caches (kvplan.store)."""
+    """List, check and clean a store of caches (kvplan.store).
+
+    \b
+    kvplan store ls FOLDER
+    """

@@ -164,7 +164,7 @@ def test_the_help_lists_commands_and_statuses(cli: Cli) -> None:
     assert (run.status, run.err) == (0, "")
     assert run.out.startswith("Usage: kvplan ")
     assert run.out == cli("--help").out
-    assert {*QUICK, "doctor"} == {*kvplan.commands} <= {*run.out.split()}
+    assert {*QUICK, "doctor", "store"} == {*kvplan.commands} <= {*run.out.split()}
     assert "..." not in run.out.partition("Commands:")[2]
     statuses = run.out.partition("Exit status:\n")[2].partition("'kvplan models'")[0]
     assert [int(line.split()[0]) for line in statuses.splitlines() if line.strip()] == [0, 1, 2, 130, 141]
