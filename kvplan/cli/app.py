@@ -18,6 +18,7 @@ from kvplan.cli.demo import demo_command
 from kvplan.cli.doctor import doctor_command
 from kvplan.cli.matrix import matrix_command
 from kvplan.cli.options import echo_json
+from kvplan.cli.store import store_command
 from kvplan.errors import KVPlanError
 from kvplan.models import Model
 
@@ -91,7 +92,14 @@ def installed_version() -> str:
 
 
 @click.group(
-    commands=[demo_command, *COMMANDS, matrix_command, advise_command, doctor_command],
+    commands=[
+        demo_command,
+        *COMMANDS,
+        matrix_command,
+        advise_command,
+        doctor_command,
+        store_command,
+    ],
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog=EPILOG,
