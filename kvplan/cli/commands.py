@@ -12,21 +12,17 @@ import click
 from rich.text import Text
 
 from kvplan._text import count, fold, intervals, size
-from kvplan.cli.engines import lines, reasons_by_side
-from kvplan.cli.options import (
-    EngineCommand,
-    Engines,
+from kvplan.cli.console import (
     echo_json,
-    engine_options,
-    json_option,
     plain_console,
     print_lines,
     progress_bar,
-    read_decimal,
     terminal_width,
-    token_range,
     wrapped,
 )
+from kvplan.cli.engines import lines, reasons_by_side
+from kvplan.cli.model_files import read_decimal
+from kvplan.cli.options import EngineCommand, Engines, engine_options, json_option, token_range
 from kvplan.cli.trials import PlacedRequest, Trial, described, destination_drafts, sampled
 from kvplan.describe import Worker
 from kvplan.describe.worker import label_of

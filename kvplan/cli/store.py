@@ -12,7 +12,8 @@ import click
 
 from kvplan._text import count, few, fold, intervals, size
 from kvplan.cli.commands import read_offer
-from kvplan.cli.options import echo_json, json_option, print_lines, progress_bar
+from kvplan.cli.console import echo_json, print_lines, progress_bar
+from kvplan.cli.options import json_option
 from kvplan.describe import Worker
 from kvplan.errors import KVPlanError
 from kvplan.plan import plan_reads
@@ -328,4 +329,8 @@ def _scaled(number: float | None, unit: int) -> int | None:
     "store", commands=[ls_command, verify_files_command, explain_pages_command, gc_command]
 )
 def store_command() -> None:
-    """List, check and clean a store of caches (kvplan.store)."""
+    """List, check and clean a store of caches (kvplan.store).
+
+    \b
+    kvplan store ls FOLDER
+    """
