@@ -115,7 +115,8 @@ class Scheduler:
         self._listener: Listener | None = None
         self._leases = Leases(settings.lease_s)
         self._lent: dict[str, _Lent] = {}
-        self._claims = Claims(logger, partial(send_claims, access=self._access))
+        send = partial(send_claims, access=self._access)
+        self._claims = Claims(logger, send, settings.max_peers)
         self._reader = uuid.uuid4().hex  # of this start
         self._reading: dict[str, _Reading] = {}
         # by request and group: the first position that was read, if its block was read in part

@@ -45,7 +45,8 @@ class Worker:
         self._settings = settings
         self._executor: NixlExecutor | None = None
         self._access = settings.access()
-        self._claims = Claims(logger, partial(send_claims, access=self._access))
+        send = partial(send_claims, access=self._access)
+        self._claims = Claims(logger, send, settings.max_peers)
         self._released: set[str] = set()
         self._digests: dict[DigestRequest, list[dict[str, Any]]] = {}
         self.stats = KvplanStats()
