@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplan._checks import having
+from kvplan._checks import having, instance
 from kvplan._text import brief_repr
 from kvplan.budget import BUDGET_BYTES, Budget
 from kvplan.connector.digest_requests import DigestRequest, fetch_digests
@@ -148,6 +148,7 @@ class HandshakeResult:
     @classmethod
     def of(cls, peer: PeerEngine) -> HandshakeResult:
         """Return the result of a handshake that has ended now."""
+        instance(PeerEngine, peer, "engine of a handshake")
         plan_seconds = 0.0 if peer.plan is None else peer.plan.seconds
         return cls(peer.source, peer.error, time.monotonic() - peer.began_at, plan_seconds)
 
