@@ -389,7 +389,7 @@ class Shares:
         """
         peers = checked_workers("remotes", remotes, local)
         writers = checked_workers("siblings", siblings, local)
-        skipped = checked_names(not_transferred)
+        skipped = checked_names(not_transferred, local, *writers, *peers)
         # a writer plans with its siblings, so that they agree which of them writes what all hold
         destinations, sources = direction.by_role((local, *writers), peers)
         local_shares = []
