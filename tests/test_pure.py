@@ -42,8 +42,8 @@ RESOURCES = {
 """Modules, builtins and parts of numpy, by what they touch outside a function's arguments."""
 
 QUIET = """
-    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac ipaddress itertools
-    json math operator re reprlib string textwrap types typing weakref xml zlib
+    __future__ array ast base64 bisect collections contextlib difflib enum functools hashlib hmac html ipaddress
+    itertools json math operator re reprlib string textwrap types typing weakref xml zlib
 """
 """The modules of the standard library that touch nothing outside."""
 
@@ -58,6 +58,7 @@ IMPURE = {
 
 EXCEPTIONS = {
     "__init__": {"interpreter"},  # the door loads a room when one of its names is first asked for
+    "_notebook": {"interpreter"},  # and so does what a notebook asks for
     "executor": {"interpreter"},  # and so do the protocols, which lend their fakes
     "staging": {"interpreter"},
     "plan.bind": {"threads"},  # a workspace knows which thread it serves

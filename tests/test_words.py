@@ -27,7 +27,7 @@ PLAIN = """
     executors explanation facts failure fake families family file files findings fingerprint fit handoff
     handshake head header held http info integer interval job key kv labels layout layouts lease leases limits
     list listener llm lmcache local logical long map match matrix memory mesh message messages mismatch model
-    models move mover need network notice occurrence occurrences of option options overlap page pages panel
+    models move mover need network notebook notice occurrence occurrences of option options overlap page pages panel
     parallel part parts pattern patterns peer pending picture pictures pieces pipeline place placed plan planned
     planner pool pools problem product prompt proof ranges rank rates reader readers record refused registry
     report request requests result route rule schema search segments server sglang share shared shares side

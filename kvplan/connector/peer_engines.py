@@ -102,7 +102,8 @@ class PipelinePlan:
 class PeerPlan:
     """The plan by which a worker reads from an engine: directly, or as ``staged`` says.
 
-    ``offers`` has the offer of each of the engine's workers. To open them and to plan took
+    ``offers`` has the offer of each of the engine's workers with which bytes are exchanged: with
+    the keys to its memory they are long, and fleets are large. To open all and to plan took
     ``seconds``.
     """
 
@@ -272,16 +273,18 @@ class PeerEngines:
             _check_engine(source, worker)
         for start in earlier:
             self._refuse_beside(source, start)
-        keys = [worker.key for worker in workers]
-        by_key = dict(zip(keys, offers, strict=True))
         with self._planning, budget:
             plan = self._fastest_plan(workers)
-        seconds = time.monotonic() - fetched_at
+        staged = None
         if isinstance(plan, StagedPlan):
             assert self._pipeline is not None
             staged = PipelinePlan(plan, self._pipeline)
-            return PeerPlan(by_key, plan.direct, staged, seconds=seconds)
-        return PeerPlan(by_key, plan, seconds=seconds)
+        direct = plan.direct if isinstance(plan, StagedPlan) else plan
+        moving = {pair.remote for pair in direct.pairs if pair.group_pairs}
+        keys = [worker.key for worker in workers]
+        by_key = dict(zip(keys, offers, strict=True))
+        offers_of_moving = {key: by_key[key] for key in keys if key in moving}
+        return PeerPlan(offers_of_moving, direct, staged, time.monotonic() - fetched_at)
 
     def _refuse_beside(self, source: Source, earlier: Source) -> None:
         """Refuse an engine whose name another one has that still answers, by rule P2."""

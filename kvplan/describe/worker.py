@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import at_most, check_fields, integer, members, name, wrong_type
 from kvplan._text import count
@@ -134,6 +135,8 @@ class Worker:
     views: tuple[View, ...] = attrs.field(converter=_views)
     model: str = ""
     extensions: str = attrs.field(default="{}", converter=_extensions, eq=False)
+
+    _repr_svg_ = _notebook.svg
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a worker", name, "engine_id")

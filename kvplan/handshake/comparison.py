@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import members, wrong_type
 from kvplan._text import brief_repr, count, fold
 from kvplan.describe.axes import Axis, global_sizes
@@ -75,6 +76,7 @@ class Comparison:
     not_moved: tuple[str, ...] = ()
 
     __repr__ = brief_repr
+    _repr_html_ = _notebook.html
 
     @property
     def ok(self) -> bool:

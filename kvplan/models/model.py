@@ -28,6 +28,7 @@ from typing import Any
 
 import attrs
 
+from kvplan import _notebook
 from kvplan._checks import check_fields, instance, integer, is_one_of, members, name
 from kvplan._text import brief_repr, meant, plain, shown
 from kvplan.describe.views import TOKEN, Group
@@ -69,6 +70,7 @@ class Model:
     query_heads: int | None = attrs.field(default=None, repr=False)
 
     __repr__ = brief_repr
+    _repr_html_ = _notebook.html
 
     def __attrs_post_init__(self) -> None:
         check_fields(self, "a model", name, "name", "dtype")

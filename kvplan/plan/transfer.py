@@ -16,6 +16,7 @@ from typing import Final
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import read_only
 from kvplan._checks import instance, members, wrong_type
 from kvplan._text import shown
@@ -56,6 +57,8 @@ class TransferPlan:
     siblings: tuple[Worker, ...]
     not_transferred: tuple[str, ...]
     pairs: tuple[Pair, ...]
+
+    _repr_svg_ = _notebook.svg
 
     @cached_property
     def direction(self) -> Direction:

@@ -26,6 +26,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import ID_END, having, integer
 from kvplan._text import count
@@ -107,6 +108,8 @@ class StagedPlan:
     peers: tuple[StagedPeer, ...]
     num_positions: int
     staging: str
+
+    _repr_html_ = _notebook.html
 
     @property
     def operation(self) -> str:

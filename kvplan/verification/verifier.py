@@ -21,6 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvplan import _notebook
 from kvplan._arrays import Ints
 from kvplan._checks import members
 from kvplan._text import MAX_REPR, brief_repr, count
@@ -149,6 +150,8 @@ class Report:
     checked: tuple[str, ...]
     failures: tuple[tuple[str, str], ...] = attrs.field(default=())
     tails: tuple[Tail, ...] = attrs.field(default=(), repr=False)
+
+    _repr_html_ = _notebook.html
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Report:

@@ -455,6 +455,18 @@ def test_nobody_takes_the_name_of_an_engine_that_answers(one: Callable[..., Worl
     assert world.connected == ["prefill/0", "prefill/1"]
 
 
+def test_a_peer_keeps_the_offers_of_workers_that_bytes_come_from() -> None:
+    """With the keys to memory, offers are most of what a peer takes, and a fleet has hundreds of peers."""
+    local, _ = engine("decode", tp=2)
+    world = World(local, engine("prefill", tp=2))
+    world.fill()
+    world.reads.begin(world.read("a"))
+    assert world.until(1)["a"].error is None
+    (peer,) = world.reads._peers._peers.values()
+    assert peer.plan is not None
+    assert [*peer.plan.offers] == [("prefill", 0)]
+
+
 def test_an_engine_offers_its_own_workers_alone(one: Callable[..., World]) -> None:
     """An engine that offers workers under the name of another one is refused, and the other is read from as before."""
     world = one()

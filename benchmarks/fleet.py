@@ -1,0 +1,107 @@
+"""What a peer costs a rank of decode, and a fleet of them: ``python -m benchmarks.fleet``.
+
+Each prefill engine offers its workers, and the rank opens the offers, plans and connects. NIXL's part, the keys to
+registered memory, is stood in for by as many bytes of metadata. Figures are processor time, and memory that is still
+held, a peer: the time of the first half of the handshakes, and the memory of the others, since tracing memory takes
+time. ``benchmarks.doors`` has what a message takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvplan import Model, Worker, decode, encode
+from kvplan.connector import Connections, Offers, Source
+from kvplan.connector.peer_engines import PeerEngines
+
+PEERS: Final = 32
+METADATA_BYTES_PER_REGION: Final = 1600
+"""130 kB of NIXL's metadata for the 80 regions of a worker, over InfiniBand."""
+
+MODELS: Final = (("llama-3.1-70b", 8, 8), ("llama-3.1-70b", 4, 8), ("deepseek-v3", 8, 8), ("nemotron-h-8b", 2, 4))
+"""Models, and the TP of decode and of prefill."""
+
+
+class Nothing:
+    """An executor that prepares nothing."""
+
+    def prepare(self, plan: object) -> None:
+        """Prepare nothing."""
+
+
+def offer_of(worker: Worker) -> bytes:
+    """Return the offer of a worker, with room for NIXL's metadata behind its length."""
+    described = encode(worker)
+    metadata = bytes(METADATA_BYTES_PER_REGION * len(worker.regions))
+    return len(described).to_bytes(8, "little") + described + metadata
+
+
+def open_offer(offer: bytes) -> Worker:
+    """Return the worker in an offer."""
+    return decode(offer[8 : 8 + int.from_bytes(offer[:8], "little")])
+
+
+def connections_to(answers: Mapping[str, Sequence[bytes]]) -> Connections:
+    """Return connections to engines that offer what ``answers`` has for their names."""
+
+    def fetch_offers(source: Source, timeout_s: float) -> Offers:
+        # as bytes that came over a network: nobody else holds them
+        offers = tuple(bytes(bytearray(offer)) for offer in answers[source.engine_id])
+        return Offers(source.engine_id, source.start, offers)
+
+    return Connections(
+        open_offer=open_offer,
+        connect=lambda offer: None,
+        disconnect=lambda worker: None,
+        fetch_offers=fetch_offers,
+    )
+
+
+def shake_hands(peers: PeerEngines, peer_name: str) -> float:
+    """Shake hands with an engine, and return the milliseconds of processor time."""
+    began = time.process_time()
+    peer = peers.use(Source(peer_name, "1", "127.0.0.1", 1))
+    while peer.plan is None:
+        assert peer.error is None, peer.error
+        list(peers.poll())
+        time.sleep(0.001)
+    return (time.process_time() - began) * 1e3
+
+
+def main() -> None:
+    """Print a table: bytes, processor time and memory of a peer."""
+    print("| model, TP of decode and prefill | offers, kB | ms | held, kB | 512 peers: s, MB |")
+    print("|---|---:|---:|---:|---:|")
+    for model_name, decode_tp, prefill_tp in MODELS:
+        model = Model.shipped(model_name)
+        local = model.engine("decode", tp=decode_tp, num_blocks=8192)[0]
+        answers: dict[str, list[bytes]] = {}
+        for number in range(PEERS):
+            peer_name = f"prefill-{number}"
+            workers = model.engine(peer_name, tp=prefill_tp, num_blocks=8192)
+            answers[peer_name] = [offer_of(worker) for worker in workers]
+        executor: Any = Nothing()
+        peers = PeerEngines(local, executor, logging.getLogger("fleet"), connections_to(answers), None, 60.0)
+        timed, traced = [*answers][: PEERS // 2], [*answers][PEERS // 2 :]
+        ms = statistics.median([shake_hands(peers, peer_name) for peer_name in timed])
+        gc.collect()
+        tracemalloc.start()
+        for peer_name in traced:
+            shake_hands(peers, peer_name)
+        gc.collect()
+        held_bytes = tracemalloc.get_traced_memory()[0] / len(traced)
+        tracemalloc.stop()
+        offered_kb = sum(map(len, answers[traced[0]])) / 1e3
+        of_fleet = f"{ms * 0.512:.0f}, {held_bytes * 512 / 1e6:.0f}"
+        engines = f"{model_name}, {decode_tp}, {prefill_tp}"
+        print(f"| {engines} | {offered_kb:.0f} | {ms:.0f} | {held_bytes / 1e3:.0f} | {of_fleet} |")
+
+
+if __name__ == "__main__":
+    main()
