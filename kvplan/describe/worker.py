@@ -5,8 +5,8 @@ Every worker satisfies the rules of validation (V) from its construction on:
 - V1: Names of regions and names of groups are unique. Each view names a region and a group of its
   worker.
 - V2: The bytes of each view, in all its blocks, lie inside its region.
-- V3: In a token group the ``token`` axis has exactly ``tokens_per_block`` slots. In a state group
-  there is none.
+- V3: In a token group the ``token`` axis has exactly the slots of a block; it may be left out where
+  that is one slot of several tokens. In a state group there is none.
 - V4: Views of one group share no byte, neither in one region nor in regions that overlap.
 - V5: A group has at most one view of each part of a tensor. Two layers under one name break this
   rule.
@@ -165,12 +165,13 @@ class Worker:
                     size_bytes=region.size_bytes,
                     end_bytes=view.end_bytes,
                 )
-            num_slots = view.sizes.get(TOKEN)
-            if num_slots != group.tokens_per_block:
+            needed_slots = None if group.tokens_per_block is None else group.num_slots
+            num_slots = view.sizes.get(TOKEN, 1 if group.tokens_per_slot > 1 else None)
+            if num_slots != needed_slots:
                 raise KVPlanError(
                     "SIZE",
                     f"page view {view.name!r} of worker {self.label}",
-                    expected=f"{_token_axis(group.tokens_per_block)} for group {group.name!r}",
+                    expected=f"{_token_axis(needed_slots)} for group {group.name!r}",
                     got=_token_axis(num_slots),
                     tokens_per_block=group.tokens_per_block,
                     token_axis=num_slots,

@@ -214,7 +214,8 @@ def _facts_of(geometry: Geometry) -> Iterator[tuple[str, str]]:
     """Yield the fields of a geometry and their values in words."""
     group = geometry.group
     sizes = {axis: size for axis, size in global_sizes(geometry.axes).items() if axis != TOKEN}
-    yield "group kind", "states" if group.tokens_per_block is None else "tokens"
+    values = "tokens" if group.tokens_per_slot == 1 else f"{group.tokens_per_slot} tokens a slot"
+    yield "group kind", "states" if group.tokens_per_block is None else values
     yield "dtype", geometry.dtype
     yield "axes", " ".join(sorted(geometry.sizes.keys() - {TOKEN})) or "none"
     for axis_name, size in sizes.items():

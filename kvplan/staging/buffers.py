@@ -319,7 +319,7 @@ def blocks_touched(group: Group, window: int, grain: int) -> int:
     if group.tokens_per_block is None:
         return 1
     num_slots = slots(group)
-    interleave = group.context.interleave_tokens
+    interleave = group.interleave_slots
     num_turns, rest = divmod(window, cycle(group))
     if grain % cycle(group):
         # a window begins anywhere in a cycle of the context, so anywhere in a block

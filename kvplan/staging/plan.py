@@ -35,7 +35,7 @@ from kvplan.describe.blocks import POSITION_END, Blocks, Range, Tokens
 from kvplan.describe.views import Group, Region
 from kvplan.describe.worker import Worker
 from kvplan.errors import KVPlanError
-from kvplan.plan.align import position_of, slots
+from kvplan.plan.align import in_tokens, position_of, slots
 from kvplan.plan.bind import range_of, wanted
 from kvplan.plan.cells import Cell
 from kvplan.plan.pairs import PairPlanner, Share, plan_pairs, shares
@@ -216,8 +216,13 @@ class StagedPlan:
                 specs.append(spec)
                 copies += peer_copies
             if copies:
-                yield Chunk(tokens, tuple(specs), tuple(copies), slot)
+                yield Chunk(self._in_tokens(tokens), tuple(specs), tuple(copies), slot)
                 slot = None
+
+    def _in_tokens(self, ranges: GroupRanges) -> GroupRanges:
+        """Return the ranges of tokens of some positions by local group."""
+        groups = {group.name: group for group in self.direct.local.groups}
+        return {name: in_tokens(groups[name], positions) for name, positions in ranges.items()}
 
     def _steps(
         self,
@@ -248,7 +253,8 @@ class StagedPlan:
             positions = [template.positions(destination_table, low, high) for template in templates]
             slot_table = _slot_table(peer.buffer, groups, slot, positions)
             staged_tables[buffer_group.name] = slot_table
-            staged_ranges[buffer_group.name] = (low, high) if slot_table.ids.size else (0, 0)
+            positions_in_slot = (low, high) if slot_table.ids.size else (0, 0)
+            staged_ranges[buffer_group.name] = in_tokens(buffer_group, positions_in_slot)
             copied_tables = self.direction.by_role(local_table, slot_table)
             for template, copied_positions in zip(templates, positions, strict=True):
                 copies += template.copies(copied_positions, low, high, copied_tables)

@@ -72,7 +72,7 @@ PROMISES: Final[Mapping[str, str]] = MappingProxyType(
 class Tail:
     """Unused slots: local slots ``[start, stop)`` of a request's blocks that were not written.
 
-    Local slot ``s`` is slot ``s % tokens_per_block`` of block ordinal ``s // tokens_per_block``. In
+    Local slot ``s`` is slot ``s % num_slots`` of block ordinal ``s // num_slots`` of the group. In
     a state group, a slot is a block ordinal.
 
     >>> print(Tail("decode/0", "attn", 1000, 1008))

@@ -15,6 +15,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -45,8 +47,17 @@ def is_state(group: Any) -> bool:
     return isinstance(specs_of(group)[0], MambaSpec)
 
 
-SPEC_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
-"""Specs of caches whose blocks hold positions, or states, in the order of a request."""
+SPEC_KINDS: Final = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
+"""Specs of caches whose blocks hold positions, or states, in the order of a request.
+
+vLLM's other specs derive from these, and keep something else in some blocks."""
 
 
 def check_kinds(cache: KVCacheConfig) -> None:
@@ -56,9 +67,13 @@ def check_kinds(cache: KVCacheConfig) -> None:
     """
     for group in cache.transfer_groups:
         for spec in specs_of(group):
-            if not isinstance(spec, SPEC_KINDS):
+            got = type(spec).__name__
+            if type(spec) not in SPEC_KINDS:
                 expected = " or ".join(kind.__name__ for kind in SPEC_KINDS)
-                got = type(spec).__name__
+                raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
+            if not isinstance(spec, MambaSpec) and spec.tokens_per_state != 1:
+                expected = "one value for each token"
+                got = f"one for {spec.tokens_per_state} tokens in {got}"
                 raise KVPlanError("LAYOUT", "transfer a cache of vLLM", expected=expected, got=got)
 
 
